@@ -36,7 +36,7 @@ test:
 
 test-real:
 	@$(RUN) dev localspec pull $(REAL_MODELS)
-	@LOCALSPEC_TEST_MODELS="$$($(RUN) dev python -c 'from localspec.system.home import models_dir; print(models_dir())')" \
+	@LOCALSPEC_TEST_MODELS="$$($(RUN) dev python -c 'from localspec.system.files import models_dir; print(models_dir())')" \
 		$(RUN) dev python -m pytest -m real $(ARGS)
 
 docs:

@@ -28,14 +28,13 @@ from benchmarks.replay_traces import CURVES as MEASURED
 from localspec.backends import reference
 from localspec.backends.base import Context
 from localspec.controllers.acceptance import COPIED, GREEDY, MOST_PROBABLE, SAMPLE, SourceAcceptance
-from localspec.controllers.auto_controller import AutoController
+from localspec.controllers.auto import AutoController
 from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.fixed import FixedController
 from localspec.sampling.sampling import SamplingParams
-from localspec.spec_decode.controller import Controller
 from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.detokenizer import TextAssembler
-from localspec.spec_decode.drafters.base import Branching
+from localspec.spec_decode.drafters.base import Branching, Controller
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.rounds import Round

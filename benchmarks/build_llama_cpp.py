@@ -24,7 +24,7 @@ import venv
 from collections.abc import Sequence
 from pathlib import Path
 
-from localspec.system.home import home
+from localspec.system.files import home
 from localspec.system.machine import default_threads
 
 SOURCE = "llama-cpp-python==0.3.36"

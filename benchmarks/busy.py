@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from localspec.commands.bench.storage import read_record
-from localspec.measuring.answer import Sample
+from localspec.commands.bench.record import read_record
+from localspec.measuring.subject import Sample
 
 LEAST_TOKENS = 48
 SPIN = "import os, sys\nos.nice(int(sys.argv[1]))\nwhile True: pass"

@@ -35,15 +35,13 @@ from benchmarks.replay_traces import CURVES, OTHER_MS, WIDEST
 from localspec.backends import registry
 from localspec.backends.base import Model
 from localspec.controllers.acceptance import COPIED, SourceAcceptance
-from localspec.controllers.auto_controller import AutoController
+from localspec.controllers.auto import AutoController
 from localspec.controllers.cost_model import PassTimes
-from localspec.controllers.time_budget import TimeBudget
-from localspec.corpora.index import CorpusIndex
-from localspec.corpora.segment import DEPTH
-from localspec.corpora.text_files import PathSource, read_text
+from localspec.controllers.learned import TimeBudget
 from localspec.sampling.sampling import Noise, SamplingParams
 from localspec.spec_decode.drafters.base import Drafter
 from localspec.spec_decode.drafters.corpus import CorpusDrafter
+from localspec.spec_decode.drafters.corpus_index import DEPTH, CorpusIndex, PathSource, read_text
 from localspec.spec_decode.drafters.group import DrafterGroup
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.proposer import SamplingProposer

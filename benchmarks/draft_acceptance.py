@@ -36,12 +36,12 @@ import numpy.typing as npt
 
 from localspec import LLM, SamplingParams
 from localspec.backends.base import Context, Forward
-from localspec.commands.report.markdown import table
 from localspec.controllers.acceptance import CERTAINTY_EDGES, N_BINS, START, bin_of, leads_to
 from localspec.controllers.fixed import FixedController, FixedPlan
-from localspec.measuring.questions import SETS, of_categories, own_questions
-from localspec.runtime.pair import Pair
-from localspec.sampling.rows import top_probability
+from localspec.engine.pair import Pair
+from localspec.prompts.questions import SETS, of_categories, own_questions
+from localspec.report.renderers import table
+from localspec.sampling.sampling import top_probability
 from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer

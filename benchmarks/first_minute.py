@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from localspec.system.home import models_dir
+from localspec.system.files import models_dir
 
 QUESTION = "Name three rivers."
 PROMPT = b"> "

@@ -39,10 +39,9 @@ from typing import Any, Literal
 import numpy as np
 
 from localspec import LLM, SamplingParams
-from localspec.backends import llama_cpp
-from localspec.backends.base import Context, Forward, Model
-from localspec.backends.llama_family import LlamaContext
-from localspec.backends.sequence_batch import Piece
+from localspec.backends.base import Context, Forward, Model, Piece
+from localspec.backends.llama import llama_cpp
+from localspec.backends.llama.model import LlamaContext
 from localspec.backends.trust import CHECK_TEXT, agreement
 from localspec.controllers.fixed import FixedController
 from localspec.spec_decode.ahead import DraftAhead

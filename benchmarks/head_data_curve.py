@@ -27,13 +27,11 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.backends.heads import target_facts
-from localspec.commands.report.markdown import table
 from localspec.model_files.catalog import Catalog
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile, tensor_rows
 from localspec.model_files.head_card import ALL_TEXTS, Rates
-from localspec.model_files.tensor_rows import tensor_rows
-from localspec.training.recipe import KINDS, Recipe
-from localspec.training.run_folder import RunFolder
+from localspec.report.renderers import table
+from localspec.training.run_folder import KINDS, Recipe, RunFolder
 from localspec.training.shards import Passage, Shards
 from localspec.training.trainer import Trainer, TrainingSettings
 from localspec.training.warm_start import new_card, start

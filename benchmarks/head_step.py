@@ -24,7 +24,7 @@ from localspec.backends.draft_head import STATE
 from localspec.backends.heads import Head, heads_for, load_head
 from localspec.backends.products import NumpyProducts
 from localspec.model_files.catalog import Catalog
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.head_file import head_weights
 from localspec.system.machine import cpu_name
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from localspec.backends.base import Context, Model
-from localspec.backends.llama_family import LlamaContext
+from localspec.backends.llama.model import LlamaContext
 from localspec.system.machine import cpu_name
 from tests.support import ggufs
 

@@ -49,7 +49,7 @@ from typing import Any
 from benchmarks.build_llama_cpp import CMAKE_OPTIONS, SOURCE, build, default_folder
 from localspec import LLM, SamplingParams, __version__
 from localspec.model_files.catalog import Catalog
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.vocab import Vocab
 from localspec.prompts.templates import ChatTemplate
 from localspec.system.machine import cpu_name, default_threads, prepare_threads

@@ -20,7 +20,7 @@ from functools import partial
 
 from benchmarks.load import CONTEXT, QUESTIONS, long_text
 from localspec import LLM, SamplingParams
-from localspec.runtime.pair import Pair
+from localspec.engine.pair import Pair
 
 RESTING = 480
 

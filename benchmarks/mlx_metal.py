@@ -36,9 +36,9 @@ from localspec.backends import mlx
 from localspec.backends.base import Context, Model
 from localspec.backends.mlx.model import MLXModel
 from localspec.backends.trust import CHECK_TEXT
-from localspec.measuring.questions import own_questions
 from localspec.model_files.catalog import Catalog
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile
+from localspec.prompts.questions import own_questions
 from localspec.system.machine import cpu_name
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from localspec.backends.mlx.blocks import BLOCK_TYPES
-from localspec.model_files.gguf_file import GGUFFile, TensorInfo
+from localspec.backends.mlx.weights import BLOCK_TYPES
+from localspec.model_files.gguf import GGUFFile, TensorInfo
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 

@@ -32,8 +32,8 @@ ENOUGH = 0.015
 
 def work(path: str, threads: int | None) -> None:
     """The process of one build: reads "width passes", answers with the shortest time in milliseconds."""
-    from localspec.backends import ik_llama
-    from localspec.backends.builds import built_for, system_info
+    from localspec.backends.llama import ik_llama
+    from localspec.backends.llama.ggml import built_for, system_info
     from localspec.backends.trust import CHECK_TEXT, check_model
 
     engine = ik_llama.binding()

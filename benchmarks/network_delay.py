@@ -35,10 +35,10 @@ from pathlib import Path
 from typing import Any
 
 from localspec import LLM, EngineError, Placement, SamplingParams
-from localspec.backends.rpc_link import ask
-from localspec.runtime.arguments import DraftLength, checked_length
-from localspec.runtime.draft_ahead import AheadChoice
-from localspec.system.home import home
+from localspec.backends.llama.rpc_link import ask
+from localspec.engine.options import DraftLength, checked_length
+from localspec.engine.state import AheadChoice
+from localspec.system.files import home
 from localspec.system.machine import cpu_name
 
 QUESTIONS = (

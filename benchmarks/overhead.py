@@ -20,7 +20,7 @@ import time
 import numpy as np
 
 from localspec import LLM, SamplingParams
-from localspec.backends.llama_family import LlamaContext
+from localspec.backends.llama.model import LlamaContext
 from localspec.system.machine import cpu_name
 
 PROMPT = "def fibonacci(n):\n    "

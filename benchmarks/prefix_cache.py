@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from localspec import backends
-from localspec.backends.llama_binding import N_BATCH, N_UBATCH
-from localspec.backends.llama_family import LlamaModel
+from localspec.backends.llama.binding import N_BATCH, N_UBATCH
+from localspec.backends.llama.model import LlamaModel
 
 TEXT = Path(__file__).read_text(encoding="utf-8")
 

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.load import KINDS, quantile
+from localspec.controllers.batching import LEAST_ROWS, PromptPieces
 from localspec.controllers.cost_model import PassTimes
-from localspec.controllers.prompt_pieces import LEAST_ROWS, PromptPieces
 from localspec.spec_decode.decoder import PREFILL_CHUNK
 
 CURVE = {

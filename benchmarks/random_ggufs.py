@@ -23,9 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localspec.model_files.gguf_file import TensorInfo
-from localspec.model_files.gguf_output import GGUFOutput, new_tensor
-from localspec.model_files.gguf_types import TENSOR_TYPES
+from localspec.model_files.gguf import TENSOR_TYPES, GGUFOutput, TensorInfo, new_tensor
 from localspec.system.files import write_atomically
 from tests.support.gguf_vocabs import bpe_vocab, vocab_metadata
 

@@ -31,9 +31,9 @@ from benchmarks.record_traces import Spy
 from localspec.backends.base import FEW_ROWS, Forward
 from localspec.backends.heads import MAX_STATES
 from localspec.controllers.acceptance import COPIED, GREEDY, MOST_PROBABLE, SAMPLE, Prior, SourceAcceptance, of_a_head
-from localspec.controllers.auto_controller import AutoController
+from localspec.controllers.auto import AutoController
 from localspec.controllers.cost_model import PassTimes
-from localspec.controllers.time_budget import TimeBudget
+from localspec.controllers.learned import TimeBudget
 from localspec.sampling.sampling import Distribution, Noise, SamplingParams
 from localspec.spec_decode.drafters.base import Drafter, Plan
 from localspec.spec_decode.drafters.draft_model import MAX_ABRIDGED, MAX_COUNTERFACTUAL, N_HEAD, N_TAIL

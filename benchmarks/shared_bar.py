@@ -16,7 +16,7 @@ from itertools import product
 
 import pytest
 
-from localspec.controllers import prompt_pieces
+from localspec.controllers import batching as batching_module
 from tests.controllers.test_shared_rows import BAR, speed_beside_the_better
 from tests.support.simulator import CURVES
 
@@ -29,7 +29,7 @@ RIGHT = (0.05, 0.5, 0.9)
 
 def without_bound(curve: str, reads: float, n: int, right: float) -> float:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prompt_pieces, "STALL", 1e9)
+        patch.setattr(batching_module, "STALL", 1e9)
         return speed_beside_the_better(curve, reads, n, right)
 
 

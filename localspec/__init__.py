@@ -8,8 +8,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from localspec._version import __version__
+
 if TYPE_CHECKING:
     from localspec.backends.placement import Placement
+    from localspec.engine.options import RequestOptions
+    from localspec.engine.request import AsyncRoundStream, Reply, RoundStream
     from localspec.errors import (
         Cancelled,
         Closed,
@@ -28,16 +32,11 @@ if TYPE_CHECKING:
         UsageError,
         VocabularyMismatch,
     )
-    from localspec.llm import LLM
-    from localspec.runtime.arguments import RequestOptions
-    from localspec.runtime.stream import AsyncRoundStream, Reply, RoundStream
-    from localspec.sampling.logprobs import ScoredToken, TokenLogprobs
-    from localspec.sampling.sampling import SamplingParams
-    from localspec.session import Session
+    from localspec.llm import LLM, Session
+    from localspec.sampling.sampling import SamplingParams, ScoredToken, TokenLogprobs
     from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Span, SpecStats, Verdict
     from localspec.training.distill import distill
 
-__version__ = "0.1.0"
 
 __all__ = [
     "LLM",
@@ -79,15 +78,15 @@ __all__ = [
 
 _HOMES = {
     "LLM": "localspec.llm",
-    "RequestOptions": "localspec.runtime.arguments",
+    "RequestOptions": "localspec.engine.options",
     "Placement": "localspec.backends.placement",
-    **dict.fromkeys(("AsyncRoundStream", "Reply", "RoundStream"), "localspec.runtime.stream"),
+    **dict.fromkeys(("AsyncRoundStream", "Reply", "RoundStream"), "localspec.engine.request"),
     **dict.fromkeys(
         ("Draft", "DraftToken", "EmittedToken", "Round", "Span", "SpecStats", "Verdict"), "localspec.spec_decode.rounds"
     ),
-    **dict.fromkeys(("ScoredToken", "TokenLogprobs"), "localspec.sampling.logprobs"),
+    **dict.fromkeys(("ScoredToken", "TokenLogprobs"), "localspec.sampling.sampling"),
     "SamplingParams": "localspec.sampling.sampling",
-    "Session": "localspec.session",
+    "Session": "localspec.llm",
     "distill": "localspec.training.distill",
 }
 

@@ -92,7 +92,7 @@ def is_windows_broken_pipe(error: Exception) -> bool:
 
 
 def _fail(message: str, status: int) -> int:
-    from localspec.terminal.text import terminal_size, visible, wrapped
+    from localspec.system.terminal import terminal_size, visible, wrapped
 
     line = "localspec: " + " ".join(visible(message).split())
     rows = wrapped(line, terminal_size()[0]) if sys.stderr.isatty() else [line]  # for scripts it is one line

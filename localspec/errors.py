@@ -26,6 +26,15 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from numbers import Integral, Real
+from typing import Any, NoReturn
+
 
 class LocalspecError(Exception):
     """Base class: ``str(error)`` is one line that says what is wrong and what to do.
@@ -133,3 +142,195 @@ def line_of(error: Exception) -> str:
         return "out of memory: take a smaller model or a smaller --ctx"
     kind = type(error).__name__
     return f"internal error, please report it: {kind}: {error} (LOCALSPEC_DEBUG=1 shows where)"
+
+
+# Checks of what callers give: numbers of Python or NumPy, names, token ids, JSON.
+
+MAX_COUNT = 1 << 31
+MAX_THREADS = 4096
+MAX_DEPTH, MAX_CONTAINERS, MAX_DIGITS = 200, 500_000, 308
+"""JSON that is taken: how deep it is nested, how many objects and lists it has, how many digits a whole number has."""
+
+KV_CACHE_TYPES = ("f16", "f32", "q8_0", "q4_0")
+
+
+def shown(value: object) -> str:
+    """A value in an error message: one line, not long."""
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # Python does not spell out numbers of thousands of digits
+        text = f"a number of {type(value).__name__} that is too large"
+    return text if len(text) <= 120 else f"{text[:80]}…{text[-30:]}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that begins with an unknown one, or is most like it; None if none is like it."""
+    names = list(known)
+    longer = [each for each in names if name and each.startswith(name)]
+    return next(iter(longer or get_close_matches(name, names, n=1)), None)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """What ends a message about an unknown name."""
+    near = nearest(name, known)
+    return f"; did you mean {near}?" if near else ""
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a real number, NaN and infinity included; True and False are none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def as_float(value: Any) -> float:
+    """A number in Python's own type; one too large for it is infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def listed(values: Any) -> list[Any] | None:
+    """Anything that yields values, as a list; None for what does not, and for texts and bytes, which are one value."""
+    if isinstance(values, str | bytes | bytearray | memoryview | Mapping):
+        return None
+    try:
+        return list(values)
+    except TypeError:
+        return None
+
+
+def checked_whole(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """A whole number within bounds, in Python's own type.
+
+    Raises:
+        UsageError: it is not a whole number, or is out of bounds.
+    """
+    if not is_whole(value) or value < least or (most is not None and value > most):
+        bounds = f"a whole number, {least} or more" if most is None else f"a whole number in {least}..{most}"
+        raise UsageError(f"{name} must be {bounds}, not {shown(value)}")
+    return int(value)
+
+
+def check_text(text: str | None, name: str) -> None:
+    """Refuse text from the command line that was not valid UTF-8.
+
+    Raises:
+        UsageError: it was not.
+    """
+    if text is not None and any("\ud800" <= char <= "\udfff" for char in text):
+        raise UsageError(f"{name} is not valid UTF-8")
+
+
+def token_ids(what: str, ids: Any, n_vocab: int | None = None) -> list[int]:
+    """Token ids, from anything that yields whole numbers.
+
+    Args:
+        what: what they are, for the message.
+        ids: whole numbers.
+        n_vocab: how many the model takes; None is any number.
+
+    Raises:
+        UsageError: they are not, or not this model's.
+    """
+    tokens = listed(ids)
+    if tokens is None:
+        raise UsageError(f"{what} must be token ids, not {type(ids).__name__}")
+    for token in tokens:
+        if not is_whole(token):
+            raise UsageError(f"{what} must be token ids, which are whole numbers, not {shown(token)}")
+        if n_vocab is not None and not 0 <= token < n_vocab:
+            raise UsageError(f"{what} must be token ids of this model, in 0..{n_vocab - 1}, not {shown(token)}")
+    return [int(token) for token in tokens]
+
+
+# -- JSON ----------------------------------------------------------------------------------------------------------
+
+_STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+_NO_BRACKETS = bytes(set(range(256)) - set(_STEPS))
+_STRING = re.compile(rb'"[^"]*"')
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """JSON in UTF-8, and only what means the same to everybody: no number that is not finite, no key twice in an
+    object, no half of a surrogate pair; within ``MAX_DEPTH``, ``MAX_CONTAINERS`` and ``MAX_DIGITS``.
+
+    Raises:
+        ValueError: it is not; the message is a clause that says what is wrong.
+    """
+    try:
+        body = text.encode() if isinstance(text, str) else text
+        decoded = body.decode("utf-8-sig")
+        _check_nesting(body)
+        value = json.loads(
+            decoded, parse_float=_finite, parse_int=_whole, parse_constant=_no_constant, object_pairs_hook=_object
+        )
+        if _SURROGATE.search(body):
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON: {error}") from None
+    except UnicodeDecodeError:
+        raise ValueError("is not UTF-8") from None
+    except UnicodeEncodeError:
+        raise ValueError("has half of a surrogate pair in a string") from None
+    return value
+
+
+def written_json(text: str) -> Any:
+    """JSON as a model may have written it: a number that is none to others stays text, and half of a surrogate pair is
+    replaced, so that what is made of it can be sent.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+    try:
+        value = json.loads(text, parse_float=_number, parse_constant=str)
+        return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+
+
+def _number(text: str) -> float | str:
+    value = float(text)
+    return value if math.isfinite(value) else text
+
+
+def _check_nesting(body: bytes) -> None:
+    brackets = _STRING.sub(b"", body.replace(b"\\\\", b"").replace(b'\\"', b"")).translate(None, _NO_BRACKETS)
+    if len(brackets) > 2 * MAX_CONTAINERS:
+        raise ValueError(f"has more than {MAX_CONTAINERS} objects and lists")
+    depth = 0
+    for bracket in brackets:
+        depth += _STEPS[bracket]
+        if depth > MAX_DEPTH:
+            raise ValueError(f"is nested more than {MAX_DEPTH} deep")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"has a number that is too large: {text:.40}")
+    return value
+
+
+def _whole(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"has a number of {len(text)} digits; at most {MAX_DIGITS} are read")
+    return int(text)
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"has {name}, which is no number in JSON")
+
+
+def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"has an object with {twice!r:.60} twice")
+    return found

@@ -3,46 +3,658 @@
 from __future__ import annotations
 
 import asyncio
+import numbers
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Generic, TypeVar, Unpack, cast
 
+from localspec.backends.base import shared_prefix
 from localspec.backends.placement import Placement
-from localspec.errors import Cancelled
-from localspec.model_files.catalog import Catalog
-from localspec.model_files.vocab import Vocab
-from localspec.prompts.prompts import Prompt, PromptEncoder
-from localspec.prompts.templates import ChatTemplate
-from localspec.runtime import arguments
-from localspec.runtime.answering import answer, never_ran, score
-from localspec.runtime.arguments import (
+from localspec.engine import saved
+from localspec.engine.loading import Report, giving_way
+from localspec.engine.options import (
+    PREFIX_CACHE_BYTES,
     DraftLength,
+    LoadOptions,
     RequestOptions,
     checked_bound,
     checked_length,
+    checked_loading,
+    checked_params,
     checked_spec,
     draft_specs,
     split_options,
 )
-from localspec.runtime.asking import AskingModel
-from localspec.runtime.idle import PREPARATION, IdleWork, OnMains
-from localspec.runtime.jobs import Job
-from localspec.runtime.load_options import PREFIX_CACHE_BYTES, LoadOptions
-from localspec.runtime.model_loading import Report, giving_way
-from localspec.runtime.pair import Pair
-from localspec.runtime.read_ahead import ReadAhead
-from localspec.runtime.request import AnswerRequest
-from localspec.runtime.scheduler import serve_beside
-from localspec.runtime.stream import Submit
-from localspec.runtime.tokenizing import Tokenizing
-from localspec.runtime.worker import Result, Worker
-from localspec.sampling.logprobs import checked_top
-from localspec.sampling.sampling import SamplingParams
-from localspec.session import Session
-from localspec.session import load as load_session
-from localspec.values import checked_whole
+from localspec.engine.pair import Pair, ReadAhead
+from localspec.engine.request import AnswerRequest, AsyncRoundStream, Reply, RoundStream, Submit
+from localspec.engine.saved import SavedContext, restore_contexts, save_contexts
+from localspec.engine.scheduler import answer, never_ran, score, serve_beside
+from localspec.engine.worker import PREPARATION, IdleWork, Job, OnMains, Result, Worker
+from localspec.errors import Cancelled, SessionFileError, UsageError, checked_whole
+from localspec.model_files.catalog import Catalog
+from localspec.model_files.vocab import Vocab
+from localspec.prompts.infill import FILL_TOKENS, SUFFIX_TOKENS, ContextFiles, FillPrompt, fill_prompt, marked_prompt
+from localspec.prompts.prompts import Prompt, PromptEncoder
+from localspec.prompts.templates import ChatTemplate
+from localspec.prompts.thinking import ThinkingFormat
+from localspec.sampling.sampling import SamplingParams, ScoredToken, checked_top
+from localspec.system.files import printable
+
+# The ways to ask: ``rounds``, ``stream``, ``chat``, and the same for asyncio. ``LLM`` and ``Session`` have them.
+
+Question = TypeVar("Question")
+
+
+class Asking(ABC, Generic[Question]):
+    """Turns one thing, how to queue a question, into every way to ask it."""
+
+    @abstractmethod
+    def submitter(self, question: Question, params: SamplingParams | None, **options: Unpack[RequestOptions]) -> Submit:
+        """Check a question and its options, and return what queues it."""
+
+    def _as_chat(self, question: Question | str) -> Question | str:
+        """What ``chat`` makes of a question."""
+        return question
+
+    def rounds(
+        self, question: Question, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> RoundStream:
+        """Answer, round by round: the drafts and their fate.
+
+        >>> with llm.rounds(messages, params, draft_length=4, deadline=20.0) as rounds:
+        ...     for round_ in rounds:
+        ...         print([token.id for token in round_.draft], round_.verdict.n_accepted, round_.text)
+        >>> rounds.reply.stats["acceptance_rate"]
+
+        Args:
+            question: for an ``LLM`` messages for the chat template, a string to continue as it is, or token ids; for a
+                ``Session`` the next question of its conversation.
+            params: sampling parameters; None is greedy. Each can also be given by its own name, as in
+                ``max_tokens=64``, which counts more than ``params``.
+            speculate: False decodes plainly, in the same loop.
+            draft_length: overrides the LLM's ``draft_length`` for this request.
+            drafters: which of the LLM's ``draft_names`` take part in this request; None is all.
+            prediction: a text that the answer is likely to repeat, such as the file to be edited: n-grams copy from it.
+            think: ``on`` or ``off``, where the model's chat template has a switch for it or the model marks what it
+                thinks; ``low``, ``medium``, ``high`` where it takes an effort. None, or ``auto``, is the template's own
+                way. In an answer to messages ``Round.thinking`` is then apart from ``Round.text``; of a text or token
+                ids nothing is told apart unless ``think`` is given.
+            thinking_budget: tokens after which a thinking block that is still open is closed for the model, so that it
+                answers; None is any number.
+            deadline: seconds from now, waiting included, after which the request ends as if it had been closed: within
+                a round, ``finish_reason`` ``cancelled`` by ``deadline``. One that is late in the queue never runs.
+            conversation: anything hashable. Requests of one conversation run in order; conversations take turns. None
+                is a conversation of its own. (A ``Session`` is one already.)
+            priority: of the requests that wait those with the highest come first; 0 is ordinary, less is for what may
+                wait, such as a batch of texts.
+            logprobs: judge every token of the answer: ``EmittedToken.logprobs`` holds its log-probability, and those of
+                this many most probable tokens (0 to 20). From the target's raw logits, see ``sampling.logprobs``.
+            keep_tokens: how much of the prompt's beginning is worth keeping in memory when the answer is there, for the
+                next prompt to go on from; None is all of it, and the answer.
+
+        Raises:
+            QueueFull: ``max_queue`` requests are waiting.
+            UsageError: an option makes no sense, or there is none of that name. What is wrong with the prompt is raised
+                when the stream is read.
+            Closed: after ``close``.
+        """
+        return RoundStream(self.submitter(question, params, **options))
+
+    def stream(
+        self, question: Question, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> Iterator[str]:
+        """Answer piece by piece: verified text only; options as in ``rounds``.
+
+        >>> for piece in llm.stream("Once upon a time", SamplingParams(max_tokens=64)):
+        ...     print(piece, end="", flush=True)
+        """
+        with self.rounds(question, params, **options) as rounds:
+            for round_ in rounds:
+                if round_.text:
+                    yield round_.text
+
+    def chat(
+        self, question: Question | str, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> Reply:
+        """Answer a conversation, or a single question; options as in ``rounds``.
+
+        >>> llm.chat([{"role": "user", "content": "Name three rivers."}]).text
+        """
+        with self.rounds(self._as_chat(question), params, **options) as rounds:  # type: ignore[arg-type]
+            return rounds.reply
+
+    def arounds(
+        self, question: Question, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> AsyncRoundStream:
+        """As ``rounds``, for asyncio; leaving the loop or cancelling the task stops the engine within a round.
+
+        The request is queued by this call, so ``QueueFull`` comes from here.
+
+        >>> async with llm.arounds(messages, params) as rounds:
+        ...     async for round_ in rounds:
+        ...         print(round_.text, end="")
+        ...     reply = await rounds.reply()
+        """
+        return AsyncRoundStream(self.submitter(question, params, **options))
+
+    async def astream(
+        self, question: Question, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> AsyncIterator[str]:
+        """As ``stream``, for asyncio."""
+        async with self.arounds(question, params, **options) as rounds:
+            async for round_ in rounds:
+                if round_.text:
+                    yield round_.text
+
+    async def achat(
+        self, question: Question | str, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> Reply:
+        """As ``chat``, for asyncio."""
+        async with self.arounds(self._as_chat(question), params, **options) as rounds:  # type: ignore[arg-type]
+            return await rounds.reply()
+
+
+class AskingModel(Asking[Prompt]):
+    """What only a model can be asked, and not a conversation."""
+
+    @abstractmethod
+    def _scorer(self, prompt: Prompt, top: int, deadline: float | None, conversation: Hashable | None) -> Submit:
+        """Check what is to be scored, and return what queues it."""
+
+    def _as_chat(self, question: Prompt | str) -> Prompt:
+        return [{"role": "user", "content": question}] if isinstance(question, str) else question
+
+    def generate(
+        self, text: str | Sequence[int], params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> Reply:
+        """Continue a text as it is, without the chat template; options as in ``rounds``.
+
+        >>> llm.generate("def fibonacci(n):", SamplingParams(max_tokens=80, stop=["\\n\\n"])).text
+        """
+        with self.rounds(text, params, **options) as rounds:
+            return rounds.reply
+
+    async def agenerate(
+        self, text: str | Sequence[int], params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> Reply:
+        """As ``generate``, for asyncio."""
+        async with self.arounds(text, params, **options) as rounds:
+            return await rounds.reply()
+
+    @abstractmethod
+    def fill_prompt(
+        self,
+        prefix: str,
+        suffix: str = "",
+        context_files: ContextFiles = (),
+        *,
+        name: str | None = None,
+        max_tokens: int | None = None,
+    ) -> FillPrompt:
+        """See ``Tokenizing``."""
+
+    def fill(
+        self,
+        prefix: str,
+        suffix: str = "",
+        params: SamplingParams | None = None,
+        *,
+        context_files: ContextFiles = (),
+        name: str | None = None,
+        single_line: bool = False,
+        **options: Unpack[RequestOptions],
+    ) -> Reply:
+        """Fill in what stands between two texts: completion at a cursor. For models with fill-in-the-middle tokens.
+
+        What stands before the cursor stays in memory, so that the next request for the same place in the same files
+        reads only what was typed since, and the suffix.
+
+        >>> llm.fill("def area(r):\\n    return ", "\\n\\nprint(area(2))\\n", single_line=True).text
+
+        Args:
+            prefix: the text before the cursor.
+            suffix: the text behind it.
+            params: sampling parameters; None is greedy, at most 128 tokens.
+            context_files: names and texts of other files (a mapping, or pairs), the most relevant last; where there is
+                no room for all, the first are left out.
+            name: of the file with the cursor.
+            single_line: end before the next line break.
+            options: as in ``rounds``.
+
+        Raises:
+            UsageError: the model has no fill-in-the-middle tokens, or there is no text at all.
+            QueueFull, Closed: as in ``rounds``.
+        """
+        prompt, params, options = self._fill(prefix, suffix, params, context_files, name, single_line, options)
+        with self.rounds(prompt.tokens, params, **options) as rounds:
+            return rounds.reply
+
+    async def afill(
+        self,
+        prefix: str,
+        suffix: str = "",
+        params: SamplingParams | None = None,
+        *,
+        context_files: ContextFiles = (),
+        name: str | None = None,
+        single_line: bool = False,
+        **options: Unpack[RequestOptions],
+    ) -> Reply:
+        """As ``fill``, for asyncio; cancelling the task, as when something else was typed, stops the engine."""
+        prompt, params, options = self._fill(prefix, suffix, params, context_files, name, single_line, options)
+        async with self.arounds(prompt.tokens, params, **options) as rounds:
+            return await rounds.reply()
+
+    def _fill(
+        self,
+        prefix: str,
+        suffix: str,
+        params: SamplingParams | None,
+        files: ContextFiles,
+        name: str | None,
+        single_line: bool,
+        options: RequestOptions,
+    ) -> tuple[FillPrompt, SamplingParams, RequestOptions]:
+        params, rest = split_options(SamplingParams(max_tokens=FILL_TOKENS) if params is None else params, **options)
+        if single_line:
+            params = replace(params, stop=[*params.stop, "\n"])
+        prompt = self.fill_prompt(prefix, suffix, files, name=name, max_tokens=params.max_tokens)
+        return prompt, params, cast(RequestOptions, {"keep_tokens": prompt.n_before} | rest)
+
+    def logprobs(
+        self,
+        prompt: Prompt,
+        *,
+        top: int = 0,
+        deadline: float | None = None,
+        conversation: Hashable | None = None,
+    ) -> list[ScoredToken]:
+        """How probable the target finds each token of a given text after those before it.
+
+        >>> scored = llm.logprobs("The capital of France is Paris.")
+        >>> perplexity = math.exp(-sum(t.logprob for t in scored[1:]) / (len(scored) - 1))
+
+        Args:
+            prompt: a text (a begin-of-text token in front where the model wants one), messages, or token ids.
+            top: how many of the most probable tokens to name at each place (0 to 20).
+            deadline, conversation: as in ``rounds``.
+
+        Returns:
+            One ``ScoredToken`` per token; the first has no logprob, as nothing predicts it.
+
+        Raises:
+            PromptTooLong: it does not fit into the context.
+            Cancelled: the deadline passed first.
+            QueueFull, UsageError, Closed: as in ``rounds``.
+        """
+        with RoundStream(self._scorer(prompt, top, deadline, conversation)) as stream:
+            return cast(list[ScoredToken], stream.reply)
+
+    async def alogprobs(
+        self,
+        prompt: Prompt,
+        *,
+        top: int = 0,
+        deadline: float | None = None,
+        conversation: Hashable | None = None,
+    ) -> list[ScoredToken]:
+        """As ``logprobs``, for asyncio."""
+        async with AsyncRoundStream(self._scorer(prompt, top, deadline, conversation)) as stream:
+            return cast(list[ScoredToken], await stream.reply())
+
+
+# ``Session``: one conversation on a loaded pair, which can be saved and go on after a restart.
+
+Message = dict[str, Any]
+
+
+class Session(Asking[str]):
+    """One conversation: it remembers its turns, and asks the next question with all of them.
+
+    Several sessions share a pair. What the models hold of each is kept while others speak, within
+    ``LLM.prefix_cache_bytes``, so going back to one reads nothing again. Questions of one session are answered in
+    order; sessions take turns.
+
+    >>> session = llm.session(system="You are terse.")
+    >>> session.chat("Name a river.").text
+    >>> session.chat("Another one.").text
+    >>> session.save("rivers.session")
+    >>> llm.load_session("rivers.session").chat("Which is longer?").text  # after a restart, nothing is read again
+
+    Asked like an ``LLM``: ``rounds``, ``stream``, ``chat``, ``arounds``, ``astream`` and ``achat`` take the next
+    question. It and its answer become part of the conversation when the answer ends. One that was cancelled counts as
+    far as it came; where it has no token, or the request failed, the conversation stays as it was.
+
+    Made by ``LLM.session`` and ``LLM.load_session``.
+
+    Attributes:
+        params: sampling parameters of questions that bring none; None is greedy.
+        notes: what a program wants to keep with the conversation, as JSON has it; saved and loaded with it.
+        notice: one line that says why a saved memory could not be used, so that the first answer reads everything
+            again; None if it could, or if the session is new.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        system: str | None = None,
+        params: SamplingParams | None = None,
+        messages: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        if system is not None and not isinstance(system, str):
+            raise UsageError(f"system must be a text, not {type(system).__name__}")
+        if params is not None:
+            checked_params(params)
+        self._llm = llm
+        self._conversation = object()
+        self.params = params
+        self.messages = [{"role": "system", "content": system}] if system else []
+        self.messages += [dict(message) for message in messages]
+        self.notes: dict[str, Any] = {}
+        self.notice: str | None = None
+
+    @property
+    def system(self) -> str | None:
+        """The system prompt; None where the conversation has none. May be changed between questions."""
+        return str(self.messages[0]["content"]) if self.messages and self.messages[0].get("role") == "system" else None
+
+    @system.setter
+    def system(self, text: str | None) -> None:
+        said = self.messages[self.system is not None :]
+        self.messages = [*([{"role": "system", "content": text}] if text else []), *said]
+
+    @property
+    def messages(self) -> list[Message]:
+        """The turns so far, for the chat template; may be edited, or replaced by another sequence, between turns."""
+        return self._messages
+
+    @messages.setter
+    def messages(self, messages: Iterable[Message]) -> None:
+        # A list stays the one that was given; of anything else one is made, as answers are appended to it.
+        self._messages = messages if isinstance(messages, list) else list(messages)
+
+    def undo(self) -> bool:
+        """Take the last question and its answer back; whether there was one."""
+        for i in range(len(self.messages) - 1, -1, -1):
+            if self.messages[i]["role"] == "user":
+                del self.messages[i:]
+                return True
+        return False
+
+    def save(self, path: str | Path, *, memory: bool = True) -> None:
+        """Save the conversation, and what the models hold of it, so that ``LLM.load_session`` goes on without reading.
+
+        Waits for the questions asked before. The file is complete under its name or is not there; what the name held
+        before stays until then. What the models hold is left out where it was dropped meanwhile, or where the engine
+        cannot give it.
+
+        Args:
+            path: the file.
+            memory: False saves the text alone, in kilobytes; loaded again, it has to be read again.
+
+        Raises:
+            SessionFileError: it cannot be written, or the name belongs to something else.
+            Closed: the LLM was closed.
+        """
+        llm, file = self._llm, _file(path)
+
+        def take(pair: Pair) -> tuple[list[Message], list[SavedContext]]:
+            messages = [dict(message) for message in self.messages]
+            if not messages or not memory:
+                return messages, []
+            tokens = llm.encode(messages, add_generation_prompt=False)
+            return messages, save_contexts(pair.state.text_contexts, pair.prefix_cache, tokens)
+
+        messages, memories = llm.run(take, conversation=self._conversation)
+        saved.write(file, to_text(self) | {"messages": messages}, memories)
+
+    async def asave(self, path: str | Path, *, memory: bool = True) -> None:
+        """As ``save``, for asyncio."""
+        await asyncio.to_thread(self.save, path, memory=memory)
+
+    def submitter(self, question: str, params: SamplingParams | None, **options: Unpack[RequestOptions]) -> Submit:
+        if not isinstance(question, str):
+            raise UsageError("a session is asked with a text; earlier turns are remembered")
+        if "conversation" in options:
+            raise UsageError("a session is a conversation of its own")
+        asked: Message = {"role": "user", "content": question}
+        # Made when its turn comes: what was asked before may still be waiting for its answer.
+        submit = self._llm.submitter(
+            lambda: [*self.messages, asked],
+            self.params if params is None else params,
+            **(options | {"conversation": self._conversation}),
+        )
+
+        def with_memory(deliver: Callable[[Any], Any]) -> Job:
+            def settle(item: Any) -> None:
+                if isinstance(item, Reply) and item.token_ids:
+                    # What was thought is kept beside the answer; the template says whether the model sees it again.
+                    thought = {"reasoning_content": item.thinking} if item.thinking else {}
+                    self.messages += [asked, {"role": "assistant", "content": item.text} | thought]
+                deliver(item)
+
+            return submit(settle)
+
+        return with_memory
+
+
+def _file(path: str | Path) -> Path:
+    try:
+        return Path(path)
+    except TypeError:
+        raise UsageError(f"a session is kept in a file; {path!r} is no path") from None
+
+
+def to_text(session: Session) -> dict[str, Any]:
+    """The text part of a session's file, as the session is now."""
+    return {
+        "model": printable(session._llm.model_name),
+        "messages": [dict(message) for message in session.messages],
+        "params": _params_as_json(session.params),
+        "notes": session.notes,
+    }
+
+
+def from_text(llm: LLM, text: Mapping[str, Any], name: str) -> Session:
+    """A session of what the text part of its file says; ``name`` is for what is raised.
+
+    Raises:
+        SessionFileError: it is not a conversation.
+    """
+    try:
+        messages = [dict(message) for message in text["messages"]]
+        session = Session(llm, None, _params_from_json(text["params"]), messages)
+        session.notes = dict(text.get("notes", {}))
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        raise SessionFileError(f"{name} is damaged: its text is not a conversation") from None
+    return session
+
+
+def load(llm: LLM, path: str | Path, *, memory: bool = True) -> Session:
+    """See ``LLM.load_session``."""
+    path = _file(path)
+    text, memories, damage = saved.read(path, memory=memory)
+    session = from_text(llm, text, str(path))
+    if not memory:
+        return session
+    reason: str | None = damage or llm.run(
+        lambda pair: restore_contexts(pair.state.text_contexts, pair.prefix_cache, memories)
+    )
+    if reason and session.messages:
+        session.notice = f"{reason}; the conversation will be read again"
+    return session
+
+
+def _params_as_json(params: SamplingParams | None) -> dict[str, Any] | None:
+    if params is None:
+        return None
+    default = SamplingParams()
+    values = {f.name: _plain(getattr(params, f.name)) for f in fields(params)}
+    changed = {name: value for name, value in values.items() if value != getattr(default, name)}
+    if "logit_bias" in changed:
+        changed["logit_bias"] = {str(token): _plain(bias) for token, bias in params.logit_bias.items()}
+    if "stop" in changed:
+        changed["stop"] = list(params.stop)
+    return changed
+
+
+def _plain(value: Any) -> Any:
+    """A number as JSON can have it: NumPy's, and others, are numbers too."""
+    if isinstance(value, numbers.Integral):
+        return value if isinstance(value, bool) else int(value)
+    return float(value) if isinstance(value, numbers.Real) else value
+
+
+def _params_from_json(values: dict[str, Any] | None) -> SamplingParams | None:
+    if values is None:
+        return None
+    if "logit_bias" in values:
+        values["logit_bias"] = {int(token): float(bias) for token, bias in values["logit_bias"].items()}
+    return replace(SamplingParams(), **values)
+
+
+# What an ``LLM`` does with text without waiting for its queue: tokens and back, and what is to be read next.
+
+
+class Tokenizing:
+    """The methods on text of whatever has an encoder, and a worker."""
+
+    _encoder: PromptEncoder
+    _read_ahead: ReadAhead
+    _worker: Worker
+    n_ctx: int
+
+    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            text: any Unicode text.
+            add_special: put the begin-of-text token in front if the model wants one.
+            parse_special: read ``<|im_end|>`` and the like as the special tokens they name; not for a user's own text.
+        """
+        return self._encoder.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """The text that tokens stand for; bytes that are not valid UTF-8 become U+FFFD."""
+        return self._encoder.detokenize(tokens)
+
+    def token_text(self, token: int) -> str:
+        """A token on its own, for display: half of a character shows as U+FFFD, a special token as its name."""
+        return self._encoder.token_text(token)
+
+    def encode(
+        self,
+        prompt: Prompt,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+        think: str = "auto",
+        room: int | None = None,
+    ) -> list[int]:
+        """The token ids that a prompt stands for, chat template included where it is a list of messages.
+
+        In a text, names of special tokens such as ``<|im_end|>`` are these tokens; in messages they are text.
+
+        Args:
+            prompt: messages, or a text.
+            tools: descriptions of functions, for templates that know about tools.
+            add_generation_prompt: end with what begins the answer to messages.
+            continue_final_message: end in the middle of the last message, which is the beginning of the answer.
+            variables: further variables of the chat template.
+            think: as in ``rounds``.
+            room: a text that must have more tokens than this is refused by its length, before it is cut into tokens;
+                None takes any.
+
+        Raises:
+            UsageError: the messages are not messages.
+            PromptTooLong: see ``room``.
+            TemplateError: the chat template failed on them.
+        """
+        return self._encoder.encode(
+            prompt,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=variables,
+            think=think,
+            room=room,
+        )
+
+    @property
+    def thinking(self) -> ThinkingFormat | None:
+        """How the model marks what it thinks before it answers; None where it is not known to think."""
+        return self._encoder.thinking
+
+    def count_tokens(self, prompt: Prompt) -> int:
+        """How many tokens a prompt has, chat template included where it is a list of messages."""
+        return len(self.encode(prompt))
+
+    def fill_prompt(
+        self,
+        prefix: str,
+        suffix: str = "",
+        context_files: ContextFiles = (),
+        *,
+        name: str | None = None,
+        max_tokens: int | None = None,
+        suffix_tokens: int = SUFFIX_TOKENS,
+    ) -> FillPrompt:
+        """The prompt that ``fill`` sends; what there is no room for is left out, what is far from the cursor first.
+
+        >>> prompt = llm.fill_prompt("def area(r):\\n    return ", "\\n")
+        >>> llm.stream(prompt.tokens, params, keep_tokens=prompt.n_before)  # as ``fill``, piece by piece
+
+        Args:
+            prefix: the text before the cursor.
+            suffix: the text behind it.
+            context_files: names and texts of other files (a mapping, or pairs), the most relevant last.
+            name: of the file with the cursor.
+            max_tokens: room that is left for the answer; at most half of the context is.
+            suffix_tokens: most tokens of the suffix. They are read anew after every key stroke.
+
+        Raises:
+            UsageError: the model has no fill-in-the-middle tokens, or all texts are empty.
+        """
+        n_answer = min(max_tokens or FILL_TOKENS, self.n_ctx // 2)
+        room = self.n_ctx - n_answer
+        return fill_prompt(
+            self._encoder, prefix, suffix, context_files, room=room, name=name, suffix_tokens=suffix_tokens
+        )
+
+    def marked_fill_prompt(self, text: str) -> FillPrompt | None:
+        """A text with the model's own fill-in-the-middle marks in it, read as these; None if it has not all three.
+
+        >>> llm.marked_fill_prompt("<|fim_prefix|>def area(r):<|fim_suffix|>\\n<|fim_middle|>")
+        """
+        return marked_prompt(self._encoder, text, self.n_ctx)
+
+    def read_ahead(self, messages: Sequence[Mapping[str, Any]] | FillPrompt, *, think: str = "auto") -> None:
+        """Have idle time spent on reading what a chat's next prompt will begin with: these messages, then the user's.
+
+        >>> llm.read_ahead([{"role": "system", "content": "You are terse."}])  # while somebody types the first question
+
+        Args:
+            messages: what is known already, the system prompt or the conversation so far; or what ``fill_prompt`` made
+                of a file in which something is about to be typed.
+            think: as the next question will be asked, see ``rounds``.
+
+        Raises:
+            UsageError, TemplateError: as from ``encode``.
+        """
+        if isinstance(messages, FillPrompt):
+            self._read_ahead.expect(messages.tokens[: messages.n_before], anew=True)
+            self._worker.idle_work_waits()
+            return
+        asked = ([*messages, {"role": "user", "content": text}] for text in ("a", "1"))
+        one, other = (self.encode(each, think=think) for each in asked)
+        self._read_ahead.expect(one[: shared_prefix(one, other)])
+        self._worker.idle_work_waits()
 
 
 class LLM(Tokenizing, AskingModel):
@@ -112,7 +724,7 @@ class LLM(Tokenizing, AskingModel):
         progress: Report | None = None,
         cancel: threading.Event | None = None,
     ) -> None:
-        cancel = arguments.checked_loading(progress, cancel)
+        cancel = checked_loading(progress, cancel)
         self._progress: Report = progress or (lambda what, fraction: None)
         self.draft_length = draft_length
         engines, sizes = (backend, draft_backend), (n_ctx, n_threads, n_gpu_layers)
@@ -292,7 +904,7 @@ class LLM(Tokenizing, AskingModel):
         Raises:
             SessionFileError: the file is missing, foreign, from another version, or damaged in its text.
         """
-        return load_session(self, path, memory=memory)
+        return load(self, path, memory=memory)
 
     async def aload_session(self, path: str | Path, *, memory: bool = True) -> Session:
         """As ``load_session``, for asyncio."""

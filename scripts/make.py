@@ -196,7 +196,7 @@ class Environment:
                     f"all of pip's output is in {self.log}"
                 )
                 return
-            if self._run("from localspec.backends.ik_llama import binding; binding()")[0] != 0:
+            if self._run("from localspec.backends.llama.ik_llama import binding; binding()")[0] != 0:
                 say(f"the compiled engine does not run here, so its wheel is put back; see {self.log}")
                 if not self._pip("--force-reinstall", "--no-deps", package):
                     fail(f"the engine's wheel could not be installed; see {self.log}")

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localspec.system.home import models_dir
+from localspec.system.files import models_dir
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"

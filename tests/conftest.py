@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from localspec.backends.base import Model
 from localspec.backends.registry import unavailable_reason
-from localspec.system.home import models_dir
+from localspec.system.files import models_dir
 from tests.support import ggufs
 from tests.support.browsing import chromium
 from tests.support.gguf_vocabs import fim_vocab

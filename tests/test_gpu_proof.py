@@ -16,7 +16,7 @@ import pytest
 
 from localspec.backends.registry import engine_module, unavailable_reason
 from localspec.backends.trust import check_model
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile
 
 ROOT = Path(__file__).parent.parent
 

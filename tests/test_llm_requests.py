@@ -32,9 +32,8 @@ from localspec import (
     SamplingParams,
     UsageError,
 )
-from localspec.runtime.arguments import SamplingOptions
-from localspec.runtime.jobs import FairQueue, Job
-from localspec.runtime.worker import Worker
+from localspec.engine.options import SamplingOptions
+from localspec.engine.worker import FairQueue, Job, Worker
 from localspec.spec_decode.rounds import CountName, EstimateName, FigureName
 from tests.conftest import TinyFiles, open_backend
 from tests.support.waiting import PATIENCE, Brake, Clock, wait_until
@@ -338,7 +337,7 @@ def test_a_deadline_in_an_answer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> N
     expected = llm.generate("hello", GREEDY, speculate=False).token_ids
     whole = llm.generate("endless", LONG, speculate=False).token_ids
     clock, context = Clock(), llm._pair.context
-    monkeypatch.setattr("localspec.runtime.jobs.time", clock)
+    monkeypatch.setattr("localspec.engine.worker.time", clock)
     decode, passes = context._decode, []
 
     def spy(tokens: Any, logits: Any) -> Any:

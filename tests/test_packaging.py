@@ -18,7 +18,8 @@ import pytest
 from packaging.requirements import Requirement
 
 import localspec
-from localspec.backends import builds, native_build
+from localspec.backends import native_build
+from localspec.backends.llama import ggml as ggml_module
 
 ROOT = Path(__file__).parent.parent
 
@@ -192,10 +193,10 @@ def test_the_mlx_extra_asks_for_mlx_where_there_are_builds_and_for_nothing_elsew
 
 
 def test_the_pinned_engine_is_the_one_the_binding_is_written_for() -> None:
-    from localspec.backends import ik_llama
+    from localspec.backends.llama import ik_llama
 
     assert any(line.startswith(f"ik-llama-cpp-python=={ik_llama.VERSION};") for line in project()["dependencies"])
-    assert f"`{builds.NATIVE_COMMAND}`" in (ROOT / "docs/engines.md").read_text(encoding="utf-8")
+    assert f"`{ggml_module.NATIVE_COMMAND}`" in (ROOT / "docs/engines.md").read_text(encoding="utf-8")
 
 
 def test_what_the_source_distribution_lacks_is_written(tmp_path: Path) -> None:

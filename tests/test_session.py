@@ -19,8 +19,8 @@ import pytest
 
 from localspec import LLM, Closed, SamplingParams, SessionFileError, UsageError
 from localspec.backends.base import Context
-from localspec.runtime import session_file
-from localspec.runtime.prefix_cache import MIN_TOKENS, PrefixCache
+from localspec.engine import saved as saved_module
+from localspec.engine.prefix_cache import MIN_TOKENS, PrefixCache
 from tests.conftest import TinyFiles, open_backend
 from tests.support import ggufs
 from tests.test_llm import draft_context
@@ -417,7 +417,7 @@ def test_damaged_and_truncated_files(tiny: TinyFiles, saved: Path) -> None:
 
 def test_hostile_lists_of_arrays(tiny: TinyFiles, saved: Path) -> None:
     """Sizes that do not fit, odd types, absurd shapes: a notice, never a traceback or an allocation of petabytes."""
-    from localspec.runtime.session_file import _digest
+    from localspec.engine.saved import _digest
 
     data = saved.read_bytes()
     first, second = data.split(b"\n")[:2]
@@ -502,7 +502,7 @@ def test_numbers_that_no_machine_holds_are_damage(llm: LLM, tmp_path: Path) -> N
     array = {"name": "a", "dtype": "<f4", "shape": [10**30], "digest": ""}
     memories = [{"maker": {}, "tokens": [], "held": None, "arrays": [array]}]
     write_text(path, text | {"memories": memories})
-    assert "damaged" in session_file.read(path)[2]
+    assert "damaged" in saved_module.read(path)[2]
     write_text(path, text | {"params": {"temperature": 10**400}})
     with pytest.raises(SessionFileError, match="damaged"):
         llm.load_session(path)
@@ -511,7 +511,7 @@ def test_numbers_that_no_machine_holds_are_damage(llm: LLM, tmp_path: Path) -> N
 def write_text(path: Path, text: dict[str, Any]) -> None:
     document = json.dumps(text).encode()
     path.write_bytes(
-        b"localspec-session 1\n%d %s\n" % (len(document), session_file._digest(document).encode()) + document
+        b"localspec-session 1\n%d %s\n" % (len(document), saved_module._digest(document).encode()) + document
     )
 
 

@@ -12,7 +12,7 @@ from localspec.backends.base import Capabilities, Context, Forward, Model, Progr
 from localspec.backends.placement import Placement, check_engine
 from localspec.backends.registry import BACKENDS, check_name, engine_module, unavailable_reason
 from localspec.errors import EngineError, EngineUnavailable, LocalspecError, UnsupportedModel
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile
 
 __all__ = [
     "BACKENDS",

@@ -9,20 +9,536 @@ engine may be missing; ``localspec.backends`` knows which exist and chooses one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
-from localspec.backends.context import Context
-from localspec.backends.context_state import ContextState
-from localspec.backends.forward import NEXTN, FloatArray, Forward, checked_names
-from localspec.backends.prefix import shared_prefix
-from localspec.backends.sequence_batch import Piece, SequenceBatch, SequencesInTurn
-from localspec.errors import Closed, UsageError
-from localspec.model_files.gguf_file import GGUFFile
+import numpy as np
+import numpy.typing as npt
+
+from localspec.errors import Cancelled, Closed, ContextFull, EngineError, UsageError
+from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.head_card import is_engine_file
 from localspec.model_files.vocab import Vocab
+
+# What a context held, as arrays that can be written to a file.
+
+
+@dataclass(frozen=True, slots=True)
+class ContextState:
+    """What a context held at some moment, copied out of the engine.
+
+    Attributes:
+        tokens: what was in the memory, in order.
+        arrays: the memory itself, in whatever arrays the engine needs; opaque to everyone else. Contiguous, of dtypes
+            that NumPy has, so that they can be written to a file (view what it lacks, such as bfloat16, as integers).
+    """
+
+    tokens: tuple[int, ...]
+    arrays: Mapping[str, npt.NDArray[Any]]
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of the arrays [bytes]."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+
+# What a pass returns: logits, and hidden states by name.
+#
+# A hidden state is what the residual stream holds for one token somewhere inside of the model [n_embd]. ``layer:i``
+# is the stream after block i, counted from 0; ``norm`` is what the output matrix multiplies, after the last norm;
+# ``nextn`` what a model's own layer for multi-token prediction goes on from, where it has one.
+
+FloatArray = npt.NDArray[np.float32]
+TokenIds = npt.NDArray[np.int64]
+Wanted = Literal["all", "last", "none"]
+"""Which rows of logits a pass returns."""
+
+NORM, NEXTN = "norm", "nextn"
+_NOTHING: Mapping[str, FloatArray] = MappingProxyType({})
+
+
+class Forward:
+    """The logits of one pass, and the hidden states that its context was made to return.
+
+    Attributes:
+        logits: float array [n_rows, n_vocab]; row i predicts the token that follows the i-th row asked for. Usually a
+            view of the engine's memory: valid until the next decode on the same context; copy what must outlive it.
+        ids: the tokens that logits belong to, increasing, int64 [n_rows, k], where these are the k largest of each row
+            (``Context.decode_best``); ``logits`` is [n_rows, k] then. None: rows are whole.
+        hidden: by name, float32 [n, n_embd], copies that stay valid; empty where nothing was asked for. A ``layer:i``
+            before the last layer, and ``nextn``, have a row for every token of the call, whatever logits were wanted;
+            ``norm`` and the last layer have a row for each row of logits, because engines compute no more there.
+    """
+
+    __slots__ = ("hidden", "ids", "logits")
+
+    def __init__(
+        self, logits: FloatArray, hidden: Mapping[str, FloatArray] = _NOTHING, ids: TokenIds | None = None
+    ) -> None:
+        self.logits = logits
+        self.hidden = hidden
+        self.ids = ids
+
+    def __len__(self) -> int:
+        return len(self.logits)
+
+    def take(self, rows: Sequence[int]) -> Forward:
+        """Some of the rows, copied; of a pass that returned one of everything for every token."""
+        hidden = {name: states[list(rows)] for name, states in self.hidden.items()}
+        return Forward(self.logits[list(rows)], hidden, None if self.ids is None else self.ids[list(rows)])
+
+    def best(self) -> list[int]:
+        """The most probable token of each row (the lowest id among equals)."""
+        at = self.logits.argmax(axis=1)
+        best: list[int] = (at if self.ids is None else self.ids[np.arange(len(at)), at]).tolist()
+        return best
+
+
+def layer_name(layer: int) -> str:
+    """The name of the state after a layer, counted from 0."""
+    return f"layer:{layer}"
+
+
+def checked_names(names: Iterable[str], n_layers: int) -> tuple[str, ...]:
+    """The names of hidden states without repetitions.
+
+    Raises:
+        UsageError: a model of ``n_layers`` has no such state.
+    """
+    known = {NORM, NEXTN, *map(layer_name, range(n_layers))}
+    for name in names:
+        if name not in known:
+            raise UsageError(f"no hidden state is called {name!r}: it is {NORM!r} or layer:0 to layer:{n_layers - 1}")
+    return tuple(dict.fromkeys(names))
+
+
+def n_wanted(logits: Wanted, n: int) -> int:
+    """How many rows of logits a pass over n tokens returns."""
+    return {"all": n, "last": 1, "none": 0}[logits]
+
+
+def joined(forwards: Sequence[Forward]) -> Forward:
+    """What passes that continued each other returned, as of one pass."""
+    if len(forwards) == 1:
+        return forwards[0]
+    return Forward(np.concatenate([forward.logits for forward in forwards]), joined_states(forwards))
+
+
+def joined_states(forwards: Sequence[Forward]) -> dict[str, FloatArray]:
+    """The hidden states of passes that continued each other, as of one pass."""
+    return {name: np.concatenate([forward.hidden[name] for forward in forwards]) for name in forwards[0].hidden}
+
+
+# What two texts in tokens begin with alike.
+
+
+def shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the longest common prefix of two texts in tokens."""
+    n = min(len(a), len(b))
+    if _first(a, n) == _first(b, n):
+        return n
+    return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+
+
+def _first(tokens: Sequence[int], n: int) -> list[int]:
+    """The first n, copied only if need be: this is asked of whole conversations, before every draft token."""
+    first = tokens if len(tokens) == n else tokens[:n]
+    return first if isinstance(first, list) else list(first)
+
+
+# The memory of one sequence, which every engine's own is a subclass of.
+
+N_UNINTERRUPTED = 256
+"""Tokens decoded between two looks at ``Context.interrupted``: what the engines compute together anyway."""
+
+
+class Context(ABC):
+    """The memory of one sequence.
+
+    ``tokens`` is what the memory holds, in order. Subclasses implement ``_decode`` and ``_truncate``, and what else
+    their model's ``capabilities`` promise; arguments are checked here, so that all refuse the same in the same words.
+
+    Attributes:
+        hidden: names of the hidden states that every pass returns; see ``Forward.hidden``.
+        finds_best: whether the engine can find the largest logits; it has ``_decode_best`` then, also for float rows.
+        interrupted: asked between the pieces of a long input; a true answer ends the decode with ``Cancelled``.
+        overlaps: whether a device computes passes while their caller does something else.
+        meanwhile: of one that overlaps, called within a pass once the device has begun with it, perhaps several times.
+    """
+
+    def __init__(self, model: Model, n_ctx: int, hidden: tuple[str, ...] = ()) -> None:
+        self.model = model
+        self.n_ctx = n_ctx
+        self.hidden = hidden
+        self.tokens: list[int] = []
+        self.interrupted: Callable[[], bool] | None = None
+        self.finds_best = False
+        self.overlaps = False
+        self.meanwhile: Callable[[], None] | None = None
+        self._partial: tuple[int, int] | None = None  # where rows begin that only the first layers have, and how many
+        self._tree: tuple[list[int], list[int]] | None = None  # tokens and parents of rows of which none is kept yet
+        self._closed = False
+
+    @property
+    def n_past(self) -> int:
+        """Tokens in the memory."""
+        return len(self.tokens)
+
+    @property
+    def n_whole(self) -> int:
+        """Tokens in the memory whose rows went through all layers: those before rows of ``decode_first_layers``."""
+        return self.n_past if self._partial is None else self._partial[0]
+
+    @property
+    def n_free(self) -> int:
+        """Tokens that still have room."""
+        return self.n_ctx - self.n_past
+
+    @property
+    def can_branch(self) -> bool:
+        """Whether ``decode_tree`` works; see ``Model.new_context``."""
+        return self.model.capabilities.trees and type(self)._decode_tree is not Context._decode_tree
+
+    def decode(self, tokens: Sequence[int], logits: Wanted = "all") -> Forward:
+        """Feed tokens after those already in the memory.
+
+        Args:
+            tokens: at least one token id.
+            logits: which rows to return: one per token, the last one only, or none (prefill).
+
+        Raises:
+            ContextFull: they do not fit; the memory is unchanged.
+            UsageError: no tokens, an id outside the vocabulary, or behind rows of ``decode_first_layers``.
+            Cancelled: ``interrupted`` was true; the memory holds the pieces that were done.
+            Closed: the context was closed.
+        """
+        self._check_ids(tokens)
+        self._check_whole()
+        pieces: list[Forward] = []
+        if logits != "all":
+            while len(tokens) > N_UNINTERRUPTED and self.interrupted is not None:
+                piece, tokens = tokens[:N_UNINTERRUPTED], tokens[N_UNINTERRUPTED:]
+                pieces.append(self._feed(piece, partial(self._decode, piece, "none")))
+                if self.interrupted():
+                    raise Cancelled("decoding was stopped")
+        pieces.append(self._feed(tokens, partial(self._decode, tokens, logits)))
+        return Forward(pieces[-1].logits, joined_states(pieces)) if len(pieces) > 1 else pieces[0]
+
+    def decode_best(self, tokens: Sequence[int], n_best: int, logits: Literal["all", "last"] = "all") -> Forward:
+        """``decode`` of rows that may be cut: to their ``n_best`` largest logits or more, where ``finds_best``."""
+        if not self.finds_best or len(tokens) > N_UNINTERRUPTED:
+            return self.decode(tokens, logits)
+        self._check_ids(tokens)
+        self._check_whole()
+        return self._feed(tokens, partial(self._decode_best, tokens, n_best, logits, None))
+
+    def decode_floats(
+        self, rows: FloatArray, tokens: Sequence[int], logits: Wanted = "all", n_best: int = 0
+    ) -> Forward:
+        """Feed rows in the place of token embeddings.
+
+        Args:
+            rows: what the first block reads, float32 [n, n_embd], n at least 1.
+            tokens: what ``Context.tokens`` is to say of each row, so that truncate and reuse work as ever; they need
+                not be ids of this model.
+            logits: which rows to return, as for ``decode``.
+            n_best: how many of the largest logits of each row are enough, as for ``decode_best``; 0 wants whole rows.
+
+        Raises:
+            ContextFull: they do not fit; the memory is unchanged.
+            UsageError: the model cannot (``Capabilities.float_rows``), the shapes are wrong, or a row is not finite.
+            EngineError: the engine failed.
+            Closed: the context was closed.
+        """
+        self._check_room(len(tokens))
+        self._check_whole()
+        if not self.model.capabilities.float_rows:
+            raise UsageError(f"{self.model.engine} cannot be fed with rows of floats for {self.model.path.name}")
+        rows = np.ascontiguousarray(rows, dtype=np.float32)
+        if rows.shape != (len(tokens), self.model.n_embd):
+            raise UsageError(f"expected rows of shape {[len(tokens), self.model.n_embd]}, not {list(rows.shape)}")
+        if not np.isfinite(rows).all() or min(tokens) < 0:
+            raise UsageError("rows of floats must be finite, and be named by tokens of 0 or more")
+        if n_best and self.finds_best and logits != "none" and len(tokens) <= N_UNINTERRUPTED:
+            return self._feed(tokens, partial(self._decode_best, tokens, n_best, logits, rows))
+        return self._feed(tokens, partial(self._decode_floats, rows, tokens, logits))
+
+    def decode_first_layers(self, tokens: Sequence[int], n_layers: int) -> Forward:
+        """Feed tokens through the first layers only, and return the state after them.
+
+        The rows are in the memory as if they were whole, and have to be truncated before the next whole decode;
+        afterwards the context behaves as if they had never been.
+
+        Args:
+            tokens: at least one token id.
+            n_layers: how many layers, at least 1 and fewer than the model has. The context must have been made to
+                return the state after the last of them.
+
+        Returns:
+            No logits; ``hidden`` has the state after layer ``n_layers - 1``, and those before it that the context
+            returns, each with a row for every token.
+
+        Raises:
+            ContextFull: they do not fit; the memory is unchanged.
+            UsageError: the model cannot (``Capabilities.first_layers``), the context does not return that state, or
+                the memory ends with rows of another number of layers.
+            EngineError: the engine failed.
+            Closed: the context was closed.
+        """
+        self._check_ids(tokens)
+        name = layer_name(n_layers - 1)
+        if not self.model.capabilities.first_layers:
+            raise UsageError(f"{self.model.engine} cannot end a pass early for {self.model.path.name}")
+        if not 0 < n_layers < self.model.n_layers:
+            raise UsageError(f"a pass can end after 1 to {self.model.n_layers - 1} layers, not after {n_layers}")
+        if name not in self.hidden:
+            raise UsageError(f"this context was not made to return {name!r}")
+        if self._partial is not None and self._partial[1] != n_layers:
+            raise UsageError(f"the memory ends with rows of {self._partial[1]} layers: truncate them first")
+        first = self.n_past if self._partial is None else self._partial[0]
+        forward = self._feed(tokens, partial(self._decode_first_layers, tokens, n_layers))
+        self._partial = first, n_layers
+        return forward
+
+    def decode_tree(self, tokens: Sequence[int], parents: Sequence[int]) -> Forward:
+        """Feed tokens that branch behind those in the memory: each sees the memory and its own path, and no more.
+
+        They are no part of the memory until a path is kept (``keep``), and whatever comes before that drops them. Each
+        takes a place in the memory meanwhile, whatever its depth.
+
+        Args:
+            tokens: at least one token id.
+            parents: for each the index of the token that it follows, which comes before it; -1 is the last token of the
+                memory.
+
+        Returns:
+            A row of logits for each token, and of every hidden state: as ``decode`` gives it for that token's path.
+
+        Raises:
+            ContextFull: they do not fit; the memory is unchanged.
+            UsageError: the model cannot (``Capabilities.trees``), no tokens, an id outside of the vocabulary, parents
+                that do not come before, or behind rows of ``decode_first_layers``.
+            EngineError: the engine failed.
+            Closed: the context was closed.
+        """
+        self._check_ids(tokens)
+        self._check_whole()
+        if not self.can_branch:
+            raise UsageError(self.model.why_no_trees() or "this context was not made for tokens that branch")
+        if len(parents) != len(tokens) or any(not -1 <= parent < i for i, parent in enumerate(parents)):
+            raise UsageError("each token of a tree follows one before it, or the memory")
+        self._drop_tree()
+        self._tree = list(tokens), list(parents)
+        try:
+            return self._decode_tree(tokens, parents)
+        except BaseException:
+            self._drop_tree()
+            raise
+
+    def keep(self, path: Sequence[int]) -> None:
+        """Make a path of the tokens last fed to ``decode_tree`` part of the memory, and drop the others.
+
+        Args:
+            path: their indices, in order: the first follows the memory, each other one the one before it. None of them
+                leaves the memory as it was.
+
+        Raises:
+            UsageError: there is no such path, or other calls have come in between.
+            EngineError: the engine failed.
+            Closed: the context was closed.
+        """
+        self._check_open()
+        if self._tree is None:
+            raise UsageError("there is no tree to keep a path of")
+        tokens, parents = self._tree
+        if any(not 0 <= at < len(tokens) or parents[at] != before for before, at in zip([-1, *path], path)):  # noqa: B905
+            raise UsageError(f"{list(path)} is not a path of the tree")
+        if not path:
+            self._drop_tree()
+            return
+        try:
+            self._keep(path)
+        except BaseException:
+            self._drop_tree()
+            raise
+        self._tree = None
+        self.tokens.extend(tokens[at] for at in path)
+
+    def _drop_tree(self) -> None:
+        if self._tree is not None:
+            self._tree = None
+            self._truncate(self.n_past)
+
+    def _check_ids(self, tokens: Sequence[int]) -> None:
+        self._check_room(len(tokens))
+        if min(tokens) < 0 or max(tokens) >= self.model.n_vocab:
+            raise UsageError(f"token ids must lie in 0..{self.model.n_vocab - 1}")
+
+    def _check_room(self, n: int) -> None:
+        self._check_open()
+        if not n:
+            raise UsageError("decode needs at least one token")
+        if self.n_past + n > self.n_ctx:
+            raise ContextFull(f"the context holds {self.n_ctx} tokens; {self.n_past} are used and {n} more do not fit")
+
+    def _check_whole(self) -> None:
+        if self._partial is not None:
+            raise UsageError(f"the rows from {self._partial[0]} on have the first layers only: truncate them first")
+
+    def _feed(self, tokens: Sequence[int], compute: Callable[[], Forward]) -> Forward:
+        self._drop_tree()
+        n_before = self.n_past
+        try:
+            forward = compute()
+        except BaseException:
+            # A pass that broke off (Ctrl-C lands between chunks) must not leave rows that `tokens` does not name.
+            self._truncate(n_before)
+            raise
+        self.tokens.extend(tokens)
+        return forward
+
+    def truncate(self, n: int) -> None:
+        """Forget all but the first n tokens; afterwards the context behaves as a fresh one that was fed just those.
+
+        Raises:
+            UsageError: n is negative or larger than ``n_past``.
+            Closed: the context was closed.
+        """
+        self._check_open()
+        if not 0 <= n <= self.n_past:
+            raise UsageError(f"cannot truncate {self.n_past} tokens to {n}")
+        self._drop_tree()
+        if n < self.n_past:
+            self._truncate(n)
+            del self.tokens[n:]
+        if self._partial is not None and n <= self._partial[0]:
+            self._partial = None
+
+    def reuse(self, tokens: Sequence[int]) -> int:
+        """Keep the longest common prefix of the memory and ``tokens``, drop the rest, and return its length."""
+        n = shared_prefix(self.tokens, tokens)
+        self.truncate(n)
+        return n
+
+    def export_state(self) -> ContextState:
+        """A copy of what the memory holds, to be given back to this context, or to one like it, later.
+
+        Raises:
+            UsageError: the model's engine cannot (``Capabilities.saves_state``), or the memory ends with rows of
+                ``decode_first_layers``.
+            EngineError: the engine failed.
+            Closed: the context was closed.
+        """
+        self._check_saves_state()
+        self._check_whole()
+        self._drop_tree()
+        return ContextState(tuple(self.tokens), self._export() if self.tokens else {})
+
+    @property
+    def state_bytes(self) -> int:
+        """Size of what ``export_state`` would give now, or an upper bound of it [bytes]."""
+        self._check_saves_state()
+        self._drop_tree()
+        return self._state_bytes() if self.tokens else 0
+
+    def import_state(self, state: ContextState) -> None:
+        """Hold what was exported: afterwards the context behaves as the exporting one did.
+
+        The state must come from a context of the same file on the same engine and version, with the same type of cache,
+        which the caller has to see to; the size of the context may differ.
+
+        Raises:
+            ContextFull: more tokens than this context has room for; it is left as it was.
+            UsageError: the model's engine cannot.
+            EngineError: the engine refuses the state; the context is then empty.
+            Closed: the context was closed.
+        """
+        self._check_saves_state()
+        if len(state.tokens) > self.n_ctx:
+            raise ContextFull(f"the state holds {len(state.tokens)} tokens and the context has room for {self.n_ctx}")
+        try:
+            if state.tokens:
+                self._import(state)
+            else:  # engines abort the whole process on the state of an empty memory
+                self._truncate_all()
+        except BaseException:
+            self._truncate_all()
+            raise
+        self._partial = self._tree = None
+        self.tokens = list(state.tokens)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed("this context was closed")
+
+    def _truncate_all(self) -> None:
+        self.tokens, self._partial, self._tree = [], None, None
+        self._truncate(0)
+
+    def _check_saves_state(self) -> None:
+        self._check_open()
+        if not self.model.capabilities.saves_state:
+            raise UsageError(f"{self.model.engine} cannot save the state of a context")
+
+    def close(self) -> None:
+        """Free the memory; safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            self.tokens = []
+            self._close()
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def _decode(self, tokens: Sequence[int], logits: Wanted) -> Forward: ...
+
+    def _decode_best(self, tokens: Sequence[int], n_best: int, logits: Wanted, rows: FloatArray | None) -> Forward:
+        raise NotImplementedError
+
+    @abstractmethod
+    def _truncate(self, n: int) -> None:
+        """Drop all rows from position n on, rows of a broken-off pass included.
+
+        If that fails, ``tokens`` must be left naming no more than what is still there.
+        """
+
+    def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
+        """As ``_decode``, with contiguous rows in the place of the tokens' embeddings."""
+        raise NotImplementedError
+
+    def _decode_first_layers(self, tokens: Sequence[int], n_layers: int) -> Forward:
+        raise NotImplementedError
+
+    def _decode_tree(self, tokens: Sequence[int], parents: Sequence[int]) -> Forward:
+        """Put rows behind the memory; ``_truncate`` to the memory's end drops them."""
+        raise NotImplementedError
+
+    def _keep(self, path: Sequence[int]) -> None:
+        """Of the rows that ``_decode_tree`` put behind the memory keep these, at least one, in its order."""
+        raise NotImplementedError
+
+    def _export(self) -> Mapping[str, npt.NDArray[Any]]:
+        raise NotImplementedError
+
+    def _state_bytes(self) -> int:
+        raise NotImplementedError
+
+    def _import(self, state: ContextState) -> None:
+        """Replace what the memory holds. Must refuse, with EngineError, arrays that cannot be right."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def _close(self) -> None: ...
+
 
 __all__ = [
     "FEW_ROWS",
@@ -294,3 +810,392 @@ def _number(gguf: GGUFFile, name: str) -> int:
     """A number of the header; 0 where it has none, or a list."""
     value = gguf.field(name, 0)
     return value if isinstance(value, int) else 0
+
+
+# Several sequences in one memory, fed in one pass: conversations side by side.
+#
+# A row of a wide pass costs a fraction of a pass of its own: 16 answers side by side made 40 tokens per second where
+# one alone made 14 (1.5B, ik-llama on two cores).
+#
+# Each sequence is a ``Context`` too (``batch[i]``): what can be done with one conversation is done with that, as if it
+# were alone. What concerns several is done with the batch: ``decode`` feeds any of them in one pass, ``copy_prefix``
+# lets one begin with what another holds. The room is one: ``free_cells`` says what is left of it.
+
+# Which places of a memory that several sequences share are taken.
+
+
+class Cells:
+    """An account of a memory of ``n_cells`` tokens; one that several sequences begin with is counted once.
+
+    Engines have no function that says how much is free, and end a pass, or the process, where nothing is. Where in the
+    engine's memory a token lies is not what is kept here, only how many lie there.
+
+    Attributes:
+        n_cells: room in all [tokens].
+    """
+
+    def __init__(self, n_cells: int, n_sequences: int) -> None:
+        self.n_cells = n_cells
+        self._held: list[list[int]] = [[] for _ in range(n_sequences)]
+        self._holders: Counter[int] = Counter()
+        self._next = 0
+
+    @property
+    def n_free(self) -> int:
+        """Tokens that still have room."""
+        return self.n_cells - len(self._holders)
+
+    def n_own(self, sequence: int) -> int:
+        """Tokens that would have room if a sequence were emptied, besides those that are free."""
+        return sum(self._holders[cell] == 1 for cell in self._held[sequence])
+
+    def n_held(self, sequences: Iterable[int], source: int = 0, n: int = 0) -> int:
+        """Room that sequences take together, and with them one that begins with the first n tokens of another."""
+        return len(set(self._held[source][:n]).union(*(self._held[each] for each in sequences)))
+
+    def take(self, sequence: int, n: int) -> None:
+        """A sequence has n tokens more."""
+        self._hold(sequence, range(self._next, self._next + n))
+        self._next += n
+
+    def share(self, source: int, target: int, n: int) -> None:
+        """An empty sequence has the first n tokens of another."""
+        self._hold(target, self._held[source][:n])
+
+    def cut(self, sequence: int, n: int) -> None:
+        """A sequence has its first n tokens only."""
+        held = self._held[sequence]
+        for cell in held[n:]:
+            self._holders[cell] -= 1
+            if not self._holders[cell]:
+                del self._holders[cell]
+        del held[n:]
+
+    def _hold(self, sequence: int, cells: Iterable[int]) -> None:
+        cells = list(cells)
+        self._held[sequence] += cells
+        self._holders.update(cells)
+
+
+class Piece(NamedTuple):
+    """What one sequence is fed in a pass.
+
+    Attributes:
+        sequence: its number.
+        tokens: its next ones, at least one.
+        logits: which rows to return: one per token, the last one only, or none (of a prompt that is not at its end).
+    """
+
+    sequence: int
+    tokens: Sequence[int]
+    logits: Wanted = "all"
+
+
+class SequenceBatch(ABC):
+    """The memories of several sequences, numbered from 0. Arguments are checked here, as in ``Context``.
+
+    Attributes:
+        model: whose memories they are.
+        n_sequences: how many there are.
+        n_cells: room of all together [tokens].
+        n_ctx: most tokens of one.
+        hidden: names of the hidden states that passes return.
+        shares_prefix: whether tokens that ``copy_prefix`` gives to a second sequence take no more room.
+        interrupted: asked between the parts in which an engine computes a long pass; a true answer ends it with
+            ``Cancelled``. Each sequence has one of its own, for when it is fed alone.
+    """
+
+    shares_prefix = False
+
+    def __init__(self, model: Model, n_sequences: int, n_cells: int, n_ctx: int, hidden: tuple[str, ...]) -> None:
+        self.model = model
+        self.n_sequences = n_sequences
+        self.n_cells = n_cells
+        self.n_ctx = n_ctx
+        self.hidden = hidden
+        self.interrupted: Callable[[], bool] | None = None
+        self.cells = Cells(n_cells, n_sequences)
+        self._sequences = [_Sequence(self, i) for i in range(n_sequences)]
+        self._closed = False
+
+    def __getitem__(self, sequence: int) -> Context:
+        """One of the sequences: the same object each time. Closing it empties it for good.
+
+        Raises:
+            UsageError: there is no such sequence.
+            Closed: the batch was closed.
+        """
+        self._check_open()
+        if not 0 <= sequence < self.n_sequences:
+            raise UsageError(f"the sequence must be in 0..{self.n_sequences - 1}, not {sequence}")
+        return self._sequences[sequence]
+
+    @property
+    def free_cells(self) -> int:
+        """Tokens that still have room, of whichever sequence."""
+        return self.cells.n_free
+
+    def decode(self, pieces: Sequence[Piece]) -> list[Forward]:
+        """Feed the next tokens of some of the sequences, in one pass.
+
+        Args:
+            pieces: of which sequences, each at most once.
+
+        Returns:
+            What ``Context.decode`` would return, for each piece. The logits are valid until the next pass of any of the
+            sequences.
+
+        Raises:
+            ContextFull: a piece does not fit, or all together do not; nothing was fed.
+            UsageError: a sequence that there is not or that occurs twice, no tokens, an id outside of the vocabulary,
+                or behind rows of ``decode_first_layers``.
+            Cancelled: ``interrupted`` was true; all memories are as before.
+            EngineError: the engine failed; all memories are as before.
+            Closed: it was closed.
+        """
+        self._check_open()
+        contexts = [self[piece.sequence] for piece in pieces]
+        if not pieces or len({piece.sequence for piece in pieces}) < len(pieces):
+            raise UsageError("decode needs at least one piece, and no two of one sequence")
+        for context, piece in zip(contexts, pieces, strict=True):
+            context._check_ids(piece.tokens)
+            context._check_whole()
+        self.check_cells(sum(len(piece.tokens) for piece in pieces))
+        try:
+            forwards = self._decode(pieces)
+        except BaseException:
+            for context in contexts:
+                context._truncate(context.n_past)
+            raise
+        for context, piece in zip(contexts, pieces, strict=True):
+            context.tokens.extend(piece.tokens)
+            self.cells.take(piece.sequence, len(piece.tokens))
+        return forwards
+
+    def copy_prefix(self, source: int, target: int, n: int) -> None:
+        """Let a sequence hold the first n tokens of another, and nothing else; they go on independently.
+
+        Where the engine can (``shares_prefix``) the tokens are held once, and it takes no time to speak of. Else they
+        are copied; a memory that cannot be cut (recurrent, or a sliding window that moved on) reads them again.
+
+        Raises:
+            ContextFull: there is no room for a copy; the target is then empty.
+            UsageError: no such sequence, the two are one, or the source does not hold as many; rows of
+                ``decode_first_layers`` do not count.
+            EngineError: the engine failed; the target is then empty.
+            Closed: it was closed.
+        """
+        if source == target:
+            raise UsageError(f"sequence {source} cannot be copied to itself")
+        first, second = self[source], self[target]
+        if not 0 <= n <= first.n_whole:
+            raise UsageError(f"cannot copy {n} of {first.n_whole} tokens")
+        second.truncate(0)
+        if not n:
+            return
+        if self.shares_prefix:
+            self.cells.share(source, target, n)
+        else:
+            self.check_cells(n)
+            self.cells.take(target, n)
+        second.tokens = first.tokens[:n]
+        try:
+            self._copy_prefix(source, target, n)
+        except BaseException:
+            second.truncate(0)
+            raise
+
+    def truncate(self, sequence: int, n: int) -> None:
+        """Forget all but the first n tokens of a sequence; see ``Context.truncate``."""
+        self[sequence].truncate(n)
+
+    def _truncate_in(self, context: Context, sequence: int, n: int) -> None:
+        """``_truncate`` of a sequence that lies in a context of its own."""
+        try:
+            context.truncate(min(n, context.n_past))
+        finally:  # of what its context lost, nothing may be named
+            del self._sequences[sequence].tokens[context.n_past :]
+
+    def check_cells(self, n: int, n_given_back: int = 0) -> None:
+        """Refuse n tokens that do not fit.
+
+        Raises:
+            ContextFull: so it is.
+        """
+        if n > self.free_cells + n_given_back:
+            raise ContextFull(
+                f"the memory of {self.n_sequences} sequences holds {self.n_cells} tokens; {self.free_cells} are free "
+                f"and {n} more do not fit"
+            )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed("this batch of sequences was closed")
+
+    def close(self) -> None:
+        """Free the memories; safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            for context in self._sequences:
+                context.close()
+            self._close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._closed
+
+    def __enter__(self) -> SequenceBatch:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def _decode(self, pieces: Sequence[Piece]) -> list[Forward]:
+        """Feed pieces that were checked; ``interrupted`` is to be asked between parts."""
+
+    @abstractmethod
+    def _truncate(self, sequence: int, n: int) -> None:
+        """Drop all rows of a sequence from position n on, those of a broken-off pass included; its ``tokens`` still
+        name what it held. If that fails, they must be left naming no more than what is still there."""
+
+    @abstractmethod
+    def _copy_prefix(self, source: int, target: int, n: int) -> None:
+        """Give the rows of the first n tokens to an empty sequence, whose ``tokens`` name them already."""
+
+    def _decode_floats(self, sequence: int, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
+        raise NotImplementedError
+
+    def _decode_first_layers(self, sequence: int, tokens: Sequence[int], n_layers: int) -> Forward:
+        raise NotImplementedError
+
+    @abstractmethod
+    def _export(self, sequence: int) -> Mapping[str, npt.NDArray[Any]]: ...
+
+    @abstractmethod
+    def _state_bytes(self, sequence: int) -> int: ...
+
+    @abstractmethod
+    def _import(self, sequence: int, state: ContextState) -> None: ...
+
+    @abstractmethod
+    def _close(self) -> None: ...
+
+
+class _Sequence(Context):
+    """One sequence of a batch."""
+
+    def __init__(self, batch: SequenceBatch, number: int) -> None:
+        super().__init__(batch.model, batch.n_ctx, batch.hidden)
+        self._batch, self._number = batch, number
+
+    @property
+    def n_free(self) -> int:
+        return min(super().n_free, self._batch.free_cells)
+
+    def _check_room(self, n: int) -> None:
+        super()._check_room(n)
+        self._batch.check_cells(n)
+
+    def import_state(self, state: ContextState) -> None:
+        self._check_open()
+        if len(state.tokens) <= self.n_ctx:
+            self._batch.check_cells(len(state.tokens), self._batch.cells.n_own(self._number))
+        super().import_state(state)
+
+    def _decode(self, tokens: Sequence[int], logits: Wanted) -> Forward:
+        (forward,) = self._batch._decode([Piece(self._number, tokens, logits)])
+        return self._taken(forward, tokens)
+
+    def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
+        return self._taken(self._batch._decode_floats(self._number, rows, tokens, logits), tokens)
+
+    def _decode_first_layers(self, tokens: Sequence[int], n_layers: int) -> Forward:
+        return self._taken(self._batch._decode_first_layers(self._number, tokens, n_layers), tokens)
+
+    def _taken(self, forward: Forward, tokens: Sequence[int]) -> Forward:
+        self._batch.cells.take(self._number, len(tokens))
+        return forward
+
+    def _truncate(self, n: int) -> None:
+        try:
+            self._batch._truncate(self._number, n)
+        finally:
+            self._batch.cells.cut(self._number, min(n, self.n_past))
+
+    def _export(self) -> Mapping[str, npt.NDArray[Any]]:
+        return self._batch._export(self._number)
+
+    def _state_bytes(self) -> int:
+        return self._batch._state_bytes(self._number)
+
+    def _import(self, state: ContextState) -> None:
+        self._batch.cells.cut(self._number, 0)
+        self._batch._import(self._number, state)
+        self._batch.cells.take(self._number, len(state.tokens))
+
+    def _close(self) -> None:
+        if not self._batch.closed:
+            self._truncate(0)
+
+
+class SequencesInTurn(SequenceBatch):
+    """A context for each sequence, one pass after another: for engines that compute one sequence at a time.
+
+    Nothing is shared: a prefix is copied, and each context has room for ``n_ctx`` tokens; ``n_cells`` is kept to
+    nevertheless.
+    """
+
+    def __init__(self, contexts: Sequence[Context], n_cells: int) -> None:
+        first = contexts[0]
+        super().__init__(first.model, len(contexts), n_cells, first.n_ctx, first.hidden)
+        self._contexts = contexts
+
+    def _decode(self, pieces: Sequence[Piece]) -> list[Forward]:
+        forwards: list[Forward] = []
+        for sequence, tokens, logits in pieces:
+            self._check_held(sequence)
+            context = self._contexts[sequence]
+            context.interrupted = self.interrupted
+            if forwards and self.interrupted is not None and self.interrupted():
+                raise Cancelled("decoding was stopped")
+            forwards.append(context.decode(tokens, logits))
+        return forwards
+
+    def _check_held(self, sequence: int) -> None:
+        if self._contexts[sequence].n_past != self._sequences[sequence].n_past:
+            raise EngineError(f"the memory of sequence {sequence} was lost with a device; read its text again")
+
+    def _decode_floats(self, sequence: int, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
+        return self._contexts[sequence].decode_floats(rows, tokens, logits)
+
+    def _decode_first_layers(self, sequence: int, tokens: Sequence[int], n_layers: int) -> Forward:
+        return self._contexts[sequence].decode_first_layers(tokens, n_layers)
+
+    def _truncate(self, sequence: int, n: int) -> None:
+        self._truncate_in(self._contexts[sequence], sequence, n)
+
+    def _copy_prefix(self, source: int, target: int, n: int) -> None:
+        tokens, context, held = self._sequences[target].tokens, self._contexts[target], self._contexts[source]
+        is_whole = held.n_whole == held.n_past  # else it has no state to give
+        if self.model.capabilities.saves_state and (
+            n == held.n_past or (is_whole and self.model.capabilities.rollback == "exact")
+        ):
+            context.import_state(held.export_state())
+            context.truncate(n)
+        else:
+            context.decode(tokens, "none")
+
+    def _export(self, sequence: int) -> Mapping[str, npt.NDArray[Any]]:
+        return self._contexts[sequence].export_state().arrays
+
+    def _state_bytes(self, sequence: int) -> int:
+        return self._contexts[sequence].state_bytes
+
+    def _import(self, sequence: int, state: ContextState) -> None:
+        self._contexts[sequence].import_state(state)
+
+    def _close(self) -> None:
+        for context in self._contexts:
+            context.close()

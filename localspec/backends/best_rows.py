@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localspec.backends.base import Context, Model
-from localspec.backends.forward import FloatArray, Forward, TokenIds
+from localspec.backends.base import Context, FloatArray, Forward, Model, TokenIds
 
 LEAST, MOST = 64, 256
 """How many logits of a row are looked for: enough that they are nearly all of the probability, of a sure row."""

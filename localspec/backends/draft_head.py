@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from localspec.backends.context import Context
-from localspec.backends.forward import FloatArray
+from localspec.backends.base import Context, FloatArray
 
 if TYPE_CHECKING:
     from localspec.backends.base import Model
+
 
 STATE = "layer:0"
 """The hidden state of a head's model that a chained head goes on from."""

@@ -11,12 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from localspec.backends import trial
-from localspec.backends.llama_staging import NEEDED
+from localspec.backends.llama.staging import NEEDED
 from localspec.backends.trust import fingerprint
 from localspec.errors import EngineError
 from localspec.model_files.head_kinds.base import PublishedHead
-from localspec.system.home import home
-from localspec.system.json_store import JsonStore
+from localspec.system.files import JsonStore, home
 
 _FORMAT = 1
 _CHILD = "from localspec.backends import head_trial_child; head_trial_child.main()"

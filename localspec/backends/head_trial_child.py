@@ -8,8 +8,8 @@ from typing import cast
 
 import numpy as np
 
-from localspec.backends import llama_cpp
 from localspec.backends.base import Model
+from localspec.backends.llama import llama_cpp
 from localspec.backends.llama_heads import LlamaHeadModel
 from localspec.backends.published_heads import EngineHead, disagreement
 from localspec.model_files.head_kinds import read_mtp, read_published

@@ -24,21 +24,18 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.backends.base import Context, FloatArray, Model
-from localspec.backends.draft_head import STATE as STATE
-from localspec.backends.draft_head import DraftHead
+from localspec.backends.draft_head import STATE, DraftHead
 from localspec.backends.products import products
 from localspec.backends.registry import engine_module
 from localspec.backends.repack import MARK
 from localspec.backends.trust import MAX_MEAN_KL, agreement, fingerprint, verdict_key, verdicts
 from localspec.errors import EngineMismatch, LocalspecError, UsageError
-from localspec.model_files.gguf_file import GGUFFile
-from localspec.model_files.gguf_parts import model_files
+from localspec.model_files.gguf import GGUFFile, model_files, tensor_rows
 from localspec.model_files.head_assembly import OUTPUT_TYPES, assembling, engine_file
 from localspec.model_files.head_card import Kind, TargetFacts
 from localspec.model_files.head_file import check_head, head_weights, read_card
 from localspec.model_files.head_fit import fit
 from localspec.model_files.head_folders import find_heads
-from localspec.model_files.tensor_rows import tensor_rows
 from localspec.system.steps import exhaust
 
 MAX_STATES = 16
@@ -50,7 +47,7 @@ the target, 16 a quarter of that."""
 _CACHED_BYTES = 32 << 20
 """Tokens' shares of rows that are kept, 5,400 of a model of 1,536 channels. One takes about a millisecond."""
 
-_WIDTHS = (1, 1, 1, 1, 2, 3, 4, 5, 6, 8, 8)
+_TIMED_WIDTHS = (1, 1, 1, 1, 2, 3, 4, 5, 6, 8, 8)
 """Rows of the passes that are compared with one of all these together, 40: ik-llama has other kernels from 32 on, and
 those are where it was found wrong."""
 
@@ -284,7 +281,7 @@ def load_head(
 
 def _disagreement(head: Head) -> float:
     """The worst mean KL divergence [nats] between rows in one pass and the same rows in narrow ones."""
-    rng, n = np.random.default_rng(0), sum(_WIDTHS)
+    rng, n = np.random.default_rng(0), sum(_TIMED_WIDTHS)
     rows = rng.standard_normal((n, head.card.n_embd)).astype(np.float32)
     if head.card.has_block:
         tokens = head.token_map[:n].tolist()
@@ -293,7 +290,7 @@ def _disagreement(head: Head) -> float:
         wide = context.decode_floats(rows, range(n)).logits.copy()
         context.truncate(0)
         found = []
-        for width in _WIDTHS:
+        for width in _TIMED_WIDTHS:
             first = context.n_past
             piece = context.decode_floats(rows[first : first + width], range(first, first + width)).logits
             found.append(agreement(piece, wide[first : first + width]).mean_kl)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from localspec.backends.placement import Placement
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.kv_memory import KV_VALUE_BYTES, kv_shape
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")

@@ -14,18 +14,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from localspec.backends.base import Capabilities, Context, FloatArray, Forward, Model
-from localspec.backends.best_logits import BestLogits
+from localspec.backends.base import Capabilities, Context, FloatArray, Forward, Model, TokenIds, Wanted
 from localspec.backends.best_rows import best_pays, head_pass
 from localspec.backends.draft_head import STATE
-from localspec.backends.forward import TokenIds, Wanted
-from localspec.backends.llama_cpp import binding, gpu_layers
-from localspec.backends.llama_family import LlamaModel
-from localspec.backends.llama_passes import KV_TYPES
-from localspec.backends.llama_staging import DECODE, ENCODE, staging
+from localspec.backends.llama.llama_cpp import binding, gpu_layers
+from localspec.backends.llama.model import LlamaModel
+from localspec.backends.llama.passes import KV_TYPES, BestLogits
+from localspec.backends.llama.staging import DECODE, ENCODE, staging
 from localspec.backends.soundness import check_sound
 from localspec.errors import EngineError, UnsupportedModel
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.head_kinds.base import PublishedHead
 from localspec.model_files.vocab import Vocab
 

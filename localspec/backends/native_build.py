@@ -14,7 +14,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from localspec.backends.ik_llama import VERSION
+from localspec.backends.llama.ik_llama import VERSION
 
 PACKAGE = f"ik-llama-cpp-python=={VERSION}"
 _LACKING = "vendor/ik_llama.cpp/common/cmake/build-info-gen-cpp.cmake"

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from localspec.backends.rpc_link import MAX_SERVERS, checked_address
-from localspec.errors import UsageError
-from localspec.model_files.gguf_file import GGUFFile
-from localspec.values import MAX_COUNT, as_float, checked_whole, is_number, listed, shown
+from localspec.backends.llama.rpc_link import MAX_SERVERS, checked_address
+from localspec.errors import MAX_COUNT, UsageError, as_float, checked_whole, is_number, listed, shown
+from localspec.model_files.gguf import GGUFFile
 
 SPLIT_MODES = ("none", "layer", "row")
 

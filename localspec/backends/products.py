@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from localspec.backends.forward import FloatArray
-from localspec.backends.llama_family import LlamaModel
-from localspec.model_files.tensor_rows import as_type
+from localspec.backends.base import FloatArray
+from localspec.backends.llama.model import LlamaModel
+from localspec.model_files.gguf import as_type
 
 if TYPE_CHECKING:
     from localspec.backends.base import Model
+
 
 _ONE_THREAD, _ONE_THREAD_VECTOR = 1 << 18, 9216
 """Multiplications up to which OpenBLAS takes one thread for a product with a matrix, and with a vector."""
@@ -30,7 +31,7 @@ _ONE_THREAD, _ONE_THREAD_VECTOR = 1 << 18, 9216
 _F32, _Q8_0, _BLOCK = 0, 8, 32
 """ggml's numbers of types, the same ones as in GGUF files, and the values of a block of Q8_0."""
 
-_WIDTHS = (16, 8, 4, 2, 1)
+_PIECE_WIDTHS = (16, 8, 4, 2, 1)
 """Rows of a product; others are put together of these. Each is compared with NumPy's before any is used."""
 
 _MOST_ERROR = 0.02
@@ -88,9 +89,9 @@ class GgmlProducts(Products):
             raise ValueError("rows are no whole blocks")
         ggml = _Ggml(library)
         self._compute, self._free, self._lock = ggml.graph_compute, ggml.free, threading.Lock()
-        sizes = [matrix.size * 34 // 32 + 4 * sum(_WIDTHS) * sum(matrix.shape) for matrix in matrices]
-        overhead = (1 + 2 * len(_WIDTHS)) * ggml.tensor_overhead() + _SLACK
-        overhead += len(_WIDTHS) * ggml.graph_overhead_custom(_GRAPH_SIZE, False)
+        sizes = [matrix.size * 34 // 32 + 4 * sum(_PIECE_WIDTHS) * sum(matrix.shape) for matrix in matrices]
+        overhead = (1 + 2 * len(_PIECE_WIDTHS)) * ggml.tensor_overhead() + _SLACK
+        overhead += len(_PIECE_WIDTHS) * ggml.graph_overhead_custom(_GRAPH_SIZE, False)
         self._context = ggml.init(_InitParams(sum(sizes) + len(matrices) * overhead, None, False))
         if not self._context:
             raise MemoryError("ggml has no memory for a head's matrices")
@@ -99,7 +100,7 @@ class GgmlProducts(Products):
             weights = ggml.new_tensor_2d(self._context, _Q8_0, matrix.shape[1], len(matrix))
             values = as_type(matrix, "Q8_0")
             ctypes.memmove(ggml.get_data(weights), values.ctypes.data, values.nbytes)
-            self._products.append({n: _Product(ggml, self._context, weights, matrix.shape, n) for n in _WIDTHS})
+            self._products.append({n: _Product(ggml, self._context, weights, matrix.shape, n) for n in _PIECE_WIDTHS})
         try:
             self._check(matrices)
         except ValueError:
@@ -109,7 +110,7 @@ class GgmlProducts(Products):
     def _check(self, matrices: Sequence[FloatArray]) -> None:
         rng = np.random.default_rng(0)
         for which, matrix in enumerate(matrices):
-            rows = rng.standard_normal((sum(_WIDTHS), matrix.shape[1])).astype(np.float32)
+            rows = rng.standard_normal((sum(_PIECE_WIDTHS), matrix.shape[1])).astype(np.float32)
             expected = product(rows, matrix)
             error = np.sqrt(np.mean((self(which, rows) - expected) ** 2) / max(np.mean(expected**2), 1e-30))
             if not error <= _MOST_ERROR:
@@ -121,7 +122,7 @@ class GgmlProducts(Products):
         with self._lock:
             at = 0
             while at < len(rows):
-                n = next(width for width in _WIDTHS if width <= len(rows) - at)
+                n = next(width for width in _PIECE_WIDTHS if width <= len(rows) - at)
                 widths[n].rows[:] = rows[at : at + n]
                 self._compute(widths[n].graph, ctypes.byref(widths[n].plan))
                 found[at : at + n] = widths[n].result

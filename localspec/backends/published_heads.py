@@ -21,16 +21,16 @@ from typing import Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from localspec.backends import llama_cpp
 from localspec.backends.base import Context, FloatArray, Model
 from localspec.backends.draft_head import STATE, DraftHead
 from localspec.backends.head_trial import check_survives, lends
-from localspec.backends.llama_family import LlamaModel
+from localspec.backends.llama import llama_cpp
+from localspec.backends.llama.model import LlamaModel
 from localspec.backends.llama_heads import LlamaBlockContext
 from localspec.backends.trust import MAX_MEAN_KL, agreement, fingerprint, verdict_key, verdicts
 from localspec.errors import EngineMismatch, ModelFileError, UnsupportedModel, UsageError, VocabularyMismatch
 from localspec.model_files.catalog import Catalog
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.head_card import TargetFacts
 from localspec.model_files.head_folders import heads_folder
 from localspec.model_files.head_kinds import mtp, names_published_head, read_mtp, read_published

@@ -6,12 +6,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from localspec.backends.base import Capabilities, FloatArray, Forward, Model
-from localspec.backends.forward import Wanted
-from localspec.backends.reference import NAME, ReferenceContext, ReferenceModel
-from localspec.backends.reference_weights import Array, Hyperparameters, Layer, read_tensor
+from localspec.backends.base import Capabilities, FloatArray, Forward, Model, Wanted
+from localspec.backends.reference import (
+    NAME,
+    Array,
+    Hyperparameters,
+    Layer,
+    ReferenceContext,
+    ReferenceModel,
+    read_tensor,
+)
 from localspec.errors import EngineError, UnsupportedModel
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.head_kinds.base import PublishedHead
 from localspec.model_files.vocab import Vocab
 

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from localspec.backends.base import Model, Progress
-from localspec.errors import EngineUnavailable, UsageError
-from localspec.values import shown
+from localspec.errors import EngineUnavailable, UsageError, shown
 
 BACKENDS = {
-    "ik-llama": "localspec.backends.ik_llama",
-    "llama-cpp": "localspec.backends.llama_cpp",
+    "ik-llama": "localspec.backends.llama.ik_llama",
+    "llama-cpp": "localspec.backends.llama.llama_cpp",
     "mlx": "localspec.backends.mlx",
     "reference": "localspec.backends.reference",
 }

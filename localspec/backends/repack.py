@@ -18,11 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.errors import EngineError
-from localspec.model_files.gguf_file import GGUFFile, TensorInfo
-from localspec.model_files.gguf_output import GGUFOutput, new_tensor
-from localspec.model_files.tensor_rows import as_type, dequantised
-from localspec.system.files import write_atomically
-from localspec.system.home import home
+from localspec.model_files.gguf import GGUFFile, GGUFOutput, TensorInfo, as_type, dequantised, new_tensor
+from localspec.system.files import home, write_atomically
 from localspec.system.machine import default_threads
 from localspec.system.steps import Steps, exhaust
 

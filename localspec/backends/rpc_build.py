@@ -16,7 +16,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from localspec.backends.rpc import library_path
+from localspec.backends.llama.rpc import library_path
 from localspec.errors import EngineUnavailable
 
 _DEFINES = ("GGML_BACKEND_DL", "GGML_BACKEND_SHARED", "GGML_BACKEND_BUILD", "GGML_SHARED")

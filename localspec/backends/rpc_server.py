@@ -10,9 +10,9 @@ import argparse
 import signal
 import sys
 
-from localspec.backends.ggml import CPU, GPU
-from localspec.backends.rpc import rpc
-from localspec.backends.rpc_link import checked_address
+from localspec.backends.llama.ggml import CPU, GPU
+from localspec.backends.llama.rpc import rpc
+from localspec.backends.llama.rpc_link import checked_address
 from localspec.errors import LocalspecError, UsageError
 from localspec.system.machine import default_threads, prepare_threads
 

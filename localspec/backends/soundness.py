@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from localspec.errors import ModelFileError, UnsupportedModel
-from localspec.model_files.gguf_file import GGUFFile, TensorInfo
+from localspec.model_files.gguf import GGUFFile, TensorInfo
 from localspec.model_files.vocab import Vocab
 
 _UINT32 = 4

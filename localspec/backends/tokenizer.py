@@ -2,16 +2,156 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import heapq
+import re
+import sys
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, lru_cache
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
 
-from localspec.backends.sentencepiece import SentencePiece
-from localspec.backends.special_tokens import SpecialTokens
 from localspec.errors import UnsupportedModel
-from localspec.model_files.gguf_file import GGUFFile
-from localspec.model_files.vocab import Vocab
+from localspec.model_files.gguf import GGUFFile
+from localspec.model_files.vocab import CONTROL, UNKNOWN, USER_DEFINED, Vocab, byte_of_character
+
+# Finding a vocabulary's special tokens in a text, as llama.cpp does: the longest first, each over the whole text.
+
+NAMED = "\ufdd0"
+"""Stands before the name of a control token where names and text are mixed, so that a text which spells the name is not
+taken for the token. Unicode keeps this code point free for such uses; in a model's own text it becomes U+FFFD."""
+
+# C's isspace: what a stripping token takes away behind it.
+_BLANKS = " \t\n\v\f\r"
+_NEVER_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")
+
+
+class SpecialTokens:
+    """Cuts a text at its special tokens.
+
+    User-defined tokens are always recognised; control tokens such as ``<|im_end|>`` only where asked for.
+
+    Args:
+        vocab: the vocabulary.
+        ids: token text -> id.
+        metadata: of the file: its name tells whether special tokens swallow the white space behind them (Phi-3).
+    """
+
+    def __init__(self, vocab: Vocab, ids: Mapping[str, int], metadata: Mapping[str, Any]) -> None:
+        special = set(np.flatnonzero(np.isin(vocab.types, (CONTROL, USER_DEFINED, UNKNOWN))).tolist())
+        special |= {ids[text] for text in vocab.special_texts if text in ids}
+        texts = [(text, token) for token in sorted(special) if (text := vocab.token_text(token))]
+        # A special token may be the beginning of another; lengths are counted in bytes there.
+        texts.sort(key=lambda pair: -len(pair[0].encode()))
+        self._all = texts
+        self._always = [(text, token) for text, token in texts if not vocab.is_control(token)]
+        name = str(metadata.get("general.name", "")).lower()
+        self._strips = "phi-3" in name or "phi3" in name
+
+    def cut(self, text: str, parse_special: bool) -> list[str | int]:
+        """The text in order: pieces of text, none of them empty, and the ids of special tokens between them."""
+        pieces: list[str | int] = [text] if text else []
+        for special, token in self._all if parse_special else self._always:
+            if special in text:
+                pieces = [part for piece in pieces for part in self._cut_out(piece, special, token)]
+        return pieces
+
+    def _cut_out(self, piece: str | int, special: str, token: int) -> Iterator[str | int]:
+        if isinstance(piece, int):
+            yield piece
+            return
+        strips = self._strips and special not in _NEVER_STRIPPING
+        for i, between in enumerate(_split_at(piece, special, strips)):
+            if i:
+                yield token
+            if between:
+                yield between
+
+
+def _split_at(text: str, special: str, strips: bool) -> Sequence[str]:
+    parts = text.split(special)
+    return [parts[0], *(part.lstrip(_BLANKS) for part in parts[1:])] if strips else parts
+
+
+# SentencePiece's BPE: neighbours are joined into the best-scored token, until none do.
+#
+# Scores, not ranks of pairs, decide, and among equal scores the leftmost pair: a token that can be joined from two
+# different pairs has one score. A table of ranked merges (what the ``tokenizers`` package takes) cannot say that, and
+# splits runs of white space otherwise than llama.cpp does.
+
+SPACE = "▁"
+
+_WORD = re.compile(f"{SPACE}*[^{SPACE}]+|{SPACE}+")
+_CROSSES = re.compile(f"[^{SPACE}\0]{SPACE}")
+_CACHED_WORDS = 1 << 14
+
+
+class SentencePiece:
+    """Text without special tokens -> token ids.
+
+    Args:
+        ids: token text -> id.
+        scores: of each id.
+        unknown: stands for a character that a vocabulary without byte tokens cannot spell; None leaves it out.
+    """
+
+    def __init__(self, ids: Mapping[str, int], scores: Sequence[float], unknown: int | None = None) -> None:
+        self._ids = ids
+        self._scores = scores
+        self._unknown = unknown
+        # Where no token has a space behind another character, no merge crosses the beginning of a word, so words can
+        # be looked at one by one and remembered.
+        self._by_word = _CROSSES.search("\0".join(ids)) is None
+        self._encode_word = lru_cache(_CACHED_WORDS)(self._merge)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids; bytes stand for what has no token."""
+        text = text.replace(" ", SPACE)
+        if not self._by_word:
+            return list(self._merge(text))
+        return [token for word in _WORD.findall(text) for token in self._encode_word(word)]
+
+    def _merge(self, text: str) -> tuple[int, ...]:
+        pieces: list[str] = list(text)
+        after = list(range(1, len(text) + 1))
+        before = list(range(-1, len(text) - 1))
+        queue: list[tuple[float, int, str]] = []
+
+        def offer(left: int, right: int) -> None:
+            if left >= 0 and right < len(pieces):
+                joined = pieces[left] + pieces[right]
+                token = self._ids.get(joined)
+                if token is not None:
+                    heapq.heappush(queue, (-self._scores[token], left, joined))
+
+        for i in range(len(pieces) - 1):
+            offer(i, i + 1)
+        while queue:
+            _, left, joined = heapq.heappop(queue)
+            right = after[left]
+            # An offer is stale when one of its halves has been joined to something else since.
+            if not pieces[left] or right >= len(pieces) or pieces[left] + pieces[right] != joined:
+                continue
+            pieces[left], pieces[right] = joined, ""
+            after[left] = after[right]
+            if after[left] < len(pieces):
+                before[after[left]] = left
+            offer(before[left], left)
+            offer(left, after[left])
+        return tuple(token for piece in pieces if piece for token in self._tokens_of(piece))
+
+    def _tokens_of(self, piece: str) -> Iterator[int]:
+        token = self._ids.get(piece)
+        if token is not None:
+            yield token
+            return
+        as_bytes = [self._ids.get(f"<0x{byte:02X}>") for byte in piece.encode()]
+        if None not in as_bytes:
+            yield from (byte for byte in as_bytes if byte is not None)
+        elif self._unknown is not None:
+            yield self._unknown
 
 
 class Words(Protocol):
@@ -73,3 +213,114 @@ class Tokenizer:
         if add_special and self._eos is not None:
             tokens.append(self._eos)
         return tokens
+
+
+# Byte-level BPE in Python, as llama.cpp computes it, for the reference backend.
+
+# Python's \s also has the separators 0x1C-0x1F, which are no white space to llama.cpp.
+_S = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+_CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
+
+
+class PythonByteLevel:
+    """Byte-level BPE over text without special tokens.
+
+    Args:
+        ids: token text, in GPT-2's letters for bytes -> id.
+        merges: pairs of such texts with a space between, the first to be applied first.
+        pre: the split's name.
+        file_name: for errors.
+
+    Raises:
+        UnsupportedModel: an unknown split into words.
+    """
+
+    def __init__(self, ids: Mapping[str, int], merges: Sequence[str], pre: str, file_name: str) -> None:
+        self._ids, self._pre = ids, pre
+        self._ranks = {tuple(merge.split(" ", 1)): rank for rank, merge in enumerate(merges)}
+        _patterns(pre)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids."""
+        tokens: list[int] = []
+        for word in _words_of(text, self._pre):
+            pieces = [_byte_symbols()[byte] for byte in word.encode()]
+            if self._pre == "llama-bpe" and "".join(pieces) in self._ids:
+                pieces = ["".join(pieces)]
+            while len(pieces) > 1:
+                ranked = [(self._ranks.get(pair, sys.maxsize), i) for i, pair in enumerate(pairwise(pieces))]
+                rank, i = min(ranked)
+                if rank == sys.maxsize:
+                    break
+                pieces[i : i + 2] = [pieces[i] + pieces[i + 1]]
+            for piece in pieces:
+                token = self._ids.get(piece)
+                tokens += [token] if token is not None else [self._ids[s] for s in piece if s in self._ids]
+        return tokens
+
+
+def _words_of(text: str, pre: str) -> list[str]:
+    """Cut a text into the words that merges stay within: each expression cuts what the one before left in one piece."""
+    words = [text]
+    for pattern in _patterns(pre):
+        words = [piece for word in words for piece in _cut(word, pattern)]
+    return words
+
+
+def _cut(text: str, pattern: re.Pattern[str]) -> Iterator[str]:
+    start = 0
+    for match in pattern.finditer(text):
+        if match.start() > start:
+            yield text[start : match.start()]
+        if match.group():
+            yield match.group()
+        start = match.end()
+    if start < len(text):
+        yield text[start:]
+
+
+@cache
+def _patterns(pre: str) -> list[re.Pattern[str]]:
+    """The split of a ``tokenizer.ggml.pre``.
+
+    Raises:
+        UnsupportedModel: a split that is not known here.
+    """
+    letter, number, mark = _category("L"), _category("N"), _category("P")
+    gpt2 = f"{_CONTRACTIONS}| ?[{letter}]+| ?[{number}]+| ?[^{_S}{letter}{number}]+|[{_S}]+(?![^{_S}])|[{_S}]+"
+    qwen = (
+        f"(?i:{_CONTRACTIONS})|[^\r\n{letter}{number}]?[{letter}]+|[{number}]| ?[^{_S}{letter}{number}]+[\r\n]*"
+        f"|[{_S}]*[\r\n]+|[{_S}]+(?![^{_S}])|[{_S}]+"
+    )
+    known = {
+        "gpt-2": [gpt2],
+        "default": [rf"[{mark}$+<=>^~|]+", gpt2, f"[{number}]+", "[0-9][0-9][0-9]"],
+        "smollm": [f"[{number}]", gpt2],
+        "qwen2": [qwen],
+        "llama-bpe": [qwen.replace(f"|[{number}]|", f"|[{number}]{{1,3}}|")],
+    }
+    if pre not in known:
+        raise UnsupportedModel(
+            f"the reference backend does not know the word split {pre!r} of this file; use another --backend"
+        )
+    return [re.compile(pattern) for pattern in known[pre]]
+
+
+@cache
+def _category(initial: str) -> str:
+    """The inside of a character class with all of Unicode's general categories L*, N* or P*."""
+    ranges: list[list[int]] = []
+    for code in range(sys.maxunicode + 1):
+        if unicodedata.category(chr(code))[0] == initial:
+            if ranges and ranges[-1][1] == code - 1:
+                ranges[-1][1] = code
+            else:
+                ranges.append([code, code])
+    return "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in ranges)
+
+
+@cache
+def _byte_symbols() -> list[str]:
+    """The character that stands for each byte."""
+    character_of = {byte: character for character, byte in byte_of_character().items()}
+    return [character_of[bytes([byte])] for byte in range(256)]

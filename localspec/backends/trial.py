@@ -19,8 +19,7 @@ from pathlib import Path
 from localspec.backends.base import Progress
 from localspec.backends.trust import fingerprint
 from localspec.errors import Cancelled
-from localspec.system.home import home
-from localspec.system.json_store import JsonStore
+from localspec.system.files import JsonStore, home
 
 _FORMAT = 1
 _POLL_S = 0.1

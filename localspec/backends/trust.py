@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from localspec.backends import repack
-from localspec.backends.base import Context, FloatArray, Model, Progress
+from localspec.backends.base import Context, FloatArray, Model, Piece, Progress
 from localspec.backends.registry import engine_module, unavailable_reason
-from localspec.errors import EngineError, EngineMismatch, LocalspecError
-from localspec.model_files.gguf_parts import model_files
-from localspec.system.home import home
-from localspec.system.json_store import JsonStore
+from localspec.errors import Cancelled, EngineError, EngineMismatch, LocalspecError
+from localspec.model_files.gguf import model_files
+from localspec.system.files import JsonStore, home
+from localspec.system.machine import read_memory
 from localspec.system.steps import Steps, exhaust
 
 MAX_MEAN_KL = 0.15
@@ -349,3 +349,302 @@ def load_elsewhere(
             return loaded
         loaded.close()
     return None
+
+
+# Is this engine right about tokens of this file that branch? As ``trust``, before the first context made for them.
+#
+# Such a context may compute everything otherwise than others do: prompts and drafts that are chains, too. So all that
+# answers use of it is compared with a context that branches nowhere.
+
+MAX_KL = 0.03
+"""Largest mean KL divergence of a pass [nats] that counts as noise: 0.003 and 0.005 on llama-cpp and ik-llama
+(Qwen2.5-Coder 0.5B); ik-llama with flash attention 0.5. Stricter than ``trust``: chains are there."""
+
+_N_BEFORE = 244
+"""Tokens before the first tree, which then lies on both sides of the 256th place: engines leave out what lies behind
+the last place in use, in steps of 32 to 256."""
+
+_SIDE = [*range(-1, 7)]
+"""A side branch as long as drafts are at most times, before the chain itself."""
+
+_TREES: tuple[tuple[list[int], list[int]], ...] = (
+    ([*_SIDE, -1, 8, 9, 10, 8, 9], [0, 1, 2, 3, 4]),  # a side branch goes on, from among what is dropped
+    ([-1, 0, 1, 2, 0, 1, 5], [0, 1, 5, 6]),
+    ([-1, -1, -1, 0, 1, 2, 2], [2]),
+    ([*_SIDE, -1, -1, 9], [9, 10]),
+)
+"""The parents of trees fed one after another, and the path that is kept of each."""
+
+
+def why_no_branches(
+    model: Model, n_gpu_layers: int | None = None, say: Callable[[str], None] = lambda line: None
+) -> str | None:
+    """Why drafts may not branch; None where they may. Checked once for an engine and a file.
+
+    Args:
+        model: the weights.
+        n_gpu_layers: that it was loaded with.
+        say: takes a line if it is checked now.
+    """
+    reason = model.why_no_trees()
+    if reason is not None or not model.capabilities.trees_apart:
+        return reason  # where contexts are all alike, ``trust`` looked at trees too
+    store = verdicts()
+    options = {"n_gpu_layers": n_gpu_layers, "placement": model.placement}
+    key = verdict_key(model.backend, options, fingerprint(model.path)) | {
+        "memory": "branches",
+        "cache": model.kv_type,
+    }
+    verdict = store.get(key)
+    if verdict is None:
+        say(f"checking that {model.engine} computes branching drafts of {model.path.name} correctly (once)")
+        try:
+            kl = check_branches(model)
+        except EngineError as error:  # for want of memory, it may be: not so for ever
+            return str(error)
+        verdict = {"holds": kl <= MAX_KL, "why": f"KL {kl:.2g} nats"}
+        store.put(key, verdict)
+    if verdict["holds"]:
+        return None
+    what = f"{model.engine} gives wrong results for branching drafts of {model.path.name}"
+    return f"{what} ({verdict['why']})"
+
+
+def check_branches(model: Model) -> float:
+    """Compare a context made for tokens that branch with one that is not, pass by pass, in the time of reading some
+    hundred tokens twice; the largest mean KL divergence of a pass [nats]."""
+    words = check_tokens(model, 48)
+    text = [words[i % len(words)] for i in range(_N_BEFORE)]
+    room = _N_BEFORE + 128
+    worst = 0.0
+    with model.new_context(room, branches=True) as context, model.new_context(room) as alone:
+
+        def compare(rows: FloatArray, before: Sequence[int], path: Sequence[int]) -> None:
+            nonlocal worst
+            _read(alone, before)
+            worst = max(worst, agreement(rows, alone.decode(path).logits).mean_kl)
+
+        def feed(n: int) -> None:
+            before, tokens = list(context.tokens), [words[(context.n_past + i) % len(words)] for i in range(n)]
+            compare(context.decode(tokens).logits.copy(), before, tokens)
+
+        context.decode(text[:150], "none")
+        for width in (1, 2, 5, 40, 1):
+            feed(width)
+        _read(context, text[:60])
+        _read(context, text)
+        for parents, kept in _TREES:
+            before = list(context.tokens)
+            # What follows a token differs from path to path, as it does in drafts.
+            tokens = [words[(3 * at + 1) % len(words)] for at in range(len(parents))]
+            rows = context.decode_tree(tokens, parents).logits.copy()
+            for leaf in set(range(len(parents))) - set(parents):
+                path = _path(parents, leaf)
+                compare(rows[path], before, [tokens[at] for at in path])
+            context.keep(kept)
+            feed(1)
+        feed(33)
+        context.truncate(_N_BEFORE + 1)
+        feed(3)
+    return worst
+
+
+def _path(parents: Sequence[int], at: int) -> list[int]:
+    path: list[int] = []
+    while at >= 0:
+        path.append(at)
+        at = parents[at]
+    return path[::-1]
+
+
+def _read(context: Context, text: Sequence[int]) -> None:
+    """Hold a text."""
+    if (n := context.reuse(text)) < len(text):
+        context.decode(text[n:], "none")
+
+
+# Is this engine right about several sequences of this file in one pass? As ``trust``, before the first such pass.
+#
+# Other kernels may compute them than a sequence alone (ik-llama's flash attention ends the process, or drops cells),
+# and rows of one could see another's. So what is done with several is done once with a fixed text: prompts of
+# different lengths, a prefix that two share, rows of drafts of which some are taken back, a piece of a prompt beside
+# others' rows, a sequence that leaves and one that comes. Every row is compared with that of a context, which
+# ``trust`` has checked.
+
+_BATCH_PIECE = 33
+"""Rows of a prompt that are fed beside others: from 32 on ik-llama has other kernels."""
+
+
+def ensure_batches(model: Model, n_gpu_layers: int | None = None) -> None:
+    """Check an engine's passes over several sequences of a file, unless that was done before.
+
+    Args:
+        model: the weights.
+        n_gpu_layers: that it was loaded with.
+
+    Raises:
+        EngineMismatch: they differ from those over one.
+    """
+    if not model.capabilities.batches:
+        return  # each sequence is a context, and those were checked
+    store = verdicts()
+    options = {"n_gpu_layers": n_gpu_layers, "placement": model.placement}
+    key = verdict_key(model.backend, options, fingerprint(model.path)) | {"memory": "several"}
+    verdict = store.get(key)
+    if verdict is None:
+        found = check_batch(model)
+        verdict = {"holds": found.holds, "why": f"KL {found.mean_kl:.2g} nats"}
+        store.put(key, verdict)
+    if not verdict["holds"]:
+        raise EngineMismatch(
+            f"{model.engine} gives different results for batched conversations of {model.path.name} "
+            f"({verdict['why']}); answer one at a time, or use another --backend"
+        )
+
+
+def check_batch(model: Model) -> Agreement:
+    """Compare sequences fed side by side with each alone, in the time of about fifty single tokens.
+
+    The worst pass counts.
+    """
+    tokens = check_tokens(model, 48)
+    n = len(tokens)
+    shared = n // 3
+    texts = [tokens * 2, [*tokens[:shared], *tokens[::-1] * 2], [*tokens[n // 2 :], *tokens * 2]]
+    passes: list[list[tuple[int, int, FloatArray]]] = []  # in each, sequences, where their rows begin, and the rows
+    with model.new_batch(len(texts), sum(map(len, texts))) as batch:
+
+        def feed(*widths: int) -> None:
+            starts = [context.n_past for context in (batch[i] for i in range(len(texts)))]
+            pieces = [
+                Piece(i, texts[i][start : start + width])
+                for i, (start, width) in enumerate(zip(starts, widths, strict=True))
+                if width
+            ]
+            found = zip(pieces, batch.decode(pieces), strict=True)
+            passes.append([(piece.sequence, starts[piece.sequence], forward.logits.copy()) for piece, forward in found])
+
+        def take_back(*counts: int) -> None:
+            for i, count in enumerate(counts):
+                batch.truncate(i, batch[i].n_past - count)
+
+        batch.decode([Piece(0, texts[0][: n // 2], "none"), Piece(2, texts[2][:n], "none")])
+        batch.copy_prefix(0, 1, shared)
+        feed(1, 1, 1)
+        feed(5, 3, 2)
+        take_back(3, 2, 0)
+        feed(2, 1, _BATCH_PIECE)
+        take_back(batch[0].n_past, 0, 0)
+        feed(0, 2, 1)
+        feed(_BATCH_PIECE, 1, 1)
+    alone: list[tuple[int, FloatArray]] = []  # of each sequence where the rows that are compared begin, and the rows
+    with model.new_context(max(map(len, texts))) as context:
+        for i, text in enumerate(texts):
+            places = [(start, start + len(rows)) for fed in passes for sequence, start, rows in fed if sequence == i]
+            first, end = min(start for start, _ in places), max(end for _, end in places)
+            context.truncate(0)
+            if first:
+                context.decode(text[:first], "none")
+            alone.append((first, context.decode(text[first:end]).logits.copy()))
+    found = [
+        agreement(
+            np.concatenate([alone[i][1][start - alone[i][0] :][: len(rows)] for i, start, rows in fed]),
+            np.concatenate([rows for _, _, rows in fed]),
+        )
+        for fed in passes
+    ]
+    return max(found, key=lambda each: each.mean_kl)
+
+
+# The same text in another engine, in idle time: is the engine that answers right, and the faster one?
+#
+# The check before the first answer compares an engine with itself. What all of its kernels get wrong alike shows only
+# against another engine; loading that takes seconds and as much memory again, so it waits for idle time.
+
+ROOM = 1.3
+"""Free memory, in sizes of the file, under which no second copy of a model is loaded beside the first."""
+
+Compare = Callable[[Model, Model], Steps[None]]
+
+
+class SecondOpinion:
+    """Another installed engine, compared with the one that a model is loaded with.
+
+    Args:
+        model: the model that answers.
+        path: its file as the user named it.
+        options: what it was loaded with.
+        refuse: called with a line if the engine turns out to be wrong.
+        compare: what else to do with a model that is right, on the engine that answers and on the other.
+        compared: whether ``compare`` has found what it looks for.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        path: Path,
+        options: dict[str, Any],
+        refuse: Callable[[str], None],
+        compare: Compare,
+        compared: bool,
+    ) -> None:
+        self.model, self.path, self.options, self.refuse = model, path, options, refuse
+        self.compare, self.compared = compare, compared
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is something to find out."""
+        if self.model.capabilities.batch_invariant or self.model.path != self.path:
+            return False
+        if not other_engines(self.model):
+            return False
+        verdict = self._verdict()
+        return verdict is not None and bool(verdict["holds"]) and ("waits" in verdict or not self.compared)
+
+    def steps(self, stopped: Callable[[], bool]) -> Steps[None]:
+        """Load the other engine's model, compare, measure, remember.
+
+        Args:
+            stopped: asked while the model is loaded.
+
+        Raises:
+            Cancelled: ``stopped`` was true.
+        """
+        if read_memory().available < ROOM * self.model.size_bytes:
+            return
+        other = load_elsewhere(self.model, self.path, self.options, lambda fraction: not stopped())
+        if other is None:
+            if stopped():
+                raise Cancelled("loading was stopped")
+            self._settle(settled(self._verdict() or {}))
+            return
+        try:
+            yield
+            yield from self._ask(other)
+        finally:
+            other.close()
+
+    def _ask(self, other: Model) -> Steps[None]:
+        verdict = self._verdict()
+        if verdict is None:
+            return
+        if "waits" in verdict:
+            verdict = yield from comparing_verdict(self.model, other, verdict)
+            self._settle(verdict)
+        if not verdict["holds"]:
+            self.refuse(
+                f"{self.model.engine} gives wrong results for {self.path.name} ({verdict['why']}): "
+                "answers may be wrong. Start again to use another engine or a repacked copy of the file"
+            )
+        elif not self.compared:
+            yield from self.compare(self.model, other)
+
+    def _key(self) -> dict[str, str]:
+        return verdict_key(self.model.backend, self.options, fingerprint(self.path))
+
+    def _verdict(self) -> dict[str, Any] | None:
+        return verdicts().get(self._key())
+
+    def _settle(self, verdict: dict[str, Any]) -> None:
+        if verdict:
+            verdicts().put(self._key(), verdict)

@@ -7,18 +7,17 @@ import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from localspec.commands.chat.screen import no_echo
-from localspec.commands.chat.views import TextView, only_thought
-from localspec.commands.options import RunOptions, check_text
-from localspec.errors import ModelFileError, UnknownModel, UsageError
+from localspec.commands.chat.screen import TextView, no_echo, only_thought
+from localspec.commands.options import RunOptions
+from localspec.errors import ModelFileError, UnknownModel, UsageError, check_text
 from localspec.model_files.catalog import Catalog
-from localspec.system.interrupts import on_interrupt
-from localspec.terminal.stdin import read_all
-from localspec.terminal.text import visible
+from localspec.system.process import on_interrupt
+from localspec.system.terminal import read_all, visible
 
 if TYPE_CHECKING:
+    from localspec.engine.request import RoundStream
     from localspec.llm import LLM
-    from localspec.runtime.stream import RoundStream
+
 
 FORMATS = ("text", "json", "events")
 

@@ -10,20 +10,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localspec.backends.noise import engine_log
+from localspec.backends.llama.ggml import engine_log
 from localspec.backends.placement import Placement, read_shares
-from localspec.errors import DownloadError, ModelFileError, UsageError
+from localspec.engine.drafts import heads_at_hand
+from localspec.engine.loading import Report
+from localspec.engine.options import DraftLength, LoadOptions, checked_length, draft_specs, with_free
+from localspec.errors import DownloadError, ModelFileError, UsageError, check_text
 from localspec.model_files.catalog import Catalog, Entry
 from localspec.model_files.sources.base import size_text
-from localspec.runtime.arguments import DraftLength, checked_length, draft_specs, with_free
-from localspec.runtime.at_hand import heads_at_hand
-from localspec.runtime.load_options import LoadOptions
-from localspec.runtime.model_loading import Report
 from localspec.sampling.sampling import CHAT_SETTINGS, SamplingParams
 from localspec.spec_decode.drafters.names import AUTOMATIC, CORPUS, is_corpus
-from localspec.system.files import decoded
-from localspec.system.home import offline
-from localspec.terminal.progress import Progress
+from localspec.system.files import decoded, offline
+from localspec.system.terminal import Progress
 
 if TYPE_CHECKING:
     from localspec.llm import LLM
@@ -182,16 +180,6 @@ def placement(given: Mapping[str, Any]) -> Placement:
     asked = {name: value for name, value in given.items() if value is not None and value is not False}
     asked |= {"tensor_split": read_shares(asked["tensor_split"])} if "tensor_split" in asked else {}
     return Placement(**asked)
-
-
-def check_text(text: str | None, name: str) -> None:
-    """Refuse text from the command line that was not valid UTF-8.
-
-    Raises:
-        UsageError: it was not.
-    """
-    if text is not None and any("\ud800" <= char <= "\udfff" for char in text):
-        raise UsageError(f"{name} is not valid UTF-8")
 
 
 def base_model_notes(llm: LLM) -> list[str]:

@@ -6,13 +6,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from localspec.controllers.cost_model import PassCost
-from localspec.errors import UsageError
-from localspec.spec_decode.controller import Controller
-from localspec.spec_decode.draft import Draft
-from localspec.spec_decode.drafters.base import Drafter, Plan
-from localspec.spec_decode.drafters.free_plan import SURE_COPY, FreePlan
-from localspec.spec_decode.rounds import Round
-from localspec.values import shown
+from localspec.errors import UsageError, shown
+from localspec.spec_decode.drafters.base import SURE_COPY, Controller, Drafter, FreePlan, Plan
+from localspec.spec_decode.rounds import Draft, Round
 
 MAX_FIXED_DRAFT = 64
 

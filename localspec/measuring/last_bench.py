@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from localspec.backends.trust import fingerprint
-from localspec.system.home import home
-from localspec.system.json_store import JsonStore
+from localspec.system.files import JsonStore, home
 from localspec.system.machine import cpu_name
 
 

@@ -7,26 +7,337 @@ the prompt in its context: its reading of it is measured once, apart, and is in 
 
 from __future__ import annotations
 
+import hashlib
+import math
+import re
+import statistics
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from itertools import islice
+from typing import Any, Protocol
 
-from localspec.backends.base import Context, ContextState, FloatArray
-from localspec.errors import Cancelled, EngineError, ModelFileError, PromptTooLong
+from localspec.backends.base import Context, ContextState, FloatArray, shared_prefix
+from localspec.engine.options import DraftLength
+from localspec.engine.pair import Pair
+from localspec.engine.request import Reply
+from localspec.engine.state import DecodingState, taps_of
+from localspec.errors import Cancelled, EngineError, ModelFileError, PromptTooLong, UsageError
 from localspec.llm import LLM
-from localspec.measuring.answer import ReadQuestion
-from localspec.measuring.arms import PLAIN, Arm
-from localspec.measuring.questions import Question
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.measuring.statistics import Values, estimate
+from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.kv_memory import kv_shape
-from localspec.runtime.pair import Pair
-from localspec.runtime.state import DecodingState, taps_of
-from localspec.runtime.stream import Reply
+from localspec.prompts.questions import Question
 from localspec.sampling.sampling import SamplingParams
-from localspec.system.memory import read_memory
+from localspec.spec_decode.decoder import PREFILL_CHUNK
+from localspec.spec_decode.drafters import FREE_DRAFTERS
+from localspec.spec_decode.rounds import FinishReason, Round, SpecStats
+from localspec.system.machine import CPUTimes, others_share, read_memory
+
+# Ways of decoding that are measured against each other: ``plain``, ``auto``, and drafters with a fixed length.
+
+_SOURCE = "|".join((*FREE_DRAFTERS, r"model\d*", r"head\d*", "early-exit", "mtp", r"corpus\d*"))
+_PATTERN = re.compile(rf"(?:(?P<sources>(?:{_SOURCE})(?:\+(?:{_SOURCE}))*):)?(?P<length>auto|\d{{1,4}})")
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way of decoding.
+
+    Attributes:
+        name: as it was asked for.
+        sources: the drafters that take part (``ngram``, ``head``, ``head2``, ``model``, …); None: all that are loaded.
+        length: draft tokens a round, or ``auto``; 0 is plain decoding.
+    """
+
+    name: str
+    sources: tuple[str, ...] | None
+    length: DraftLength
+
+    @property
+    def is_plain(self) -> bool:
+        return self.length == 0
+
+    def among(self, sources: Sequence[str]) -> list[str]:
+        """The drafters that take part, of those loaded."""
+        return [] if self.is_plain else [each for each in sources if self.sources is None or each in self.sources]
+
+    def check(self, sources: Sequence[str]) -> None:
+        """Raise ``UsageError`` where a drafter is wanted that is not among those loaded."""
+        if not self.is_plain and not sources:
+            raise UsageError(f"--arm {self.name} needs a drafter, and none is loaded: name one with --draft")
+        for wanted in self.sources or ():
+            if wanted not in sources:
+                advice = f"add --draft {wanted}" if wanted in FREE_DRAFTERS else "name one with --draft"
+                raise UsageError(f"--arm {self.name}: no drafter {wanted!r} is loaded ({', '.join(sources)}); {advice}")
+
+
+PLAIN = Arm("plain", None, 0)
+
+
+def parse_arm(text: str) -> Arm:
+    """``plain``, ``auto``, ``N``, ``ngram:N``, ``head+model:N`` (also with ``auto``) -> an arm.
+
+    Raises:
+        UsageError: none of these.
+    """
+    from localspec.controllers.fixed import MAX_FIXED_DRAFT
+
+    if text == "plain":
+        return PLAIN
+    found = _PATTERN.fullmatch(text)
+    if found is None:
+        raise UsageError(f"no arm {text!r}: plain, auto, N, or ngram:N, head+model:N (N: guesses a round, or auto)")
+    sources = tuple(dict.fromkeys(found["sources"].split("+"))) if found["sources"] else None
+    if found["length"] == "auto":
+        return Arm(text, sources, "auto")
+    length = int(found["length"])
+    if not 1 <= length <= MAX_FIXED_DRAFT:
+        raise UsageError(f"--arm {text}: the draft length must be in 1..{MAX_FIXED_DRAFT}; plain drafts nothing")
+    return Arm(text, sources, length)
+
+
+def parse_arms(texts: Sequence[str]) -> list[Arm]:
+    """Arms as named on the command line, also several in one text with commas; ``plain`` is always among them."""
+    names = [name.strip() for text in texts for name in text.split(",") if name.strip()]
+    arms = [PLAIN, *map(parse_arm, names)]
+    return list({arm.name: arm for arm in arms}.values())
+
+
+# An answer of one arm, timed: it goes on a slice at a time, and is a ``Sample`` in the end.
+
+_COUNTS = ("num_rounds", "num_draft_tokens", "num_accepted_tokens", "drafted_per_position", "accepted_per_position",
+           "by_source")  # fmt: skip
+_TIMES = ("seconds_prompt", "seconds_draft", "seconds_verify", "seconds_other")
+"""Figures of ``SpecStats`` that a sample keeps."""
+
+NEAR_TIE = 0.5
+"""Logits between two tokens that rounding may swap: passes of other widths move logits by 0.1 to 0.25."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One answer of one arm; times are seconds unless the name says otherwise. SCHEMA.md of ``bench`` documents all."""
+
+    question: str
+    category: str
+    backend: str
+    arm: str
+    repeat: int
+    order: int  # place of its first slice among the answers to this question
+    started: float  # seconds since 1970
+    prompt_tokens: int
+    tokens: int  # as the engine counted them, an end token included
+    token_sha256: str  # equal answers have equal ones
+    finish_reason: str
+    num_rounds: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    drafted_per_position: list[int]
+    accepted_per_position: list[int]
+    by_source: dict[str, dict[str, int]]
+    seconds_prompt: float  # the target's reading, measured once for all arms of a question and repeat
+    seconds_draft: float  # a draft model's reading of the prompt included
+    seconds_verify: float
+    seconds_other: float
+    time_to_first_token: float  # seconds_prompt, and from there to the end of the arm's first round
+    rounds: list[list[float]]  # milliseconds drafting, verifying, other; draft tokens, accepted ones, emitted tokens
+    judged: list[list[Any]]  # source, position, predicted acceptance, 1 if accepted: draft tokens the target judged
+    others_share: float | None = None  # of the CPUs' time, used by other programs meanwhile
+    parted_at: int | None = None  # greedy: first token, from 0, that plain has otherwise
+    parted_by: float | None = None  # logits between the two tokens there
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or not 0 < self.seconds < math.inf:
+            raise ValueError(f"{self.tokens} tokens in {self.seconds} seconds")
+        if any(len(row) != 6 for row in self.rounds) or any(len(row) != 4 for row in self.judged):
+            raise ValueError("rounds have six figures, judged draft tokens four")
+
+    @property
+    def seconds(self) -> float:
+        """Decoding time, the denominator of speed: the target's reading of the prompt is not in it."""
+        return self.seconds_draft + self.seconds_verify + self.seconds_other
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second of decoding."""
+        return self.tokens / self.seconds
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """What of ``SpecStats`` is kept of it."""
+        return {name: getattr(self, name) for name in _COUNTS + _TIMES} | {"completion_tokens": self.tokens}
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        return self.question, self.backend, self.arm, self.repeat
+
+
+@dataclass(frozen=True, slots=True)
+class ReadQuestion:
+    """A question whose prompt the target has read.
+
+    Attributes:
+        question: what is asked.
+        tokens: the prompt.
+        state: what the target's context holds after reading it; None where the engine cannot say.
+        seconds: what reading took.
+    """
+
+    question: Question
+    tokens: list[int]
+    state: ContextState | None
+    seconds: float
+
+    def put_into(self, context: Context, n_states: int = 0) -> None:
+        """Have a target's context hold the prompt, and nothing else; but for its last ``n_states`` tokens.
+
+        Those are left to read where a head wants the target's states after them (``Drafter.n_states``), which the arm
+        does before its time begins to count: no copy of a context holds states.
+        """
+        prompt = self.tokens[:-1]
+        n = context.reuse(prompt)
+        if n < len(prompt) and self.state is not None:
+            context.import_state(self.state)
+            n = len(prompt)
+        n_wanted = max(0, len(prompt) - n_states)
+        if n > n_wanted:
+            context.truncate(n_wanted)
+        for start in range(n, n_wanted, PREFILL_CHUNK):
+            context.decode(prompt[start : min(start + PREFILL_CHUNK, n_wanted)], "none")
+
+
+class TimedAnswer:
+    """An answer of one arm; nothing is decoded before ``advance``.
+
+    Args:
+        subject: the pair.
+        arm: how to decode.
+        asked: the question.
+        params: how to sample.
+        place: the repeat, and the place in the order of arms.
+    """
+
+    def __init__(
+        self, subject: EngineUnderTest, arm: Arm, asked: ReadQuestion, params: SamplingParams, place: tuple[int, int]
+    ) -> None:
+        self.arm = arm
+        self.backend = subject.llm.backend_name
+        self._subject = subject
+        self._asked = asked
+        self._params = params
+        self._place = place
+        self._rounds: Iterator[Round] | None = None
+        self._done: list[Round] = []
+        self._stats = SpecStats()
+        self._started = 0.0
+        self._spans: list[tuple[CPUTimes, CPUTimes]] = []
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the answer so far."""
+        return self._stats.completion_tokens
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ended; None while it is under way."""
+        return self._done[-1].finish_reason if self._done else None
+
+    def advance(self, n_tokens: int | None) -> None:
+        """Go on by so many tokens, or a few more, as rounds are not cut; None: to the end.
+
+        Raises:
+            Cancelled: the subject was stopped.
+        """
+        before = CPUTimes.now()
+        self._subject.llm.run(lambda pair: self._advance(pair, None if n_tokens is None else self.n_tokens + n_tokens))
+        self._spans.append((before, CPUTimes.now()))
+
+    def _advance(self, pair: Pair, until: int | None) -> None:
+        while self.finish_reason is None and (until is None or self.n_tokens < until):
+            round_ = self._first(pair) if self._rounds is None else next(self._rounds, None)
+            if round_ is None or self._subject.stop.is_set():
+                raise Cancelled("measuring was stopped")
+            self._done.append(round_)
+            self._stats.add(round_)
+
+    def _first(self, pair: Pair) -> Round | None:
+        self._started = time.time()
+        read = time.perf_counter()
+
+        def prefilled(n_cached: int) -> None:
+            nonlocal read
+            read = time.perf_counter()
+
+        self._subject.become(self.arm, pair)
+        self._asked.put_into(pair.context, max((each.n_states for each in pair.state.drafters), default=0))
+        self._rounds = pair.rounds(
+            self._asked.tokens, self._params, self.arm.length, prefilled, self._subject.stop.is_set
+        )
+        round_ = next(self._rounds, None)
+        self._stats.time_to_first_token_s = self._asked.seconds + time.perf_counter() - read
+        return round_
+
+    def close(self) -> None:
+        """Leave the contexts as they are; nothing goes on after it."""
+        rounds = self._rounds
+        if rounds is not None:
+            self._subject.llm.run(lambda pair: rounds.close())  # type: ignore[attr-defined]
+
+    @property
+    def prompt(self) -> list[int]:
+        """Tokens of the prompt."""
+        return self._asked.tokens
+
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens of the answer."""
+        return [token.id for round_ in self._done for token in round_.emitted]
+
+    def sample(self) -> Sample:
+        """The answer as it was measured."""
+        stats, (repeat, order), question = self._stats, self._place, self._asked.question
+        stats.seconds_prompt = self._asked.seconds
+        ids = " ".join(map(str, self.tokens))
+        assert stats.time_to_first_token_s is not None
+        assert self.finish_reason is not None
+        return Sample(
+            question=question.id,
+            category=question.category,
+            backend=self.backend,
+            arm=self.arm.name,
+            repeat=repeat,
+            order=order,
+            started=round(self._started, 1),
+            prompt_tokens=len(self._asked.tokens),
+            tokens=stats.completion_tokens,
+            token_sha256=hashlib.sha256(ids.encode()).hexdigest()[:16],
+            finish_reason=self.finish_reason,
+            **{name: getattr(stats, name) for name in _COUNTS},
+            **{name: round(getattr(stats, name), 6) for name in _TIMES},
+            time_to_first_token=round(stats.time_to_first_token_s, 6),
+            rounds=[_figures(each) for each in self._done],
+            judged=[judged for each in self._done for judged in _judged(each)],
+            others_share=others_share(self._spans),
+        )
+
+
+def _figures(round_: Round) -> list[float]:
+    times = (round_.ms_draft, round_.ms_verify, round_.ms_other)
+    return [*(round(ms, 3) for ms in times), len(round_.draft), round_.verdict.n_accepted, len(round_.emitted)]
+
+
+def _judged(round_: Round) -> list[list[Any]]:
+    """The draft tokens that the target compared with its own: all at the places of accepted ones, and at the next."""
+    draft, path, judged = round_.draft, round_.verdict.accepted, list[list[Any]]()
+    for position, at in enumerate((-1, *path)):
+        for rival in draft.children(at):
+            judged.append([draft[rival].source, position, round(draft[rival].expected, 4), int(rival in path)])
+    return judged
+
 
 _WARM_UP = "Count: 1 2 3 4 1 2 3 4 1 2 3"
 
@@ -200,3 +511,208 @@ def kv_bytes(context: Context, kv_type: str) -> int:
             return kv_shape(gguf).bytes(context.n_ctx, kv_type)
     except ModelFileError:
         return 0
+
+
+# Which question comes next, and when it is enough: narrow intervals, a time budget.
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """All arms on one question, once.
+
+    Attributes:
+        repeat: from 0.
+        index: place in the repeat, from 0.
+        question: what is asked.
+        ends_cycle: whether every category that still has questions has had its turn.
+    """
+
+    repeat: int
+    index: int
+    question: Question
+    ends_cycle: bool
+
+
+def blocks(questions: Sequence[Question], repeats: int) -> Iterator[Block]:
+    """The blocks of a run, in order.
+
+    Args:
+        questions: categories in turn; see ``in_turns``.
+        repeats: most repeats.
+    """
+    for repeat in range(repeats):
+        seen: set[str] = set()
+        for index, question in enumerate(questions):
+            seen.add(question.category)
+            following = questions[index + 1].category if index + 1 < len(questions) else None
+            ends = following is None or following in seen
+            if ends:
+                seen = set()
+            yield Block(repeat, index, question, ends)
+
+
+STOP_LEVEL = 0.999
+
+
+def is_tight(speedups: Sequence[Values], tolerance: float) -> bool:
+    """Whether every arm's overall speed-up is known well enough to end the run.
+
+    An interval that ends a run by being narrow was chosen for it, and covers the true median less often than it says.
+    So another interval than the printed one ends the run. Its level is that at which clinical trials are stopped early
+    (Haybittle 1971; Peto et al. 1976), and it comes of the first half of the questions: how narrow that half is says
+    nothing about where the other lies. Simulated, for speed-ups of which most are alike and some far off, normal,
+    lognormal and of Student's law, with 3 looks and 27 questions: where one run in 20 or more ended so, the 95 %
+    interval over all of its questions covered the median in 93 to 98 % of those runs, and in 95 % or more of all runs.
+    (With the printed interval ending the run it was 82 to 95 %.)
+
+    Args:
+        speedups: of each arm, by question, in the order in which they were asked.
+        tolerance: half-width of the interval, relative, that is narrow enough.
+    """
+    halves = [dict(islice(values.items(), (len(values) + 1) // 2)) for values in speedups]
+    found = [estimate(half, STOP_LEVEL) for half in halves]
+    return bool(found) and all(
+        each is not None and (each.level or 0.0) >= STOP_LEVEL and each.half_width <= tolerance for each in found
+    )
+
+
+class Clock:
+    """How long a run will still take.
+
+    Args:
+        began: when, on a monotonic clock.
+        seconds: the budget; None: none.
+        n_blocks: blocks in all.
+    """
+
+    def __init__(self, began: float, seconds: float | None, n_blocks: int) -> None:
+        self.deadline = None if seconds is None else began + seconds
+        self.n_blocks = n_blocks
+        self._took: list[float] = []
+
+    def add(self, seconds: float) -> None:
+        """A block took so long."""
+        self._took.append(seconds)
+
+    def has_time(self, now: float) -> bool:
+        """Whether another block fits; the first one is always begun."""
+        if self.deadline is None or not self._took:
+            return True
+        return now + statistics.fmean(self._took[-8:]) <= self.deadline
+
+    def left(self, now: float, n_done: int) -> float | None:
+        """Seconds until the end, None where nothing is known yet."""
+        by_budget = None if self.deadline is None else max(0.0, self.deadline - now)
+        if not self._took:
+            return by_budget
+        by_work = statistics.fmean(self._took[-16:]) * (self.n_blocks - n_done)
+        return by_work if by_budget is None else min(by_work, by_budget)
+
+
+# The arms' answers to a question, in turns.
+#
+# Other programs, heat and clock move a machine's speed by more than most speed-ups, and they move it from one second to
+# the next. Arms that answer in slices, a few passes of one and a few of the other, meet the same machine. For that each
+# has contexts of its own; the weights are shared.
+
+SLICE_TOKENS = 4
+"""How far an arm goes before the next has its turn. Other programs take the CPU in bursts of a second or less: with
+slices of 16 tokens, a second on a laptop, passes of one token still differed by 5 % (standard deviation) between two
+arms of a question, with 4 by 2 to 4 %, and with whole answers by 11 to 15 %. A pass reads all of the weights, so
+nothing that an arm leaves in the CPU's caches outlives its first."""
+
+Place = tuple[int, EngineUnderTest, Arm]
+"""Place in the order of a block, and what answers there."""
+
+
+def places(subjects: Sequence[EngineUnderTest], block: Block) -> list[Place]:
+    """Every arm of every subject, in the order of a block."""
+    everything = [(subject, arm) for subject in subjects for arm in subject.arms]
+    return [(place, *everything[i]) for place, i in enumerate(turns(len(everything), block))]
+
+
+def turns(n: int, block: Block) -> list[int]:
+    """The order of n arms in a block: it shifts by one from question to question, and is reversed in every other
+    repeat, so that what drifts favours none of them."""
+    order = [(block.index + i) % n for i in range(n)]
+    return order[::-1] if block.repeat % 2 else order
+
+
+def measure(
+    block: Block,
+    wanted: Sequence[Place],
+    params: SamplingParams,
+    slice_tokens: int,
+    report: Callable[[TimedAnswer, float], None] = lambda answer, fraction: None,
+) -> list[Sample]:
+    """Measure one question in several arms; it counts as a whole or not at all.
+
+    Args:
+        block: the question.
+        wanted: what answers.
+        params: how to sample.
+        slice_tokens: see ``take_turns``.
+        report: called before each slice, with whose it is and how much is done at least.
+
+    Raises:
+        Cancelled: a subject was stopped.
+    """
+    asked = {each: each.read(block.question, params) for each in dict.fromkeys(subject for _, subject, _ in wanted)}
+    with ExitStack() as stack:
+        answers = []
+        for place, subject, arm in wanted:
+            answers.append(TimedAnswer(subject, arm, asked[subject], params, (block.repeat, place)))
+            stack.callback(answers[-1].close)
+        budget = len(answers) * (params.max_tokens or subject.llm.n_ctx)
+        for i in take_turns(answers, slice_tokens):
+            report(answers[i], min(1.0, sum(each.n_tokens for each in answers) / budget))
+    samples = [answer.sample() for answer in answers]
+    return (
+        _parted(answers, samples, {subject.llm.backend_name: subject for subject in asked})
+        if params.greedy
+        else samples
+    )
+
+
+def _parted(
+    answers: Sequence[TimedAnswer], samples: Sequence[Sample], subjects: Mapping[str, EngineUnderTest]
+) -> list[Sample]:
+    """The samples with where greedy answers part from their engine's plain one, and how near the two tokens were."""
+    plain = {answer.backend: answer.tokens for answer in answers if answer.arm.is_plain}
+    found = []
+    for answer, sample in zip(answers, samples, strict=True):
+        own, other = answer.tokens, plain.get(answer.backend, answer.tokens)
+        at = shared_prefix(own, other)
+        if at < min(len(own), len(other)):
+            row = subjects[answer.backend].row_behind([*answer.prompt, *own[:at]])
+            sample = replace(sample, parted_at=at, parted_by=round(abs(float(row[own[at]] - row[other[at]])), 4))
+        found.append(sample)
+    return found
+
+
+class _Answer(Protocol):
+    @property
+    def n_tokens(self) -> int: ...
+    @property
+    def finish_reason(self) -> str | None: ...
+    def advance(self, n_tokens: int | None) -> None: ...
+
+
+def take_turns(answers: Sequence[_Answer], slice_tokens: int) -> Iterator[int]:
+    """Bring answers to their ends, a slice at a time: the one with the fewest tokens is always next.
+
+    So all are as far, and end at about the same time, whichever decodes faster.
+
+    Args:
+        answers: in their order.
+        slice_tokens: how far each goes at a time; 0: one after the other, each as a whole.
+
+    Yields:
+        The index of the answer that is next.
+    """
+    left = list(range(len(answers)))
+    while left:
+        at = min(left, key=lambda i: answers[i].n_tokens) if slice_tokens else left[0]
+        yield at
+        answers[at].advance(slice_tokens or None)
+        left = [i for i in left if answers[i].finish_reason is None]

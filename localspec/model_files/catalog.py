@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from localspec.errors import ModelFileError, UnknownModel
-from localspec.model_files.gguf_parts import part_names
-from localspec.system.home import models_dir
-from localspec.system.memory import read_memory
+from localspec.model_files.gguf import part_names
+from localspec.system.files import models_dir
+from localspec.system.machine import read_memory
 
 _HUB_SPEC = re.compile(r"hf:([\w.-]+)/([\w.-]+)/((?:[\w.-]+/)*[\w.-]+\.gguf)")
 _SUFFIX = re.compile(r"[-._](instruct|it|chat|i?q\d\w*|b?f16|f32)(?=[-._]|$).*", re.IGNORECASE)

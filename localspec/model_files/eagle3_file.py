@@ -13,10 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localspec.model_files.gguf_file import GGUFFile
-from localspec.model_files.gguf_output import GGUFOutput, new_tensor
+from localspec.model_files.gguf import GGUFFile, GGUFOutput, as_type, new_tensor, tensor_rows
 from localspec.model_files.head_card import HeadCard
-from localspec.model_files.tensor_rows import as_type, tensor_rows
 from localspec.system.files import write_atomically
 
 TRAINING = "localspec.head.training"

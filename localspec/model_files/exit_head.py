@@ -7,14 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from localspec.errors import EngineError, UnsupportedModel, UsageError
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.errors import EngineError, UnsupportedModel, UsageError, is_number
+from localspec.model_files.gguf import GGUFFile, tensor_rows
 from localspec.model_files.head_card import HeadCard, TargetFacts
 from localspec.model_files.head_file import write_head
 from localspec.model_files.head_folders import heads_folder
-from localspec.model_files.tensor_rows import tensor_rows
 from localspec.model_files.vocab import Vocab
-from localspec.values import is_number
 
 N_OUT = 32768
 """Tokens that it can guess: the first of the vocabulary, which are the commonest in those made by merging, and those

@@ -16,12 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.errors import EngineError
-from localspec.model_files.gguf_file import GGUFFile, TensorInfo
-from localspec.model_files.gguf_output import GGUFOutput, new_tensor
+from localspec.model_files.gguf import GGUFFile, GGUFOutput, TensorInfo, as_type, n_rows, new_tensor, tensor_rows
 from localspec.model_files.head_card import ENGINE_FILE, HeadCard
 from localspec.model_files.head_file import check_head
 from localspec.model_files.head_folders import engine_folder
-from localspec.model_files.tensor_rows import as_type, n_rows, tensor_rows
 from localspec.system.files import write_atomically
 from localspec.system.steps import Steps
 

@@ -17,10 +17,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from localspec.errors import ModelFileError, UnsupportedModel
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.errors import ModelFileError, UnsupportedModel, is_number, is_whole, shown
+from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.vocab import Vocab
-from localspec.values import is_number, is_whole, shown
 
 ARCHITECTURE = "localspec-head"
 VERSION = 1

@@ -13,10 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.errors import ModelFileError, UsageError
-from localspec.model_files.gguf_file import GGUFFile
-from localspec.model_files.gguf_output import GGUFOutput, new_tensor
+from localspec.model_files.gguf import GGUFFile, GGUFOutput, as_type, n_rows, new_tensor, tensor_rows
 from localspec.model_files.head_card import HeadCard
-from localspec.model_files.tensor_rows import as_type, n_rows, tensor_rows
 from localspec.system.files import write_atomically
 
 Floats = npt.NDArray[np.float32]

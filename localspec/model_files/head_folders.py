@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import resources
 from pathlib import Path
 
-from localspec.system.home import home
+from localspec.system.files import home
 
 
 def heads_folder() -> Path:

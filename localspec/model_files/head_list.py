@@ -9,7 +9,7 @@ from localspec.errors import ModelFileError
 from localspec.model_files.head_file import read_card
 from localspec.model_files.head_folders import find_heads
 from localspec.model_files.head_kinds import names_published_head, read_published
-from localspec.system.home import models_dir
+from localspec.system.files import models_dir
 
 
 def described_heads() -> list[dict[str, Any]]:

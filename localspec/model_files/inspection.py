@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from localspec.errors import ModelFileError, UnsupportedModel
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.head_card import ARCHITECTURE, HeadCard
 from localspec.model_files.head_file import check_head
 from localspec.model_files.head_kinds import is_published_head, mtp, read_open

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from localspec.errors import UsageError
-from localspec.model_files.gguf_file import GGUFFile
-from localspec.values import KV_CACHE_TYPES
+from localspec.errors import KV_CACHE_TYPES, UsageError
+from localspec.model_files.gguf import GGUFFile
 
 # Every n-th layer sees the whole context and the others a window, where the file does not list the layers itself.
 _GLOBAL_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3n": 5, "cohere2": 4, "gpt-oss": 2, "llama4": 4, "exaone4": 4}

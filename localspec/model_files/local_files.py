@@ -8,7 +8,7 @@ from pathlib import Path
 from localspec.errors import ModelFileError, UnknownModel
 from localspec.model_files.catalog import Catalog, Entry
 from localspec.model_files.head_folders import engine_folder
-from localspec.system.home import home, models_dir
+from localspec.system.files import home, models_dir
 
 
 def known_entries() -> list[Entry]:

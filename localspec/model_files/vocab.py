@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localspec.errors import UnsupportedModel
-from localspec.model_files.gguf_file import GGUFFile, StringArray
-from localspec.values import shown
+from localspec.errors import UnsupportedModel, shown
+from localspec.model_files.gguf import GGUFFile, StringArray
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 

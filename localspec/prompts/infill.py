@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from localspec.errors import UsageError
+from localspec.errors import UsageError, listed
 from localspec.prompts.prompts import PromptEncoder
-from localspec.values import listed
 
 ContextFiles = Mapping[str, str] | Sequence[tuple[str, str]]
 """Names and texts of other files, the nearest to the cursor last."""

@@ -7,13 +7,11 @@ from numbers import Real
 from typing import Any, cast
 
 from localspec.backends.base import Model
-from localspec.errors import Closed, PromptTooLong, UsageError
+from localspec.errors import Closed, PromptTooLong, UsageError, listed, shown, token_ids
 from localspec.prompts.folding import folded
 from localspec.prompts.templates import ChatTemplate
 from localspec.prompts.thinking import N_TAIL, THINK, ThinkingFormat, ThinkingState
-from localspec.system.forking import in_child
-from localspec.system.shared_lock import SharedLock
-from localspec.values import listed, shown, token_ids
+from localspec.system.process import SharedLock, in_child
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Messages | Sequence[int]

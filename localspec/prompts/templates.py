@@ -16,11 +16,12 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from localspec.errors import TemplateError, UsageError
-from localspec.system.forking import in_child
+from localspec.system.process import in_child
 
 if TYPE_CHECKING:
     from localspec.model_files.vocab import Vocab
     from localspec.prompts.template_sandbox import SandboxedTemplate
+
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"

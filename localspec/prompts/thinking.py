@@ -23,7 +23,7 @@ from typing import Any, Literal
 import numpy as np
 
 from localspec.backends.base import Model
-from localspec.backends.special_tokens import NAMED
+from localspec.backends.tokenizer import NAMED
 from localspec.model_files.vocab import CONTROL
 
 THINK = ("auto", "on", "off", "low", "medium", "high")

@@ -8,15 +8,12 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from localspec.backends.base import Context
-from localspec.backends.forward import NORM, Forward, layer_name
+from localspec.backends.base import NORM, Context, Forward, layer_name
 from localspec.errors import EngineError, LocalspecError, PromptTooLong, UsageError
-from localspec.sampling.logprobs import token_logprobs
-from localspec.sampling.sampling import Noise, NotNumbers, SamplingParams
+from localspec.sampling.sampling import Noise, NotNumbers, SamplingParams, token_logprobs
 from localspec.spec_decode.ahead import DraftAhead
-from localspec.spec_decode.controller import Controller
 from localspec.spec_decode.detokenizer import TextAssembler
-from localspec.spec_decode.drafters.base import Drafter
+from localspec.spec_decode.drafters.base import Controller, Drafter
 from localspec.spec_decode.drafters.group import DrafterGroup
 from localspec.spec_decode.passes import Drafting, Reading, Steps, TargetPass, overlapping, read_alone, rounds_alone
 from localspec.spec_decode.proposer import SamplingProposer
@@ -24,7 +21,8 @@ from localspec.spec_decode.rounds import Draft, EmittedToken, FinishReason, Roun
 from localspec.spec_decode.verification import Rows, verify
 
 if TYPE_CHECKING:
-    from localspec.sampling.structured.constraint import Constraint
+    from localspec.sampling.constraint import Constraint
+
 
 VerifiedToken = tuple[int, TokenKind, str]
 """Token id, kind and source."""

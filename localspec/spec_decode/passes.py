@@ -17,8 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from localspec.backends.base import Context
-from localspec.backends.forward import Forward, Wanted
+from localspec.backends.base import Context, Forward, Wanted
 from localspec.spec_decode.rounds import Draft, Round
 
 Result = TypeVar("Result")

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from localspec.errors import UsageError
-from localspec.sampling.rows import best_and_certainty, top_k_ids
 from localspec.sampling.sampling import (
     Distribution,
     Ids,
@@ -17,14 +16,16 @@ from localspec.sampling.sampling import (
     NotNumbers,
     Row,
     SamplingParams,
+    best_and_certainty,
     draft_distribution,
     edit_logits,
+    top_k_ids,
 )
 from localspec.spec_decode.drafters.base import DrafterFailed, Rival
 from localspec.spec_decode.verification import STREAM_DRAFT, STREAM_TARGET
 
 if TYPE_CHECKING:
-    from localspec.sampling.structured.constraint import Constraint
+    from localspec.sampling.constraint import Constraint
 
 
 Alternatives = Sequence[tuple[int, float]]

@@ -29,7 +29,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from localspec.backends.forward import Forward
+from localspec.backends.base import Forward
 from localspec.sampling.sampling import Ids, Noise, Row, SamplingParams, distribution, greedy_token
 from localspec.spec_decode.rounds import Draft, TokenKind, Verdict
 

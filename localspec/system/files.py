@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import glob
+import hashlib
+import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+from localspec.errors import UsageError
 
 _TRIES = 20
 """Virus scanners and indexers look at what was just written, for some milliseconds, and nobody can replace it then."""
@@ -110,3 +114,95 @@ def _remove_stale(path: Path) -> None:
         for temporary in path.parent.glob(f".{glob.escape(path.name)}-*.tmp"):
             if time.time() - temporary.stat().st_mtime > _STALE_SECONDS:
                 temporary.unlink()
+
+
+# Where localspec keeps its files, and what the environment says about fetching them.
+
+SOURCES = ("hf", "wheels")
+"""Kinds of places that files come from, in the order in which ``pull`` tries them."""
+
+
+def home() -> Path:
+    """The folder for weights, calibration and sessions: ``LOCALSPEC_HOME``, or the platform's cache folder.
+
+    It is not created here.
+    """
+    chosen = os.environ.get("LOCALSPEC_HOME", "").strip()
+    if chosen:
+        return Path(chosen).expanduser().absolute()
+    from platformdirs import user_cache_path
+
+    return user_cache_path("localspec", appauthor=False)
+
+
+def models_dir() -> Path:
+    """The folder that holds the weights."""
+    return home() / "models"
+
+
+def offline() -> bool:
+    """Whether ``LOCALSPEC_OFFLINE`` forbids the network."""
+    return os.environ.get("LOCALSPEC_OFFLINE", "").strip().lower() not in ("", "0", "false", "no", "off")
+
+
+def source_order() -> tuple[str, ...]:
+    """The kinds of sources in the order to try them: the one that ``LOCALSPEC_SOURCE`` names comes first.
+
+    Raises:
+        UsageError: ``LOCALSPEC_SOURCE`` names none that exists.
+    """
+    first = os.environ.get("LOCALSPEC_SOURCE", "").strip().lower()
+    if not first:
+        return SOURCES
+    if first not in SOURCES:
+        raise UsageError(f"LOCALSPEC_SOURCE={first!r} is not one of: {', '.join(SOURCES)}")
+    return (first, *(name for name in SOURCES if name != first))
+
+
+def printable(name: str) -> str:
+    """A file's name as text that can be written anywhere: what is no UTF-8 in it becomes U+FFFD."""
+    return os.fsencode(name).decode("utf-8", "replace")
+
+
+# Small facts kept on disk between runs: verdicts, measured times, what was learned. Losing one only costs time.
+
+Key = Mapping[str, str]
+
+
+class JsonStore:
+    """One JSON file per key, in a folder.
+
+    The whole key is stored with the value, so that a chance agreement of file names shows nothing foreign.
+
+    Args:
+        folder: where the files lie; made when first needed.
+        format: version of the values; those of another one are not seen.
+    """
+
+    def __init__(self, folder: Path, format: int) -> None:
+        self.folder = folder
+        self.format = format
+
+    def get(self, key: Key) -> dict[str, Any] | None:
+        """The stored value, or None where there is none or it cannot be read."""
+        try:
+            stored = json.loads(self._path(key).read_text())
+        except (OSError, ValueError, RecursionError):
+            return None
+        if not isinstance(stored, dict) or stored.get("format") != self.format or stored.get("key") != dict(key):
+            return None
+        value = stored.get("value")
+        return value if isinstance(value, dict) else None
+
+    def put(self, key: Key, value: Mapping[str, Any]) -> None:
+        """Store a value. A full or read-only disk only means that it will be found out again."""
+        text = json.dumps({"format": self.format, "key": dict(key), "value": value})
+        with suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            # After a power failure an empty file counts as none, and waiting for the disk would delay an answer.
+            with write_atomically(self._path(key), private=True, durable=False) as file:
+                file.write(text.encode())
+
+    def _path(self, key: Key) -> Path:
+        digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()[:20]
+        return self.folder / f"{digest}.json"

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
+import re
 import shutil
 import sys
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from localspec.system.probing import output, read_text
+import numpy as np
+import psutil
+
+from localspec.system.process import output, read_text
 
 _ROOT = Path("/")
 
@@ -126,3 +136,290 @@ def visible_gpus(root: Path = _ROOT) -> list[str]:
 
 def _sysctl(key: str) -> str:
     return output("sysctl", "-n", key)
+
+
+# Memory that can be had now. A container's limit counts, with what its processes already use.
+
+_UNLIMITED = 1 << 60
+"""Version 1 of control groups writes a number of this size where there is no limit."""
+
+_ROOT = Path("/")
+
+
+@dataclass(frozen=True, slots=True)
+class SystemMemory:
+    """RAM, in bytes.
+
+    Attributes:
+        total: what the machine has.
+        available: what a process could take now without swapping.
+        limit: a container's limit, where there is one.
+    """
+
+    total: int
+    available: int
+    limit: int | None = None
+
+    @property
+    def usable(self) -> int:
+        """What this process may use of it at most."""
+        return self.limit or self.total
+
+
+def read_memory(root: Path = _ROOT) -> SystemMemory:
+    """Read it from the system.
+
+    Args:
+        root: where ``/proc`` and ``/sys`` are, with what is said of containers.
+    """
+    import psutil
+
+    found = psutil.virtual_memory()
+    limit, room = _container(root)
+    available = found.available if room is None else min(found.available, room)
+    return SystemMemory(found.total, available, limit if limit is not None and limit < found.total else None)
+
+
+def cpu_quota(root: Path = _ROOT) -> float | None:
+    """CPUs' worth of time that a container may use; None where it is not limited."""
+    shares = []
+    for folder in _groups(root, "cpu"):
+        version_1 = f"{read_text(folder / 'cpu.cfs_quota_us')} {read_text(folder / 'cpu.cfs_period_us')}"
+        quota, _, period = (read_text(folder / "cpu.max") or version_1).partition(" ")
+        if quota.isdigit() and period.isdigit() and int(period):
+            shares.append(int(quota) / int(period))
+    return min(shares, default=None)
+
+
+def _container(root: Path) -> tuple[int | None, int | None]:
+    """The tightest limit, and the least room under any limit, of the control groups around this process."""
+    limits, rooms = [], []
+    for folder in _groups(root, "memory"):
+        for limit_name, used_name, prefix in (
+            ("memory.max", "memory.current", ""),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+        ):
+            limit, used = read_text(folder / limit_name), read_text(folder / used_name)
+            if not limit.isdigit() or not used.isdigit() or int(limit) >= _UNLIMITED:
+                continue
+            # Cached pages of files are given up before anything is refused.
+            cached = re.findall(rf"^{prefix}(?:in)?active_file (\d+)$", read_text(folder / "memory.stat"), re.M)
+            limits.append(int(limit))
+            rooms.append(max(0, int(limit) - int(used) + sum(map(int, cached))))
+    return min(limits, default=None), min(rooms, default=None)
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """The control groups this process is in, for a controller, the innermost first.
+
+    Inside a container the path that the kernel gives may be the host's, while the container's own group is mounted as
+    the root: every ancestor that exists is looked at.
+    """
+    for line in read_text(root / "proc/self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and controller not in controllers.split(","):
+            continue
+        mounts = [controllers, controller] if controllers else ["", "unified"]
+        for mount in dict.fromkeys(mounts):
+            base = root / "sys/fs/cgroup" / mount
+            inner = Path(path.strip("/"))
+            for part in [inner, *inner.parents]:
+                if ".." not in part.parts and (base / part).is_dir():
+                    yield base / part
+
+
+def process_bytes() -> int:
+    """What this process keeps in memory, mapped files included."""
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+# What this process and others take of the machine.
+
+_BUSY = ("user", "nice", "system", "irq", "softirq", "steal")
+"""Of what psutil counts, where a system counts it; guests' time is in the user's already."""
+
+BUSY = 0.15
+"""Share of the CPUs' time, used by other programs, from which on timings are not trusted."""
+
+
+@dataclass(frozen=True, slots=True)
+class CPUTimes:
+    """CPU time used up to a moment [seconds].
+
+    Attributes:
+        at: a clock that only goes forward.
+        busy: of the CPUs that this process may use, by anybody; stolen by other guests included.
+        own: of this process and all its threads.
+        n_cpus: CPUs that this process may use.
+    """
+
+    at: float
+    busy: float
+    own: float
+    n_cpus: int
+
+    @classmethod
+    def now(cls) -> CPUTimes:
+        """Read the counters."""
+        every = psutil.cpu_times(percpu=True)
+        allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(every))
+        ours = [times for number, times in enumerate(every) if number in allowed]
+        busy = sum(getattr(times, name, 0.0) for times in ours for name in _BUSY)
+        own = os.times()
+        return cls(time.monotonic(), busy, own.user + own.system, max(1, len(ours)))
+
+
+def others_share(spans: Iterable[tuple[CPUTimes, CPUTimes]]) -> float | None:
+    """Share of the CPUs' time that others used in some spans, each between two readings; None of no time."""
+    spans = list(spans)
+    seconds = sum((after.at - before.at) * after.n_cpus for before, after in spans)
+    others = sum((after.busy - before.busy) - (after.own - before.own) for before, after in spans)
+    return round(min(1.0, max(0.0, others / seconds)), 4) if seconds > 0 else None
+
+
+def busy_share(seconds: float = 0.25) -> float:
+    """Share of all CPUs' time that others use, this process sleeping meanwhile; stolen by other guests included."""
+    return psutil.cpu_percent(seconds) / 100
+
+
+def lower_priority() -> None:
+    """Let all other programs go first, from now on; for the calling thread, and for those that it starts."""
+    process = psutil.Process()
+    with suppress(psutil.Error, OSError):
+        process.nice(getattr(psutil, "IDLE_PRIORITY_CLASS", 19))
+
+
+def peak_memory_bytes() -> int | None:
+    """The most memory that this process has had resident, mapped weights included; None where nobody counts it."""
+    try:
+        import resource
+    except ImportError:
+        return getattr(psutil.Process().memory_info(), "peak_wset", None)  # Windows
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(most if sys.platform == "darwin" else most * 1024)
+
+
+# Memory bandwidth, measured: what decoding one token at a time is bound by.
+
+_CHUNK = 8 << 20
+"""Bytes that a thread reads in one call; small ones spend their time between calls, large ones end unevenly."""
+
+MOST, _LEAST = 512 << 20, 256 << 20
+"""Bytes that are read: several times what the last-level caches of personal computers hold (up to 128 MB)."""
+
+
+def measure_bandwidth(n_threads: int, *, available: int, seconds: float = 0.6) -> float | None:
+    """Read an array that no cache holds, and take the fastest pass.
+
+    NumPy's maximum of bytes compares 16 or 32 of them an instruction and releases the GIL, so that it waits for memory
+    and for nothing else.
+
+    Args:
+        n_threads: threads that read at the same time.
+        available: free memory [bytes], of which an eighth is used at most.
+        seconds: how long to read; the array is filled before.
+
+    Returns:
+        Bytes per second, or None where memory is too short for such an array.
+    """
+    size = min(MOST, available // 8)
+    if size < min(MOST, max(_LEAST, _CHUNK * n_threads)):
+        return None
+    size -= size % _CHUNK
+    array = np.empty(size, dtype=np.uint8)
+    chunks = [array[start : start + _CHUNK] for start in range(0, size, _CHUNK)]
+    shares = [chunks[i::n_threads] for i in range(n_threads)]
+
+    def fill(share: list[np.ndarray]) -> None:
+        for chunk in share:
+            chunk.fill(1)
+
+    def read(share: list[np.ndarray]) -> None:
+        for chunk in share:
+            chunk.max()
+
+    best = 0.0
+    with ThreadPoolExecutor(n_threads) as threads:
+        list(threads.map(fill, shares))  # by the threads that read it: memory lies near who first writes it
+        end = time.perf_counter() + seconds
+        while (started := time.perf_counter()) < end:
+            list(threads.map(read, shares))
+            best = max(best, size / (time.perf_counter() - started))
+    return best
+
+
+# What makes a machine slower than it could be: a battery, a setting, heat.
+
+_ROOT = Path("/")
+
+
+def on_battery(root: Path = _ROOT) -> bool | None:
+    """Whether the machine runs on battery; None where there is none, or the system does not say."""
+    if sys.platform != "linux":
+        import psutil
+
+        battery = psutil.sensors_battery()
+        return None if battery is None or battery.power_plugged is None else not battery.power_plugged
+    # psutil takes the battery of a wireless mouse for the machine's.
+    mains, discharging = [], False
+    for supply in sorted((root / "sys/class/power_supply").glob("*")):
+        kind = read_text(supply / "type")
+        if kind in ("Mains", "USB"):
+            mains.append(read_text(supply / "online") == "1")
+        elif kind == "Battery" and read_text(supply / "scope") != "Device":
+            discharging |= read_text(supply / "status") == "Discharging"
+    if discharging:
+        return not any(mains)
+    return False if mains else None
+
+
+def slow_clock(root: Path = _ROOT) -> str | None:
+    """A setting that keeps the clock low, in words; None where there is none."""
+    if sys.platform == "darwin":
+        return "low power mode is on" if re.search(r"lowpowermode\s+1", output("pmset", "-g")) else None
+    if (profile := read_text(root / "sys/firmware/acpi/platform_profile")) in ("low-power", "quiet", "cool"):
+        return f"the platform profile is {profile}"
+    frequency = root / "sys/devices/system/cpu/cpu0/cpufreq"
+    limit, most = read_text(frequency / "scaling_max_freq"), read_text(frequency / "cpuinfo_max_freq")
+    if limit.isdigit() and most.isdigit() and int(limit) < 0.9 * int(most):
+        return f"the clock is limited to {int(limit) / 1e6:.1f} of {int(most) / 1e6:.1f} GHz"
+    # With the pstate drivers "powersave" is the ordinary governor; with the older ones it means the lowest clock.
+    if read_text(frequency / "scaling_governor") == "powersave" and "pstate" not in read_text(
+        frequency / "scaling_driver"
+    ):
+        return "the powersave governor keeps the clock at its lowest"
+    return None
+
+
+def throttle_count(root: Path = _ROOT) -> int | None:
+    """How often heat or a power limit slowed a CPU since boot; on macOS 1 while it does. None where that is unknown."""
+    if sys.platform == "darwin":
+        limit = re.search(r"CPU_Speed_Limit\s*=\s*(\d+)", output("pmset", "-g", "therm"))
+        return int(int(limit[1]) < 100) if limit else None
+    counters = (root / "sys/devices/system/cpu").glob("cpu[0-9]*/thermal_throttle/*_throttle_count")
+    found = [int(text) for text in map(read_text, counters) if text.isdigit()]
+    return sum(found) if found else None
+
+
+def throttled(before: int | None, after: int | None) -> bool | None:
+    """Whether the CPU was slowed between two readings of ``throttle_count``."""
+    if before is None or after is None:
+        return None
+    return after > 0 if sys.platform == "darwin" else after > before
+
+
+# What the C library keeps of freed memory, handed back to the system.
+
+
+def trim_heap() -> None:
+    """Give freed memory back; glibc keeps it for the process otherwise, 20 to 80 MB after an engine was closed.
+
+    Does nothing where the C library is another one.
+    """
+    if sys.platform.startswith("linux"):
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
+        if trim is not None:
+            trim(ctypes.c_size_t(0))

@@ -8,32 +8,183 @@ home and is written at least once a minute, so a run can be stopped, or killed, 
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
+import shlex
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
 from localspec.backends.heads import target_facts
-from localspec.backends.llama_cpp import NAME as LLAMA_CPP
+from localspec.backends.llama.llama_cpp import NAME as LLAMA_CPP
+from localspec.engine.options import checked_spec
+from localspec.engine.saved_chats import chat_files, messages_in
 from localspec.errors import Cancelled, EngineUnavailable, LocalspecError, UsageError
-from localspec.measuring.questions import in_turns, own_questions, read_questions
 from localspec.model_files.catalog import Catalog
+from localspec.model_files.head_file import read_card
 from localspec.model_files.head_folders import heads_folder
-from localspec.runtime.arguments import checked_spec
-from localspec.system.files import write_atomically
-from localspec.training.begun import Wanted, begun
-from localspec.training.card_command import card_command
-from localspec.training.chats import chat_in, saved_chats
-from localspec.training.examples import TEST
+from localspec.prompts.questions import in_turns, own_questions, read_questions
+from localspec.system.files import home, write_atomically
+from localspec.training.earlier_head import NO_HEAD, earlier_head
+from localspec.training.examples import TEST, Asked, Material, Overlap, Read, read_texts, without
 from localspec.training.head_maker import HeadMaker
-from localspec.training.material import Asked, Material, Overlap, read_texts, without
-from localspec.training.recipe import Effort, Recipe
-from localspec.training.run_folder import Run, RunError, RunFolder
-from localspec.training.standing import Distilled, Report, Standing
+from localspec.training.run_folder import Distilled, Effort, Recipe, Report, Run, RunError, RunFolder, Standing
 from localspec.training.worth import Worth, measure_worth
+
+# The run to work on: a new one or the one that lies there, and the head that it begins with.
+
+_DIGITS = 16
+"""Of a SHA-256."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What was asked for in this sitting; see ``distill``.
+
+    Attributes:
+        kind: of the head.
+        seed, recipe: None goes with the run's.
+        minutes: None goes with the run's, or is 60.
+    """
+
+    kind: str
+    seed: int | None
+    recipe: Recipe | None
+    minutes: float | None
+    begin_with: str | Path | None
+    resume: bool
+    force: bool
+
+    def __post_init__(self) -> None:
+        self.new_recipe()  # is checked here
+
+    def new_recipe(self) -> Recipe:
+        """Of a run that is begun."""
+        return self.recipe or Recipe(kind=self.kind, seed=self.seed or 0)  # type: ignore[arg-type]
+
+
+def begun(target: Path, folder: RunFolder, wanted: Wanted, say: Callable[[str], None]) -> Run:
+    """The run to work on, with the head that it begins with in its folder.
+
+    Raises:
+        UsageError: there is one, and what to do with it was not said; there is none to go on with; or what is wanted
+            differs from what was begun.
+        RunError: what lies there is damaged, or of another file.
+    """
+    if wanted.force:
+        folder.clear()
+    run = folder.read()
+    if run is not None:
+        _go_on(run, folder, wanted)
+    elif wanted.resume:
+        raise UsageError(f"there is no {wanted.new_recipe().kind} head of this model to go on with; leave --resume out")
+    else:
+        run = Run(folder.fingerprint, wanted.new_recipe(), float(wanted.minutes or Effort().minutes))
+    if not folder.checkpoint.exists() and (wanted.begin_with is not None or not wanted.resume):
+        earlier = earlier_head(target, folder.fingerprint, run.recipe, wanted.begin_with)
+        is_chosen = wanted.seed is not None or wanted.recipe is not None or wanted.resume
+        _begin_with(earlier, folder, run, say, seed_is_chosen=is_chosen)
+    elif wanted.begin_with is not None:
+        raise UsageError("this head has learned already: what it begins with cannot be changed; --force begins anew")
+    return run
+
+
+def _go_on(run: Run, folder: RunFolder, wanted: Wanted) -> None:
+    """Give a run that was begun its new minutes."""
+    done, minutes = (run.data_seconds + run.training_seconds) / 60, wanted.minutes
+    what = "made" if run.finished else "begun"
+    state = f"a {run.recipe.kind} head of this model was {what}, {done:.0f} minutes of work"
+    if not wanted.resume:
+        raise UsageError(f"{state}: --resume goes on with it (--minutes counts them), --force begins anew")
+    if run.target != folder.fingerprint:
+        raise RunError(f"{folder.path} is of another file; --force begins anew")
+    if wanted.recipe is None and wanted.seed not in (None, run.recipe.seed):
+        raise UsageError(f"the run was begun with the seed {run.recipe.seed}: leave --seed out, or --force begins anew")
+    if wanted.recipe not in (None, run.recipe):
+        raise UsageError(f"the run was begun with another recipe, {run.recipe}; --force begins anew")
+    if run.finished and (minutes or 0.0) <= run.minutes:
+        raise UsageError(f"{state}; --minutes over {run.minutes:g} goes on with it")
+    run.minutes, run.finished = float(minutes or run.minutes), False
+
+
+def _begin_with(
+    earlier: Path | None, folder: RunFolder, run: Run, say: Callable[[str], None], *, seed_is_chosen: bool
+) -> None:
+    """Keep a copy of the head that training begins with, or of none."""
+    if earlier is None:
+        run.begins_with, run.begins_with_sha256 = NO_HEAD, ""
+        folder.earlier.unlink(missing_ok=True)
+        return
+    data = earlier.read_bytes()
+    run.begins_with, run.begins_with_sha256 = earlier.name, hashlib.sha256(data).hexdigest()[:_DIGITS]
+    with write_atomically(folder.earlier, private=True) as file:
+        file.write(data)
+    if not seed_is_chosen:
+        run.recipe = replace(run.recipe, seed=read_card(folder.earlier).training.seed + 1)
+    say(f"it goes on from {earlier.name}, with other examples (seed {run.recipe.seed})")
+
+
+# What makes a head again, as its card keeps it: of the whole run, and not of what its last sitting was called with.
+
+
+def card_command(run: Run, model: str, typed: str = "") -> str:
+    """A command line, or a call from Python.
+
+    Of files there is the name only: folders are of this machine. A head that it begins with is named with the first
+    digits of its file's SHA-256, as a comment: there may be others of that name.
+
+    Args:
+        run: with all that was asked for, in every sitting.
+        model: the target, as it was named.
+        typed: what a command line begins with; "" writes a call.
+    """
+    prompts, texts = ([Path(path).name for path in paths] for paths in (run.prompts, run.texts))
+    if typed:
+        parts = [model, "--kind", run.recipe.kind, "--seed", str(run.recipe.seed), "--minutes", f"{run.minutes:g}"]
+        for option, names in (("--prompts", prompts), ("--text", texts)):
+            parts += [part for name in names for part in (option, name)]
+        parts += ["--chats"] if run.chats else []
+        line = f"{typed} {shlex.join([*parts, '--begin-with', run.begins_with])}"
+    else:
+        usual = run.recipe == Recipe(kind=run.recipe.kind, seed=run.recipe.seed)
+        facts: dict[str, object] = {"recipe": run.recipe}
+        if usual:
+            facts = {"kind": run.recipe.kind, "seed": run.recipe.seed}
+        facts |= {"minutes": float(f"{run.minutes:g}")}
+        facts |= {"prompts": prompts} if prompts else {}
+        facts |= {"texts": texts} if texts else {}
+        facts |= {"chats": True} if run.chats else {}
+        facts |= {"begin_with": run.begins_with}
+        line = f"localspec.distill({', '.join([repr(model), *(f'{name}={fact!r}' for name, fact in facts.items())])})"
+    return f"{line}  # {run.begins_with}: sha256 {run.begins_with_sha256}" if run.begins_with_sha256 else line
+
+
+# Chats that were saved in this home, as texts to learn from: the target reads them as it did when it answered.
+
+
+def saved_chats() -> Material:
+    """All chats of the home.
+
+    Raises:
+        UsageError: there is none.
+    """
+    found = [chat for path in chat_files(home()) if (chat := chat_in(path)) is not None]
+    if not found:
+        raise UsageError(f"no chat was saved in {home()}; --text takes those that were saved elsewhere")
+    return Material((), list({each.name: each for each in found}.values()))
+
+
+def chat_in(path: Path) -> Read | None:
+    """The chat that was saved in a file; None if it is no such file, or damaged."""
+    messages = messages_in(path)
+    if messages is None:
+        return None
+    return Read(hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()[:16], "chat", messages)
+
 
 Say = Callable[[str], None]
 

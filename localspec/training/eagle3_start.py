@@ -18,15 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.model_files.head_card import HeadCard
-from localspec.training.fitted_rows import (
-    RIDGE,
-    ROWS_AT_ONCE,
-    ROWS_PER_INPUT,
-    Examples,
-    Floats,
-    groups_of,
-    lengths_of,
-)
+from localspec.training.lessons import RIDGE, ROWS_AT_ONCE, ROWS_PER_INPUT, Examples, Floats, groups_of, lengths_of
 
 D_HEAD = 128
 """Channels of a head, whatever the target's have: by fewer, rows are told apart worse."""

@@ -13,16 +13,16 @@ import numpy as np
 
 from localspec.backends.heads import heads_for
 from localspec.errors import LocalspecError, UsageError
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile, tensor_rows
 from localspec.model_files.head_card import HeadCard, TargetFacts
 from localspec.model_files.head_file import check_head, head_weights, read_card
-from localspec.model_files.tensor_rows import tensor_rows
-from localspec.training.recipe import Recipe
+from localspec.training.run_folder import Recipe
 from localspec.training.shards import Passage
 
 if TYPE_CHECKING:
     from localspec.training.lessons import Embed
     from localspec.training.warm_start import Start
+
 
 NO_HEAD = "none"
 """Named in the place of a head: begin with a linear one."""
@@ -91,7 +91,7 @@ def going_on(path: Path, target: GGUFFile, card: HeadCard, embed: Embed, passage
         embed: the target's embeddings.
         passages: the new examples.
     """
-    from localspec.training.fitted_rows import Examples
+    from localspec.training.lessons import Examples
     from localspec.training.warm_start import Start
 
     with GGUFFile(path) as file:

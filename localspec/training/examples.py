@@ -10,21 +10,345 @@ make of the width of a pass.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence, Set
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import cache
+from importlib import resources
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from localspec.backends.base import FloatArray, Model
-from localspec.backends.sequence_batch import Piece, SequenceBatch
-from localspec.errors import LocalspecError
-from localspec.prompts.prompts import Messages
+from localspec.backends.base import FloatArray, Model, Piece, SequenceBatch
+from localspec.errors import LocalspecError, TemplateError, UsageError
+from localspec.prompts.prompts import Messages, PromptEncoder
+from localspec.prompts.templates import ChatTemplate
 from localspec.sampling.sampling import Noise, SamplingParams, distribution
-from localspec.training.formats import NO_FIELD_SHARE, PromptFormat, ends_a_sentence, fields
-from localspec.training.material import Asked, Material, Read
+from localspec.system.files import decoded
 from localspec.training.shards import Passage, as_states, likeliest
+
+# How a target is brought to write what a user might ask, and then to answer it.
+#
+# A chat model that is given its chat template up to the user's turn, and nothing else, goes on as a user would (Magpie:
+# Xu et al. 2024, arXiv:2406.08464). A base model continues a heading, and then itself.
+
+NO_FIELD_SHARE = 0.15
+"""Share of prompts that no field of life is named for."""
+
+_SENTENCE_END = re.compile(r"[.?!:;。？！](?=\s|$)|\n")
+_MARK = "localspec users turn"
+
+
+@cache
+def fields() -> tuple[str, ...]:
+    """Fields of life and work. A field and never a kind of task: what is done with it is the target's own idea."""
+    text = resources.files("localspec.training").joinpath("fields.txt").read_text(encoding="utf-8")
+    return tuple(text.split("\n")[:-1])
+
+
+class PromptFormat(ABC):
+    """What a target is fed; see ``format_of``.
+
+    Attributes:
+        ends: tokens that end what a user says.
+        longest_prompt: tokens of it at most; where it goes on, it is cut after a sentence.
+        is_chat: whether the target has a chat template.
+        before_answer: tokens between what the user says and the answer.
+        before_user: tokens between an answer and what the user says next; None where there is no such thing.
+    """
+
+    longest_prompt: int
+    is_chat: bool
+    before_answer: Sequence[int] = ()
+    before_user: Sequence[int] | None = None
+
+    def __init__(self, encoder: PromptEncoder, model: Model) -> None:
+        self._encoder = encoder
+        self.ends = model.vocab.eog
+
+    @abstractmethod
+    def opening(self, field: str | None) -> list[int]:
+        """Tokens after which the target speaks as the user, of a field if one is named."""
+
+    @abstractmethod
+    def asked(self, field: str | None, said: str, *, ended: bool) -> str | None:
+        """What the user asks, of what the target said; None if it is nothing.
+
+        Args:
+            field: as given to ``opening``.
+            said: the text.
+            ended: whether it came to an end by itself.
+        """
+
+    @abstractmethod
+    def answering(self, messages: Messages) -> list[int]:
+        """Tokens after which the target answers the last message.
+
+        Raises:
+            TemplateError: the template refuses the messages.
+        """
+
+    @abstractmethod
+    def reading(self, messages: Messages) -> list[int]:
+        """A conversation as the target reads it.
+
+        Raises:
+            TemplateError: the template refuses the messages.
+        """
+
+
+class ChatFormat(PromptFormat):
+    """Of a model with a chat template."""
+
+    longest_prompt = 128
+    is_chat = True
+
+    def __init__(self, encoder: PromptEncoder, model: Model) -> None:
+        super().__init__(encoder, model)
+        turns = [{"role": role, "content": _MARK} for role in ("user", "assistant", "user")]
+        after = self._rendered(turns[:1], answering=True).partition(_MARK)[2]
+        self.before_answer = encoder.tokenize(after, parse_special=True)
+        self.ends |= {token for token in self.before_answer[:1] if model.vocab.is_control(token)}
+        with suppress(TemplateError, IndexError):  # it refuses earlier answers, or leaves them out
+            self.before_user = encoder.tokenize(self._rendered(turns).split(_MARK)[2], parse_special=True)
+        self._bos = model.vocab.bos if model.vocab.add_bos else None
+
+    def _rendered(self, messages: Messages, *, answering: bool = False) -> str:
+        return self._encoder.template.render(messages, add_generation_prompt=answering)
+
+    def opening(self, field: str | None) -> list[int]:
+        turn = {"role": "user", "content": _MARK}
+        system = {"role": "system", "content": f"You are a helpful assistant. The user asks about {field}."}
+        try:
+            text = self._rendered([turn] if field is None else [system, turn])
+        except TemplateError:  # it knows no system prompt
+            text = self._rendered([turn])
+        tokens = self._encoder.tokenize(text.partition(_MARK)[0], parse_special=True)
+        return tokens if self._bos is None or tokens[:1] == [self._bos] else [self._bos, *tokens]
+
+    def asked(self, field: str | None, said: str, *, ended: bool) -> str | None:
+        return (said if ended else _whole_sentences(said)).strip() or None
+
+    def answering(self, messages: Messages) -> list[int]:
+        return self._encoder.encode(messages)
+
+    def reading(self, messages: Messages) -> list[int]:
+        return self._encoder.encode(messages, add_generation_prompt=False)
+
+
+class PlainFormat(PromptFormat):
+    """Of a base model: a heading, a few words that are drawn, and what follows them."""
+
+    longest_prompt = 24
+    is_chat = False
+
+    def opening(self, field: str | None) -> list[int]:
+        return self._encoder.tokenize(_heading(field), add_special=True) or [0]
+
+    def asked(self, field: str | None, said: str, *, ended: bool) -> str | None:
+        return _heading(field) + said if said.strip() else None
+
+    def answering(self, messages: Messages) -> list[int]:
+        return self._encoder.tokenize(str(messages[-1]["content"]), add_special=True)
+
+    def reading(self, messages: Messages) -> list[int]:
+        text = "\n\n".join(str(message.get("content") or "") for message in messages)
+        return self._encoder.tokenize(text, add_special=True)
+
+
+def format_of(model: Model) -> PromptFormat:
+    """What fits a target: its chat template, or plain text where it has none."""
+    template = ChatTemplate.for_vocab(model.chat_template, model.vocab)
+    encoder = PromptEncoder(model, template)
+    return PlainFormat(encoder, model) if template.is_fallback else ChatFormat(encoder, model)
+
+
+def _heading(field: str | None) -> str:
+    return "" if field is None else f"{field[0].upper()}{field[1:]}\n\n"
+
+
+def ends_a_sentence(text: str) -> bool:
+    """Whether a text may end here."""
+    return bool(_SENTENCE_END.search(text[-1:]))
+
+
+def _whole_sentences(text: str) -> str:
+    ends = [match.end() for match in _SENTENCE_END.finditer(text)]
+    return text[: ends[-1]] if ends else ""
+
+
+# What a head is trained on besides the target's own prompts: the user's prompts, texts and chats.
+#
+# Nothing that heads are tested with may be among it, nor among the prompts that the target writes: see ``Overlap``.
+
+MOST_BYTES = 64 << 20
+"""Of texts that are read [bytes]: about 15 million tokens, days of work on a laptop."""
+
+_WORD = re.compile(r"\w+")
+_N_WORDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Something that the target is to answer.
+
+    Attributes:
+        name: unique among the material.
+        category: kind of work.
+        turns: what the user says, one after the other.
+    """
+
+    name: str
+    category: str
+    turns: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Something that the target is to read.
+
+    Attributes:
+        name: unique among the material.
+        category: ``text`` or ``chat``.
+        content: a text, or messages for the chat template.
+    """
+
+    name: str
+    category: str
+    content: str | Sequence[dict[str, Any]]
+
+    @property
+    def text(self) -> str:
+        """All that is said in it."""
+        if isinstance(self.content, str):
+            return self.content
+        return "\n\n".join(str(message.get("content") or "") for message in self.content)
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """The user's own.
+
+    Attributes:
+        asked, read: see ``Asked`` and ``Read``.
+        remarks: what was left out, a line each.
+    """
+
+    asked: Sequence[Asked] = ()
+    read: Sequence[Read] = ()
+    remarks: list[str] = field(default_factory=list)
+
+
+class Overlap:
+    """Whether a text has eight words in a row in common with one of some others; a shorter one, all of its words.
+
+    Args:
+        texts: the others.
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._known: dict[int, set[tuple[str, ...]]] = {}
+        for words in map(_words, texts):
+            n = min(_N_WORDS, len(words))
+            if n:
+                self._known.setdefault(n, set()).update(_runs(words, n))
+
+    def __call__(self, text: str) -> bool:
+        words = _words(text)
+        return any(run in known for n, known in self._known.items() for run in _runs(words, n))
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.lower())
+
+
+def _runs(words: Sequence[str], n: int) -> Iterator[tuple[str, ...]]:
+    return zip(*(islice(words, i, None) for i in range(n)), strict=False)
+
+
+def without(material: Material, overlap: Overlap) -> Material:
+    """The material but for what heads are tested with.
+
+    Raises:
+        UsageError: nothing of it is left.
+    """
+    asked = [each for each in material.asked if not any(map(overlap, each.turns))]
+    read = [each for each in material.read if not overlap(each.text)]
+    n = len(material.asked) + len(material.read) - len(asked) - len(read)
+    if n and not asked and not read:
+        raise UsageError("all of these prompts and texts are among the questions that heads are tested with")
+    remarks = list(material.remarks)
+    if n:
+        remarks.append(
+            f"{n} prompts or texts are left out: they have words of the questions that heads are tested with"
+        )
+    return Material(asked, read, remarks)
+
+
+def read_texts(paths: Sequence[Path], chat_in: Callable[[Path], Read | None] = lambda path: None) -> Material:
+    """The text files among some files and in some folders; what begins with a dot is passed over in folders.
+
+    Args:
+        paths: files and folders.
+        chat_in: the chat that a file holds, or None.
+
+    Raises:
+        UsageError: there is no such file or folder, or no text in any.
+    """
+    found: list[Read] = []
+    remarks: list[str] = []
+    room, n_other = MOST_BYTES, 0
+    for path in _files(paths):
+        if (chat := chat_in(path)) is not None:
+            found.append(chat)
+            continue
+        try:
+            with path.open("rb") as file:
+                data = file.read(room + 1)
+        except OSError as error:
+            remarks.append(f"{path} cannot be read: {error.strerror or error}")
+            continue
+        if len(data) > room:
+            remarks.append(f"of these texts the first {MOST_BYTES >> 20} MB are read")
+            break
+        text = _as_text(data)
+        if text is None:
+            n_other += 1
+        elif text.strip():
+            room -= len(data)
+            found.append(Read(hashlib.sha256(text.encode()).hexdigest()[:16], "text", text))
+    if n_other:
+        remarks.append(f"{n_other} files are no text in UTF-8")
+    if not found:
+        raise UsageError(f"there is no text to read in {', '.join(map(str, paths))}")
+    return Material((), list({each.name: each for each in found}.values()), remarks)
+
+
+def _files(paths: Sequence[Path]) -> Iterator[Path]:
+    for path in paths:
+        if path.is_dir():
+            for folder, below, names in os.walk(path):
+                below[:] = sorted(name for name in below if not name.startswith("."))
+                yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
+        elif path.exists():
+            yield path
+        else:
+            raise UsageError(f"there is no file or folder {path}")
+
+
+def _as_text(data: bytes) -> str | None:
+    try:
+        text = decoded(data)
+    except UnicodeDecodeError:
+        return None
+    return None if "\0" in text else text
+
 
 N_CTX_EACH = 512
 """Room of a sequence [tokens]. Without flash attention every row looks at the cells of all sequences."""

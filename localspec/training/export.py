@@ -13,24 +13,22 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from localspec import __version__
+from localspec._version import __version__
 from localspec.backends.base import FloatArray, Model
 from localspec.backends.draft_head import STATE, DraftHead
 from localspec.backends.heads import Head, load_head
 from localspec.backends.published_heads import load_published
 from localspec.model_files.eagle3_file import write_eagle3
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile, tensor_rows
 from localspec.model_files.head_card import HeadCard, Training
 from localspec.model_files.head_file import write_head
-from localspec.model_files.tensor_rows import tensor_rows
 from localspec.system.machine import cpu_name
 from localspec.training.earlier_head import history
-from localspec.training.evaluation import Tally
 from localspec.training.lessons import Embed, Packer, Size, Stretch, first_lesson, memory_of, n_lessons
 from localspec.training.network import NOWHERE, HeadNetwork, Weights
 from localspec.training.run_folder import Run
 from localspec.training.shards import Passage
-from localspec.training.trainer import Trainer, TrainingProgress
+from localspec.training.trainer import Tally, Trainer, TrainingProgress
 
 _N_PLACES = 64
 """Places asked of a passage, from its first lesson on. A batch holds some of the prompt before them and a few after."""

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from localspec.backends.base import FloatArray
 from localspec.errors import LocalspecError
-from localspec.sampling.rows import top_k_ids
+from localspec.sampling.sampling import top_k_ids
 from localspec.system.files import private_folder, write_atomically
 
 TOP_K = 16

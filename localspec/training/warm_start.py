@@ -19,21 +19,20 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.errors import UnsupportedModel
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile, n_rows, tensor_rows
 from localspec.model_files.head_card import HeadCard, Kind, TargetFacts
-from localspec.model_files.tensor_rows import n_rows, tensor_rows
 from localspec.training import eagle3_start
-from localspec.training.fitted_rows import (
+from localspec.training.lessons import (
     RIDGE,
     ROWS_AT_ONCE,
     ROWS_PER_INPUT,
+    Embed,
     Examples,
     Floats,
     first_row,
     groups_of,
     lengths_of,
 )
-from localspec.training.lessons import Embed
 from localspec.training.shards import Passage
 
 _PAIRS_APART = {"llama": False, "qwen2": True}

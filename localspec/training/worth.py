@@ -11,14 +11,20 @@ from pathlib import Path
 
 from localspec.backends.heads import heads_for
 from localspec.llm import LLM
-from localspec.measuring.answer import Sample, TimedAnswer
-from localspec.measuring.arms import PLAIN, Arm
-from localspec.measuring.questions import in_turns, own_questions
-from localspec.measuring.schedule import blocks
 from localspec.measuring.statistics import Values, estimate
-from localspec.measuring.subject import EngineUnderTest
-from localspec.measuring.turns import SLICE_TOKENS, measure, places
+from localspec.measuring.subject import (
+    PLAIN,
+    SLICE_TOKENS,
+    Arm,
+    EngineUnderTest,
+    Sample,
+    TimedAnswer,
+    blocks,
+    measure,
+    places,
+)
 from localspec.model_files.catalog import Catalog
+from localspec.prompts.questions import in_turns, own_questions
 from localspec.sampling.sampling import SamplingParams
 from localspec.system.files import is_same_file
 

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from localspec.backends import llama_apart
-from localspec.backends.base import Context, Model, Piece
-from localspec.backends.llama_apart import SequencesOrOne
-from localspec.backends.sequence_batch import SequenceBatch
+from localspec.backends.base import Context, Model, Piece, SequenceBatch
+from localspec.backends.llama import batch as batch_module
+from localspec.backends.llama.batch import SequencesOrOne
 from localspec.errors import Cancelled, EngineError
 from tests.backends.test_backends import agree, fresh_rows, rows, some_tokens
 from tests.conftest import TinyFiles, open_backend
@@ -23,7 +22,7 @@ def model(tiny: TinyFiles) -> Iterator[Model]:
 
 @pytest.fixture
 def batch(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[SequenceBatch]:
-    monkeypatch.setattr(llama_apart, "N_ALONE", 3)
+    monkeypatch.setattr(batch_module, "N_ALONE", 3)
     with model.new_batch(4, 512, hidden=["norm"]) as batch:
         yield batch
 
@@ -139,7 +138,7 @@ def test_what_cannot_go_back_stays(model: Model, batch: SequenceBatch, monkeypat
         raise EngineError("the saved state was rejected")
 
     batch[0].decode(some_tokens(20), "none")
-    monkeypatch.setattr("localspec.backends.llama_sequences.restore", refuses)
+    monkeypatch.setattr("localspec.backends.llama.batch.restore", refuses)
     with pytest.raises(EngineError, match="rejected"):
         batch.decode([Piece(0, [5]), Piece(1, [6])])
     monkeypatch.undo()

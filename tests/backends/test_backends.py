@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from localspec.backends.base import Context, ContextState, FloatArray, Model
+from localspec.engine.saved import maker_of
 from localspec.errors import Cancelled, Closed, ContextFull, EngineError, ModelFileError, UsageError
-from localspec.runtime.saved_state import maker_of
 from tests.conftest import Backend, TinyFiles
 from tests.support import several
 from tests.support.memory import growth_per_cycle, resident_mb

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localspec.backends import llama_rollback
 from localspec.backends.base import Context, FloatArray, Model
-from localspec.backends.llama_family import LlamaContext
+from localspec.backends.llama import model as model_module
+from localspec.backends.llama.model import LlamaContext
 from localspec.errors import EngineError, UsageError
 from tests.backends.test_backends import rows, some_tokens
 from tests.conftest import Backend, TinyFiles, open_backend
@@ -70,7 +70,7 @@ def recurrent(request: pytest.FixtureRequest, tiny: TinyFiles) -> Iterator[Model
     engine, kind, *share = request.param.split()
     file = tiny.recurrent if kind == "mamba" else tiny.hybrid
     with pytest.MonkeyPatch.context() as patch, open_backend(engine).load(file, n_threads=1) as model:
-        patch.setattr(llama_rollback, "SNAPSHOT_SHARE", float(share[0]) if share else 0.0)
+        patch.setattr(model_module, "SNAPSHOT_SHARE", float(share[0]) if share else 0.0)
         assert model.capabilities.rollback == "replay"
         yield model
 
@@ -120,7 +120,7 @@ def test_a_rejected_draft_of_which_there_are_snapshots_costs_no_pass(
     tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what goes further back is fed again from the last copy, not from the beginning of a long text."""
-    monkeypatch.setattr(llama_rollback, "SNAPSHOT_SHARE", 9.0)
+    monkeypatch.setattr(model_module, "SNAPSHOT_SHARE", 9.0)
     fed: list[int] = []
     compute = LlamaContext._compute
     with open_backend("llama-cpp").load(tiny.hybrid, n_threads=1) as model, model.new_context(512) as context:
@@ -134,7 +134,7 @@ def test_a_rejected_draft_of_which_there_are_snapshots_costs_no_pass(
                 context.truncate(context.n_past - 1 - step % 4)
             assert fed == [5] * 30
             context.truncate(context.n_past - 6)
-            assert 0 < sum(fed[30:]) < 2 * llama_rollback.CHECKPOINT_EVERY
+            assert 0 < sum(fed[30:]) < 2 * model_module.CHECKPOINT_EVERY
         ours = rows(context, some_tokens(3))
         assert divergence(fresh_tail(model, context.tokens[:-3], some_tokens(3), 512), ours) < 1e-3
 
@@ -144,7 +144,7 @@ def test_a_copy_of_a_memory_with_snapshots_serves_one_without(tiny: TinyFiles, m
     tokens, load = some_tokens(60), open_backend("llama-cpp").load
     with load(tiny.hybrid, n_threads=1) as one, load(tiny.hybrid, n_threads=1) as other:
         for model, share in ((one, 9.0), (other, 0.0)):
-            monkeypatch.setattr(llama_rollback, "SNAPSHOT_SHARE", share)
+            monkeypatch.setattr(model_module, "SNAPSHOT_SHARE", share)
             assert (model.n_snapshots > 0) == (share > 0)
         with one.new_context(128) as context, other.new_context(128) as plain:
             context.decode(tokens[:40], "none")

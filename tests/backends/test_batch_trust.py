@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localspec.backends import batch_trust, trial
+from localspec.backends import trial
+from localspec.backends import trust as trust_module
 from localspec.backends.base import Forward, Model, Piece
-from localspec.backends.batch_trust import check_batch, ensure_batches
-from localspec.backends.llama_sequences import LlamaSequences
+from localspec.backends.llama.batch import LlamaSequences
+from localspec.backends.trust import check_batch, ensure_batches
 from localspec.errors import EngineMismatch, UnsupportedModel
 from tests.conftest import Backend, TinyFiles, open_backend
 
@@ -101,7 +102,7 @@ def test_a_file_is_checked_once(model: Model, isolated_home: Path, monkeypatch: 
         checks.append(checked)
         return check_batch(checked)
 
-    monkeypatch.setattr(batch_trust, "check_batch", counted)
+    monkeypatch.setattr(trust_module, "check_batch", counted)
     ensure_batches(model)
     ensure_batches(model)
     assert checks == [model]
@@ -121,7 +122,7 @@ def test_a_verdict_against_it_stays(model: Model, isolated_home: Path, monkeypat
 def test_what_is_computed_in_turns_needs_no_check(
     reference: Backend, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_trust, "check_batch", None)
+    monkeypatch.setattr(trust_module, "check_batch", None)
     with reference.load(tiny.quick.target) as model:
         ensure_batches(model)
     with open_backend("llama-cpp").load(tiny.hybrid, n_threads=1) as model:

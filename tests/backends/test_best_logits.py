@@ -10,10 +10,10 @@ import pytest
 
 from localspec import LLM, SamplingParams
 from localspec.backends.base import Context, Forward, Model
-from localspec.backends.best_logits import MOST_ROWS, BestLogits
 from localspec.backends.best_rows import LEAST, MOST, best_pays
-from localspec.backends.llama_family import LlamaModel
-from localspec.sampling.rows import top_k_ids
+from localspec.backends.llama.model import LlamaModel
+from localspec.backends.llama.passes import MOST_ROWS, BestLogits
+from localspec.sampling.sampling import top_k_ids
 from tests.backends.test_backends import fresh_rows, some_tokens
 from tests.conftest import TinyFiles, open_backend
 from tests.support import ggufs
@@ -195,7 +195,7 @@ def test_mlx_finds_them_among_many(n_vocab: int) -> None:
     open_backend("mlx")
     import mlx.core as mx
 
-    from localspec.backends.mlx.best import largest, settled
+    from localspec.backends.mlx.model import largest, settled
 
     rng = np.random.default_rng(n_vocab)
     rows = np.round(rng.standard_normal((4, n_vocab)) * 4, 1).astype(np.float32)

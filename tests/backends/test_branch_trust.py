@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localspec.backends import branch_trust
+from localspec.backends import trust as trust_module
 from localspec.backends.base import Forward, Model
-from localspec.backends.branch_trust import MAX_KL, check_branches, why_no_branches
-from localspec.backends.ik_llama import IkLlamaBinding
-from localspec.backends.llama_family import LlamaContext
-from localspec.backends.llama_trees import LeafSequences
+from localspec.backends.llama.ik_llama import IkLlamaBinding
+from localspec.backends.llama.model import LeafSequences, LlamaContext
+from localspec.backends.trust import MAX_KL, check_branches, why_no_branches
 from localspec.errors import EngineError
 from tests.conftest import Backend, TinyFiles, open_backend
 
@@ -89,7 +88,7 @@ def test_a_file_is_checked_once(model: Model, isolated_home: Path, monkeypatch: 
         checks.append(checked)
         return check_branches(checked)
 
-    monkeypatch.setattr(branch_trust, "check_branches", counted)
+    monkeypatch.setattr(trust_module, "check_branches", counted)
     said: list[str] = []
     assert why_no_branches(model, say=said.append) is None
     assert why_no_branches(model, say=said.append) is None
@@ -111,7 +110,7 @@ def test_an_engine_that_fails_is_asked_again(
         raise EngineError("not enough memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(branch_trust, "check_branches", fails)
+        patch.setattr(trust_module, "check_branches", fails)
         assert why_no_branches(model) == "not enough memory"
     assert why_no_branches(model) is None
 
@@ -119,7 +118,7 @@ def test_an_engine_that_fails_is_asked_again(
 def test_where_all_contexts_are_alike_no_check_is_needed(
     reference: Backend, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(branch_trust, "check_branches", None)
+    monkeypatch.setattr(trust_module, "check_branches", None)
     with reference.load(tiny.quick.target) as model:
         assert why_no_branches(model) is None
     with open_backend("llama-cpp").load(tiny.hybrid, n_threads=1) as model:

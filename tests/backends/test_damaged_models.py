@@ -12,7 +12,7 @@ import pytest
 
 from localspec.backends import reference
 from localspec.errors import LocalspecError, ModelFileError, NotGGUF, UnsupportedModel
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.inspection import inspect
 from localspec.model_files.vocab import Vocab
 from tests.conftest import open_backend

@@ -19,7 +19,7 @@ from localspec.backends.products import GgmlProducts, NumpyProducts, product, pr
 from localspec.backends.trust import fingerprint
 from localspec.errors import EngineError, ModelFileError, UnsupportedModel, UsageError
 from localspec.model_files import head_assembly
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.head_assembly import assembling, engine_file
 from localspec.model_files.head_card import Kind
 from localspec.model_files.head_file import read_card, write_head

@@ -16,7 +16,7 @@ import pytest
 
 from localspec.backends import reference
 from localspec.backends.base import Context, FloatArray, Forward, Model, Piece, SequenceBatch
-from localspec.backends.llama_family import LlamaContext, LlamaModel
+from localspec.backends.llama.model import LlamaContext, LlamaModel
 from localspec.errors import Cancelled, Closed, ContextFull, UsageError
 from tests.backends.test_backends import agree, fresh_rows, rows, some_tokens
 from tests.conftest import Backend, TinyFiles

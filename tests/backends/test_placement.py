@@ -11,13 +11,12 @@ import pytest
 
 from localspec import LLM, Placement, SamplingParams
 from localspec.backends import trust
-from localspec.backends.llama_binding import Binding
-from localspec.backends.llama_placement import Place, Placed, Places
-from localspec.backends.noise import engine_log
+from localspec.backends.llama.binding import Binding, Place, Placed, Places
+from localspec.backends.llama.ggml import engine_log
 from localspec.backends.registry import engine_module
 from localspec.controllers.calibration import curve_key
 from localspec.errors import UsageError
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile
 from tests.conftest import Backend, TinyFiles, open_backend
 
 PLACING = ("llama-cpp", "ik-llama")

@@ -13,13 +13,13 @@ import pytest
 
 from benchmarks.network_delay import Delay
 from localspec import LLM, EngineError, EngineUnavailable, Placement, SamplingParams
-from localspec.backends import llama_cpp, rpc
 from localspec.backends.layout import Target, layout
-from localspec.backends.llama_passes import LlamaPasses
-from localspec.backends.noise import engine_log
-from localspec.backends.rpc_link import ask
-from localspec.model_files.gguf_file import GGUFFile
-from localspec.runtime.jobs import Job
+from localspec.backends.llama import llama_cpp, rpc
+from localspec.backends.llama.ggml import engine_log
+from localspec.backends.llama.passes import LlamaPasses
+from localspec.backends.llama.rpc_link import ask
+from localspec.engine.worker import Job
+from localspec.model_files.gguf import GGUFFile
 from tests.conftest import TinyFiles, open_backend
 from tests.support.ggufs import Shape, write_llama
 from tests.support.rpc import built_library, serving
@@ -51,8 +51,8 @@ def addresses(library: Path) -> Iterator[tuple[str, ...]]:
 def test_without_the_library_it_says_how_to_get_it(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     open_backend("llama-cpp")
     monkeypatch.setattr(rpc, "rpc", rpc.Rpc)
-    monkeypatch.setattr("localspec.backends.llama_cpp.rpc", rpc.Rpc)
-    from localspec.backends.ggml import Ggml
+    monkeypatch.setattr("localspec.backends.llama.llama_cpp.rpc", rpc.Rpc)
+    from localspec.backends.llama.ggml import Ggml
 
     if Ggml().bind("ggml_backend_reg_by_name", [rpc.ctypes.c_char_p], rpc.ctypes.c_void_p)(b"RPC"):
         pytest.skip("the backend is there")
@@ -81,7 +81,7 @@ def test_drafting_goes_on_beside_far_servers_only(
 ) -> None:
     """Servers on this machine compute on the processor that the draft model is on."""
     # However busy this machine is, what is not delayed counts as near.
-    monkeypatch.setattr("localspec.backends.rpc_link._NEAR_MS", delay_ms or 1e9)
+    monkeypatch.setattr("localspec.backends.llama.rpc_link._NEAR_MS", delay_ms or 1e9)
     with ExitStack() as stack:
         proxies = [stack.enter_context(Delay(each, delay_ms / 1e3)) for each in addresses]
         placement = Placement(rpc=tuple(each.address for each in proxies), tensor_split=(1, 1))
@@ -98,8 +98,8 @@ def test_a_round_is_handed_on_before_a_far_server_has_computed_the_next_pass(
 ) -> None:
     """The engine gives the pass away, and is asked for logits when the round before has been given to its reader; but
     not where it takes long to come back, as it may have waited for the pass."""
-    monkeypatch.setattr("localspec.backends.rpc_link._NEAR_MS", 0.0)
-    monkeypatch.setattr("localspec.backends.llama_passes.SOON_MS", soon_ms)
+    monkeypatch.setattr("localspec.backends.llama.rpc_link._NEAR_MS", 0.0)
+    monkeypatch.setattr("localspec.backends.llama.passes.SOON_MS", soon_ms)
     log: list[str] = []
 
     def watch(kind: type[Any], name: str) -> None:
@@ -170,7 +170,7 @@ def test_idle_work_lives_through_it(tiny: TinyFiles, library: Path) -> None:
 
 @pytest.mark.slow
 def test_a_server_serves_one_client(tiny: TinyFiles, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localspec.backends.rpc_link._CONNECT_S", 0.5)
+    monkeypatch.setattr("localspec.backends.llama.rpc_link._CONNECT_S", 0.5)
     with ExitStack() as stack:
         address, _ = stack.enter_context(serving())
         stack.enter_context(LLM(tiny.bpe, "ngram", placement=Placement(rpc=address), **options()))

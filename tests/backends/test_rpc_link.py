@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from localspec import Placement
-from localspec.backends.rpc_link import PROTOCOL, Link, ServerFacts, ask, checked_address
+from localspec.backends.llama.rpc_link import PROTOCOL, Link, ServerFacts, ask, checked_address
 from localspec.errors import EngineError, UsageError
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from localspec.backends.base import FloatArray, Model, Piece, SequenceBatch
-from localspec.backends.llama_sequences import MAX_SEQUENCES, LlamaSequences
+from localspec.backends.llama.batch import MAX_SEQUENCES, LlamaSequences
 from localspec.errors import Closed, ContextFull, UsageError
 from tests.backends.test_backends import agree, some_tokens
 from tests.conftest import Backend, TinyFiles, open_backend

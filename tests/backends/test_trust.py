@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 
 from localspec import LLM, EngineMismatch, SamplingParams, backends
-from localspec.backends import builds, ik_llama, llama_cpp, repack, trial, trust
+from localspec.backends import repack, trial, trust
 from localspec.backends.base import Forward
+from localspec.backends.llama import ggml as ggml_module
+from localspec.backends.llama import ik_llama, llama_cpp
 from localspec.errors import Cancelled, EngineError, LocalspecError, UnsupportedModel, UsageError
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile
 from localspec.system.steps import exhaust
 from tests.conftest import TinyFiles, open_backend
 from tests.support import ggufs
@@ -204,18 +206,18 @@ def test_builds_are_told_apart_by_any_of_their_libraries(tmp_path: Path) -> None
     (tmp_path / "libllama.so").write_bytes(b"interface")
     (tmp_path / "libggml.so").write_bytes(bytes(1 << 20))
     (tmp_path / "readme").write_text("not a library")
-    first = builds.digest(tmp_path)
+    first = ggml_module.digest(tmp_path)
     (tmp_path / "readme").write_text("changed")
-    assert builds.digest(tmp_path) == first
+    assert ggml_module.digest(tmp_path) == first
     (tmp_path / "libggml.so").write_bytes(bytes(1 << 19) + b"k" * (1 << 19))
-    assert builds.digest(tmp_path) != first
+    assert ggml_module.digest(tmp_path) != first
     assert len(first) == 8
 
 
 def test_a_build_for_another_cpu_is_known_before_it_computes() -> None:
-    assert builds.foreign_features(["AVX2", "AVX-512", "AVX512-VNNI"], ["AVX2"]) == ["AVX-512", "AVX512-VNNI"]
-    assert builds.foreign_features(["AVX2", "AVX-512"], ["AVX2", "AVX-512"]) == []
-    assert builds.foreign_features(["AVX2", "AVX-512"], []) == []  # it is not told what this CPU has
+    assert ggml_module.foreign_features(["AVX2", "AVX-512", "AVX512-VNNI"], ["AVX2"]) == ["AVX-512", "AVX512-VNNI"]
+    assert ggml_module.foreign_features(["AVX2", "AVX-512"], ["AVX2", "AVX-512"]) == []
+    assert ggml_module.foreign_features(["AVX2", "AVX-512"], []) == []  # it is not told what this CPU has
 
 
 def test_fingerprints_differ_where_files_do(tiny: TinyFiles, tmp_path: Path) -> None:

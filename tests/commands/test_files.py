@@ -14,19 +14,17 @@ from filelock import FileLock
 
 from localspec.commands import files
 from localspec.commands.cli import parse
-from localspec.commands.files import list_command, pull_command, rm_command
-from localspec.commands.inspect import inspect_command
+from localspec.commands.files import inspect_command, list_command, pull_command, rm_command
 from localspec.errors import DownloadError, ModelFileError, NotGGUF, UnknownModel
 from localspec.model_files.catalog import Catalog, Entry
-from localspec.model_files.gguf_file import GGUFFile
-from localspec.model_files.gguf_parts import part_names
+from localspec.model_files.gguf import GGUFFile, part_names
 from localspec.model_files.head_card import CurvePoint, Training
 from localspec.model_files.head_folders import engine_folder, heads_folder
 from localspec.model_files.inspection import inspect
 from localspec.model_files.kv_memory import kv_shape
 from localspec.model_files.sources import parts_folder
-from localspec.system.home import home, models_dir
-from localspec.system.memory import SystemMemory
+from localspec.system.files import home, models_dir
+from localspec.system.machine import SystemMemory
 from tests.conftest import TinyFiles
 from tests.model_files.test_catalog import put
 from tests.support import ggufs
@@ -345,7 +343,7 @@ def test_cache_memory_of_real_models(
 def test_nothing_heavy_is_imported() -> None:
     """The command line imports this module before it knows what is asked."""
     heavy = ("numpy", "rich", "huggingface_hub", "gguf")
-    modules = "localspec.commands.files, localspec.commands.inspect"
+    modules = "localspec.commands.files, localspec.commands.files"
     code = f"import sys, {modules}; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

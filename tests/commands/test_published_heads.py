@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from localspec.__main__ import run
-from localspec.commands.bench.storage import read_record
-from localspec.commands.replay.recording import read
+from localspec.commands.bench.record import read_record
+from localspec.commands.replay.command import read
 from tests.conftest import TinyFiles, open_backend
 from tests.support.ggufs import write_glm
 from tests.support.published_heads import write_dflash, write_eagle3

@@ -13,9 +13,8 @@ import pytest
 from localspec import LLM, SamplingParams
 from localspec.commands.chat.chat import Chat
 from localspec.commands.chat.commands import run_command
-from localspec.commands.chat.screen import ChatScreen
-from localspec.commands.chat.style import Style
-from localspec.commands.chat.views import TokensView
+from localspec.commands.chat.screen import ChatScreen, TokensView
+from localspec.commands.chat.typesetter import Style
 from localspec.spec_decode.rounds import Draft, EmittedToken, Round, Span, SpecStats, Verdict
 from tests.commands.test_cli import localspec
 from tests.support.scripted_llm import ScriptedLLM, make_round, speak, think_round

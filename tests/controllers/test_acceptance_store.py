@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from localspec.controllers.acceptance_store import AcceptanceStore
+from localspec.controllers.learned import AcceptanceStore
 from localspec.sampling.sampling import SamplingParams
 
 KEY = {"engine": "x 1", "file": "abc"}

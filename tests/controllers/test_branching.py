@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from localspec.controllers.acceptance import AFTER_UNSURE, GREEDY, SourceAcceptance
-from localspec.controllers.auto_controller import AutoController
+from localspec.controllers.auto import AutoController
 from localspec.controllers.cost_model import PassTimes
-from localspec.spec_decode.draft import Draft, DraftToken
-from localspec.spec_decode.rounds import EmittedToken, Round, Verdict
+from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Verdict
 from tests.support.simulator import CURVES
 
 

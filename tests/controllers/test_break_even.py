@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from localspec.controllers.break_even import (
+from localspec.controllers.cost_model import PassTimes
+from localspec.controllers.stopping import (
     best_length,
     best_speedup,
     break_even,
@@ -12,7 +13,6 @@ from localspec.controllers.break_even import (
     lowest_break_even,
     speedup,
 )
-from localspec.controllers.cost_model import PassTimes
 
 LENGTHS = range(17)
 

@@ -12,25 +12,16 @@ import pytest
 
 from localspec import LLM
 from localspec.backends.base import FEW_ROWS
-from localspec.controllers import auto_controller, estimates
-from localspec.controllers.acceptance import (
-    COPIED,
-    GREEDY,
-    N_BINS,
-    START,
-    SourceAcceptance,
-    bin_of,
-    of_a_head,
-)
-from localspec.controllers.auto_controller import MAX_DRAFT, AutoController
+from localspec.controllers import auto as auto_module
+from localspec.controllers import stopping as stopping_module
+from localspec.controllers.acceptance import COPIED, GREEDY, N_BINS, START, SourceAcceptance, bin_of, of_a_head
+from localspec.controllers.auto import MAX_DRAFT, PATIENCE_TOKENS, PROBE_TOKENS, AutoController
 from localspec.controllers.cost_model import Curve, PassTimes
 from localspec.controllers.fixed import FixedController
-from localspec.controllers.prefill_gate import PATIENCE_TOKENS, PROBE_TOKENS
+from localspec.controllers.learned import TimeBudget
 from localspec.controllers.stopping import Continuation, Prospects
-from localspec.controllers.time_budget import TimeBudget
 from localspec.errors import UsageError
-from localspec.sampling.rows import Row, top_probability
-from localspec.sampling.sampling import SamplingParams
+from localspec.sampling.sampling import Row, SamplingParams, top_probability
 from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Verdict
 from tests.conftest import TinyFiles, open_backend
 from tests.support.simulator import CURVES, Source, World, adversarial, stationary, switching
@@ -280,12 +271,12 @@ def test_the_account_is_charged_for_drafting_and_not_for_a_slow_machine() -> Non
 def test_a_stall_is_charged_no_more_than_was_expected() -> None:
     """A pass of 9 s, of the target or of a draft model, as when the process was stopped or swapped out."""
     controller = auto(world("ik", 0.2, "stationary 0.8"))
-    estimates = controller.estimates
-    step = estimates.draft_times["model"](1)
+    stopping_module = controller.estimates
+    step = stopping_module.draft_times["model"](1)
     for ms_draft, ms_verify in ((step, 9000.0), (9000.0, 60.0)):
         before = controller.time_budget.balance
         controller.plan(room=500, n_past=60).spent("model", 1, ms_draft)
-        most = (estimates.times(2) + step + estimates.ms_other) / estimates.ms_plain
+        most = (stopping_module.times(2) + step + stopping_module.ms_other) / stopping_module.ms_plain
         finish(controller, rounds_of(ms_verify, 1, 0))
         assert before - controller.time_budget.balance <= most
     assert controller.time_budget.for_drafts > -2.5
@@ -497,7 +488,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
         rows.append(row)
         return top_probability(row, temperature)
 
-    monkeypatch.setattr(auto_controller, "top_probability", look)
+    monkeypatch.setattr(auto_module, "top_probability", look)
     return rows
 
 
@@ -511,7 +502,7 @@ def test_a_model_that_would_not_pay_if_always_right_costs_no_thought_until_it_wo
             solved.append(len(models))
             super().__init__(rows, models, *rest)
 
-    monkeypatch.setattr(estimates, "Continuation", Watched)
+    monkeypatch.setattr(stopping_module, "Continuation", Watched)
     here = world("linear", 0.3, "stationary 0.95")
     here.certainty = np.full(N_TOKENS + 64, 0.95)
     controller = auto(here)
@@ -532,7 +523,7 @@ def test_a_model_that_would_not_pay_if_always_right_costs_no_thought_until_it_wo
 def test_a_target_that_was_watched_for_a_while_is_looked_at_half_as_often(looked_at: list[Row]) -> None:
     here = reading_world(0.25, 0.4)
     here.run(auto(here), 132)
-    assert auto_controller.WATCHED_TOKENS + 45 <= len(looked_at) <= auto_controller.WATCHED_TOKENS + 55
+    assert auto_module.WATCHED_TOKENS + 45 <= len(looked_at) <= auto_module.WATCHED_TOKENS + 55
 
 
 def test_a_model_that_has_not_read_the_text_does_not_stand_in_the_way_of_copies() -> None:
@@ -584,16 +575,16 @@ def test_of_two_models_the_one_that_pays_more_is_asked_first(head: float, model:
 
 def test_what_another_might_gain_is_no_reason_to_read() -> None:
     """Of two draft models that lag, each is weighed with what is at hand, and not with the other."""
-    estimates = auto(two_models(0.3, 0.9)).estimates
-    assert estimates.lagging == {"head", "model"}
+    stopping_module = auto(two_models(0.3, 0.9)).estimates
+    assert stopping_module.lagging == {"head", "model"}
     for source in ("head", "model"):
-        assert estimates.joined(source).rate == pytest.approx(estimates.solve(source).rate)
-        assert estimates.rank(source) == 0
-    assert estimates.joined("head").rate < estimates.prospect.rate
-    estimates.set_lagging("head", False)
-    assert estimates.joined("head") is estimates.at_hand
-    assert estimates.joined("model") is estimates.prospect
-    assert estimates.rank("model") == 1
+        assert stopping_module.joined(source).rate == pytest.approx(stopping_module.solve(source).rate)
+        assert stopping_module.rank(source) == 0
+    assert stopping_module.joined("head").rate < stopping_module.prospect.rate
+    stopping_module.set_lagging("head", False)
+    assert stopping_module.joined("head") is stopping_module.at_hand
+    assert stopping_module.joined("model") is stopping_module.prospect
+    assert stopping_module.rank("model") == 1
 
 
 def test_steps_that_are_hidden_behind_the_targets_passes_cost_as_much_less() -> None:

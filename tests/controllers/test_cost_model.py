@@ -11,7 +11,7 @@ import pytest
 from localspec.controllers import calibration
 from localspec.controllers.calibration import CalibrationCache, Timer, in_turns
 from localspec.controllers.cost_model import PassTimes
-from localspec.system.json_store import JsonStore
+from localspec.system.files import JsonStore
 from localspec.system.steps import exhaust
 from tests.support.machines import Machine, TimedContext
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from localspec.controllers.acceptance import GREEDY, SourceAcceptance
-from localspec.controllers.auto_controller import AutoController
+from localspec.controllers.auto import AutoController
 from localspec.spec_decode.rounds import Round
 from tests.support.simulator import CURVES, World, stationary
 

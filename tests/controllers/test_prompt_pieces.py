@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from localspec.controllers import prompt_pieces
+from localspec.controllers import batching as batching_module
+from localspec.controllers.batching import LEAST_ROWS, LONG_EVERY, LONG_MS, STALL, PromptPieces
 from localspec.controllers.cost_model import PassTimes
-from localspec.controllers.prompt_pieces import LEAST_ROWS, LONG_EVERY, LONG_MS, STALL, PromptPieces
 from tests.support.simulator import CURVES
 
 MOST = 128
@@ -72,7 +72,7 @@ def test_where_nobody_waits_pieces_are_whole() -> None:
 @pytest.mark.parametrize("dearer", [0.5, 2.0])
 def test_what_rows_of_prompts_cost_is_learned(dearer: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound holds, and what there is room for is used, where they cost half or twice as much as t(w) says."""
-    monkeypatch.setattr(prompt_pieces, "LONG_MS", 0.0)
+    monkeypatch.setattr(batching_module, "LONG_MS", 0.0)
     rng, times, n = np.random.default_rng(0), PassTimes({1: 40.0, 65: 360.0}), 2
 
     def true(rows: int) -> float:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from localspec.controllers.acceptance import COPIED, GREEDY, SourceAcceptance
-from localspec.controllers.auto_controller import AutoController
+from localspec.controllers.auto import AutoController
+from localspec.controllers.batching import SharedPasses, ShareOfPass
 from localspec.controllers.cost_model import PassTimes
-from localspec.controllers.shared_rows import SharedPasses, ShareOfPass
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Verdict
 from tests.support.simulator import CURVES, Source, World, stationary

@@ -9,10 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localspec.controllers.acceptance import GREEDY, SourceAcceptance
-from localspec.controllers.auto_controller import AutoController
+from localspec.controllers.auto import PATIENCE_TOKENS, AutoController, prompt_pays
 from localspec.controllers.cost_model import PassTimes
-from localspec.controllers.prefill_gate import PATIENCE_TOKENS, prompt_pays
-from localspec.controllers.time_budget import (
+from localspec.controllers.learned import (
     ANSWER_GRANT,
     ANSWER_SHARE,
     GRANT,

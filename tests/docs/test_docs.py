@@ -13,16 +13,18 @@ from pathlib import Path
 import pytest
 import typer
 
-from localspec import LLM, Draft, DraftToken, EmittedToken, Round, SamplingParams, SpecStats, Verdict, values
+from localspec import LLM, Draft, DraftToken, EmittedToken, Round, SamplingParams, SpecStats, Verdict, errors
 from localspec.commands.chat.commands import ALIASES, COMMANDS
-from localspec.commands.chat.views import VIEWS
+from localspec.commands.chat.screen import VIEWS
 from localspec.commands.cli import app
-from localspec.commands.serve import argument_types, body, infill, requests, response_store, slots
-from localspec.commands.serve.apis import embeddings, responses
-from localspec.commands.serve.conversations import ConversationLimits
-from localspec.commands.serve.protocol import MAX_CONNECTIONS
-from localspec.commands.serve.settings import ServerSettings
-from localspec.sampling.structured import request as structured
+from localspec.sampling import grammar as structured
+from localspec.server import embeddings, infill, requests, responses
+from localspec.server import fields as fields_module
+from localspec.server import service as service_module
+from localspec.server import tool_calls as tool_calls_module
+from localspec.server.app import MAX_CONNECTIONS
+from localspec.server.conversations import ConversationLimits
+from localspec.server.fields import ServerSettings
 from scripts import make_docs
 from tests.conftest import TinyFiles
 from tests.test_packaging import tracked_files
@@ -130,7 +132,7 @@ def test_every_field_of_a_round_is_on_the_page_of_formats() -> None:
 
 
 def test_every_address_is_on_the_page_of_the_server() -> None:
-    source = (ROOT / "localspec/commands/serve/app.py").read_text(encoding="utf-8")
+    source = (ROOT / "localspec/server/app.py").read_text(encoding="utf-8")
     page = text_of("docs/server.md")
     for address in re.findall(r'Route\("(/[\w/]*)', source):
         assert f"{address}`" in page or f"{address}NAME`" in page, address
@@ -140,14 +142,20 @@ def test_the_bounds_of_the_server_are_those_that_hold() -> None:
     table = text_of("docs/server.md").partition("**Bounds.**")[2].partition("What is within")[0]
     server, conversations = ServerSettings(), ConversationLimits()
     bounds = [MAX_CONNECTIONS, server.body_bytes >> 20, server.body_seconds, server.bodies_bytes >> 20]
-    bounds += [body.LARGE_BYTES >> 10, body.N_LARGE, values.MAX_DEPTH, values.MAX_CONTAINERS, values.MAX_DIGITS]
+    bounds += [
+        fields_module.LARGE_BYTES >> 10,
+        fields_module.N_LARGE,
+        errors.MAX_DEPTH,
+        errors.MAX_CONTAINERS,
+        errors.MAX_DIGITS,
+    ]
     bounds += [requests.MAX_MESSAGES, requests.MAX_TOOLS, requests.MAX_CHOICES, requests.MAX_STOPS, requests.MAX_STOP]
     bounds += [structured.MAX_SCHEMA, structured.MAX_OPTIONAL, requests.MAX_BIASES]
-    bounds += [argument_types.MAX_VALUES, argument_types.MAX_STEPS]
+    bounds += [tool_calls_module.MAX_VALUES, tool_calls_module.MAX_STEPS]
     bounds += [responses.MAX_METADATA, responses.MAX_NAME, responses.MAX_VALUE]
-    bounds += [response_store.MAX_RESPONSES, response_store.MAX_BYTES >> 20]
+    bounds += [service_module.MAX_RESPONSES, service_module.MAX_BYTES >> 20]
     bounds += [conversations.conversations, conversations.bytes_each >> 20, conversations.bytes_together >> 20]
-    bounds += [infill.MAX_FILES, slots.MAX_WINDOWS, slots.MAX_CHARACTERS, embeddings.MAX_INPUTS]
+    bounds += [infill.MAX_FILES, service_module.MAX_WINDOWS, service_module.MAX_CHARACTERS, embeddings.MAX_INPUTS]
     assert set(re.findall(r"\d+(?:,\d{3})*", table)) == {f"{bound:,g}" for bound in bounds}
 
 

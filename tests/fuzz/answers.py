@@ -25,15 +25,14 @@ from localspec import LLM, Reply, SamplingParams
 from localspec.backends import unavailable_reason
 from localspec.backends.base import Context, Model, Piece
 from localspec.controllers.fixed import FixedController
-from localspec.runtime import parallel_choice, seat
-from localspec.runtime.draft_ahead import AheadChoice
-from localspec.runtime.pair import Pair
-from localspec.runtime.request import AnswerRequest
-from localspec.runtime.stream import RoundStream
-from localspec.sampling.noise import Noise
-from localspec.sampling.sampling import distribution, edit_logits
-from localspec.sampling.structured.constraint import constraint_for
-from localspec.session import Session
+from localspec.engine import pair as pair_module
+from localspec.engine import state as state_module
+from localspec.engine.pair import Pair
+from localspec.engine.request import AnswerRequest, RoundStream
+from localspec.engine.state import AheadChoice
+from localspec.llm import Session
+from localspec.sampling.constraint import constraint_for
+from localspec.sampling.sampling import Noise, distribution, edit_logits
 from localspec.spec_decode.ahead import DraftAhead
 from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.rounds import EmittedToken, Span
@@ -279,8 +278,8 @@ class World:
         files = self.files(case.family)
         with ExitStack() as patches:
             if case.parallel == 1 and case.way == "branches":
-                patches.enter_context(patch.object(parallel_choice, "why_chains", _branches_here))
-                patches.enter_context(patch.object(seat, "FixedController", partial(FixedController, beside=3)))
+                patches.enter_context(patch.object(pair_module, "why_chains", _branches_here))
+                patches.enter_context(patch.object(state_module, "FixedController", partial(FixedController, beside=3)))
             if case.parallel == 1 and case.way == "ahead":
                 ahead = DraftAhead(cautious=False, n_steps=3)
                 patches.enter_context(patch.object(AheadChoice, "of", lambda self, target, drafts: ahead))

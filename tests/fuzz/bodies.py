@@ -17,7 +17,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from localspec import LLM
-from localspec.commands.serve import known_fields as known
+from localspec.server import known_fields as known
 from tests.fuzz.target import Check, Target, Timed, words
 from tests.support import ggufs
 from tests.support.serving import Server, serve

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from localspec.backends import reference
-from localspec.commands.inspect import inspect_command
+from localspec.commands.files import inspect_command
 from localspec.errors import LocalspecError, ModelFileError
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.kv_memory import kv_shape
 from localspec.model_files.vocab import Vocab
 from localspec.prompts.templates import ChatTemplate

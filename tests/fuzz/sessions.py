@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from localspec import LLM, LocalspecError, SamplingParams
-from localspec.session import Session
+from localspec.llm import Session
 from tests.fuzz.asks import N_CTX, write_pair
 from tests.fuzz.target import Check, Target, Timed, one_line
 

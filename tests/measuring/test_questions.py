@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from localspec.errors import UsageError
-from localspec.measuring.questions import SETS, Question, digest, in_turns, own_questions, read_questions
+from localspec.prompts.questions import SETS, Question, digest, in_turns, own_questions, read_questions
 
 SPEC_BENCH = {"question_id": 81, "category": "writing", "turns": ["Describe a lake.", "Shorter."], "reference": ["x"]}
 SPEED_BENCH = {

@@ -10,14 +10,10 @@ from pathlib import Path
 import pytest
 
 from localspec import LLM, SamplingParams
+from localspec.engine.pair import Pair
 from localspec.errors import Cancelled
-from localspec.measuring.answer import Sample
-from localspec.measuring.arms import PLAIN, Arm, parse_arms
-from localspec.measuring.questions import Question
-from localspec.measuring.schedule import Block
-from localspec.measuring.subject import EngineUnderTest
-from localspec.measuring.turns import measure, places
-from localspec.runtime.pair import Pair
+from localspec.measuring.subject import PLAIN, Arm, Block, EngineUnderTest, Sample, measure, parse_arms, places
+from localspec.prompts.questions import Question
 from tests.conftest import TinyFiles
 from tests.support.heads import write_random_head
 

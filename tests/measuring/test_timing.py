@@ -10,9 +10,6 @@ import pytest
 
 from localspec.backends.base import FloatArray
 from localspec.errors import UsageError
-from localspec.measuring.arms import PLAIN, Arm, parse_arm, parse_arms
-from localspec.measuring.questions import Question, in_turns
-from localspec.measuring.schedule import Block, Clock, blocks, is_tight
 from localspec.measuring.statistics import (
     FEWEST,
     LEVEL,
@@ -22,7 +19,19 @@ from localspec.measuring.statistics import (
     order_statistics,
     range_level,
 )
-from localspec.measuring.turns import take_turns, turns
+from localspec.measuring.subject import (
+    PLAIN,
+    Arm,
+    Block,
+    Clock,
+    blocks,
+    is_tight,
+    parse_arm,
+    parse_arms,
+    take_turns,
+    turns,
+)
+from localspec.prompts.questions import Question, in_turns
 
 # -- arms and turns ----------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ from localspec.model_files import catalog
 from localspec.model_files.catalog import Catalog, Entry
 from localspec.model_files.sources.wheels import expand
 from localspec.sampling.sampling import SamplingParams
-from localspec.system.home import home, models_dir, offline, source_order
-from localspec.system.memory import SystemMemory
+from localspec.system.files import home, models_dir, offline, source_order
+from localspec.system.machine import SystemMemory
 
 CATALOG = Catalog.load()
 

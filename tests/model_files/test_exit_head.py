@@ -12,9 +12,8 @@ from localspec.backends.heads import load_head, target_facts
 from localspec.errors import UnsupportedModel, UsageError
 from localspec.model_files import exit_head as module
 from localspec.model_files.exit_head import exit_head
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile, tensor_rows
 from localspec.model_files.head_file import read_card
-from localspec.model_files.tensor_rows import tensor_rows
 from localspec.model_files.vocab import Vocab
 from tests.conftest import TinyFiles
 from tests.support import ggufs

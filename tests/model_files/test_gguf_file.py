@@ -14,10 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localspec.errors import ModelFileError, NotGGUF, UnsupportedModel
-from localspec.model_files import gguf_types
-from localspec.model_files.gguf_file import GGUFFile
-from localspec.model_files.gguf_parts import model_bytes, model_files, part_names
-from localspec.model_files.gguf_types import TENSOR_TYPES, string_offsets
+from localspec.model_files import gguf as gguf_module
+from localspec.model_files.gguf import TENSOR_TYPES, GGUFFile, model_bytes, model_files, part_names, string_offsets
 from localspec.model_files.inspection import inspect
 from localspec.model_files.vocab import Vocab
 from tests.conftest import TinyFiles
@@ -67,7 +65,7 @@ STRINGS = st.lists(
 def test_strings_are_found_where_single_steps_find_them(
     strings: list[bytes], before: int, after: bytes, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gguf_types, "_WINDOW", window)
+    monkeypatch.setattr(gguf_module, "_WINDOW", window)
     data = b"\x01" * before + b"".join(struct.pack("<Q", len(s)) + s for s in strings) + after
     expected = [before]
     for string in strings:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from localspec.errors import ModelFileError, UnsupportedModel, UsageError
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.head_card import CurvePoint, HeadCard, Kind, TargetFacts, Training
 from localspec.model_files.head_file import TYPES, check_head, head_weights, read_card, write_head
 from localspec.model_files.head_fit import fit

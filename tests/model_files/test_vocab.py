@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from localspec.errors import UnsupportedModel
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.vocab import Vocab
 from tests.conftest import Backend, TinyFiles
 from tests.support.gguf_vocabs import (  # fmt: skip
@@ -45,7 +45,7 @@ def engine_view(name: str, path: Path) -> tuple[list[bytes], set[int]]:
     """Every token's text and the end tokens, as an engine sees them."""
     is_eog: Any
     if name == "ik-llama":
-        from localspec.backends.ik_llama import binding as ik
+        from localspec.backends.llama.ik_llama import binding as ik
 
         api, lib = ik().api, ik().lib
         params = api.llama_model_default_params()
@@ -60,7 +60,7 @@ def engine_view(name: str, path: Path) -> tuple[list[bytes], set[int]]:
     else:
         import llama_cpp as lib
 
-        from localspec.backends.llama_cpp import binding
+        from localspec.backends.llama.llama_cpp import binding
 
         binding()
         params = lib.llama_model_default_params()

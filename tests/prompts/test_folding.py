@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import pytest
 
-from localspec.commands.serve.tools import messages_for
 from localspec.errors import TemplateError, UsageError
 from localspec.prompts import template_sandbox
 from localspec.prompts.folding import folded
 from localspec.prompts.templates import ChatTemplate
+from localspec.server.tools import messages_for
 from tests.support.chat_templates import CONVERSATIONS, TEMPLATES, TOOLS, A, U
 from tests.support.steps import n_steps
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from localspec.errors import TemplateError, UsageError
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.vocab import Vocab
 from localspec.prompts import template_sandbox
 from localspec.prompts.templates import CHATML, ChatTemplate

@@ -16,16 +16,17 @@ from hypothesis.extra import numpy as hnp
 from scipy import stats
 
 from localspec.errors import EngineError, UsageError
-from localspec.sampling.rows import best_and_certainty, top_k_ids
 from localspec.sampling.sampling import (
     Distribution,
     Noise,
     NotNumbers,
     SamplingParams,
+    best_and_certainty,
     distribution,
     draft_distribution,
     edit_logits,
     greedy_token,
+    top_k_ids,
 )
 
 ROWS = hnp.arrays(np.float32, st.integers(1, 700), elements=st.sampled_from([-3.0, 0.0, 0.5, 0.5, 1.0, 2.0, 7.25]))

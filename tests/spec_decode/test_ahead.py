@@ -20,10 +20,9 @@ from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.ahead import DraftAhead, SideThread
 from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.detokenizer import TextAssembler
-from localspec.spec_decode.draft import DraftToken
 from localspec.spec_decode.drafters.base import Drafter, Plan
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
-from localspec.spec_decode.rounds import Round
+from localspec.spec_decode.rounds import DraftToken, Round
 from tests.conftest import TinyFiles
 from tests.spec_decode.test_exactness import DEFECT, EXACT, PROMPT, SAMPLING, Predictions, Tokens, plain_law
 from tests.spec_decode.test_lossless import N_CTX, NosyController, RandomController, TableContext, World, run

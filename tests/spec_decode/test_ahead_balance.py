@@ -12,8 +12,7 @@ import pytest
 
 from localspec.controllers.fixed import FixedController
 from localspec.sampling.sampling import SamplingParams
-from localspec.spec_decode.ahead import DraftAhead
-from localspec.spec_decode.ahead_balance import LONGEST_PAUSE, N_PAUSE, N_TRIAL, AheadBalance
+from localspec.spec_decode.ahead import LONGEST_PAUSE, N_PAUSE, N_TRIAL, AheadBalance, DraftAhead
 from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from tests.conftest import TinyFiles

@@ -16,13 +16,11 @@ from localspec.backends import reference
 from localspec.backends.base import Context, Forward
 from localspec.controllers.fixed import FixedBranching, FixedController, FixedPlan
 from localspec.sampling.sampling import SamplingParams
-from localspec.spec_decode.controller import Controller
 from localspec.spec_decode.decoder import SpeculativeDecoder
-from localspec.spec_decode.draft import Draft, DraftToken
-from localspec.spec_decode.drafters.base import Branching, Drafter, Plan, Proposer
+from localspec.spec_decode.drafters.base import Branching, Controller, Drafter, Plan, Proposer
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.ngram import NgramDrafter
-from localspec.spec_decode.rounds import Round
+from localspec.spec_decode.rounds import Draft, DraftToken, Round
 from tests.conftest import TinyFiles
 from tests.spec_decode.test_exactness import EXACT, PROMPT, SAMPLING, Predictions, Tokens, plain_law
 from tests.spec_decode.test_lossless import N_CTX, Answer, TableContext, World, run

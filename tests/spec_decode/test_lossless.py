@@ -20,21 +20,18 @@ import pytest
 import localspec.spec_decode.decoder
 from localspec.backends import reference
 from localspec.backends.base import Context
-from localspec.backends.special_tokens import NAMED
+from localspec.backends.tokenizer import NAMED
 from localspec.controllers.fixed import FixedController, FixedPlan
-from localspec.corpora.index import CorpusIndex
-from localspec.corpora.text_files import PathSource
 from localspec.sampling.sampling import SamplingParams
-from localspec.spec_decode.controller import Controller
 from localspec.spec_decode.decoder import SpeculativeDecoder
-from localspec.spec_decode.detokenizer import TextAssembler
-from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
+from localspec.spec_decode.detokenizer import TextAssembler, ThinkingReader
+from localspec.spec_decode.drafters.base import Controller, Drafter, Plan, Proposer
 from localspec.spec_decode.drafters.corpus import CorpusDrafter
+from localspec.spec_decode.drafters.corpus_index import CorpusIndex, PathSource
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.drafters.recycling import RecyclingDrafter
 from localspec.spec_decode.rounds import DraftToken, Round, Span
-from localspec.spec_decode.thinking import ThinkingReader
 from localspec.system.steps import exhaust
 from tests.conftest import TinyFiles
 from tests.spec_decode.test_exactness import EXACT, PROMPT, SAMPLING, Predictions, Tokens, plain_law

@@ -13,11 +13,11 @@ import pytest
 from localspec import LLM, SamplingParams
 from localspec.backends.base import Context
 from localspec.backends.reference import ReferenceContext
-from localspec.controllers.auto_controller import AutoController
+from localspec.controllers.auto import AutoController
 from localspec.controllers.fixed import FixedController
+from localspec.engine.pair import Pair
+from localspec.engine.worker import Job
 from localspec.errors import EngineError
-from localspec.runtime.jobs import Job
-from localspec.runtime.pair import Pair
 from localspec.sampling.sampling import Noise
 from localspec.spec_decode.rounds import Draft, DraftToken, Round, SpecStats
 from localspec.spec_decode.verification import verify

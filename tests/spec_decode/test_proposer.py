@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.vocab import Vocab
+from localspec.sampling.constraint import constraint_for
 from localspec.sampling.sampling import Ids, Noise, Row, SamplingParams, distribution
-from localspec.sampling.structured.constraint import constraint_for
 from localspec.spec_decode.drafters.base import DrafterFailed
 from localspec.spec_decode.proposer import SamplingProposer
 from tests.conftest import TinyFiles

@@ -14,9 +14,8 @@ from localspec.backends.reference import load
 from localspec.controllers.fixed import FixedController
 from localspec.prompts.prompts import PromptEncoder
 from localspec.prompts.templates import ChatTemplate
-from localspec.spec_decode.detokenizer import TextAssembler
+from localspec.spec_decode.detokenizer import TextAssembler, ThinkingReader
 from localspec.spec_decode.rounds import Span
-from localspec.spec_decode.thinking import ThinkingReader
 from tests.conftest import TinyFiles
 from tests.support.thinkers import FAMILIES, thinking_pair, write_thinker
 

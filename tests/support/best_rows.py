@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from localspec.backends.base import Context, Forward
-from localspec.backends.llama_family import LlamaModel
+from localspec.backends.llama.model import LlamaModel
 from localspec.backends.llama_heads import LlamaHeadModel
-from localspec.sampling.rows import top_k_ids
+from localspec.sampling.sampling import top_k_ids
 
 
 def cut(forward: Forward, n_best: int) -> Forward:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from localspec.sampling.structured.gbnf import Chars, Choice, Node, Repeat, Rule, Sequence
+from localspec.sampling.grammar import Chars, Choice, Node, Repeat, Rule, Sequence
 
 
 class Meaning:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from localspec.controllers import calibration
-from localspec.system.usage import CPUTimes
+from localspec.system.machine import CPUTimes
 
 
 class Machine:

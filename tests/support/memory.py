@@ -10,7 +10,7 @@ import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 
-from localspec.system.heap import trim_heap
+from localspec.system.machine import trim_heap
 
 WARM_UP = 2
 """Cycles that are not judged: tables, caches and threads' stacks come with the first, and stay."""

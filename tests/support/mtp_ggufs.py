@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile
 from tests.support.gguf_vocabs import bpe_vocab, vocab_metadata
 from tests.support.ggufs import Array, Weights, mtp_weights, write_gguf
 from tests.support.published_heads import whole

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from localspec.backends.base import Context, Forward
-from localspec.backends.llama_family import LlamaContext
+from localspec.backends.llama.model import LlamaContext
 from localspec.backends.reference import ReferenceContext
 
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from localspec.model_files.gguf_file import GGUFFile
-from localspec.model_files.tensor_rows import n_rows, tensor_rows
+from localspec.model_files.gguf import GGUFFile, n_rows, tensor_rows
 from tests.support.ggufs import Weights, write_gguf
 
 GAIN = 8.0

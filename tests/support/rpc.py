@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from localspec.backends.llama.rpc_link import ask
 from localspec.backends.registry import unavailable_reason
-from localspec.backends.rpc_link import ask
 from localspec.errors import EngineError, EngineUnavailable
 
 
@@ -31,7 +31,8 @@ def built_library(home: Path) -> Path:
         pytest.skip(reason)
     if not shutil.which("c++"):
         pytest.skip("there is no C++ compiler")
-    from localspec.backends import rpc, rpc_build
+    from localspec.backends import rpc_build
+    from localspec.backends.llama import rpc
 
     source = os.environ.get("LOCALSPEC_TEST_LLAMA_SOURCE")
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as scratch:

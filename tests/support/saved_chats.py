@@ -6,8 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from localspec.commands.chat.saved_chat import AnswerRecord
-from localspec.runtime import session_file
+from localspec.commands.chat.chat import AnswerRecord
+from localspec.engine import saved as saved_module
 
 
 def write_chat(
@@ -18,13 +18,13 @@ def write_chat(
     for question, answer, _ in turns:
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     notes = {"answers": [asdict(record) for *_, record in turns]} | notes
-    session_file.write(path, {"model": model, "messages": messages, "params": None, "notes": notes}, [])
+    saved_module.write(path, {"model": model, "messages": messages, "params": None, "notes": notes}, [])
     return path
 
 
 def saved_turns(path: Path) -> list[dict[str, Any]]:
     """The turns of a chat that ``/save`` wrote: ``user``, ``assistant`` and what its record holds."""
-    text, _, _ = session_file.read(path, memory=False)
+    text, _, _ = saved_module.read(path, memory=False)
     said = text["messages"][text["messages"][0]["role"] == "system" :]
     return [
         {"user": question["content"], "assistant": answer["content"], **record}

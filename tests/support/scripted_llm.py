@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from localspec.runtime.arguments import checked_length
-from localspec.runtime.asking import AskingModel
-from localspec.runtime.jobs import Job
-from localspec.runtime.stream import Reply, Submit
+from localspec.engine.options import checked_length
+from localspec.engine.request import Reply, Submit
+from localspec.engine.worker import Job
+from localspec.llm import AskingModel, Session, load
 from localspec.sampling.sampling import SamplingParams
-from localspec.session import Session, load
 from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Span, SpecStats, Verdict
 
 Guess = tuple[str, str, bool]

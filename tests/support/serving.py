@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from localspec import LLM
-from localspec.commands.serve.apis.embeddings import EmbeddingService
-from localspec.commands.serve.runner import AppRunner, Runner, listen, url_of
-from localspec.commands.serve.service import Service
-from localspec.commands.serve.settings import ServerSettings
-from localspec.runtime.embedding import EmbeddingModel
+from localspec.backends.llama.embedding import EmbeddingModel
+from localspec.server.app import AppRunner, Runner, listen, url_of
+from localspec.server.embeddings import EmbeddingService
+from localspec.server.fields import ServerSettings
+from localspec.server.service import Service
 from tests.support.waiting import PATIENCE, wait_until
 
 

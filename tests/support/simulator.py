@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from localspec.controllers.cost_model import PassTimes
-from localspec.spec_decode.controller import Controller
+from localspec.spec_decode.drafters.base import Controller
 from localspec.spec_decode.drafters.draft_model import MAX_COUNTERFACTUAL
 from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Verdict
 

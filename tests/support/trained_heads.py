@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from localspec.system.home import home
+from localspec.system.files import home
 from tests.conftest import REAL_FOLDER
 
 

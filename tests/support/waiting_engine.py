@@ -22,14 +22,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from localspec.backends.base import Capabilities, Context, FloatArray, Forward, Model
+from localspec.backends.base import Capabilities, Context, FloatArray, Forward, Model, Wanted, n_wanted
 from localspec.backends.best_rows import MOST, by_token, n_looked_for
-from localspec.backends.forward import Wanted, n_wanted
-from localspec.backends.reference_tokenizer import PythonByteLevel
-from localspec.backends.tokenizer import Tokenizer
-from localspec.model_files.gguf_file import GGUFFile
-from localspec.runtime.model_loading import Loader
-from localspec.sampling.rows import largest_ids
+from localspec.backends.tokenizer import PythonByteLevel, Tokenizer
+from localspec.engine.loading import Loader
+from localspec.model_files.gguf import GGUFFile
+from localspec.sampling.sampling import largest_ids
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from localspec.system.json_store import JsonStore
+from localspec.system.files import JsonStore
 
 KEY = {"engine": "x 1", "file": "abc"}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from localspec.system import bandwidth, machine, memory, power, usage
+from localspec.system import machine
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and /sys")
 MIB = 1 << 20
@@ -25,7 +25,7 @@ def tree(root: Path, files: dict[str, str]) -> Path:
 
 
 def test_memory_without_a_limit(tmp_path: Path) -> None:
-    found = memory.read_memory(tmp_path)
+    found = machine.read_memory(tmp_path)
     assert 0 < found.available <= found.total == found.usable
     assert found.limit is None
 
@@ -41,7 +41,7 @@ def test_a_limit_of_cgroup_v2(tmp_path: Path) -> None:
         "sys/fs/cgroup/outer/inner/memory.max": "max",
         "sys/fs/cgroup/outer/inner/memory.current": str(10 * MIB),
     }
-    found = memory.read_memory(tree(tmp_path, files))
+    found = machine.read_memory(tree(tmp_path, files))
     assert (found.available, found.limit, found.usable) == (170 * MIB, 300 * MIB, 300 * MIB)
 
 
@@ -57,9 +57,9 @@ def test_a_limit_of_cgroup_v1_in_a_container(tmp_path: Path) -> None:
         "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000",
     }
     root = tree(tmp_path, files)
-    found = memory.read_memory(root)
+    found = machine.read_memory(root)
     assert (found.available, found.limit) == (80 * MIB, 200 * MIB)
-    assert memory.cpu_quota(root) == 1.5
+    assert machine.cpu_quota(root) == 1.5
 
 
 @linux_only
@@ -73,17 +73,17 @@ def test_limits_that_are_none(tmp_path: Path) -> None:
         "sys/fs/cgroup/cpu.max": "max 100000",
     }
     root = tree(tmp_path, files)
-    assert memory.read_memory(root).limit is None
-    assert memory.cpu_quota(root) is None
+    assert machine.read_memory(root).limit is None
+    assert machine.cpu_quota(root) is None
 
 
 def test_a_cpu_quota_of_cgroup_v2(tmp_path: Path) -> None:
     files = {"proc/self/cgroup": "0::/a", "sys/fs/cgroup/a/cpu.max": "50000 100000", "sys/fs/cgroup/cpu.max": "max 1"}
-    assert memory.cpu_quota(tree(tmp_path, files)) == 0.5
+    assert machine.cpu_quota(tree(tmp_path, files)) == 0.5
 
 
 def test_the_share_that_others_use_is_a_share() -> None:
-    assert 0 <= usage.busy_share(0.02) <= 1
+    assert 0 <= machine.busy_share(0.02) <= 1
 
 
 @linux_only
@@ -99,7 +99,7 @@ def test_the_share_that_others_use_is_a_share() -> None:
 )
 def test_battery(tmp_path: Path, supplies: dict[str, str], expected: bool | None) -> None:
     root = tree(tmp_path, {f"sys/class/power_supply/{name}": text for name, text in supplies.items()})
-    assert power.on_battery(root) is expected
+    assert machine.on_battery(root) is expected
 
 
 @linux_only
@@ -116,7 +116,7 @@ def test_battery(tmp_path: Path, supplies: dict[str, str], expected: bool | None
 )
 def test_slow_clock(tmp_path: Path, files: dict[str, str], part: str | None) -> None:
     names = {name.replace("FREQ", "sys/devices/system/cpu/cpu0/cpufreq"): text for name, text in files.items()}
-    found = power.slow_clock(tree(tmp_path, names))
+    found = machine.slow_clock(tree(tmp_path, names))
     assert found is None if part is None else part in (found or "")
 
 
@@ -126,11 +126,11 @@ def test_throttling(tmp_path: Path) -> None:
     root = tree(
         tmp_path, {folder.format(0, "core"): "3", folder.format(1, "core"): "4", folder.format(0, "package"): "2"}
     )
-    assert power.throttle_count(root) == 9
-    assert power.throttled(9, 9) is False
-    assert power.throttled(9, 10) is True
-    assert power.throttled(None, 10) is None
-    assert power.throttle_count(tmp_path / "nothing") is None
+    assert machine.throttle_count(root) == 9
+    assert machine.throttled(9, 9) is False
+    assert machine.throttled(9, 10) is True
+    assert machine.throttled(None, 10) is None
+    assert machine.throttle_count(tmp_path / "nothing") is None
 
 
 def test_threads_are_cpus_that_may_be_used() -> None:
@@ -154,10 +154,10 @@ def test_cpu_features(tmp_path: Path) -> None:
 
 
 def test_bandwidth() -> None:
-    speed = bandwidth.measure_bandwidth(2, available=8 * bandwidth.MOST, seconds=0.05)
+    speed = machine.measure_bandwidth(2, available=8 * machine.MOST, seconds=0.05)
     assert speed is not None
     assert 1e8 < speed < 1e13
-    assert bandwidth.measure_bandwidth(2, available=1 << 30, seconds=0.05) is None  # no room for an honest array
+    assert machine.measure_bandwidth(2, available=1 << 30, seconds=0.05) is None  # no room for an honest array
 
 
 @linux_only

@@ -16,13 +16,13 @@ import pytest
 
 from localspec import LLM
 from localspec.backends.base import Forward
-from localspec.system import presence
-from localspec.system.presence import Courtesy, answering, somebody_answers
+from localspec.system import process as process_module
+from localspec.system.process import Courtesy, answering, somebody_answers
 from tests.conftest import TinyFiles
 
 ANSWERING = """
 import sys
-from localspec.system.presence import answering
+from localspec.system.process import answering
 
 with answering():
     print("now", flush=True)
@@ -105,7 +105,7 @@ def test_an_llm_answers_while_it_answers(tiny: TinyFiles, measured_home: Path) -
 
 def test_courtesy_waits_until_it_was_quiet_for_a_while(isolated_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     isolated_home.mkdir()
-    monkeypatch.setattr(presence, "_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(process_module, "_POLL_SECONDS", 0.0)
     heard: list[bool] = []
     moments = iter(range(10_000))
 
@@ -121,7 +121,7 @@ def test_courtesy_waits_until_it_was_quiet_for_a_while(isolated_home: Path, monk
             if looks and not looks.pop():
                 tell(process)
 
-    monkeypatch.setattr(presence, "time", Steps)
+    monkeypatch.setattr(process_module, "time", Steps)
     looks: list[bool] = []
     courtesy = Courtesy(heard.append, lambda: False)
     courtesy()
@@ -131,7 +131,7 @@ def test_courtesy_waits_until_it_was_quiet_for_a_while(isolated_home: Path, monk
         courtesy()
         assert not looks
     assert heard == [True, False]
-    assert courtesy.seconds > presence.QUIET_SECONDS
+    assert courtesy.seconds > process_module.QUIET_SECONDS
 
 
 def test_courtesy_does_not_keep_what_is_stopped(isolated_home: Path) -> None:

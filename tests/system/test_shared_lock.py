@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from localspec.system.shared_lock import SharedLock
+from localspec.system.process import SharedLock
 from tests.support.waiting import PATIENCE, wait_until
 
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from localspec.system.usage import CPUTimes, others_share, peak_memory_bytes
+from localspec.system.machine import CPUTimes, others_share, peak_memory_bytes
 
 
 def test_others_cpu_time_is_what_is_not_ours() -> None:

@@ -19,11 +19,11 @@ import pytest
 from localspec import __main__ as program
 from localspec.backends.registry import unavailable_reason
 from localspec.backends.trial import survives
-from localspec.commands.chat.editor import split_command
+from localspec.commands.chat.commands import split_command
 from localspec.commands.chat.screen import no_echo
-from localspec.commands.serve.runner import ending_signals
+from localspec.server.app import ending_signals
 from localspec.system.files import write_atomically
-from localspec.terminal.text import moves_cursor
+from localspec.system.terminal import moves_cursor
 from tests.conftest import TinyFiles
 
 ON_LINUX = pytest.mark.skipif(sys.platform == "win32", reason="acts out what is real there")

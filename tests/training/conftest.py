@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from localspec.training import side_by_side
+from localspec.training import head_maker as head_maker_module
 
 
 @pytest.fixture
 def four_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """How many texts are written side by side is measured, and what is begun depends on it: here it is always four."""
-    monkeypatch.setattr(side_by_side, "WIDTHS", (4,))
+    monkeypatch.setattr(head_maker_module, "WIDTHS", (4,))

@@ -18,17 +18,15 @@ import pytest
 
 import localspec
 from localspec import Cancelled, EngineError, UsageError
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.head_card import Training
 from localspec.model_files.head_file import head_weights, read_card
 from localspec.model_files.head_folders import find_heads, heads_folder
 from localspec.training.distill import distill
 from localspec.training.examples import is_held_out
 from localspec.training.lessons import n_lessons
-from localspec.training.recipe import Effort, Recipe, token_map
-from localspec.training.run_folder import RunError
+from localspec.training.run_folder import Distilled, Effort, Recipe, RunError, Standing, token_map
 from localspec.training.shards import Shards
-from localspec.training.standing import Distilled, Standing
 from tests.conftest import Backend, TinyFiles
 from tests.support import ggufs
 from tests.support.heads import write_random_head
@@ -135,7 +133,7 @@ KILLED = """
 import os, signal, sys
 from localspec.training import examples, head_maker
 from localspec.training.distill import distill
-from localspec.training.recipe import Effort, Recipe
+from localspec.training.run_folder import Effort, Recipe
 
 target, what, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
 head_maker.SECONDS_BETWEEN_WRITES = 0.0

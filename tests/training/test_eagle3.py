@@ -16,12 +16,11 @@ from localspec.backends.published_heads import load_published
 from localspec.backends.trust import fingerprint
 from localspec.errors import UnsupportedModel
 from localspec.model_files.eagle3_file import write_eagle3
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile, n_rows, tensor_rows
 from localspec.model_files.head_card import HeadCard
 from localspec.model_files.head_kinds import read_published
 from localspec.model_files.head_list import described_heads
 from localspec.model_files.inspection import inspect
-from localspec.model_files.tensor_rows import n_rows, tensor_rows
 from tests.conftest import open_backend
 from tests.support import ggufs
 from tests.support.lessons import written_by
@@ -33,7 +32,7 @@ from localspec.training.distill import distill  # noqa: E402
 from localspec.training.export import check, engine_logits  # noqa: E402
 from localspec.training.lessons import Packer, Size, Stretch, first_lesson, n_lessons  # noqa: E402
 from localspec.training.network import HeadNetwork  # noqa: E402
-from localspec.training.recipe import Effort, Recipe  # noqa: E402
+from localspec.training.run_folder import Effort, Recipe  # noqa: E402
 from localspec.training.shards import Passage  # noqa: E402
 from localspec.training.warm_start import new_card, start  # noqa: E402
 

@@ -11,10 +11,25 @@ import pytest
 
 from localspec.backends.base import Model
 from localspec.errors import UsageError
-from localspec.measuring.questions import own_questions
-from localspec.training.examples import TEST, ExampleMaker, derived, goes_round, is_held_out
-from localspec.training.formats import ChatFormat, PlainFormat, PromptFormat, fields, format_of
-from localspec.training.material import Asked, Material, Overlap, Read, read_texts, without
+from localspec.prompts.questions import own_questions
+from localspec.training.examples import (
+    TEST,
+    Asked,
+    ChatFormat,
+    ExampleMaker,
+    Material,
+    Overlap,
+    PlainFormat,
+    PromptFormat,
+    Read,
+    derived,
+    fields,
+    format_of,
+    goes_round,
+    is_held_out,
+    read_texts,
+    without,
+)
 from localspec.training.shards import Passage
 from tests.conftest import Backend, TinyFiles
 from tests.support import ggufs

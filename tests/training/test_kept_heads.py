@@ -16,19 +16,16 @@ import pytest
 from localspec import LLM, Cancelled, SamplingParams, UsageError
 from localspec.backends.heads import MAX_STATES
 from localspec.model_files.catalog import Catalog
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.head_card import HeadCard, Kind
 from localspec.model_files.head_file import SHIPPED_BYTES, read_card, write_head
 from localspec.model_files.head_folders import find_heads
 from localspec.model_files.inspection import inspect
-from localspec.training.card_command import card_command
-from localspec.training.distill import distill
+from localspec.training.distill import card_command, distill
 from localspec.training.export import evenly
 from localspec.training.lessons import EAGLE3_MEMORY, Stretch, first_lesson, memory_of
-from localspec.training.recipe import Effort, Recipe, token_map
-from localspec.training.run_folder import Run
+from localspec.training.run_folder import Distilled, Effort, Recipe, Run, token_map
 from localspec.training.shards import Passage
-from localspec.training.standing import Distilled
 from localspec.training.warm_start import new_card
 from localspec.training.worth import Worth, gain_of
 from tests.support import ggufs

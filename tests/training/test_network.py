@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from localspec.backends.heads import load_head
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile, tensor_rows
 from localspec.model_files.head_card import Kind
 from localspec.model_files.head_file import head_weights
-from localspec.model_files.tensor_rows import tensor_rows
 from tests.conftest import TinyFiles
 from tests.support.heads import write_random_head
 from tests.support.lessons import written_by

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from localspec.backends.base import Model, Piece
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.kv_memory import kv_shape
-from localspec.training import side_by_side
-from localspec.training.side_by_side import open_batch, sequence_bytes
+from localspec.training import head_maker as head_maker_module
+from localspec.training.head_maker import open_batch, sequence_bytes
 from tests.conftest import Backend, TinyFiles
 
 
@@ -50,7 +50,7 @@ def model(
             batch.decode = timed  # type: ignore[method-assign, assignment]
             return batch
 
-        monkeypatch.setattr(side_by_side, "time", Clock)
+        monkeypatch.setattr(head_maker_module, "time", Clock)
         monkeypatch.setattr(loaded, "new_batch", slow)
         yield loaded
 

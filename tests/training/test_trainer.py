@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from localspec.backends.trust import fingerprint
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile, tensor_rows
 from localspec.model_files.head_card import Kind
-from localspec.model_files.tensor_rows import tensor_rows
 from localspec.training.shards import Passage
 from tests.conftest import TinyFiles
 from tests.support.ggufs import Shape, write_llama

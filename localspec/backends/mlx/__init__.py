@@ -11,6 +11,7 @@ from localspec.backends.mlx.library import NAME, binding, defer_mlx_lm
 if TYPE_CHECKING:
     from localspec.backends.mlx.model import MLXModel
 
+
 __all__ = ["NAME", "binding", "load"]
 
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from localspec.backends.mlx.architecture import MLP, Architecture, Attention, read_attention
+from localspec.backends.mlx.architecture import MLP, Architecture, Attention, Header, read_attention
 from localspec.backends.mlx.eagle3 import (
     HEAD_DTYPE,
     FeedForward,
@@ -24,12 +24,11 @@ from localspec.backends.mlx.eagle3 import (
     output_of,
     sort_rows,
 )
-from localspec.backends.mlx.header import Header
 from localspec.backends.mlx.library import defer_mlx_lm
 from localspec.backends.mlx.network import Network, install_rope, rope_scaling
 from localspec.backends.mlx.placement import fill
 from localspec.errors import UnsupportedModel
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.head_kinds.base import PublishedHead
 
 DFLASH = Architecture(

@@ -15,14 +15,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from localspec.backends.mlx.architecture import ARCHITECTURES, MLP, Architecture, Attention, read_attention
-from localspec.backends.mlx.header import Header
+from localspec.backends.mlx.architecture import ARCHITECTURES, MLP, Architecture, Attention, Header, read_attention
 from localspec.backends.mlx.library import defer_mlx_lm
 from localspec.backends.mlx.network import Network, install_rope, rope_scaling
 from localspec.backends.mlx.placement import fill
 from localspec.backends.mlx.weights import Format
 from localspec.errors import UnsupportedModel
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.head_kinds.base import PublishedHead
 
 EAGLE3 = Architecture(

@@ -9,18 +9,15 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 
-from localspec.backends.base import Capabilities, FloatArray, Forward, Model
+from localspec.backends.base import Capabilities, FloatArray, Forward, Model, TokenIds, Wanted
 from localspec.backends.best_rows import best_pays, head_pass
-from localspec.backends.forward import TokenIds, Wanted
-from localspec.backends.mlx.context import MLXContext
 from localspec.backends.mlx.dflash import BlockTrunk, load_dflash
 from localspec.backends.mlx.eagle3 import load_eagle3
-from localspec.backends.mlx.library import NAME, binding
-from localspec.backends.mlx.model import MLXModel, building, device_for
+from localspec.backends.mlx.library import NAME, binding, owner
+from localspec.backends.mlx.model import MLXContext, MLXModel, building, device_for
 from localspec.backends.mlx.mtp import load_mtp
-from localspec.backends.mlx.owner import owner
 from localspec.errors import EngineError, UnsupportedModel
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.head_kinds.base import MaskBlock, PublishedHead
 from localspec.model_files.vocab import Vocab
 

@@ -2,27 +2,481 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
 
-from localspec.backends.base import Capabilities, Model, Progress
-from localspec.backends.best_rows import best_pays
-from localspec.backends.mlx.context import MLXContext
-from localspec.backends.mlx.library import NAME, binding
+from localspec.backends.base import (
+    NORM,
+    Capabilities,
+    Context,
+    ContextState,
+    FloatArray,
+    Forward,
+    Model,
+    Piece,
+    Progress,
+    SequenceBatch,
+    SequencesInTurn,
+    TokenIds,
+    Wanted,
+    joined,
+    layer_name,
+    n_wanted,
+)
+from localspec.backends.best_rows import best_pays, by_token, n_looked_for
+from localspec.backends.mlx.cache import LayerCaches, Tree
+from localspec.backends.mlx.library import NAME, binding, owner
 from localspec.backends.mlx.network import Network, load_network
-from localspec.backends.mlx.owner import owner
-from localspec.backends.mlx.sequences import MLXSequences, can_divide
 from localspec.backends.mlx.tokenizer import ByteLevel
-from localspec.backends.sequence_batch import SequenceBatch
 from localspec.backends.soundness import check_hyperparameters
 from localspec.backends.tokenizer import Tokenizer
-from localspec.errors import Closed, EngineUnavailable, LocalspecError, UnsupportedModel, UsageError
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.errors import (
+    Cancelled,
+    Closed,
+    EngineError,
+    EngineUnavailable,
+    LocalspecError,
+    UnsupportedModel,
+    UsageError,
+)
+from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.head_kinds.mtp import has_layer
 from localspec.model_files.kv_memory import check_kv_type
+
+# The largest logits of each row, found by MLX where it computes them; see ``backends.best_rows``.
+
+_BLOCK = 128
+
+
+class Largest(NamedTuple):
+    """Of a pass, before it is computed.
+
+    Attributes:
+        values: the k largest logits of each row, in any order [n_rows, k].
+        ids: their tokens [n_rows, k].
+        has_nan: whether a logit, of all of them, is NaN.
+    """
+
+    values: mx.array
+    ids: mx.array
+    has_nan: mx.array
+
+
+def largest(logits: mx.array, n_best: int) -> Largest | None:
+    """The largest logits of rows, ``n_best`` or more of each; None where rows have to be whole.
+
+    A GPU sorts all of a row to partition it. The k largest logits of 152k are in the k blocks with the largest maxima,
+    so 1,188 maxima and k * 128 logits are sorted instead; of equals some may then be missing, as ever at the end.
+
+    Args:
+        logits: float32 [n_rows, n_vocab]
+        n_best: over 0.
+    """
+    n_rows, n_vocab = logits.shape
+    k = n_looked_for(n_best, n_vocab)
+    if not k:
+        return None
+    n_blocks = n_vocab // _BLOCK
+    if n_blocks <= k:
+        ids = _places(logits, k)
+        values = mx.take_along_axis(logits, ids, axis=-1)
+    else:
+        blocks = logits[:, : n_blocks * _BLOCK].reshape(n_rows, n_blocks, _BLOCK)
+        near = _places(blocks.max(axis=-1), k)  # [n_rows, k]
+        rest = mx.arange(n_blocks * _BLOCK, n_vocab, dtype=near.dtype)
+        inside = near[..., None] * _BLOCK + mx.arange(_BLOCK, dtype=near.dtype)
+        candidates = mx.concatenate([inside.reshape(n_rows, -1), mx.broadcast_to(rest, (n_rows, len(rest)))], axis=-1)
+        found = mx.take_along_axis(logits, candidates, axis=-1)
+        at = _places(found, k)
+        ids, values = mx.take_along_axis(candidates, at, axis=-1), mx.take_along_axis(found, at, axis=-1)
+    return Largest(values, ids, mx.isnan(logits).any())
+
+
+def _places(values: mx.array, k: int) -> mx.array:
+    """Where the k largest numbers of each row are [n_rows, k]."""
+    return mx.argpartition(values, -k, axis=-1)[..., -k:]
+
+
+def settled(best: Largest, n_best: int) -> tuple[FloatArray, TokenIds] | None:
+    """Of a pass that was computed, see ``best_rows.by_token``; None also where any logit is NaN."""
+    if best.has_nan.item():
+        return None
+    return by_token(np.array(best.values, copy=False), np.array(best.ids, copy=False), n_best)
+
+
+# One sequence on MLX: passes, rollback, and fetching no more than is asked for.
+
+N_CHUNK = {"gpu": 512, "cpu": 32}
+"""Most tokens in one pass; between passes Ctrl-C and ``interrupted`` are heard. A CPU gains nothing by more."""
+
+
+class MLXContext(Context):
+    """A sequence's memory in MLX's arrays.
+
+    A pass is one evaluation: the logits and the memory are computed together, and waited for once.
+    """
+
+    model: MLXModel
+
+    def __init__(self, model: MLXModel, n_ctx: int, hidden: tuple[str, ...]) -> None:
+        super().__init__(model, n_ctx, hidden)
+        self.finds_best = model.finds_best
+        self._owner = model.owner
+        self._memory = LayerCaches(model.network, model.kv_type)
+        self._n_chunk = N_CHUNK[model.capabilities.device]
+        self._last_names = {NORM, layer_name(model.n_layers - 1)}  # of these there is a row for each row of logits
+        self._first_float: int | None = None  # from this position on, tokens do not tell what was fed
+
+    def _decode(self, tokens: Sequence[int], logits: Wanted) -> Forward:
+        return self._in_pieces(tokens, logits)
+
+    def _decode_best(self, tokens: Sequence[int], n_best: int, logits: Wanted, rows: FloatArray | None) -> Forward:
+        if len(tokens) > self._n_chunk:  # several passes, whose rows have to be alike
+            n_best = 0
+        if rows is not None:
+            return self._decode_floats(rows, tokens, logits, n_best)
+        return self._in_pieces(tokens, logits, n_best=n_best)
+
+    def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted, n_best: int = 0) -> Forward:
+        if self._first_float is None:
+            self._first_float = self.n_past
+        return self._in_pieces(tokens, logits, rows, n_best=n_best)
+
+    def _decode_first_layers(self, tokens: Sequence[int], n_layers: int) -> Forward:
+        return self._in_pieces(tokens, "none", n_layers=n_layers)
+
+    def _decode_tree(self, tokens: Sequence[int], parents: Sequence[int]) -> Forward:
+        self._catch_up()
+        tree, memory, network = Tree(parents), self._memory, self.model.network
+
+        def compute() -> Forward:
+            memory.branch(tree)
+            network.branch(tree.depths.tolist())
+            try:
+                return self._compute(tokens, "all", None, None)
+            finally:
+                memory.branch(None)
+                network.branch(None)
+                memory.n_past = min(memory.n_past, self.n_past)  # none of them is kept yet
+
+        return self._owner.run(compute)
+
+    def _keep(self, path: Sequence[int]) -> None:
+        self._owner.run(lambda: self._memory.keep(path))
+
+    def _in_pieces(
+        self,
+        tokens: Sequence[int],
+        logits: Wanted,
+        rows: FloatArray | None = None,
+        n_layers: int | None = None,
+        n_best: int = 0,
+    ) -> Forward:
+        self._catch_up()
+        if self._partial is None:  # nothing ever goes on from rows of the first layers
+            self._memory.checkpoint()
+        forwards: list[Forward] = []
+        for start in range(0, len(tokens), self._n_chunk):
+            if start and self.interrupted is not None and self.interrupted():
+                raise Cancelled("decoding was stopped")
+            end = min(start + self._n_chunk, len(tokens))
+            wanted = logits if end == len(tokens) or logits == "all" else "none"
+            piece = None if rows is None else rows[start:end]
+            forwards.append(self._pass(tokens[start:end], wanted, piece, n_layers, n_best))
+        return joined(forwards)
+
+    def _pass(
+        self,
+        tokens: Sequence[int],
+        wanted: Wanted,
+        rows: FloatArray | None = None,
+        n_layers: int | None = None,
+        n_best: int = 0,
+    ) -> Forward:
+        return self._owner.run(lambda: self._compute(tokens, wanted, rows, n_layers, n_best))
+
+    def _compute(
+        self, tokens: Sequence[int], wanted: Wanted, rows: FloatArray | None, n_layers: int | None, n_best: int = 0
+    ) -> Forward:
+        """One pass; on the owner thread."""
+        memory, network, n = self._memory, self.model.network, len(tokens)
+        n_rows = n_wanted(wanted, n)
+        n_of = {name: n_rows if name in self._last_names else n for name in self.hidden}
+        if n_layers is not None:
+            n_of = {name: n for name in map(layer_name, range(n_layers)) if name in self.hidden}
+        mx.set_default_device(self.model.device)
+        try:
+            floats = None if rows is None else mx.array(rows[None]).astype(network.compute_dtype)
+            ids = mx.array([tokens]) if rows is None or network.reads_tokens_too else mx.zeros((1, n), mx.int32)
+            states = network.states(ids, memory.layers, n_of, rows=floats, n_layers=n_layers)
+            # What only rows that nobody wants need, such as the last layer's feed-forward part, is never computed.
+            found = {name: states[name][0, n - n_name :].astype(mx.float32) for name, n_name in n_of.items() if n_name}
+            best: Largest | None = None
+            if n_rows:
+                whole = network.logits(states[NORM][:, n - n_rows :])[0].astype(mx.float32)
+                best = largest(whole, n_best) if n_best else None
+                if best is None:
+                    found["logits"] = whole
+            mx.eval(found, best or (), memory.arrays())
+            cut = None if best is None else settled(best, n_best)
+            if best is not None and cut is None:
+                found["logits"] = whole  # computed already
+        except (RuntimeError, ValueError, MemoryError) as error:
+            self._lose_memory()
+            raise EngineError(f"{self.model.engine} failed to decode {n} tokens: {error}") from None
+        memory.n_past += n
+        # Nothing is copied: where CPU and GPU share their memory, these are views of MLX's arrays.
+        arrays = {name: np.array(array, copy=False) for name, array in found.items()}
+        logits = arrays.get("logits", np.empty((0, network.n_vocab), dtype=np.float32))
+        nothing = np.empty((0, network.n_embd), dtype=np.float32)
+        hidden = {name: arrays.get(name, nothing) for name in n_of}
+        return Forward(logits, hidden) if cut is None else Forward(cut[0], hidden, cut[1])
+
+    def _lose_memory(self) -> None:
+        """Half of the layers may have got their rows: start over, from the tokens, with the next pass."""
+        self._memory.clear()
+        if self._first_float is not None:
+            del self.tokens[self._first_float :]
+
+    def _catch_up(self) -> None:
+        """Feed again what the memory lost in a rollback that it could only do in part."""
+        while self._memory.n_past < self.n_past:
+            start = self._memory.n_past
+            self._pass(self.tokens[start : min(start + self._n_chunk, self.n_past)], "none")
+
+    def _truncate(self, n: int) -> None:
+        if self._first_float is not None and n <= self._first_float:
+            self._first_float = None
+        self._owner.run(lambda: self._memory.rewind(n))
+
+    def _export(self) -> Mapping[str, npt.NDArray[Any]]:
+        self._catch_up()
+        return self._owner.run(self._memory.export)
+
+    def _state_bytes(self) -> int:
+        self._catch_up()
+        return self._owner.run(lambda: self._memory.n_bytes)
+
+    def _import(self, state: ContextState) -> None:
+        arrays, self._first_float = dict(state.arrays), None
+        self._owner.run(lambda: self._memory.restore(arrays, len(state.tokens), self._sample()))
+
+    def _sample(self) -> LayerCaches:
+        """A memory of this model with one token in it."""
+        sample = LayerCaches(self.model.network, self.model.kv_type)
+        self.model.network.hidden(mx.array([[0]]), sample.layers)
+        sample.n_past = 1
+        return sample
+
+    def _close(self) -> None:
+        self._owner.run(self._memory.clear)
+
+
+# Several sequences in one pass on MLX: what reads weights is computed over the rows of all of them together.
+#
+# That is every linear layer, those within attention too, whose inputs' and output's projections are taken out of
+# mlx-lm's module for the time of a pass. What depends on the sequence mlx-lm's own attention computes for one after
+# the other, over its own rows alone: the heads' norms, the rotary embedding, keys and values, and which of them a row
+# sees. Nothing is padded, and a row passes over no other sequence's cells.
+
+_OUTPUT = "o_proj"
+_INPUTS = ({"q_proj", "k_proj", "v_proj"}, {"qkv_proj"})
+"""Names of the linear layers in mlx-lm's attention modules that read what the module is called with."""
+
+Part = tuple[slice, list[Any]]
+"""Rows of one sequence in a pass, and its memory: a cache for each layer."""
+
+
+class MLXSequences(SequencesInTurn):
+    """Contexts of one model that are fed in one pass; one alone, or what only one can be fed, as that context is."""
+
+    model: MLXModel
+    _contexts: Sequence[MLXContext]
+
+    def __init__(self, contexts: Sequence[MLXContext], n_cells: int) -> None:
+        super().__init__(contexts, n_cells)
+        self._n_chunk = contexts[0]._n_chunk
+
+    def _decode(self, pieces: Sequence[Piece]) -> list[Forward]:
+        if len(pieces) == 1:
+            return super()._decode(pieces)
+        for piece in pieces:
+            self._check_held(piece.sequence)
+        contexts = [self._contexts[piece.sequence] for piece in pieces]
+        found: list[list[Forward]] = [[] for _ in pieces]
+        try:
+            for context in contexts:
+                context._catch_up()
+            for n_before, parts in enumerate(_passes(pieces, self._n_chunk)):
+                if n_before and self.interrupted is not None and self.interrupted():
+                    raise Cancelled("decoding was stopped")
+                forwards = self.model.owner.run(lambda parts=parts: self._compute([part for _, part in parts]))  # type: ignore[misc]
+                for (number, _), forward in zip(parts, forwards, strict=True):
+                    found[number].append(forward)
+        except BaseException:
+            for context in contexts:
+                context._truncate(context.n_past)
+            raise
+        for context, piece in zip(contexts, pieces, strict=True):
+            context.tokens.extend(piece.tokens)
+        return [joined(forwards) for forwards in found]
+
+    def _compute(self, parts: Sequence[Piece]) -> list[Forward]:
+        """One pass, and one evaluation; on the owner thread."""
+        network, contexts = self.model.network, [self._contexts[part.sequence] for part in parts]
+        memories = [context._memory for context in contexts]
+        rows, wanted, n = [], [], 0
+        for _, tokens, logits in parts:
+            rows.append(slice(n, n + len(tokens)))
+            n += len(tokens)
+            wanted.append(range(n - n_wanted(logits, len(tokens)), n))
+        chosen = [row for each in wanted for row in each]
+        last_names = contexts[0]._last_names  # of these there is a row for each row of logits
+        mx.set_default_device(self.model.device)
+        try:
+            layers = [memory.layers for memory in memories]
+            with divided(network, list(zip(rows, layers, strict=True))):
+                ids = mx.array([[token for part in parts for token in part.tokens]])
+                states = network.states(ids, None, self.hidden)
+            arrays = {name: states[name][0] for name in self.hidden if name not in last_names}
+            if chosen:
+                of_chosen = mx.array(chosen)
+                arrays |= {name: states[name][0, of_chosen] for name in self.hidden if name in last_names}
+                arrays["logits"] = network.logits(states[NORM][:, of_chosen])[0]
+            arrays = {name: array.astype(mx.float32) for name, array in arrays.items()}
+            mx.eval(arrays, [memory.arrays() for memory in memories])
+        except (RuntimeError, ValueError, MemoryError) as error:
+            for context in contexts:
+                context._lose_memory()
+            raise EngineError(
+                f"{self.model.engine} failed to decode {n} tokens of {len(parts)} sequences: {error}"
+            ) from None
+        for memory, (_, tokens, _) in zip(memories, parts, strict=True):
+            memory.n_past += len(tokens)
+        found = {name: np.array(array, copy=False) for name, array in arrays.items()}
+        found.setdefault("logits", np.empty((0, network.n_vocab), dtype=np.float32))
+        nothing = np.empty((0, network.n_embd), dtype=np.float32)
+        forwards, start = [], 0
+        for of_all, each in zip(rows, wanted, strict=True):
+            of_wanted = slice(start, start := start + len(each))
+            hidden: dict[str, FloatArray] = {
+                name: found.get(name, nothing)[of_wanted if name in last_names else of_all] for name in self.hidden
+            }
+            forwards.append(Forward(found["logits"][of_wanted], hidden))
+        return forwards
+
+
+def _passes(pieces: Sequence[Piece], n_chunk: int) -> Iterator[list[tuple[int, Piece]]]:
+    """The pieces in passes of at most so many rows: in each, parts of some of them, and which they are of."""
+    parts: list[tuple[int, Piece]] = []
+    room = n_chunk
+    for number, (sequence, tokens, logits) in enumerate(pieces):
+        start = 0
+        while start < len(tokens):
+            end = min(start + room, len(tokens))
+            wanted = logits if end == len(tokens) or logits == "all" else "none"
+            parts.append((number, Piece(sequence, tokens[start:end], wanted)))
+            room -= end - start
+            start = end
+            if not room:
+                yield parts
+                parts, room = [], n_chunk
+    if parts:
+        yield parts
+
+
+# -- layers that compute rows of several sequences ---------------------------------------------------------------------
+
+
+def can_divide(network: Network) -> bool:
+    """Whether ``divided`` is right about a network: only its attention looks at more than one row, by a known call."""
+    return not network.recurrent and all(_can_divide(layer) for layer in network.module.layers)
+
+
+def _can_divide(layer: nn.Module) -> bool:
+    attention = layer.get("self_attn")
+    if not isinstance(attention, nn.Module):
+        return False
+    linear = {name for name, part in attention.items() if isinstance(part, nn.Linear | nn.QuantizedLinear)}
+    call = [*signature(type(attention).__call__).parameters]
+    return call == ["self", "x", "mask", "cache"] and _OUTPUT in linear and linear - {_OUTPUT} in _INPUTS
+
+
+@contextmanager
+def divided(network: Network, parts: Sequence[Part]) -> Iterator[None]:
+    """Within it, the rows of a pass are those of several sequences, and the cache given to the network is not used.
+
+    On the owner thread.
+
+    Args:
+        network: of which ``can_divide`` holds.
+        parts: that the rows of a pass consist of, in their order.
+    """
+    layers = network.module.layers
+    originals = [layer["self_attn"] for layer in layers]
+    masks = [_masks(caches, rows.stop - rows.start) for rows, caches in parts]
+    try:
+        for i, (layer, attention) in enumerate(zip(layers, originals, strict=True)):
+            own = [(rows, mask[i], caches[i]) for (rows, caches), mask in zip(parts, masks, strict=True)]
+            layer["self_attn"] = _Divided(attention, own)
+        yield
+    finally:
+        for layer, attention in zip(layers, originals, strict=True):
+            layer["self_attn"] = attention
+
+
+def _masks(caches: Sequence[Any], n: int) -> list[Any]:
+    """For each layer what the next n rows of a sequence see, made once for all layers that see the same."""
+    of_window: dict[int | None, Any] = {}
+    for cache in caches:
+        if cache.window not in of_window:
+            of_window[cache.window] = cache.make_mask(n)
+    return [of_window[cache.window] for cache in caches]
+
+
+class _Divided:
+    """An attention module over rows of several sequences: projections of all, and in between each by itself.
+
+    Args:
+        attention: mlx-lm's.
+        parts: rows, mask and cache of each sequence.
+    """
+
+    def __init__(self, attention: nn.Module, parts: Sequence[tuple[slice, Any, Any]]) -> None:
+        self._attention = attention
+        self._parts = parts
+
+    def __call__(self, x: mx.array, *_: Any, **__: Any) -> mx.array:
+        """[1, n, n_embd] -> [1, n, n_embd]; the one mask and cache that the layer hands over are not looked at."""
+        attention = self._attention
+        linear = {name: attention[name] for name in (_OUTPUT, *set.union(*_INPUTS)) if name in attention}
+        projected = {name: layer(x) for name, layer in linear.items() if name != _OUTPUT}
+        found = []
+        try:
+            attention[_OUTPUT] = lambda heads: heads
+            for rows, mask, cache in self._parts:
+                for name, array in projected.items():
+                    attention[name] = _giving(array[:, rows])
+                found.append(attention(x[:, rows], mask, cache))
+        finally:
+            for name, layer in linear.items():
+                attention[name] = layer
+        output: mx.array = linear[_OUTPUT](mx.concatenate(found, axis=1))
+        return output
+
+
+def _giving(array: mx.array) -> Callable[[mx.array], mx.array]:
+    """A layer that puts this out whatever is put in."""
+    return lambda _: array
 
 
 class MLXModel(Model):

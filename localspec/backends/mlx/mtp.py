@@ -14,14 +14,13 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from localspec.backends.mlx.architecture import ARCHITECTURES, common_arguments
+from localspec.backends.mlx.architecture import ARCHITECTURES, Header, common_arguments
 from localspec.backends.mlx.eagle3 import HEAD_DTYPE, embedding_of, head_network, output_of
-from localspec.backends.mlx.header import Header
 from localspec.backends.mlx.library import defer_mlx_lm
 from localspec.backends.mlx.network import Network, install_rope, rope_scaling
 from localspec.backends.mlx.placement import fill
 from localspec.errors import UnsupportedModel
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.head_kinds.base import PublishedHead
 
 ARCHITECTURE = "glm4moe"

@@ -14,7 +14,7 @@ from localspec.backends.base import Progress
 from localspec.backends.mlx.architecture import Architecture
 from localspec.backends.mlx.weights import Format, Stored, read_tensor
 from localspec.errors import EngineError, UnsupportedModel
-from localspec.model_files.gguf_file import GGUFFile, TensorInfo
+from localspec.model_files.gguf import GGUFFile, TensorInfo
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that are no parameter: they set the rotary embedding's frequencies."""

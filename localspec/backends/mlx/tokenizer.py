@@ -7,8 +7,111 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from localspec.backends.mlx.word_split import IGNORES_MERGES, word_split
+from localspec.errors import UnsupportedModel
 from localspec.model_files.vocab import byte_of_character
+
+# How a byte-level tokenizer cuts a text into the words that its merges stay within.
+#
+# A GGUF only names the split (``tokenizer.ggml.pre``); what the names mean is a convention of llama.cpp, so its
+# expressions are the definition, and agreement with it is what the tests ask for. The ``tokenizers`` package runs them.
+
+# llama.cpp's tables of letters, numbers and so on are those of Unicode 15.1, the package's those of 16.0. These are the
+# characters that came between; they belong to no class there.
+_NEWER = (
+    r"\x{897}\x{1B4E}\x{1B4F}\x{1B7F}\x{1C89}\x{1C8A}\x{2427}-\x{2429}\x{31E4}\x{31E5}\x{A7CB}-\x{A7CD}"
+    r"\x{A7DA}-\x{A7DC}\x{105C0}-\x{105F3}\x{10D40}-\x{10D8F}\x{10EC2}-\x{10EFC}\x{11380}-\x{113E2}"
+    r"\x{116D0}-\x{116E3}\x{11BC0}-\x{11BF9}\x{11F5A}\x{13460}-\x{143FA}\x{16100}-\x{16139}\x{16D40}-\x{16D79}"
+    r"\x{18CFF}\x{1CC00}-\x{1CEB3}\x{1E5D0}-\x{1E5FF}\x{1F8B2}-\x{1F8C1}\x{1FA89}\x{1FA8F}\x{1FABE}\x{1FAC6}"
+    r"\x{1FADC}-\x{1FADF}\x{1FAE9}\x{1FBCB}-\x{1FBEF}"
+)
+
+
+def _class(category: str) -> str:
+    return rf"[\p{{{category}}}&&[^{_NEWER}]]"
+
+
+L, N, P, M, S = (_class(category) for category in "LNPMS")
+
+_ENGLISH = "'s|'t|'re|'ve|'m|'ll|'d"
+# Spelled out: a case-insensitive match would also take the long s for an s.
+_ENGLISH_ANY_CASE = "'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
+_BLANK_ENDS = r"\s+(?!\S)|\s+"
+
+_GPT2 = rf"{_ENGLISH}| ?{L}+| ?{N}+| ?[^\s{L}{N}]+|{_BLANK_ENDS}"
+
+
+def _gpt4(numbers: str, *, contractions: str = f"(?:{_ENGLISH_ANY_CASE})|", letters: str = L) -> str:
+    """The family that GPT-4's tokenizer began; its members differ in how they cut numbers."""
+    marks = rf"[^\s{letters}{N}]"
+    return rf"{contractions}[^\r\n{L}{N}]?[{letters}]+|{numbers}| ?{marks}+[\r\n]*|\s*[\r\n]+|{_BLANK_ENDS}"
+
+
+_QWEN2 = _gpt4(N)
+_LLAMA3 = _gpt4(f"{N}{{1,3}}")
+
+# Upper- and lower-case letters are told apart among ASCII letters only.
+_UPPER, _LOWER = f"(?:(?={L})[^a-z])", f"(?:(?={L})[^A-Z])"
+
+
+def _cased(numbers: str, suffix: str = "") -> str:
+    """Words that end where a capital follows a small letter (Mistral's Tekken, GPT-4o)."""
+    start = rf"[^\r\n{L}{N}]?"
+    words = f"{start}{_UPPER}*{_LOWER}+{suffix}|{start}{_UPPER}+{_LOWER}*{suffix}"
+    return rf"{words}|{numbers}| ?[^\s{L}{N}]+[\r\n/]*|\s*[\r\n]+|{_BLANK_ENDS}"
+
+
+_DEEPSEEK_WORDS = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"
+    rf"|[^\r\n{L}{P}{S}]?[{L}{M}]+| ?[{P}{S}]+[\r\n]*|\s*[\r\n]+|{_BLANK_ENDS}"
+)
+
+_GROUPS: tuple[tuple[tuple[str, ...], list[str]], ...] = (
+    (("default",), [rf"[{P}$+<=>^~|]+", _GPT2, f"{N}+", "[0-9][0-9][0-9]"]),
+    (("gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "mpt", "olmo", "jais",
+       "trillion", "granite-docling", "exaone4"), [_GPT2]),
+    (("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"), [N, _GPT2]),
+    (("falcon",), [rf"[{P}$+<=>^~|`]+", _GPT2, "[0-9][0-9][0-9]"]),
+    (("qwen2", "deepseek-r1-qwen", "kormo", "megrez", "stablelm2", "hunyuan", "solar-open", "grok-2"), [_QWEN2]),
+    (("qwen35",), [_gpt4(N, letters=f"{L}{M}")]),
+    (("ufakzeka",), [_gpt4(N, contractions="")]),
+    (("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), [_LLAMA3]),
+    (("dbrx", "smaug-bpe", "chatglm-bpe", "glm4", "glm5"), [_LLAMA3]),
+    (("tekken",), [_cased(N)]),
+    (("gpt-4o", "llama4", "kanana2", "minimax-m2"), [_cased(f"{N}{{1,3}}", f"(?:{_ENGLISH_ANY_CASE})?")]),
+    (("deepseek-v3", "hunyuan-dense", "joyai-llm"), [f"{N}{{1,3}}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK_WORDS]),
+    (("deepseek-coder",), [r"[\r\n]", rf"\s?{L}+", rf"\s?{P}+", "[一-龥ࠀ-一가-퟿]+", N]),
+)  # fmt: skip
+
+_SPLITS = {name: expressions for names, expressions in _GROUPS for name in names}
+
+IGNORES_MERGES = frozenset(
+    ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken", "glm4", "glm5")
+)
+"""Splits whose words are taken whole where the vocabulary has them, whatever the merges say."""
+
+
+def word_split(pre: str, file_name: str) -> list[str]:
+    """The expressions of a split, in Oniguruma's syntax: each cuts what the ones before left in one piece.
+
+    Args:
+        pre: ``tokenizer.ggml.pre``.
+        file_name: for the error.
+
+    Raises:
+        UnsupportedModel: the name is not known here.
+    """
+    expressions = _SPLITS.get(pre or "default")
+    if expressions is None:
+        raise UnsupportedModel(
+            f"{file_name} splits words by the rule {pre!r}, which the MLX backend "
+            "does not know; use --backend llama-cpp"
+        )
+    return expressions
+
+
+def known_splits() -> list[str]:
+    """Every name that ``word_split`` knows."""
+    return sorted(_SPLITS)
 
 
 class ByteLevel:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +12,309 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from localspec.backends.mlx.blocks import BLOCK_TYPES, repack
 from localspec.errors import UnsupportedModel
-from localspec.model_files.gguf_file import GGUFFile, TensorInfo
+from localspec.model_files.gguf import GGUFFile, TensorInfo
+
+# GGML's quantised blocks rewritten as MLX's affine groups: ``value = scale * code + bias``.
+#
+# A ggml row is a chain of blocks, each with its own scales; MLX keeps the codes of a row in one little-endian bit
+# stream and the scale and bias of every group of 32, 64 or 128 values beside it. Most of ggml's types are affine in
+# groups of 32 and change their layout only. What each type becomes:
+#
+# =========  ====  =====  =================================================================================
+# type       bits  group  why
+# =========  ====  =====  =================================================================================
+# Q4_0       4     32     d(q - 8), so the bias is -8d
+# Q4_1       4     32     dq + m
+# Q5_0       5     32     d(q - 16)
+# Q5_1       5     32     dq + m
+# Q8_0       8     32     dq with q in -128..127, stored as q + 128
+# Q4_K       4     32     (d·s)q - dmin·m: products of a half and 6 bits, exact in float32
+# Q5_K       5     32     as Q4_K
+# Q3_K       8     128    d·(s·q): s·q is an integer in -124..128, which is 8 bits for the whole group
+# IQ4_NL     8     32     d·v, with v one of 16 values in -127..113
+# IQ4_XS     8     32     (d·s)v, as IQ4_NL
+# Q6_K       8     32     not exact: scales for 16 values each. See ``_q6_k``
+# Q2_K       8     32     not exact: as Q6_K. See ``_q2_k``
+# =========  ====  =====  =================================================================================
+#
+# The exact ones are the dequantised values to the last bit when computed in float32. ggml's reference is
+# ``ggml-quants.c`` of llama.cpp; the tests hold all of this against gguf-py's dequantiser.
+
+# NumPy's annotations take `uint8_array & 15` for signed numbers of any width, so these say less than they mean.
+Bytes = npt.NDArray[Any]  # uint8
+Floats = npt.NDArray[Any]  # float32
+Unpacked = tuple[Bytes, Floats, Floats]
+"""Codes [n_blocks, block], scales and biases [n_blocks, block / group]."""
+
+_IQ4_VALUES = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int16
+)  # fmt: skip
+_CHUNK = 1 << 18
+"""Values unpacked at a time by a thread: the working memory, some 20 bytes for each, stays in the CPU's caches."""
+_N_THREADS = min(8, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """How a quantised ggml type is represented.
+
+    Attributes:
+        name: ggml's name.
+        block: values in a block.
+        n_bytes: bytes of a block.
+        bits: bits of a code in MLX.
+        group: values that share a scale and a bias in MLX.
+        exact: whether the represented values are the file's values.
+        unpack: blocks [n_blocks, n_bytes] -> ``Unpacked``.
+    """
+
+    name: str
+    block: int
+    n_bytes: int
+    bits: int
+    group: int
+    exact: bool
+    unpack: Callable[[Bytes], Unpacked]
+
+
+@dataclass(frozen=True, slots=True)
+class AffineMatrix:
+    """A matrix in MLX's affine format.
+
+    Attributes:
+        codes: uint32 [n_rows, n_columns * bits / 32], the codes of a row as one bit stream.
+        scales: float32 [n_rows, n_columns / group].
+        biases: as ``scales``.
+        bits: bits of a code.
+        group: values that share a scale.
+    """
+
+    codes: npt.NDArray[np.uint32]
+    scales: Floats
+    biases: Floats
+    bits: int
+    group: int
+
+
+def repack(kind: BlockType, rows: Bytes) -> AffineMatrix:
+    """Rewrite a matrix.
+
+    Args:
+        kind: the type of its blocks.
+        rows: the blocks, row by row [n_rows, n_columns / block * n_bytes].
+    """
+    n_rows, row_bytes = rows.shape
+    n_columns = row_bytes // kind.n_bytes * kind.block
+    codes = np.empty((n_rows, n_columns * kind.bits // 8), dtype=np.uint8)
+    scales = np.empty((n_rows, n_columns // kind.group), dtype=np.float32)
+    biases = np.empty_like(scales)
+    step = max(1, _CHUNK // n_columns)
+
+    def rewrite(start: int) -> None:
+        part = slice(start, start + step)
+        blocks = np.ascontiguousarray(rows[part]).reshape(-1, kind.n_bytes)
+        part_codes, part_scales, part_biases = kind.unpack(blocks)
+        codes[part] = pack(part_codes, kind.bits).reshape(-1, codes.shape[1])
+        scales[part] = part_scales.reshape(-1, scales.shape[1])
+        biases[part] = part_biases.reshape(-1, scales.shape[1])
+
+    with ThreadPoolExecutor(_N_THREADS) as pool:
+        for _ in pool.map(rewrite, range(0, n_rows, step)):
+            pass  # only to raise what was raised
+    return AffineMatrix(codes.view(np.uint32), scales, biases, kind.bits, kind.group)
+
+
+def pack(codes: Bytes, bits: int) -> Bytes:
+    """Codes [n, m], m a multiple of 8, as little-endian bit streams [n, m * bits / 8]."""
+    if bits == 8:
+        return codes
+    if bits == 4:
+        pairs: Bytes = codes[:, 0::2] | codes[:, 1::2] << 4
+        return pairs
+    if bits != 5:
+        raise ValueError(f"packing codes of {bits} bits is not supported")
+    c = codes.reshape(len(codes), -1, 8)
+    packed = np.empty((*c.shape[:2], 5), dtype=np.uint8)
+    # Shifts of uint8 drop what is carried out of the byte, which is what the next byte takes up.
+    packed[..., 0] = c[..., 0] | c[..., 1] << 5
+    packed[..., 1] = c[..., 1] >> 3 | c[..., 2] << 2 | c[..., 3] << 7
+    packed[..., 2] = c[..., 3] >> 1 | c[..., 4] << 4
+    packed[..., 3] = c[..., 4] >> 4 | c[..., 5] << 1 | c[..., 6] << 6
+    packed[..., 4] = c[..., 6] >> 2 | c[..., 7] << 3
+    return packed.reshape(len(codes), -1)
+
+
+# -- types with one scale for 32 values ------------------------------------------------------------------------------
+
+
+def _halves(blocks: Bytes, at: int, count: int = 1) -> Floats:
+    """``count`` float16 numbers at a byte offset of every block, as float32 [n_blocks, count]."""
+    return np.ascontiguousarray(blocks[:, at : at + 2 * count]).view(np.float16).astype(np.float32)
+
+
+def _nibbles(bytes_: Bytes) -> Bytes:
+    """The low halves of bytes [..., m], then the high halves: [..., 2m]."""
+    halves = np.empty((*bytes_.shape[:-1], 2, bytes_.shape[-1]), dtype=np.uint8)
+    np.bitwise_and(bytes_, 15, out=halves[..., 0, :])
+    np.right_shift(bytes_, 4, out=halves[..., 1, :])
+    return halves.reshape(*bytes_.shape[:-1], -1)
+
+
+def _fifth_bits(blocks: Bytes, at: int) -> Bytes:
+    """32 single bits from 4 bytes, each as 0 or 16 [n_blocks, 32]."""
+    return np.unpackbits(np.ascontiguousarray(blocks[:, at : at + 4]), axis=1, bitorder="little") << 4
+
+
+def _q4_0(blocks: Bytes) -> Unpacked:
+    d = _halves(blocks, 0)
+    return _nibbles(blocks[:, 2:]), d, -8 * d
+
+
+def _q4_1(blocks: Bytes) -> Unpacked:
+    return _nibbles(blocks[:, 4:]), _halves(blocks, 0), _halves(blocks, 2)
+
+
+def _q5_0(blocks: Bytes) -> Unpacked:
+    d = _halves(blocks, 0)
+    return _nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2), d, -16 * d
+
+
+def _q5_1(blocks: Bytes) -> Unpacked:
+    return _nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4), _halves(blocks, 0), _halves(blocks, 2)
+
+
+def _q8_0(blocks: Bytes) -> Unpacked:
+    d = _halves(blocks, 0)
+    return blocks[:, 2:] ^ 128, d, -128 * d  # flipping the sign bit adds 128
+
+
+def _iq4_nl(blocks: Bytes) -> Unpacked:
+    d = _halves(blocks, 0)
+    return _iq4_codes(blocks[:, 2:]), d, -128 * d
+
+
+def _iq4_codes(nibble_pairs: Bytes) -> Bytes:
+    return (_IQ4_VALUES + 128).astype(np.uint8)[_nibbles(nibble_pairs)]
+
+
+# -- types with blocks of 256, scaled by 16 or 32 ---------------------------------------------------------------------
+
+
+def _scales_and_mins(packed: Bytes) -> tuple[Bytes, Bytes]:
+    """Eight 6-bit scales and eight 6-bit minima from 12 bytes: [n, 12] -> two of [n, 8].
+
+    The first four of each lie in the low 6 bits of bytes 0-3 and 4-7. The last four have their low halves in bytes 8-11
+    and their top two bits above the first four's.
+    """
+    low, middle, high = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
+    scales = np.concatenate((low & 63, high & 15 | (low >> 6) << 4), axis=1)
+    minima = np.concatenate((middle & 63, high >> 4 | (middle >> 6) << 4), axis=1)
+    return scales, minima
+
+
+def _q4_k(blocks: Bytes) -> Unpacked:
+    scales, minima = _scales_and_mins(blocks[:, 4:16])
+    codes = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 256)
+    return codes, _halves(blocks, 0) * scales, -_halves(blocks, 2) * minima
+
+
+def _q5_k(blocks: Bytes) -> Unpacked:
+    scales, minima = _scales_and_mins(blocks[:, 4:16])
+    codes = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+    # Byte i of the next 32 holds the fifth bits of the i-th values of the eight groups.
+    fifth = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    return (codes | fifth << 4).reshape(-1, 256), _halves(blocks, 0) * scales, -_halves(blocks, 2) * minima
+
+
+def _pairs(blocks: Bytes) -> Bytes:
+    """Two-bit numbers from 64 bytes; each half of 32 bytes holds four layers of 32: [n, 64] -> [n, 256]."""
+    shifts = np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]
+    return (blocks.reshape(-1, 2, 1, 32) >> shifts & 3).reshape(-1, 256)
+
+
+def _q3_k(blocks: Bytes) -> Unpacked:
+    # 16 scales of 6 bits: low halves in 8 bytes (two layers), top two bits in the 4 that follow (four layers).
+    low = _nibbles(blocks[:, 96:104])
+    top = (blocks[:, None, 104:108] >> np.array([0, 2, 4, 6], dtype=np.uint8)[:, None] & 3).reshape(-1, 16)
+    scales = (low | top << 4).astype(np.int16) - 32
+    # A third bit that is not set subtracts 4.
+    third = blocks[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    q = _pairs(blocks[:, 32:96]).astype(np.int16) + (third.astype(np.int16) * 4 - 4).reshape(-1, 256)
+    product = (q.reshape(-1, 16, 16) * scales[:, :, None]).reshape(-1, 256)  # in -124..128
+    # Negated, the range is one that starts at a power of two, so that the bias needs no more digits than the scale.
+    d = np.repeat(_halves(blocks, 108), 2, axis=1)
+    return (128 - product).astype(np.uint8), -d, 128 * d
+
+
+def _iq4_xs(blocks: Bytes) -> Unpacked:
+    n = len(blocks)
+    low = np.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), axis=2).reshape(n, 8)
+    top = np.ascontiguousarray(blocks[:, 2:4]).view(np.uint16) >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    scales = (low | top.astype(np.uint8) << 4).astype(np.float32) - 32
+    d = _halves(blocks, 0) * scales
+    return _iq4_codes(blocks[:, 8:].reshape(-1, 8, 16)).reshape(-1, 256), d, -128 * d
+
+
+def _q6_k(blocks: Bytes) -> Unpacked:
+    """Values d·s·q with q in -32..31 and a scale s in -128..127 for each 16 of them; MLX's groups are 32 wide.
+
+    Of the two scales in a group the larger in magnitude, S, is kept: codes count steps of d·S/4, so its 16 values are
+    represented as they are, and those of the other are rounded to a step: an error of at most d·|S|/8. Relative to the
+    weights that is 4e-3 on real files, 6.5e-3 on the worst tensor of one; spreading 256 codes over each group's range
+    gives 4.8e-3 and 6.6e-3.
+    """
+    n = len(blocks)
+    low = _nibbles(blocks[:, :128].reshape(n, 2, 64)).reshape(n, 256)
+    q = (low | _pairs(blocks[:, 128:192]) << 4).astype(np.float32).reshape(n, 8, 2, 16) - 32
+    scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32).reshape(n, 8, 2)
+    first, second = scales[..., 0], scales[..., 1]
+    larger = np.where(np.abs(first) >= np.abs(second), first, second)
+    step = _halves(blocks, 208) * larger / 4
+    ratio = 4 * scales / np.where(larger == 0, 1, larger)[..., None]
+    # Opposite signs and q = -32 would give 256.
+    codes = np.minimum(np.rint(q * ratio[..., None]) + 128, 255).astype(np.uint8)
+    return codes.reshape(n, 256), step, -128 * step
+
+
+def _q2_k(blocks: Bytes) -> Unpacked:
+    """Values d·s·q - dmin·m with q in 0..3 and 4-bit s and m for each 16 of them; MLX's groups are 32 wide.
+
+    The 256 codes are spread over what the two blocks of a group can hold, and the values rounded to them: an error of
+    at most half a step, a 510th of that range.
+    """
+    n = len(blocks)
+    scale = (_halves(blocks, 80) * (blocks[:, :16] & 15)).reshape(n, 8, 2, 1)
+    minimum = (-_halves(blocks, 82) * (blocks[:, :16] >> 4)).reshape(n, 8, 2, 1)
+    values = scale * _pairs(blocks[:, 16:80]).reshape(n, 8, 2, 16) + minimum
+    ends = np.concatenate((minimum, minimum + 3 * scale), axis=2)
+    low, high = ends.min(axis=(2, 3)), ends.max(axis=(2, 3))
+    step = (high - low) / np.float32(255)
+    inverse = np.divide(1, step, out=np.zeros_like(step), where=step > 0)
+    codes = np.rint((values - low[..., None, None]) * inverse[..., None, None])
+    return np.minimum(codes, 255).astype(np.uint8).reshape(n, 256), step, low
+
+
+def _table(*rows: tuple[Any, ...]) -> dict[str, BlockType]:
+    return {row[0]: BlockType(*row) for row in rows}
+
+
+BLOCK_TYPES = _table(
+    ("Q4_0", 32, 18, 4, 32, True, _q4_0),
+    ("Q4_1", 32, 20, 4, 32, True, _q4_1),
+    ("Q5_0", 32, 22, 5, 32, True, _q5_0),
+    ("Q5_1", 32, 24, 5, 32, True, _q5_1),
+    ("Q8_0", 32, 34, 8, 32, True, _q8_0),
+    ("Q2_K", 256, 84, 8, 32, False, _q2_k),
+    ("Q3_K", 256, 110, 8, 128, True, _q3_k),
+    ("Q4_K", 256, 144, 4, 32, True, _q4_k),
+    ("Q5_K", 256, 176, 5, 32, True, _q5_k),
+    ("Q6_K", 256, 210, 8, 32, False, _q6_k),
+    ("IQ4_NL", 32, 18, 8, 32, True, _iq4_nl),
+    ("IQ4_XS", 256, 136, 8, 32, True, _iq4_xs),
+)
+"""ggml's name -> how its blocks are represented. Types of plain numbers (F32, F16, BF16) need no repacking."""
+
 
 PLAIN_TYPES = ("F32", "F16", "BF16")
 

@@ -10,24 +10,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from localspec.commands.bench.charts import speedup_plot
-from localspec.commands.bench.compare import comparison, comparison_json, comparison_report
-from localspec.commands.bench.plan import BenchRequest, make_plan
-from localspec.commands.bench.record import Record
-from localspec.commands.bench.report import bench_report
+from localspec.commands.bench.record import Record, RecordError, read_record, to_json
+from localspec.commands.bench.report import bench_report, comparison, comparison_json, comparison_report, speedup_plot
 from localspec.commands.bench.results import analyse
-from localspec.commands.bench.runner import BenchRun
-from localspec.commands.bench.storage import RecordError, read_record, to_json
-from localspec.commands.options import check_text
-from localspec.commands.report.html import html
-from localspec.commands.report.markdown import markdown
-from localspec.commands.report.output import STREAM, checked_output, write_output
-from localspec.commands.report.terminal import Screen
-from localspec.errors import LocalspecError, UsageError
+from localspec.commands.bench.runner import BenchRequest, BenchRun, make_plan
+from localspec.errors import LocalspecError, UsageError, check_text
 from localspec.measuring.last_bench import remember
 from localspec.model_files.catalog import Catalog
+from localspec.report.renderers import STREAM, Screen, checked_output, html, markdown, write_output
 from localspec.system.files import is_same_file
-from localspec.terminal.progress import Progress
+from localspec.system.terminal import Progress
 
 INTERRUPTED = 130
 AUTO = "auto"

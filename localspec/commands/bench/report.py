@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
-from localspec.commands.bench import charts
-from localspec.commands.bench.record import Record
-from localspec.commands.bench.results import ALL, Passes, Results, Row
-from localspec.commands.bench.words import (
+from localspec.commands.bench.record import Record, differences
+from localspec.commands.bench.results import (
+    ALL,
+    Passes,
+    PredictionQuality,
+    Ratios,
+    Results,
+    Row,
     arm_name,
+    by_question,
+    doubts,
+    drifts,
     interval_text,
     ms_text,
+    ratios,
     same_text,
     seconds_text,
     share_text,
@@ -19,23 +30,215 @@ from localspec.commands.bench.words import (
     time_text,
     times_text,
     title,
+    wilson,
 )
-from localspec.commands.doctor.screen import break_even_table
-from localspec.commands.report.model import (
-    Facts,
-    Figure,
-    KeyFigure,
-    KeyFigures,
-    Part,
-    Report,
-    RowStyle,
-    Status,
-    Table,
-    Text,
-)
-from localspec.measuring.answer import NEAR_TIE
-from localspec.measuring.statistics import Estimate
+from localspec.commands.doctor.command import break_even_table
+from localspec.errors import UsageError
+from localspec.measuring.statistics import LEVEL, Estimate, estimate, estimate_quotient, middle, range_level
+from localspec.measuring.subject import NEAR_TIE, Sample
 from localspec.model_files.sources.base import size_text
+from localspec.report.model import Facts, Figure, KeyFigure, KeyFigures, Part, Report, RowStyle, Status, Table, Text
+from localspec.report.svg import N_COLOURS, Axis, Drawing, Point, Scale, Series, chart, label, ticks
+
+# The plots of a run.
+
+_LABELS = 96
+"""Width of the column with the categories' names."""
+
+_LEAST_REACH = 2.0
+"""The axis of speed-ups reaches to twice and half of plain's speed at least, so that noise does not look like more."""
+
+_CEILING = 4.0
+"""Range of the axis of speed-ups, in multiples of the largest median: an interval of few questions can be enormous."""
+
+
+def speedup_plot(record: Record, results: Results, *, heading: bool = False) -> Drawing:
+    """Speed over plain by category, each arm with its interval.
+
+    Args:
+        record: what was measured.
+        results: what it says.
+        heading: with the models' names, for a file of its own.
+    """
+    arms = results.arms
+    rows = [row for row in results.rows if row.speedup is not None]
+    categories = list(dict.fromkeys(row.category for row in rows))
+    top, height = 44.0 if heading else 24.0, 15.0 * max(1, len(arms)) + 10.0
+    bottom = top + height * len(categories)
+    drawing = Drawing(720, bottom + 34, "Speed over plain decoding, by category")
+    if heading:
+        drawing.text(0, 14, f"{title(record)}: speed over plain decoding", "strong")
+    drawing.legend([arm_name(record, *arm) for arm in arms], _LABELS, top - 10)
+    if ALL in categories:
+        drawing.boxes([(0, top, 720, height)], "band")
+    x = Scale(*_range([row.speedup for row in rows if row.speedup is not None]), _LABELS, 544)
+    for tick in ticks(x.low, x.high):
+        drawing.line(x(tick), top, x(tick), bottom, "grid")
+        drawing.text(x(tick), bottom + 16, f"×{label(tick)}", "mid muted")
+    drawing.line(x(1), top, x(1), bottom, "even")
+    drawing.text(x(1), bottom + 30, "plain", "mid muted")
+    for i, category in enumerate(categories):
+        drawing.text(4, top + (i + 0.5) * height + 4, category, "strong" if category == ALL else "")
+    for row in rows:
+        y, arm = top + categories.index(row.category) * height, arms.index((row.backend, row.arm))
+        _draw_speedup(drawing, record, row, x, y + 5 + 15 * (arm + 0.5), arm)
+    return drawing
+
+
+def _range(found: Sequence[Estimate]) -> tuple[float, float]:
+    medians = [1.0, *(each.median for each in found)]
+    ends = [end for each in found for end in (each.low, each.high) if end is not None]
+    low = max(min([*medians, *ends, 1 / _LEAST_REACH]), 0.0)
+    high = max(_LEAST_REACH, min(max([*medians, *ends]), _CEILING * max(medians)))
+    room = 0.04 * (high - low) + 0.02
+    return max(0.0, low - room), high + room
+
+
+def _draw_speedup(drawing: Drawing, record: Record, row: Row, x: Scale, y: float, arm: int) -> None:
+    found, colour = row.speedup, arm % N_COLOURS
+    assert found is not None
+    if found.low is not None and found.high is not None:
+        drawing.line(x(found.low), y, x(found.high), y, f"c{colour} {'bar' if found.is_firm else 'thin'}")
+        for end in (found.low, found.high):
+            drawing.line(x(end), y - 4, x(end), y + 4, f"c{colour} bar")
+    tip = (
+        f"{row.category}, {arm_name(record, row.backend, row.arm)}: {times_text(found.median)}, "
+        f"{interval_text(found)}; {row.n_questions} questions, slower on {row.n_slower}, "
+        f"worst {times_text(row.worst_speedup)} on {row.worst_question}"
+    )
+    drawing.mark(arm, x(found.median), y, f"f{colour}" if found.is_firm else f"c{colour} hollow", tip)
+    drawing.text(556, y + 4, times_text(found.median), "strong" if row.verdict in ("faster", "slower") else "muted")
+    drawing.text(604, y + 4, interval_text(found), "muted")
+
+
+def pass_plot(passes: Passes) -> Drawing:
+    """t(w): as calibrated, as observed in the run, and what as many single passes would take."""
+    widths = [each for each in passes.widths if each.width <= 17]
+    known = [(each.width, each.calibrated_ms) for each in widths if each.calibrated_ms is not None]
+    seen = [(each.width, each.observed_ms, each.n_observed) for each in widths if each.observed_ms is not None]
+    # A median of one or two passes may be an outlier; the axis does not follow it.
+    most = 1.05 * max([ms for _, ms in known] + [ms for _, ms, n in seen if n > 2] + [1e-9])
+    widest = max([each.width for each in widths] + [2])
+    one = known[0][1] if known else most
+    reach = min(widest, most / one)
+    series = [
+        Series(
+            "calibrated",
+            [Point(w, ms, f"calibrated: {w} tokens, {ms:.1f} ms, ×{ms / one:.2f} of one") for w, ms in known],
+        ),
+        Series(
+            "median in this run",
+            [Point(w, ms, f"in this run: {w} tokens, {ms:.1f} ms, median of {n} passes") for w, ms, n in seen],
+            line=False,
+            hollow=True,
+        ),
+    ]
+    x = Axis("tokens in a pass, w", 1, widest, {w: str(w) for w in (1, 2, 4, 6, 8, 10, 12, 14, 16) if w <= widest})
+    return chart("Time of a pass over w tokens", x, Axis("ms", 0, most), series,
+                 reference=("w single passes", [(1, one), (reach, reach * one)]))  # fmt: skip
+
+
+def break_even_plot(passes: Passes) -> Drawing:
+    """The acceptance that a draft of each length needs, by drafter."""
+    lengths = list(next(iter(passes.break_even.values())))
+    series = []
+    for source, even in passes.break_even.items():
+        ms = passes.step_ms[source]
+        points = [
+            Point(i, share, f"{source}, k = {length}: {share:.0%} of guesses must be right")
+            for i, (length, share) in enumerate(even.items())
+            if share is not None
+        ]
+        series.append(Series(f"{source} ({f'{ms:.1f} ms' if ms else 'free'})", points))
+    x = Axis("guesses a round, k", -0.3, len(lengths) - 0.7, dict(enumerate(lengths)))
+    y = Axis("share that must be right", 0, 1, percent=True)
+    return chart("Break-even acceptance by draft length", x, y, series)
+
+
+def position_plot(record: Record, rows: Sequence[Row]) -> Drawing:
+    """Acceptance by position in the draft of arms that drafted, with 95 % intervals."""
+    longest = min(16, max(len(row.by_position) for row in rows))
+    series = []
+    for k, row in enumerate(rows):
+        shift = (k - (len(rows) - 1) / 2) * min(0.15, 0.6 / len(rows))
+        name = arm_name(record, row.backend, row.arm)
+        points = [
+            Point(i + shift, each.rate, f"{name}, position {i}: {each.accepted} of {each.drafted}",
+                  *wilson(each.accepted, each.drafted))
+            for i, each in enumerate(row.by_position[:longest], 1)
+        ]  # fmt: skip
+        series.append(Series(name, points))
+    x = Axis("position in the draft", 0.5, longest + 0.5, {i: str(i) for i in range(1, longest + 1)})
+    return chart("Acceptance by position in the draft", x, Axis("accepted of sent", 0, 1, percent=True), series)
+
+
+def reliability_plot(judgements: Sequence[PredictionQuality]) -> Drawing:
+    """Predicted against observed acceptance of the first arm that predicts: all its drafters together, and each."""
+    found = [each for each in judgements if (each.backend, each.arm) == (judgements[0].backend, judgements[0].arm)]
+    bins = found[0].reliability.bins
+    series = []
+    for each in found:
+        whole = each.source == ALL
+        points = [
+            Point(
+                one.predicted,
+                one.observed,
+                f"{each.source}: {one.n} guesses, predicted {one.predicted:.1%}, observed {one.observed:.1%}",
+                one.observed_low if whole else None,
+                one.observed_high if whole else None,
+            )
+            for one in each.reliability.bins
+        ]
+        series.append(Series(each.source, points, line=False, hollow=not whole))
+    most = max(each.n for each in bins)
+    axes = (
+        Axis("predicted acceptance (bars: guesses)", 0, 1, percent=True),
+        Axis("observed", 0, 1, percent=True),
+    )
+    return chart("Reliability of the predicted acceptance", *axes, series, reference=("as predicted", [(0, 0), (1, 1)]),
+                 bars=[(each.low, each.high, each.n / most) for each in bins])  # fmt: skip
+
+
+def timelines(record: Record, question: str, repeat: int) -> Drawing:
+    """All arms on one question, round by round: where the time went, and how many tokens came of each round."""
+    samples = [s for s in record.samples if (s.question, s.repeat) == (question, repeat)]
+    order = [(backend, arm) for backend in record.settings.backends for arm in record.settings.arms]
+    samples.sort(key=lambda sample: order.index((sample.backend, sample.arm)))
+    row, top = 62.0, 24.0
+    bottom = top + row * len(samples)
+    drawing = Drawing(1000, bottom + 26, f"Rounds of the answers to {question}")
+    x = Scale(0, max(sample.seconds for sample in samples), 110, 990)
+    most = max((figures[5] for sample in samples for figures in sample.rounds), default=1)
+    for tick in ticks(0, x.high, most=9):
+        drawing.line(x(tick), top - 4, x(tick), bottom, "grid")
+        drawing.text(x(tick), bottom + 16, f"{label(tick)} s", "mid muted")
+    place = 110.0
+    for name, what in (("draft", "drafting"), ("verify", "verifying"), ("other", "other"), ("count", "tokens a round")):
+        drawing.boxes([(place, 4, 10, 10)], name)
+        drawing.text(place + 15, 13, what, "muted")
+        place += 40 + 6.4 * len(what)
+    for i, sample in enumerate(samples):
+        y = top + i * row
+        _draw_rounds(drawing, sample, x, y, most)
+        drawing.text(0, y + 30, arm_name(record, sample.backend, sample.arm), "strong")
+        drawing.text(0, y + 46, f"{sample.tokens} in {seconds_text(sample.seconds)}", "muted")
+    return drawing
+
+
+def _draw_rounds(drawing: Drawing, sample: Sample, x: Scale, y: float, most: float) -> None:
+    parts: dict[str, list[tuple[float, float, float, float]]] = {"draft": [], "verify": [], "other": [], "count": []}
+    at = 0.0
+    for draft, verify, other, _, _, emitted in sample.rounds:
+        began = at
+        for name, ms in (("draft", draft), ("verify", verify), ("other", other)):
+            parts[name].append((x(at), y + 34, x(at + ms / 1e3) - x(at), 14))
+            at += ms / 1e3
+        gap = 0.25 if x(at) - x(began) > 1 else 0.0
+        high = 28 * emitted / most
+        parts["count"].append((x(began), y + 32 - high, x(at) - x(began) - gap, high))
+    for name, boxes in parts.items():
+        drawing.boxes(boxes, name)
+
 
 _SPREAD = "tok/s ±: from question to question (standard deviation) · prompt: tokens of it read in a second"
 
@@ -187,7 +390,7 @@ def _speed(record: Record, results: Results) -> Iterator[Part]:
         return
     yield Figure(
         "Speed over plain decoding",
-        partial(charts.speedup_plot, record, results),
+        partial(speedup_plot, record, results),
         "Median over questions of tokens per second over plain's on the same question, with 95 % intervals. Dashed, "
         "with a hollow mark: too few questions for one; their range, and how often such a range covers the true "
         "median. Left of the dashed line it is slower than plain.",
@@ -282,14 +485,14 @@ def _passes(record: Record, passes: Passes) -> Iterator[Part]:
         yield break_even_table({each: (passes.step_ms[each], even) for each, even in passes.break_even.items()}, name)
     yield Figure(
         "",
-        partial(charts.pass_plot, passes),
+        partial(pass_plot, passes),
         "t(w), the time in which the target checks w tokens at once. The dashed line is what as many single passes "
         "take: the further the curve stays under it, the more guesses pay.",
     )
     if passes.break_even:
         yield Figure(
             "",
-            partial(charts.break_even_plot, passes),
+            partial(break_even_plot, passes),
             "The acceptance at which k guesses a round make no difference, by the theory of independent guesses: over "
             "it drafting pays, under it it costs. Where a line ends, not even perfect guesses would.",
         )
@@ -318,7 +521,7 @@ def _acceptance(record: Record, results: Results) -> Iterator[Part]:
     yield Table("Acceptance by drafter", ["arm", "drafter", "sent", "accepted", "share"], counts, left=2)
     yield Figure(
         "",
-        partial(charts.position_plot, record, rows),
+        partial(position_plot, record, rows),
         "Share of the guesses sent at each position that were accepted, all before them included; lines are 95 % "
         "Wilson intervals.",
     )
@@ -350,7 +553,7 @@ def _predictions(record: Record, results: Results) -> Iterator[Part]:
         )
     if results.judgements:
         caption = "What the controller predicted against what the target did; lines are 95 % Wilson intervals."
-        yield Figure("", partial(charts.reliability_plot, results.judgements), caption)
+        yield Figure("", partial(reliability_plot, results.judgements), caption)
 
 
 def _rounds(record: Record) -> Iterator[Part]:
@@ -359,9 +562,204 @@ def _rounds(record: Record) -> Iterator[Part]:
     for sample in record.samples:
         chosen.setdefault(sample.category, (sample.question, sample.repeat))
     for i, (category, (question, repeat)) in enumerate(chosen.items()):
-        name, draw = f"{category}: {question}", partial(charts.timelines, record, question, repeat)
+        name, draw = f"{category}: {question}", partial(timelines, record, question, repeat)
         if i == 0:
             caption = f"{name}. The arms start at the same moment here; the target had read the prompt already."
             yield Figure("Round by round", draw, caption, wide=True)
         else:
             yield Figure("", draw, summary=name)
+
+
+# Two runs against each other: a verdict only where the intervals allow one.
+#
+# Where both runs have asked the same questions, each question is its own control: what is estimated is the median
+# over questions of B's figure over A's. Else the medians of the two runs are divided, each with its own uncertainty.
+# The interval shown is a 95 % one. A verdict takes more: an interval at the level that keeps the probability of any
+# false verdict under 5 % (Bonferroni), among the rows over all categories and among the rows of single ones, so that
+# looking at many figures finds nothing by chance.
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedFigure:
+    """One figure in both runs."""
+
+    figure: str  # tok/s or speed-up
+    category: str  # or all
+    arm: str  # with the engines' names where they differ
+    a: float
+    b: float
+    ratio: Estimate  # of B over A
+    paired: bool  # whether the runs asked the same questions
+    verdict: str
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two runs."""
+
+    names: tuple[str, str]  # the files
+    titles: tuple[str, str]  # the models
+    differences: list[str]  # what is not the same in both, in clauses
+    doubts: list[str]  # why the verdicts may be wrong all the same
+    levels: tuple[float, float]  # what a verdict takes: over all categories, in a single one
+    lines: list[ComparedFigure]
+
+
+def comparison(a: Record, b: Record, names: tuple[str, str]) -> Comparison:
+    """Set B against A.
+
+    Raises:
+        UsageError: they have nothing in common that could be compared.
+    """
+    for name, record in zip(names, (a, b), strict=True):
+        if not record.samples:
+            raise UsageError(f"{name}: nothing was measured in this run")
+    arms = [arm for arm in a.settings.arms if arm in b.settings.arms]
+    engines = _engine_rows(a, b)
+    measured = [
+        figures
+        for arm in arms
+        for engine in engines
+        for category in _categories(a, b)
+        for figures in _figures(a, b, arm, engine, category)
+    ]
+    if not measured:
+        raise UsageError(f"{names[0]} and {names[1]} have no arm and no category in common")
+    n_overall = sum(category == ALL for _, category, *_ in measured)
+    levels = tuple(1.0 - (1.0 - LEVEL) / max(1, n) for n in (n_overall, len(measured) - n_overall))
+    lines = [_line(*each, levels[each[1] != ALL]) for each in measured]
+    why = [
+        f"{letter}: {remark}"
+        for letter, record in zip("AB", (a, b), strict=True)
+        for remark in doubts(record, drifts(record))
+    ]
+    return Comparison(
+        names,
+        (title(a), title(b)),
+        [f"{name}: {_short(was)} / {_short(is_now)}" for name, was, is_now in differences(a, b)],
+        why,
+        (levels[0], levels[1]),
+        lines,
+    )
+
+
+def _engine_rows(a: Record, b: Record) -> list[tuple[str, str]]:
+    """Engines to compare: those of the same name, else each run's only one."""
+    both = [name for name in a.settings.backends if name in b.settings.backends]
+    if both:
+        return [(name, name) for name in both]
+    return [(a.settings.backends[0], b.settings.backends[0])]
+
+
+def _categories(a: Record, b: Record) -> list[str]:
+    of_a, of_b = ({sample.category for sample in record.samples} for record in (a, b))
+    ordered = list(dict.fromkeys(sample.category for sample in a.samples if sample.category in of_b))
+    if of_a == of_b and len(ordered) == 1:
+        return [ALL]
+    # "All" of two runs over different kinds of work would compare the work.
+    return [*([ALL] if of_a == of_b else []), *ordered]
+
+
+_Measured = tuple[str, str, str, Ratios, Ratios]
+
+
+def _figures(a: Record, b: Record, arm: str, engine: tuple[str, str], category: str) -> Iterator[_Measured]:
+    """Speed-ups and speeds of an arm in a category, by question, in both runs."""
+    chosen: list[list[Sample]] = [
+        [sample for sample in record.samples if category in (ALL, sample.category)] for record in (a, b)
+    ]
+    alone = engine[0] == engine[1] and len(a.settings.backends) == 1
+    name = arm if alone else f"{arm} ({' / '.join(dict.fromkeys(engine))})"
+    if arm != "plain":
+        first, second = (
+            ratios(group, (which, arm), (which, "plain")) for group, which in zip(chosen, engine, strict=True)
+        )
+        if first and second:
+            yield "speed-up", category, name, first, second
+    first, second = (
+        by_question((s for s in group if (s.backend, s.arm) == (which, arm)), lambda sample: sample.speed)
+        for group, which in zip(chosen, engine, strict=True)
+    )
+    if first and second:
+        yield "tok/s", category, name, first, second
+
+
+def _line(figure: str, category: str, arm: str, a: Ratios, b: Ratios, level: float) -> ComparedFigure:
+    shared = [question for question in a if question in b]
+    paired = len(shared) == len(a) == len(b) or range_level(len(shared)) >= level
+    if paired:
+        a, b = {q: a[q] for q in shared}, {q: b[q] for q in shared}
+
+    def found(level: float) -> Estimate | None:
+        return estimate(quotients(a, b), level) if paired else estimate_quotient(b, a, level)
+
+    ratio, strict = found(LEVEL), found(level)
+    assert ratio is not None
+    assert strict is not None
+    return ComparedFigure(
+        figure, category, arm, _median(a), _median(b), ratio, paired, _comparison_verdict(strict, level)
+    )
+
+
+def _median(values: Ratios) -> float:
+    return round(middle(values), 4)
+
+
+def quotients(a: Ratios, b: Ratios) -> Ratios:
+    """By question, every repeat of B over every repeat of A: their median is what repeats say of the quotient."""
+    return {question: [y / x for x in a[question] for y in b[question]] for question in a}
+
+
+def _comparison_verdict(strict: Estimate, level: float) -> str:
+    if strict.low is None or strict.high is None or strict.level is None or strict.level < level:
+        return "too few questions"
+    if strict.low > 1:
+        return "B is higher"
+    if strict.high < 1:
+        return "B is lower"
+    return "no difference can be told"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {each}" for name, each in value.items()) or "greedy"
+    return f"{value[:12]}…" if isinstance(value, str) and len(value) == 64 else str(value)
+
+
+# -- showing ---------------------------------------------------------------------------------------------------------
+
+
+def comparison_report(found: Comparison) -> Report:
+    """Both runs, what differs between them, and the figures with their verdicts."""
+    names = [f"{name} · {what}" for name, what in zip(found.names, found.titles, strict=True)]
+    parts: list[Part] = [Facts(dict(zip("AB", names, strict=True)))]
+    if found.differences:
+        parts.append(Facts(dict(each.split(": ", 1) for each in found.differences), "What is not the same, A / B"))
+    parts += [Text(doubt, "note") for doubt in found.doubts]
+    for figure, arm in dict.fromkeys((line.figure, line.arm) for line in found.lines):
+        lines = [line for line in found.lines if (line.figure, line.arm) == (figure, arm)]
+        parts.append(Table(f"{figure} · {arm}", ["", "A", "B", "B/A", "95 %", "verdict"], list(map(_cells, lines))))
+    notes = (
+        "Intervals at 95 %. "
+        f"A verdict takes one at {found.levels[0]:.1%} over all categories and at {found.levels[1]:.1%} in a "
+        "single one, so that any of them is wrong with a probability under 5 %."
+    )
+    if any(not line.paired for line in found.lines):
+        notes += " *: not the same questions, so medians are compared."
+    return Report("bench compare", "B against A", [*parts, Text(notes, "muted")])
+
+
+def _cells(line: ComparedFigure) -> list[str]:
+    shown: Callable[[float], str] = times_text if line.figure == "speed-up" else lambda value: f"{value:.1f}"
+    ratio = f"{line.ratio.median:.2f}" + ("" if line.paired else "*")
+    return [line.category, shown(line.a), shown(line.b), ratio, interval_text(line.ratio), line.verdict]
+
+
+def comparison_json(found: Comparison) -> str:
+    """As JSON; see SCHEMA.md."""
+    head = {"type": "localspec bench compare", "schema_version": SCHEMA_VERSION}
+    return json.dumps(head | asdict(found), ensure_ascii=False, allow_nan=False, indent=1) + "\n"

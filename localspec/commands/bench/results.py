@@ -6,19 +6,150 @@ SCHEMA.md.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from localspec.commands.bench.record import Engine, Record, Settings
-from localspec.commands.bench.reliability import Reliability, reliability
-from localspec.commands.bench.remarks import remarks
-from localspec.commands.doctor.payoff import break_even_by_length
+from localspec.commands.doctor.facts import break_even_by_length
 from localspec.controllers.cost_model import PassTimes
-from localspec.measuring.answer import NEAR_TIE, Sample
-from localspec.measuring.statistics import Estimate, estimate, middle
+from localspec.measuring.statistics import FEWEST, Estimate, estimate, middle
+from localspec.measuring.subject import NEAR_TIE, Sample
+from localspec.model_files.catalog import short_name
 from localspec.spec_decode.rounds import SpecStats
+
+# What a reader of the figures must know of them: a machine that was busy, hot, on battery, or slower in the end.
+
+BUSY = 0.10
+"""Share of the CPUs' time in others' hands from which an answer counts as disturbed."""
+
+DRIFT = 0.05
+"""Change of plain decoding's speed, from the first third of a run to the last, that is worth a remark."""
+
+
+def remarks(record: Record, rows: Sequence[Row], drift: Sequence[Drift]) -> list[str]:
+    """In sentences, the gravest first."""
+    return [*_ending(record), *doubts(record, drift), *_thin(record, rows)]
+
+
+def doubts(record: Record, drift: Sequence[Drift]) -> list[str]:
+    """Those that make timings doubtful: what the machine was like."""
+    return [*_machine(record), *_drifting(drift)]
+
+
+def _ending(record: Record) -> Iterator[str]:
+    if record.ended == "interrupted":
+        yield "It was interrupted; this is what was measured until then."
+    if record.skipped:
+        few = ", ".join(record.skipped[:3]) + (", …" if len(record.skipped) > 3 else "")
+        n = len(record.skipped)
+        yield f"Left out, as they do not fit into the context: {n} question{'s' * (n != 1)} ({few})."
+    if len(record.sessions) > 1:
+        yield f"It was measured in {len(record.sessions)} parts; each began with the knowledge of a fresh start."
+
+
+def _machine(record: Record) -> Iterator[str]:
+    shares = [sample.others_share for sample in record.samples if sample.others_share is not None]
+    disturbed = sum(share > BUSY for share in shares)
+    if shares and disturbed > len(shares) / 10:
+        yield (
+            f"The machine was busy: others took {statistics.fmean(shares):.0%} of the CPUs' time on average, and over "
+            f"{BUSY:.0%} during {disturbed} of {len(shares)} answers. Stop them for figures to rely on."
+        )
+    if any(session.throttled for session in record.sessions):
+        yield "The CPU was slowed by heat or a power limit."
+    if any(session.on_battery for session in record.sessions):
+        yield "It ran on battery, where the clock is lower, as a rule."
+    for why in dict.fromkeys(session.slow_clock for session in record.sessions if session.slow_clock):
+        yield f"A setting keeps the CPU slow: {why}."
+    threads, cores = [engine.threads for engine in record.engines], record.machine.get("cores")
+    if cores and max(threads, default=0) > cores:
+        yield f"{max(threads)} threads shared {cores} CPUs and waited for each other."
+
+
+def _drifting(drift: Sequence[Drift]) -> Iterator[str]:
+    for each in drift:
+        name = f" with {each.backend}" if len(drift) > 1 else ""
+        if each.change is None or each.noise is None:
+            continue
+        if abs(each.change) > max(DRIFT, each.noise):
+            what = "slower" if each.change < 0 else "faster"
+            yield (
+                f"Plain decoding{name} was {abs(each.change):.0%} {what} in the last third of the run than in the "
+                "first; speed-ups are unaffected; tok/s are not comparable."
+            )
+        if each.noise > 2 * DRIFT:
+            yield f"Plain decoding{name} itself varied by ±{each.noise:.0%} from answer to answer."
+
+
+def _thin(record: Record, rows: Sequence[Row]) -> Iterator[str]:
+    firm = [row.speedup.is_firm for row in rows if row.speedup is not None]
+    if not all(firm):
+        where = "Categories of fewer" if any(firm) else "Fewer"
+        more = " Run without --quick for a verdict." if record.settings.mode == "quick" and not any(firm) else ""
+        yield f"{where} than {FEWEST} questions: the range is shown instead of a 95 % interval.{more}"
+    n_apart = sum(sample.parted_by is not None and sample.parted_by > NEAR_TIE for sample in record.samples)
+    if n_apart:
+        yield (
+            f"{n_apart} answer{' parts' if n_apart == 1 else 's part'} from plain's at two tokens over {NEAR_TIE:g} "
+            "logits apart, as a rule more than rounding: localspec verify tells."
+        )
+
+
+# How well predicted acceptances are calibrated.
+
+
+@dataclass(frozen=True, slots=True)
+class Bin:
+    """Draft tokens of about the same predicted acceptance."""
+
+    low: float
+    high: float  # predictions in [low, high), the last bin up to 1
+    n: int
+    predicted: float  # the mean
+    observed: float  # the share that was accepted
+    observed_low: float  # 95 % Wilson interval of that share, draft tokens taken as independent
+    observed_high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reliability:
+    """Predicted against observed acceptance."""
+
+    n: int  # draft tokens that the target judged: all before them in their draft were accepted
+    expected_calibration_error: float  # mean of |predicted - observed| of their bin (Guo et al. 2017)
+    bins: list[Bin]  # those of ten that have draft tokens
+
+
+def reliability(judged: Iterable[tuple[float, bool]], n_bins: int = 10) -> Reliability | None:
+    """How well predicted acceptances agree with what the target did; None of no draft tokens."""
+    pairs = np.array([(predicted, float(accepted)) for predicted, accepted in judged])
+    if not len(pairs):
+        return None
+    index = np.clip((pairs[:, 0] * n_bins).astype(int), 0, n_bins - 1)
+    bins, error = [], 0.0
+    for each in np.unique(index):
+        here = pairs[index == each]
+        predicted, observed = map(float, here.mean(axis=0))
+        error += abs(predicted - observed) * len(here)
+        low, high = wilson(int(here[:, 1].sum()), len(here))
+        bins.append(Bin(float(each / n_bins), float((each + 1) / n_bins), len(here), predicted, observed, low, high))
+    return Reliability(len(pairs), error / len(pairs), bins)
+
+
+def wilson(hits: int, n: int, z: float = 1.959964) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share."""
+    if not n:
+        return 0.0, 1.0
+    share, factor = hits / n, 1 + z * z / n
+    centre = (share + z * z / (2 * n)) / factor
+    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / factor
+    return max(0.0, centre - half), min(1.0, centre + half)
+
 
 ALL = "all"
 """The row over all categories."""
@@ -336,3 +467,67 @@ def _drift(backend: str, samples: Iterable[Sample]) -> Drift:
     change = statistics.median(speeds[-third:]) / statistics.median(speeds[:third]) - 1
     noise = statistics.median(abs(speed / usual - 1) for speed in speeds)
     return Drift(backend, round(change, 4), round(noise, 4))
+
+
+# Figures as people read them, the same in every rendering.
+
+
+def times_text(value: float | None) -> str:
+    """A speed-up."""
+    return "–" if value is None else f"×{value:.2f}"
+
+
+def interval_text(found: Estimate | None) -> str:
+    """``1.07–1.42``, with its level where that is under 95 %."""
+    if found is None or found.low is None or found.high is None or found.level is None:
+        return "–"
+    text = f"{found.low:.2f}–{found.high:.2f}"
+    return text if found.is_firm else f"{text} ({int(found.level * 100)} %)"
+
+
+def speed_text(row: Row) -> str:
+    """``12.3 ±0.4``: tokens a second."""
+    spread = "" if row.spread is None else f" ±{row.spread:.1f}"
+    return f"{row.tokens_per_second.median:.1f}{spread}"
+
+
+def same_text(record: Record, row: Row) -> str:
+    """``3 of 5 ≈``: answers equal to plain's, and whether the others part from it at near ties."""
+    sampling = record.settings.sampling
+    if not row.n_compared or (sampling.get("temperature") and sampling.get("seed") is None):
+        return "–"  # each answer is a draw of its own
+    others = row.n_compared - row.n_same
+    return f"{row.n_same} of {row.n_compared}" + (" ≈" if others and row.n_near_ties == others else "")
+
+
+def share_text(value: float | None) -> str:
+    """A share in whole percents."""
+    return "–" if value is None else f"{value:.0%}"
+
+
+def seconds_text(value: float) -> str:
+    """``85 ms`` or ``2.4 s``."""
+    return f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.1f} s"
+
+
+def ms_text(value: float | None) -> str:
+    """Milliseconds without their unit, to three digits."""
+    return "–" if value is None else f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
+
+
+def time_text(seconds: float) -> str:
+    """``1:05`` or ``2:03:09``."""
+    whole = round(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+
+
+def arm_name(record: Record, backend: str, arm: str) -> str:
+    """An arm, with its engine where there are several."""
+    name = f"fixed {arm}" if arm.isdigit() else arm
+    return f"{backend} {name}" if len(record.settings.backends) > 1 else name
+
+
+def title(record: Record) -> str:
+    """The models, with short names."""
+    return " + ".join(map(short_name, record.title.split(" + ")))

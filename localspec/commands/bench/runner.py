@@ -7,36 +7,343 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
 
-from localspec import __version__
-from localspec.commands.bench.facts import engine_facts
-from localspec.commands.bench.plan import BenchPlan, affordable_tokens
-from localspec.commands.bench.record import Ending, Record, Settings, Sitting, differences
-from localspec.commands.bench.results import ratios
-from localspec.commands.bench.storage import RecordError
-from localspec.commands.bench.words import arm_name, time_text
-from localspec.commands.doctor import machine
-from localspec.commands.doctor.costs import Watch
-from localspec.commands.options import ensure_model
-from localspec.errors import Cancelled, UsageError
+from localspec._version import __version__
+from localspec.backends.base import Context
+from localspec.backends.placement import Placement
+from localspec.backends.trust import fingerprint
+from localspec.commands.bench.record import (
+    Ending,
+    Engine,
+    ModelFile,
+    Record,
+    RecordError,
+    Settings,
+    Sitting,
+    differences,
+)
+from localspec.commands.bench.results import arm_name, ratios, time_text
+from localspec.commands.doctor import facts
+from localspec.commands.doctor.ranking import WIDTHS, Watch
+from localspec.commands.options import RunOptions, ensure_model
+from localspec.controllers.calibration import WHOLE, PassKind, calibrating
+from localspec.controllers.cost_model import PassTimes
+from localspec.engine.options import LoadOptions
+from localspec.engine.pair import Pair
+from localspec.errors import Cancelled, UsageError, check_text
 from localspec.llm import LLM
-from localspec.measuring.answer import TimedAnswer
-from localspec.measuring.questions import Question
-from localspec.measuring.schedule import Block, Clock, blocks, is_tight
 from localspec.measuring.statistics import Values
-from localspec.measuring.subject import EngineUnderTest
-from localspec.measuring.turns import Place, measure, places
+from localspec.measuring.subject import (
+    SLICE_TOKENS,
+    Arm,
+    Block,
+    Clock,
+    EngineUnderTest,
+    Place,
+    TimedAnswer,
+    blocks,
+    is_tight,
+    kv_bytes,
+    measure,
+    parse_arms,
+    places,
+)
+from localspec.model_files.gguf import model_bytes, model_files
 from localspec.model_files.sources.base import size_text
+from localspec.prompts.questions import SETS, Question, digest, in_turns, of_categories, own_questions, read_questions
 from localspec.sampling.sampling import SamplingParams
-from localspec.system import power
-from localspec.system.interrupts import on_interrupt
-from localspec.system.memory import read_memory
-from localspec.system.usage import peak_memory_bytes
-from localspec.terminal.progress import Progress
+from localspec.system import machine
+from localspec.system.files import JsonStore, home
+from localspec.system.machine import peak_memory_bytes, read_memory
+from localspec.system.process import on_interrupt
+from localspec.system.steps import exhaust
+from localspec.system.terminal import Progress
+
+# What ran: the engine, its models, and what their passes cost.
+
+
+def engine_facts(subject: EngineUnderTest, kv_type: str, watch: Watch, *, measure: bool) -> Engine:
+    """What ran here.
+
+    Args:
+        subject: the loaded pair.
+        kv_type: type of the attention cache.
+        watch: progress and interruption.
+        measure: measure t(w) now; else it is what was measured at the first load.
+    """
+    llm, own = subject.llm, subject.own
+    files = [_model_file("target", llm.model_name, own.context, own.target.path, kv_type, watch)]
+    for draft in own.models:  # of a head the file that was trained, not what was made of it here
+        path = draft.model.path if draft.drafter.reads_text else draft.path
+        files.append(_model_file(draft.source, draft.name, draft.context, path, kv_type, watch))
+    times = {"target": own.times} | {draft.source: draft.times for draft in own.models}
+    measured: Literal["now", "before"] = "before"
+    if measure:
+        measured = "now"
+        kinds = {"target": (own.context, WHOLE)} | {draft.source: (draft.context, draft.passes) for draft in own.models}
+        for file in files:
+            watch.report(f"measuring what a pass of {file.name} costs", None)
+            times[file.source] = watch.call(llm, partial(_measured, *kinds[file.source], watch))
+    return Engine(
+        backend=llm.backend_name,
+        version=llm.engine,
+        device=own.target.capabilities.device,
+        threads=own.target.n_threads,
+        n_ctx=llm.n_ctx,
+        models=files,
+        sources=subject.sources,
+        pass_ms={str(width): round(times["target"](width), 4) for width in WIDTHS},
+        draft_ms={draft.source: round(times[draft.source](1), 4) for draft in own.models},
+        passes_measured=measured,
+        warnings=llm.warnings,
+        one_pass=[draft.source for draft in own.models if draft.drafter.one_pass],
+    )
+
+
+def _measured(context: Context, passes: PassKind, watch: Watch, pair: Pair) -> PassTimes:
+    return exhaust(calibrating(context.model, context.n_ctx, passes), tick=watch.check)
+
+
+def _model_file(source: str, name: str, context: Context, path: Path, kv_type: str, watch: Watch) -> ModelFile:
+    kv = kv_bytes(context, kv_type)
+    return ModelFile(source, name, path.name, context.model.size_bytes, sha256(path, watch), kv)
+
+
+def sha256(path: Path, watch: Watch) -> str:
+    """A model's digest, of all its parts one after the other; kept, as reading a large file takes seconds."""
+    files = model_files(path)
+    changed = " ".join(str(file.stat().st_mtime_ns) for file in files)
+    store, key = JsonStore(home() / "digests", 1), {"file": fingerprint(path), "changed": changed}
+    known = (store.get(key) or {}).get("sha256")
+    if isinstance(known, str):
+        return known
+    found, done, size = hashlib.sha256(), 0, model_bytes(path) or 1
+    for each in files:
+        with each.open("rb") as file:
+            while block := file.read(1 << 22):
+                found.update(block)
+                done += len(block)
+                watch.report(f"digest of {path.name}", done / size)
+    store.put(key, {"sha256": found.hexdigest()})
+    return found.hexdigest()
+
+
+# What to measure, and how thoroughly: from the command line and, where a run is resumed, from what that was.
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """How thorough a run is.
+
+    Attributes:
+        name: ``quick``, ``default`` or ``full``.
+        arms: what is measured where no arm is named.
+        max_tokens: longest answer.
+        minutes: the time budget, loading included; None: none.
+        repeats: most repeats of a question.
+        tolerance: half-width of the overall interval of every speed-up, relative, that is narrow enough.
+        least_answers: how many questions a time budget should suffice for, if need be with shorter answers.
+    """
+
+    name: str
+    arms: tuple[str, ...]
+    max_tokens: int
+    minutes: float | None
+    repeats: int
+    tolerance: float
+    least_answers: int = 0
+
+
+QUICK = Mode("quick", ("plain", "auto"), 64, 2.0, 3, 0.05, least_answers=9)
+DEFAULT = Mode("default", ("plain", "auto"), 128, 15.0, 3, 0.03)
+FULL = Mode("full", ("plain", "auto", "1", "2", "4", "8"), 256, None, 5, 0.02)
+
+LEAST_TOKENS = 24
+"""A draft model is not asked before an answer has some tokens, so shorter answers would say nothing."""
+
+READING = 0.8
+"""Time to read a prompt, guessed before any was read, as a share of the time that an answer takes plainly."""
+
+TOP_K = 40
+"""Samples are drawn from so many tokens unless told otherwise: the tail of a large vocabulary only costs time."""
+
+
+def affordable_tokens(mode: Mode, seconds: float, n_answers: int, tokens_per_second: float) -> int:
+    """The longest answers for which a time budget suffices.
+
+    Args:
+        mode: says for how many questions it should.
+        seconds: what is left.
+        n_answers: arms times engines.
+        tokens_per_second: expected speed of plain decoding.
+    """
+    if not mode.least_answers:
+        return mode.max_tokens
+    each = seconds / mode.least_answers / (n_answers + READING)
+    return max(LEAST_TOKENS, min(mode.max_tokens, int(each * tokens_per_second)))
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRequest:
+    """What the command line asks for; None and empty leave it open, and commas separate several names."""
+
+    options: RunOptions  # without a backend
+    backends: Sequence[str] = ()
+    arms: Sequence[str] = ()
+    categories: Sequence[str] = ()
+    prompts: str | None = None  # a file of questions
+    which: str | None = None  # our own set of questions
+    quick: bool = False
+    full: bool = False
+    minutes: float | None = None
+    repeats: int | None = None
+    slice_tokens: int | None = None
+    ignore_eos: bool = False
+    resume: str | None = None  # a file to go on with
+
+
+@dataclass(slots=True)
+class BenchPlan:
+    """What to measure.
+
+    Attributes:
+        options: models and how to run them; its ``backend`` is not used.
+        settings: as asked; once the engines are loaded, their own names, whether there is memory to answer in slices,
+            and in a quick run the length of answers are filled in.
+        arms: ``plain`` first.
+        questions: in the order to ask them.
+        mode: how thorough, with the command line's changes in it.
+        before: a run to go on with.
+        save: called with the record after every question.
+    """
+
+    options: RunOptions
+    settings: Settings
+    arms: list[Arm]
+    questions: list[Question]
+    mode: Mode
+    before: Record | None = None
+    save: Callable[[Record], None] = field(default=lambda record: None)
+
+
+_LOADING = {
+    "draft_backend": "draft_backend",
+    "n_ctx": "ctx",
+    "n_threads": "threads",
+    "n_gpu_layers": "gpu_layers",
+    "kv_cache_type": "kv_cache",
+    "light_draft": "light_draft",
+}
+"""Options of loading -> what ``Settings`` calls them."""
+
+
+def make_plan(request: BenchRequest, before: Record | None = None) -> BenchPlan:
+    """Check what is asked for, and read the questions.
+
+    Raises:
+        UsageError: it makes no sense.
+    """
+    then = before.settings if before is not None else None
+    options = request.options if then is None else _resumed(request.options, then)
+    mode = _mode(request, then)
+    if request.prompts is not None and request.which is not None:
+        raise UsageError("--set selects built-in questions and cannot be combined with --prompts")
+    backends, names, categories = (_split(each) for each in (request.backends, request.arms, request.categories))
+    source = request.prompts or (f"own:{request.which}" if request.which else None)
+    slice_tokens, ignore_eos = request.slice_tokens, request.ignore_eos
+    if then is not None:
+        backends, names, categories = backends or then.backends, names or then.arms, categories or then.categories
+        source, ignore_eos = source or then.questions, ignore_eos or then.ignore_eos
+        slice_tokens = then.slice_tokens if slice_tokens is None else slice_tokens
+    source, slice_tokens = source or "own:report", SLICE_TOKENS if slice_tokens is None else slice_tokens
+    if not 0 <= slice_tokens <= 1000:
+        raise UsageError(f"--slice must be in 0..1000, not {slice_tokens}")
+    arms, questions = parse_arms(names or mode.arms), _questions(source, categories)
+    sampling = {name: value for name, value in options.sampling.items() if name != "max_tokens"}
+    if sampling.get("temperature"):
+        sampling.setdefault("top_k", TOP_K)
+    settings = Settings(
+        model=options.model or "",
+        draft=(options.drafters() or ["none"]) if options.draft else [],
+        backends=backends or ["auto"],
+        arms=[arm.name for arm in arms],
+        questions=source,
+        categories=categories,
+        questions_sha256=digest(questions),
+        max_tokens=mode.max_tokens,
+        sampling={name: list(value) if isinstance(value, tuple) else value for name, value in sampling.items()},
+        ignore_eos=ignore_eos,
+        system=options.system,
+        mode=mode.name,
+        slice_tokens=slice_tokens,
+        placement=options.load.placement.given(),
+        **{setting: getattr(options.load, name) for name, setting in _LOADING.items()},
+    )
+    in_order = in_turns(questions, short_first=mode.name == "quick")
+    return BenchPlan(options, settings, arms, in_order, mode, before)
+
+
+def _mode(request: BenchRequest, then: Settings | None) -> Mode:
+    if request.quick and request.full:
+        raise UsageError("--quick and --full cannot be combined")
+    name = "quick" if request.quick else "full" if request.full else then.mode if then is not None else "default"
+    mode = {"quick": QUICK, "full": FULL}.get(name, DEFAULT)
+    changes: dict[str, Any] = {}
+    if request.minutes is not None:
+        if not 0 < request.minutes < 1e6:
+            raise UsageError(f"--minutes must be over 0, not {request.minutes:g}")
+        changes["minutes"] = request.minutes
+    if request.repeats is not None:
+        if not 1 <= request.repeats <= 1000:
+            raise UsageError(f"--repeats must be in 1..1000, not {request.repeats}")
+        changes |= {"repeats": request.repeats, "tolerance": 0.0}  # so many were asked for
+    longest = request.options.sampling.get("max_tokens") or (then.max_tokens if then is not None else None)
+    if longest is not None:
+        changes |= {"max_tokens": longest, "least_answers": 0}
+    return replace(mode, **changes)
+
+
+def _questions(source: str, categories: Sequence[str]) -> list[Question]:
+    kind, _, name = source.partition(":")
+    if kind == "own" and name:
+        if name not in SETS:
+            raise UsageError(f"--set must be {' or '.join(SETS)}, not {name!r}")
+        return of_categories(own_questions(name), categories)
+    check_text(source, "--prompts")
+    return of_categories(read_questions(Path(source)), categories)
+
+
+def _resumed(options: RunOptions, then: Settings) -> RunOptions:
+    """The options of a run that is resumed, with what the command line says besides."""
+    usual = LoadOptions()
+    load = {
+        name: getattr(then, setting)
+        for name, setting in _LOADING.items()
+        if getattr(options.load, name) == getattr(usual, name)
+    }
+    if not options.load.placement:
+        load["placement"] = Placement(**then.placement)
+    sampling = {name: tuple(value) if isinstance(value, list) else value for name, value in then.sampling.items()}
+    return replace(
+        options,
+        model=options.model or then.model,
+        draft=options.draft or then.draft,
+        draft_only=options.draft_only or not options.draft,
+        load=replace(options.load, **load),
+        system=options.system or then.system,
+        sampling=sampling | dict(options.sampling),
+    )
+
+
+def _split(texts: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(name.strip() for text in texts for name in text.split(",") if name.strip()))
+
 
 _CHANGES = ("memory_available_bytes", "busy_share", "on_battery", "throttled", "bandwidth_gb_per_s")
 """What is true of a machine at one moment only."""
@@ -71,10 +378,10 @@ class BenchRun:
             localspec=__version__,
             python=platform.python_version(),
             command=shlex.join(["localspec", *sys.argv[1:]]),
-            on_battery=power.on_battery(),
-            slow_clock=power.slow_clock(),
+            on_battery=machine.on_battery(),
+            slow_clock=machine.slow_clock(),
         )
-        throttle = power.throttle_count()
+        throttle = machine.throttle_count()
         plan = self.plan
         with ExitStack() as stack:
             subjects = []
@@ -99,8 +406,8 @@ class BenchRun:
                     record.ended = "interrupted"
             self._progress.clear()
         self._note_time(sitting)
-        sitting.on_battery = sitting.on_battery or power.on_battery()
-        sitting.throttled = power.throttled(throttle, power.throttle_count())
+        sitting.on_battery = sitting.on_battery or machine.on_battery()
+        sitting.throttled = machine.throttled(throttle, machine.throttle_count())
         if not record.samples:
             return None
         plan.save(record)
@@ -152,8 +459,8 @@ class BenchRun:
         return replace(settings, backends=names, max_tokens=tokens, slice_tokens=slices)
 
     def _record(self, settings: Settings, engines: list[Any], sitting: Sitting) -> Record:
-        facts = asdict(machine.look_at_machine(settings.threads, measure=False))
-        here = {key: value for key, value in facts.items() if key not in _CHANGES}
+        examined = asdict(facts.look_at_machine(settings.threads, measure=False))
+        here = {key: value for key, value in examined.items() if key not in _CHANGES}
         record = Record(here, settings, engines, [sitting])
         before = self.plan.before
         if before is not None:

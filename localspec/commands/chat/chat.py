@@ -2,34 +2,301 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
-from localspec.commands.chat.attached import AttachedFile, with_files
-from localspec.commands.chat.kept_chats import make_room, new_file, stamp
-from localspec.commands.chat.saved_chat import AnswerRecord, save
-from localspec.commands.chat.screen import ChatScreen, no_echo
-from localspec.commands.chat.status import status_line
-from localspec.commands.chat.style import Style
-from localspec.commands.chat.views import guessing, only_thought
-from localspec.commands.options import base_model_notes
-from localspec.errors import LocalspecError, SessionFileError, line_of
+from localspec.commands.chat.screen import ChatScreen, guessing, no_echo, only_thought, status_line
+from localspec.commands.chat.typesetter import Style
+from localspec.commands.options import RunOptions, base_model_notes
+from localspec.engine import saved
+from localspec.engine.drafts import drafts_at_hand, heads_of
+from localspec.engine.loading import draft_gain
+from localspec.errors import Cancelled, Closed, LocalspecError, SessionFileError, UsageError, line_of
+from localspec.llm import Session, from_text, to_text
+from localspec.model_files.catalog import short_name
 from localspec.sampling.sampling import SamplingParams
-from localspec.spec_decode.drafters.names import NGRAM
+from localspec.spec_decode.drafters.names import CORPUS, NGRAM, is_corpus
 from localspec.spec_decode.rounds import SpecStats
-from localspec.system.interrupts import on_interrupt
-from localspec.system.memory import process_bytes
+from localspec.system.files import JsonStore, decoded, home, private_folder
+from localspec.system.machine import BUSY, process_bytes
+from localspec.system.process import on_interrupt
+from localspec.system.terminal import on_one_line
 
 if TYPE_CHECKING:
-    from localspec.commands.chat.late_draft import LateDraft
-    from localspec.llm import LLM
-    from localspec.session import Message
+    from localspec.llm import LLM, Message
+    from localspec.model_files.catalog import Entry
 
-    Turn = tuple[list[Message], AnswerRecord]
-    """A question with its answer, and how that came about."""
+
+# Files that go with the next message: their text is part of it, and n-grams draft from it.
+
+MAX_BYTES = 16 << 20
+"""More than the longest contexts hold (a million tokens, of four bytes in the mean), so no more is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttachedFile:
+    """A text file as it was when it was attached."""
+
+    path: Path
+    text: str
+
+    def __str__(self) -> str:
+        n_lines = self.text.count("\n") + (not self.text.endswith("\n"))
+        return f"{self.path} ({n_lines:,} line{'s' if n_lines != 1 else ''})"
+
+
+def read_file(path: Path) -> AttachedFile:
+    """A file to attach.
+
+    Raises:
+        UsageError: it cannot be read, is no text, or is too large for any model.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    if len(data) > MAX_BYTES:
+        raise UsageError(f"{path} has more than {MAX_BYTES >> 20} MiB, too large for any context")
+    try:
+        text = decoded(data)
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise UsageError(f"{path} is not UTF-8 text")
+    if not text.strip():
+        raise UsageError(f"{path} is empty")
+    return AttachedFile(path, text.replace("\r\n", "\n"))
+
+
+def with_files(question: str, files: Sequence[AttachedFile]) -> str:
+    """The question with the files before it, each in a fence that is longer than those in it."""
+    parts = []
+    for file in files:
+        fence = "`" * max(3, 1 + max(map(len, re.findall("`+", file.text)), default=0))
+        end = "" if file.text.endswith("\n") else "\n"
+        parts.append(f"{file.path}:\n{fence}{file.path.suffix[1:]}\n{file.text}{end}{fence}")
+    return "\n\n".join([*parts, question])
+
+
+_FILE = re.compile(r"(?P<path>[^\n]+):\n(?P<fence>`{3,})[^`\n]*\n.*?\n(?P=fence)\n\n", re.DOTALL)
+
+
+def without_files(text: str) -> str:
+    """What ``with_files`` made, with the names of the files in place of their text."""
+    names = []
+    while found := _FILE.match(text):
+        names.append(f"[{found['path']}] ")
+        text = text[found.end() :]
+    return "".join([*names, text])
+
+
+# The conversations that are kept in the home while they go on, so that one can come back to them.
+
+MOST = 50
+"""Conversations that are kept; the one that was not used for the longest time goes first."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptChat:
+    """A conversation on the disk.
+
+    Attributes:
+        path: its file.
+        when: when something was said in it last, in this machine's time.
+        question: its first.
+        n_turns: how many questions were answered.
+        model: what its model is called.
+        file: where that was loaded from.
+    """
+
+    path: Path
+    when: str
+    question: str
+    n_turns: int
+    model: str
+    file: Path
+
+
+def new_file() -> Path:
+    """Where a conversation that begins now is kept."""
+    return _folder() / f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09}-{os.getpid()}.chat"
+
+
+def stamp(path: Path) -> int | None:
+    """What another chat changes by writing to a file; None where there is none."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def make_room() -> None:
+    """Have the folder, and room in it for one more conversation."""
+    folder = _folder()
+    private_folder(folder)
+    for path in _files()[MOST - 1 :]:
+        with suppress(OSError):
+            path.unlink()
+
+
+def kept_chats() -> Iterator[KeptChat]:
+    """Those that can be read, the latest first."""
+    for path in _files():
+        try:
+            text = saved.read(path, memory=False)[0]
+            questions = [message["content"] for message in text["messages"] if message["role"] == "user"]
+            when = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
+            first, file = on_one_line(without_files(questions[0])), Path(text["notes"].get("file", ""))
+            yield KeptChat(path, when, first, len(questions), text["model"], file)
+        except (SessionFileError, OSError, LookupError, TypeError, AttributeError):
+            continue
+
+
+def forget_all() -> int:
+    """Remove all; how many there were."""
+    files = _files()
+    for path in files:
+        path.unlink(missing_ok=True)
+    return len(files)
+
+
+def _folder() -> Path:
+    return home() / "chats"
+
+
+def _files() -> list[Path]:
+    found = []
+    for path in _folder().glob("*.chat"):
+        with suppress(OSError):  # removed by another chat meanwhile
+            found.append((path.stat().st_mtime_ns, path.name, path))
+    return [path for *_, path in sorted(found, reverse=True)]
+
+
+# A chat in a file: a saved session, whose notes say how its answers came about and how they were shown.
+
+FORMER_FORMAT = "localspec-chat"
+"""``format`` of the JSON documents that chats were saved as before they were sessions."""
+
+
+@dataclass(slots=True)
+class AnswerRecord:
+    """How an answer came about; its text is in the session.
+
+    Attributes:
+        finish_reason: ``stop``, ``length``, or ``cancelled`` when the answer was stopped by hand.
+        rounds: the rounds as events, see ``Round.as_event``.
+        stats: see ``SpecStats``.
+    """
+
+    finish_reason: str = "cancelled"
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+    stats: dict[str, Any] = field(default_factory=dict)
+
+
+Turn: TypeAlias = "tuple[list[Message], AnswerRecord]"
+"""A question with its answer, and how that came about."""
+
+
+def save(path: Path, session: Session, records: Sequence[AnswerRecord], **notes: Any) -> None:
+    """Write a chat.
+
+    Args:
+        path: the file.
+        session: the conversation.
+        records: of its answers.
+        notes: what else belongs to the chat, as JSON has it.
+
+    Raises:
+        SessionFileError: it cannot be written, or the name belongs to a file that is no session.
+    """
+    session.notes = notes | {"answers": [asdict(record) for record in records]}
+    # Without what the models hold of it: that is megabytes, is read ahead again, and would have to wait for the engine.
+    saved.write(path, to_text(session), [])
+
+
+def load(llm: LLM, path: Path) -> tuple[Session, list[AnswerRecord]]:
+    """Read a chat: the session, with the notes it was saved with, and the records of its answers.
+
+    Raises:
+        SessionFileError: it is missing, damaged, foreign, from a newer version, or no conversation of a chat.
+    """
+    try:
+        with path.open("rb") as file:
+            text = read_text(file, str(path))
+    except (OSError, ValueError) as error:
+        raise SessionFileError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    if text is None:
+        raise SessionFileError(f"{path} is not a saved session")
+    session = from_text(llm, text, str(path))
+    said = session.messages[session.system is not None :]
+    try:
+        if [message["role"] for message in said] != ["user", "assistant"] * (len(said) // 2):
+            raise ValueError("it is not a chat of questions and answers")
+        if not all(isinstance(message["content"], str) for message in session.messages):
+            raise ValueError("a message is not text")
+        records = [AnswerRecord(**answer) for answer in session.notes.get("answers", [{}] * (len(said) // 2))]
+        if len(records) != len(said) // 2 or not all(map(_is_whole, records)):
+            raise ValueError("its answers are not as they were saved")
+    except (KeyError, TypeError, ValueError) as error:
+        raise SessionFileError(f"{path} is damaged, or not a chat: {error}") from None
+    return session, records
+
+
+def first_and_number(path: Path) -> tuple[str, int] | None:
+    """The first question of a chat in a file, and how many it has; None where there is no such file, or no question."""
+    try:
+        with path.open("rb") as file:
+            text = read_text(file, str(path)) or {}
+        asked = [message["content"] for message in text["messages"] if message["role"] == "user"]
+    except (SessionFileError, OSError, LookupError, TypeError, ValueError):  # what is no chat is not written over
+        return None
+    return (str(asked[0]), len(asked)) if asked else None
+
+
+def _is_whole(record: AnswerRecord) -> bool:
+    known = record.finish_reason in ("stop", "length", "cancelled") and isinstance(record.stats, dict)
+    return known and isinstance(record.rounds, list) and all(isinstance(event, dict) for event in record.rounds)
+
+
+def read_text(file: BinaryIO, name: str) -> dict[str, Any] | None:
+    """The text part of a saved chat, see ``session_file.read_text``; None if the file is no such thing.
+
+    Raises:
+        SessionFileError: it is damaged or from a newer version; ``name`` is what it calls the file.
+    """
+    start = file.read(len(saved.MAGIC))
+    file.seek(0)
+    if start == saved.MAGIC:
+        return saved.read_text(file, name)
+    try:
+        document = json.load(file) if start.startswith(b"{") else None
+    except (ValueError, RecursionError):
+        return None
+    if not (isinstance(document, dict) and document.get("format") == FORMER_FORMAT):
+        return None
+    if document.get("version") != 1:
+        raise SessionFileError(f"{name} is a saved chat of format version {document.get('version')!r:.20}, not 1")
+    try:
+        settings, turns = dict(document.get("settings") or {}), document["turns"]
+        system = document.get("system")
+        messages = [{"role": "system", "content": system}] if system else []
+        for turn in turns:
+            messages += [{"role": role, "content": turn[role]} for role in ("user", "assistant")]
+        answers = [{key: turn[key] for key in ("finish_reason", "rounds", "stats")} for turn in turns]
+        made_by = {key: document[key] for key in ("model", "draft", "backend") if key in document}
+    except (KeyError, TypeError, ValueError) as error:
+        raise SessionFileError(f"{name} is a saved chat, but damaged: {error}") from None
+    params = settings.pop("sampling", None)
+    return {"messages": messages, "params": params, "notes": {**made_by, **settings, "answers": answers}}
 
 
 class Chat:
@@ -271,3 +538,189 @@ def header(llm: LLM, screen: ChatScreen, *, follows: bool = False) -> None:
     for warning in [*llm.warnings, *base_model_notes(llm)]:
         screen.note(f"note: {warning}")
     screen.note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves")
+
+
+# Head and draft model of a chat come after the prompt: the target alone, with n-grams, can answer meanwhile.
+#
+# A draft model that is not on the disk is fetched first, if by the target's passes on this machine it will add
+# something; they are loaded between requests. Whatever is asked goes first.
+
+ASKED_S = (1, 2, 4, 8, 16, 32, 64)
+"""How long better figures than the first are waited for, between one look and the next [s]."""
+
+LEAVING_S = 5.0
+"""How long leaving waits for downloads to end; what arrived is kept."""
+
+
+class LateDraft:
+    """A thread that brings head and draft model into a loaded LLM.
+
+    Attributes:
+        status: what it is doing, in a few words; empty when it is done.
+        notes: lines for the person, to be shown when there is room for them.
+
+    Args:
+        llm: loaded with n-grams alone.
+        missing: draft models to fetch first, where they pay.
+        changed: called from the thread when ``status`` changes.
+        corpora: names of corpora that draft besides.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        missing: Sequence[Entry],
+        changed: Callable[[], None] = lambda: None,
+        corpora: Sequence[str] = (),
+    ) -> None:
+        self.status = "looking whether a draft model would help"
+        self.notes: list[str] = []
+        self.changed = changed
+        self._llm, self._missing = llm, list(missing)
+        self._corpora = corpora
+        self._before = llm.draft_names
+        self._leaving = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="localspec draft", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Give up: the person leaves, or chose a draft."""
+        self._leaving.set()
+        self._thread.join(LEAVING_S)
+
+    def wait(self, timeout: float) -> bool:
+        """Wait for the end of it; whether that came about."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            first = self._llm.run(lambda pair: next(heads_of(pair.target), None)) if self._missing else None
+            if first is not None:
+                self._load("the head")
+            if not self._missing or self._would_gain():
+                for entry in self._missing:
+                    self._fetch(entry)
+                self._load("the draft model")
+        except (Cancelled, Closed):
+            pass
+        except Exception as error:  # whatever it is, the chat goes on
+            self.notes.append(f"going on without a draft model: {line_of(error)}")
+        self._say("")
+
+    def _would_gain(self) -> bool:
+        """Whether the draft model would make answers faster here; if not, that is said."""
+        self._say("looking whether a draft model would help")
+        for seconds in ASKED_S:  # the first figures are rough, and better ones come while nothing is asked
+            if not self._llm.run(lambda pair: pair.times.quick) or self._leaving.wait(seconds):
+                break
+        gain, times = self._llm.run(lambda pair: (draft_gain(pair.times), pair.times))
+        if gain > 1.0:
+            return True
+        names, size = " ".join(entry.name for entry in self._missing), sum(entry.bytes for entry in self._missing)
+        what, pull = f"The draft model ({size / 1e9:.1f} GB)", f"To get it anyway: localspec pull {names}"
+        if times.noisy:
+            when = "while other programs used the CPU" if times.others_share >= BUSY else "so far"
+            why = f"was not downloaded: by what was measured {when} it would not help"
+            self.notes.append(f"{what} {why}. The next start looks again. {pull}")
+        else:
+            why = "would not make answers faster on this machine, so it was not downloaded"
+            self.notes.append(f"{what} {why}. {pull}")
+        return False
+
+    def _fetch(self, entry: Entry) -> None:
+        from localspec.model_files import sources
+
+        def watch(what: str, done: int, total: int) -> None:
+            if self._leaving.is_set():
+                raise Cancelled(f"{what}: stopped")
+            self._say(f"fetching the draft model {short_name(entry.name)}" + (f" {done / total:.0%}" if total else ""))
+
+        sources.pull(entry, watch=watch)
+
+    def _load(self, what: str) -> None:
+        """Load what ``auto`` finds on the disk by now; ``what`` is said meanwhile."""
+        self._say(f"loading {what}")
+        while not self._leaving.is_set() and self._llm.draft_names == self._before:
+            try:
+                self._llm.set_draft(["auto", *self._corpora], gives_way=self._leaving.is_set)
+                self._before = self._llm.draft_names
+                return
+            except Cancelled:  # something was asked: try again when it is answered
+                continue
+
+    def _say(self, status: str) -> None:
+        if status != self.status:
+            self.status = status
+            self.changed()
+
+
+def may_be_drafted_for(llm: LLM) -> bool:
+    """Whether ``auto`` would load anything for the target of an LLM: a head, a layer of its own, a draft model."""
+    return llm.run(lambda pair: next(drafts_at_hand(pair.target), None) is not None)
+
+
+# The project of a folder: what a chat that is started there copies from, named once.
+
+NONE = "none"
+"""What is said instead of a path to forget it."""
+
+
+def kept_project() -> Path | None:
+    """What was kept for the folder that one is in."""
+    path = (_store().get(_key()) or {}).get("path")
+    return Path(path) if isinstance(path, str) and path else None
+
+
+def keep_project(path: Path | None) -> None:
+    """Keep it for the folder that one is in; None forgets it."""
+    _store().put(_key(), {"path": "" if path is None else str(path)})
+
+
+def named_project(named: str) -> Path | None:
+    """A project as a person named it, made absolute; None is ``none``.
+
+    Raises:
+        UsageError: there is no such path.
+    """
+    if named == NONE:
+        return None
+    try:
+        return Path(named).expanduser().resolve(strict=True)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UsageError(f"project {named}: {getattr(error, 'strerror', None) or 'no such path'}") from None
+
+
+def with_project(options: RunOptions, named: str | None) -> RunOptions:
+    """Have a chat copy from a project too, and keep it; where none is named, from the one that was kept.
+
+    Args:
+        options: the chat's.
+        named: ``--project``.
+
+    Raises:
+        UsageError: there is no such path.
+    """
+    if named is not None:
+        project = named_project(named)
+        keep_project(project)
+    else:
+        project = kept_project()
+        if project is not None and not (project.exists() and options.drafters()):
+            project = None
+    return options if project is None else options.with_corpus(str(project))
+
+
+def drafters_with(names: list[str], project: Path | None) -> list[str]:
+    """Names of drafters with another project in place of the one that was kept."""
+    before = f"{CORPUS}:{kept_project()}"
+    others = [name for name in names if not (is_corpus(name) and name == before)]
+    return others if project is None else list(dict.fromkeys([*others, f"{CORPUS}:{project}"]))
+
+
+def _store() -> JsonStore:
+    return JsonStore(home() / "projects", 1)
+
+
+def _key() -> dict[str, str]:
+    return {"folder": str(Path.cwd())}

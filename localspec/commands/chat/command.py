@@ -8,21 +8,24 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from localspec.commands.chat.chat import Chat, header
-from localspec.commands.chat.commands import LEAVING, complete, is_command, run_command, takes_path
-from localspec.commands.chat.exchange import go_on_with
-from localspec.commands.chat.kept_chats import KeptChat, kept_chats, new_file
-from localspec.commands.chat.late_draft import LateDraft, may_be_drafted_for
-from localspec.commands.chat.line_prompt import PlainPrompt
-from localspec.commands.chat.project import with_project
-from localspec.commands.chat.screen import ChatScreen
+from localspec.commands.chat.chat import (
+    Chat,
+    KeptChat,
+    LateDraft,
+    header,
+    kept_chats,
+    may_be_drafted_for,
+    new_file,
+    with_project,
+)
+from localspec.commands.chat.commands import LEAVING, complete, go_on_with, is_command, run_command, takes_path
+from localspec.commands.chat.prompt import PlainPrompt
+from localspec.commands.chat.screen import VIEWS, ChatScreen
 from localspec.commands.chat.settings import ChatSettings, read_settings
-from localspec.commands.chat.views import VIEWS
 from localspec.commands.options import RunOptions, base_model_notes
 from localspec.model_files.catalog import Catalog, Entry
-from localspec.system.home import home
-from localspec.terminal.progress import Progress
-from localspec.terminal.stdin import decode
+from localspec.system.files import home
+from localspec.system.terminal import Progress, decode
 
 if TYPE_CHECKING:
     from localspec.commands.chat.prompt import LineEditor

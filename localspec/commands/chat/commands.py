@@ -2,26 +2,295 @@
 
 from __future__ import annotations
 
+import base64
+import os
+import secrets
 import shlex
-from collections.abc import Callable, Iterable
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
-from localspec.commands.chat.attached import without_files
-from localspec.commands.chat.exchange import attach, copy_answer, edit_message, load_from, save_to, sessions
-from localspec.commands.chat.project import drafters_with, keep_project, kept_project, named_project
+from rich.table import Table
+from rich.text import Text
+
+from localspec.commands.chat.chat import (
+    drafters_with,
+    first_and_number,
+    forget_all,
+    keep_project,
+    kept_chats,
+    kept_project,
+    load,
+    named_project,
+    new_file,
+    read_file,
+    without_files,
+)
+from localspec.commands.chat.screen import FORMER_VIEWS, VIEWS, guessing, no_echo
 from localspec.commands.chat.settings import remember
-from localspec.commands.chat.style import Style
-from localspec.commands.chat.views import FORMER_VIEWS, VIEWS, guessing
-from localspec.errors import UsageError, line_of
-from localspec.runtime.arguments import THINK, draft_specs, with_free
+from localspec.commands.chat.typesetter import Style
+from localspec.engine.options import draft_specs, with_free
+from localspec.errors import UsageError, line_of, nearest
+from localspec.prompts.thinking import THINK
+from localspec.report.model import Lines
+from localspec.report.model import Table as Grid
 from localspec.sampling.sampling import CHAT_SETTINGS, SamplingParams
 from localspec.spec_decode.drafters.names import is_corpus
-from localspec.terminal.text import clip, on_one_line
-from localspec.values import nearest
+from localspec.spec_decode.rounds import SpecStats
+from localspec.system.machine import CPUTimes, others_share
+from localspec.system.process import interrupts_left_to_others, on_interrupt
+from localspec.system.terminal import Progress, clip, on_one_line, terminal_size, visible
 
 if TYPE_CHECKING:
     from localspec.commands.chat.chat import Chat
+    from localspec.engine.request import Reply
+
+
+# A message written in the person's own editor.
+
+
+def edit(text: str) -> tuple[str, str | None]:
+    """Let the person edit a text.
+
+    Returns:
+        The text as the editor left it, and, if the editor failed, a line that says so.
+
+    Raises:
+        UsageError: there is no editor, or what it left cannot be read; then the file is kept.
+    """
+    command = _editor()
+    handle, name = tempfile.mkstemp(prefix="localspec-", suffix=".md")
+    path = Path(name)
+    with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
+        file.write(text)
+    try:
+        with interrupts_left_to_others():
+            status = subprocess.call([*command, name])
+    except OSError as error:
+        path.unlink()
+        return text, f"cannot run {command[0]}: {error.strerror or error}"
+    try:
+        edited = path.read_text(encoding="utf-8-sig").rstrip("\n")
+    except (OSError, ValueError):
+        raise UsageError(f"{command[0]} did not write UTF-8 text; its output is in {path}") from None
+    path.unlink()
+    return edited, f"{command[0]} ended with status {status}; the text is as it left it" if status else None
+
+
+def split_command(command: str, *, windows: bool) -> list[str]:
+    """A command and its arguments; on Windows a backslash is part of a path, and quotes only hold it together.
+
+    Raises:
+        ValueError: a quote is never closed.
+    """
+    parts = shlex.split(command, posix=not windows)
+    return [part.strip('"') for part in parts] if windows else parts
+
+
+def _editor() -> list[str]:
+    for variable in ("VISUAL", "EDITOR"):
+        if command := os.environ.get(variable, "").strip():
+            try:
+                return split_command(command, windows=sys.platform == "win32")
+            except ValueError as error:
+                raise UsageError(f"cannot read ${variable}: {error}") from None
+    found = next(filter(shutil.which, ("editor", "nano", "vim", "vi", "notepad")), None)
+    if found is None:
+        raise UsageError("no editor was found; set EDITOR to its command")
+    return [found]
+
+
+# Copying to the clipboard: with the platform's tool, or by asking the terminal (OSC 52).
+
+SECONDS = 5.0
+"""What a tool may take; one that waits for a display that is gone would wait for ever."""
+
+MAX_OSC_52 = 74_994
+"""Bytes of text that a terminal takes for certain: xterm's own limit, 100,000 bytes of a sequence in base64."""
+
+
+def copy(text: str, terminal: TextIO | None) -> str:
+    """Put a text on the clipboard.
+
+    Args:
+        text: what to copy.
+        terminal: where sequences reach the person's terminal; None if nowhere.
+
+    Returns:
+        How it was done, in words; a terminal does not say whether it did.
+
+    Raises:
+        UsageError: it cannot be done here.
+    """
+    tool = _tool()
+    if tool is not None:
+        encoding = "utf-16-le" if tool[0].startswith("clip") else "utf-8"
+        try:
+            # Not captured: some tools stay, to hand the text out, and would keep a pipe open.
+            subprocess.run(
+                tool, input=text.encode(encoding, "replace"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                timeout=SECONDS, check=True,
+            )  # fmt: skip
+            return f"with {tool[0]}"
+        except (OSError, subprocess.SubprocessError):
+            pass  # the terminal may do it
+    data = text.encode("utf-8", "replace")
+    failed = f"{tool[0]} failed" if tool else "no tool for it was found (wl-copy, xclip, xsel, pbcopy, clip, tmux)"
+    if terminal is None:
+        raise UsageError(f"cannot copy: {failed}, and no terminal is available")
+    if len(data) > MAX_OSC_52:
+        raise UsageError(f"cannot copy {len(data):,} bytes: {failed}, and terminals take {MAX_OSC_52:,} at most")
+    terminal.write(f"\x1b]52;c;{base64.b64encode(data).decode()}\x07")
+    terminal.flush()
+    return f"by asking the terminal (OSC 52), which does not say whether it took it; {failed}"
+
+
+def _tool() -> list[str] | None:
+    """The command that takes a text for the clipboard on the person's own desk."""
+    desk = not os.environ.get("SSH_CONNECTION")  # else the tools are another computer's
+    candidates = [
+        (desk and sys.platform == "darwin", ["pbcopy"]),
+        (desk and bool(os.environ.get("WAYLAND_DISPLAY")), ["wl-copy"]),
+        (desk and bool(os.environ.get("DISPLAY")), ["xclip", "-selection", "clipboard"]),
+        (desk and bool(os.environ.get("DISPLAY")), ["xsel", "--clipboard", "--input"]),
+        (desk, ["clip.exe"]),  # Windows, and Linux inside it
+        (bool(os.environ.get("TMUX")), ["tmux", "load-buffer", "-w", "-"]),  # which asks the terminal around it
+    ]
+    return next((command for fits, command in candidates if fits and shutil.which(command[0])), None)
+
+
+# The slash commands that exchange something with the rest of the desk: files, editor, clipboard, earlier chats.
+
+
+def save_to(chat: Chat, argument: str) -> None:
+    path = _path(argument, "save")
+    before = first_and_number(path)
+    ours = next((message["content"] for message in chat.session.messages if message["role"] == "user"), None)
+    if before is not None and before[0] != ours:
+        question = clip(on_one_line(without_files(before[0])), 40)
+        raise UsageError(f"{path} holds another conversation ({question}): choose another name")
+    chat.save(path)
+    turns = "" if before is None else f", in place of what was saved there before ({_turns(before[1])})"
+    chat.screen.note(f"saved to {path}{turns}")
+
+
+def _turns(n: int) -> str:
+    return f"{n} turn{'s' if n != 1 else ''}"
+
+
+def load_from(chat: Chat, argument: str) -> None:
+    go_on_with(chat, _path(argument, "load"))
+    chat.keep_at(new_file())
+
+
+def go_on_with(chat: Chat, path: Path) -> None:
+    """Make a saved conversation the chat's, and show its last turn.
+
+    Raises:
+        SessionFileError, UsageError: it cannot be read; the chat stays as it was.
+    """
+    session, records = load(chat.llm, path)
+    view = FORMER_VIEWS.get(name := session.notes.get("view", chat.view), name)
+    if view not in VIEWS:
+        raise UsageError(f"{path} is damaged: there is no view {view!r}")
+    chat.llm.draft_length = session.notes.get("draft_length", chat.llm.draft_length)
+    chat.session, chat.records, chat.view = session, records, view
+    chat.last_question, chat.last_files, chat.status = None, (), ""
+    model = session.notes.get("model", chat.llm.model_name)
+    others = "" if model == chat.llm.model_name else f", said with {model}"
+    chat.screen.note(f"loaded {_turns(len(records))}{others}")
+    if records:
+        question, answer = (message["content"] for message in session.messages[-2:])
+        chat.last_question = question
+        if chat.screen.terminal:
+            chat.screen.question(without_files(question))
+            chat.screen.answer(answer, chat.view)
+            if records[-1].stats and records[-1].finish_reason == "cancelled":
+                chat.screen.note("[broken off; /retry asks again]")
+    chat.read_ahead()
+
+
+def sessions(chat: Chat, argument: str) -> None:
+    if argument == "forget":
+        chat.screen.note(f"deleted {forget_all()} saved conversations")
+        return
+    kept = list(kept_chats())
+    if not kept:
+        raise UsageError("no conversation is saved yet")
+    if argument:
+        if not (argument.isascii() and argument.isdigit() and 1 <= int(argument) <= len(kept)):
+            raise UsageError(f"/sessions takes a number from 1 to {len(kept)}, or forget")
+        path = kept[int(argument) - 1].path
+        go_on_with(chat, path)
+        chat.keep_at(path)
+        return
+    columns, _ = terminal_size()
+    for i, each in enumerate(kept, 1):
+        turns = _turns(each.n_turns)
+        head = f"{'*' if each.path == chat.keep_in else ' '}{i:>3}  "
+        facts = f"{each.when}  {turns:>9}  "
+        if columns >= 2 * len(head + facts):
+            head += facts
+        chat.screen.line(clip(head + each.question, columns - 1))
+
+
+def attach(chat: Chat, argument: str) -> None:
+    if argument == "none":
+        chat.attached.clear()
+    elif argument:
+        file = read_file(_path(argument, "file"))
+        n_tokens, n_ctx = len(chat.llm.tokenize(file.text)), chat.llm.n_ctx
+        if n_tokens >= n_ctx:
+            raise UsageError(f"{file.path} has {n_tokens:,} tokens, and the context is {n_ctx:,}")
+        chat.attached = [other for other in chat.attached if other.path != file.path] + [file]
+    going = ", ".join(map(str, chat.attached))
+    chat.screen.note(f"with the next message: {going or 'no file'}")
+
+
+def copy_answer(chat: Chat, argument: str) -> None:
+    said = [message["content"] for message in chat.session.messages if message["role"] == "assistant"]
+    if not any(said[-1:]):  # none, or one that was stopped while it thought
+        raise UsageError("there is no answer to copy yet")
+    text, what = said[-1], "the answer"
+    if argument:
+        from localspec.commands.chat.typesetter import code_blocks
+
+        found = code_blocks(text)
+        if not found:
+            raise UsageError("the last answer has no code block; /copy without a number copies all of it")
+        if not (argument.isascii() and argument.isdigit() and 1 <= int(argument) <= len(found)):
+            n_blocks = f"{len(found)} code block{'s' * (len(found) > 1)}"
+            raise UsageError(f"/copy takes a number from 1 to {len(found)}: the last answer has {n_blocks}")
+        text, what = found[int(argument) - 1], f"code block {int(argument)}"
+    how = copy(text, chat.screen.file if chat.screen.ansi else None)
+    chat.screen.note(f"copied {what} ({len(text):,} characters) {how}")
+
+
+def edit_message(chat: Chat, argument: str) -> None:
+    if not chat.screen.terminal:
+        raise UsageError("/edit needs a terminal")
+    chat.prepared = argument  # not lost if there is no editor
+    with chat.screen.lent():
+        chat.prepared, problem = edit(argument)
+    if problem:
+        chat.screen.error(problem)
+    if not chat.screen.ansi:  # there is no line that could hold it
+        text, chat.prepared = chat.prepared.strip(), ""
+        if problem:
+            chat.screen.line(text)
+        elif text:
+            chat.say(text)
+
+
+def _path(argument: str, name: str) -> Path:
+    if not argument:
+        raise UsageError(f"/{name} needs a file name")
+    return Path(argument.strip("\"'")).expanduser()
 
 
 ONLY = "only"
@@ -140,8 +409,7 @@ def _remembered(chat: Chat, name: str, value: str | None) -> str:
 
 
 def _stats(chat: Chat, argument: str) -> None:
-    from localspec.commands.chat.figures import stats_parts
-    from localspec.commands.report.terminal import Screen
+    from localspec.report.renderers import Screen
 
     answers = [record.stats for record in chat.records if record.stats]
     if not answers:
@@ -156,7 +424,6 @@ def _why(chat: Chat, argument: str) -> None:
 
 
 def _race(chat: Chat, argument: str) -> None:
-    from localspec.commands.chat.race import race
 
     race(chat)
 
@@ -358,3 +625,191 @@ _GUESSING = ("draft", "length", "project", "stats", "why", "race")
 
 GROUPS = {"": tuple(name for name in COMMANDS if name not in _GUESSING), "guessing": _GUESSING}
 """Names of commands as ``/help`` shows them together, by what follows it."""
+
+
+# ``/stats``: figures of an answer and of the conversation, and how often draft tokens were accepted, by position.
+
+BAR = 30
+_PHASES = ("prompt", "draft", "verify", "other")
+
+Stats = Mapping[str, Any]
+
+
+def stats_parts(answers: Sequence[Stats], *, unicode: bool = True) -> list[Grid | Lines]:
+    """What ``/stats`` shows of the figures of some answers, the last answer apart."""
+    everything = SpecStats.total(answers)
+    rows: list[tuple[str, Callable[[Stats], str]]] = [
+        ("tokens per second", lambda s: f"{s['tokens_per_second']:.1f}"),
+        ("estimated plain tokens per second", lambda s: _number("{:.1f}", s["estimated_plain_tokens_per_second"])),
+        ("estimated speed-up", lambda s: _number("×{:.2f}", s["estimated_speedup"])),
+        ("answer tokens", lambda s: str(s["completion_tokens"])),
+        ("rounds (passes of the model)", lambda s: str(s["num_rounds"])),
+        ("tokens per round (plain is 1)", lambda s: f"{s['mean_acceptance_length']:.2f}"),
+        ("guesses right", _right),
+        *((f"  {name}", lambda s, name=name: _right(s["by_source"].get(name))) for name in everything["by_source"]),
+        *((f"seconds: {name}", lambda s, name=name: f"{s[f'seconds_{name}']:.2f}") for name in _PHASES),
+    ]
+    last = SpecStats.total(answers[-1:])
+    cells = [(name, show(last), show(everything)) for name, show in rows]
+    bars = histogram(everything["drafted_per_position"], everything["accepted_per_position"], unicode=unicode)
+    table = Grid("", ("", "last answer", "conversation"), cells)
+    return [table, Lines("right, by place in a round", bars)] if bars else [table]
+
+
+def histogram(drafted: Sequence[int], accepted: Sequence[int], *, unicode: bool = True) -> list[str]:
+    """One bar per position of the draft: the share of the tokens drafted there that was accepted."""
+    full, empty = ("█", "░") if unicode else ("#", ".")
+    lines = []
+    for i, (n_drafted, n_accepted) in enumerate(zip(drafted, accepted, strict=True), 1):
+        if n_drafted:
+            filled = round(BAR * n_accepted / n_drafted)
+            bar = full * filled + empty * (BAR - filled)
+            lines.append(f"  guess {i:2d}  {bar}  {n_accepted / n_drafted:4.0%}  {n_accepted}/{n_drafted}")
+    return lines
+
+
+def _number(form: str, value: float | None) -> str:
+    return form.format(value) if value else "-"
+
+
+def _right(counts: Stats | None) -> str:
+    if counts is None:
+        return "-"
+    part, whole = counts["num_accepted_tokens"], counts["num_draft_tokens"]
+    return f"{part / whole:.0%} ({part}/{whole})" if whole else "none made"
+
+
+# ``/race``: the last question again, plain and with guesses, and what the difference was.
+
+SEED_BITS = 32
+
+_NAMES = {False: "plain", True: "with guesses"}
+
+MENTIONED = 0.05
+"""Others' share of the CPUs from which on it is said: less is what any system does by itself."""
+
+NOISE = "Nothing was guessed, so both did the same work; the difference is noise."
+
+
+@dataclass(frozen=True, slots=True)
+class _Heat:
+    """One race: both answers, and which was first."""
+
+    plain: Reply
+    guessed: Reply
+    first: bool
+
+    @property
+    def ratio(self) -> float | None:
+        """Speed with guesses over that of plain decoding; None where nothing was guessed, or nothing said."""
+        plain, guessed = self.plain.stats["tokens_per_second"], self.guessed.stats["tokens_per_second"]
+        return guessed / plain if plain and self.guessed.stats["num_draft_tokens"] else None
+
+
+def race(chat: Chat) -> None:
+    """Run the race, if there are guesses twice, and show both answers side by side. The conversation is not changed.
+
+    Raises:
+        UsageError: nothing was asked yet.
+        LocalspecError: an answer failed.
+    """
+    if not chat.records:
+        raise UsageError("there is no question to race yet: ask something first")
+    params = chat.params
+    if not params.greedy and params.seed is None:
+        params = replace(params, seed=secrets.randbits(SEED_BITS))  # both sides get the same dice
+    first = chat.races % 2 == 1
+    chat.races += 1
+    before = CPUTimes.now()
+    heats: list[_Heat] = []
+    while not heats or (len(heats) == 1 and heats[0].ratio is not None):  # the second in the other order
+        heat = _run(chat, params, first != bool(heats), f"race {len(heats) + 1}, ")
+        if heat is None:
+            chat.screen.note("[race stopped]")
+            return
+        heats.append(heat)
+    others = others_share([(before, CPUTimes.now())]) or 0.0
+    _show(chat, heats[0])
+    known = [heat for heat in heats if heat.ratio is not None] or heats
+    chat.screen.line(verdict([heat.ratio for heat in heats], known[-1].guessed.stats, others))
+    chat.screen.line(difference(chat, heats[0].plain, heats[0].guessed))
+
+
+def _run(chat: Chat, params: SamplingParams, first: bool, what: str) -> _Heat | None:
+    """Answer the last question both ways; None if that was stopped."""
+    replies: dict[bool, Reply] = {}
+    for speculate in (first, not first):
+        stream = chat.llm.rounds(
+            chat.session.messages[:-1],
+            params,
+            speculate=speculate,
+            think=chat.think,
+            thinking_budget=chat.thinking_budget,
+        )
+        status, said = SpecStats(), ""
+        with Progress(chat.screen.file) as progress, no_echo(), stream, on_interrupt(stream.close):
+            for round_ in stream:
+                status.add(round_)
+                said = (said + on_one_line(round_.text))[-40:]
+                if chat.screen.ansi:
+                    speed = f"{status.completion_tokens} tokens, {status['tokens_per_second']:.1f} tok/s"
+                    progress.report(f"{what}{_NAMES[speculate]}: {speed}  …{said}", None)
+            replies[speculate] = stream.reply
+        if replies[speculate].finish_reason == "cancelled":
+            return None
+    return _Heat(replies[False], replies[True], first)
+
+
+def _show(chat: Chat, heat: _Heat) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), expand=True)
+    for guesses, name in _NAMES.items():
+        table.add_column(f"{name} (ran first)" if guesses == heat.first else name, ratio=1, overflow="fold")
+    table.add_row(*(_figures(reply) for reply in (heat.plain, heat.guessed)))
+    table.add_row("", "")
+    table.add_row(*(Text(visible(reply.text).rstrip()) for reply in (heat.plain, heat.guessed)))
+    chat.screen.print(table)
+    chat.screen.line()
+
+
+def _figures(reply: Reply) -> str:
+    stats = reply.stats
+    return f"{stats['completion_tokens']} tokens, {stats.seconds_decode:.2f} s, {stats['tokens_per_second']:.1f} tok/s"
+
+
+def verdict(ratios: Sequence[float | None], stats: Mapping[str, Any], others: float) -> str:
+    """What came of some races.
+
+    Args:
+        ratios: of each, see ``_Heat.ratio``.
+        stats: of the last answer with guesses.
+        others: share of the CPUs that other programs used.
+    """
+    if not stats["completion_tokens"]:
+        return "There are no tokens to compare."
+    known = [ratio for ratio in ratios if ratio is not None]
+    if not known:
+        return NOISE
+    right = f"{stats['num_accepted_tokens']:,} of {stats['num_draft_tokens']:,} guesses right"
+    spread = f"×{min(known):.2f} to ×{max(known):.2f} of plain" if len(known) > 1 else f"×{known[0]:.2f} of plain, once"
+    lines = [f"With guesses: {spread}; {right}."]
+    if len(known) > 1 and min(known) <= 1 <= max(known):
+        lines = [f"No verdict: two races, in both orders, gave {spread} with guesses; {right}."]
+    if others > MENTIONED:
+        lines.append(f"Other programs used {100 * others:.0f} % of the CPUs meanwhile, which moves both.")
+    return " ".join(lines)
+
+
+def difference(chat: Chat, plain: Reply, speculative: Reply) -> str:
+    """Where the two answers part, in one sentence."""
+    pairs = zip(plain.token_ids, speculative.token_ids, strict=False)
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    if at is None:
+        shorter = min(len(plain.token_ids), len(speculative.token_ids))
+        if len(plain.token_ids) == len(speculative.token_ids):
+            return f"same text: all {shorter} tokens are equal"
+        return f"equal for {shorter} tokens, then one of them ended"
+    ours, theirs = (on_one_line(chat.llm.detokenize([reply.token_ids[at]])) or "end" for reply in (plain, speculative))
+    return (
+        f"first difference at token {at + 1}: plain {ours!r}, with guesses {theirs!r} "
+        "(wide and narrow passes round differently, so near ties can fall either way)"
+    )

@@ -3,18 +3,321 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from itertools import chain, repeat
 from typing import Any, TextIO
 
-from localspec.commands.chat.style import Painter, Style
-from localspec.commands.chat.typesetter import Typesetter
-from localspec.commands.chat.views import RoundsView, TextView, TokensView, View
+from localspec.commands.chat.typesetter import (
+    MarkdownLines,
+    Painter,
+    Style,
+    StyledText,
+    Typesetter,
+    blocks,
+    code_blocks,
+    open_code,
+    token_style,
+)
+from localspec.model_files.catalog import short_name
 from localspec.spec_decode.drafters.names import CORPUS, FROM_STATES, NGRAM, RECYCLED
-from localspec.spec_decode.rounds import SpecStats
-from localspec.terminal.text import moves_cursor, terminal_size, visible, wrapped
+from localspec.spec_decode.rounds import Round, Span, SpecStats, TokenKind
+from localspec.system.terminal import (
+    char_width,
+    clip,
+    moves_cursor,
+    on_one_line,
+    terminal_size,
+    visible,
+    width,
+    wrapped,
+)
+
+# The status line of an answer.
+
+
+def status_line(stats: Mapping[str, Any]) -> str:
+    """Speed, estimated speed-up and how many guesses were right; without guesses it is plain decoding.
+
+    Args:
+        stats: see ``SpecStats``.
+
+    Returns:
+        Nothing where nothing was said.
+    """
+    if not stats["completion_tokens"]:
+        return ""
+    parts = [f"{stats['tokens_per_second']:.1f} tok/s"]
+    if not stats["num_draft_tokens"]:
+        return " · ".join([*parts, "nothing guessed (plain decoding)"])
+    parts += [f"×{faster:.1f}"] if (faster := stats["estimated_speedup"]) else []
+    return " · ".join([*parts, f"{stats['num_accepted_tokens']:,} of {stats['num_draft_tokens']:,} guesses right"])
+
+
+# The ways of looking at an answer while it is made: tokens, rounds, plain; ``reading`` has a module of its own.
+
+VIEWS = ("tokens", "reading", "rounds", "plain")
+FORMER_VIEWS = {"lane": "rounds"}
+"""Names that saved chats may have and people may type, and what they are called now."""
+
+
+def guessing(drafters: Sequence[str], *, follows: bool = False) -> str:
+    """Who guesses, in a sentence.
+
+    Args:
+        drafters: names of those in use.
+        follows: whether it is not known yet if a draft model will.
+    """
+    free = {NGRAM: "from the text itself", RECYCLED: "from earlier passes"}
+    ways = []
+    for name in drafters:
+        kind, _, path = name.partition(":")
+        ways.append(free.get(name) or (f"from {path}" if kind == CORPUS else f"with {short_name(name)}"))
+    who = f"Guessing {', '.join(ways)}" if ways else "Guessing is off"
+    return who + ("; looking whether a draft model would help." if follows else ".")
+
+
+class View(ABC):
+    """Shows one answer: ``round`` for each round, then ``finish``."""
+
+    def wait(self, what: str) -> None:  # noqa: B027 # most views have no place for it
+        """Say what is going on before the first round."""
+
+    @abstractmethod
+    def round(self, round_: Round) -> None:
+        """Show a round."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Leave the answer, and nothing but the answer, on the screen."""
+
+
+class TokensView(View):
+    """Verified text in the colours of where it came from; rejected draft tokens in place, until the next round.
+
+    What is thought before an answer is dim; folded, only that something is thought is shown, and not for long.
+    """
+
+    def __init__(
+        self, file: TextIO, stats: SpecStats, *, colour: bool, drafts: bool = True, folded: bool = False
+    ) -> None:
+        self._paper = Typesetter(file, colour=colour)
+        self._stats = stats
+        self._drafts = drafts
+        self._folded = folded
+        self._thinks = False
+        self._pending: list[StyledText] = []
+
+    def wait(self, what: str) -> None:
+        self._paper.tail([(what, Style.NOTE)], "")
+        self._paper.flush()
+
+    def round(self, round_: Round) -> None:
+        self._settle()
+        segments = [segment for span in round_.spans for segment in self._shown(span)]
+        tail: list[StyledText] = []
+        thinks = round_.emitted[-1].thinking if round_.emitted else False
+        if self._folded and thinks:
+            tail = [(f"thinking, {self._stats.thinking_tokens} tokens …", Style.NOTE)]
+        elif self._drafts and round_.verdict.n_accepted < len(round_.draft) and not round_.finish_reason:
+            fates = zip(round_.draft_texts, round_.accepted, _branch_starts(round_), strict=False)
+            rejected = [(" | " if starts else "") + text for text, accepted, starts in fates if not accepted]
+            tail = [("".join(rejected).removeprefix(" | "), Style.REJECTED)]
+            # The token that replaces a rejected one stands behind it until that is gone.
+            if segments and round_.spans[-1].kind == "recovered" and round_.spans[-1].part == "answer":
+                self._pending = [segments.pop()]
+        for text, style in segments:
+            self._paper.write(text, style)
+        if not round_.finish_reason:
+            self._paper.tail(tail + self._pending, status_line(self._stats.as_dict()))
+        self._paper.flush()
+
+    def finish(self) -> None:
+        self._settle()
+        self._paper.finish()
+
+    def _settle(self) -> None:
+        self._paper.write("")
+        for text, style in self._pending:
+            self._paper.write(text, style)
+        self._pending = []
+
+    def _shown(self, span: Span) -> Iterator[StyledText]:
+        if span.part == "thinking" and not self._folded:
+            self._thinks = True
+            yield span.text, Style.THINKING
+        elif span.part == "answer":
+            if self._thinks:
+                yield "\n\n", Style.TARGET
+                self._thinks = False
+            yield span.text, self._style(span.kind, span.source)
+
+    def _style(self, kind: TokenKind, source: str) -> Style:
+        return token_style(kind, source) if self._drafts else Style.TARGET
+
+
+class RoundsView(View):
+    """A line a round: its draft tokens and their fate. Plain rounds in a row share a line, with their text.
+
+    Args:
+        file: where it is shown.
+        stats: of the answer.
+        ansi: whether the cursor can be moved: then the status is shown below, and a row of plain rounds as it grows.
+        colour: whether colours may be used.
+        unicode: False draws the marks in ASCII.
+    """
+
+    def __init__(self, file: TextIO, stats: SpecStats, *, ansi: bool, colour: bool, unicode: bool) -> None:
+        self._file, self._stats, self._unicode = file, stats, unicode
+        self._paper = Typesetter(file, colour=colour) if ansi else None
+        self._plain: list[Round] = []
+
+    def wait(self, what: str) -> None:
+        if self._paper is not None:
+            self._paper.tail([(what, Style.NOTE)], "")
+            self._paper.flush()
+
+    def round(self, round_: Round) -> None:
+        if round_.draft or round_.verdict.kind == "forced":
+            self._settle()
+            self._print(round_parts(round_, unicode=self._unicode))
+        elif round_.emitted:
+            self._plain.append(round_)
+        if self._paper is not None:
+            columns, _ = terminal_size()
+            under_way = rows_of(plain_parts(self._plain, unicode=self._unicode), columns - 1) if self._plain else [[]]
+            self._paper.tail(under_way[-1], status_line(self._stats.as_dict()))
+            self._paper.flush()
+
+    def finish(self) -> None:
+        self._settle()
+        if self._paper is not None:
+            self._paper.finish()
+
+    def _settle(self) -> None:
+        if self._plain:
+            self._print(plain_parts(self._plain, unicode=self._unicode))
+            self._plain = []
+
+    def _print(self, parts: Sequence[StyledText]) -> None:
+        columns, _ = terminal_size()
+        for row in rows_of(parts, columns - 1):
+            if self._paper is None:
+                self._file.write("".join(text for text, _ in row) + "\n")
+                continue
+            for text, style in row:
+                self._paper.write(text, style)
+            self._paper.write("\n")
+        self._file.flush()
+
+
+class TextView(View):
+    """The text as it comes, for files, pipes and terminals that cannot move the cursor."""
+
+    def __init__(self, file: TextIO, clean: Callable[[str], str] = visible) -> None:
+        self._file = file
+        self._clean = clean
+        self._last = ""
+
+    def round(self, round_: Round) -> None:
+        if text := round_.text:
+            self._file.write(self._clean(text))
+            self._file.flush()
+            self._last = text
+
+    def finish(self) -> None:
+        if not self._last.endswith("\n"):
+            self._file.write("\n")
+        self._file.flush()
+
+
+def only_thought(text: str, n_thinking: int) -> str:
+    """What to say of an answer that has nothing but thoughts; empty where it has more, or nothing at all."""
+    if not n_thinking or text.strip():
+        return ""
+    return f"no answer came after {n_thinking} token{'s' * (n_thinking > 1)} of thinking"
+
+
+_MARKS = {True: ("✓", "✗", "→", "+", "·"), False: ("+", "-", ">", "*", ".")}
+
+
+def _branch_starts(round_: Round) -> list[bool]:
+    """For each draft token whether a branch begins with it, which does not go on from the one before."""
+    return [parent != i - 1 for i, parent in enumerate(round_.draft.parents)]
+
+
+def round_parts(round_: Round, *, unicode: bool = True) -> list[StyledText]:
+    """A round in a line: number, right of guessed, drafters, draft + verify time; then each guess and its fate.
+
+    Args:
+        round_: the round.
+        unicode: False draws the marks in ASCII.
+    """
+    accepted_mark, rejected_mark, recovered_mark, bonus_mark, plain_mark = _MARKS[unicode]
+    n_drafted, n_accepted = len(round_.draft), round_.verdict.n_accepted
+    sources = "+".join(dict.fromkeys(token.source for token in round_.draft)) or "-"
+    fate = f"{n_accepted}/{n_drafted}" if n_drafted else "plain"
+    times = f"{round_.ms_draft:3.0f}+{round_.ms_verify:3.0f} ms"
+    parts = [(f"{round_.index + 1:4d} {fate:>5} {clip(sources, 11):<11} {times}  ", Style.NOTE)]
+    texts = round_.draft_texts or [""] * n_drafted
+    starts = _branch_starts(round_)
+    for token, text, accepted, is_start in zip(round_.draft, texts, round_.accepted, starts, strict=True):
+        if is_start:
+            parts.append((" |", Style.TARGET))
+        if accepted:
+            parts.append((accepted_mark + on_one_line(text), token_style("accepted", token.source)))
+        else:
+            parts.append((rejected_mark, Style.TARGET))
+            parts.append((on_one_line(text), Style.REJECTED))
+    own = [token for token in round_.emitted if token.kind != "accepted"]
+    if own:
+        mark = {"recovered": recovered_mark, "bonus": bonus_mark}.get(own[-1].kind, plain_mark)
+        gap = " " if len(parts) > 1 else ""
+        text = "".join(token.text for token in own)  # several where they were forced
+        parts.append((f"{gap}{mark}{on_one_line(text) or 'end'}", Style.TARGET))
+    elif round_.finish_reason:
+        parts.append((" end", Style.NOTE))
+    return parts
+
+
+def plain_parts(rounds: Sequence[Round], *, unicode: bool = True) -> list[StyledText]:
+    """Plain rounds in a row in one line: their numbers, how many tokens, and the text of these."""
+    if len(rounds) == 1:
+        return round_parts(rounds[0], unicode=unicode)
+    n_tokens = sum(len(round_.emitted) for round_ in rounds)
+    text = "".join(token.text for round_ in rounds for token in round_.emitted)
+    numbers = f"{rounds[0].index + 1:4d}-{rounds[-1].index + 1} plain, {n_tokens} tokens"
+    return [(f"{numbers}  ", Style.NOTE), (on_one_line(text).replace("↵", "↵\n"), Style.TARGET)]
+
+
+INDENT = 6
+"""Cells before what does not fit into the first row of a round."""
+
+
+def rows_of(parts: Sequence[StyledText], columns: int) -> list[list[StyledText]]:
+    """Parts in rows of so many cells, broken at newlines and between words; all but the first are indented."""
+    rows: list[list[StyledText]] = [[]]
+    used = 0
+
+    def begin() -> int:
+        rows.append([(" " * INDENT, Style.TARGET)])
+        return INDENT
+
+    for text, style in parts:
+        for word in re.findall(r"[^ \n]*(?:\n| +|$)", text):
+            if used > INDENT and used + width(word.rstrip()) > columns:
+                used = begin()
+            for char in word:
+                if char == "\n" or used + char_width(char) > columns:
+                    used = begin()
+                if char != "\n":
+                    rows[-1].append((char, style))
+                    used += char_width(char)
+    return rows[:-1] if len(rows[-1]) == 1 and len(rows) > 1 else rows
 
 
 class ChatScreen:
@@ -133,7 +436,7 @@ class ChatScreen:
         if not self.ansi:
             self.line(text)
         elif view == "reading":
-            from localspec.commands.chat.markdown import MarkdownLines, whole
+            from localspec.commands.chat.typesetter import MarkdownLines, whole
 
             columns, _ = terminal_size()
             lines = whole(visible(text), columns - 1, MarkdownLines(self.colour, self.unicode))
@@ -148,8 +451,6 @@ class ChatScreen:
         if name == "rounds":
             return RoundsView(self.file, stats, ansi=self.ansi, colour=self.colour, unicode=self.unicode)
         if self.ansi and name == "reading":
-            from localspec.commands.chat.reading import ReadingView
-
             return ReadingView(self.file, stats, colour=self.colour, unicode=self.unicode, folded=self.folded)
         if self.ansi:
             return TokensView(self.file, stats, colour=self.colour, drafts=name == "tokens", folded=self.folded)
@@ -243,3 +544,156 @@ def forget_typed() -> None:
 
         with suppress(termios.error):
             termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)
+
+
+# The reading view: an answer's Markdown is rendered as it comes.
+#
+# Blocks that are complete are printed for good. The last one, which the next token may still change, is drawn again
+# and again in a *region* at the end, no higher than the screen, with the status line below it. Between updates the
+# cursor rests at the region's first cell, so an update is one write that starts there: nothing is erased before its
+# successor is known, and nothing above it moves. What is thought before an answer is text, dim, of which lines that
+# are complete are printed; folded, only that something is thought is shown, and not for long.
+
+_ERASE_LINE, _ERASE_BELOW = "\x1b[K", "\x1b[J"
+_HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+_NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
+"""In the region a line that comes out wider than it was counted, as joined emoji may, must not become two."""
+
+MIN_LINES = 4
+"""On a lower screen there is no region: blocks appear when they are complete."""
+
+PAUSE = 4.0
+"""After drawing, so many times what it took nothing is drawn again: the engine gets at least this share of a core."""
+
+
+class ReadingView(View):
+    """Shows an answer as rendered Markdown.
+
+    Args:
+        file: the terminal.
+        stats: of the answer; the status is shown below it.
+        colour: whether colours may be used.
+        unicode: whether lines can be drawn.
+        folded: whether what is thought is left out.
+        size: columns and lines, asked at every update, as windows change.
+    """
+
+    def __init__(
+        self,
+        file: TextIO,
+        stats: SpecStats,
+        *,
+        colour: bool,
+        unicode: bool,
+        folded: bool = False,
+        size: Callable[[], tuple[int, int]] = terminal_size,
+    ) -> None:
+        self._file = file
+        self._stats = stats
+        self._draw = MarkdownLines(colour, unicode)
+        self._paint = Painter(ansi=True, colour=colour)
+        self._folded = folded
+        self._size = size
+        self._thought = ""  # what is not printed of it
+        self._thinks = False
+        self._text = ""  # from the open block on
+        self._n_code = 0  # code blocks before it
+        self._n_printed = 0  # lines of code of it that are printed for good
+        self._between = False  # whether an empty line comes before it
+        self._next = 0.0
+
+    def wait(self, what: str) -> None:
+        self._update([], [self._paint(what, Style.NOTE)])
+
+    def round(self, round_: Round) -> None:
+        self._thought += "" if self._folded else visible(round_.thinking)
+        self._thinks = any(token.thinking for token in round_.emitted[-1:])
+        self._text += visible(round_.text)
+        now = time.monotonic()
+        if now < self._next or round_.finish_reason:
+            return
+        self._update(*self._drawn())
+        self._next = now + (1 + PAUSE) * (time.monotonic() - now)
+
+    def finish(self) -> None:
+        columns, _ = self._size()
+        lines = self._thoughts(columns, end=True)
+        for block in blocks(self._text):
+            lines += self._complete(block, columns)
+        self._write([*(f"{line}{_ERASE_LINE}\r\n" for line in lines), _ERASE_BELOW, _SHOW_CURSOR])
+
+    # -- what there is to see ------------------------------------------------------------------------------------
+
+    def _drawn(self) -> tuple[list[str], list[str]]:
+        """Lines to print for good, and those of the region."""
+        columns, height = self._size()
+        printed = self._thoughts(columns, end=bool(self._text.strip()))
+        # Only by whole lines can it be told what the next token cannot change: "2" may become an item of a list.
+        end = self._text.rfind("\n") + 1
+        *complete, last = blocks(self._text[:end]) or [""]
+        for block in complete:
+            printed += self._complete(block, columns)
+        self._text = last + self._text[end:]
+        room = max(height - 2, 0)  # without the status, and what is printed for good above it
+        region = self._region(columns)
+        n_lines = open_code(last) if len(region) > room else None
+        if n_lines is not None and n_lines - room // 2 > self._n_printed:
+            printed += self._part(last, columns, n_lines - room // 2)
+            region = self._region(columns)
+        return printed, region[max(len(region) - room, 0) :]
+
+    def _region(self, columns: int) -> list[str]:
+        lines = self._dim(self._thought.rstrip("\n"), columns)
+        if self._folded and self._thinks:
+            lines.append(self._paint(f"thinking, {self._stats.thinking_tokens} tokens …", Style.NOTE))
+        for i, block in enumerate(blocks(self._text)):  # several where the last line is not whole
+            between = self._between if i == 0 and not self._n_printed else i > 0
+            lines += [""] * between
+            lines += self._draw.render(block, columns - 1, self._n_code, (self._n_printed if i == 0 else 0, None))
+        return lines
+
+    def _thoughts(self, columns: int, *, end: bool) -> list[str]:
+        """The lines of thinking that are complete, all of them at its end, to be printed for good."""
+        text = self._thought.rstrip("\n")  # there may be more after the newlines, or the answer
+        n_whole = len(text) if end else text.rfind("\n") + 1
+        lines = self._dim(text[:n_whole].removesuffix("\n"), columns)
+        self._thought = self._thought[n_whole:] * (not end)
+        self._between = self._between or bool(lines)
+        return lines
+
+    def _dim(self, text: str, columns: int) -> list[str]:
+        text = text if self._between else text.lstrip("\n")
+        return [self._paint(line, Style.THINKING) for line in self._draw.prose(text, columns - 1)]
+
+    def _complete(self, block: str, columns: int) -> list[str]:
+        """The lines of a block that are not printed yet; the next block begins."""
+        lines = [""] * (self._between and not self._n_printed)
+        lines += self._draw.render(block, columns - 1, self._n_code, (self._n_printed, None))
+        self._n_code += len(code_blocks(block))
+        self._n_printed, self._between = 0, True
+        return lines
+
+    def _part(self, block: str, columns: int, end: int) -> list[str]:
+        """The lines of a block's code before a line, to be printed for good."""
+        lines = [""] * (self._between and not self._n_printed)
+        lines += self._draw.render(block, columns - 1, self._n_code, (self._n_printed, end))
+        self._n_printed = end
+        return lines
+
+    # -- the terminal --------------------------------------------------------------------------------------------
+
+    def _update(self, printed: Sequence[str], region: Sequence[str]) -> None:
+        columns, height = self._size()
+        out = [_HIDE_CURSOR, *(f"{line}{_ERASE_LINE}\r\n" for line in printed)]
+        if height >= MIN_LINES:
+            status = self._paint(clip(status_line(self._stats.as_dict()), columns - 1), Style.NOTE)
+            rows = [*region, status]
+            out += [_NO_WRAP, "\r\n".join(f"{row}{_ERASE_LINE}" for row in rows), _ERASE_BELOW, _WRAP]
+            out.append(f"\r\x1b[{len(rows) - 1}A" if len(rows) > 1 else "\r")
+        else:
+            out.append(_ERASE_BELOW)
+        self._write(out)
+
+    def _write(self, parts: Sequence[str]) -> None:
+        self._file.write("".join(parts))
+        self._file.flush()

@@ -10,10 +10,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from localspec.commands.chat.views import FORMER_VIEWS, VIEWS
+from localspec.commands.chat.screen import FORMER_VIEWS, VIEWS
 from localspec.errors import UsageError
-from localspec.system.files import write_atomically
-from localspec.system.home import home
+from localspec.system.files import home, write_atomically
 
 
 @dataclass(frozen=True, slots=True)

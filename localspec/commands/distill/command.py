@@ -5,22 +5,269 @@ from __future__ import annotations
 import shlex
 import sys
 import threading
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import TracebackType
+from typing import Self, TextIO
 
-from localspec.backends.noise import engine_log
-from localspec.commands.distill.page import finished_report, unfinished_report
-from localspec.commands.distill.progress import RunDisplay
-from localspec.commands.options import check_text, ensure_model
-from localspec.commands.report.html import html
-from localspec.commands.report.output import STREAM, checked_output, write_output
-from localspec.commands.report.terminal import Screen
-from localspec.errors import Cancelled, UsageError
-from localspec.system.interrupts import on_interrupt
-from localspec.system.usage import lower_priority
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table as Grid
+from rich.text import Text
+
+from localspec.backends.llama.ggml import engine_log
+from localspec.commands.options import ensure_model
+from localspec.errors import Cancelled, UsageError, check_text
+from localspec.model_files.head_card import CurvePoint, Rates
+from localspec.model_files.head_folders import heads_folder
+from localspec.model_files.sources.base import size_text
+from localspec.report.model import Facts, Figure, KeyFigure, KeyFigures, Part, Report, Table
+from localspec.report.model import Text as Paragraph
+from localspec.report.renderers import STREAM, Screen, checked_output, html, write_output
+from localspec.report.svg import Axis, Drawing, Point, Series, chart
+from localspec.system.machine import lower_priority
+from localspec.system.process import on_interrupt
+from localspec.system.terminal import moves_cursor, on_one_line
 from localspec.training.distill import distill
-from localspec.training.recipe import Effort, Recipe
-from localspec.training.standing import Standing
+from localspec.training.run_folder import Distilled, Effort, Recipe, Standing
+from localspec.training.worth import Worth
+
+# What came of a run, as a report: what the head is worth, how it learned, how it was made.
+
+_SHOWN_STEPS = 5
+
+
+def unfinished_report(model: str, standing: Standing) -> Report:
+    """A run that goes on: its learning curve so far."""
+    facts = {
+        "now": standing.text or standing.phase,
+        "texts": f"{standing.n_answers:,}, {standing.n_places:,} tokens",
+        "learned from": f"{standing.tokens_seen:,} tokens, repetitions counted",
+    }
+    return Report("distill", f"a head for {model}: not finished", [Facts(facts), *curve_parts(standing.curve)])
+
+
+def finished_report(model: str, made: Distilled) -> Report:
+    """What came of a run."""
+    training = made.card.training
+    parts: list[Part] = [*_worth_parts(made), *curve_parts(training.curve)]
+    if training.acceptance:
+        parts.append(_acceptance_table(training.acceptance))
+    facts = {
+        "file": str(made.kept or made.path),
+        "made by": training.command,
+        **({"went on from": "; ".join(training.earlier)} if training.earlier else {}),
+        "examples": f"{training.data_tokens:,} tokens",
+        "learned from": f"{training.tokens_seen:,} tokens, repetitions counted",
+        "time": f"{training.minutes:.0f} minutes",
+        "machine": training.machine,
+        "seed": str(training.seed),
+        "versions": ", ".join(f"{name} {text}" for name, text in training.versions.items()),
+        "reads": ", ".join(made.card.taps),
+        "guesses": f"{made.card.steps} tokens ahead, of {made.card.n_out:,} of {made.card.target.n_vocab:,} tokens",
+    }
+    parts.append(Facts(facts, "How it was made"))
+    return Report("distill", f"a {made.card.kind} head for {model}", parts)
+
+
+def _worth_parts(made: Distilled) -> list[Part]:
+    worth = made.worth
+    if worth is None:
+        return [Paragraph(f"What it is worth could not be measured; it lies in {made.path}.", "note")]
+    parts: list[Part] = [KeyFigures([_key_figure(worth, kept=made.kept is not None)])]
+    if made.kept is None:
+        where = f"It lies in {made.path}. --draft head:{made.path} uses it all the same, and"
+        parts.append(Paragraph(f"{where} --draft auto finds it if it is copied to {heads_folder()}.", "note"))
+    return [*parts, Paragraph(_how_measured(worth), "muted")]
+
+
+def _key_figure(worth: Worth, *, kept: bool) -> KeyFigure:
+    speeds = (
+        f"{worth.head:.1f} tokens per second with the head, {worth.without:.1f} without it, {worth.plain:.1f} plain"
+    )
+    if kept:
+        verdict = "kept: --draft auto uses it"
+    elif worth.is_unclear:
+        verdict = "not kept, as the difference is within the noise; more --minutes may change that"
+    else:
+        verdict = "not kept, as it does not pay here; more --minutes may change that"
+    interval = "" if worth.interval is None else f" (95 %: {worth.interval[0]:.2f} to {worth.interval[1]:.2f})"
+    verdict = f"×{worth.gain:.2f} in the median{interval}; {verdict}"
+    return KeyFigure("with the head", f"×{worth.gain:.2f}", f"{speeds}: {verdict}", "ok" if kept else "note")
+
+
+def _how_measured(worth: Worth) -> str:
+    return (
+        f"{worth.n_questions} questions that nothing was trained on, greedy, in turns; without the head: "
+        f"{', '.join(worth.drafters)}"
+    )
+
+
+def curve_parts(curve: Sequence[CurvePoint]) -> list[Part]:
+    """The learning curve."""
+    if len(curve) < 2:
+        return []
+    caption = "Share of places in texts kept for testing at which this many guesses in a row were what the model says."
+    return [Figure("Learning curve", partial(_curve, curve), caption, wide=True)]
+
+
+def _curve(curve: Sequence[CurvePoint]) -> Drawing:
+    tests = [(point.tokens_seen, point.acceptance.get(_ALL, ())) for point in curve]
+    n_steps = min(_SHOWN_STEPS, max(len(rates) for _, rates in tests))
+    series = [
+        Series(
+            f"{step + 1} right",
+            [
+                Point(seen, rates[step], f"{seen:,} tokens: {rates[step]:.3f}")
+                for seen, rates in tests
+                if step < len(rates)
+            ],
+        )
+        for step in range(n_steps)
+    ]
+    most = max(0.1, *(point.y for each in series for point in each.points))
+    return chart(
+        "Acceptance against tokens learned from",
+        Axis("tokens learned from", 0.0, float(max(1, curve[-1].tokens_seen))),
+        Axis("right", 0.0, min(1.0, 1.1 * most), percent=True),
+        series,
+    )
+
+
+def _acceptance_table(acceptance: Rates) -> Table:
+    n_steps = min(_SHOWN_STEPS, max(map(len, acceptance.values())))
+    names = [_ALL, *(name for name in acceptance if name != _ALL)]
+    rows = [[name, *(f"{rate:.2f}" for rate in acceptance[name][:n_steps])] for name in names if name in acceptance]
+    return Table(
+        "Right, by how many tokens ahead",
+        ["texts kept for testing", *(f"{step + 1}" for step in range(n_steps))],
+        rows,
+        "The finished head, on the engine.",
+    )
+
+
+# How a run comes along: a few lines that are drawn again on a terminal; elsewhere a line a minute.
+
+REDRAWN_SECONDS = 0.25
+LINE_SECONDS = 60.0
+"""Between two lines where nobody watches."""
+
+_BARS = " ▁▂▃▄▅▆▇█"
+_STEPS_BESIDE = 4
+_ALL = "all"
+
+
+class RunDisplay:
+    """Shows where a run stands, on standard error.
+
+    Args:
+        file: instead of standard error.
+    """
+
+    def __init__(self, file: TextIO | None = None) -> None:
+        self._file = file or sys.stderr
+        self._live: Live | None = None
+        if moves_cursor(self._file):
+            console = Console(file=self._file, highlight=False, markup=False, emoji=False)
+            self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._drawn = 0.0
+        self._phase = ""
+        self._n_points = 0
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Remove what is drawn; nothing is drawn after it."""
+        if self._live is not None:
+            self._live.stop()
+
+    def say(self, line: str) -> None:
+        """A remark that stays."""
+        if self._live is not None and self._live.is_started:
+            self._live.console.print(Text(on_one_line(line)), soft_wrap=True)
+        else:
+            print(on_one_line(line), file=self._file, flush=True)
+
+    def show(self, standing: Standing) -> None:
+        """Draw it, not more often than somebody can read."""
+        now, new = time.monotonic(), standing.phase != self._phase
+        if self._live is not None:
+            if new or now - self._drawn > REDRAWN_SECONDS:
+                self._drawn, self._phase = now, standing.phase
+                self._live.update(_drawing(standing, self._live.console.width), refresh=True)
+            return
+        tested = len(standing.curve) > self._n_points
+        if standing.phase == "loading" and not new:
+            return
+        if new or tested or now - self._drawn > LINE_SECONDS:
+            self._drawn, self._phase, self._n_points = now, standing.phase, len(standing.curve)
+            parts = [_doing(standing), _counts(standing), _left(standing)]
+            if tested:
+                parts.append(
+                    "right at " + " ".join(f"{rate:.2f}" for rate in standing.curve[-1].acceptance.get(_ALL, ()))
+                )
+            print("; ".join(part for part in parts if part), file=self._file, flush=True)
+
+
+def _doing(standing: Standing) -> str:
+    if standing.phase == "waiting":
+        return "waiting: a chat or server answers on this machine"
+    rate = f", {standing.rate:,.0f} tokens a second" if standing.rate else ""
+    return (standing.text or standing.phase) + rate
+
+
+def _counts(standing: Standing) -> str:
+    if not standing.n_places:
+        return ""
+    seen = f", {standing.tokens_seen:,} learned from" if standing.tokens_seen else ""
+    size = f" ({size_text(standing.n_bytes)})" if standing.n_bytes else ""
+    return f"{standing.n_answers:,} texts of {standing.n_places:,} tokens{size}{seen}"
+
+
+def _left(standing: Standing) -> str:
+    if standing.seconds_left is None:
+        return ""
+    minutes = standing.seconds_left / 60
+    return f"{minutes:.0f} min left" if minutes >= 1.5 else f"{standing.seconds_left:.0f} s left"
+
+
+def _drawing(standing: Standing, columns: int) -> Group:
+    bar = Grid.grid(padding=(0, 1))
+    bar.add_row(
+        ProgressBar(total=1.0, completed=standing.fraction or 0.0, width=min(30, columns // 3)),
+        Text(
+            " · ".join(part for part in (_left(standing), _doing(standing)) if part), overflow="ellipsis", no_wrap=True
+        ),
+    )
+    lines = [Text(_counts(standing), style="dim", no_wrap=True, overflow="ellipsis")]
+    for step, rates in enumerate(_by_step(standing.curve)):
+        name = f"{step + 1} in a row right" if step else "next token right"
+        lines.append(Text(f"{name} {rates[-1]:.2f} {sparkline(rates, max(8, columns - 30))}", no_wrap=True))
+    return Group(bar, *lines)
+
+
+def _by_step(curve: Sequence[CurvePoint]) -> list[list[float]]:
+    """The share of places at which the first n guesses were right, test by test, for n = 1, 2, …"""
+    tests = [point.acceptance[_ALL] for point in curve if _ALL in point.acceptance]
+    return [list(rates) for rates in zip(*tests, strict=False)][:_STEPS_BESIDE]
+
+
+def sparkline(rates: Sequence[float], columns: int) -> str:
+    """Shares as bars of characters, from 0 to 1; the last ones where there are more than columns."""
+    return "".join(_BARS[round(max(0.0, min(1.0, rate)) * (len(_BARS) - 1))] for rate in rates[-columns:])
+
 
 INTERRUPTED = 130
 COMMAND = "localspec distill"

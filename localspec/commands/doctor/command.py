@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from localspec import __version__
+from localspec._version import __version__
 from localspec.backends.published_heads import computes_mtp
-from localspec.commands.doctor import devices, engines, fit, machine, models, payoff, ranking, screen
-from localspec.commands.doctor.advice import doubtful, recommend, recommend_ranked
-from localspec.commands.doctor.costs import (
+from localspec.commands.doctor import facts, fit, ranking
+from localspec.commands.doctor.facts import (
+    BenchFacts,
+    CostFacts,
+    EngineFacts,
+    Examination,
+    FitFacts,
+    PairFacts,
+    PayoffFacts,
+    RankFacts,
+    Recommendation,
+)
+from localspec.commands.doctor.fit import ExaminedModel
+from localspec.commands.doctor.ranking import (
     Watch,
     branches_finding,
     compare_engines,
@@ -20,27 +31,380 @@ from localspec.commands.doctor.costs import (
     cost_finding,
     measure_costs,
 )
-from localspec.commands.doctor.facts import BenchFacts, EngineFacts, Examination, PairFacts, Recommendation
-from localspec.commands.doctor.models import ExaminedModel
 from localspec.commands.options import RunOptions
-from localspec.commands.report.model import Finding, Findings, Part
-from localspec.commands.report.terminal import Screen
+from localspec.engine.drafts import heads_at_hand, heads_of
+from localspec.engine.loading import forget
 from localspec.errors import EngineError, LocalspecError, ModelFileError, UsageError
 from localspec.measuring.last_bench import last_bench
-from localspec.model_files.catalog import Catalog
+from localspec.model_files.catalog import Catalog, short_name
 from localspec.model_files.head_kinds import names_published_head
 from localspec.model_files.sources.base import size_text
-from localspec.runtime.at_hand import heads_at_hand, heads_of
-from localspec.runtime.engine_choice import forget
-from localspec.spec_decode.drafters.free import FREE_DRAFTERS
+from localspec.report.model import Finding, Findings, Lines, Part, Table, Text
+from localspec.report.renderers import Screen
+from localspec.spec_decode.drafters import FREE_DRAFTERS
 from localspec.spec_decode.drafters.names import CORPUS, FROM_STATES, HEAD, NGRAM, is_corpus
-from localspec.system import power
+from localspec.system import machine
 from localspec.system.files import is_same_file
-from localspec.system.usage import BUSY
-from localspec.terminal.progress import Progress
+from localspec.system.machine import BUSY
+from localspec.system.terminal import Progress
 
 if TYPE_CHECKING:
     from localspec.llm import LLM
+
+
+# The recommendation: speculate, with what, or not at all.
+
+EASY, HARD = 0.55, 0.85
+"""Acceptance rate of the draft tokens of a small model of the target's family: what it is on free chat, and on code.
+(Qwen2.5-Coder 0.5B for 1.5B, greedy: chat 0.55, translation 0.70, code 0.85, more on editing and extraction.)"""
+
+TYPICAL, HIGH = 0.7, 0.9
+"""Acceptance rates for which a speed-up is named: where drafting pays nearly everywhere, and on easy text only."""
+
+_LEAST_NOISE = 0.03
+"""What two equal answers in turns differ by on a busy machine, see ``timing.turns.SLICE_TOKENS``; few prompts may show
+less by chance."""
+
+_LEAST_MARGIN = 0.02
+"""Gains below this are called none: nobody would notice them."""
+
+
+_DOUBTS = ("load", "one token", "heat")
+"""Rows that make timings doubtful."""
+
+
+def doubtful(found: Examination) -> list[str]:
+    """Names of the rows that make what was timed doubtful: what was timed on a busy machine, or another day."""
+    return [each.name for each in found.checks if each.status == "note" and each.name in _DOUBTS]
+
+
+def pays(found: PayoffFacts) -> bool:
+    """Whether a drafter is worth trying here, by what passes cost."""
+    need = found.lowest_break_even
+    return need is not None and need <= HARD
+
+
+def recommend(
+    cost: CostFacts, payoffs: list[PayoffFacts], target: str, drafts: Mapping[str, str], *, automatic: bool = False
+) -> Recommendation:
+    """By the speed-up formula, from measured passes.
+
+    Args:
+        cost: the passes.
+        payoffs: what they mean, by drafter.
+        target: what names the target on a command line.
+        drafts: name of a drafter -> what names it on a command line.
+        automatic: whether the drafters are those that are taken where none is named.
+    """
+    chat = f"localspec chat {target}"
+    if not payoffs:
+        return Recommendation(None, "No drafter was asked about; guesses from the text itself need no model.",
+                              f"{chat} --draft ngram")  # fmt: skip
+    paying = [found for found in payoffs if pays(found)]
+    if not paying:
+        best = min(payoffs, key=lambda found: 2.0 if found.lowest_break_even is None else found.lowest_break_even)
+        return Recommendation(False, f"Do not speculate here: {_why_not(best, cost)}.", f"{chat} --draft none")
+    chosen = _draft_options([found.drafter for found in paying], drafts)
+    if automatic and len(paying) == len(payoffs):
+        chosen = ""
+    return Recommendation(True, " ".join(_sentence(found, cost) for found in payoffs), chat + chosen)
+
+
+def _sentence(found: PayoffFacts, cost: CostFacts) -> str:
+    need = found.lowest_break_even
+    if need is None or not pays(found):
+        return f"Do not draft with {found.drafter} here: {_why_not(found, cost)}."
+    if found.drafter == NGRAM:
+        return f"N-grams pay from {need:.0%} acceptance: where a text repeats itself or its prompt."
+    if is_corpus(found.drafter):
+        return f"Copies from {found.drafter} pay from {need:.0%} acceptance: where a text is like that one."
+    share = TYPICAL if need <= EASY else HIGH
+    gain = f"if {share:.0%} of the guesses are right, expect ×{found.speedup[share]:.2f}"
+    if need <= EASY:
+        return f"Speculate with {found.drafter}: it pays from {need:.0%} acceptance; {gain}."
+    return (
+        f"Speculate with {found.drafter} on code, editing and extraction: it pays from {need:.0%} acceptance, "
+        f"which free chat seldom reaches; {gain}."
+    )
+
+
+def _why_not(found: PayoffFacts, cost: CostFacts) -> str:
+    times, need = cost.target.ms, found.lowest_break_even
+    price = f"a pass over 2 tokens takes {times[2] / times[1]:.2f} times as long as one over 1"
+    if found.step_ms:
+        price += f", and a guess {found.step_ms / times[1]:.2f} times"
+    if need is None:
+        return f"even guesses that are always right cost more than they save ({price})"
+    return f"{need:.0%} of the guesses would have to be right ({price})"
+
+
+def recommend_ranked(rank: RankFacts, target: str, drafts: Mapping[str, str]) -> Recommendation:
+    """By what was measured just now; arguments as in ``recommend``."""
+    chat = f"localspec chat {target}"
+    measured = [each for each in rank.candidates if each.speedup is not None and each.drafters]
+    if not measured:
+        return Recommendation(
+            None,
+            "Nothing could be measured: no time, or no room in the context. Without --rank, doctor judges by costs.",
+        )
+    best = measured[0]
+    top, margin = best.speedup or 0.0, noise_margin(rank)
+    name = " + ".join(best.drafters)
+    if top < 1 + _LEAST_MARGIN:
+        text = f"Do not speculate here: nothing was faster than plain decoding; the best, {name}, reached ×{top:.2f}."
+        return Recommendation(False, text, f"{chat} --draft none")
+    if top < 1 + margin:
+        text = (
+            f"Inconclusive: the best, {name}, reached ×{top:.2f}, within the ±{margin:.0%} noise of this measurement. "
+            "--draft auto drafts only while it pays off."
+        )
+        return Recommendation(None, text, chat)
+    close = [" + ".join(each.drafters) for each in measured[1:] if (each.speedup or 0.0) > top - margin]
+    text = f"{name} was the fastest, ×{top:.2f} of plain"
+    text += f"; {' and '.join(close)} cannot be told apart from it." if close else "."
+    return Recommendation(True, text, chat + _draft_options(best.drafters, drafts))
+
+
+def _draft_options(drafters: Sequence[str], specs: Mapping[str, str]) -> str:
+    """What makes a command line draft with these and no others."""
+    named = "".join(f" --draft {specs.get(drafter, drafter)}" for drafter in drafters)
+    return named if set(drafters) & set(FREE_DRAFTERS) else f"{named} --draft-only"
+
+
+def noise_margin(rank: RankFacts) -> float:
+    """Difference of two speed-ups that noise alone may make, at about two standard errors.
+
+    A ratio of two answers has √2 times the noise of one, and a mean over n prompts 1/√n of that.
+    """
+    noise = max(_LEAST_NOISE, rank.noise or 0.0)
+    return float(max(_LEAST_MARGIN, 2 * noise * 2**0.5 / max(1, len(rank.prompts)) ** 0.5))
+
+
+# The doctor's findings as parts of a report, for a person to read.
+
+_LABEL, _HEIGHT = 11, 4
+_KINDS = ("edit", "code", "chat")
+"""Kinds of question for which the answer says how much faster they were."""
+
+_EIGHTHS = " ▁▂▃▄▅▆▇█"
+
+
+def pages(found: Examination, details: Sequence[Part] | None) -> Iterator[Part]:
+    """What a person sees: the answer in three lines, then what is not as it should be, or everything.
+
+    Args:
+        found: what was found.
+        details: everything, where it was asked for.
+    """
+    yield Findings("" if found.pair is None else found.pair.target.name, list(_answer(found)))
+    if details is not None:
+        yield from details
+        return
+    if found.rank is not None:
+        yield from ranking_parts(found.rank)
+    odd = [check for check in found.checks if check.status in ("fail", "note") or check.name == "copy"]
+    if odd:
+        yield Findings("To know", odd)
+    advice = found.recommendation
+    if advice is not None and advice.command is not None:
+        yield Text(advice.command, "strong")
+    yield Text("localspec doctor --details shows everything that was looked at and measured", "muted")
+
+
+def _answer(found: Examination) -> Iterator[Finding]:
+    """Does it fit, does guessing pay and with what, how much faster is it."""
+    pair, advice = found.pair, found.recommendation
+    if pair is None:
+        yield Finding("info", "model", advice.text if advice is not None else "none was named")
+        return
+    yield _fits(found, pair.fit)
+    yield _guesses(found, pair)
+    if pair.target.present:
+        yield _faster(found, pair)
+
+
+def _fits(found: Examination, fit: FitFacts) -> Finding:
+    need, free = size_text(fit.ram_needed_bytes), size_text(fit.ram_available_bytes)
+    context = f"with {fit.n_ctx:,} tokens of context"
+    where = " of RAM" if fit.gpu_needed_bytes is not None else ""
+    text = f"it needs {need}{where} of the {free} that are free, {context}"
+    if fit.gpu_needed_bytes is not None:
+        text += f", and {size_text(fit.gpu_needed_bytes)} on the GPU"
+    broken = [check.name for check in found.checks if check.status == "fail" and check.section == "pair"]
+    if fit.fits is None:
+        return Finding("info", "fits", f"known once the file is here; at least {need}, and {free} are free")
+    if not fit.fits or broken:
+        return Finding("fail", "fits", f"no: {text}" if not fit.fits else f"it fits, but see {' and '.join(broken)}")
+    return Finding("ok", "fits", f"yes: {text}")
+
+
+def _guesses(found: Examination, pair: PairFacts) -> Finding:
+    """Whether to draft, and with what."""
+    advice = found.recommendation
+    if advice is None or (pair.cost is None and found.rank is None):
+        return Finding("info", "guesses", "not known" if advice is None else advice.text)
+    if doubts := doubtful(found):
+        text = f"not known: what was timed is in doubt, see {doubts[0]}; --draft auto guesses only while it pays"
+        return Finding("note", "guesses", text)
+    if found.rank is not None or not pair.payoff:
+        return Finding("ok" if advice.speculate else "info", "guesses", advice.text)
+    useful = [_called(each.drafter) for each in pair.payoff if pays(each)]
+    useless = [_called(each.drafter) for each in pair.payoff if not pays(each)]
+    if not useful:
+        return Finding("info", "guesses", f"no: {advice.text.removeprefix('Do not speculate here: ')}")
+    text = f"yes, by {_joined(useful)}"
+    return Finding("ok", "guesses", text + (f"; not by {_joined(useless)}" if useless else ""))
+
+
+def _faster(found: Examination, pair: PairFacts) -> Finding:
+    """What answers gained, where that was measured."""
+    bench = pair.bench
+    if bench is None:
+        return Finding("info", "faster", f"not measured yet; localspec bench {pair.target.name} measures it")
+    run = f"localspec bench, {bench.day}, {bench.n_questions} questions"
+    if not bench.n_guesses:
+        return Finding("info", "faster", f"no: nothing was guessed ({run})")
+    gains = [f"{kind} ×{bench.speedups[kind]:.2f}" for kind in _KINDS if kind in bench.speedups]
+    missing = [kind for kind in _KINDS if kind not in bench.speedups]
+    if "all" in bench.speedups and not gains:
+        gains, missing = [f"×{bench.speedups['all']:.2f} over all"], []
+    text = ", ".join(gains) + (f"; not measured: {', '.join(missing)}" if missing else "")
+    return Finding("info", "faster", f"{text} ({run})")
+
+
+def _called(drafter: str) -> str:
+    return "copying from the text" if drafter == NGRAM else short_name(drafter)
+
+
+def _joined(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def cost_parts(cost: CostFacts, findings: Sequence[Finding], columns: int, unicode: bool) -> Iterator[Part]:
+    """t(w) as bars with its figures, and the price of a draft token.
+
+    Args:
+        cost: the passes.
+        findings: what they say.
+        columns: how wide the bars may get.
+        unicode: whether there are block characters to draw with.
+    """
+    times = list(cost.target.ms.values())
+    width = max(3, min(5, (columns - _LABEL - 2) // len(times) - 1))
+    figures = {
+        "w": [str(w) for w in cost.target.ms],
+        "ms": [_three(ms, width) for ms in times],
+        "× t(1)": [_three(ms / times[0], width) for ms in times],
+    }
+    lines = [" " * _LABEL + line for line in bars(times, height=_HEIGHT, width=width, gap=1, unicode=unicode)]
+    for name, values in figures.items():
+        lines.append(f"  {name:<{_LABEL - 2}}" + " ".join(f"{value:>{width}}" for value in values))
+    yield Lines(f"Cost of a target pass over w tokens, t(w) · {cost.engine}, {cost.device}", lines)
+    guesses = []
+    for draft in cost.drafts:
+        price = f"{draft.ms[1]:.3g} ms = {draft.ms[1] / times[0]:.2f} of a target token"
+        text = f"{price}, by {short_name(draft.name)} ({draft.file})"
+        guesses.append(Finding("info", "a guess", text))
+    yield Findings("", [*findings, *guesses])
+
+
+def break_even_table(drafters: Mapping[str, tuple[float, Mapping[Any, float | None]]], where: str = "") -> Table:
+    """Break-even acceptance.
+
+    Args:
+        drafters: by name, the time of a draft token [ms], and the acceptance that each draft length needs.
+        where: added to the title.
+    """
+    return Table(
+        f"Break-even: share of guesses that must be right, by draft length k{where}",
+        ["k", "a guess", *map(str, next(iter(drafters.values()))[1])],
+        [
+            [name, f"{ms:.1f} ms" if ms else "free"]
+            + ["never" if share is None else f"{share:.0%}" for share in shares.values()]
+            for name, (ms, shares) in drafters.items()
+        ],
+    )
+
+
+def payoff_parts(payoffs: Sequence[PayoffFacts]) -> Iterator[Part]:
+    """Break-even acceptance by length, and predicted speed-up by acceptance."""
+    if not payoffs:
+        return
+    names = [short_name(found.drafter) for found in payoffs]
+    yield break_even_table({n: (found.step_ms, found.break_even) for n, found in zip(names, payoffs, strict=True)})
+    rows = []
+    for name, found in zip(names, payoffs, strict=True):
+        gains = found.speedup.items()
+        rows.append([name, *(f"×{gain:.2f}" if found.best_length[a] else "plain" for a, gain in gains)])
+        rows.append(["  with k =", *(str(k or "") for k in found.best_length.values())])
+    yield Table(
+        "Predicted speed-up, by the share of guesses that are right",
+        ["right", *(f"{share:.0%}" for share in payoffs[0].speedup)],
+        rows,
+        note="n-grams: at the places where they have a guess; elsewhere it is plain decoding" if NGRAM in names else "",
+    )
+
+
+def ranking_parts(rank: RankFacts) -> Iterator[Part]:
+    """Candidates, the fastest first."""
+    rows = []
+    for each in rank.candidates:
+        name = " + ".join(map(short_name, each.drafters)) or "plain"
+        if each.speedup is None:
+            rows.append([name, "not reached", "", "", ""])
+            continue
+        spread = "" if each.lowest is None else f"{each.lowest:.2f}–{each.highest:.2f}"
+        rate = "no guesses" if each.acceptance_rate is None else f"{each.acceptance_rate:.0%}"
+        rows.append([name, f"×{each.speedup:.2f}", spread, f"{each.tokens_per_second:.1f}", rate if spread else ""])
+    head = ["", "speed", "extremes", "tok/s", "accepted"]
+    n, note = len(rank.prompts), ""
+    if n:
+        note = (
+            f"{n} prompt{'s' * (n != 1)}, up to {rank.max_tokens} tokens each, {rank.seconds:.0f} s in all; × is speed "
+            "over plain on the same prompt, the geometric mean and the extremes"
+        )
+    yield Table("Ranking: measured against plain decoding of the same prompts", head, rows, note)
+    if rank.noise is not None:
+        yield Text(f"plain itself varied by {rank.noise:.1%} from run to run of the same prompt", "muted")
+
+
+def recommendation_parts(found: Recommendation) -> Iterator[Part]:
+    """The last word."""
+    yield Text(found.text, title="Recommendation")
+    if found.command is not None:
+        yield Text(found.command, "strong")
+
+
+def bars(values: Sequence[float], *, height: int, width: int, gap: int, unicode: bool = True) -> list[str]:
+    """Vertical bars from zero up.
+
+    Args:
+        values: none negative.
+        height: lines.
+        width: columns of a bar.
+        gap: columns between bars.
+        unicode: eighths of a line with block characters; else ``_`` and ``#``.
+
+    Returns:
+        The lines, the top one first, each ``len(values) * (width + gap) - gap`` columns wide.
+    """
+    most = max(values, default=0.0) or 1.0
+    lines = []
+    for line in range(height - 1, -1, -1):
+        cells = []
+        for value in values:
+            eighths = min(8, max(0, round((value / most * height - line) * 8)))
+            if line == 0 and value > 0:
+                eighths = max(1, eighths)  # little is not nothing
+            cells.append((_EIGHTHS[eighths] if unicode else " _##"[-(-eighths // 3)]) * width)
+        lines.append((" " * gap).join(cells))
+    return lines
+
+
+def _three(value: float, width: int) -> str:
+    """Three significant digits, in as many columns."""
+    text = f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+    return text if len(text) <= width else f"{value:.1f}" if value < 10 else f"{value:.0f}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +464,7 @@ def doctor_command(
     if as_json:
         print(json.dumps(found.as_dict(), ensure_ascii=False, indent=2, allow_nan=False))
     else:
-        for part in screen.pages(found, doctor.parts if details else None):
+        for part in pages(found, doctor.parts if details else None):
             page.show(part)
     return 0 if found.holds else 1
 
@@ -129,22 +493,22 @@ class Doctor:
         options = self.options
         examined = self._examined()
         self.progress.report("measuring the memory's bandwidth", None)
-        throttle = power.throttle_count()
-        found = self.found = Examination(__version__, machine.look_at_machine(options.load.n_threads))
-        self._find("Machine", "machine", machine.machine_findings(found.machine))
-        found.engines = engines.look_at_engines()
+        throttle = machine.throttle_count()
+        found = self.found = Examination(__version__, facts.look_at_machine(options.load.n_threads))
+        self._find("Machine", "machine", facts.machine_findings(found.machine))
+        found.engines = facts.look_at_engines()
         hardware = found.machine
-        rows = list(engines.engine_findings(found.engines, hardware.gpus, options.load.backend, hardware.features))
+        rows = list(facts.engine_findings(found.engines, hardware.gpus, options.load.backend, hardware.features))
         engine: EngineFacts | None = None
         try:
-            engine = engines.preferred_engine(found.engines, options.load)
+            engine = facts.preferred_engine(found.engines, options.load)
         except EngineError as error:
             if all(row.status != "fail" for row in rows):
                 rows.append(Finding("fail", "GPU", str(error), "leave --gpu-layers out to use the CPU"))
         self._find("Engines", "engines", rows)
-        on_disk = models.on_disk()
+        on_disk = fit.on_disk()
         found.models = [model.facts() for model in on_disk]
-        self._find("Models", "models", models.model_findings(on_disk))
+        self._find("Models", "models", fit.model_findings(on_disk))
         if examined is None:
             found.recommendation = self._first_steps()
         else:
@@ -152,12 +516,12 @@ class Doctor:
                 examined = replace(examined, heads=_heads_at_hand(examined.target, engine.name))
             self._examine_pair(examined, engine)
             found.recommendation = self._obstacle(examined) or self._measure(examined, calibrate, rank)
-        slowed = power.throttled(throttle, power.throttle_count())
+        slowed = machine.throttled(throttle, machine.throttle_count())
         found.machine = replace(found.machine, throttled=slowed)
         if slowed:
-            self._find("", "machine", [machine.HEAT])
+            self._find("", "machine", [facts.HEAT])
         if found.recommendation is not None:
-            self.parts += screen.recommendation_parts(found.recommendation)
+            self.parts += recommendation_parts(found.recommendation)
         return found
 
     # -- the models ----------------------------------------------------------------------------------------------
@@ -167,18 +531,18 @@ class Doctor:
         default = catalog.default_pair()[0]
         if options.model is None and not options.draft and not default.present:
             return None
-        target = models.find_model(default.name if options.model is None else options.model)
+        target = fit.find_model(default.name if options.model is None else options.model)
         names = options.drafters()
         corpora = tuple(name for name in names if is_corpus(name))
         if "auto" in names:
             found = catalog.draft_for(target.file)
             known = target.entry.draft[:1] if target.entry is not None else ()
-            drafts = (models.of_path(found),) if found is not None else tuple(map(models.find_model, known))
+            drafts = (fit.of_path(found),) if found is not None else tuple(map(fit.find_model, known))
             return ExaminedPair(target, drafts, True, True, (), corpora)
         named: list[ExaminedModel] = []
         names = [f"{HEAD}:{path}" if (path := _published(name)) is not None else name for name in names]
         heads = tuple(name for name in names if name.partition(":")[0] in FROM_STATES)
-        for each in (models.find_model(name) for name in names if name not in (*FREE_DRAFTERS, *heads, *corpora)):
+        for each in (fit.find_model(name) for name in names if name not in (*FREE_DRAFTERS, *heads, *corpora)):
             if not any(is_same_file(each.file, other.file) for other in named):
                 named.append(each)
         return ExaminedPair(target, tuple(named), NGRAM in names, False, heads, corpora)
@@ -196,8 +560,8 @@ class Doctor:
         """All that is known of the pair before anything is loaded."""
         options, here = self.options, self.found.machine
         target, drafts = examined.target, examined.drafts
-        rows = [models.broken("file", model) for model in examined.models if model.error is not None]
-        rows += [models.missing(model) for model in examined.models if model.error is None and not model.present]
+        rows = [fit.broken("file", model) for model in examined.models if model.error is not None]
+        rows += [fit.missing(model) for model in examined.models if model.error is None and not model.present]
         differences = {
             draft.name: target.sizes.vocab.difference(draft.sizes.vocab)
             for draft in drafts
@@ -215,7 +579,7 @@ class Doctor:
         n_ctx = fit.context_size(options.load.n_ctx, target)
         on_cpu: int | None = None
         if options.load.placement and engine is not None and target.present and target.error is None:
-            spread = devices.spread(target, options.load, engine.name, n_ctx)
+            spread = fit.spread(target, options.load, engine.name, n_ctx)
             rows, on_cpu = [*rows, *spread.rows], spread.on_cpu_bytes
         fitted = fit.fit(loaded, n_ctx, options.load.kv_cache_type, room, on_cpu)
         rows += fit.fit_findings(loaded, fitted, room)
@@ -285,15 +649,15 @@ class Doctor:
             rows += [Finding("note", "engine", warning) for warning in llm.warnings if not _is_shown(warning)]
         drafters = [(name, 0.0) for name in free]
         drafters += [(draft.name, draft.ms[1]) for draft in cost.drafts]
-        payoffs = [payoff.payoff(name, times, ms, one_pass=name in one_pass) for name, ms in drafters]
+        payoffs = [facts.payoff(name, times, ms, one_pass=name in one_pass) for name, ms in drafters]
         assert found.pair is not None
         bench = last_bench(examined.target.file, cost.engine)
         found.pair = replace(
             found.pair, cost=cost, payoff=payoffs, bench=None if bench is None else BenchFacts(**asdict(bench))
         )
         found.add("cost", rows)
-        self.parts += screen.cost_parts(cost, rows, self.page.width, self.page.unicode)
-        self.parts += screen.payoff_parts(payoffs)
+        self.parts += cost_parts(cost, rows, self.page.width, self.page.unicode)
+        self.parts += payoff_parts(payoffs)
         names = {each.name: each.spec for each in loaded if not each.drafter.reads_text}
         if examined.automatic or HEAD in examined.heads:
             names[HEAD] = HEAD
@@ -311,7 +675,7 @@ class Doctor:
             chosen = () if examined.automatic else examined.heads
             heads = chosen or llm.run(lambda pair: ranking.called(heads_of(pair.target)))
             rank = self.found.rank = ranking.rank(llm, heads, drafts, self.options.params({}), watch, ranking.SECONDS)
-        self.parts += screen.ranking_parts(rank)
+        self.parts += ranking_parts(rank)
         advice = recommend_ranked(rank, target.spec, {draft.name: draft.spec for draft in drafts})
         return self._with_doubt(advice) if rank.prompts else advice
 

@@ -8,12 +8,37 @@ removed or changes its meaning; new fields do not raise it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import platform
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from typing import Any
 
-from localspec.backends.gpus import Device
-from localspec.commands.report.model import Finding
+from localspec.backends import BACKENDS, candidates, unavailable_reason
+from localspec.backends.llama.ggml import (
+    NATIVE_COMMAND,
+    Device,
+    built_for,
+    ggml_devices,
+    metal_gpu,
+    native_gain,
+    system_info,
+    used_gpus,
+)
+from localspec.controllers.stopping import Times, best_length, break_even, speedup, with_block
+from localspec.engine.options import LoadOptions
+from localspec.model_files.sources.base import size_text
+from localspec.report.model import Finding, Status
+from localspec.system import machine
+from localspec.system.machine import (
+    BUSY,
+    cpu_features,
+    cpu_name,
+    default_threads,
+    slow_clock,
+    usable_cpus,
+    visible_gpus,
+)
 
 SCHEMA_VERSION = 1
 
@@ -230,3 +255,218 @@ class Examination:
         """Ready for JSON, with ``schema_version`` and ``holds``."""
         facts = asdict(self)
         return {"schema_version": SCHEMA_VERSION, "localspec": facts.pop("localspec"), "holds": self.holds, **facts}
+
+
+# The computer: its processor, its memory, and how free it is.
+
+
+def look_at_machine(n_threads: int | None = None, *, measure: bool = True) -> MachineFacts:
+    """Read what the system says, and measure the memory's bandwidth.
+
+    Args:
+        n_threads: threads that were asked for; None takes the default.
+        measure: False leaves the bandwidth out.
+    """
+    found, cores, threads = machine.read_memory(), usable_cpus(), n_threads or default_threads()
+    busy = machine.busy_share()
+    speed = machine.measure_bandwidth(min(threads, cores), available=found.available) if measure else None
+    return MachineFacts(
+        platform=f"{platform.system()} {platform.machine()}",
+        cpu=cpu_name(),
+        features=cpu_features(),
+        cores=cores,
+        threads=threads,
+        cpu_quota=machine.cpu_quota(),
+        memory_total_bytes=found.total,
+        memory_available_bytes=found.available,
+        memory_limit_bytes=found.limit,
+        bandwidth_gb_per_s=round(speed / 1e9, 2) if speed else None,
+        busy_share=round(busy, 3),
+        on_battery=machine.on_battery(),
+        gpus=visible_gpus(),
+    )
+
+
+def machine_findings(machine: MachineFacts) -> Iterator[Finding]:
+    """The rows on the computer."""
+    yield _cpu(machine)
+    free = size_text(machine.memory_available_bytes)
+    whole = f" of {size_text(machine.memory_total_bytes)}"
+    if machine.memory_limit_bytes is not None:
+        whole = f", of {size_text(machine.memory_limit_bytes)} that the container may use"
+    yield Finding("ok", "memory", f"{free} free{whole}")
+    if machine.bandwidth_gb_per_s is not None:
+        threads = f"{machine.threads} thread" + "s" * (machine.threads != 1)
+        busy = machine.busy_share >= BUSY
+        yield Finding("info" if busy else "ok", "bandwidth", f"{machine.bandwidth_gb_per_s:.1f} GB/s read by {threads}")
+    if machine.busy_share >= BUSY:
+        yield Finding(
+            "note", "load", f"others use {machine.busy_share:.0%} of the CPU: what is timed now is too slow",
+            "stop them, then: localspec doctor --calibrate",
+        )  # fmt: skip
+    if machine.on_battery:
+        yield Finding("note", "power", "on battery, where the clock is lower", "plug it in before you compare")
+    if (why := slow_clock()) is not None:
+        yield Finding("note", "clock", why, "choose the performance setting before you compare")
+
+
+def _cpu(machine: MachineFacts) -> Finding:
+    threads = f"{machine.threads} of {machine.cores} CPUs used"
+    text = f"{machine.cpu} · {threads} · {' '.join(machine.features) or 'instruction sets unknown'}"
+    quota = machine.cpu_quota
+    if quota is not None and quota < machine.threads - 0.01:
+        text += f"; its container grants the time of {quota:.3g} only, so threads stall"
+        return Finding("note", "CPU", text, f"use --threads {max(1, int(quota))}")
+    if machine.threads > machine.cores:
+        text += ": more threads than CPUs slow each other down"
+        return Finding("note", "CPU", text, f"use --threads {machine.cores}")
+    return Finding("ok", "CPU", text)
+
+
+HEAT = Finding(
+    "note", "heat", "the CPU was slowed by heat or a power limit while this was measured",
+    "let it cool, then: localspec doctor --calibrate",
+)  # fmt: skip
+
+
+# The engines: which are here, what they were built for, and how to get what is missing.
+
+_LLAMA_CPP = "'llama-cpp-python>=0.3.36,<0.4'"
+_BUILDS = {
+    "NVIDIA": ("CUDA", "-DGGML_CUDA=on -DCMAKE_CUDA_ARCHITECTURES=native"),
+    "Apple": ("Metal", "-DGGML_METAL=on"),
+    "AMD": ("Vulkan", "-DGGML_VULKAN=on"),
+    "other": ("Vulkan", "-DGGML_VULKAN=on"),
+}
+"""Graphics hardware -> what to build for it, and how."""
+
+FOR_GPUS = ("llama-cpp", "mlx")
+"""Engines that there are builds of for GPUs."""
+
+
+def look_at_engines() -> list[EngineFacts]:
+    """Load every engine that can be loaded."""
+    return [_look(name) for name in BACKENDS]
+
+
+def _look(name: str) -> EngineFacts:
+    reason = unavailable_reason(name)
+    if reason is not None:
+        return EngineFacts(name, False, reason=reason)
+    module = import_module(BACKENDS[name])
+    if not hasattr(module, "binding"):
+        return EngineFacts(name, True, built_for=["NumPy"], devices=[])
+    binding = module.binding()
+    version = str(getattr(binding, "version", "")) or None
+    library = getattr(binding, "lib", None)
+    gpu = bool(getattr(binding, "gpu", False))
+    if not hasattr(library, "llama_print_system_info"):
+        return EngineFacts(name, True, version, list(binding.built_for), metal_gpu() if gpu else [])
+    devices = ggml_devices() if gpu else []
+    gpus = None if devices is None else used_gpus(devices)
+    return EngineFacts(name, True, version, built_for(system_info(library)), gpus)
+
+
+def engine_findings(
+    engines: Sequence[EngineFacts], gpus: Sequence[str], wanted: str, cpu: Sequence[str] = ()
+) -> Iterator[Finding]:
+    """The rows on the engines.
+
+    Args:
+        engines: what ``look_at_engines`` found.
+        gpus: the graphics hardware.
+        wanted: ``--backend``.
+        cpu: the CPU's instruction sets.
+    """
+    # MLX without a GPU is there for tests, and never taken unless asked for.
+    usable = [e for e in engines if e.usable and e.name != "reference" and (e.name != "mlx" or e.devices != [])]
+    for engine in engines:
+        if engine.name == "mlx" and not engine.usable and wanted != "mlx" and "Apple" not in gpus:
+            continue
+        if not engine.usable:
+            what, _, hint = (engine.reason or "it cannot be used").partition("; install it with: ")
+            needed = wanted == engine.name or (wanted == "auto" and not usable)
+            yield Finding("fail" if needed else "info", engine.name, what, hint or _instead(engine.name))
+        elif engine.name == "reference":
+            if wanted == "reference":
+                yield Finding("ok", engine.name, "NumPy, float64: exact and slow, for tests")
+        else:
+            yield Finding("ok" if engine in usable else "info", engine.name, _described(engine))
+            if engine.name == "ik-llama" and (gain := native_gain(engine.built_for, cpu)) is not None:
+                status: Status = "note" if wanted in ("auto", engine.name) else "info"
+                yield Finding(status, "this CPU", f"ik-llama compiled for its {gain[0]}: {gain[1]}", NATIVE_COMMAND)
+    if any(engine.usable and engine.name in FOR_GPUS and engine.devices != [] for engine in engines):
+        return
+    again = " --force-reinstall --no-cache-dir --no-deps" if any(e.name == "llama-cpp" for e in usable) else ""
+    for gpu in gpus:
+        if gpu in _BUILDS:
+            kind, define = _BUILDS[gpu]
+            text = f"a GPU{'' if gpu == 'other' else f' of {gpu}'} is here, but no engine is built for it"
+            command = f'CMAKE_ARGS="{define}" pip install {_LLAMA_CPP}{again}'
+            yield Finding("info" if gpu == "other" else "note", kind, text, command)
+
+
+def _described(engine: EngineFacts) -> str:
+    parts = [engine.version or "", " ".join(engine.built_for) or "built for any CPU of its kind"]
+    for device in engine.devices or ():
+        parts.append(f"{device.description} ({size_text(device.free_bytes)} of {size_text(device.total_bytes)} free)")
+    return " · ".join(part for part in parts if part)
+
+
+def _instead(name: str) -> str:
+    if name == "ik-llama":
+        return "compile llama.cpp for this machine: pip install 'localspec[llama-cpp]'"
+    return f"install it anew: pip install --force-reinstall --no-cache-dir {_LLAMA_CPP}"
+
+
+def preferred_engine(engines: Sequence[EngineFacts], load: LoadOptions) -> EngineFacts | None:
+    """The engine that a model would be loaded with first; None where the one that was asked for cannot be used.
+
+    Args:
+        engines: what ``look_at_engines`` found.
+        load: how it would be loaded.
+
+    Raises:
+        EngineUnavailable: there is none, or none for a GPU where layers are to go there.
+    """
+    by_name = {engine.name: engine for engine in engines}
+    if load.backend == "auto":
+        return by_name[load.placement.in_order(candidates(None if load.placement.rpc else load.n_gpu_layers))[0]]
+    return by_name[load.backend] if by_name[load.backend].usable else None
+
+
+# What measured passes mean for speculation: the speed-up formula for each drafter.
+
+LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Draft lengths for which the break-even acceptance rate is shown."""
+
+ACCEPTANCES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+"""Acceptance rates for which the speed-up is shown."""
+
+
+def break_even_by_length(times: Times, step_ms: float, *, one_pass: bool = False) -> dict[int, float | None]:
+    """The acceptance rate from which drafts of each length pay; None: they never do.
+
+    Args:
+        times: the target's t(w).
+        step_ms: time of a draft token, or of a whole draft.
+        one_pass: whether it is that of a whole draft.
+    """
+    if one_pass:
+        times, step_ms = with_block(times, step_ms), 0.0
+    found = {length: break_even(length, times, step_ms) for length in LENGTHS}
+    return {length: None if share is None else round(share, 4) for length, share in found.items()}
+
+
+def payoff(drafter: str, times: Times, step_ms: float, *, one_pass: bool = False) -> PayoffFacts:
+    """Everything on one drafter; arguments as above."""
+    lengths = range(LENGTHS[-1] + 1)
+    rounds, each = (with_block(times, step_ms), 0.0) if one_pass else (times, step_ms)
+    best = {acceptance: best_length(acceptance, lengths, rounds, each) for acceptance in ACCEPTANCES}
+    return PayoffFacts(
+        drafter=drafter,
+        step_ms=round(step_ms, 4),
+        break_even=break_even_by_length(times, step_ms, one_pass=one_pass),
+        speedup={a: round(speedup(a, length, rounds, each), 4) for a, length in best.items()},
+        best_length=best,
+    )

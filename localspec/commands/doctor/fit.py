@@ -2,19 +2,215 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
-from localspec.backends.gpus import Device
-from localspec.backends.llama_binding import N_UBATCH
-from localspec.commands.doctor.engines import FOR_GPUS
-from localspec.commands.doctor.facts import EngineFacts, FitFacts, NeedFacts
-from localspec.commands.doctor.models import ExaminedModel
-from localspec.commands.report.model import Finding
-from localspec.model_files.kv_memory import KV_VALUE_BYTES
+from localspec.backends.layout import Share, Target, layout
+from localspec.backends.llama.binding import N_UBATCH, Place, Placed
+from localspec.backends.llama.ggml import Device
+from localspec.backends.llama.rpc_link import ServerFacts, ask
+from localspec.backends.placement import Placement
+from localspec.backends.registry import engine_module
+from localspec.commands.doctor.facts import FOR_GPUS, EngineFacts, FitFacts, ModelFacts, NeedFacts
+from localspec.engine.options import LoadOptions
+from localspec.engine.pair import DEFAULT_CTX
+from localspec.errors import EngineError, LocalspecError, ModelFileError, UnsupportedModel
+from localspec.model_files.catalog import Catalog, Entry, free_bytes
+from localspec.model_files.gguf import GGUFFile, model_bytes
+from localspec.model_files.head_kinds import is_published_head, read_open
+from localspec.model_files.kv_memory import KV_VALUE_BYTES, KVShape, kv_shape
+from localspec.model_files.local_files import known_entries
 from localspec.model_files.sources.base import size_text
-from localspec.runtime.pair import DEFAULT_CTX
+from localspec.model_files.vocab import Vocab
+from localspec.report.model import Finding
+from localspec.system.files import models_dir
+
+# A model to examine: on this disk or not, whole or damaged.
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a header says of memory and matching.
+
+    Attributes:
+        vocab: the vocabulary.
+        kv: what keys and values take.
+        n_layer: transformer blocks.
+        n_embd, n_ff: widths of the residual stream and of the widest feed-forward layer.
+        n_params: parameters.
+    """
+
+    vocab: Vocab
+    kv: KVShape
+    n_layer: int
+    n_embd: int
+    n_ff: int
+    n_params: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExaminedModel(ModelFacts):
+    """A model, with what it takes to examine it.
+
+    Attributes:
+        spec: what names it on a command line.
+        sizes: from its header, where that can be read.
+        entry: its catalogue entry.
+        unused: of a published head, why none here drafts with it, if so. Its file is whole.
+    """
+
+    spec: str
+    sizes: Sizes | None = None
+    entry: Entry | None = None
+    unused: str | None = None
+
+    @property
+    def file(self) -> Path:
+        """Its path."""
+        return Path(self.path)
+
+    def facts(self) -> ModelFacts:
+        """For the report."""
+        return ModelFacts(**{each.name: getattr(self, each.name) for each in fields(ModelFacts)})
+
+
+def find_model(spec: str) -> ExaminedModel:
+    """Look a model up; its header is read where it is on this disk.
+
+    Raises:
+        UnknownModel: there is no such name or file.
+    """
+    catalog = Catalog.load()
+    try:
+        path = catalog.resolve(spec)
+    except ModelFileError:
+        return _of_entry(catalog.entry(spec))
+    entry = catalog.of_path(path)
+    return _read(path, spec, _stem(path) if entry is None or spec != entry.name else entry.name, entry)
+
+
+def of_path(path: Path) -> ExaminedModel:
+    """A file, under its catalogue name if it has one."""
+    entry = Catalog.load().of_path(path)
+    is_entrys = entry is not None and entry.present and entry.path == path
+    name = entry.name if entry is not None else _stem(path)
+    return _read(path, name if is_entrys else str(path), name, entry)
+
+
+def on_disk() -> list[ExaminedModel]:
+    """Every model and published head under the models folder, damaged ones included."""
+    return [_of_entry(entry) for entry in known_entries() if entry.bytes_on_disk]
+
+
+def _of_entry(entry: Entry) -> ExaminedModel:
+    if entry.present:
+        return _read(entry.path, entry.name, entry.name, entry, heads=True)
+    error = None
+    if entry.bytes_on_disk:
+        error = f"it has {entry.bytes_on_disk:,} bytes instead of {entry.bytes:,}"
+        if len(entry.files) > 1 and not all((models_dir() / file).is_file() for file in entry.files):
+            error = "some of its parts are missing"
+    return ExaminedModel(
+        spec=entry.name, name=entry.name, path=str(entry.path), present=False, bytes=entry.bytes,
+        bytes_exact=bool(entry.sha256), error=error, entry=entry,
+    )  # fmt: skip
+
+
+def _read(path: Path, spec: str, name: str, entry: Entry | None, *, heads: bool = False) -> ExaminedModel:
+    """A file that is there; where a text is to come of it, a head is an error."""
+    model = ExaminedModel(
+        spec=spec, name=name, path=str(path), present=True, bytes=model_bytes(path), bytes_exact=True, entry=entry
+    )
+    try:
+        with GGUFFile(path) as gguf:
+            if heads and is_published_head(gguf):
+                return _of_head(gguf, model)
+            gguf.check_generates_text()
+            vocab, kv = Vocab.from_gguf(gguf), kv_shape(gguf)
+            n_layer, n_embd, n_ff = (
+                count(gguf, field) for field in ("block_count", "embedding_length", "feed_forward_length")
+            )
+            return replace(
+                model,
+                bytes=gguf.n_bytes,
+                architecture=gguf.architecture,
+                quantization=gguf.quantization,
+                n_ctx_train=gguf.n_ctx_train or None,
+                n_vocab=vocab.n_tokens,
+                rollback="replay" if kv.recurrent else "exact",
+                sizes=Sizes(vocab, kv, n_layer, n_embd, n_ff, gguf.n_params),
+            )
+    except ModelFileError as error:
+        return replace(model, error=str(error).removesuffix("; fetch it again"))
+    except OSError as error:
+        return replace(model, error=f"it cannot be read: {error.strerror or os.strerror(error.errno or 0)}")
+
+
+def _of_head(gguf: GGUFFile, model: ExaminedModel) -> ExaminedModel:
+    """A published head, which has no vocabulary and no memory to examine before its target is there."""
+    unused = None
+    try:
+        read_open(gguf)
+    except UnsupportedModel as error:
+        unused = str(error)
+    return replace(
+        model,
+        bytes=gguf.n_bytes,
+        architecture=gguf.architecture,
+        quantization=gguf.quantization,
+        unused=unused,
+    )
+
+
+def count(gguf: GGUFFile, field: str) -> int:
+    """A number from the header; the largest where there is one for each layer, 0 where it does not say."""
+    value = gguf.field(field)
+    try:
+        return max(0, int(max(value)))
+    except TypeError:
+        return value if isinstance(value, int) and value >= 0 else 0
+    except ValueError:
+        return 0
+
+
+def _stem(path: Path) -> str:
+    return path.name.removesuffix(".gguf")
+
+
+def model_findings(models: list[ExaminedModel]) -> Iterator[Finding]:
+    """The rows on what is on this disk."""
+    whole = [f"{model.name} ({size_text(model.bytes)})" for model in models if model.error is None]
+    if whole:
+        yield Finding("ok", "on disk", ", ".join(whole))
+    elif not models:
+        yield Finding("info", "on disk", f"none yet in {models_dir()}", "localspec pull; localspec list --all")
+    for model in models:
+        if model.error is not None:
+            yield broken(model.name, model)
+        elif model.unused is not None:
+            yield Finding("note", model.name, model.unused, f"localspec rm {model.spec} frees its room on the disk")
+
+
+def broken(name: str, model: ExaminedModel) -> Finding:
+    """The row on a file that cannot be used."""
+    again = "fetch the file again, or take another one"
+    if model.entry is not None and model.file == model.entry.path:
+        again = f"localspec rm {model.entry.name}; localspec pull {model.entry.name}"
+    return Finding("fail", name, model.error or "it cannot be used", again)
+
+
+def missing(model: ExaminedModel) -> Finding:
+    """The row on a model that is not on this disk: what it takes to have it."""
+    size = f"{'' if model.bytes_exact else '~'}{size_text(model.bytes)}" if model.bytes else "of unknown size"
+    room = free_bytes(models_dir())
+    text = f"{model.name} is not on this disk ({size}; {size_text(room)} of disk free)"
+    if model.bytes > room:
+        return Finding("fail", "download", text, "make room on the disk, or set LOCALSPEC_HOME to a larger one")
+    return Finding("note", "download", text, f"localspec pull {model.spec}")
+
 
 PROGRAM_BYTES = 64 << 20
 """What an engine's library, the vocabularies and Python take besides; 50 to 60 MB were measured."""
@@ -209,3 +405,79 @@ def _remedy(models: Sequence[ExaminedModel], found: FitFacts, room: Room) -> str
     if found.ram_needed_bytes < TIGHT * room.ram_total:
         return "close other programs, or take a smaller model: localspec list --all"
     return "take a smaller model, or one quantised further: localspec list --all"
+
+
+# With several devices: what goes where, whether it fits, and what the network adds to a pass.
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A target on several devices.
+
+    Attributes:
+        rows: what to say of it.
+        on_cpu_bytes: what stays in this machine's memory; None where that is not known.
+    """
+
+    rows: list[Finding]
+    on_cpu_bytes: int | None = None
+
+
+def spread(target: ExaminedModel, load: LoadOptions, engine: str, n_ctx: int) -> Spread:
+    """Say where a target's weights would go.
+
+    Args:
+        target: the model; its file is here.
+        load: how it would be loaded.
+        engine: on which engine.
+        n_ctx: tokens of context.
+    """
+    placement = load.placement
+    try:
+        servers = {address: ask(address) for address in placement.rpc}
+        binding = engine_module(engine).binding()
+        with GGUFFile(target.file) as gguf:
+            placed = Placed(placement, binding.places(placement), gguf, engine)
+            used = [Target(each.name, each.buffer, _free(each, engine)) for each in placed.used]
+            layers = load.n_gpu_layers if load.n_gpu_layers is not None else -1
+            shares = layout(gguf, placement, used, layers, n_ctx, load.kv_cache_type)
+    except LocalspecError as error:
+        return Spread([Finding("fail", "devices", str(error))])
+    rows = [_row(share, device) for share, device in zip(shares, [None, *used], strict=True)]
+    if servers:
+        rows.append(_network(placement, servers, target))
+    return Spread(rows, shares[0].weights_bytes + shares[0].cache_bytes)
+
+
+def _free(place: Place, engine: str) -> int:
+    if not place.handle:
+        raise EngineError(f"{engine} does not say how much memory {place.name} has")
+    from localspec.backends.llama.ggml import Ggml
+
+    return Ggml().memory(place.handle)[0]
+
+
+def _row(share: Share, device: Target | None) -> Finding:
+    text = f"{_layers(share.layers)}: {size_text(share.weights_bytes)}, cache {size_text(share.cache_bytes)}"
+    if device is None:
+        return Finding("info", share.name, text)
+    needed = share.weights_bytes + share.cache_bytes
+    text = f"{text} of {size_text(device.free_bytes)} free in {device.buffer}"
+    if needed > device.free_bytes:
+        return Finding("fail", share.name, text, "use --tensor-split, --gpu-layers or --cpu-moe to put less there")
+    return Finding("ok", share.name, text)
+
+
+def _layers(numbers: tuple[int, ...]) -> str:
+    if not numbers:
+        return "no layers"
+    return f"layers {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"layer {numbers[0]}"
+
+
+def _network(placement: Placement, servers: dict[str, ServerFacts], target: ExaminedModel) -> Finding:
+    wait = sum(facts.round_trip_ms for facts in servers.values())
+    text = f"a pass waits for {len(servers)} round trip{'s' * (len(servers) > 1)}, {wait:.2g} ms in all"
+    if target.sizes is not None:
+        text += f"; every row of logits that comes back is {size_text(4 * target.sizes.vocab.n_tokens)}"
+    insecure = "; nothing protects what goes to and fro" if placement.allow_insecure_rpc else ""
+    return Finding("note" if insecure else "info", "network", text + insecure)

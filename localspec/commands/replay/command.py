@@ -2,15 +2,419 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from io import BytesIO
+from itertools import chain
 from pathlib import Path
+from typing import Any, TypeVar, get_args
 
-from localspec.commands.replay.page import replay_page
-from localspec.commands.replay.recording import RecordingError, read
-from localspec.commands.report.output import STREAM, checked_output, write_output
-from localspec.errors import UsageError
+from localspec.commands.chat.chat import read_text
+from localspec.errors import LocalspecError, SessionFileError, UsageError
+from localspec.report.renderers import STREAM, checked_output, write_output
+from localspec.report.svg import asset, policy, render
+from localspec.spec_decode.rounds import FinishReason, SpecStats, TokenKind
 from localspec.system.files import is_same_file
+from localspec.system.terminal import on_one_line, visible
+
+# JSON from a file that is not trusted: values read one by one, fields read with their type checked.
+
+T = TypeVar("T")
+
+LARGEST = 10**12
+"""No honest figure is larger, and sums of these stay finite."""
+
+_REQUIRED: Any = object()
+_SPACE = re.compile(r"\s*")
+_KIND_NAMES = {str: "text", dict: "an object", list: "a list", bool: "true or false", int: "a whole number"}
+
+
+class Values(Iterator[Any]):
+    """The JSON values of a text, one after the other, up to the first that cannot be read.
+
+    Attributes:
+        line: the line that the last value began on.
+        damage: what ended it early; empty at a clean end.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._decode = json.JSONDecoder(parse_constant=_no_constant).raw_decode
+        self._at = 0
+        self._counted = 0
+        self.line = 1
+        self.damage = ""
+
+    def __next__(self) -> Any:
+        self._at = _space(self._text, self._at)
+        self.line += self._text.count("\n", self._counted, self._at)
+        self._counted = self._at
+        if self._at == len(self._text):
+            raise StopIteration
+        try:
+            value, self._at = self._decode(self._text, self._at)
+        except (ValueError, RecursionError):
+            whole = "\n" in self._text[self._at :]
+            self.damage = f"line {self.line} is damaged" if whole else f"it ends in the middle of line {self.line}"
+            raise StopIteration from None
+        return value
+
+
+def _space(text: str, at: int) -> int:
+    """Where the white space from ``at`` on ends."""
+    match = _SPACE.match(text, at)
+    return match.end() if match else at
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+# Each of the following raises ValueError; the message names the field.
+
+
+def check(value: Any, kind: type, name: str) -> None:
+    """Whether a value is of a JSON type."""
+    # To Python, true is an int.
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ValueError(f"{name} is not {_KIND_NAMES[kind]}")
+
+
+def get(value: Mapping[str, Any], name: str, kind: type[T], default: Any = _REQUIRED) -> T:
+    """A field of an object; ``default`` stands for one that is missing or null."""
+    found = value.get(name)
+    if found is None:
+        if default is _REQUIRED:
+            raise ValueError(f"{name} is missing")
+        return default  # type: ignore[no-any-return]
+    check(found, kind, name)
+    return found  # type: ignore[no-any-return]
+
+
+def entries(value: Mapping[str, Any], name: str, kind: type[T], default: Any = _REQUIRED) -> list[T]:
+    """A field that is a list of values of one type."""
+    found: list[T] = get(value, name, list, default)
+    for each in found:
+        check(each, kind, f"an entry of {name}")
+    return found
+
+
+def one_of(known: Sequence[str], value: Mapping[str, Any], name: str) -> str:
+    """A field that is one of a few words."""
+    found = get(value, name, str)
+    if found not in known:
+        raise ValueError(f"{name} is not one of {', '.join(known)}")
+    return found
+
+
+def number(value: Mapping[str, Any], name: str, largest: float = LARGEST) -> float | None:
+    """A count, a share or a time; None where it is missing or null."""
+    found = value.get(name)
+    if found is None:
+        return None
+    # The comparison is false for NaN as well.
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 <= found <= largest:
+        raise ValueError(f"{name} is not a number from 0 to {largest:g}")
+    return found
+
+
+# A recording: answers with their rounds, read from a file that may be cut short, damaged or somebody else's.
+
+KINDS = get_args(TokenKind)
+FINISH_REASONS = get_args(FinishReason)
+FOREIGN = "it is neither the output of generate --format events nor a saved chat"
+
+
+class RecordingError(LocalspecError):
+    """The file is not a recording, or cannot be read."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer and how it came about.
+
+    Every text in it is made visible (see ``terminal.text.visible``): no character in it can reorder or hide what is
+    around it.
+
+    Attributes:
+        rounds: as ``Round.as_event`` has them, but for the three times, which are in one list ``ms``. An emitted
+            token that reaches behind the answer's end, into the stop string, has that part of its text in ``cut``.
+        text: the answer where there are no rounds to take it from, else what it has behind the last round's tokens.
+        finish_reason: None when the recording ends before the answer does.
+        prompt: the question; a file of events does not have it.
+        stats: figures under the names of ``SpecStats``; those that the file lacks are counted from the rounds.
+    """
+
+    rounds: list[dict[str, Any]]
+    text: str = ""
+    finish_reason: str | None = None
+    model: str = ""
+    draft: list[str] = field(default_factory=list)
+    backend: str = ""
+    prompt: str | None = None
+    system: str | None = None
+    stats: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Recording:
+    """What a file holds.
+
+    Attributes:
+        answers: at least one, and at least one of them has rounds.
+        damage: why the file could only be read in part, as a clause; empty when all of it was read.
+    """
+
+    answers: list[Answer]
+    damage: str = ""
+
+
+def read(data: bytes) -> Recording:
+    """Read ``generate --format events`` (also several runs in one file) or a chat that ``/save`` wrote.
+
+    What follows the first damage of an event file is left out, and ``Recording.damage`` says so. A saved chat is
+    written whole, so one that is damaged is refused.
+
+    Raises:
+        RecordingError: there is no round in it to show; the message is a clause about "it".
+    """
+    if not data.strip():
+        raise RecordingError("it is empty")
+    try:
+        text = read_text(BytesIO(data), "it")
+    except SessionFileError as error:
+        raise RecordingError(str(error)) from None
+    recording = _chat(text) if text is not None else _read_events(data)
+    if not any(answer.rounds for answer in recording.answers):
+        raise RecordingError("it has no rounds (generate --format events records them, --format json does not)")
+    return recording
+
+
+# -- the two formats ------------------------------------------------------------------------------------------------
+
+
+def _read_events(data: bytes) -> Recording:
+    # PowerShell 5 writes `command > file` in UTF-16. Bytes that are no text become U+FFFD, which a string can hold.
+    encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+    values = Values(data.decode(encoding, "replace"))
+    try:
+        first = next(values)
+    except StopIteration:
+        raise RecordingError(f"{FOREIGN}: it is not JSON") from None
+    return _events(chain([first], values), values)
+
+
+def _events(values: Iterable[Any], source: Values) -> Recording:
+    answers: list[Answer] = []
+    rounds: list[dict[str, Any]] = []
+    damage = ""
+    for value in values:
+        try:
+            if _is_reply(value):
+                answers.append(_reply(value, rounds))
+                rounds = []
+            elif _happened(round_ := _round(value)):
+                rounds.append(round_)
+        except ValueError as error:
+            if not (rounds or answers):
+                raise RecordingError(f"{FOREIGN}: {error}") from None
+            damage = f"line {source.line} is damaged: {error}"
+            break
+    damage = damage or source.damage
+    if rounds:
+        damage = damage or "it ends before the answer does"
+        answers.append(Answer(rounds, text=_settle(rounds, None), stats=_stats(rounds, {})))
+    return Recording(answers, damage)
+
+
+def _is_reply(value: Any) -> bool:
+    return isinstance(value, dict) and "type" not in value and "text" in value and "token_ids" in value
+
+
+def _reply(value: Mapping[str, Any], rounds: list[dict[str, Any]]) -> Answer:
+    text = get(value, "text", str)
+    return Answer(
+        rounds,
+        text=_settle(rounds, text),
+        finish_reason=one_of(FINISH_REASONS, value, "finish_reason"),
+        stats=_stats(rounds, get(value, "stats", dict, {})),
+        **_engine(value),
+    )
+
+
+def _chat(text: Mapping[str, Any]) -> Recording:
+    try:
+        said, notes = entries(text, "messages", dict), get(text, "notes", dict, {})
+        system = get(said.pop(0), "content", str) if said and said[0].get("role") == "system" else ""
+        engine = _engine({"model": text.get("model")} | notes)
+        answers = []
+        for question, answer, record in zip(said[::2], said[1::2], entries(notes, "answers", dict, []), strict=False):
+            rounds = [round_ for event in get(record, "rounds", list) if _happened(round_ := _round(event))]
+            answers.append(
+                Answer(
+                    rounds,
+                    text=_settle(rounds, get(answer, "content", str)),
+                    finish_reason=one_of(FINISH_REASONS, record, "finish_reason"),
+                    prompt=visible(get(question, "content", str)),
+                    system=visible(system) if system else None,
+                    stats=_stats(rounds, get(record, "stats", dict, {})),
+                    **engine,
+                )
+            )
+    except ValueError as error:
+        raise RecordingError(f"it is a saved chat, but damaged: {error}") from None
+    if not answers:
+        raise RecordingError("it is a saved chat without a turn")
+    return Recording(answers)
+
+
+def _engine(value: Mapping[str, Any]) -> dict[str, Any]:
+    """What produced an answer."""
+    return {
+        "model": on_one_line(get(value, "model", str, "")),
+        "draft": [on_one_line(name) for name in entries(value, "draft", str, [])],
+        "backend": on_one_line(get(value, "backend", str, "")),
+    }
+
+
+# -- rounds ---------------------------------------------------------------------------------------------------------
+
+
+def _round(event: Any) -> dict[str, Any]:
+    """A checked copy of a round with only what is shown of it.
+
+    Raises:
+        ValueError: it is not a round.
+    """
+    check(event, dict, "the value")
+    if event.get("type") != "round":
+        raise ValueError("it is not a round")
+    drafted = entries(event, "draft", dict)
+    return {
+        "draft": [
+            {
+                "id": get(token, "id", int, None),
+                "text": visible(get(token, "text", str)),
+                "source": on_one_line(get(token, "source", str)),
+                "prob": number(token, "prob", 1),
+                "expected": number(token, "expected", 1),
+                "accepted": get(token, "accepted", bool),
+                **({"parent": _parent(get(token, "parent", int), index)} if "parent" in token else {}),
+            }
+            for index, token in enumerate(drafted)
+        ],
+        "emitted": [
+            {
+                "id": get(token, "id", int, None),
+                "text": get(token, "text", str),
+                "kind": one_of(KINDS, token, "kind"),
+                "source": on_one_line(get(token, "source", str, "")),
+            }
+            for token in entries(event, "emitted", dict)
+        ],
+        "ms": [number(event, f"ms_{part}") or 0.0 for part in ("draft", "verify", "other")],
+        "ms_verify_expected": number(event, "ms_verify_expected"),
+        "tokens_expected": number(event, "tokens_expected"),
+        "reason": visible(get(event, "reason", str, "")),
+    }
+
+
+def _parent(parent: int, index: int) -> int:
+    """The index of the draft token that one comes after, which is before it."""
+    if not -1 <= parent < index:
+        raise ValueError(f"draft token {index} comes after {parent}, which is not before it")
+    return parent
+
+
+def _happened(round_: Mapping[str, Any]) -> bool:
+    """Whether there is anything to show: a round without draft and tokens only brought the rest of the text."""
+    return bool(round_["draft"] or round_["emitted"])
+
+
+def _settle(rounds: Sequence[Mapping[str, Any]], text: str | None) -> str:
+    """Split the tokens' texts where the answer ends, and make them visible.
+
+    An answer ends before its stop string, which the tokens still have: that part goes to ``cut``. The other way
+    round, the answer can have a character more than the tokens: one that was never completed.
+
+    Args:
+        rounds: checked rounds; their emitted tokens are changed in place.
+        text: the answer; None where it is not known.
+
+    Returns:
+        The answer's text behind the tokens'.
+    """
+    tokens = [token for round_ in rounds for token in round_["emitted"]]
+    whole = "".join(token["text"] for token in tokens)
+    left = len(text) if text is not None and whole.startswith(text) else len(whole)
+    for token in tokens:
+        kept, cut = token["text"][:left], token["text"][left:]
+        left -= len(kept)
+        token["text"] = visible(kept)
+        if cut:
+            token["cut"] = visible(cut)
+    return visible(text[len(whole) :]) if text is not None and text.startswith(whole) else ""
+
+
+_UNCOUNTED = ("prompt_tokens", "cached_tokens", "time_to_first_token_s", "seconds_prompt",
+              "estimated_plain_tokens_per_second", "estimated_speedup")  # fmt: skip
+"""Figures that rounds do not have."""
+
+
+def _stats(rounds: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures that the page shows; one that is not given is counted. See ``SpecStats`` for their meaning."""
+    drafted = [token for round_ in rounds for token in round_["draft"]]
+    counted = SpecStats()
+    counted.completion_tokens = sum(len(round_["emitted"]) for round_ in rounds)
+    counted.num_rounds = len(rounds)
+    counted.num_draft_tokens = len(drafted)
+    counted.num_accepted_tokens = sum(token["accepted"] for token in drafted)
+    seconds = [sum(round_["ms"][part] for round_ in rounds) / 1e3 for part in range(3)]
+    counted.seconds_draft, counted.seconds_verify, counted.seconds_other = seconds
+    figures: dict[str, Any] = {
+        name: value for name, value in counted.as_dict().items() if value is None or isinstance(value, int | float)
+    }
+    figures |= dict.fromkeys(_UNCOUNTED)
+    figures |= {name: stated for name in figures if (stated := number(given, name)) is not None}
+    if not figures["num_draft_tokens"]:  # plain decoding: older recordings compare it with an estimate of itself
+        figures["estimated_plain_tokens_per_second"] = figures["estimated_speedup"] = None
+    return figures
+
+
+# The page: a recording and all that shows it in one HTML file that needs, and reaches, nothing else.
+#
+# The recording's text is not trusted. It is in the page as JSON only, with every ``<`` escaped, and the scripts put
+# it on the screen as text nodes. The page's policy then holds even if they did not.
+
+SCRIPTS = ("timeline", "words", "answer", "round", "strip", "summary", "tip", "player", "main")
+"""In the order in which they build on each other; they share one scope."""
+
+
+def replay_page(recording: Recording, name: str) -> str:
+    """The recording as a page.
+
+    Args:
+        recording: what to show.
+        name: what the file is called.
+    """
+    style, scripts = asset("style.css", __package__), [asset(f"{script}.js", __package__) for script in SCRIPTS]
+    values = {
+        "policy": policy([style], scripts),
+        "style": style,
+        "recording": _embedded({"name": name, **asdict(recording)}),
+        "scripts": scripts,
+    }
+    return render("page.html", values, __package__)
+
+
+def _embedded(value: object) -> str:
+    """JSON that cannot end the element it stands in, in ASCII: no byte depends on the file's encoding."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
 
 MAX_BYTES = 1 << 28
 

@@ -5,24 +5,276 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from localspec.commands.options import RunOptions
-from localspec.commands.report.terminal import Screen
 from localspec.commands.verify.audit import SAMPLED_LENGTH, Audit, AuditOptions, tie_of
-from localspec.commands.verify.plain import AuditStopped
-from localspec.commands.verify.report import report_of
-from localspec.commands.verify.result import AuditLog, AuditResult, in_words
+from localspec.commands.verify.law import FALSE_ALARM
+from localspec.commands.verify.rows import ARM as ROLLBACK
+from localspec.commands.verify.rows import FALSE_ALARM as SECOND_LOOKS
+from localspec.commands.verify.rows import AuditLog, AuditResult, AuditStopped, Defect, Figures, counted, in_words
+from localspec.commands.verify.several import ARM as SEVERAL
 from localspec.commands.verify.several import SEQUENCES, SeveralFigures, audit_several, enough
 from localspec.errors import EngineError, EngineMismatch, UnsupportedModel, UsageError
+from localspec.report.model import Finding, Findings, Part, Report, Status, Table, Text
+from localspec.report.renderers import Screen
 from localspec.sampling.sampling import SamplingParams
-from localspec.system.interrupts import on_interrupt
-from localspec.terminal.progress import Progress
+from localspec.system.process import on_interrupt
+from localspec.system.terminal import Progress
 
 if TYPE_CHECKING:
     from localspec.llm import LLM
+
+
+# An audit's result, as a person reads it: the verdict, what was checked in plain words, then how and how surely.
+
+TIES = "Said otherwise than by the model alone, and why: rounding"
+
+
+def report_of(result: AuditResult) -> Report:
+    """All of it but the verdict, which comes before."""
+    title = f"{result.model} · {result.engine} · draft: {' + '.join(result.draft) or 'none'}"
+    return Report("verify", title, list(_parts(result)))
+
+
+def _parts(result: AuditResult) -> Iterator[Part]:
+    settings = result.settings
+    if result.defects:
+        yield Findings("What is wrong", list(_defects(result.defects)))
+    yield Findings("What was checked", list(_in_short(result)))
+    yield from _answers(result)
+    yield Findings("How it was checked, and how surely", list(_checks(result)))
+    yield Text(
+        f"{counted(settings['prompts'], 'prompt')}, answers of up to {settings['tokens']} tokens, in "
+        f"{result.seconds:.0f} s. Right is what the model says alone: in a fresh memory, one token a pass, nothing "
+        "ever taken back.",
+        "muted",
+    )
+    if ties := list(_ties(result)):
+        yield Findings(TIES, ties)
+
+
+def _in_short(result: AuditResult) -> Iterator[Finding]:
+    """What a user wants to know, without a figure that has to be explained."""
+    broken = {defect.kind for defect in result.defects if defect.arm != SEVERAL}
+
+    def row(name: str, text: str, *kinds: str, there: bool = True) -> Finding:
+        status: Status = "fail" if broken.intersection(kinds) else "ok" if there else "note"
+        return Finding(status, name, text if there else "not reached" if result.interrupted else "not checked here")
+
+    drafted = any(arm.drafted for arm in result.arms)
+    rounded = ", up to rounding" if result.ties else ""
+    words = f"every token is the one that the model itself would choose{rounded}"
+    yield row("words", words, "decision", "row", there=drafted)
+    yield row(
+        "memory",
+        "wrong guesses leave no trace in what the model remembers",
+        "memory",
+        "engine",
+        there=result.memory is not None,
+    )
+    same = "checking several tokens at once computes what one at a time does"
+    yield row("engine", same, "kernel", there=bool(result.noise["rows"]))
+    yield row(
+        "chance",
+        "at a temperature guesses do not change how probable any token is",
+        "law",
+        there=result.decoding_law is not None,
+    )
+    if result.thinking:
+        yield row(
+            "thinking", f"budgets for thinking ended {result.thinking['closed']} blocks where they should", "decision"
+        )
+    if several := result.several:
+        bad, known = any(defect.arm == SEVERAL for defect in result.defects), several["bound"] is not None
+        text = f"{several['sequences']} answers at a time, as the server makes them, are each the model's own{rounded}"
+        if not (bad or known):
+            why = several["reason"] or "too few tokens to measure rounding"
+            text = f"several answers at a time were not checked: {why}"
+        yield Finding("fail" if bad else "ok" if known else "note", "several", text)
+
+
+def _answers(result: AuditResult) -> Iterator[Table]:
+    ties = Counter(tie["arm"] for tie in result.ties)
+    columns = ["answers", "tokens", "guesses", "right", "widest", "ties", "off by"]
+    temperature = result.settings["sampling"]["temperature"]
+    for sampled, title in ((False, "Greedy answers"), (True, f"Answers at temperature {temperature:g}")):
+        rows = []
+        arms = [arm for arm in result.arms if arm.sampled == sampled]
+        for arm in arms:
+            share = f"{arm.accepted / arm.drafted:.0%}" if arm.drafted else ""
+            figures = [arm.answers, arm.tokens, arm.drafted or "", share, max(arm.widths, default="")]
+            figures += [] if sampled else [ties[arm.arm] or "", f"{arm.largest_deviation:.2g}"]
+            rows.append([arm.arm, *map(str, figures)])
+        widths, rejected = set().union(*(arm.widths for arm in arms)), set().union(*(arm.rejected_at for arm in arms))
+        places = f"; rejections at places {_spans(rejected)} of a draft" if rejected else ""
+        if rows:
+            head = ["", *columns[: -2 if sampled else None]]
+            yield Table(title, head, rows, f"passes over {_spans(widths)} tokens{places}" if widths else "")
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def _checks(result: AuditResult) -> Iterator[Finding]:
+    """One line for each claim of the package's docstring: what it was held against, and how it came out."""
+    broken = {(defect.kind, defect.arm == ROLLBACK) for defect in result.defects}
+
+    def status(*kinds: str, rollback: bool = False) -> Status:
+        return "fail" if any((kind, rollback) in broken for kind in kinds) else "ok"
+
+    yield _noise(result, status("kernel"))
+    if n_rounds := sum(arm.rounds for arm in result.arms):
+        n_tokens = sum(arm.tokens for arm in result.arms)
+        text = f"{n_tokens} tokens: each the argmax of the row computed for it, or what its seed draws from that row"
+        yield Finding(status("decision"), "decisions", text)
+        text = f"after each of {counted(n_rounds, 'round')} the context is to hold what was settled, and nothing else"
+        yield Finding(status("memory"), "memory", text)
+        yield Finding(status("row"), "rows", _rows(result))
+    if "fail" in (status("engine"), status("engine", rollback=True)):
+        yield Finding("fail", "engine", "a pass failed")
+    yield _rollbacks(result, status("memory", "row", "engine", rollback=True))
+    yield from _laws(result)
+    if (several := result.several) and not several["reason"]:  # which is said above
+        yield _several_finding(several)
+    looks = "none possible" if result.exact else f"{SECOND_LOOKS:.0%} of sound systems have a row computed again"
+    text = f"rows: {looks}; decisions and memory: none possible; each law: {FALSE_ALARM:g}"
+    yield Finding("info", "false alarms", text)
+
+
+def _noise(result: AuditResult, status: Status) -> Finding:
+    noise = result.noise
+    if not noise["rows"]:
+        return Finding("note", "width noise", "not measured")
+    what = f"{noise['rows']} rows of one text in passes of {_spans(noise['widths'])} tokens against 1"
+    if result.exact:
+        what += ": equal to the bit, as this engine claims" if status == "ok" else ""
+        return Finding(status, "width noise", what)
+    few = noise["bound"] is None
+    text = (
+        f"{what}: median {noise['median']:.2g}, largest {noise['largest']:.2g} logits, "
+        + ("too few for a bound" if few else f"so the bound is {noise['bound']:.2g}")
+        + f"; {noise['mean_kl']:.2g} nats on average, where a wrong kernel shows over {noise['mean_kl_limit']:g}"
+    )
+    return Finding("note" if few else status, "width noise", text)
+
+
+def _rows(result: AuditResult) -> str:
+    text = (
+        f"{result.noise['tested']} rows against those of the target alone: "
+        f"largest deviation {result.largest_deviation:.2g} logits"
+    )
+    if result.noise["bound"]:
+        text += f", bound {result.noise['bound']:.2g}"
+    if n := result.rechecked["rows"]:
+        text += f"; {n} computed anew at several widths, {result.rechecked['explained']} of them rounding"
+    return text
+
+
+def _rollbacks(result: AuditResult, status: Status) -> Finding:
+    probes, made = result.memory, result.sensitivity
+    if probes is None:
+        return Finding("note", "rollbacks", "not reached")
+    saved = f", {counted(probes['restored'], 'saved state')}" if probes["restored"] else ""
+    text = (
+        f"{probes['rollbacks']}, of rejected guesses, an edited question, a new conversation{saved}; against fresh "
+        f"memories: largest deviation {probes['largest_deviation']:.2g} logits"
+    )
+    if probes["bitwise"] and status == "ok":
+        text += f"; in {probes['pairs']} pairs what was rejected left no trace, to the bit"
+    advice = None
+    if made:
+        advice = f"{made['tries']} memories made wrong by one token on purpose: median {made['median']:.2g} logits"
+        advice += "" if made["found"] is None else f", {made['found']:.0%} of them over the bound"
+    return Finding(status, "rollbacks", text, advice)
+
+
+def _laws(result: AuditResult) -> Iterator[Finding]:
+    broken = {defect.arm for defect in result.defects if defect.kind == "law"}
+    at = f"at temperature {result.settings['sampling']['temperature']:g}"
+    if law := result.verification_law:
+        text = f"{law['draws']} drafts drawn on the model's own distributions {at}: {_evidence(law)}"
+        advice = f"{_power(law)}, and any error of a probability over {law['detectable_error']:.2f}"
+        yield Finding("fail" if "verification" in broken else "ok", "verification", text, advice)
+    else:
+        yield Finding("note", "verification", "its law was not reached")
+    if law := result.decoding_law:
+        text = f"{law['tokens']} tokens {at}, drafter and decoder included: {_evidence(law)}"
+        yield Finding("fail" if "decoding at a temperature" in broken else "ok", "decoding", text, _power(law))
+    else:
+        yield Finding("note", "decoding", "its law was not reached")
+    if law := result.samples:
+        text = f"{law['drawn']} drawn by drafters, {law['sent']} of them sent: {_evidence(law)}"
+        error = law["detectable_error"]
+        advice = "too few to find an error" if error is None else f"would be found with 99%: a share off by {error:.2f}"
+        yield Finding("fail" if "samples of drafters" in broken else "ok", "samples", text, advice)
+
+
+def _several_finding(several: Figures) -> Finding:
+    text = (
+        f"{counted(several['answers'], 'answer')}, {several['sequences']} at a time in {several['passes']} passes, "
+        f"{several['tokens']} tokens, {several['accepted']} of {several['drafted']} guesses right: largest deviation "
+        f"{several['largest_deviation']:.2g} logits"
+    )
+    return Finding("info", SEVERAL, text + (f", bound {several['bound']:.2g}" if several["bound"] else ""))
+
+
+def _evidence(law: Figures) -> str:
+    """How much speaks against a law."""
+    if law["evidence_nats"] is None:
+        return "a token was taken that has no probability"
+    evidence, threshold = max(0.0, law["evidence_nats"]), law["threshold_nats"]
+    return f"{evidence:.1f} nats of evidence against the law, where {threshold:.1f} prove a defect"
+
+
+def _power(law: Figures) -> str:
+    """How many of the suspected defects would have shown."""
+    power = law["power"].values()
+    return f"would be found with 99%: {sum(value > 0.99 for value in power)} of {len(power)} suspected defects"
+
+
+# -- differences -------------------------------------------------------------------------------------------------------
+
+
+def _ties(result: AuditResult) -> Iterator[Finding]:
+    """Those that several answers share are one line."""
+    shared: dict[tuple[str, str], list[str]] = {}
+    bound = result.noise["gap_bound"]
+    for tie in result.ties:
+        text = (
+            f"token {tie['position']}: {tie['speculative']['text']!r} for {tie['plain']['text']!r}, {tie['gap']:.2g} "
+            "logits apart alone" + (f" (rounding bridges {bound:.2g})" if bound and tie["arm"] != SEVERAL else "")
+        )
+        shared.setdefault((tie["prompt"], text), []).append(tie["arm"])
+    for (prompt, text), arms in shared.items():
+        where = (arm + (f" (of {n} answers)" if n > 1 else "") for arm, n in Counter(arms).items())
+        yield Finding("info", prompt, f"{text}, in {', '.join(where)}")
+
+
+def _defects(defects: Iterable[Defect]) -> Iterator[Finding]:
+    """What several answers show in the same way is one line."""
+    shared: dict[tuple[str, str, str], list[str]] = {}
+    for defect in defects:
+        place = f", {defect.prompt}" if defect.prompt else ""
+        place += "" if defect.position is None or "token" in defect.evidence else f", token {defect.position}"
+        shared.setdefault((defect.kind, place, defect.evidence), []).append(defect.arm)
+    for (kind, place, evidence), arms in shared.items():
+        yield Finding("fail", kind, f"{', '.join(dict.fromkeys(arms))}{place}: {evidence}")
+
+
+def _spans(numbers: Iterable[int]) -> str:
+    """``2-5, 8``: a set of numbers in few characters."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
 
 PROMPTS, QUICK_PROMPTS = 8, 2
 TOKENS, QUICK_TOKENS = 32, 16

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from localspec.commands.verify.betting import FALSE_ALARM, THRESHOLD
+from localspec.commands.verify.law import FALSE_ALARM, THRESHOLD
 from localspec.sampling.sampling import Distribution
 from localspec.spec_decode.rounds import DraftToken
 

@@ -13,12 +13,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from localspec.backends.base import Model, Piece
-from localspec.commands.verify.plain import Check, Deviation, PlainAnswer, replayed
-from localspec.commands.verify.result import AuditLog, Observation
-from localspec.commands.verify.rounding import Judge, WidthNoise
+from localspec.commands.verify.rows import (
+    AuditLog,
+    Check,
+    Deviation,
+    Judge,
+    Observation,
+    PlainAnswer,
+    WidthNoise,
+    replayed,
+)
+from localspec.engine.pair import Pair
+from localspec.engine.request import Reply, RoundStream
 from localspec.llm import LLM
-from localspec.runtime.pair import Pair
-from localspec.runtime.stream import Reply, RoundStream
 from localspec.sampling.sampling import SamplingParams
 
 SEQUENCES = 3

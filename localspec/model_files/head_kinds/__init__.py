@@ -7,8 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 from localspec.errors import ModelFileError, UnsupportedModel
-from localspec.model_files.gguf_file import GGUFFile
-from localspec.model_files.gguf_types import HEADS
+from localspec.model_files.gguf import HEADS, GGUFFile
 from localspec.model_files.head_kinds import mtp
 from localspec.model_files.head_kinds.base import PublishedHead
 

@@ -9,12 +9,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from localspec.errors import ModelFileError, UnsupportedModel
-from localspec.model_files.gguf_file import GGUFFile
-from localspec.model_files.gguf_types import TENSOR_TYPES
+from localspec.errors import ModelFileError, UnsupportedModel, is_whole, shown
+from localspec.model_files.gguf import TENSOR_TYPES, GGUFFile
 from localspec.model_files.head_card import TargetFacts, Training
 from localspec.model_files.vocab import Vocab
-from localspec.values import is_whole, shown
 
 
 @dataclass(frozen=True)

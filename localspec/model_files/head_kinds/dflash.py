@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from localspec.errors import UnsupportedModel
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.errors import UnsupportedModel, is_whole, shown
+from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.head_kinds.base import (
     MaskBlock,
     PublishedHead,
@@ -25,7 +25,6 @@ from localspec.model_files.head_kinds.base import (
     whole,
 )
 from localspec.model_files.vocab import Vocab
-from localspec.values import is_whole, shown
 
 MAX_ROWS = 64
 """Rows of the widest block: one pass has to hold all of it."""

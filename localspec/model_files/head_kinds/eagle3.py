@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from localspec.errors import UnsupportedModel
+from localspec.errors import UnsupportedModel, shown
 from localspec.model_files.eagle3_file import TRAINING
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.head_card import Training
 from localspec.model_files.head_kinds.base import (
     PublishedHead,
@@ -23,7 +23,6 @@ from localspec.model_files.head_kinds.base import (
     whole,
 )
 from localspec.model_files.vocab import Vocab
-from localspec.values import shown
 
 N_TAPS = 3
 """States that are fused: llama.cpp takes this many, as the paper has it."""

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from localspec.errors import ModelFileError, UnsupportedModel
-from localspec.model_files.gguf_file import GGUFFile
-from localspec.model_files.gguf_types import is_mtp_alone
+from localspec.errors import ModelFileError, UnsupportedModel, is_whole, shown
+from localspec.model_files.gguf import GGUFFile, is_mtp_alone
 from localspec.model_files.head_kinds.base import PublishedHead, check_shapes, whole
 from localspec.model_files.vocab import Vocab
-from localspec.values import is_whole, shown
 
 TAP = "nextn"
 """The state that such a layer reads, as ``backends.forward`` names it."""

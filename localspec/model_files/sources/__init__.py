@@ -18,7 +18,7 @@ from typing import Any
 from localspec.errors import DigestMismatch, DownloadError, NotEnoughSpace
 from localspec.model_files.catalog import Entry
 from localspec.model_files.sources.base import FULL, RaisedByCaller, Source, Watch, size_text, unmistakable
-from localspec.system.home import models_dir, offline, source_order
+from localspec.system.files import models_dir, offline, source_order
 
 _SOURCES = {
     "hf": ("localspec.model_files.sources.hub", "Hub"),

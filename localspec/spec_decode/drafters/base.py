@@ -9,13 +9,14 @@ made deterministically, or with the target's own noise, may be dropped at will.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from localspec.backends.base import Context, Forward
 from localspec.sampling.sampling import Distribution, Ids, Noise, Row, SamplingParams
-from localspec.spec_decode.draft import Draft, DraftToken
 from localspec.spec_decode.passes import Drafting
+from localspec.spec_decode.rounds import Draft, DraftToken, Round
 from localspec.system.steps import Steps
 
 
@@ -306,3 +307,133 @@ class Drafter(ABC):
 
     def close(self) -> None:  # noqa: B027 - optional hook
         """Free what the drafter holds; safe to call twice."""
+
+
+# How much to draft, and from which drafter: what the decoder asks of a controller.
+
+
+class Controller(ABC):
+    """Decides, round by round, how far to draft; learns from every round.
+
+    Attributes:
+        gives_way: whether the end of a draft may be left out where draft tokens of other answers are worth more.
+    """
+
+    gives_way = False
+
+    def begin(self, params: SamplingParams, n_prompt: int) -> None:  # noqa: B027 - optional hook
+        """A new request starts."""
+
+    def enter(self, *, thinks: bool) -> None:  # noqa: B027 - optional hook
+        """What comes next is thinking, or the answer; told before every plan."""
+
+    def hide(self, shares: Mapping[str, float]) -> None:  # noqa: B027 - optional hook
+        """What a step of a drafter takes is hidden, as to this share, behind the target's passes; before every plan.
+
+        Args:
+            shares: by source, in [0, 1]; nothing is hidden of others.
+        """
+
+    def may_use(self, source: str) -> bool:
+        """Whether a drafter may be asked at all, as things stand; if not, it need not keep up with the conversation."""
+        return True
+
+    @abstractmethod
+    def plan(self, room: int, n_past: int) -> Plan:
+        """The permission to draft in the next round.
+
+        Args:
+            room: most tokens that can be drafted within the token budget and the context.
+            n_past: tokens in the target's memory.
+        """
+
+    def branching(self) -> Branching | None:
+        """The permission to let the draft of the plan just made branch; None where that cannot pay."""
+        return None
+
+    def watch(self, row: Row) -> None:  # noqa: B027 - optional hook
+        """The logits [n_vocab], or the largest, that the target just chose a token from; ``update`` follows."""
+
+    def lose(self, source: str) -> None:  # noqa: B027 - optional hook
+        """A drafter failed and will draft no more."""
+
+    def book(self, round_: Round) -> None:  # noqa: B027 - optional hook
+        """What a finished round cost and gained, which the next plan has to know; ``update`` follows."""
+
+    @abstractmethod
+    def update(self, round_: Round) -> None:
+        """Learn from a finished round, and note in it why it drafted as it did.
+
+        Where a device computes passes by itself, after the next plan was made: while the first pass by it runs.
+        """
+
+    @abstractmethod
+    def explain(self) -> str:
+        """Why there is, or is not, drafting: sentences for people, a line for each drafter."""
+
+
+# A plan that weighs nothing, which others change in what they are about.
+
+SURE_COPY = 0.7
+"""Confidence of a copy under which a draft model is asked instead, where nothing is weighed."""
+
+
+@dataclass(slots=True)
+class FreePlan:
+    """Drafters are asked in the order in which they were loaded, and what they have is taken while there is room."""
+
+    room: int
+
+    def order(self, sources: Sequence[str]) -> Sequence[str]:
+        return sources
+
+    def more(self, source: str, pending: int = 0) -> bool:
+        return self.room > 0
+
+    def piece(self, source: str, pending: int) -> int:
+        return pending
+
+    def spent(self, source: str, n_tokens: int, ms: float) -> None:
+        pass
+
+    def samples(self, source: str, confidence: float) -> bool:
+        return True
+
+    def nothing(self, source: str) -> None:
+        pass
+
+    def counterfactual(self, source: str, confidence: float, right: bool) -> None:
+        pass
+
+    def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
+        if self.room <= 0:
+            return None
+        self.room -= 1
+        return confidence
+
+
+# How often draft tokens of a kind were right: what drafters without probabilities of their own are confident by.
+
+Kind = TypeVar("Kind", bound=Hashable)
+
+
+class HitRates(Generic[Kind]):
+    """Shares of draft tokens that were right, by kind; old evidence fades, a prior stands in for missing evidence.
+
+    Args:
+        priors: the expected share of each kind.
+        prior_weight: draft tokens that a prior counts as.
+        memory: draft tokens that the evidence counts as in the long run.
+    """
+
+    def __init__(self, priors: Mapping[Kind, float], prior_weight: float, memory: float) -> None:
+        self._fade = 1.0 - 1.0 / memory
+        self._right = {kind: prior * prior_weight for kind, prior in priors.items()}
+        self._total = dict.fromkeys(priors, prior_weight)
+
+    def rate(self, kind: Kind) -> float:
+        return self._right[kind] / self._total[kind]
+
+    def learn(self, kind: Kind, right: bool) -> None:
+        self._right[kind] = self._right[kind] * self._fade + right
+        self._total[kind] = self._total[kind] * self._fade + 1.0

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from copy import deepcopy
 
 from localspec.backends.base import Context
-from localspec.corpora.index import CorpusIndex, Match
-from localspec.corpora.segment import DEPTH
-from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
-from localspec.spec_decode.drafters.hit_rates import HitRates
+from localspec.spec_decode.drafters.base import Drafter, HitRates, Plan, Proposer
+from localspec.spec_decode.drafters.corpus_index import DEPTH, CorpusIndex, Match
 from localspec.spec_decode.drafters.ngram import MEMORY, PRIOR_WEIGHT, PRIORS, kind_of_match
 from localspec.spec_decode.rounds import DraftToken
 from localspec.system.steps import Steps

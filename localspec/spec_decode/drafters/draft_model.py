@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from localspec.backends.base import FEW_ROWS, Context, Forward, shared_prefix
-from localspec.backends.forward import Wanted
+from localspec.backends.base import FEW_ROWS, Context, Forward, Wanted, shared_prefix
 from localspec.errors import ContextFull, EngineError
 from localspec.sampling.sampling import Ids
 from localspec.spec_decode.drafters.base import Drafter, DrafterFailed, Plan, Proposer

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from localspec.sampling.structured.constraint import Constraint
-from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
-from localspec.spec_decode.drafters.hit_rates import HitRates
+from localspec.sampling.constraint import Constraint
+from localspec.spec_decode.drafters.base import Drafter, HitRates, Plan, Proposer
 from localspec.spec_decode.rounds import DraftToken
 
 SURE, INSIDE, BEFORE_TEXT, LAST = range(4)

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 from localspec.backends.base import Context, Forward
 from localspec.errors import EngineError
-from localspec.spec_decode.drafters.base import Branching, Drafter, DrafterFailed, Plan, Proposer
-from localspec.spec_decode.drafters.free_plan import FreePlan
+from localspec.spec_decode.drafters.base import Branching, Drafter, DrafterFailed, FreePlan, Plan, Proposer
 from localspec.spec_decode.passes import Drafting, read_alone
 from localspec.spec_decode.rounds import Draft, DraftToken
 

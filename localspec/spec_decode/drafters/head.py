@@ -10,18 +10,61 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from localspec.backends.base import FEW_ROWS, Context, FloatArray, Forward, shared_prefix
+from localspec.backends.base import FEW_ROWS, Context, FloatArray, Forward, Wanted, shared_prefix
 from localspec.backends.draft_head import STATE, DraftHead
-from localspec.backends.forward import Wanted
+from localspec.backends.heads import Head
+from localspec.backends.published_heads import EngineHead
 from localspec.errors import EngineError
 from localspec.sampling.sampling import Ids, Row
 from localspec.spec_decode.drafters.base import Drafter, DrafterFailed, Plan, Proposer
-from localspec.spec_decode.drafters.states import StateWindow
 from localspec.spec_decode.rounds import DraftToken
+
+# The target's hidden states at the end of a text, for drafters that go on from them.
+
+
+class StateWindow:
+    """States after the last tokens of a text, by the tokens' positions: without gaps, and at most ``size``.
+
+    Attributes:
+        start: position of the first.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.start = 0
+        self._rows: list[FloatArray] = []
+
+    @property
+    def end(self) -> int:
+        """Position after the last."""
+        return self.start + len(self._rows)
+
+    def put(self, position: int, rows: Iterable[FloatArray]) -> None:
+        """States from a position on [n, width], for any known from there on; what lies before a gap is dropped."""
+        if self.start <= position <= self.end:
+            self.cut(position)
+        else:
+            self._rows, self.start = [], position
+        self._rows.extend(rows)
+        n_old = max(0, len(self._rows) - self.size)
+        del self._rows[:n_old]
+        self.start += n_old
+
+    def cut(self, end: int) -> None:
+        """Forget the states from a position on."""
+        del self._rows[max(0, end - self.start) :]
+        self.start = min(self.start, end)
+
+    def between(self, first: int, end: int) -> FloatArray:
+        """The states at positions from ``first`` to before ``end`` [n, width]."""
+        return np.stack(self._rows[first - self.start : end - self.start])
+
 
 LONGEST_PASS = 65
 """Rows of the longest verification: as many tokens as may be drafted, and the one before."""
@@ -228,3 +271,183 @@ class ChainedHead(HeadDrafter):
         """The last row of logits, and their tokens; the state after it is what the next step goes on from."""
         self._state = forward.hidden[STATE][-1:]
         return forward.logits[-1], tokens_of(forward, -1, self._ids)
+
+
+# Drafts from the target's own first layers: no second model, no training (LayerSkip: Elhoushi et al. 2024).
+
+
+class EarlyExitDrafter(Drafter):
+    """Ends the target's pass after some layers and reads the output matrix there (arXiv:2404.16710).
+
+    Draft tokens are decoded in the target's own context, whose keys and values of those layers they share; it is given
+    back as it was before the target verifies them.
+
+    Args:
+        head: of the kind ``exit``: the layer, the target's last norm, and some rows of its output matrix.
+        context: of the head, which multiplies by those rows.
+        source: see ``Drafter``.
+    """
+
+    context: Context
+
+    def __init__(self, head: Head, context: Context, source: str = "early-exit") -> None:
+        self.source = source
+        self.head = head
+        self.context = context
+        self.taps = head.taps
+        self._ids = head.token_map.astype(np.int64)
+        self._n_layers = int(head.taps[0].removeprefix("layer:")) + 1
+        self._target: Context | None = None
+        self._n_past: int | None = None  # of the target, before this round's draft
+
+    def clone(self, context: Context | None) -> Drafter:
+        return EarlyExitDrafter(self.head, context or self.context, self.source)
+
+    def attach(self, target: Context) -> None:
+        self._target, self._n_past = target, None
+
+    def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
+        target = self._target
+        assert target is not None
+        if self._n_past is None:
+            self._n_past = target.n_past
+        unread = tokens[target.n_past :]
+        if not unread or len(unread) > target.n_free or not plan.more(self.source, len(unread)):
+            return []
+        started = time.perf_counter()
+        row, ids = self._row(target, unread, proposer.n_best)
+        confidence = proposer.confidence(row, tokens, ids=ids)
+        plan.spent(self.source, len(unread), (time.perf_counter() - started) * 1e3)
+        return self._proposed(confidence, len(tokens), plan, proposer)
+
+    def _row(self, target: Context, tokens: Sequence[int], n_best: int) -> tuple[Row, Ids]:
+        """Decode tokens through the first layers and return the logits after the last, and the tokens they are of."""
+        try:
+            state = target.decode_first_layers(tokens, self._n_layers).hidden[self.taps[0]][-1:]
+            if not np.isfinite(state).all():
+                raise DrafterFailed("computed states that are not numbers")
+            self.context.truncate(0)
+            forward = self.context.decode_floats(state, [0], "all", n_best)
+        except EngineError as error:
+            raise DrafterFailed(f"failed: {error}") from error
+        return forward.logits[0], tokens_of(forward, 0, self._ids)
+
+    def drafted(self) -> None:
+        if self._target is not None and self._n_past is not None:
+            self._target.truncate(self._n_past)
+        self._n_past = None
+
+    def close(self) -> None:
+        self.context.close()
+
+
+# Heads that guess several tokens ahead in one pass: rows for positions not known yet, or a matrix for each.
+
+
+class OnePassHead(HeadDrafter):
+    """A head whose guess for a position does not depend on the draft before it: one pass a round serves all positions.
+
+    So it also goes on behind tokens that others drafted.
+    """
+
+    def _begin_round(self) -> None:
+        self._rows: FloatArray | None = None
+        self._candidates: npt.NDArray[np.int64] | None = None  # which tokens the logits are of, where rows differ
+
+    def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
+        n_drafted = len(tokens) - len(self._text)
+        if n_drafted >= self.head.steps:
+            return []
+        started, n_pass = time.perf_counter(), 0
+        if self._rows is None:
+            unread = self._unread()
+            n_wanted = min(n_drafted + plan.room, self.head.steps)
+            if unread is None or not plan.more(self.source, n_pass := self._n_rows(unread, n_wanted)):
+                return []
+            self._candidates = None
+            self._rows = self._guesses(unread, n_wanted, proposer.n_best)
+        elif n_drafted >= len(self._rows) or not plan.more(self.source):
+            return []
+        ids = self._ids if self._candidates is None else self._candidates[n_drafted]
+        confidence = proposer.confidence(self._rows[n_drafted], tokens, ids=ids)
+        if n_pass:
+            plan.spent(self.source, n_pass, (time.perf_counter() - started) * 1e3)
+        return self._proposed(confidence, len(tokens), plan, proposer)
+
+    @abstractmethod
+    def _n_rows(self, unread: range, n_wanted: int) -> int:
+        """How many rows of a pass over these true ones count, which guesses so many tokens, or more."""
+
+    @abstractmethod
+    def _guesses(self, unread: range, n_wanted: int, n_best: int) -> FloatArray:
+        """Logits by position ahead [n_wanted or more, n_out], valid until the next pass; or the largest ``n_best`` or
+        more of each, and their tokens as ``_candidates``."""
+
+
+class ParallelHead(OnePassHead):
+    """A layer that reads learned rows in the place of those that are not known yet (P-EAGLE)."""
+
+    head: Head
+
+    def _n_rows(self, unread: range, n_wanted: int) -> int:
+        return len(unread) + len(self.head.masks)
+
+    def _guesses(self, unread: range, n_wanted: int, n_best: int) -> FloatArray:
+        if len(unread) > 1:
+            self._read(unread[:-1], "none")
+        self._forget_untrue()
+        rows = np.concatenate([self._true_rows(unread[-1:]), self.head.masks])
+        forward = self._decode(rows, [self._text[-1], *[0] * len(self.head.masks)], "all", n_best)
+        if forward.ids is not None:
+            self._candidates = self._ids[forward.ids]
+        self._n_true += 1
+        return forward.logits
+
+
+class BlockHead(OnePassHead):
+    """A block of masks behind the last token, which one pass fills in (DFlash: Chen et al. 2026, arXiv:2602.06036).
+
+    Its memory holds rows of the target's states alone. The block is as wide as the draft may become.
+    """
+
+    head: EngineHead
+    one_pass = True
+
+    def _n_rows(self, unread: range, n_wanted: int) -> int:
+        return len(unread)  # the block is the same whatever there is to read
+
+    def _guesses(self, unread: range, n_wanted: int, n_best: int) -> FloatArray:
+        self._read(unread, "none")
+        try:
+            rows, self._candidates = self.head.block_logits(self.context, self._text[-1], n_wanted, n_best)
+        except EngineError as error:
+            raise DrafterFailed(f"failed: {error}") from error
+        return rows
+
+
+class MedusaHead(OnePassHead):
+    """A matrix for each position ahead, and no memory (Cai et al. 2024, arXiv:2401.10774)."""
+
+    head: Head
+
+    def _n_rows(self, unread: range, n_wanted: int) -> int:
+        return self.head.steps
+
+    def _guesses(self, unread: range, n_wanted: int, n_best: int) -> FloatArray:
+        (state,) = self._states.between(unread.stop - 1, unread.stop)
+        if not np.isfinite(state).all():
+            raise DrafterFailed("computed states that are not numbers")
+        try:
+            return self.head.medusa_logits(self.context, state)
+        except EngineError as error:
+            raise DrafterFailed(f"failed: {error}") from error
+
+
+HEAD_DRAFTERS: Mapping[str, Callable[[Any, Context, str], Drafter]] = {
+    "chained": ChainedHead,
+    "parallel": ParallelHead,
+    "medusa": MedusaHead,
+    "block": BlockHead,
+    "exit": EarlyExitDrafter,
+}
+"""``DraftHead.kind`` -> what makes a drafter of such a head, a context of its own and a source."""

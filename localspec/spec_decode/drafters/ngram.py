@@ -3,15 +3,179 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence
 from copy import deepcopy
 
 from localspec.backends.base import Context, shared_prefix
-from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
-from localspec.spec_decode.drafters.hit_rates import HitRates
+from localspec.spec_decode.drafters.base import Drafter, HitRates, Plan, Proposer
 from localspec.spec_decode.drafters.names import NGRAM
-from localspec.spec_decode.drafters.suffix_automaton import SuffixAutomaton
 from localspec.spec_decode.rounds import DraftToken
+
+# Every context that a text has had, and what followed it: a suffix automaton that grows token by token, and shrinks.
+#
+# A suffix automaton (Blumer et al. 1985) is the smallest machine that reads exactly the substrings of a text. A state
+# stands for the substrings that end at the same set of places; its *link* leads to the longest shorter suffix that
+# also ends elsewhere. So the link of the state of the whole text is the longest recent suffix that occurred before:
+# the match is at hand at any time, without a search. A token is added in amortised constant time; there are at most
+# two states a token.
+#
+# On top of it every state knows how often it was followed by a token at all, and its best continuation: a token takes
+# the place of a more frequent one when it is seen at least half as often, for what came last counts double (measured
+# on code and prose: right more often than the most frequent, and no less often than the most recent). Keeping that
+# takes a walk over the suffixes of the text that are states, a handful in prose; text that repeats itself endlessly
+# has more, and the walk stops after ``MAX_WALK`` of them.
+#
+# Measured on 32,000 tokens of Python source (one core of a shared 2-core machine, CPython 3.11): 4 µs to add a token,
+# 3 µs to take one back, 43,500 states, 16 MB with the log; at worst (two tokens at random) 7 µs.
+#
+# ``pop`` undoes ``push`` exactly: the structure is undone from the links themselves, the continuations from a log.
+
+MAX_WALK = 32
+UNDO_DEPTH = 8192
+"""Tokens that can be taken back: as many as the default context holds."""
+_ROOT, _NONE = 0, -1
+
+
+class SuffixAutomaton:
+    """The automaton of a growing sequence of tokens (integers, not negative)."""
+
+    def __init__(self) -> None:
+        self._next: list[dict[int, int]] = [{}]
+        self._link = [_NONE]
+        self._size = [0]
+        self._followed = [0]
+        self._best = [_NONE]
+        self._last = _ROOT
+        self._n_tokens = 0
+        # One entry a token: the token, the state that was last, the state that was split (or none), and the best
+        # continuations that changed, as state, old, state, old, …
+        self._log: deque[tuple[int, int, int, tuple[int, ...]]] = deque(maxlen=UNDO_DEPTH)
+
+    def __len__(self) -> int:
+        return self._n_tokens
+
+    @property
+    def n_states(self) -> int:
+        return len(self._next)
+
+    @property
+    def n_undoable(self) -> int:
+        """How many tokens ``pop`` can take back."""
+        return len(self._log)
+
+    def push(self, token: int) -> None:
+        """Add a token at the end."""
+        next_, link, size = self._next, self._link, self._size
+        last, split = self._last, _NONE
+        state = self._new_state({}, _ROOT, size[last] + 1, 0, _NONE)
+        p = last
+        while p != _NONE and token not in next_[p]:
+            next_[p][token] = state
+            p = link[p]
+        if p != _NONE:
+            q = next_[p][token]
+            if size[q] == size[p] + 1:
+                link[state] = q
+            else:
+                split = q
+                clone = self._new_state(dict(next_[q]), link[q], size[p] + 1, self._followed[q], self._best[q])
+                while p != _NONE and next_[p].get(token) == q:
+                    next_[p][token] = clone
+                    p = link[p]
+                link[q] = link[state] = clone
+        self._log.append((token, last, split, self._count(last, token)))
+        self._last = state
+        self._n_tokens += 1
+
+    def _new_state(self, next_: dict[int, int], link: int, size: int, followed: int, best: int) -> int:
+        self._next.append(next_)
+        self._link.append(link)
+        self._size.append(size)
+        self._followed.append(followed)
+        self._best.append(best)
+        return len(self._next) - 1
+
+    def _count(self, last: int, token: int) -> tuple[int, ...]:
+        """``token`` followed the text that ends in state ``last``: count it for its suffixes."""
+        next_, link, followed, best = self._next, self._link, self._followed, self._best
+        changes: list[int] = []
+        p = last
+        for _ in range(MAX_WALK):
+            if p == _NONE:
+                break
+            followed[p] += 1
+            rival = best[p]
+            # followed[next] lacks the occurrence at the very end, which nothing has followed yet: that of `token`.
+            if rival != token and (rival == _NONE or 2 * (followed[next_[p][token]] + 1) >= followed[next_[p][rival]]):
+                changes += (p, rival)
+                best[p] = token
+            p = link[p]
+        return tuple(changes)
+
+    def pop(self) -> None:
+        """Take the last token back.
+
+        Raises:
+            IndexError: more tokens were taken back than are remembered (``n_undoable``).
+        """
+        token, last, split, changes = self._log.pop()
+        next_, link = self._next, self._link
+        p = last
+        for _ in range(MAX_WALK):
+            if p == _NONE:
+                break
+            self._followed[p] -= 1
+            p = link[p]
+        for i in range(0, len(changes), 2):
+            self._best[changes[i]] = changes[i + 1]
+        state = self._last
+        if split != _NONE:
+            clone = state + 1
+            link[split] = link[clone]
+        p = last
+        while p != _NONE and next_[p].get(token) == state:
+            del next_[p][token]
+            p = link[p]
+        if split != _NONE:
+            while p != _NONE and next_[p].get(token) == clone:
+                next_[p][token] = split
+                p = link[p]
+        del self._next[state:], link[state:], self._size[state:], self._followed[state:], self._best[state:]
+        self._last = last
+        self._n_tokens -= 1
+
+    def match(self) -> tuple[int, int]:
+        """The longest suffix of the text that occurred in it before: (state, length)."""
+        state = max(self._link[self._last], _ROOT)
+        return state, self._size[state]
+
+    def step(self, state: int, length: int, token: int) -> tuple[int, int]:
+        """The longest suffix of (what ``state`` and ``length`` stand for, then ``token``) that occurs in the text."""
+        while state != _NONE and token not in self._next[state]:
+            state = self._link[state]
+            length = self._size[state] if state != _NONE else 0
+        if state == _NONE:
+            return _ROOT, 0
+        return self._next[state][token], length + 1
+
+    def continuation(self, state: int, length: int) -> tuple[int, int, int, int] | None:
+        """What followed a context most, the recent counting double.
+
+        Returns:
+            (token, how often it followed, how often anything did, length of the context), or None without a context.
+            A context that only occurs at the end of the text is shortened until something followed it.
+        """
+        while state > _ROOT and self._best[state] == _NONE:
+            state = self._link[state]
+            length = self._size[state]
+        if state <= _ROOT:
+            return None
+        token = self._best[state]
+        total = self._followed[state]
+        times = min(max(self._followed[self._next[state][token]], 1), total)
+        return token, times, total, length
+
 
 # Lower ends of the ranges of match lengths, and how often a continuation was right for each on 59,000 tokens of code
 # and prose (Qwen2.5 tokens): seen once; seen several times, always the same; in at least half of the cases; in fewer.

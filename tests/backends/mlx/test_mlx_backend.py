@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 from localspec import LLM, SamplingParams, backends
-from localspec.backends.base import Context, ContextState, FloatArray
-from localspec.backends.forward import layer_name
+from localspec.backends.base import Context, ContextState, FloatArray, layer_name
 from localspec.errors import Cancelled, Closed, EngineError, EngineUnavailable, UnsupportedModel, UsageError
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile
 from tests.backends.test_backends import some_tokens
 from tests.backends.test_backends_memory import check_rollback, divergence
 from tests.conftest import TinyFiles, open_backend
@@ -26,9 +25,8 @@ from tests.support import ggufs
 mx = pytest.importorskip("mlx.core")
 
 from localspec.backends import mlx  # noqa: E402
-from localspec.backends.mlx.library import MLXLibrary  # noqa: E402
+from localspec.backends.mlx.library import MLXLibrary, OwnerThread  # noqa: E402
 from localspec.backends.mlx.model import MLXModel  # noqa: E402
-from localspec.backends.mlx.owner import OwnerThread  # noqa: E402
 
 EXACT = 1e-5
 """Largest divergence [nats] of rows computed from the same float32 numbers in passes of other widths."""
@@ -84,7 +82,7 @@ def test_a_window_computes_what_a_mask_over_everything_does(sliding: MLXModel, w
 
 def test_a_window_shows_attention_no_more_than_it_sees(sliding: MLXModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a long context would cost what a full one does."""
-    from localspec.backends.mlx.memory import PlainRows
+    from localspec.backends.mlx.cache import PlainRows
 
     shown: list[tuple[int | None, int]] = []
     original = PlainRows.update_and_fetch

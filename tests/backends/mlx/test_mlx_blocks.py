@@ -13,11 +13,9 @@ import pytest
 
 mx = pytest.importorskip("mlx.core")
 
-from localspec.backends.mlx.blocks import _N_THREADS, BLOCK_TYPES, repack  # noqa: E402
-from localspec.backends.mlx.weights import read_tensor  # noqa: E402
+from localspec.backends.mlx.weights import _N_THREADS, BLOCK_TYPES, read_tensor, repack  # noqa: E402
 from localspec.errors import UnsupportedModel  # noqa: E402
-from localspec.model_files.gguf_file import GGUFFile  # noqa: E402
-from localspec.model_files.gguf_types import TENSOR_TYPES  # noqa: E402
+from localspec.model_files.gguf import TENSOR_TYPES, GGUFFile  # noqa: E402
 from tests.support.mlx_ggufs import Sizes, TinyFile, random_blocks, values  # noqa: E402
 
 EXACT = [name for name, kind in BLOCK_TYPES.items() if kind.exact]

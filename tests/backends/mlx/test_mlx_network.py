@@ -18,12 +18,12 @@ mx = pytest.importorskip("mlx.core")
 from mlx.utils import tree_flatten  # noqa: E402
 from mlx_lm.models.cache import KVCache  # noqa: E402
 
-from localspec.backends.forward import NORM, layer_name  # noqa: E402
+from localspec.backends.base import NORM, layer_name  # noqa: E402
 from localspec.backends.mlx.architecture import ARCHITECTURES  # noqa: E402
 from localspec.backends.mlx.network import Network, load_network  # noqa: E402
 from localspec.backends.trust import agreement  # noqa: E402
 from localspec.errors import EngineError, UnsupportedModel, UsageError  # noqa: E402
-from localspec.model_files.gguf_file import GGUFFile  # noqa: E402
+from localspec.model_files.gguf import GGUFFile  # noqa: E402
 from tests.conftest import TinyFiles, open_backend  # noqa: E402
 from tests.support.mlx_ggufs import Sizes, TinyFile  # noqa: E402
 from tests.support.mlx_products import numpy_products  # noqa: E402
@@ -387,7 +387,7 @@ def test_real_weights_are_the_files_own(name: str, real_model: Callable[[str], P
     """The first 512 rows of every kind of tensor, unpacked by MLX and by gguf-py."""
     import gguf
 
-    from localspec.backends.mlx.blocks import BLOCK_TYPES, repack
+    from localspec.backends.mlx.weights import BLOCK_TYPES, repack
 
     worst: dict[str, float] = {}
     with GGUFFile(real_model(name)) as file:

@@ -11,16 +11,14 @@ import numpy as np
 import pytest
 
 from localspec import LLM, SamplingParams
-from localspec.backends import batch_trust
-from localspec.backends.base import FloatArray, Piece, SequenceBatch
-from localspec.backends.forward import layer_name
-from localspec.backends.sequence_batch import SequencesInTurn
-from localspec.controllers.shared_rows import SharedPasses
+from localspec.backends import trust as trust_module
+from localspec.backends.base import FloatArray, Piece, SequenceBatch, SequencesInTurn, layer_name
+from localspec.controllers.batching import SharedPasses
 from localspec.errors import Cancelled, EngineError
 from tests.backends.mlx.test_mlx_network import FILES
 from tests.backends.test_backends import some_tokens
 from tests.conftest import TinyFiles, open_backend
-from tests.runtime.test_parallel_choice import loaded_with
+from tests.engine.test_parallel_choice import loaded_with
 
 mx = pytest.importorskip("mlx.core")
 
@@ -28,8 +26,7 @@ import mlx.nn as nn  # noqa: E402
 
 from localspec.backends import mlx  # noqa: E402
 from localspec.backends.mlx.architecture import ARCHITECTURES  # noqa: E402
-from localspec.backends.mlx.model import MLXModel  # noqa: E402
-from localspec.backends.mlx.sequences import MLXSequences  # noqa: E402
+from localspec.backends.mlx.model import MLXModel, MLXSequences  # noqa: E402
 
 NOISE = 1e-4
 """Largest difference of float32 rows that passes of other widths compute, as a share of the largest number in them."""
@@ -276,7 +273,7 @@ def test_sequences_fed_otherwise_go_on_in_a_pass_of_several(tiny: TinyFiles) -> 
 
 
 def test_the_engine_is_checked_with_the_file(model: MLXModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert batch_trust.check_batch(model).holds
+    assert trust_module.check_batch(model).holds
     decode = MLXSequences._decode
 
     def swapped(self: Any, pieces: Any) -> Any:
@@ -284,7 +281,7 @@ def test_the_engine_is_checked_with_the_file(model: MLXModel, monkeypatch: pytes
         return found[::-1] if len({len(piece.tokens) for piece in pieces}) == 1 else found
 
     monkeypatch.setattr(MLXSequences, "_decode", swapped)
-    assert not batch_trust.check_batch(model).holds
+    assert not trust_module.check_batch(model).holds
 
 
 def test_answers_share_passes(tiny: TinyFiles, measured_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from localspec.backends.base import Model
 from localspec.errors import UnsupportedModel
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.vocab import Vocab
 from tests.conftest import REAL_MODELS, open_backend
 from tests.support import ggufs
@@ -24,8 +24,7 @@ from tests.support.gguf_vocabs import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFIN
 
 pytest.importorskip("tokenizers")
 
-from localspec.backends.mlx.tokenizer import ByteLevel
-from localspec.backends.mlx.word_split import known_splits
+from localspec.backends.mlx.tokenizer import ByteLevel, known_splits
 from localspec.backends.tokenizer import Tokenizer
 
 PIECES = [

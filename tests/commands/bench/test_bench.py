@@ -12,21 +12,17 @@ import numpy as np
 import pytest
 
 from localspec.backends.placement import Placement
-from localspec.commands.bench.charts import speedup_plot
-from localspec.commands.bench.compare import comparison
-from localspec.commands.bench.plan import DEFAULT, LEAST_TOKENS, QUICK, BenchRequest, affordable_tokens, make_plan
 from localspec.commands.bench.record import Engine, ModelFile, Record, Settings, Sitting
-from localspec.commands.bench.reliability import reliability, wilson
-from localspec.commands.bench.report import bench_report
-from localspec.commands.bench.results import analyse
+from localspec.commands.bench.report import bench_report, comparison, speedup_plot
+from localspec.commands.bench.results import analyse, reliability, wilson
+from localspec.commands.bench.runner import DEFAULT, LEAST_TOKENS, QUICK, BenchRequest, affordable_tokens, make_plan
 from localspec.commands.options import RunOptions
-from localspec.commands.report.markdown import markdown
-from localspec.commands.report.model import KeyFigures, Table
-from localspec.commands.report.terminal import Screen
+from localspec.engine.options import LoadOptions
 from localspec.errors import UsageError
-from localspec.measuring.answer import Sample
-from localspec.measuring.questions import digest, own_questions
-from localspec.runtime.load_options import LoadOptions
+from localspec.measuring.subject import Sample
+from localspec.prompts.questions import digest, own_questions
+from localspec.report.model import KeyFigures, Table
+from localspec.report.renderers import Screen, markdown
 
 
 def test_a_quick_run_asks_for_answers_that_it_has_time_for() -> None:

@@ -12,7 +12,7 @@ import pytest
 from localspec.commands.bench.record import Engine, ModelFile, Record
 from localspec.commands.bench.report import bench_report
 from localspec.commands.bench.results import analyse
-from localspec.commands.report.html import html
+from localspec.report.renderers import html
 from tests.commands.bench.test_bench import SETTINGS, answer, run_of, sitting
 from tests.commands.replay.test_replay_page import HOSTILE
 from tests.support.browsing import PATIENCE

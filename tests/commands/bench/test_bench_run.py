@@ -19,14 +19,13 @@ from xml.etree import ElementTree
 import pytest
 
 from localspec.__main__ import run
-from localspec.commands.bench import plan
 from localspec.commands.bench import results as results_module
-from localspec.commands.bench.record import Record
+from localspec.commands.bench import runner as runner_module
+from localspec.commands.bench.record import Record, read_record, to_json
 from localspec.commands.bench.results import analyse
-from localspec.commands.bench.storage import read_record, to_json
 from localspec.measuring.last_bench import last_bench
-from localspec.system import usage
-from localspec.system.memory import SystemMemory
+from localspec.system import machine as machine_module
+from localspec.system.machine import SystemMemory
 from tests.conftest import TinyFiles, open_backend
 from tests.support.interrupting import self_interrupting
 from tests.support.waiting import PATIENCE
@@ -41,8 +40,8 @@ Bench = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture(autouse=True)
 def _brief_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    busy = usage.busy_share
-    monkeypatch.setattr(usage, "busy_share", lambda: busy(0.02))
+    busy = machine_module.busy_share
+    monkeypatch.setattr(machine_module, "busy_share", lambda: busy(0.02))
 
 
 @pytest.fixture
@@ -334,7 +333,7 @@ def test_the_budget_ends_a_run_after_the_first_question(pair: list[str], made: P
 
 def test_narrow_intervals_end_a_run(pair: list[str], made: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a tolerance that any interval meets: as soon as there is one, at the end of a cycle of categories."""
-    monkeypatch.setattr(plan, "DEFAULT", dataclasses.replace(plan.DEFAULT, tolerance=1e9))
+    monkeypatch.setattr(runner_module, "DEFAULT", dataclasses.replace(runner_module.DEFAULT, tolerance=1e9))
     questions = write_questions(made / "many.jsonl", 26)
     status, out, _ = bench(*pair, "--prompts", questions, "--max-tokens", 2, "--json", "-")
     stored = json.loads(out)

@@ -12,28 +12,34 @@ from typing import Any
 
 import pytest
 
-from localspec.commands.chat.chat import Chat
+from localspec.commands.chat.chat import AnswerRecord, Chat
 from localspec.commands.chat.commands import (
     COMMANDS,
     GROUPS,
+    NOISE,
     complete,
+    histogram,
     is_command,
     named,
     run_command,
     set_parameter,
+    verdict,
 )
-from localspec.commands.chat.figures import histogram
-from localspec.commands.chat.race import NOISE, verdict
-from localspec.commands.chat.saved_chat import AnswerRecord
-from localspec.commands.chat.screen import ChatScreen
-from localspec.commands.chat.status import status_line
-from localspec.commands.chat.style import Style, token_style
-from localspec.commands.chat.views import TextView, guessing, plain_parts, round_parts, rows_of
+from localspec.commands.chat.screen import (
+    ChatScreen,
+    TextView,
+    guessing,
+    plain_parts,
+    round_parts,
+    rows_of,
+    status_line,
+)
+from localspec.commands.chat.typesetter import Style, token_style
 from localspec.errors import PromptTooLong, UsageError
 from localspec.model_files.catalog import short_name
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.rounds import Draft, Round, SpecStats
-from localspec.terminal.text import width
+from localspec.system.terminal import width
 from tests.support.saved_chats import write_chat
 from tests.support.scripted_llm import ScriptedLLM, make_round, speak
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from localspec.commands.chat import kept_chats
-from localspec.commands.chat.attached import AttachedFile, with_files, without_files
-from localspec.commands.chat.line_prompt import is_open, unquoted
+from localspec.commands.chat import chat as chat_module
+from localspec.commands.chat.chat import AttachedFile, with_files, without_files
+from localspec.commands.chat.prompt import is_open, unquoted
 from tests.commands.chat.test_chat import Scripted, questions
 from tests.commands.chat.test_repl import READY, answers, at_empty_prompt, leave, open_chat, scripted
 from tests.commands.test_cli import localspec
@@ -314,7 +314,7 @@ def test_the_last_conversations_are_listed_and_chosen(open_chat: Open, isolated_
 
 
 def test_only_the_latest_conversations_are_kept(isolated_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_chats, "MOST", 3)
+    monkeypatch.setattr(chat_module, "MOST", 3)
     for i in range(5):
         it = Scripted("an answer")
         it.chat.keep_in = isolated_home / "chats" / f"{i}.chat"
@@ -323,7 +323,7 @@ def test_only_the_latest_conversations_are_kept(isolated_home: Path, monkeypatch
         it.chat.keep_at(it.chat.keep_in)
         it.chat.say("again")  # the present one takes no other's place twice
         os.utime(it.chat.keep_in, (i, i))
-    assert [chat.question for chat in kept_chats.kept_chats()] == ["question 4", "question 3", "question 2"]
+    assert [chat.question for chat in chat_module.kept_chats()] == ["question 4", "question 3", "question 2"]
 
 
 @pytest.mark.parametrize(("columns", "shown"), [("80", "1 turn  about rivers"), ("40", "*  1  about rivers")])
@@ -351,7 +351,7 @@ def test_two_chats_that_go_on_with_one_conversation_keep_both(isolated_home: Pat
     assert second.run("/undo")
     assert second.chat.say("elsewhere")
     assert second.chat.say("to the end")
-    said = {chat.path == path: saved_turns(chat.path) for chat in kept_chats.kept_chats()}
+    said = {chat.path == path: saved_turns(chat.path) for chat in chat_module.kept_chats()}
     assert {mine: [turn["user"] for turn in turns] for mine, turns in said.items()} == {
         True: ["begun", "here"],
         False: ["elsewhere", "to the end"],

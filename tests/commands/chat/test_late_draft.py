@@ -13,20 +13,19 @@ import pytest
 from benchmarks.replay_traces import CURVES
 from localspec import LLM, SamplingParams
 from localspec.commands import files
-from localspec.commands.chat import late_draft
-from localspec.commands.chat.chat import Chat, header
+from localspec.commands.chat import chat as chat_module
+from localspec.commands.chat.chat import Chat, LateDraft, header, may_be_drafted_for
 from localspec.commands.chat.commands import run_command
-from localspec.commands.chat.late_draft import LateDraft, may_be_drafted_for
 from localspec.commands.chat.screen import ChatScreen
 from localspec.commands.options import RunOptions
 from localspec.controllers.cost_model import PassTimes
+from localspec.engine.loading import draft_gain
+from localspec.engine.options import LoadOptions
+from localspec.engine.worker import Job
 from localspec.errors import Cancelled, DownloadError
 from localspec.model_files import sources
 from localspec.model_files.catalog import Catalog, Entry
 from localspec.model_files.head_folders import heads_folder
-from localspec.runtime.engine_choice import draft_gain
-from localspec.runtime.jobs import Job
-from localspec.runtime.load_options import LoadOptions
 from localspec.spec_decode.drafters.names import AUTOMATIC
 from tests.conftest import TinyFiles, open_backend
 from tests.support.ggufs import write_glm, write_hybrid
@@ -42,7 +41,7 @@ DRAFT = Entry("some-draft", "some-draft.gguf", bytes=100)
 @pytest.fixture
 def llm(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     monkeypatch.setattr(Catalog, "draft_for", lambda self, path: tiny.quick.draft)
-    monkeypatch.setattr(late_draft, "draft_gain", lambda times: 1.1)
+    monkeypatch.setattr(chat_module, "draft_gain", lambda times: 1.1)
     with LLM(tiny.quick.target, "ngram", backend="reference", n_ctx=256) as loaded:
         yield loaded
 
@@ -79,8 +78,8 @@ def test_what_is_asked_goes_first(llm: LLM, tiny: TinyFiles) -> None:
 
 
 def test_loading_gives_way(llm: LLM) -> None:
+    from localspec.engine.loading import giving_way
     from localspec.errors import Cancelled
-    from localspec.runtime.model_loading import giving_way
 
     stopped = [False]
     report = giving_way(lambda: stopped[0])
@@ -213,7 +212,7 @@ def test_a_draft_model_that_would_add_nothing_is_not_fetched(
     fetched: list[Entry] = []
     monkeypatch.setattr(sources, "pull", lambda entry, **options: fetched.append(entry))
     monkeypatch.setattr(Catalog, "draft_for", lambda self, path: None)
-    monkeypatch.setattr(late_draft, "draft_gain", lambda times: 0.98 if times(1) > 0 else 2.0)
+    monkeypatch.setattr(chat_module, "draft_gain", lambda times: 0.98 if times(1) > 0 else 2.0)
     late = LateDraft(llm, [DRAFT])
     assert late.wait(SOON)
     assert not fetched
@@ -230,7 +229,7 @@ def test_what_is_said_of_it_is_what_was_measured(
     """Beside other programs, or where repeats disagree, nothing is said of this machine."""
     llm.wait_idle(SOON)
     llm._pair.times.quick, llm._pair.times.noisy, llm._pair.times.others_share = False, noisy, others
-    monkeypatch.setattr(late_draft, "draft_gain", lambda times: 0.9)
+    monkeypatch.setattr(chat_module, "draft_gain", lambda times: 0.9)
     monkeypatch.setattr(Catalog, "draft_for", lambda self, path: None)
     late = LateDraft(llm, [DRAFT])
     assert late.wait(SOON)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from localspec.commands.chat.project import kept_project, with_project
+from localspec.commands.chat.chat import kept_project, with_project
 from localspec.commands.options import RunOptions
 from localspec.errors import UsageError
 from tests.commands.test_cli import PROGRAM

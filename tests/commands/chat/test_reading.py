@@ -9,11 +9,11 @@ import re
 import pyte
 import pytest
 
-from localspec.commands.chat import reading
-from localspec.commands.chat.markdown import MarkdownLines, blocks, code_blocks, whole
-from localspec.commands.chat.reading import ReadingView
+from localspec.commands.chat import screen as screen_module
+from localspec.commands.chat.screen import ReadingView
+from localspec.commands.chat.typesetter import MarkdownLines, blocks, code_blocks, whole
 from localspec.spec_decode.rounds import Round, SpecStats
-from localspec.terminal.text import visible
+from localspec.system.terminal import visible
 from tests.support.scripted_llm import make_round, think_round
 
 CODE = "\n".join(f'line_{i} = f"{{{i}}}" if {i} else None  # {"long " * (i % 7)}' for i in range(40))
@@ -55,7 +55,7 @@ class Terminal:
     """A reading view on an emulated screen; every round is drawn."""
 
     def __init__(self, columns: int, lines: int, monkeypatch: pytest.MonkeyPatch, **look: bool) -> None:
-        monkeypatch.setattr(reading, "PAUSE", -1.0)
+        monkeypatch.setattr(screen_module, "PAUSE", -1.0)
         self.columns, self.lines = columns, lines
         self.screen = pyte.HistoryScreen(columns, lines, history=5000, ratio=0.5)
         self._stream = pyte.Stream(self.screen)

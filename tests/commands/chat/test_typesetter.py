@@ -10,11 +10,10 @@ from pathlib import Path
 import pyte
 import pytest
 
-from localspec.commands.chat.style import Style
-from localspec.commands.chat.typesetter import Typesetter
-from localspec.commands.chat.views import TokensView
+from localspec.commands.chat.screen import TokensView
+from localspec.commands.chat.typesetter import Style, Typesetter
 from localspec.spec_decode.rounds import Draft, SpecStats
-from localspec.terminal.text import clip, on_one_line, visible, width
+from localspec.system.terminal import clip, on_one_line, visible, width
 from tests.support.scripted_llm import make_round
 from tests.support.tmux import Tmux
 

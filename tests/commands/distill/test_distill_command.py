@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 
 from localspec.commands.distill import command
-from localspec.commands.distill.page import finished_report, unfinished_report
-from localspec.commands.distill.progress import RunDisplay, sparkline
-from localspec.commands.report.html import html
-from localspec.commands.report.markdown import markdown
+from localspec.commands.distill.command import RunDisplay, finished_report, sparkline, unfinished_report
 from localspec.model_files.head_card import CurvePoint, HeadCard, TargetFacts, Training
 from localspec.model_files.head_folders import heads_folder
-from localspec.training.standing import Distilled, Standing
+from localspec.report.renderers import html, markdown
+from localspec.training.run_folder import Distilled, Standing
 from localspec.training.worth import Worth
 from tests.commands.test_cli import assert_one_line
 from tests.commands.test_cli import localspec as run_localspec
@@ -132,7 +130,7 @@ def test_a_file_that_is_no_model_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("at", "more"),
     [
-        ("call localspec.runtime.model_loading:Loader.load", []),
+        ("call localspec.engine.loading:Loader.load", []),
         ("call localspec.training.examples:ExampleMaker.step", ["--kind", "medusa"]),
     ],
 )

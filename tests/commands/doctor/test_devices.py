@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from localspec import Placement
-from localspec.backends import llama_cpp
 from localspec.backends.layout import Target, layout
-from localspec.backends.llama_placement import Place, Places
-from localspec.commands.doctor import devices, fit
-from localspec.commands.doctor.models import of_path
-from localspec.model_files.gguf_file import GGUFFile
-from localspec.runtime.load_options import LoadOptions
+from localspec.backends.llama import llama_cpp
+from localspec.backends.llama.binding import Place, Places
+from localspec.commands.doctor import fit
+from localspec.commands.doctor import fit as fit_module
+from localspec.commands.doctor.fit import of_path
+from localspec.engine.options import LoadOptions
+from localspec.model_files.gguf import GGUFFile
 from tests.conftest import TinyFiles, open_backend
 
 CARD, OTHER = Place("CUDA0", 1, "CUDA0", True), Place("CUDA1", 2, "CUDA1", True)
@@ -25,12 +26,12 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> None:
     open_backend("llama-cpp")
     places = Places([CARD, OTHER], [CARD, OTHER], {"CPU": 3, "CUDA0": 1, "CUDA1": 2}, 16)
     monkeypatch.setattr(llama_cpp.LlamaCppBinding, "places", lambda self, placement: places)
-    monkeypatch.setattr(devices, "_free", lambda place, engine: 10**9 if place is CARD else 10**5)
+    monkeypatch.setattr(fit_module, "_free", lambda place, engine: 10**9 if place is CARD else 10**5)
 
 
 def test_what_goes_where_and_does_not_fit(tiny: TinyFiles, cards: None) -> None:
     load = LoadOptions(placement=Placement(tensor_split=(2, 1), cpu_moe=True))
-    found = devices.spread(of_path(tiny.experts), load, "llama-cpp", 256)
+    found = fit_module.spread(of_path(tiny.experts), load, "llama-cpp", 256)
     assert [(row.name, row.status) for row in found.rows] == [("CPU", "info"), ("CUDA0", "ok"), ("CUDA1", "fail")]
     assert "no layers" in found.rows[0].text  # but experts and input
     assert "layers 0 to 1" in found.rows[1].text
@@ -43,11 +44,11 @@ def test_what_goes_where_and_does_not_fit(tiny: TinyFiles, cards: None) -> None:
 def test_an_obstacle_is_a_row(tiny: TinyFiles) -> None:
     open_backend("llama-cpp")
     load = LoadOptions(placement=Placement(device="CUDA9"))
-    (row,) = devices.spread(of_path(tiny.spm), load, "llama-cpp", 256).rows
+    (row,) = fit_module.spread(of_path(tiny.spm), load, "llama-cpp", 256).rows
     assert (row.status, row.name) == ("fail", "devices")
     assert "--device CUDA9" in row.text
     load = LoadOptions(placement=Placement(rpc="127.0.0.1:9"))
-    (row,) = devices.spread(of_path(tiny.spm), load, "llama-cpp", 256).rows
+    (row,) = fit_module.spread(of_path(tiny.spm), load, "llama-cpp", 256).rows
     assert "no RPC server answers at 127.0.0.1:9" in row.text
 
 

@@ -22,21 +22,20 @@ import pytest
 
 from localspec import backends
 from localspec.__main__ import run
-from localspec.backends import builds
-from localspec.backends.gpus import Device
+from localspec.backends.llama import ggml as ggml_module
+from localspec.backends.llama.ggml import Device
 from localspec.backends.trust import fingerprint
-from localspec.commands.doctor import engines, facts, fit, payoff, ranking
-from localspec.commands.doctor.advice import recommend_ranked
-from localspec.commands.doctor.screen import bars, ranking_parts
-from localspec.commands.report.model import Finding, Findings, Lines, Table
-from localspec.commands.report.terminal import Screen
+from localspec.commands.doctor import facts, fit, ranking
+from localspec.commands.doctor.command import bars, ranking_parts, recommend_ranked
+from localspec.engine import loading as loading_module
 from localspec.measuring.last_bench import remember
 from localspec.model_files.catalog import Catalog, Entry
 from localspec.model_files.head_folders import heads_folder
-from localspec.runtime import engine_choice
-from localspec.system import bandwidth, memory, usage
-from localspec.system.home import home, models_dir
-from localspec.system.memory import SystemMemory
+from localspec.report.model import Finding, Findings, Lines, Table
+from localspec.report.renderers import Screen
+from localspec.system import machine as machine_module
+from localspec.system.files import home, models_dir
+from localspec.system.machine import SystemMemory
 from tests.conftest import TinyFiles, open_backend
 from tests.support import ggufs
 from tests.support.heads import write_random_head
@@ -50,12 +49,12 @@ GB = 10**9
 @pytest.fixture(autouse=True)
 def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same measurements in a fraction of the time."""
-    measure, busy = bandwidth.measure_bandwidth, usage.busy_share
+    measure, busy = machine_module.measure_bandwidth, machine_module.busy_share
     monkeypatch.setattr(
-        bandwidth, "measure_bandwidth", lambda *args, **options: measure(*args, **options, seconds=0.02)
+        machine_module, "measure_bandwidth", lambda *args, **options: measure(*args, **options, seconds=0.02)
     )
-    monkeypatch.setattr(bandwidth, "MOST", 16 << 20)
-    monkeypatch.setattr(usage, "busy_share", lambda: busy(0.02))
+    monkeypatch.setattr(machine_module, "MOST", 16 << 20)
+    monkeypatch.setattr(machine_module, "busy_share", lambda: busy(0.02))
 
 
 class Doctor:
@@ -86,7 +85,7 @@ def free_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Sets what the system says is free, in bytes."""
 
     def set_free(n_bytes: int) -> None:
-        monkeypatch.setattr(memory, "read_memory", lambda: SystemMemory(16 * GB, n_bytes))
+        monkeypatch.setattr(machine_module, "read_memory", lambda: SystemMemory(16 * GB, n_bytes))
 
     return set_free
 
@@ -135,7 +134,7 @@ def test_a_model_that_is_not_on_this_disk(doctor: Doctor, free_memory: Callable[
 
 
 def test_a_disk_that_cannot_hold_the_download(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localspec.commands.doctor.models.free_bytes", lambda folder: 1000)
+    monkeypatch.setattr("localspec.commands.doctor.fit.free_bytes", lambda folder: 1000)
     status, out, _ = doctor.text("smollm2-135m")
     assert status == 1
     assert "1 kB of disk free" in squeezed(out)
@@ -156,7 +155,7 @@ def answers(out: str) -> dict[str, str]:
 
 def quiet(monkeypatch: pytest.MonkeyPatch, *, busy: float = 0.0) -> None:
     """What the doctor sees of other programs; a calibration sees the same."""
-    monkeypatch.setattr(usage, "busy_share", lambda *args: busy)
+    monkeypatch.setattr(machine_module, "busy_share", lambda *args: busy)
     monkeypatch.setattr("localspec.controllers.calibration.busy_share", lambda *args: busy)
     monkeypatch.setattr("localspec.controllers.calibration.others_share", lambda spans: busy)
     monkeypatch.setattr("localspec.controllers.calibration.SPAN_S", 0.0)
@@ -220,29 +219,29 @@ def test_the_engine_that_auto_takes(
     """It is ticked only on a quiet machine, and ``--calibrate`` measures it again, with the usual engine loaded."""
     open_backend("ik-llama")
     quiet(monkeypatch, busy=busy)
-    monkeypatch.setattr(engine_choice, "_versions", lambda: ["ik-llama 1", "llama-cpp 1"])
-    with engine_choice.engine_module("ik-llama").load(tiny.bpe) as model:
+    monkeypatch.setattr(loading_module, "_versions", lambda: ["ik-llama 1", "llama-cpp 1"])
+    with loading_module.engine_module("ik-llama").load(tiny.bpe) as model:
         threads = model.n_threads
-    known = engine_choice.EngineTimes(
+    known = loading_module.EngineTimes(
         "25 Nov", {"ik-llama": 4000.0, "llama-cpp": 2000.0}, {"ik-llama": [4000.0] * 3, "llama-cpp": [2000.0] * 3}, 0.0
     )
-    key = engine_choice._key(fingerprint(tiny.bpe), threads, "f16")
-    engine_choice._store().put(key, dataclasses.asdict(known))
+    key = loading_module._key(fingerprint(tiny.bpe), threads, "f16")
+    loading_module._store().put(key, dataclasses.asdict(known))
     _, found = doctor.json(tiny.bpe, "--draft", "none")
-    engines = row(found, "cost", "engines")
-    assert engines["status"] == ("info" if busy else "ok")
-    assert "auto takes llama-cpp" in engines["text"]
+    facts = row(found, "cost", "engines")
+    assert facts["status"] == ("info" if busy else "ok")
+    assert "auto takes llama-cpp" in facts["text"]
     once = dataclasses.replace(known, rounds={"ik-llama": [4000.0], "llama-cpp": []}, others_share=0.45)
-    engine_choice._store().put(key, dataclasses.asdict(once))
+    loading_module._store().put(key, dataclasses.asdict(once))
     monkeypatch.setattr(
-        "localspec.commands.doctor.costs.second_opinion", lambda *args: types.SimpleNamespace(waits=False)
+        "localspec.commands.doctor.ranking.second_opinion", lambda *args: types.SimpleNamespace(waits=False)
     )
     _, found = doctor.json(tiny.bpe, "--draft", "none")
-    engines = row(found, "cost", "engines")
-    assert engines["status"] == "note"
-    assert "others used 45% of the CPU: nothing is chosen by that, auto keeps ik-llama and" in engines["text"]
+    facts = row(found, "cost", "engines")
+    assert facts["status"] == "note"
+    assert "others used 45% of the CPU: nothing is chosen by that, auto keeps ik-llama and" in facts["text"]
     doctor.json(tiny.bpe, "--draft", "none", "--calibrate")
-    assert engine_choice.compared(tiny.bpe, threads, "f16") is None
+    assert loading_module.compared(tiny.bpe, threads, "f16") is None
 
 
 def test_a_copy_that_an_engine_needs_is_said_here_and_nowhere_else(
@@ -581,7 +580,7 @@ def test_rank(doctor: Doctor, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_ranking_that_has_no_time(doctor: Doctor, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranking, "SECONDS", 0.0)
-    monkeypatch.setattr(usage, "busy_share", lambda: 1.0)
+    monkeypatch.setattr(machine_module, "busy_share", lambda: 1.0)
     status, found = doctor.json(tiny.quick.target, "--backend", "reference", "--rank")
     assert status == 0
     assert all(each["n_prompts"] == 0 for each in found["rank"]["candidates"])
@@ -685,7 +684,7 @@ def test_every_field_of_the_json_is_documented() -> None:
 
 
 def test_every_failure_says_what_to_do(doctor: Doctor, tiny: TinyFiles, tmp_path: Path) -> None:
-    if any(engine.devices for engine in engines.look_at_engines()):
+    if any(engine.devices for engine in facts.look_at_engines()):
         pytest.skip("layers can go to a GPU here")
     status, found = doctor.json(tiny.bpe, "--draft", tiny.spm, "--gpu-layers", "3")
     failed = [check for check in found["checks"] if check["status"] == "fail"]
@@ -758,7 +757,7 @@ def test_bars() -> None:
 
 
 def test_where_nothing_pays_there_is_no_break_even() -> None:
-    found = payoff.payoff("x", lambda width: 50.0 * width, 1.0)
+    found = facts.payoff("x", lambda width: 50.0 * width, 1.0)
     assert found.lowest_break_even is None
     assert set(found.speedup.values()) == {1.0}
     assert set(found.best_length.values()) == {0}
@@ -797,7 +796,7 @@ def test_without_any_engine(doctor: Doctor, tiny: TinyFiles, monkeypatch: pytest
         return None if name == "reference" else f"{name} is not installed; install it with: pip install {name}"
 
     monkeypatch.setattr(backends, "unavailable_reason", missing)
-    monkeypatch.setattr(engines, "unavailable_reason", missing)
+    monkeypatch.setattr(facts, "unavailable_reason", missing)
     status, found = doctor.json(tiny.bpe, "--draft", "none")
     check = row(found, "engines", "ik-llama")
     assert (status, check["status"], check["advice"]) == (1, "fail", "pip install ik-llama")
@@ -809,10 +808,10 @@ def test_without_any_engine(doctor: Doctor, tiny: TinyFiles, monkeypatch: pytest
 
 def test_what_an_engine_was_built_for() -> None:
     old = "AVX = 1 | AVX_VNNI = 0 | AVX2 = 1 | AVX512 = 0 | FMA = 1 | NEON = 0 | SSE3 = 1 | MATMUL_INT8 = 0 | "
-    assert engines.built_for(old) == ["AVX", "AVX2", "FMA"]
+    assert facts.built_for(old) == ["AVX", "AVX2", "FMA"]
     new = "CUDA : ARCHS = 900 | USE_GRAPHS = 1 | CPU : SSE3 = 1 | AVX2 = 1 | AVX512_VNNI = 1 | REPACK = 1 | "
-    assert engines.built_for(new) == ["CUDA", "AVX2", "AVX512-VNNI"]
-    assert engines.built_for("Metal : EMBED_LIBRARY = 1 | CPU : NEON = 1 | DOTPROD = 1 | ") == [
+    assert facts.built_for(new) == ["CUDA", "AVX2", "AVX512-VNNI"]
+    assert facts.built_for("Metal : EMBED_LIBRARY = 1 | CPU : NEON = 1 | DOTPROD = 1 | ") == [
         "Metal", "NEON", "DOTPROD",
     ]  # fmt: skip
 
@@ -836,27 +835,27 @@ AVX512 = [*AVX2, "AVX-512", "AVX512-VNNI", "AVX512-BF16"]
 )
 def test_what_a_build_for_this_cpu_would_bring(built: list[str], cpu: list[str], feature: str | None) -> None:
     ik = facts.EngineFacts("ik-llama", True, "0.1.5", built, [])
-    rows = list(engines.engine_findings([ik], [], "auto", cpu))
+    rows = list(facts.engine_findings([ik], [], "auto", cpu))
     if feature is None:
         assert [each.name for each in rows] == ["ik-llama"]
         return
     _, check = rows
-    assert (check.name, check.status, check.advice) == ("this CPU", "note", builds.NATIVE_COMMAND)
+    assert (check.name, check.status, check.advice) == ("this CPU", "note", ggml_module.NATIVE_COMMAND)
     assert feature in check.text
     assert "t(2)" in check.text or "not measured" in check.text
-    (llama_cpp, *_) = engines.engine_findings([dataclasses.replace(ik, name="llama-cpp")], [], "auto", cpu)
+    (llama_cpp, *_) = facts.engine_findings([dataclasses.replace(ik, name="llama-cpp")], [], "auto", cpu)
     assert llama_cpp.name == "llama-cpp"
-    assert [each.status for each in engines.engine_findings([ik], [], "mlx", cpu)][1] == "info"
+    assert [each.status for each in facts.engine_findings([ik], [], "mlx", cpu)][1] == "info"
 
 
 @pytest.mark.parametrize("cpu", [AVX512, [*AVX2, "AVX-VNNI"]])
 def test_what_a_build_would_bring_and_its_command_take_three_lines(cpu: list[str]) -> None:
     file = io.StringIO()
     ik = facts.EngineFacts("ik-llama", True, "0.1.5", AVX2, [])
-    rows = [each for each in engines.engine_findings([ik], [], "auto", cpu) if each.name == "this CPU"]
+    rows = [each for each in facts.engine_findings([ik], [], "auto", cpu) if each.name == "this CPU"]
     Screen(file).show(Findings("", rows))
     assert len(file.getvalue().splitlines()) <= 3
-    assert squeezed(file.getvalue()).endswith(f" {builds.NATIVE_COMMAND}")
+    assert squeezed(file.getvalue()).endswith(f" {ggml_module.NATIVE_COMMAND}")
 
 
 def test_the_doctor_knows_what_its_engine_uses_of_this_cpu(doctor: Doctor) -> None:
@@ -866,7 +865,7 @@ def test_the_doctor_knows_what_its_engine_uses_of_this_cpu(doctor: Doctor) -> No
     _, found = doctor.json()
     (ik,) = (engine for engine in found["engines"] if engine["name"] == "ik-llama")
     told = [check for check in found["checks"] if check["name"] == "this CPU"]
-    assert bool(told) == (builds.native_gain(ik["built_for"], found["machine"]["features"]) is not None)
+    assert bool(told) == (ggml_module.native_gain(ik["built_for"], found["machine"]["features"]) is not None)
 
 
 def gpu_engine(free: int, *, shared: bool = False) -> facts.EngineFacts:
@@ -877,26 +876,29 @@ def gpu_engine(free: int, *, shared: bool = False) -> facts.EngineFacts:
 
 def test_a_gpu_that_no_engine_is_built_for() -> None:
     cpu = facts.EngineFacts("llama-cpp", True, "0.3.36", ["AVX2"], [])
-    (check,) = [each for each in engines.engine_findings([cpu], ["NVIDIA"], "auto") if each.name == "CUDA"]
+    (check,) = [each for each in facts.engine_findings([cpu], ["NVIDIA"], "auto") if each.name == "CUDA"]
     assert check.status == "note"
     assert "-DGGML_CUDA=on" in (check.advice or "")
     assert "--force-reinstall" in (check.advice or "")
-    assert not [each for each in engines.engine_findings([gpu_engine(GB)], ["NVIDIA"], "auto") if each.name == "CUDA"]
+    assert not [each for each in facts.engine_findings([gpu_engine(GB)], ["NVIDIA"], "auto") if each.name == "CUDA"]
 
 
 def test_mlx_counts_where_it_has_a_gpu(tiny: TinyFiles) -> None:
     """On Linux it is there for tests; on a Mac it is one way to the GPU, and its memory is the machine's."""
     ik = facts.EngineFacts("ik-llama", True, "0.1.5", ["NEON"], [])
     to_test = facts.EngineFacts("mlx", True, "0.32.4", ["CPU"], [])
-    checks = {check.name: check for check in engines.engine_findings([ik, to_test], ["Apple"], "auto")}
+    checks = {check.name: check for check in facts.engine_findings([ik, to_test], ["Apple"], "auto")}
     assert (checks["mlx"].status, checks["Metal"].status) == ("info", "note")
     missing = facts.EngineFacts("mlx", False, reason="it is not installed; install it with: pip install mlx")
-    assert [check.name for check in engines.engine_findings([ik, missing], ["NVIDIA"], "auto")] == ["ik-llama", "CUDA"]
-    checks = {check.name: check for check in engines.engine_findings([ik, missing], ["Apple"], "auto")}
+    assert [check.name for check in facts.engine_findings([ik, missing], ["NVIDIA"], "auto")] == [
+        "ik-llama",
+        "CUDA",
+    ]
+    checks = {check.name: check for check in facts.engine_findings([ik, missing], ["Apple"], "auto")}
     assert checks["mlx"].advice == "pip install mlx"
     gpu = Device("Metal", "Apple M4", 12 << 30, 16 << 30, True)
     on_gpu = facts.EngineFacts("mlx", True, "0.32.4", ["Metal"], [gpu])
-    checks = {check.name: check for check in engines.engine_findings([ik, on_gpu], ["Apple"], "auto")}
+    checks = {check.name: check for check in facts.engine_findings([ik, on_gpu], ["Apple"], "auto")}
     assert "Metal" not in checks
     assert "Apple M4" in checks["mlx"].text
     room = fit.Room(on_gpu, None, 14 << 30, 16 << 30)
@@ -904,8 +906,7 @@ def test_mlx_counts_where_it_has_a_gpu(tiny: TinyFiles) -> None:
 
 
 def test_fit_in_gpu_memory(tiny: TinyFiles) -> None:
-    from localspec.commands.doctor.fit import PROGRAM_BYTES, Room, fit, fit_findings
-    from localspec.commands.doctor.models import find_model
+    from localspec.commands.doctor.fit import PROGRAM_BYTES, Room, find_model, fit, fit_findings
 
     models = [find_model(str(tiny.pair.target)), find_model(str(tiny.pair.draft))]
     everything = sum(need.total for need in fit(models, 2048, "f16", Room(None, None, GB, GB)).models)

@@ -9,12 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localspec.commands.doctor import machine
-from localspec.commands.doctor.costs import bytes_per_token
+from localspec.commands.doctor import facts as facts_module
 from localspec.commands.doctor.facts import MachineFacts
-from localspec.commands.doctor.fit import need
-from localspec.commands.doctor.models import of_path
-from localspec.model_files.gguf_file import GGUFFile
+from localspec.commands.doctor.fit import need, of_path
+from localspec.commands.doctor.ranking import bytes_per_token
+from localspec.model_files.gguf import GGUFFile
 from tests.conftest import TinyFiles
 from tests.support import ggufs
 
@@ -23,15 +22,15 @@ MIB = 1 << 20
 
 def test_a_quota_below_the_threads_is_noted() -> None:
     facts = MachineFacts("Linux", "A CPU", ["AVX2"], 8, 8, MIB, MIB, cpu_quota=2.0)
-    check = next(machine.machine_findings(facts))
+    check = next(facts_module.machine_findings(facts))
     assert (check.status, check.advice) == ("note", "use --threads 2")
     facts = MachineFacts("Linux", "A CPU", ["AVX2"], 8, 2, MIB, MIB, cpu_quota=2.0)
-    assert next(machine.machine_findings(facts)).status == "ok"
+    assert next(facts_module.machine_findings(facts)).status == "ok"
 
 
 def test_a_busy_machine_is_noted() -> None:
     facts = MachineFacts("Linux", "A CPU", ["AVX2"], 2, 2, MIB, MIB, busy_share=0.5, on_battery=True)
-    checks = {check.name: check for check in machine.machine_findings(facts)}
+    checks = {check.name: check for check in facts_module.machine_findings(facts)}
     assert checks["load"].status == checks["power"].status == "note"
     assert "--calibrate" in (checks["load"].advice or "")
 
@@ -73,8 +72,8 @@ def test_need_grows_with_context_and_cache_type(tiny: TinyFiles) -> None:
 @pytest.mark.real
 def test_memory_of_a_real_model(real_model: Callable[[str], Path]) -> None:
     """What the engine itself reports for the cache and the buffers of a pass is what the header gave."""
-    from localspec.backends import ik_llama
-    from localspec.backends.noise import engine_log
+    from localspec.backends.llama import ik_llama
+    from localspec.backends.llama.ggml import engine_log
 
     path = real_model("qwen2.5-coder-0.5b")
     needed = need(of_path(path), 2048, "f16", "ik-llama")

@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 
 from localspec.__main__ import run
-from localspec.commands.chat.saved_chat import AnswerRecord
-from localspec.commands.replay.command import replay_command
-from localspec.commands.replay.page import replay_page
-from localspec.commands.replay.recording import Recording, RecordingError, read
-from localspec.commands.report.output import OutputError
+from localspec.commands.chat.chat import AnswerRecord
+from localspec.commands.replay.command import Recording, RecordingError, read, replay_command, replay_page
 from localspec.errors import UsageError
-from localspec.terminal.text import visible
+from localspec.report.renderers import OutputError
+from localspec.system.terminal import visible
 from tests.commands.test_cli import localspec
 from tests.commands.test_generate import generate
 from tests.conftest import TinyFiles

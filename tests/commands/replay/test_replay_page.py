@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from localspec.commands.chat.saved_chat import AnswerRecord
-from localspec.commands.replay.page import replay_page
-from localspec.commands.replay.recording import read
+from localspec.commands.chat.chat import AnswerRecord
+from localspec.commands.replay.command import read, replay_page
 from tests.commands.replay.test_replay import EVENTS, a_round, emitted, events, guess
 from tests.support.browsing import CONTRAST, PATIENCE, WIDE
 from tests.support.saved_chats import write_chat

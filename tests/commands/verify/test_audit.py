@@ -15,32 +15,28 @@ import numpy as np
 import pytest
 
 from localspec import LLM, SamplingParams
-from localspec.backends import llama_rollback
 from localspec.backends.base import Context, Forward, Piece, SequenceBatch
-from localspec.backends.llama_family import LlamaContext
+from localspec.backends.llama import model as model_module
+from localspec.backends.llama.model import LlamaContext
 from localspec.backends.reference import ReferenceContext
 from localspec.commands.options import RunOptions
-from localspec.commands.report.model import Findings
 from localspec.commands.verify.audit import Audit, AuditOptions
-from localspec.commands.verify.betting import SUSPICIONS, Bets
-from localspec.commands.verify.command import verify_command
+from localspec.commands.verify.command import report_of, verify_command
 from localspec.commands.verify.drafters import Adversary
-from localspec.commands.verify.plain import Deviation, KeptRow
-from localspec.commands.verify.report import report_of
-from localspec.commands.verify.result import AuditLog, AuditResult, in_words
-from localspec.commands.verify.rounding import tail_bound
+from localspec.commands.verify.law import SUSPICIONS, Bets, VerificationLaw
+from localspec.commands.verify.rows import AuditLog, AuditResult, Deviation, KeptRow, in_words, tail_bound
 from localspec.commands.verify.samples import DrawnSamples
 from localspec.commands.verify.several import SeveralFigures, audit_several
-from localspec.commands.verify.verification_law import VerificationLaw
 from localspec.controllers.fixed import FixedPlan
-from localspec.runtime.load_options import LoadOptions
+from localspec.engine.options import LoadOptions
+from localspec.report.model import Findings
 from localspec.sampling.sampling import Distribution, Noise, distribution
 from localspec.spec_decode import decoder, verification
+from localspec.spec_decode.detokenizer import ThinkingReader
 from localspec.spec_decode.drafters.base import Drafter
-from localspec.spec_decode.drafters.early_exit import EarlyExitDrafter
+from localspec.spec_decode.drafters.head import EarlyExitDrafter
 from localspec.spec_decode.proposer import SamplingProposer
 from localspec.spec_decode.rounds import Draft, DraftToken, Verdict
-from localspec.spec_decode.thinking import ThinkingReader
 from tests.commands.test_cli import localspec
 from tests.conftest import TinyFiles, open_backend
 from tests.support.endless import write_endless
@@ -64,7 +60,7 @@ NO_LAW = replace(SMALL, n_windows=0)
 
 @pytest.fixture(autouse=True)
 def _seeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localspec.sampling.noise.secrets.randbits", random.Random(5).getrandbits)
+    monkeypatch.setattr("localspec.sampling.sampling.secrets.randbits", random.Random(5).getrandbits)
 
 
 @contextmanager
@@ -324,7 +320,7 @@ def test_a_branch_that_is_kept_wrongly_is_found(tiny: TinyFiles, monkeypatch: py
 @pytest.mark.usefixtures("llama_cpp")
 def test_a_checkpoint_that_is_not_restored_is_found(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(tiny.recurrent, draft="ngram", backend="llama-cpp", n_ctx=2048) as llm, monkeypatch.context() as patch:
-        patch.setattr(llama_rollback, "restore_recurrent", lambda *arguments: None)
+        patch.setattr(model_module, "restore_recurrent", lambda *arguments: None)
         report = audit(llm, NO_LAW)
     assert found(report) & {"row", "engine"}
 
@@ -740,32 +736,32 @@ FIELDS = (
 
 
 def test_the_command_says_so_in_one_sentence(tiny: TinyFiles) -> None:
-    result = localspec("verify", tiny.quick.target, "--backend", "reference", "--draft", "ngram", "--quick",
+    rows_module = localspec("verify", tiny.quick.target, "--backend", "reference", "--draft", "ngram", "--quick",
                        "--prompts", "1")  # fmt: skip
-    assert result.returncode == 0, result.stderr.decode()
-    first = result.stdout.decode().splitlines()[0]
+    assert rows_module.returncode == 0, rows_module.stderr.decode()
+    first = rows_module.stdout.decode().splitlines()[0]
     assert first.startswith("lossless here: ")
     assert first.endswith("each of them the model's own, to the bit")
-    short, _, details = result.stdout.decode().partition("Greedy answers")
+    short, _, details = rows_module.stdout.decode().partition("Greedy answers")
     assert not any(word in short for word in ("nats", "argmax", "law", "logits", "adversary"))
     assert "3 answers at a time" in short
     assert "adversary" in details
-    assert b"prompt 1 of 1" in result.stderr
+    assert b"prompt 1 of 1" in rows_module.stderr
 
 
 @pytest.mark.usefixtures("few_draws")
 def test_the_json_object_has_the_documented_fields(tiny: TinyFiles, capsys: pytest.CaptureFixture[str]) -> None:
-    from localspec.commands.verify import result
+    from localspec.commands.verify import rows as rows_module
 
     assert verify_command(options_for(tiny, seed=5, temperature=0.7), prompts=1, quick=True, as_json=True) == 0
     found = json.loads(capsys.readouterr().out)
     assert list(found) == FIELDS.split()
     assert (found["format"], found["version"], found["lossless"]) == ("localspec-audit", 1, True)
     assert found["settings"]["sampling"]["temperature"] == 0.7
-    assert result.__doc__ is not None
+    assert rows_module.__doc__ is not None
     parts = [found[name] for name in ("noise", "memory", "decoding_law", "samples", "several")]
     for name in (*found, *found["arms"][0], *(name for part in parts for name in part)):
-        assert name in result.__doc__, name
+        assert name in rows_module.__doc__, name
 
 
 @pytest.mark.usefixtures("few_draws")
@@ -812,11 +808,11 @@ def test_ctrl_c_prints_what_was_checked(tmp_path: Path) -> None:
     ],
 )
 def test_bad_usage(tiny: TinyFiles, arguments: list[str], part: str) -> None:
-    result = localspec("verify", tiny.quick.target, "--backend", "reference", "--draft", "ngram", *arguments)
-    errors = result.stderr.decode()
-    assert result.returncode == 2, errors
+    rows_module = localspec("verify", tiny.quick.target, "--backend", "reference", "--draft", "ngram", *arguments)
+    errors = rows_module.stderr.decode()
+    assert rows_module.returncode == 2, errors
     assert part in errors.splitlines()[-1]
-    assert result.stdout == b""
+    assert rows_module.stdout == b""
 
 
 @pytest.mark.real
@@ -845,7 +841,7 @@ def test_a_wrong_memory_of_a_real_model_is_found(
 def test_contexts_that_take_branches_round_in_their_own_way(
     tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("localspec.runtime.branches.FLAT_ROW", 1e9)
+    monkeypatch.setattr("localspec.engine.pair.FLAT_ROW", 1e9)
     with opened_with_heads(tiny, "ik-llama", tmp_path) as llm:
         assert llm._pair.context.can_branch
         report = audit(llm, replace(SMALL, n_prompts=3))

@@ -22,7 +22,7 @@ from localspec.model_files.sources import hub as hub_module
 from localspec.model_files.sources import parts_folder, pull
 from localspec.model_files.sources.base import Hashing, size_text
 from localspec.model_files.sources.wheels import expand, find_wheel
-from localspec.system.home import models_dir
+from localspec.system.files import models_dir
 from tests.support.standin import Server, serve_index, write_wheel
 from tests.support.waiting import PATIENCE, wait_until
 

@@ -17,8 +17,8 @@ from localspec.backends.base import Forward
 from localspec.backends.trust import CHECK_TEXT
 from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.fixed import FixedController
-from localspec.runtime.draft_choice import DraftCopy, measuring, reading
-from localspec.runtime.seat import Seat
+from localspec.engine.loading import DraftCopy, measuring, reading
+from localspec.engine.state import Seat
 from localspec.sampling.sampling import Noise
 from localspec.spec_decode.drafters.base import DrafterFailed
 from localspec.spec_decode.proposer import SamplingProposer

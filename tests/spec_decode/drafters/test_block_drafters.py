@@ -14,21 +14,20 @@ import pytest
 from localspec import LLM, LocalspecError, SamplingParams
 from localspec.backends.base import Context, FloatArray
 from localspec.backends.published_heads import EngineHead, load_published
-from localspec.commands.doctor.payoff import payoff
-from localspec.commands.files import list_command
-from localspec.commands.inspect import inspect_command
+from localspec.commands.doctor.facts import payoff
+from localspec.commands.files import inspect_command, list_command
 from localspec.controllers.acceptance import GREEDY as TYPICAL
 from localspec.controllers.acceptance import SourceAcceptance
-from localspec.controllers.auto_controller import AutoController
+from localspec.controllers.auto import AutoController
 from localspec.controllers.cost_model import PassTimes
+from localspec.engine.pair import Pair
 from localspec.errors import ModelFileError
 from localspec.model_files.inspection import inspect
-from localspec.runtime.pair import Pair
 from localspec.spec_decode.drafters.base import Drafter
+from localspec.spec_decode.drafters.head import BlockHead
 from localspec.spec_decode.drafters.ngram import NgramDrafter
-from localspec.spec_decode.drafters.parallel import BlockHead
 from localspec.spec_decode.rounds import Round
-from localspec.system.home import models_dir
+from localspec.system.files import models_dir
 from tests.conftest import TinyFiles, open_backend
 from tests.spec_decode.drafters.test_heads import accepted
 from tests.spec_decode.drafters.test_published_heads import (

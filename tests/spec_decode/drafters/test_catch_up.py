@@ -10,7 +10,7 @@ import pytest
 
 from localspec import LLM, SamplingParams
 from localspec.backends.base import FEW_ROWS, Forward
-from localspec.controllers.auto_plan import AutoPlan
+from localspec.controllers.auto import AutoPlan
 from localspec.controllers.fixed import FixedPlan
 from localspec.sampling.sampling import Ids, Noise, Row
 from localspec.spec_decode.drafters.draft_model import MAX_ABRIDGED, MAX_COUNTERFACTUAL, N_HEAD, N_TAIL

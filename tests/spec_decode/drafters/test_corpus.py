@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 
 from localspec import LLM, SamplingParams
-from localspec.commands.serve.conversations import ConversationStore
 from localspec.controllers.fixed import FixedPlan
-from localspec.corpora.index import CorpusIndex
-from localspec.corpora.text_files import PathSource
+from localspec.engine.saved_chats import said_in
 from localspec.errors import UsageError
-from localspec.runtime.saved_chats import said_in
 from localspec.sampling.sampling import Noise
+from localspec.server.conversations import ConversationStore
 from localspec.spec_decode.drafters import corpus as module
 from localspec.spec_decode.drafters.corpus import CorpusDrafter
+from localspec.spec_decode.drafters.corpus_index import CorpusIndex, PathSource
 from localspec.spec_decode.drafters.group import DrafterGroup
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.proposer import SamplingProposer
@@ -139,7 +138,7 @@ def test_files_are_read_while_nobody_waits(
     tiny: TinyFiles, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LOOK_AGAIN_S", 0.0)
-    monkeypatch.setattr("localspec.runtime.idle.on_battery", lambda: False)
+    monkeypatch.setattr("localspec.engine.worker.on_battery", lambda: False)
     monkeypatch.setattr("localspec.llm.OnMains", lambda: lambda: True)
     folder = tmp_path / "project"
     folder.mkdir()

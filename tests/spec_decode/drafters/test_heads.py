@@ -24,17 +24,15 @@ from localspec.backends.published_heads import load_published
 from localspec.controllers.fixed import FixedController, FixedPlan
 from localspec.errors import EngineError, UsageError
 from localspec.model_files.exit_head import exit_head
+from localspec.sampling.constraint import constraint_for
 from localspec.sampling.sampling import Distribution, Ids, Noise, Row, SamplingParams
-from localspec.sampling.structured.constraint import constraint_for
 from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.group import DrafterGroup
-from localspec.spec_decode.drafters.head import ChainedHead, HeadDrafter
+from localspec.spec_decode.drafters.head import HEAD_DRAFTERS, ChainedHead, HeadDrafter, StateWindow
 from localspec.spec_decode.drafters.ngram import NgramDrafter
-from localspec.spec_decode.drafters.parallel import HEAD_DRAFTERS
-from localspec.spec_decode.drafters.states import StateWindow
 from localspec.spec_decode.proposer import SamplingProposer
 from localspec.spec_decode.rounds import DraftToken, Round
 from tests.conftest import Backend, TinyFiles

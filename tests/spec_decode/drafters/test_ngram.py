@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localspec.sampling.sampling import Noise, SamplingParams
-from localspec.spec_decode.drafters.ngram import NgramDrafter
-from localspec.spec_decode.drafters.suffix_automaton import MAX_WALK, SuffixAutomaton
+from localspec.spec_decode.drafters.ngram import MAX_WALK, NgramDrafter, SuffixAutomaton
 from localspec.spec_decode.proposer import SamplingProposer
 from localspec.spec_decode.rounds import DraftToken
 
@@ -224,7 +223,7 @@ class TestNgramDrafter:
         assert pushed == [7, 8]
 
     def test_an_edit_older_than_the_log_rebuilds(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("localspec.spec_decode.drafters.suffix_automaton.UNDO_DEPTH", 4)
+        monkeypatch.setattr("localspec.spec_decode.drafters.ngram.UNDO_DEPTH", 4)
         drafter = NgramDrafter()
         drafter.begin(list(range(20)))
         drafter.begin([*range(12), 0])

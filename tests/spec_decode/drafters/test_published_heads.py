@@ -17,25 +17,25 @@ import numpy as np
 import pytest
 
 from localspec import LLM, LocalspecError, SamplingParams
-from localspec.backends import llama_cpp, llama_staging, trial
+from localspec.backends import trial
 from localspec.backends.base import Forward
+from localspec.backends.llama import llama_cpp
+from localspec.backends.llama import staging as staging_module
 from localspec.backends.published_heads import ENGINES, load_published
-from localspec.commands.files import list_command
-from localspec.commands.inspect import inspect_command
+from localspec.commands.files import inspect_command, list_command
 from localspec.controllers.fixed import FixedController, FixedPlan
+from localspec.engine.pair import Pair
 from localspec.errors import Cancelled, EngineError, ModelFileError
 from localspec.model_files.inspection import inspect
-from localspec.runtime.pair import Pair
 from localspec.sampling.sampling import Noise
 from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.drafters.base import Drafter
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
-from localspec.spec_decode.drafters.head import ChainedHead
+from localspec.spec_decode.drafters.head import BlockHead, ChainedHead
 from localspec.spec_decode.drafters.ngram import NgramDrafter
-from localspec.spec_decode.drafters.parallel import BlockHead
 from localspec.spec_decode.proposer import SamplingProposer
 from localspec.spec_decode.rounds import Round
-from localspec.system.home import models_dir
+from localspec.system.files import models_dir
 from tests.conftest import TinyFiles, open_backend
 from tests.spec_decode.drafters.test_heads import accepted
 from tests.spec_decode.test_exactness import SAMPLING
@@ -400,7 +400,7 @@ def test_forks_and_clones_draft_in_contexts_of_their_own(tiny: TinyFiles, tmp_pa
 
 def fail_after(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """llama.cpp computes n more passes of heads, and then none."""
-    functions = llama_staging.staging()
+    functions = staging_module.staging()
     real, left = functions.process, iter(range(n))
     monkeypatch.setattr(functions, "process", lambda *given: 1 if next(left, None) is None else int(real(*given)))
 
@@ -558,13 +558,13 @@ def test_a_version_without_the_functions_is_named(
 ) -> None:
     import llama_cpp
 
-    llama_staging.staging.cache_clear()
+    staging_module.staging.cache_clear()
     monkeypatch.delattr(llama_cpp, "llama_process")
     try:
         with pytest.raises(EngineError, match=r"cannot run published heads, as version 0\.3\.36"):
             open_llm(tiny, write_head(tiny, tmp_path))
     finally:
-        llama_staging.staging.cache_clear()
+        staging_module.staging.cache_clear()
 
 
 CRASH = """

@@ -19,8 +19,14 @@ from localspec.backends.base import Forward
 from localspec.controllers.fixed import FixedPlan
 from localspec.sampling.sampling import Noise
 from localspec.spec_decode.decoder import PREFILL_CHUNK
-from localspec.spec_decode.drafters.recycling import MOST_PENDING, RecyclingDrafter
-from localspec.spec_decode.drafters.successor_table import N_BYTES, N_SLOTS, ORDERS, SuccessorTable
+from localspec.spec_decode.drafters.recycling import (
+    MOST_PENDING,
+    N_BYTES,
+    N_SLOTS,
+    ORDERS,
+    RecyclingDrafter,
+    SuccessorTable,
+)
 from localspec.spec_decode.proposer import SamplingProposer
 from tests.conftest import TinyFiles
 from tests.support.heads import write_random_head

@@ -1,0 +1,289 @@
+"""Several sequences in one memory of a llama.cpp engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from localspec.backends.base import (
+    NORM,
+    Context,
+    ContextState,
+    FloatArray,
+    Forward,
+    Piece,
+    SequenceBatch,
+    Wanted,
+    layer_name,
+    n_wanted,
+)
+from localspec.backends.llama.binding import MAX_SEQUENCES, Bytes
+from localspec.backends.llama.ggml import Flags
+from localspec.backends.llama.passes import LlamaPasses, restore, save, saved_sequence, state_bytes
+from localspec.backends.llama.weights import LlamaWeights
+from localspec.errors import EngineError, UsageError
+
+
+class LlamaSequences(SequenceBatch):
+    """See ``SequenceBatch``. Each token is one cell of the engine's memory, whichever sequences have it."""
+
+    model: LlamaWeights
+    shares_prefix = True
+
+    def __init__(
+        self, model: LlamaWeights, n_sequences: int, n_cells: int, n_ctx: int, n_threads: int, hidden: tuple[str, ...]
+    ) -> None:
+        if n_sequences > MAX_SEQUENCES:
+            raise UsageError(f"{model.engine} takes at most {MAX_SEQUENCES} sequences, not {n_sequences}")
+        super().__init__(model, n_sequences, n_cells, n_ctx, hidden)
+        self._binding = model.binding
+        kv_type = model.kv_type if model.binding.batches_kv_types else "f16"
+        self._passes = LlamaPasses(model, n_cells, n_threads, kv_type, hidden, n_sequences)
+        self._handle = self._passes.handle
+        self._n_gaps = 0
+        """Cells that were given back since rows were last moved together."""
+
+    def _decode(self, pieces: Sequence[Piece]) -> list[Forward]:
+        tokens = [token for piece in pieces for token in piece.tokens]
+        positions: list[int] = []
+        sequences: list[tuple[int]] = []
+        wanted = np.zeros(len(tokens), dtype=bool)
+        for sequence, piece, logits in pieces:
+            start, n_past = len(positions), self._sequences[sequence].n_past
+            positions += range(n_past, n_past + len(piece))
+            sequences += [(sequence,)] * len(piece)
+            wanted[start : len(positions)] = logits == "all"
+            wanted[len(positions) - 1] = logits != "none"
+        return _divided(self._run(tokens, positions, wanted, sequences), pieces, self.model.n_layers)
+
+    def _decode_floats(self, sequence: int, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
+        return self._one(sequence, rows, logits)
+
+    def _decode_first_layers(self, sequence: int, tokens: Sequence[int], n_layers: int) -> Forward:
+        return self._one(sequence, tokens, "none", layer_name(n_layers - 1))
+
+    def _one(self, sequence: int, rows: Sequence[int] | FloatArray, logits: Wanted, last: str | None = None) -> Forward:
+        n_past = self._sequences[sequence].n_past
+        wanted = np.full(len(rows), logits == "all")
+        wanted[-1] = logits != "none"
+        return self._run(rows, range(n_past, n_past + len(rows)), wanted, [(sequence,)] * len(rows), last)
+
+    def _run(
+        self,
+        rows: Sequence[int] | FloatArray,
+        positions: Sequence[int],
+        wanted: Flags,
+        sequences: Sequence[Sequence[int]],
+        last: str | None = None,
+    ) -> Forward:
+        self._close_gaps()
+        try:
+            return self._passes.run(
+                rows, positions, wanted, sequences=sequences, last=last, interrupted=self.interrupted
+            )
+        except BaseException:
+            self._n_gaps += len(rows)  # those that it came to will be removed
+            raise
+
+    def _truncate(self, sequence: int, n: int) -> None:
+        self._n_gaps += max(0, self._sequences[sequence].n_past - n)
+        if not self._binding.remove(self._handle, n, sequence):
+            self._read_again(sequence, n)
+
+    def _copy_prefix(self, source: int, target: int, n: int) -> None:
+        self._binding.copy(self._handle, source, target, n)
+        if not self._binding.holds(self._handle, n, target):
+            self._read_again(target, n)
+
+    def _read_again(self, sequence: int, n: int) -> None:
+        """Feed the first n tokens anew: a window that moved on has lost rows that they look at.
+
+        Raises:
+            ContextFull: what they shared with other sequences takes room of its own now, which there is not.
+        """
+        context = self._sequences[sequence]
+        tokens = context.tokens[:n]
+        try:
+            self._binding.remove(self._handle, 0, sequence)
+            self._n_gaps += n
+            self.cells.cut(sequence, 0)
+            self.check_cells(n)
+            self._run(tokens, range(n), np.zeros(n, dtype=bool), [(sequence,)] * n)
+            self.cells.take(sequence, n)
+        except BaseException:
+            self._binding.remove(self._handle, 0, sequence)
+            context.tokens = []
+            raise
+
+    def _export(self, sequence: int) -> Mapping[str, Bytes]:
+        return {"sequence": self._binding.by_rows(save(self.model, self._handle, sequence))}
+
+    def _state_bytes(self, sequence: int) -> int:
+        return state_bytes(self._binding, self._handle, sequence)
+
+    def _import(self, sequence: int, state: ContextState) -> None:
+        saved = saved_sequence(state, self.model.path)
+        self._n_gaps += self._sequences[sequence].n_past
+        self._binding.remove(self._handle, 0, sequence)
+        self._close_gaps()
+        restore(self.model, self._handle, self._binding.by_columns(saved), sequence)
+
+    def _close(self) -> None:
+        self._passes.close()
+
+    def _close_gaps(self) -> None:
+        if self._n_gaps:
+            self._binding.close_gaps(self._handle, self._n_gaps)
+            self._n_gaps = 0
+
+
+def _divided(forward: Forward, pieces: Sequence[Piece], n_layers: int) -> list[Forward]:
+    """What a pass returned, for each piece."""
+    last_names = (NORM, layer_name(n_layers - 1))  # of these there is a row for each row of logits
+    found: list[Forward] = []
+    row, token = 0, 0
+    for _, tokens, logits in pieces:
+        end, after = row + n_wanted(logits, len(tokens)), token + len(tokens)
+        hidden = {
+            name: states[row:end] if name in last_names else states[token:after]
+            for name, states in forward.hidden.items()
+        }
+        found.append(Forward(forward.logits[row:end], hidden))
+        row, token = end, after
+    return found
+
+
+# Several sequences where a pass over several has no flash attention: one that is fed alone does not pay for it.
+
+N_ALONE = 24
+"""Passes over one sequence alone after which it is copied to a context of its own, if it holds anything. Copying 1,000
+tokens of Qwen2.5-Coder 1.5B there or back takes 30 ms of CPU time, a pass 26, of which it saves 2 to 10 %."""
+
+
+class SequencesOrOne(LlamaSequences):
+    """While no sequence but one holds tokens, that one lies in a context of its own, and is computed as if there were
+    no others. Before the next pass over several it is copied back."""
+
+    def __init__(
+        self, model: LlamaWeights, n_sequences: int, n_cells: int, n_ctx: int, n_threads: int, hidden: tuple[str, ...]
+    ) -> None:
+        super().__init__(model, n_sequences, n_cells, n_ctx, n_threads, hidden)
+        self._n_threads = n_threads
+        self._own: Context | None = None
+        self._has_room = True
+        self._apart: int | None = None
+        """The sequence that lies in a context of its own."""
+        self._n_alone = 0
+
+    def _decode(self, pieces: Sequence[Piece]) -> list[Forward]:
+        sequence, tokens, logits = pieces[0]
+        if len(pieces) == 1 and (own := self._own_for(sequence)) is not None:
+            own.interrupted = self.interrupted
+            return [own.decode(tokens, logits)]
+        if any(piece.sequence == self._apart for piece in pieces):
+            self._join()
+        return super()._decode(pieces)
+
+    def _decode_floats(self, sequence: int, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
+        if (own := self._own_for(sequence)) is not None:
+            return own.decode_floats(rows, tokens, logits)
+        return super()._decode_floats(sequence, rows, tokens, logits)
+
+    def _decode_first_layers(self, sequence: int, tokens: Sequence[int], n_layers: int) -> Forward:
+        if (own := self._own_for(sequence)) is not None:
+            return own.decode_first_layers(tokens, n_layers)
+        return super()._decode_first_layers(sequence, tokens, n_layers)
+
+    def _own_for(self, sequence: int) -> Context | None:
+        """The context of its own in which a sequence that is fed alone is computed; None: in the memory of all."""
+        if sequence == self._apart:
+            return self._own
+        if self._others_hold_tokens(sequence):
+            self._n_alone = 0
+            return None
+        self._n_alone += 1
+        if self._sequences[sequence].n_past and self._n_alone < N_ALONE:
+            return None
+        return self._set_apart(sequence)
+
+    def _others_hold_tokens(self, sequence: int) -> bool:
+        return any(context.n_past for i, context in enumerate(self._sequences) if i != sequence)
+
+    def _set_apart(self, sequence: int) -> Context | None:
+        """Copy a sequence to the context of its own; None where there is no memory for that."""
+        tokens, own = self._sequences[sequence].tokens, self._emptied()
+        if own is None:
+            return None
+        if tokens:
+            try:
+                own.import_state(ContextState(tuple(tokens), super()._export(sequence)))
+            except (EngineError, MemoryError):
+                self._has_room = False
+                return None
+            super()._truncate(sequence, 0)
+        self._apart = sequence
+        return own
+
+    def _emptied(self) -> Context | None:
+        """The context of its own, empty and nobody's; None where there is no memory for it."""
+        self._apart = None
+        if self._own is not None:
+            self._own.truncate(0)
+        elif self._has_room:
+            try:
+                self._own = self.model.new_context(self.n_ctx, n_threads=self._n_threads, hidden=self.hidden)
+            except EngineError:
+                self._has_room = False
+        return self._own if self._has_room else None
+
+    def _join(self) -> None:
+        """Copy the sequence that lies by itself back, to be fed with others; rows of the first layers go with it.
+
+        Raises:
+            EngineError: the engine refuses it; it stays where it is.
+        """
+        assert self._own is not None
+        assert self._apart is not None
+        if self._own.tokens:
+            super()._import(self._apart, ContextState(tuple(self._own.tokens), self._own._export()))
+        self._emptied()
+        self._n_alone = 0
+
+    def _truncate(self, sequence: int, n: int) -> None:
+        if sequence == self._apart and self._own is not None:
+            self._truncate_in(self._own, sequence, n)
+        else:
+            super()._truncate(sequence, n)
+
+    def _copy_prefix(self, source: int, target: int, n: int) -> None:
+        if self._apart in (source, target):
+            self._join()
+        super()._copy_prefix(source, target, n)
+
+    def _export(self, sequence: int) -> Mapping[str, Bytes]:
+        if sequence == self._apart and self._own is not None:
+            return self._own.export_state().arrays
+        return super()._export(sequence)
+
+    def _state_bytes(self, sequence: int) -> int:
+        if sequence == self._apart and self._own is not None:
+            return self._own.state_bytes
+        return super()._state_bytes(sequence)
+
+    def _import(self, sequence: int, state: ContextState) -> None:
+        if sequence == self._apart:
+            self._emptied()
+        if self._apart is None and not self._others_hold_tokens(sequence):
+            super()._truncate(sequence, 0)
+            own = self._emptied()
+            if own is not None:
+                own.import_state(state)
+                self._apart = sequence
+                return
+        super()._import(sequence, state)
+
+    def _close(self) -> None:
+        if self._own is not None:
+            self._own.close()
+        super()._close()

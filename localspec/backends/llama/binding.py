@@ -1,0 +1,382 @@
+"""The C functions that a llama.cpp engine is driven by.
+
+Only public functions are called, through ctypes, which releases the GIL while they run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec.backends.base import Progress
+from localspec.backends.llama.ggml import TensorFunctions
+from localspec.backends.llama.rpc_link import Link
+from localspec.backends.placement import Placement
+from localspec.errors import UsageError
+from localspec.model_files.gguf import GGUFFile, TensorInfo
+
+# A placement in the words of ``llama_model_params``: names are looked up, and what would abort is refused before.
+
+_SPLIT = {"none": 0, "layer": 1, "row": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A device beside the CPU that an engine can put weights on.
+
+    Attributes:
+        name: the engine's, e.g. CUDA0.
+        handle: for ``llama_model_params.devices``; 0 where an engine takes none.
+        buffer: the name of its memory.
+        splits_rows: whether ``--split-mode row`` works on it.
+    """
+
+    name: str
+    handle: int
+    buffer: str
+    splits_rows: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where an engine can put weights.
+
+    Attributes:
+        devices: all but the CPU, in the engine's order.
+        usual: those that it takes when none are named.
+        buffers: name -> kind of memory, the CPU's too.
+        most: how many shares its ``tensor_split`` has.
+        links: of the RPC servers among them.
+    """
+
+    devices: Sequence[Place]
+    usual: Sequence[Place]
+    buffers: Mapping[str, int]
+    most: int
+    links: Sequence[Link] = ()
+
+
+class _Override(ctypes.Structure):
+    _fields_ = (("pattern", ctypes.c_char_p), ("buffer", ctypes.c_void_p))
+
+
+class Placed:
+    """What ``llama_model_params`` takes for a placement, and keeps alive what it points to.
+
+    Args:
+        placement: what was asked.
+        places: what the engine has.
+        gguf: the model's file.
+        engine: the engine's name, for messages.
+
+    Attributes:
+        used: devices that the model will use.
+        links: of RPC servers.
+
+    Raises:
+        UsageError: there is no such device or memory, or it cannot do that.
+    """
+
+    def __init__(self, placement: Placement, places: Places, gguf: GGUFFile, engine: str) -> None:
+        placement.check_file(gguf)
+        self.placement, self.links = placement, places.links
+        self.used = _used(placement, places, engine)
+        count = gguf.field("block_count", 0)
+        overrides = placement.overrides(count if isinstance(count, int) else 0)
+        reached = {"CPU", *(place.buffer for place in self.used)}
+        for pattern, buffer in overrides:
+            if buffer not in places.buffers or buffer not in reached:
+                names = ", ".join(name for name in places.buffers if name in reached)
+                raise UsageError(f"--override-tensor {pattern}={buffer}: the model uses the buffers {names}")
+        self._devices = self._overrides = self._shares = None
+        if placement.device is not None or placement.rpc:
+            handles = [place.handle for place in self.used]
+            self._devices = (ctypes.c_void_p * (len(handles) + 1))(*handles, None)
+        if overrides:
+            rows = [_Override(pattern.encode(), places.buffers[buffer]) for pattern, buffer in overrides]
+            self._overrides = (_Override * (len(rows) + 1))(*rows, _Override(None, None))
+        if placement.tensor_split:
+            self._shares = (ctypes.c_float * max(places.most, len(placement.tensor_split)))(*placement.tensor_split)
+
+    @property
+    def on_devices(self) -> bool:
+        """Whether some of the weights may go to another device than the CPU."""
+        return bool(self.used)
+
+    @property
+    def lost(self) -> str | None:
+        """Why a device is gone; None while all are there."""
+        return next((link.lost for link in self.links if link.lost is not None), None)
+
+    @property
+    def keeps_some(self) -> bool:
+        """Whether some tensors were told to stay on the CPU."""
+        return self._overrides is not None
+
+    def fill(self, params: Any) -> None:
+        """Say it to the engine."""
+        if self.placement.split_mode is not None:
+            params.split_mode = _SPLIT[self.placement.split_mode]
+        if self.placement.main_gpu is not None:
+            params.main_gpu = self.placement.main_gpu
+        if self._devices is not None:
+            params.devices = ctypes.cast(self._devices, ctypes.c_void_p)
+        if self._overrides is not None:
+            params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
+        if self._shares is not None:
+            params.tensor_split = ctypes.cast(self._shares, ctypes.POINTER(ctypes.c_float))
+
+
+def _used(placement: Placement, places: Places, engine: str) -> list[Place]:
+    """The devices that a model will use, in the order in which they are filled."""
+    used = list(places.usual)
+    if placement.device is not None:
+        by_name = {place.name: place for place in places.devices}
+        for name in placement.device:
+            if name not in by_name and name != "none":
+                raise UsageError(f"--device {name}: {engine} only has {', '.join(by_name) or 'the CPU'} here")
+        used = [by_name[name] for name in placement.device if name != "none"]
+    splits = [each for each in placement.asked if each in ("--split-mode", "--tensor-split", "--main-gpu")]
+    if splits and not used:
+        raise UsageError(f"{' and '.join(splits)}: {engine} only has the CPU here")
+    if len(placement.tensor_split or ()) > len(used):
+        names = ", ".join(place.name for place in used)
+        raise UsageError(
+            f"--tensor-split has {len(placement.tensor_split or ())} shares for {len(used)} devices: {names}"
+        )
+    if placement.split_mode == "row" and (stiff := [place.name for place in used if not place.splits_rows]):
+        raise UsageError(f"--split-mode row: {stiff[0]} cannot divide matrices; use --split-mode layer")
+    if placement.split_mode == "none" and (placement.main_gpu or 0) >= len(used):
+        raise UsageError(f"--main-gpu {placement.main_gpu}: the devices are numbered 0 to {len(used) - 1}")
+    if placement.split_mode == "none":
+        used = [used[placement.main_gpu or 0]]
+    return used
+
+
+Bytes = npt.NDArray[np.uint8]
+
+N_BATCH = 512
+"""Most tokens in one call of the engine; longer inputs are fed in pieces."""
+
+N_UBATCH = 256
+"""Tokens the engine computes together. Twice that costs 150 MB more for a 152k vocabulary and gains no prefill speed
+on CPUs."""
+
+MAX_SEQUENCES = 64
+"""llama.cpp takes 64 without saying that it was compiled for more."""
+
+
+class Binding(ABC):
+    """The C functions of one engine. Handles are opaque integers; 0 or None means failure.
+
+    Attributes:
+        name: the engine's, in the catalogue.
+        version: of the package, and a digest of its libraries: builds of one version differ in speed and in what they
+            get wrong, so nothing that was found out about one may be taken for true of another.
+        lib: the module or library that has the llama_* functions both engines share under one name.
+        api: the module that has the structs and the functions that take them.
+        gpu: whether it was built for one.
+        state_flags: last arguments of the functions that save a sequence, for an engine that takes flags there.
+        saves_recurrent: whether what cannot be rewound can be saved by itself, without keys and values.
+        alignment: what tensors in the file must be aligned to [bytes]; more for an engine that computes from the mapped
+            file.
+        keeps_rows: see ``Capabilities``.
+        token_before_floats: whether a context must have decoded a single token before it is fed with floats.
+        tensors: what reads a node of a pass.
+        batches_kv_types: whether a memory of several sequences may be of any type; else it is f16.
+        unshared: architectures with a memory that sequences cannot share rows of, though it can be cut.
+    """
+
+    name: str
+    version: str
+    lib: Any
+    api: Any
+    gpu = False
+    state_flags: tuple[int, ...] = ()
+    saves_recurrent = False
+    alignment = 1
+    keeps_rows = False
+    finds_best = False
+    token_before_floats = False
+    tensors: TensorFunctions
+    batches_kv_types = True
+    unshared: frozenset[str] = frozenset()
+
+    @abstractmethod
+    def set_model_options(self, params: Any) -> None:
+        """Fill in what this engine alone has in ``llama_model_params``."""
+
+    @abstractmethod
+    def set_context_options(self, params: Any, n_sequences: int, branches: bool = False) -> None:
+        """Fill in what this engine alone has in ``llama_context_params``; see ``new_context``."""
+
+    @abstractmethod
+    def places(self, placement: Placement) -> Places:
+        """Where weights can be put, the servers that a placement names among them."""
+
+    def load_model(
+        self,
+        path: Path,
+        n_gpu_layers: int,
+        progress: Progress | None,
+        placed: Placed | None = None,
+        *,
+        mtp: bool = False,
+    ) -> int | None:
+        """The weights; ``mtp``: with those of its layer for multi-token prediction, of which the file has one."""
+        params = self.api.llama_model_default_params()
+        params.n_gpu_layers = n_gpu_layers
+        callback = self.api.llama_progress_callback(lambda fraction, _data: progress(fraction) if progress else True)
+        params.progress_callback = callback
+        self.set_model_options(params)
+        if placed is not None:
+            placed.fill(params)
+        if mtp:
+            params.load_mtp = True
+        handle: int | None = self.api.llama_model_load_from_file(os.fsencode(path), params)
+        return handle
+
+    @abstractmethod
+    def free_model(self, model: int) -> None: ...
+
+    def new_context(
+        self,
+        model: int,
+        n_ctx: int,
+        n_threads: int,
+        kv_type: int,
+        n_sequences: int = 1,
+        *,
+        branches: bool = False,
+        evaluate: Any = None,
+        n_snapshots: int = 0,
+    ) -> int | None:
+        """A context.
+
+        Args:
+            model, n_ctx, n_threads, kv_type: what it is of.
+            n_sequences: how many texts it holds.
+            branches: whether rows may belong to further sequences, up to ``MAX_SEQUENCES``.
+            evaluate: is asked about each node of its passes, and must live as long as the context.
+            n_snapshots: how many tokens of a pass it is to be able to take back from a memory that cannot be rewound.
+        """
+        params = self.api.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, N_BATCH, N_UBATCH
+        params.n_threads = params.n_threads_batch = n_threads
+        params.type_k = params.type_v = kv_type
+        if evaluate is not None:
+            params.cb_eval = evaluate
+        self.set_context_options(params, n_sequences, branches)
+        if n_snapshots:
+            params.n_rs_seq = n_snapshots
+        handle: int | None = self.api.llama_init_from_model(model, params)
+        return handle
+
+    def n_snapshots(self, ctx: int) -> int:
+        """How many tokens of a pass, but for its first, the engine takes back from a memory that cannot be rewound."""
+        return 0
+
+    def new_embedding_context(self, model: int, n_ctx: int, n_threads: int, pooling: int) -> int | None:
+        """One that makes a row of a text; all of the text goes into one pass, since every token may see all others."""
+        params = self.api.llama_context_default_params()
+        params.n_ctx = params.n_batch = params.n_ubatch = n_ctx
+        params.n_threads = params.n_threads_batch = n_threads
+        self.set_context_options(params, 1)
+        params.embeddings, params.pooling_type = True, pooling
+        handle: int | None = self.api.llama_init_from_model(model, params)
+        return handle
+
+    def free_context(self, ctx: int) -> None:
+        self.api.llama_free(ctx)
+
+    @abstractmethod
+    def remove(self, ctx: int, start: int, sequence: int = 0) -> bool:
+        """Drop all rows of a sequence from position ``start``; False when this memory cannot, or has lost rows that
+        the next one looks at."""
+
+    @abstractmethod
+    def copy(self, ctx: int, source: int, target: int, n: int, start: int = 0) -> None:
+        """Let a sequence have the rows of another from position ``start`` to n, too."""
+
+    def holds(self, ctx: int, n: int, sequence: int = 0) -> bool:
+        """Whether a sequence of n rows has all that the next one looks at."""
+        return True
+
+    def window(self, ctx: int) -> int:
+        """Positions that a layer looks back over, where the memory gives away what lies before; else 0."""
+        return 0
+
+    @abstractmethod
+    def clear(self, ctx: int) -> None: ...
+
+    def has_mtp(self, gguf: GGUFFile) -> bool:
+        """Whether a file has a layer for multi-token prediction that this engine computes."""
+        return False
+
+    def has_nextn(self, architecture: str) -> bool:
+        """Whether models of an architecture hand out the state that such a layer reads."""
+        return False
+
+    def defragment(self, ctx: int) -> bool:
+        """Have the next pass first move rows together; False for an engine that needs no free cells side by side."""
+        return False
+
+    def close_gaps(self, ctx: int, n: int) -> None:  # noqa: B027
+        """Move rows together after n were taken from a memory of several sequences, where an engine needs that."""
+
+    def takes_several(self, kv_type: str) -> bool:
+        """Whether a memory of several sequences may be of this type."""
+        return self.batches_kv_types or kv_type == "f16"
+
+    def by_rows(self, state: Bytes) -> Bytes:
+        """The record of one of several sequences as a context of one has it."""
+        return state
+
+    def by_columns(self, state: Bytes) -> Bytes:
+        """Undo ``by_rows``."""
+        return state
+
+    @abstractmethod
+    def is_recurrent(self, model: int) -> bool:
+        """Whether the memory holds a state that cannot be rewound (recurrent and hybrid models)."""
+
+    @abstractmethod
+    def tokenizer(self, model: int) -> int:
+        """The handle that ``llama_tokenize`` takes."""
+
+    def tokenize(self, model: int, text: bytes, add_special: bool, parse_special: bool) -> list[int]:
+        handle, size = self.tokenizer(model), len(text) + 8
+        while True:
+            buffer = (ctypes.c_int32 * size)()
+            n = self.lib.llama_tokenize(handle, text, len(text), buffer, size, add_special, parse_special)
+            if n >= 0:
+                return list(buffer[:n])
+            size = -n
+
+    @abstractmethod
+    def n_vocab(self, model: int) -> int: ...
+
+    def computes(self, tensor: TensorInfo) -> bool:
+        """Whether the engine survives a tensor of this type and size; one that refuses the others itself says yes."""
+        return True
+
+    def device(self, n_gpu_layers: int, placed: Placed | None = None, n_layers: int = 0) -> str:
+        """Where the weights are: ``cpu``, ``gpu``, or ``mixed``: there some work is left to the CPU.
+
+        Args:
+            n_gpu_layers: how many layers were asked to be on a GPU, the output counting as one; all if negative.
+            placed: what was asked of several devices. A server on this machine computes on its CPU.
+            n_layers: of the model.
+        """
+        if not n_gpu_layers or not (self.gpu if placed is None else placed.on_devices):
+            return "cpu"
+        is_shared = placed is not None and (placed.keeps_some or any(link.is_near for link in placed.links))
+        return "mixed" if is_shared or 0 < n_gpu_layers <= n_layers else "gpu"

@@ -1,0 +1,453 @@
+"""ggml's devices and buffers, as llama-cpp-python's library has them."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import sys
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec.backends.base import NORM, FloatArray, layer_name
+from localspec.errors import EngineError
+
+CPU, GPU, INTEGRATED, ACCELERATOR = 0, 1, 2, 3
+"""ggml's types of devices: GPUs with memory of their own, and with the machine's."""
+
+_FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
+    "dev_count": ([], ctypes.c_size_t),
+    "dev_get": ([ctypes.c_size_t], ctypes.c_void_p),
+    "dev_name": ([ctypes.c_void_p], ctypes.c_char_p),
+    "dev_description": ([ctypes.c_void_p], ctypes.c_char_p),
+    "dev_type": ([ctypes.c_void_p], ctypes.c_int),
+    "dev_memory": ([ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t)], None),
+    "dev_buffer_type": ([ctypes.c_void_p], ctypes.c_void_p),
+    "dev_backend_reg": ([ctypes.c_void_p], ctypes.c_void_p),
+    "buft_name": ([ctypes.c_void_p], ctypes.c_char_p),
+    "reg_get_proc_address": ([ctypes.c_void_p, ctypes.c_char_p], ctypes.c_void_p),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class GgmlDevice:
+    """What ggml computes on.
+
+    Attributes:
+        handle: ggml's own.
+        kind: ``CPU``, ``GPU``, ``INTEGRATED`` or ``ACCELERATOR``.
+        name: ggml's, e.g. CUDA0.
+        description: its product name.
+        buffer: the kind of memory that tensors get there.
+        splits_rows: whether matrices can be divided among it and others of its kind.
+    """
+
+    handle: int
+    kind: int
+    name: str
+    description: str
+    buffer: int
+    splits_rows: bool
+
+
+class Ggml:
+    """The functions of ggml, bound.
+
+    Raises:
+        ImportError, OSError, AttributeError: another layout of the package, or none.
+    """
+
+    def __init__(self) -> None:
+        import llama_cpp
+
+        self._libraries = [llama_cpp.llama_cpp._lib]
+        # Where a library does not show what those have that it needs, they are opened too: they are loaded already.
+        if not hasattr(self._libraries[0], "ggml_backend_dev_count"):
+            folder = Path(llama_cpp.__file__).parent / "lib"
+            self._libraries += [_library(folder, name) for name in ("ggml", "ggml-base")]
+        self._functions = {name: self.bind(f"ggml_backend_{name}", *types) for name, types in _FUNCTIONS.items()}
+
+    def bind(self, name: str, arguments: list[Any], result: Any) -> Any:
+        """A function by its name."""
+        library = next((each for each in self._libraries if hasattr(each, name)), self._libraries[0])
+        return ctypes.CFUNCTYPE(result, *arguments)((name, library))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["_functions"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def devices(self) -> list[GgmlDevice]:
+        """Those of this machine, the CPU too."""
+        return [self.describe(self.dev_get(i)) for i in range(self.dev_count())]
+
+    def describe(self, handle: int) -> GgmlDevice:
+        """One by its handle."""
+        name, description = (_text(read(handle)) for read in (self.dev_name, self.dev_description))
+        registry = self.dev_backend_reg(handle)
+        splits = bool(registry and self.reg_get_proc_address(registry, b"ggml_backend_split_buffer_type"))
+        return GgmlDevice(
+            handle, int(self.dev_type(handle)), name, description, self.dev_buffer_type(handle) or 0, splits
+        )
+
+    def memory(self, handle: int) -> tuple[int, int]:
+        """Free and total memory of a device [bytes]."""
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self.dev_memory(handle, ctypes.byref(free), ctypes.byref(total))
+        return int(free.value), int(total.value)
+
+    def buffer_name(self, buffer: int) -> str:
+        return _text(self.buft_name(buffer))
+
+
+def _text(raw: bytes | None) -> str:
+    return (raw or b"").decode("utf-8", "replace")
+
+
+def _library(folder: Path, name: str) -> ctypes.CDLL:
+    names = {"darwin": f"lib{name}.dylib", "win32": f"{name}.dll"}
+    return ctypes.CDLL(str(folder / names.get(sys.platform, f"lib{name}.so")))
+
+
+# The GPUs that engines compute on, with their memory.
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What an engine can compute on."""
+
+    name: str  # as the engine calls it, e.g. CUDA0
+    description: str  # its product name
+    free_bytes: int  # memory free now
+    total_bytes: int  # memory it has
+    shared: bool  # whether this is the machine's own memory
+
+
+def metal_gpu() -> list[Device] | None:
+    """The GPU that MLX computes on, whose memory is the machine's; None where it does not say."""
+    try:
+        import mlx.core as mx
+
+        info = mx.device_info()
+        free = int(info["max_recommended_working_set_size"]) - mx.get_active_memory()
+        return [Device("Metal", str(info["device_name"]), max(0, free), int(info["memory_size"]), True)]
+    except (ImportError, AttributeError, KeyError, RuntimeError):
+        return None
+
+
+def used_gpus(devices: Sequence[tuple[int, Device]]) -> list[Device]:
+    """Those of ggml's devices that llama.cpp puts layers on."""
+    # Where there is a GPU with memory of its own, it leaves the one in the processor alone.
+    chosen = [found for kind, found in devices if kind == GPU] or [f for kind, f in devices if kind == INTEGRATED]
+    return [found for found in chosen if found.total_bytes > 0]
+
+
+def ggml_devices() -> list[tuple[int, Device]] | None:
+    """All devices of ggml in llama-cpp-python, the CPU too, with ggml's number for their type."""
+    try:
+        ggml = Ggml()
+        return [(each.kind, _device(ggml, each)) for each in ggml.devices()]
+    except (ImportError, OSError, AttributeError):
+        return None  # another layout of the package: the GPU works, only its memory stays unknown
+
+
+def _device(ggml: Ggml, found: GgmlDevice) -> Device:
+    shared = (
+        found.kind == INTEGRATED or found.name.startswith("Metal") or (sys.platform == "darwin" and found.kind == GPU)
+    )
+    return Device(found.name, found.description, *ggml.memory(found.handle), shared)
+
+
+# Builds of an engine: which one is loaded, what it was compiled for, and what one for this very CPU would bring.
+#
+# A wheel is compiled for the oldest CPU it is meant for; the same source compiled here may use all that this one has.
+# Such builds bear one version and differ in their kernels: in what a pass costs, and in what may be wrong with it.
+
+# Names in the engines' own words -> as people write them. SSE and the like every CPU has.
+_FEATURES = {
+    "AVX": "AVX", "AVX2": "AVX2", "FMA": "FMA", "F16C": "F16C", "AVX_VNNI": "AVX-VNNI", "AVX512": "AVX-512",
+    "AVX512_VNNI": "AVX512-VNNI", "AVX512_BF16": "AVX512-BF16", "AMX_INT8": "AMX", "NEON": "NEON", "FP16_VA": "FP16",
+    "DOTPROD": "DOTPROD", "MATMUL_INT8": "I8MM", "SVE": "SVE", "SME": "SME",
+}  # fmt: skip
+
+BEYOND_AVX2 = ("AVX512-VNNI", "AVX-VNNI", "AVX-512", "AVX512-BF16")
+"""What ik_llama.cpp has kernels for and its x86-64 wheels are not compiled for."""
+
+_GAINS = {
+    "AVX512-VNNI": "t(2)/t(1) 1.27→1.13, t(8) ×0.79 (Xeon)",
+    "AVX-VNNI": "not measured (GCC 11, Clang 12)",
+}
+"""An instruction set -> what ik-llama gains when it is compiled for it: passes over 2 and 8 tokens, against its wheel's
+(benchmarks/RESULTS.md), or which compilers know it. One that is not here brings next to nothing: without VNNI its
+kernels for quantised weights remain those for AVX2, and on ARM they use dot products and half floats, which its wheels
+are compiled for, and neither I8MM nor SVE."""
+
+NATIVE_COMMAND = "python -m localspec.backends.native_build"
+"""Compiles ik-llama for this CPU, with the Python that runs localspec."""
+
+
+def system_info(library: Any) -> str:
+    """The line that llama.cpp prints about itself."""
+    function = library.llama_print_system_info
+    if isinstance(library, ctypes.CDLL):
+        function.argtypes, function.restype = [], ctypes.c_char_p
+    return (function() or b"").decode("utf-8", "replace")
+
+
+def built_for(system_info: str) -> list[str]:
+    """What llama.cpp's line on itself means: devices first, then instruction sets.
+
+    The line reads ``CUDA : ARCHS = 900 | USE_GRAPHS = 1 | CPU : AVX2 = 1 | …``, or in older versions only
+    ``AVX2 = 1 | …``.
+    """
+    devices: list[str] = []
+    features: list[str] = []
+    for part in system_info.split("|"):
+        device, colon, setting = part.rpartition(":")
+        if colon and (name := device.strip()) != "CPU":
+            devices.append(name)
+        key, _, value = setting.partition("=")
+        if key.strip() in _FEATURES and value.strip() == "1":
+            features.append(_FEATURES[key.strip()])
+    return [*dict.fromkeys(devices), *dict.fromkeys(features)]
+
+
+def native_gain(built: Collection[str], cpu: Collection[str]) -> tuple[str, str] | None:
+    """What ik-llama would gain if it were compiled for this CPU: the instruction set it is for, and how much.
+
+    None where that is nothing worth waiting for, or where it was done already.
+
+    Args:
+        built: what the build that is here was compiled for.
+        cpu: what the CPU has.
+    """
+    if any(feature in built for feature in BEYOND_AVX2):
+        return None
+    return next(((feature, gain) for feature, gain in _GAINS.items() if feature in cpu), None)
+
+
+def foreign_features(built: Collection[str], cpu: Collection[str]) -> list[str]:
+    """What a build needs that its wheels would not, and this CPU lacks: it was compiled on another machine."""
+    return [feature for feature in built if feature in BEYOND_AVX2 and feature not in cpu] if cpu else []
+
+
+def digest(folder: Path) -> str:
+    """Eight hexadecimal digits that tell a build from others: of its libraries' sizes and samples of what is in them.
+
+    Args:
+        folder: where its libraries lie; the kernels may be in another one than the interface.
+    """
+    found = hashlib.sha256()
+    names = {path for pattern in ("*ggml*", "*llama*") for path in folder.glob(pattern) if path.is_file()}
+    for path in sorted(names):
+        size = path.stat().st_size
+        found.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for i in range(32):
+                file.seek(size * i // 32)
+                found.update(file.read(4096))
+    return found.hexdigest()[:8]
+
+
+# Keeps the engines' log out of the user's terminal: it all comes here, and is dropped unless asked for.
+
+
+class EngineLog:
+    """A sink for engine messages.
+
+    Attributes:
+        verbose: print messages to standard error.
+        recent: the last messages, for error reports.
+    """
+
+    def __init__(self) -> None:
+        self.verbose = False
+        self.recent: deque[str] = deque(maxlen=50)
+
+    def write(self, text: bytes | None) -> None:
+        """Called by an engine, from any of its threads; must never raise into C."""
+        try:
+            message = (text or b"").decode("utf-8", "replace")
+            self.recent.append(message)
+            if self.verbose:
+                sys.stderr.write(message)
+        except Exception:  # the caller is C code, which cannot catch it
+            return
+
+
+engine_log = EngineLog()
+
+
+# Hidden states taken out of a pass while a llama.cpp engine computes it.
+#
+# An engine that was given an evaluation callback (``cb_eval``) asks it of every node of the graph whether its values
+# are wanted; those that are wanted it computes, hands over, and goes on if told so. Logits stay what they are without
+# it, to the bit: the same nodes are computed in the same order.
+#
+# Asking the 705 nodes of 28 layers costs a pass 0.4 ms if each is asked for its name, and 0.15 to 0.2 ms if it is
+# looked up by its address (ik-llama, CPython 3.11; ``benchmarks/hidden_states.py``). A graph of the same shape lies
+# at the same addresses as a rule, not by any promise: so a state that was missed is an answer too, on which the
+# caller repeats the pass with names.
+
+Flags = npt.NDArray[np.bool_]
+
+
+def ggml_library(library: ctypes.CDLL) -> ctypes.CDLL:
+    """The library that has ggml's functions: the engine's own, except on Windows.
+
+    Elsewhere a library shows what the libraries that it needs have too. The wheels of ik-llama have all of ggml in
+    ``ggml.dll``; llama-cpp-python has what is asked for here in ``ggml-base.dll``.
+
+    Raises:
+        OSError: there is none beside it.
+    """
+    if hasattr(library, "ggml_get_name"):
+        return library
+    folder = Path(library._name).parent
+    for name in ("ggml-base.dll", "ggml.dll"):
+        if (folder / name).is_file() and hasattr(found := ctypes.CDLL(str(folder / name)), "ggml_get_name"):
+            return found
+    raise OSError(f"no library in {folder} exports ggml's functions")
+
+
+class TensorFunctions:
+    """ggml's functions that say what a tensor is.
+
+    Args:
+        library: the engine's.
+        callback_type: ctypes' type of an evaluation callback: (tensor, whether it asks, data) -> bool.
+
+    Attributes:
+        library: the one that has ggml's functions.
+    """
+
+    def __init__(self, library: ctypes.CDLL, callback_type: Any) -> None:
+        self.callback_type = callback_type
+        self.library = library = ggml_library(library)
+        # They return at once: to let go of the GIL for them would cost more than they do.
+        quick = ctypes.PyDLL(library._name, handle=library._handle)
+        tensor = ctypes.c_void_p
+        self.name: Any = quick.ggml_get_name
+        self.n_bytes: Any = quick.ggml_nbytes
+        self.copy: Any = quick.ggml_backend_tensor_get  # from wherever it lies: a GPU's memory too
+        self.name.argtypes, self.name.restype = [tensor], ctypes.c_char_p
+        self.n_bytes.argtypes, self.n_bytes.restype = [tensor], ctypes.c_size_t
+        self.copy.argtypes, self.copy.restype = [tensor, tensor, ctypes.c_size_t, ctypes.c_size_t], None
+
+
+class _Everywhere:
+    def __contains__(self, address: int) -> bool:
+        return True
+
+
+_EVERYWHERE = _Everywhere()
+
+
+class StateTap:
+    """The evaluation callback of one context; must live as long as it.
+
+    The engine calls it for other graphs of the context too, such as one that moves keys and values together. So it
+    copies states, and stops a graph, within ``armed`` only.
+
+    Attributes:
+        callback: for the engine.
+    """
+
+    def __init__(self, functions: TensorFunctions, names: Sequence[str], n_layers: int, n_embd: int) -> None:
+        self.callback = functions.callback_type(self._evaluate)
+        self._order = [name for name in (*map(layer_name, range(n_layers)), NORM) if name in names]
+        self._error: BaseException | None = None
+        self._functions = functions
+        self._n_embd = n_embd
+        self._cropped = {NORM, layer_name(n_layers - 1)}
+        nodes = {f"l_out-{i}".encode(): layer_name(i) for i in range(n_layers)} | {b"result_norm": NORM}
+        self._wanted = {node: name for node, name in nodes.items() if name in names}
+        self._found: dict[str, list[FloatArray]] = {}
+        self._known: set[int] = set()
+        self._addresses: set[int] | _Everywhere = _EVERYWHERE
+        self._last: str | None = None
+        self._is_armed = self._over = False
+
+    @contextmanager
+    def armed(self, *, search: bool, last: str | None = None) -> Iterator[None]:
+        """Within the block the engine runs a pass, whose states are taken out; what it left is freed at the end.
+
+        Args:
+            search: whether every node is asked for its name, or only those where a wanted one was found before.
+            last: the state after which the pass ends; None computes all of it.
+        """
+        self._found = {name: [] for name in self._order[: self._order.index(last) + 1 if last else None]}
+        self._addresses = _EVERYWHERE if search else self._known
+        self._last, self._over = last, False
+        self._is_armed = True
+        try:
+            yield
+        finally:
+            self._is_armed, self._found = False, {}
+
+    def check(self) -> None:
+        """Raise what was raised in the callback: it must not reach the engine."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def states(self, wanted_rows: Flags, n_at_once: int) -> dict[str, FloatArray] | None:
+        """What the pass left, by name [n, n_embd]: up to ``last``; None if something is missing.
+
+        Args:
+            wanted_rows: of which rows logits were wanted [n].
+            n_at_once: rows that the engine computes together.
+        """
+        states: dict[str, FloatArray] = {}
+        everything = np.ones(len(wanted_rows), dtype=bool)
+        for name, pieces in self._found.items():
+            rows = wanted_rows if name in self._cropped else everything
+            # The last layer is computed for the wanted rows only, or not: engines differ.
+            parts = [rows[start : start + n_at_once] for start in range(0, len(rows), n_at_once)]
+            whole = [
+                piece[part] if len(piece) == len(part) else piece for piece, part in zip(pieces, parts, strict=False)
+            ]
+            states[name] = np.concatenate([np.empty((0, self._n_embd), dtype=np.float32), *whole])
+            if len(states[name]) != np.count_nonzero(rows):
+                return None
+        return states
+
+    def _evaluate(self, tensor: int, asks: bool, _data: int | None) -> bool:
+        try:
+            if not self._is_armed:
+                return not asks  # computed to its end, and handed over nowhere
+            if asks:
+                return tensor in self._addresses and (self._over or self._functions.name(tensor) in self._wanted)
+            return self._take(tensor)
+        except BaseException as error:  # Ctrl-C is one
+            self._error = error
+            self._end()
+            return not (asks or self._is_armed)
+
+    def _take(self, tensor: int) -> bool:
+        """Copy a state; whether to go on."""
+        if self._over:
+            return False
+        name = self._wanted[self._functions.name(tensor)]
+        self._known.add(tensor)
+        n_bytes = self._functions.n_bytes(tensor)
+        if n_bytes % (4 * self._n_embd):
+            raise EngineError(f"the hidden state {name} has {n_bytes} bytes, which are no rows of {self._n_embd}")
+        rows: FloatArray = np.empty((n_bytes // (4 * self._n_embd), self._n_embd), dtype=np.float32)
+        if n_bytes:
+            self._functions.copy(tensor, rows.ctypes.data, 0, n_bytes)
+        self._found[name].append(rows)
+        if name == self._last:
+            self._end()
+        return not self._over
+
+    def _end(self) -> None:
+        """Compute no more: an engine that divides a graph goes on with its next part, and is stopped there again."""
+        self._over, self._addresses = True, _EVERYWHERE

@@ -1,0 +1,484 @@
+"""Passes of a llama.cpp engine: rows in, logits and hidden states out."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from localspec.backends.base import NEXTN, ContextState, FloatArray, Forward, TokenIds, joined
+from localspec.backends.best_rows import by_token, n_looked_for
+from localspec.backends.llama.binding import MAX_SEQUENCES, N_BATCH, N_UBATCH, Binding, Bytes
+from localspec.backends.llama.ggml import Flags, StateTap, ggml_devices, used_gpus
+from localspec.backends.llama.staging import staging
+from localspec.backends.llama.weights import LlamaWeights
+from localspec.errors import Cancelled, EngineError
+
+# The largest logits of each row, found by llama.cpp where it computes them: whole rows then stay on the device.
+#
+# A chain of samplers that is set for a sequence becomes part of the graph of its passes; here it is top-k alone, and
+# the k largest logits and their tokens are what is copied. What is not known then is whether a logit that is not
+# among them is a number; where these do not do (see ``best_rows``), the pass is run again for whole rows.
+
+MOST_ROWS = 64
+"""Rows of a pass of which the largest logits can be had; the engine refuses more than it was told of."""
+
+_MARGIN = 256 << 20
+
+
+class BestLogits:
+    """What a context of the engine does to find them; one sequence.
+
+    Args:
+        lib: llama-cpp-python's functions.
+        handle: the context.
+        n_vocab: width of its rows.
+        device: where its logits are computed; see ``Capabilities``.
+        n_out: how many of a row are logits of tokens, where the others are minus infinity; None for all.
+
+    Attributes:
+        k: how many the passes give now; 0 is whole rows.
+    """
+
+    def __init__(self, lib: Any, handle: int, n_vocab: int, device: str, n_out: int | None = None) -> None:
+        self._lib, self._handle, self._device = lib, handle, device
+        self._n_vocab, self._n_out = n_vocab, n_out or n_vocab
+        self._chain: Any = None
+        self._refused = False
+        self.k = 0
+
+    def enter(self, n_best: int, n_rows: int) -> bool:
+        """Have the passes from here on give at least so many logits of each row; returns whether they will."""
+        k = n_looked_for(n_best, self._n_out)
+        if self._refused or n_rows > MOST_ROWS or not k:
+            return False
+        if k > self.k:
+            self.leave()
+            if not self._has_room():
+                return False
+            chain = self._lib.llama_sampler_chain_init(self._lib.llama_sampler_chain_default_params())
+            self._lib.llama_sampler_chain_add(chain, self._lib.llama_sampler_init_top_k(k))
+            if not self._lib.llama_set_sampler(self._handle, 0, chain):
+                self._refused = True
+                self._lib.llama_sampler_free(chain)
+                return False
+            self._chain, self.k = chain, k
+        return True
+
+    def leave(self) -> None:
+        """Have the passes from here on give whole rows."""
+        if self._chain is not None:
+            self._lib.llama_set_sampler(self._handle, 0, None)
+            self.close()
+
+    def _has_room(self) -> bool:
+        """Whether the device has room for the buffer that the engine makes anew, which ends the process where not."""
+        if self._device == "cpu":
+            return True
+        wanted = 2 * N_UBATCH * self._n_vocab * 4 + _MARGIN
+        return all(gpu.free_bytes > wanted for gpu in used_gpus(ggml_devices() or []))
+
+    def read(self, n_rows: int, first: int, n_best: int) -> tuple[FloatArray, TokenIds] | None:
+        """Of the rows of the pass that was just run, the first of which belongs to token ``first`` of it.
+
+        Returns:
+            Logits [n_rows, k] and their tokens, increasing; None where these do not do, and whole rows are given from
+            here on: the device finds none, a logit is no number, or the last of ``n_best`` has its equals.
+        """
+        lib, n_vocab, k = self._lib, self._n_vocab, self.k
+        values = ctypes.cast(lib.llama_get_sampled_logits_ith(self._handle, first), ctypes.c_void_p).value
+        tokens = ctypes.cast(lib.llama_get_sampled_candidates_ith(self._handle, first), ctypes.c_void_p).value
+        if not values or not tokens or lib.llama_get_sampled_candidates_count_ith(self._handle, first) != k:
+            self._refused = True
+            self.leave()
+            return None
+        found = np.ctypeslib.as_array((ctypes.c_float * n_vocab * n_rows).from_address(values))[:, :k]
+        ids = np.ctypeslib.as_array((ctypes.c_int32 * n_vocab * n_rows).from_address(tokens))[:, :k]
+        best = by_token(found, ids, n_best)
+        if best is None:
+            self.leave()
+        return best
+
+    def close(self) -> None:
+        """Give the chain back, once no pass uses it any more."""
+        if self._chain is not None:
+            self._lib.llama_sampler_free(self._chain)
+            self._chain, self.k = None, 0
+
+
+KV_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8}
+"""ggml's numbers for the types a KV cache may have."""
+
+_NO_SLOT = 1
+"""What ``llama_decode`` returns when there are no free cells for the rows, or none side by side."""
+
+SOON_MS = 4.0
+"""A pass is given to a device if the engine comes back this soon: text of the round before waits for that, which nobody
+sees yet. A launch of all kernels of a large model one by one takes some milliseconds. Set by hand."""
+
+_SHORT = 16
+"""Rows of a pass of which it counts how soon."""
+
+_MOST_MOVES = 64
+"""Times that a memory is put in order for one pass; each moves at least some hundreds of rows."""
+
+
+class LlamaPasses:
+    """A context of the engine, and what feeds it.
+
+    Args:
+        model: the weights.
+        n_ctx: room for all sequences together [tokens].
+        n_threads: that it computes with.
+        kv_type: type of the attention cache.
+        hidden: names of the states to return.
+        n_sequences: how many sequences its memory may hold.
+        n_snapshots: how many tokens to be able to take back from a memory that cannot be rewound.
+        branches: whether it may be fed with tokens that branch; rows may then belong to any of ``MAX_SEQUENCES``.
+
+    ``sequences`` below: to which ones each row belongs; a row that several begin with belongs to all of them.
+
+    Attributes:
+        handle: the engine's, for its other functions.
+        n_snapshots: how many it is; 0 where the engine keeps none for this model, or has no room for them.
+
+    Raises:
+        EngineError: not enough memory.
+    """
+
+    def __init__(
+        self,
+        model: LlamaWeights,
+        n_ctx: int,
+        n_threads: int,
+        kv_type: str,
+        hidden: Sequence[str] = (),
+        n_sequences: int = 1,
+        *,
+        branches: bool = False,
+        n_snapshots: int = 0,
+    ) -> None:
+        self._binding, self._model = model.binding, model
+        tapped = [name for name in hidden if name != NEXTN]
+        self.tap = StateTap(model.binding.tensors, tapped, model.n_layers, model.n_embd) if tapped else None
+        evaluate = self.tap.callback if self.tap is not None else None
+        # Engines round the size up for their kernels; the extra room stays unused so that all count the same.
+        size = -(-n_ctx // 256) * 256
+        of = model.handle, size, n_threads, KV_TYPES[kv_type], n_sequences
+        new_context = partial(self._binding.new_context, *of, branches=branches, evaluate=evaluate)
+        handle = new_context(n_snapshots=n_snapshots) or (new_context() if n_snapshots else None)
+        if not handle:
+            raise EngineError(
+                f"{model.engine} does not have enough memory for a context of {n_ctx} tokens; use a smaller --ctx"
+            )
+        self.handle: int = handle
+        self.n_snapshots = self._binding.n_snapshots(handle) if n_snapshots else 0
+        self._returns_nextn = NEXTN in hidden
+        if self._returns_nextn:
+            staging().set_nextn(handle, True, False)  # of every token, not only of those with logits
+        self._batch: Any = self._binding.lib.llama_batch_init(N_BATCH, 0, MAX_SEQUENCES if branches else 1)
+        as_array = np.ctypeslib.as_array
+        self._tokens = as_array(self._batch.token, (N_BATCH,))
+        self._positions = as_array(self._batch.pos, (N_BATCH,))
+        self._wanted_rows = as_array(self._batch.logits, (N_BATCH,))
+        self._counts = as_array(self._batch.n_seq_id, (N_BATCH,))
+        self._n_elsewhere = N_BATCH
+        """Of how many rows of the batch, from the first, the sequences may be others than the first one alone."""
+        self._one_sequence = n_sequences == 1 and not branches
+        self._repeatable = model.capabilities.rollback == "exact"
+        self._shapes: set[tuple[int, int, str | None]] = set()
+        self._takes_floats = not model.binding.token_before_floats
+        self._best: BestLogits | None = None
+        self._ms_to_begin: deque[float] = deque(maxlen=5)  # lately
+
+    @property
+    def begins_soon(self) -> bool:
+        """Whether the engine lately came back from short passes before a device had computed them.
+
+        It waits for a GPU, or a server, only where logits are asked for; but for what is computed on the CPU, for the
+        first of several servers, and for each state that is taken out, while the pass runs.
+        """
+        is_far, lately = self._model.capabilities.device == "gpu" and self.tap is None, self._ms_to_begin
+        return is_far and len(lately) == lately.maxlen and median(lately) < SOON_MS
+
+    def run(
+        self,
+        rows: Sequence[int] | FloatArray,
+        positions: Sequence[int],
+        wanted_rows: Flags,
+        *,
+        sequences: Sequence[Sequence[int]] | None = None,
+        last: str | None = None,
+        interrupted: Callable[[], bool] | None = None,
+        n_best: int = 0,
+        begun: Callable[[], None] | None = None,
+    ) -> Forward:
+        """Feed rows in as many calls of the engine as it takes.
+
+        Args:
+            rows: token ids [n], or floats [n, n_embd] in the place of their embeddings.
+            positions: of the rows in their sequences [n].
+            wanted_rows: of which rows to return logits [n].
+            sequences: to which each belongs [n]; None is the first.
+            last: the hidden state after which to end.
+            interrupted: asked between calls.
+            n_best: how many of the largest logits of each row are enough; 0 wants whole rows. Of one sequence.
+            begun: called after each call of the engine, which may still be computing on a device.
+
+        Raises:
+            EngineError: the engine failed; rows before the failure are in the memory.
+            Cancelled: ``interrupted`` was true; rows before that are in the memory.
+        """
+        if not self.handle:
+            raise EngineError(f"{self._model.path.name} is not loaded: a device was lost")
+        if n_best:
+            found = self._best_of(rows, positions, wanted_rows, n_best, begun)
+            if found is not None:
+                return found
+        if self._best is not None and wanted_rows.any():
+            self._best.leave()
+        if isinstance(rows, np.ndarray) and not self._takes_floats:
+            self._decode_a_token(positions[0], sequences[0][0] if sequences is not None else 0)
+        forwards: list[Forward] = []
+        # Only what is computed together can be ended together, or be tried again whole.
+        size = N_BATCH if last is None and self._one_sequence else N_UBATCH
+        for start in range(0, len(rows), size):
+            if start and interrupted is not None and interrupted():
+                raise Cancelled("decoding was stopped")
+            part = slice(start, start + size)
+            of = sequences[part] if sequences is not None else None
+            forward = self._call(rows[part], positions[part], wanted_rows[part], of, last, begun)
+            if len(rows) > size:
+                forward.logits = forward.logits.copy()
+            forwards.append(forward)
+        return joined(forwards)
+
+    def _best_of(
+        self,
+        rows: Sequence[int] | FloatArray,
+        positions: Sequence[int],
+        wanted_rows: Flags,
+        n_best: int,
+        begun: Callable[[], None] | None,
+    ) -> Forward | None:
+        """The pass with the largest logits of its rows; None, and the memory as before, where they have to be whole."""
+        if self._best is None:
+            model = self._model
+            self._best = BestLogits(self._binding.lib, self.handle, model.n_vocab, model.capabilities.device)
+        n_rows = int(np.count_nonzero(wanted_rows))
+        if len(rows) > N_UBATCH or not self._best.enter(n_best, n_rows):
+            return None
+        forward = self._call(rows, positions, wanted_rows, None, None, begun)
+        if (found := self._best.read(n_rows, int(np.flatnonzero(wanted_rows)[0]), n_best)) is None:
+            self._binding.remove(self.handle, positions[0])
+            return None
+        return Forward(found[0], forward.hidden, found[1])
+
+    def _call(
+        self,
+        rows: Sequence[int] | FloatArray,
+        positions: Sequence[int],
+        wanted_rows: Flags,
+        sequences: Sequence[Sequence[int]] | None,
+        last: str | None,
+        begun: Callable[[], None] | None,
+    ) -> Forward:
+        n, n_rows = len(rows), int(np.count_nonzero(wanted_rows))
+        batch = self._filled(rows, positions, wanted_rows, sequences)
+        if self.tap is None:
+            self._decode(batch)
+            if begun is not None:
+                begun()
+            return Forward(self._logits(n_rows), self._nextn(n))
+        shape = (n, n_rows, last)
+        search = sequences is not None or not self._repeatable or shape not in self._shapes
+        hidden = self._decode_tapped(self.tap, batch, wanted_rows, search, last)
+        if hidden is None and not search:
+            self._binding.remove(self.handle, positions[0])
+            hidden = self._decode_tapped(self.tap, batch, wanted_rows, True, last)
+        if hidden is None:
+            raise EngineError(f"{self._model.engine} did not hand out the hidden states of {n} tokens")
+        self._shapes.add(shape)
+        return Forward(self._logits(n_rows), hidden | ({} if last else self._nextn(n)))
+
+    def _filled(
+        self,
+        rows: Sequence[int] | FloatArray,
+        positions: Sequence[int],
+        wanted_rows: Flags,
+        sequences: Sequence[Sequence[int]] | None,
+    ) -> Any:
+        n = len(rows)
+        batch = self._batch
+        if isinstance(rows, np.ndarray):
+            batch = type(batch).from_buffer_copy(batch)  # the same arrays, but for floats in the place of tokens
+            batch.token, batch.embd = None, rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        else:
+            self._tokens[:n] = rows
+        batch.n_tokens = n
+        self._positions[:n] = positions
+        self._wanted_rows[:n] = wanted_rows
+        if sequences is not None:
+            self._n_elsewhere = max(self._n_elsewhere, n)
+        else:
+            sequences, self._n_elsewhere = [(0,)] * self._n_elsewhere, 0
+        for i, mine in enumerate(sequences):
+            self._counts[i] = len(mine)
+            for j, sequence in enumerate(mine):
+                batch.seq_id[i][j] = sequence
+        return batch
+
+    def _decode(self, batch: Any) -> None:
+        started = time.perf_counter()
+        for _ in range(_MOST_MOVES):
+            status = self._binding.lib.llama_decode(self.handle, batch)
+            if status != _NO_SLOT or self._one_sequence or not self._binding.defragment(self.handle):
+                break
+        if self.tap is not None:
+            self.tap.check()
+        if status != 0:
+            reason = "no room left in its cache" if status == _NO_SLOT else f"status {status}"
+            raise EngineError(f"{self._model.engine} failed to decode {batch.n_tokens} tokens ({reason})")
+        if batch.n_tokens <= _SHORT:
+            self._ms_to_begin.append((time.perf_counter() - started) * 1e3)
+
+    def _decode_tapped(
+        self, tap: StateTap, batch: Any, wanted_rows: Flags, search: bool, last: str | None
+    ) -> dict[str, FloatArray] | None:
+        """The states, or None where one of them was missed."""
+        with tap.armed(search=search, last=last):
+            self._decode(batch)
+            return tap.states(wanted_rows, N_UBATCH)
+
+    def _nextn(self, n: int) -> dict[str, FloatArray]:
+        """What a layer for multi-token prediction goes on from, after each of the last n tokens fed [n, n_embd]."""
+        return {NEXTN: staging().nextn(self.handle, n, self._model.n_embd)} if self._returns_nextn else {}
+
+    def _logits(self, n_rows: int) -> FloatArray:
+        n_vocab = self._model.n_vocab
+        if not n_rows:
+            self._model.check_devices()
+            return np.empty((0, n_vocab), dtype=np.float32)
+        if self._best is not None and self._best.k:
+            self._model.check_devices()
+            return np.empty((0, n_vocab), dtype=np.float32)  # the rows were not copied; see _best_of
+        # This waits for a device to finish, so the time of the pass is the time until here.
+        address = ctypes.cast(self._binding.lib.llama_get_logits(self.handle), ctypes.c_void_p).value
+        self._model.check_devices()
+        if not address:
+            raise EngineError(f"{self._model.engine} returned no logits")
+        view: FloatArray = np.ctypeslib.as_array((ctypes.c_float * n_vocab * n_rows).from_address(address))
+        return view
+
+    def _decode_a_token(self, position: int, sequence: int) -> None:
+        """Have the engine count a pass of a single token: it does once it waited for that alone."""
+        self._binding.lib.llama_synchronize(self.handle)
+        self.run([0], [position], np.zeros(1, dtype=bool), sequences=[(sequence,)])
+        self._binding.lib.llama_synchronize(self.handle)
+        self._binding.remove(self.handle, position, sequence)
+        self._takes_floats = True
+
+    def close(self) -> None:
+        if self.handle:
+            self._binding.lib.llama_batch_free(self._batch)
+            self._binding.free_context(self.handle)
+            if self._best is not None:
+                self._best.close()
+            self.handle = 0
+
+
+# What a llama.cpp engine holds of a sequence, copied out and in.
+
+_RECURRENT = 1
+"""llama.cpp's flag for what of a sequence cannot be rewound, without its keys and values."""
+
+
+def save_recurrent(model: LlamaWeights, ctx: int) -> Bytes:
+    """Of a sequence whose model keeps a state what cannot be rewound; all of it where an engine saves only that.
+
+    It does not grow with the text, as keys and values do.
+
+    Raises:
+        EngineError: the engine saves none.
+    """
+    if not model.binding.saves_recurrent:
+        return save(model, ctx)
+    lib = model.binding.lib
+    state: Bytes = np.empty(lib.llama_state_seq_get_size_ext(ctx, 0, _RECURRENT), dtype=np.uint8)
+    written = lib.llama_state_seq_get_data_ext(ctx, _address(state), state.nbytes, 0, _RECURRENT)
+    model.check_devices()
+    if not written:
+        raise EngineError(f"{model.engine} could not save the state of a context")
+    return state[:written]
+
+
+def restore_recurrent(model: LlamaWeights, ctx: int, state: Bytes, n: int) -> None:
+    """Go back to what ``save_recurrent`` made when a sequence had its first n tokens, which it still has.
+
+    Raises:
+        EngineError: the engine refuses it.
+    """
+    binding = model.binding
+    if not binding.saves_recurrent:
+        binding.clear(ctx)
+        restore(model, ctx, state)
+        return
+    fits = binding.lib.llama_state_seq_set_data_ext(ctx, _address(state), state.nbytes, 0, _RECURRENT)
+    if not fits or not binding.remove(ctx, n):  # the keys and values after it
+        raise EngineError(f"{model.engine} rejected the saved state of a context")
+    model.check_devices()
+
+
+def save(model: LlamaWeights, ctx: int, sequence: int = 0) -> Bytes:
+    """The engine's own record of a sequence.
+
+    Raises:
+        EngineError: it makes none.
+    """
+    binding = model.binding
+    state: Bytes = np.empty(state_bytes(binding, ctx, sequence), dtype=np.uint8)
+    written = binding.lib.llama_state_seq_get_data(ctx, _address(state), state.nbytes, sequence, *binding.state_flags)
+    model.check_devices()
+    if not written:
+        raise EngineError(f"{model.engine} could not save the state of a context")
+    return state[:written]
+
+
+def state_bytes(binding: Binding, ctx: int, sequence: int = 0) -> int:
+    """Size of such a record, or an upper bound of it [bytes]."""
+    return int(binding.lib.llama_state_seq_get_size(ctx, sequence, *binding.state_flags))
+
+
+def restore(model: LlamaWeights, ctx: int, state: Bytes, sequence: int = 0) -> None:
+    """Put a record into an empty sequence.
+
+    Raises:
+        EngineError: the engine refuses it.
+    """
+    binding = model.binding
+    if not binding.lib.llama_state_seq_set_data(ctx, _address(state), state.nbytes, sequence, *binding.state_flags):
+        raise EngineError(f"{model.engine} rejected the saved state of a context")
+    model.check_devices()
+
+
+def saved_sequence(state: ContextState, path: Path) -> Bytes:
+    """The record in an exported state.
+
+    Raises:
+        EngineError: there is none.
+    """
+    sequence = state.arrays.get("sequence")
+    if sequence is None or sequence.dtype != np.uint8 or sequence.ndim != 1:
+        raise EngineError(f"the saved state does not fit {path.name}")
+    return np.ascontiguousarray(sequence)
+
+
+def _address(array: Bytes) -> Any:
+    return array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

@@ -1,0 +1,390 @@
+"""The law of verification, drawn thousands of times on distributions that this model and this draft really had.
+
+A window is a draft of a real round with the target's rows for it. Rows are reduced to their most probable tokens, as
+real rows but small, and then verification is asked again and again, each time with fresh noise, which tokens it emits:
+row i follows i tokens, whatever they are, so token i must follow p_i exactly, whatever was drafted and however rounds
+fell. Five kinds of drafts are sent: sampled from the draft's real distribution, its argmax, one that is seldom right,
+drawn with the target's own noise (what a fixed seed does), and in turns sampled from a poor draft's law and fixed.
+
+Two tests read the counts. Bets against named defects (see ``betting``), and one that suspects nothing in particular:
+a token emitted c times in n draws has n * KL(c/n || p) over ln(2 * cells / a) with probability at most a among all
+cells (Chernoff 1952; valid for every n). Its power: a token whose probability is off by ``detectable`` is found with
+99 %. Noise comes from fixed seeds, so the outcome is the same each time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from localspec.backends.base import FloatArray
+from localspec.commands.verify.rows import Check
+from localspec.sampling.sampling import (
+    Distribution,
+    Ids,
+    Noise,
+    Probs,
+    SamplingParams,
+    distribution,
+    edit_logits,
+    top_k_ids,
+)
+from localspec.spec_decode import verification
+from localspec.spec_decode.rounds import Draft, DraftToken
+from localspec.spec_decode.verification import STREAM_DRAFT, STREAM_TARGET
+
+# Testing a law by betting against it: evidence that may be looked at as often as one likes.
+#
+# Token by token, the claim is that x follows p, given everything before it. A bettor who suspects a defect, under
+# which x would follow r, multiplies his stake by r(x) / p(x). If the claim holds this is fair, whatever the bettor
+# knows of the past: the stake is a non-negative martingale, and the probability that it *ever* reaches 1/a is at most
+# a (Ville 1939; Shafer and Vovk 2019). So a stake of 10^6 is a defect with a false-alarm rate of 10^-6, without
+# approximation, however long the audit runs and whenever it is interrupted. Several bettors share one stake: their
+# mean is fair too.
+#
+# The power is as exact. If the defect is there just as bettor i suspects, his log stake grows by KL(r || p) nats a
+# token on average; with its variance, which is known as well, that gives the probability that the threshold would
+# have been reached on the very distributions that were met.
+
+FALSE_ALARM = 1e-6
+THRESHOLD = -math.log(FALSE_ALARM)
+"""The evidence that counts as a defect, in nats."""
+
+SAMPLED, FIXED = "sampled", "deterministic"
+
+ABOUT_DRAFTS = {
+    "followed": "every other token is the {} guess, whatever p says",
+    "followed a little": "one token in twenty is the {} guess, whatever p says",
+    "avoided": "every other token avoids the {} guess",
+    "no residual": "after a rejected {} guess the token is drawn from p, not from the residual",
+}
+ABOUT_ROWS = {
+    "row before": "every other token is drawn from the row before its own",
+    "row before a little": "one token in twenty is drawn from the row before its own",
+    "sharper": "the text is too likely, as if the temperature were lower by a fifth",
+    "flatter": "the text is too unlikely, as if the temperature were higher by a quarter",
+}
+ON_Q = f"accepted on q ({SAMPLED})"
+SUSPICIONS = (
+    {f"{name} ({rule})": words.format(rule) for rule in (SAMPLED, FIXED) for name, words in ABOUT_DRAFTS.items()}
+    | {ON_Q: "a sampled guess is accepted with the draft's probability for it, not by p / q"}
+    | ABOUT_ROWS
+)
+"""What the bettors suspect. The two rules of verification are code of their own, so each has bettors of its own."""
+
+MIXTURES = {"": 0.5, " a little": 0.05}
+"""The share of tokens that a suspected defect touches."""
+
+
+@dataclass(slots=True)
+class _Bettor:
+    """One suspicion: its log stake [nats], and what that would be if the suspicion were true."""
+
+    log_stake: float = 0.0
+    expected: float = 0.0
+    variance: float = 0.0
+
+
+@dataclass(slots=True)
+class Bets:
+    """The evidence against one law.
+
+    Attributes:
+        n_tokens: tokens looked at.
+        impossible: tokens that p gives no probability; one is proof.
+    """
+
+    n_tokens: int = 0
+    impossible: int = 0
+    _bettors: dict[str, _Bettor] = field(default_factory=lambda: {name: _Bettor() for name in SUSPICIONS})
+
+    def observe(self, p: Distribution, tokens: int | Ids, q: Distribution | None, before: Distribution | None) -> None:
+        """Bet on tokens that were drawn.
+
+        Args:
+            p: the law they are claimed to follow.
+            tokens: one, or many draws from the same law [n].
+            q: the law of their draft token, a point mass for a deterministic one; None where there was none.
+            before: the law of the token before them, if it is known.
+        """
+        drawn = np.atleast_1d(tokens)
+        at = np.minimum(np.searchsorted(p.ids, drawn), len(p.ids) - 1)
+        counts = np.bincount(at[p.ids[at] == drawn], minlength=len(p.ids))
+        n = int(counts.sum())
+        self.n_tokens += n
+        self.impossible += len(drawn) - n
+        for name, r in _suspected(p, q, before).items():
+            ratio = np.log(np.maximum(r, 1e-300) / p.probs)
+            mean = float((r * ratio).sum())
+            bettor = self._bettors[name]
+            bettor.log_stake += float((counts * ratio).sum())
+            bettor.expected += n * mean
+            bettor.variance += n * max(0.0, float((r * ratio * ratio).sum()) - mean * mean)
+
+    @property
+    def evidence(self) -> float:
+        """Logarithm of the common stake, in nats; infinite where something impossible was emitted."""
+        if self.impossible:
+            return math.inf
+        stakes = np.array([bettor.log_stake for bettor in self._bettors.values()])
+        return float(np.logaddexp.reduce(stakes)) - math.log(len(stakes))
+
+    @property
+    def rejected(self) -> bool:
+        """Whether the law does not hold."""
+        return self.evidence >= THRESHOLD
+
+    @property
+    def strongest(self) -> str:
+        """The suspicion with the most evidence, in words."""
+        if self.impossible:
+            return "a token was said that p gives no probability"
+        return SUSPICIONS[max(self._bettors, key=lambda name: self._bettors[name].log_stake)]
+
+    def power(self) -> Mapping[str, float]:
+        """For each suspicion, the probability that it would have been found if it were true (normal approximation)."""
+        alone = THRESHOLD + math.log(len(self._bettors))  # the stake that one bettor needs when all others lose
+        found = {}
+        for name, bettor in self._bettors.items():
+            spread = math.sqrt(bettor.variance)
+            found[name] = NormalDist().cdf((bettor.expected - alone) / spread) if spread else 0.0
+        return found
+
+    def figures(self) -> dict[str, Any]:
+        """``decoding_law`` in ``result``."""
+        return {
+            "tokens": self.n_tokens,
+            "impossible_tokens": self.impossible,
+            "evidence_nats": None if self.impossible else self.evidence,
+            "threshold_nats": THRESHOLD,
+            "strongest_suspicion": self.strongest,
+            "false_alarm": FALSE_ALARM,
+            "power": {SUSPICIONS[name]: value for name, value in self.power().items()},
+        }
+
+
+def expected_evidence(p: Distribution, q: Distribution) -> Mapping[str, float]:
+    """What one token tells on average, in nats, if a suspicion about its draft token is true."""
+    laws = _suspected(p, q, None)
+    return {name: float((r * np.log(np.maximum(r, 1e-300) / p.probs)).sum()) for name, r in laws.items()}
+
+
+def _suspected(p: Distribution, q: Distribution | None, before: Distribution | None) -> Mapping[str, Probs]:
+    """What the token would follow under each suspicion, on the support of p [n]; mass elsewhere is given up."""
+    probs = p.probs
+    laws: dict[str, Probs] = {}
+    if q is not None:
+        rule = f" ({FIXED if len(q.ids) == 1 else SAMPLED})"
+        drafted = q.probs_of(p.ids)
+        overlap = np.minimum(probs, drafted)
+        rest = probs - overlap
+        for suffix, share in MIXTURES.items():
+            laws["followed" + suffix + rule] = (1 - share) * probs + share * drafted
+        if rest.sum() > 1e-9:
+            laws["avoided" + rule] = 0.5 * probs + 0.5 * rest / rest.sum()
+        laws["no residual" + rule] = overlap + (1 - overlap.sum()) * probs
+        if len(q.ids) > 1 and rest.sum() > 1e-9:
+            laws[ON_Q] = drafted * drafted + (1 - (q.probs**2).sum()) * rest / rest.sum()
+    if before is not None:
+        for suffix, share in MIXTURES.items():
+            laws["row before" + suffix] = (1 - share) * probs + share * before.probs_of(p.ids)
+    for name, power in (("sharper", 1.25), ("flatter", 0.8)):
+        tilted = probs**power
+        laws[name] = tilted / tilted.sum()
+    return laws
+
+
+PER_ROW = 16
+"""Tokens kept of each row of a window."""
+
+LONGEST = 3
+"""Draft tokens kept of a window."""
+
+CHECKED_DRAWS = 50
+"""Draws between two looks at the cancel flag."""
+
+KINDS = ("sampled", "fixed", "seldom right", "coupled", "mixed")
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A draft of a real round and the target's rows for it, over the tokens that matter.
+
+    Attributes:
+        rows: [k + 1, n_kept]; penalties are applied.
+        laws: what the k draft tokens were drawn from, over the tokens kept; None for a deterministic one.
+    """
+
+    rows: FloatArray
+    laws: list[Distribution | None]
+
+    @classmethod
+    def of(cls, rows: FloatArray, draft: Draft, settled: Sequence[int], params: SamplingParams) -> Window:
+        """Reduce the rows [k + 1, n_vocab] of a round; ``settled`` is the text before it."""
+        k = min(len(draft), LONGEST)
+        edited = [edit_logits(rows[i], [*settled, *draft.ids[:i]], params) for i in range(k + 1)]
+        kept = [top_k_ids(row, PER_ROW) for row in edited]
+        laws = [token.dist for token in draft[:k]]
+        kept += [law.ids[np.argsort(-law.probs)[:PER_ROW]] for law in laws if law is not None]
+        ids = np.unique(np.concatenate(kept))
+        return cls(np.stack([row[ids] for row in edited]), [law and _restricted(law, ids) for law in laws])
+
+    def drafted(self, params: SamplingParams, *, poorly: bool = False) -> list[Distribution]:
+        """The laws of the draft tokens; where none is known, or ``poorly``, a poor draft's: the target's own at twice
+        the temperature, mixed with another row of the text."""
+        hot = SamplingParams(temperature=2 * params.temperature)
+        poor = [distribution(0.7 * row + 0.3 * self.rows[-1], (), hot) for row in self.rows[:-1]]
+        return poor if poorly else [law or other for law, other in zip(self.laws, poor, strict=True)]
+
+    def telling(self, params: SamplingParams) -> float:
+        """How much a draw would tell if verification were wrong, in nats: by the suspicion about the residual, which is
+        the hardest to see, over all places."""
+        total = 0.0
+        for row, q in zip(self.rows, self.drafted(params), strict=False):
+            nats = expected_evidence(distribution(row, (), params), q)
+            total += max(value for name, value in nats.items() if name.startswith("no residual"))
+        return total
+
+
+def law_of(token: int, dist: Distribution | None) -> Distribution:
+    """The law that a draft token was drawn from: a point mass for a deterministic one."""
+    return dist if dist is not None else Distribution(np.array([token]), np.ones(1))
+
+
+@dataclass(slots=True)
+class VerificationLaw:
+    """What the draws say.
+
+    Attributes:
+        bets: the evidence of named defects.
+        n_draws: trials.
+        excess: largest n * KL over its threshold; 1 or more is a defect.
+        worst: the cell it was found in, in words.
+        detectable: the smallest error of a probability, anywhere, that is found with 99 %.
+    """
+
+    bets: Bets = field(default_factory=Bets)
+    n_draws: int = 0
+    excess: float = 0.0
+    worst: str = ""
+    detectable: float = 0.0
+
+    @property
+    def rejected(self) -> bool:
+        """Whether verification does not follow the target's law."""
+        return self.excess >= 1 or self.bets.rejected
+
+    def figures(self) -> dict[str, Any]:
+        """``verification_law`` in ``result``."""
+        return {
+            "draws": self.n_draws,
+            "largest_excess": self.excess,
+            "worst_cell": self.worst,
+            "detectable_error": self.detectable,
+            **self.bets.figures(),
+        }
+
+    def examine(self, windows: Sequence[Window], params: SamplingParams, n_draws: int, check: Check) -> None:
+        """Draw ``n_draws`` times from every kind of draft on every window; the rows of ``windows`` are edited already,
+        so ``params`` must not edit them."""
+        n_laws = sum(len(distribution(row, (), params).ids) for window in windows for row in window.rows)
+        limit = math.log(2 * max(1, n_laws * len(KINDS)) / FALSE_ALARM)
+        for number, (window, kind) in enumerate(itertools.product(windows, KINDS)):
+            trial, emitted = _Trial(window, kind, params), []
+            for draw in range(n_draws):
+                if draw % CHECKED_DRAWS == 0:
+                    check()
+                emitted.append(trial.emitted(Noise(number * 2**32 + draw)))
+            self.n_draws += n_draws
+            for place, tokens in enumerate(np.array(emitted).T):
+                p, before = trial.laws[place], trial.laws[place - 1] if place else None
+                self.bets.observe(p, tokens, trial.law_to_bet_with(place), before)
+                self._compare(p, tokens, limit, f"window {number // len(KINDS)}, {kind} guesses, place {place}")
+
+    def _compare(self, p: Distribution, tokens: Ids, limit: float, where: str) -> None:
+        """Hold draws [n] against their law: n * KL stays under ``limit`` for each token."""
+        n = len(tokens)
+        shares = np.bincount(tokens, minlength=int(p.ids[-1]) + 1)[p.ids] / n
+        excess = n * _binary_kl(shares, p.probs) / limit
+        if excess.max() > self.excess:
+            worst = int(np.argmax(excess))
+            self.excess = float(excess[worst])
+            self.worst = (
+                f"{where}: a token of probability {p.probs[worst]:.4f} was said in {shares[worst]:.4f} of {n} draws"
+            )
+        spread = np.sqrt(p.probs * (1 - p.probs) / n)
+        self.detectable = max(self.detectable, float((spread * (math.sqrt(2 * limit) + 2.33)).max()))
+
+
+class _Trial:
+    """One kind of draft on one window.
+
+    Attributes:
+        laws: the target's, one for each row.
+    """
+
+    def __init__(self, window: Window, kind: str, params: SamplingParams) -> None:
+        self.laws = [distribution(row, (), params) for row in window.rows]
+        self._rows, self._params, self._coupled = window.rows, params, kind == "coupled"
+        self._n_sampled = 0
+        # The law of each draft token, and whether the draft says so.
+        self._drafted: list[tuple[Distribution, bool]] = []
+        for place, q in enumerate(window.drafted(params, poorly=kind == "mixed")):
+            if kind == "sampled" or (kind == "mixed" and place % 2 == 0):
+                self._drafted.append((q, True))
+            elif kind == "coupled":
+                self._drafted.append((q, False))
+            else:
+                law, rank = (self.laws[place], 2) if kind == "seldom right" else (q, 0)
+                self._drafted.append((_point_mass(law, rank), False))
+
+    def law_to_bet_with(self, place: int) -> Distribution | None:
+        """The law of the draft token for a place; None where there is none, or it knows the target's noise."""
+        return None if self._coupled or place == len(self._drafted) else self._drafted[place][0]
+
+    def emitted(self, noise: Noise) -> list[int]:
+        """The tokens of all rows, by rounds of drafting and verifying until every row has had its token."""
+        tokens: list[int] = []
+        while (start := len(tokens)) < len(self._rows):
+            draft = Draft([self._draft_token(place, noise) for place in range(start, len(self._rows) - 1)])
+            settled = [0] * (1 + start)  # only their number matters: it addresses the noise
+            verdict = verification.verify(draft, self._rows[start:], settled, self._params, noise)
+            tokens += [*draft.ids[: verdict.n_accepted], verdict.next_token]
+        return tokens
+
+    def _draft_token(self, place: int, noise: Noise) -> DraftToken:
+        q, sampled = self._drafted[place]
+        if self._coupled:
+            token = q.sample(noise, place + 1, STREAM_TARGET)
+        else:
+            self._n_sampled += 1
+            token = q.sample(noise, self._n_sampled, STREAM_DRAFT)
+        return DraftToken(token, "audit", 0.5, q if sampled else None)
+
+
+def _point_mass(law: Distribution, rank: int) -> Distribution:
+    """A point mass on a law's most probable token (rank 0), or one of the next."""
+    order = np.argsort(-law.probs, kind="stable")
+    return law_of(int(law.ids[order[min(rank, len(order) - 1)]]), None)
+
+
+def _restricted(law: Distribution, ids: Ids) -> Distribution:
+    """A law over the kept tokens alone, numbered by their place among them."""
+    probs = law.probs_of(ids)
+    kept = np.flatnonzero(probs)
+    return Distribution(kept, probs[kept] / probs[kept].sum())
+
+
+def _binary_kl(a: Probs, p: Probs) -> Probs:
+    """KL divergence [nats] of a coin of probability a from one of probability p, elementwise."""
+    p = np.clip(p, 1e-300, 1 - 1e-16)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        heads = np.where(a > 0, a * np.log(a / p), 0.0)
+        tails = np.where(a < 1, (1 - a) * np.log((1 - a) / (1 - p)), 0.0)
+    return np.asarray(np.maximum(heads + tails, 0.0))

@@ -1,0 +1,754 @@
+"""What an audit finds: the log it keeps while it runs, and its result, a verdict in one sentence and one JSON object.
+
+The object of ``verify --json`` (``"format": "localspec-audit", "version": 1``; a field is never renamed or removed
+without another version):
+
+========================= =============================================================================================
+``lossless``              true, false, or null where the audit was interrupted before it found a defect
+``verdict``               the sentence that the report begins with
+``interrupted``           Ctrl-C ended the audit early: everything below is what was checked until then
+``model, backend``        what was audited; ``engine`` and ``draft`` (the names) with it
+``exact``                 whether the engine claims that the width of a pass changes nothing, so that the bound is 0
+``settings``              ``prompts, tokens`` (longest answer), ``draft_length, longest_draft``, ``sampling`` (the chain
+                          of the laws)
+``seconds``               wall time of the audit, without loading
+``noise``                 ``rows, widths, median, largest, bound, gap_bound`` (logits), ``mean_kl, mean_kl_limit``
+                          (nats), ``argmax_flips, false_alarm``; ``tested``: rows held against the bound
+``arms[]``                ``arm, sampled, answers, complete, tokens, rounds, drafted, accepted, widths, rejected_at,
+                          differences, largest_deviation``: one for each way of drafting
+``memory``                ``rollbacks, restored, pairs, bitwise, largest_deviation`` or null
+``sensitivity``           ``tries, median, smallest, found``: rows of contexts that are wrong on purpose, and the share
+                          of them over the bound; or null
+``verification_law``      ``draws, largest_excess, worst_cell, detectable_error`` and the fields of ``decoding_law``; or
+                          null
+``samples``               ``drawn, sent, impossible, evidence_nats, threshold_nats, worst, detectable_error,
+                          false_alarm``: the samples of drafters against the laws they were drawn from; or null
+``thinking``              ``answers, closed``: answers with a budget for thinking, and blocks closed by it; or null
+``several``               ``sequences, reason, answers, tokens, drafted, accepted, passes, largest_deviation, bound``:
+                          answers made at a time; ``reason`` where there were none; or null
+``decoding_law``          ``tokens, impossible_tokens, evidence_nats, threshold_nats, strongest_suspicion, false_alarm,
+                          power`` (by suspicion), or null
+``ties[]``                ``arm, prompt, position, plain, speculative`` (``id, text``), ``gap, deviation``
+``rechecked``             ``rows, explained``: suspicious rows that were computed again from nothing
+``defects[]``             ``kind, arm, prompt, position, evidence, details``; see ``Defect``
+========================= =============================================================================================
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from itertools import chain, repeat
+from typing import Any, Literal
+
+import numpy as np
+
+from localspec.backends.base import Context, FloatArray, Model
+from localspec.backends.trust import MAX_MEAN_KL, agreement
+from localspec.errors import EngineError, line_of
+from localspec.sampling.sampling import Ids, SamplingParams, edit_logits
+from localspec.spec_decode.decoder import PREFILL_CHUNK
+
+# The oracle: the target alone, in fresh contexts that are never rolled back, token by token and in wide passes.
+#
+# Rows of logits are kept small, and compared by how far two computations of one row lie apart.
+
+TOP = 20
+"""Tokens that a deviation looks at: those that could have been chosen."""
+
+KEPT = 64
+"""Tokens of a row that are kept: a row of 152,000 logits takes 600 KB, and an audit compares hundreds."""
+
+SINGLE = 2e-5
+"""Logits: what taking logarithms of numbers in single precision may change."""
+
+SLACK = 8
+"""Tokens of room behind a text, for probes."""
+
+
+class AuditStopped(Exception):
+    """The audit was interrupted."""
+
+
+Check = Callable[[], Literal[False]]
+"""Called between passes; raises ``AuditStopped`` where the audit is to end."""
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """How far two computations of one row lie apart; all 0 exactly where they are equal to the bit.
+
+    Attributes:
+        rms: root mean square change of the top 20 logits about their common shift, in logits.
+        swing: largest change of one of them against the best: bounds the gap that a flipped argmax can have.
+        kl: Kullback-Leibler divergence over the tokens kept, in nats.
+        flips: whether the argmax differs.
+    """
+
+    rms: float = 0.0
+    swing: float = 0.0
+    kl: float = 0.0
+    flips: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRow:
+    """The most probable tokens of a row [n <= KEPT], best first, among equals the lower id as in greedy decoding, with
+    their logits [n]; and a digest of the whole row."""
+
+    ids: Ids
+    logits: FloatArray
+    digest: bytes
+
+    @classmethod
+    def of(cls, row: FloatArray) -> KeptRow:
+        """Keep what matters of a row [n_vocab].
+
+        Raises:
+            EngineError: its largest value is not a finite number.
+        """
+        if not np.isfinite(row.max()):
+            raise EngineError("the engine returned non-finite logits")
+        n = min(KEPT, len(row))
+        # All that equal the last one kept are candidates, so that ties are cut by id and not by chance.
+        candidates = np.flatnonzero(row >= np.partition(row, len(row) - n)[len(row) - n])
+        ids = candidates[np.argsort(-row[candidates], kind="stable")][:n]
+        return cls(ids, row[ids], digest_of(row))
+
+    @property
+    def best(self) -> int:
+        """The argmax."""
+        return int(self.ids[0])
+
+    def gap(self, token: int) -> float:
+        """How far a token lies under the most probable one, in logits; at least that, where it was not kept."""
+        at = np.flatnonzero(self.ids == token)
+        return float(self.logits[0]) - float(self.logits[int(at[0]) if len(at) else -1])
+
+    def compared(self, row: FloatArray) -> Deviation:
+        """Compare another computation of the same row [n_vocab] with this one."""
+        if digest_of(row) == self.digest:
+            return Deviation()
+        change = (row[self.ids].astype(np.float64) - self.logits)[:TOP]
+        rms, swing = float(change.std()), float(np.abs(change - change[0]).max())
+        kl = agreement(self.logits[None], row[self.ids][None]).mean_kl
+        # Not equal to the bit, but all by the same amount, or only far down: the smallest number that says so.
+        return Deviation(max(rms, 1e-12), swing, kl, int(np.argmax(row)) != self.best)
+
+    def near(self, top: Sequence[tuple[int, float]], argmax: int) -> Deviation:
+        """Compare with another computation of the row of which little is known: its most probable tokens with their
+        logarithms, which differ from logits by one number; and its argmax."""
+        at = {int(token): i for i, token in enumerate(self.ids)}
+        pairs = [(value, float(self.logits[at[token]])) for token, value in top if token in at]
+        change = np.array([value - logit for value, logit in pairs] or [0.0])
+        rms = float(change.std())
+        if rms < SINGLE:
+            return Deviation(flips=argmax != self.best)
+        return Deviation(rms, float(np.abs(change - change[0]).max()), 0.0, argmax != self.best)
+
+
+def digest_of(row: FloatArray) -> bytes:
+    """Equal for rows that are equal to the bit."""
+    return blake2b(row.tobytes(), digest_size=16).digest()
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PlainAnswer:
+    """What the target alone answers greedily, or what it computes of an answer that was given.
+
+    Attributes:
+        name: the prompt's id.
+        prompt, tokens: token ids of the prompt and of the answer.
+        rows: the row behind each token of the answer; penalties are applied.
+        params: penalties and biases, and whether the answer goes on behind end tokens.
+    """
+
+    name: str
+    prompt: list[int]
+    tokens: list[int]
+    rows: list[KeptRow]
+    params: SamplingParams
+
+    def before(self, position: int) -> list[int]:
+        """All tokens before the answer's token at ``position``."""
+        return self.prompt + self.tokens[:position]
+
+    def compared(self, position: int, row: FloatArray) -> Deviation:
+        """How far another row of raw logits [n_vocab] for the token at ``position`` lies from the right one."""
+        return self.rows[position].compared(edit_logits(row, self.before(position), self.params))
+
+
+def plain_answer(
+    model: Model, name: str, prompt: list[int], params: SamplingParams, n_tokens: int, check: Check
+) -> PlainAnswer:
+    """The greedy answer by the book: a fresh context, one token a pass, the argmax."""
+    ends = frozenset() if params.ignore_eos else model.vocab.eog
+    tokens, rows = list(prompt), list[KeptRow]()
+    with model.new_context(len(prompt) + n_tokens) as context:
+        while len(rows) < n_tokens and (not rows or rows[-1].best not in ends):
+            check()
+            row = KeptRow.of(edit_logits(row_behind(context, tokens, check), tokens, params))
+            rows.append(row)
+            tokens.append(row.best)
+    return PlainAnswer(name, prompt, tokens[len(prompt) :], rows, params)
+
+
+def replayed(
+    model: Model, name: str, prompt: list[int], tokens: list[int], params: SamplingParams, check: Check
+) -> PlainAnswer:
+    """An answer that was given, read by the book: in a fresh context, one token a pass."""
+    text, rows = list(prompt), list[KeptRow]()
+    with model.new_context(len(prompt) + len(tokens)) as context:
+        for token in tokens:
+            check()
+            rows.append(KeptRow.of(edit_logits(row_behind(context, text, check), text, params)))
+            text.append(token)
+    return PlainAnswer(name, prompt, tokens, rows, params)
+
+
+def wide_passes(
+    model: Model,
+    plain: PlainAnswer,
+    n_rows: int,
+    lengths: Iterable[int],
+    widths: Iterator[int],
+    check: Check,
+    *,
+    branches: bool = False,
+) -> Iterator[list[Deviation]]:
+    """Compute the first rows of an answer again in a fresh context, in passes over several tokens.
+
+    The ``lengths`` of the passes over the prompt matter as much as the ``widths`` of those over the answer: a cached
+    prompt's passes fall elsewhere than those of a new one, and engines take other kernels for long passes than for
+    short ones. So does whether the context takes branching drafts (``branches``): ik-llama's computes without flash
+    attention.
+
+    Yields:
+        How far the rows of each pass lie from the answer's.
+    """
+    text, first = plain.before(n_rows - 1), len(plain.prompt) - 1
+    with model.new_context(len(text) + SLACK, branches=branches) as context:
+        feed(context, text[:first], check, lengths)
+        while (at := context.n_past) < len(text):
+            check()
+            rows = context.decode(text[at : at + next(widths)]).logits
+            yield [plain.compared(at - first + i, row) for i, row in enumerate(rows)]
+
+
+def prompt_cuts(n_tokens: int) -> list[Iterable[int]]:
+    """Ways to cut a prompt of so many tokens into passes: as a cache would that knows half of it, in long, in short and
+    in very short ones."""
+    half = max(1, n_tokens // 2)
+    return [chain((half,), repeat(PREFILL_CHUNK)), repeat(PREFILL_CHUNK // 2 - 3), repeat(16), repeat(5)]
+
+
+def feed(context: Context, tokens: Sequence[int], check: Check, lengths: Iterable[int] = repeat(PREFILL_CHUNK)) -> None:
+    """Make a context hold these tokens, decoding what it lacks in passes of these lengths."""
+    at = context.reuse(tokens)
+    for length in lengths:
+        if at >= len(tokens):
+            return
+        check()
+        context.decode(tokens[at : at + length], "none")
+        at += length
+
+
+def row_behind(context: Context, text: Sequence[int], check: Check) -> FloatArray:
+    """The row of logits [n_vocab] behind a text; valid until the context's next pass."""
+    feed(context, text[:-1], check)
+    row: FloatArray = context.decode(text[-1:], "last").logits[0]
+    return row
+
+
+FORMAT, VERSION = "localspec-audit", 1
+
+DefectKind = Literal["kernel", "row", "decision", "memory", "law", "engine"]
+Figures = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Defect:
+    """Something that rounding does not explain.
+
+    Attributes:
+        kind: ``kernel`` (wide passes contradict narrow ones), ``row`` (a row of logits is not that of its text),
+            ``decision`` (a token is not what its row says), ``memory`` (a context does not hold what it should),
+            ``law`` (tokens do not follow the target's distribution), ``engine`` (a pass failed).
+        arm, prompt, position: where; position counts the tokens of the answer from 0.
+        evidence: one sentence.
+        details: its figures.
+    """
+
+    kind: DefectKind
+    arm: str
+    prompt: str | None
+    position: int | None
+    evidence: str
+    details: Figures = field(default_factory=dict)
+
+
+class DefectFound(Exception):
+    """A defect that ends the answer it was found in."""
+
+    def __init__(self, defect: Defect) -> None:
+        super().__init__(defect.evidence)
+        self.defect = defect
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """A row that the running system computed, against the row for the same position of the plain answer; ``token`` is
+    what was emitted there, -1 where only the row was looked at."""
+
+    arm: str
+    plain: PlainAnswer
+    position: int
+    deviation: Deviation
+    token: int = -1
+
+    @property
+    def gap(self) -> float:
+        """How far the token lies under the argmax of the one-token pass, in logits."""
+        return 0.0 if self.token < 0 else self.plain.rows[self.position].gap(self.token)
+
+    @property
+    def differs(self) -> bool:
+        """Whether plain decoding has another token here."""
+        return self.token >= 0 and self.token != self.plain.rows[self.position].best
+
+
+@dataclass(slots=True)
+class ArmTally:
+    """The answers of one way of drafting, added up: an entry of ``arms[]``.
+
+    Attributes:
+        sampled: at a temperature, so that there is no plain answer to compare with.
+        complete: answers that no defect broke off.
+        widths: of the target's passes.
+        rejected_at: positions in a draft, from 1, at which a token was rejected.
+        differences: tokens that plain decoding has otherwise.
+        largest_deviation: of a row, in logits; None if ``sampled``.
+    """
+
+    arm: str
+    sampled: bool
+    answers: int = 0
+    complete: int = 0
+    tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    widths: set[int] = field(default_factory=set)
+    rejected_at: set[int] = field(default_factory=set)
+    differences: int = 0
+    largest_deviation: float | None = None
+
+
+@dataclass(slots=True)
+class AuditLog:
+    """All that was noted down so far."""
+
+    arms: dict[tuple[str, bool], ArmTally] = field(default_factory=dict)
+    observations: list[Observation] = field(default_factory=list)
+    defects: list[Defect] = field(default_factory=list)
+
+    @contextmanager
+    def noting(self, arm: str, prompt: str, what: str) -> Iterator[None]:
+        """Note the defect that ends the block, or the failure of the engine."""
+        try:
+            yield
+        except AuditStopped:
+            raise
+        except DefectFound as found:
+            self.defects.append(found.defect)
+        except Exception as error:
+            self.defects.append(Defect("engine", arm, prompt, None, f"{what} broke off: {line_of(error)}"))
+
+    @contextmanager
+    def answering(self, arm: str, prompt: str, *, sampled: bool) -> Iterator[ArmTally]:
+        """The figures of a way of drafting, for one more answer to be added to; notes as ``noting``."""
+        tally = self.arms.setdefault((arm, sampled), ArmTally(arm, sampled, largest_deviation=None if sampled else 0.0))
+        tally.answers += 1
+        with self.noting(arm, prompt, "decoding"):
+            yield tally
+            tally.complete += 1
+
+
+@dataclass(slots=True)
+class AuditResult:
+    """See the module's docstring."""
+
+    interrupted: bool
+    model: str
+    backend: str
+    engine: str
+    draft: list[str]
+    exact: bool
+    settings: Figures
+    seconds: float
+    noise: Figures
+    arms: list[ArmTally]
+    memory: Figures | None
+    sensitivity: Figures | None
+    verification_law: Figures | None
+    decoding_law: Figures | None
+    samples: Figures | None
+    thinking: Figures | None
+    several: Figures | None
+    ties: list[Figures]
+    rechecked: Figures
+    defects: list[Defect]
+
+    @property
+    def lossless(self) -> bool | None:
+        """Whether the check held; None where it was not finished."""
+        if self.defects:
+            return False
+        return None if self.interrupted else True
+
+    @property
+    def largest_deviation(self) -> float:
+        """Of any row, in logits."""
+        deviations = [arm.largest_deviation or 0.0 for arm in self.arms]
+        return max([*deviations, self.memory["largest_deviation"] if self.memory else 0.0])
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        if self.defects:
+            first = self.defects[0]
+            where = f"{first.arm}" + (f", prompt {first.prompt}" if first.prompt else "")
+            where += f", token {first.position}" if first.position is not None else ""
+            more = f" ({len(self.defects) - 1} more)" if len(self.defects) > 1 else ""
+            return f"NOT lossless here: {where}: {first.evidence}{more}"
+        n_answers = sum(arm.answers for arm in self.arms if arm.drafted)
+        n_tokens = sum(arm.tokens for arm in self.arms if arm.drafted)
+        if self.several and self.several["drafted"]:
+            n_answers += self.several["answers"]
+            n_tokens += self.several["tokens"]
+        checked = (
+            f"{counted(n_answers, 'answer')} with guesses, {counted(n_tokens, 'token')}, each of them the model's own"
+        )
+        if self.ties:
+            checked += f"; {counted(len(self.ties), 'token')} where rounding decides between two that are nearly tied"
+        elif self.exact:
+            checked += ", to the bit"
+        return f"interrupted; no defect so far: {checked}" if self.interrupted else f"lossless here: {checked}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON object."""
+        found = {"format": FORMAT, "version": VERSION, "lossless": self.lossless, "verdict": self.verdict}
+        return found | asdict(self, dict_factory=_with_lists)
+
+
+def _with_lists(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: sorted(value) if isinstance(value, set) else value for name, value in items}
+
+
+def in_words(display: Callable[[int], str]) -> Callable[[int], str]:
+    """Turns a token into words for a sentence."""
+    return lambda token: f"{display(token)!r} ({token})"
+
+
+def counted(n: int, noun: str) -> str:
+    """``1 answer``, ``2 answers``."""
+    return f"{n} {noun}" + ("" if n == 1 else "s")
+
+
+# The target's context after rollbacks: nothing of what was rejected may be left in it, and nothing else be missing.
+#
+# Two comparisons, on the running system's own context:
+#
+# * A row computed right after a rollback against the same row of the plain answer: equal up to the noise of the pass
+#   width. The rollbacks are those of a round (a few rejected tokens), of an edited question (back into the middle of
+#   the answer, of the prompt) and of a new conversation (back to nothing). Where the engine can save a state, one is
+#   saved, written over and put back, which must give the same row too.
+# * The same rollback twice, with different rejected tokens: what they were must not change a single bit of the rows
+#   that follow. That has no noise at all, where the engine computes the rows of a pass independently of one another;
+#   so that is looked at first, in fresh contexts. Where it does not hold (mixtures of experts group tokens by expert),
+#   only the first comparison counts.
+#
+# ``sensitivity`` measures what the first comparison is worth on this very model: contexts that lack their last token,
+# or hold a rejected one in its place, are made on purpose, and the deviation is what a defect of that kind would
+# show.
+
+ARM = "rollback"
+
+
+@dataclass(slots=True)
+class Rollbacks:
+    """Figures of the probes: ``memory`` in ``result``.
+
+    Attributes:
+        rollbacks: how many were made.
+        restored: how many states were saved, and put back over another text.
+        pairs: rollbacks that were made twice, with different rejected tokens.
+        bitwise: whether equality to the bit could be demanded of those.
+        largest_deviation: of a row, in logits.
+    """
+
+    rollbacks: int = 0
+    restored: int = 0
+    pairs: int = 0
+    bitwise: bool = True
+    largest_deviation: float = 0.0
+
+    def probe(self, context: Context, plain: PlainAnswer, reach: int, log: AuditLog, check: Check) -> None:
+        """Roll the running context back in every way that decoding does, for drafts of up to ``reach`` tokens, and look
+        at the rows that follow; ``plain`` is at least two tokens long."""
+        rng, last = random.Random(7), len(plain.tokens) - 1
+
+        def rejected(n: int) -> list[int]:
+            return [rng.randrange(context.model.n_vocab) for _ in range(n)]
+
+        def observe(position: int, row: FloatArray) -> None:
+            deviation = plain.compared(position, row)
+            self.largest_deviation = max(self.largest_deviation, deviation.rms)
+            log.observations.append(Observation(ARM, plain, position, deviation))
+
+        independent = rows_are_independent(context.model, plain, check)
+        self.bitwise &= independent
+        for n_draft, share in ((1, 0.25), (3, 0.5), (reach, 0.75), (reach, 1.0)):
+            position = max(1, int(last * share))
+            text, digests = plain.before(position), []
+            # The first try leaves its cells behind; the two that are compared then find the same memory.
+            for _ in range(3):
+                feed(context, text[:-2], check)
+                context.decode([text[-2], *rejected(n_draft)])
+                row = np.array(row_behind(context, text, check))
+                digests.append(digest_of(row))
+                observe(position, row)
+                self.rollbacks += 1
+            self.pairs += 1
+            if independent and digests[1] != digests[2]:
+                evidence = (
+                    f"after {n_draft} rejected guesses were taken back, the next row depends on what they were: "
+                    "two rollbacks that should leave the same memory give rows that are not equal to the bit"
+                )
+                log.defects.append(Defect("memory", ARM, plain.name, position, evidence, {"guesses": n_draft}))
+        text = plain.before(last)
+        for kept in (len(plain.prompt) + last // 2, max(1, len(plain.prompt) // 2), 0):
+            context.truncate(min(kept, context.n_past))
+            observe(last, row_behind(context, text, check))
+            self.rollbacks += 1
+        if context.model.capabilities.saves_state:
+            feed(context, text[:-1], check)
+            state = context.export_state()
+            context.truncate(0)
+            context.decode(rejected(reach), "none")
+            context.import_state(state)
+            observe(last, row_behind(context, text, check))
+            self.restored += 1
+
+
+def rows_are_independent(model: Model, plain: PlainAnswer, check: Check) -> bool:
+    """Whether, in fresh contexts, a row is the same to the bit whatever follows it in its pass."""
+    digests = set()
+    for seed in (1, 2):
+        rng = random.Random(seed)
+        with model.new_context(len(plain.prompt) + SLACK) as context:
+            feed(context, plain.prompt[:-1], check)
+            tokens = [plain.prompt[-1], *(rng.randrange(model.n_vocab) for _ in range(4))]
+            digests.add(digest_of(context.decode(tokens).logits[0]))
+    return len(digests) == 1
+
+
+def sensitivity(model: Model, plain: PlainAnswer, check: Check) -> list[Deviation]:
+    """How far rows move when the context is wrong on purpose; every fourth position, two ways each."""
+    rng, found = random.Random(11), []
+    with model.new_context(len(plain.prompt) + len(plain.tokens) + SLACK) as context:
+        for position in range(2, len(plain.tokens), 4):
+            text = plain.before(position)
+            for spoiled in (text[:-2], [*text[:-2], rng.randrange(model.n_vocab)]):
+                found.append(plain.compared(position, row_behind(context, [*spoiled, text[-1]], check)))
+    return found
+
+
+# What rounding explains: how far the width of a pass moves logits on this engine and model, and what goes further.
+#
+# The same text is decoded twice in contexts that never saw a rollback: token by token, and in passes of every width
+# that speculation uses. Both are right; what lies between them is rounding. From these deviations a bound is derived
+# that a healthy audit stays under:
+#
+# * Above its 90 % quantile u a deviation is taken to have an exponential tail (the generic tail of a light-tailed law,
+#   Balkema and de Haan 1974; Pickands 1975), whose mean is estimated from the k values above u, and replaced by the
+#   upper end of its 95 % confidence interval.
+# * The bound is where that tail gives one crossing among all the rows the audit compares a probability of
+#   ``FALSE_ALARM``: u + mean * ln(k / n * n_tested / FALSE_ALARM); at least ``RESOLUTION``.
+#
+# A row beyond the bound, or a token further under the argmax than the bound for that, is not a defect yet: the row is
+# computed again from nothing, in fresh contexts and passes of several widths, since some texts have rows that
+# rounding moves far. It is a defect where none of them moves half as far. Where the engine claims that width does not
+# matter, the bound is 0: equality to the bit is demanded, and any deviation is a defect.
+
+FALSE_ALARM = 0.01
+"""Probability that a healthy audit has to compute a row again; under the tail assumption above."""
+
+RESOLUTION = 1e-3
+"""Deviation [logits] that a fast engine is never blamed for: where the rows that were looked at happened to be equal to
+the bit, the next one need not be. It moves a probability by a thousandth."""
+
+MIN_ROWS = 10
+"""Fewer rows say nothing about a tail."""
+
+MOST_RECHECKS = 3
+"""So many rows that nothing explains, and there is no doubt left about the next suspicious one."""
+
+WIDTHS = (2, 5, 9, 16)
+"""Passes that a suspicious row is computed again in, one for each way of ``prompt_cuts``."""
+
+EXPLAINED = 2.0
+"""A row counts as explained if fresh contexts move it at least 1 / EXPLAINED as far."""
+
+
+@dataclass(slots=True)
+class WidthNoise:
+    """Deviations between narrow and wide passes of healthy contexts.
+
+    Attributes:
+        exact: the engine claims that there are none.
+        deviations: one for each row.
+        widths: the widths that were used.
+    """
+
+    exact: bool
+    deviations: list[Deviation] = field(default_factory=list)
+    widths: set[int] = field(default_factory=set)
+
+    @property
+    def mean_kl(self) -> float:
+        """Mean divergence over the rows, in nats."""
+        return float(np.mean([each.kl for each in self.deviations])) if self.deviations else 0.0
+
+    @property
+    def contradicts_itself(self) -> bool:
+        """Wide passes compute something else than narrow ones: a wrong kernel, not rounding."""
+        if self.exact:
+            return any(each.rms > 0 for each in self.deviations)
+        return not self.mean_kl <= MAX_MEAN_KL
+
+    def bounds(self, n_tested: int) -> tuple[float, float] | None:
+        """What rounding explains if ``n_tested`` rows are compared, in logits: of a row's deviation, and of the gap
+        between an emitted token and the argmax. None: too few rows were measured."""
+        if self.exact:
+            return 0.0, 0.0
+        if len(self.deviations) < MIN_ROWS:
+            return None
+        rms, swing = ([getattr(each, name) for each in self.deviations] for name in ("rms", "swing"))
+        return max(RESOLUTION, tail_bound(rms, n_tested)), max(RESOLUTION, tail_bound(swing, n_tested))
+
+    def figures(self, n_tested: int) -> dict[str, Any]:
+        """``noise`` in ``result``."""
+        rms = [each.rms for each in self.deviations]
+        bound, gap_bound = self.bounds(n_tested) or (None, None)
+        return {
+            "rows": len(rms),
+            "tested": n_tested,
+            "widths": sorted(self.widths),
+            "median": float(np.median(rms)) if rms else None,
+            "largest": max(rms, default=None),
+            "bound": bound,
+            "gap_bound": gap_bound,
+            "mean_kl": self.mean_kl,
+            "mean_kl_limit": 0.0 if self.exact else MAX_MEAN_KL,
+            "argmax_flips": sum(each.flips for each in self.deviations),
+            "false_alarm": 0.0 if self.exact else FALSE_ALARM,
+        }
+
+
+def tail_bound(sample: Sequence[float], n_tested: int, false_alarm: float = FALSE_ALARM) -> float:
+    """What the largest of ``n_tested`` further values stays under with probability 1 - ``false_alarm``.
+
+    Of ``sample`` there are at least ``MIN_ROWS`` values; the module's docstring says what is assumed of their tail.
+    """
+    ordered = np.sort(np.asarray(sample, dtype=np.float64))
+    n = len(ordered)
+    k = max(5, n // 10)
+    threshold = float(ordered[n - k - 1])
+    # The sum of k exponential excesses over their mean is half a chi-square of 2k degrees of freedom.
+    mean = float((ordered[n - k :] - threshold).mean()) * 2 * k / _chi_square_low(2 * k)
+    share = k / n * max(1, n_tested) / false_alarm
+    return max(float(ordered[-1]), threshold + mean * max(0.0, math.log(share)))
+
+
+def _chi_square_low(degrees: int) -> float:
+    """The 5 % quantile of the chi-square law (Wilson and Hilferty 1931; within 1 % from 10 degrees on)."""
+    spread = 2 / (9 * degrees)
+    return degrees * (1 - spread - 1.6449 * math.sqrt(spread)) ** 3
+
+
+@dataclass(slots=True)
+class Judge:
+    """Tells ties from defects, given the target and the ``bounds`` of its ``WidthNoise``.
+
+    Attributes:
+        name: turns a token into words.
+        branches: whether the contexts that are judged take branching drafts.
+        ties: tokens that differ from plain decoding, where rounding explains it.
+        defects: the first unexplained row of each prompt and way of drafting.
+        n_rechecked, n_explained: suspicious rows that were computed again, and those that fresh contexts move as well.
+    """
+
+    model: Model
+    bounds: tuple[float, float]
+    name: Callable[[int], str]
+    branches: bool = False
+    ties: list[Observation] = field(default_factory=list)
+    defects: list[Defect] = field(default_factory=list)
+    n_rechecked: int = 0
+    n_explained: int = 0
+
+    def judge(self, observations: Iterable[Observation]) -> None:
+        """Judge those of all answers."""
+        broken = set()
+        for seen in observations:
+            answer = seen.arm, seen.plain.name
+            if answer in broken:
+                continue
+            bound, gap_bound = self.bounds
+            if (seen.deviation.rms > bound or seen.gap > gap_bound) and not self._explained(seen):
+                broken.add(answer)
+                self.defects.append(self._defect(seen))
+            elif seen.differs:
+                self.ties.append(seen)
+
+    def _explained(self, seen: Observation) -> bool:
+        """Whether fresh contexts move the row as well: one for each of ``WIDTHS``, the prompt cut in as many ways."""
+        if self.model.capabilities.batch_invariant or self.n_rechecked - self.n_explained >= MOST_RECHECKS:
+            return False
+        self.n_rechecked += 1
+        rms, gap = self.bounds
+        for width, lengths in zip(WIDTHS, prompt_cuts(len(seen.plain.prompt) - 1), strict=True):
+            n_rows = seen.position + 1
+            answer, branches = seen.plain, self.branches
+            *_, last = wide_passes(self.model, answer, n_rows, lengths, repeat(width), lambda: False, branches=branches)
+            rms, gap = max(rms, EXPLAINED * last[-1].rms), max(gap, EXPLAINED * last[-1].swing)
+        explained = seen.deviation.rms <= rms and seen.gap <= gap
+        self.n_explained += explained
+        return explained
+
+    def _defect(self, seen: Observation) -> Defect:
+        (bound, gap_bound), position, rms = self.bounds, seen.position, seen.deviation.rms
+        details: dict[str, Any] = {"deviation": rms, "bound": bound, "gap": seen.gap, "gap_bound": gap_bound}
+        evidence = (
+            f"the row computed for it lies {rms:.3g} logits from that of the same text in a fresh memory "
+            f"(rounding explains {bound:.3g})"
+        )
+        if seen.differs:
+            plain = seen.plain.rows[position].best
+            details |= {"plain": plain, "said": seen.token}
+            said = f"{self.name(seen.token)} is said where plain decoding says {self.name(plain)}, "
+            said += f"{seen.gap:.3g} logits above it"
+            # Of some answers of several at a time no rows are known.
+            evidence = f"{said}; {evidence}" if rms else f"{said} (rounding bridges {gap_bound:.3g})"
+        return Defect("row", seen.arm, seen.plain.name, position, evidence, details)

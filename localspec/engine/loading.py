@@ -1,0 +1,580 @@
+"""Loading the models of a pair: with the right engine, and the copy of a draft that drafts faster."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec import backends
+from localspec.backends.base import Model
+from localspec.backends.draft_head import DraftHead
+from localspec.backends.heads import load_head
+from localspec.backends.published_heads import load_published
+from localspec.backends.registry import engine_module, unavailable_reason
+from localspec.backends.repack import lightening, lighter_copy
+from localspec.backends.trust import fingerprint, verdict_key, verdicts
+from localspec.controllers.calibration import (
+    NOISY,
+    WHOLE,
+    WIDE,
+    PassKind,
+    Timer,
+    calibrating,
+    calibrating_quickly,
+    curve_key,
+    curves,
+    growth,
+    in_turns,
+    timer,
+)
+from localspec.controllers.cost_model import PassTimes
+from localspec.controllers.stopping import best_speedup
+from localspec.engine.options import LoadOptions
+from localspec.engine.state import DecodingState
+from localspec.errors import Cancelled, LocalspecError, VocabularyMismatch
+from localspec.model_files.head_kinds import names_published_head
+from localspec.system.files import JsonStore, home, is_same_file
+from localspec.system.machine import BUSY, cpu_name, default_threads
+from localspec.system.steps import Steps, exhaust
+
+# Which engine is faster for a file here: measured when there is time, remembered, and followed by ``auto``.
+#
+# Where several engines on the CPU are usable for a file, their passes are timed in turns. What counts is the time of a
+# nominal answer: reading a prompt, then decoding at the best fixed draft length, plain decoding included, with draft
+# tokens that are accepted as often and cost as much as those of a small draft model typically do.
+#
+# The usual engine stays unless rounds in which nobody else used the CPUs agree that the other is faster, by more than
+# unnoticed load explains. What was measured beside other programs is provisional: it chooses nothing, and is measured
+# again in idle time.
+
+ENGINES = ("ik-llama", "llama-cpp")
+N_PROMPT, N_ANSWER = 256, 192
+"""Tokens of a nominal turn. Those of the 52 recorded answers have 130 and 160; a chat's second turn reads more."""
+
+ACCEPTANCE, STEP_SHARE = 0.7, 0.3
+"""Of a small draft model of the same family: its acceptance rate, and a step's share of t(1). Qwen2.5-Coder 1.5B with
+its 0.5B: 0.80 on the recorded answers, 0.77 on the text in ``draft_choice``, and 0.28 to 0.31 on two machines."""
+
+TIMED_LENGTHS = range(9)
+
+MARGIN = 1 + BUSY
+"""How much faster an engine must be to be taken before the one that is usually the faster: load up to ``BUSY`` is not
+noticed. Speeds of plain decoding spread by 5 to 10 % from answer to answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTimes:
+    """Engines timed in turns with one file.
+
+    Attributes:
+        day: when, as people write it.
+        ms: engine -> time of a nominal answer [ms], by the passes that count.
+        rounds: engine -> the same by each round in which nobody else used the CPUs.
+        others_share: of the CPUs' time, used by other programs meanwhile.
+    """
+
+    day: str
+    ms: dict[str, float]
+    rounds: dict[str, list[float]]
+    others_share: float
+
+    @property
+    def provisional(self) -> bool:
+        """Whether nothing follows from it: an engine does not have two quiet rounds that agree."""
+        return any(len(found) < 2 or found[1] > NOISY * found[0] for found in map(sorted, self._of_all()))
+
+    def prefers(self, other: str, usual: str) -> bool:
+        """Whether an engine is to be taken in place of the usual one."""
+        if self.provisional:
+            return False
+        # The best round of the usual one against the second best of the other: an outlier on either side keeps it.
+        return min(self.rounds[usual]) > MARGIN * sorted(self.rounds[other])[1]
+
+    def _of_all(self) -> list[list[float]]:
+        return [self.rounds.get(name, []) for name in ENGINES]
+
+
+def nominal_ms(times: PassTimes) -> float:
+    """Time of a nominal answer, its prompt included."""
+    prefill = N_PROMPT * times(WIDE) / WIDE
+    return prefill + N_ANSWER * times(1) / best_speedup(ACCEPTANCE, TIMED_LENGTHS, times, STEP_SHARE * times(1))
+
+
+def draft_gain(times: PassTimes) -> float:
+    """How much sooner a nominal answer is there with a small draft model of the same family, which reads the prompt
+    too, than plainly.
+
+    By what passes of Qwen2.5-Coder 1.5B took on two machines, where a second row costs 0.14 and 0.25 of the first, it
+    is 1.04 and 0.97. On the latter ``auto``, with a head beside it, sent no token of the 0.5B in 34 answers of 256.
+    """
+    prefill, answer = N_PROMPT * times(WIDE) / WIDE, N_ANSWER * times(1)
+    faster = best_speedup(ACCEPTANCE, TIMED_LENGTHS, times, STEP_SHARE * times(1))
+    return (prefill + answer) / ((1 + STEP_SHARE) * prefill + answer / faster)
+
+
+def engines_comparing(n_ctx: int, kv_type: str) -> Callable[[Model, Model], Steps[None]]:
+    """What times a file on two engines in turns, and remembers what was found; see ``SecondOpinion``."""
+
+    def comparing(model: Model, other: Model) -> Steps[None]:
+        both = (model, other)
+        with ExitStack() as stack:
+            timers = [stack.enter_context(timer(each, n_ctx)) for each in both]
+            yield from in_turns(timers)
+            for each, timed in zip(both, timers, strict=True):
+                curves().put(curve_key(each, kv_type), timed.times())
+            remember(both, timers, kv_type)
+
+    return comparing
+
+
+def remember(models: Sequence[Model], timers: Sequence[Timer], kv_type: str) -> None:
+    """Keep what nominal answers take on the engines of a file's models."""
+    today, pairs = date.today(), list(zip(models, timers, strict=True))
+    found = EngineTimes(
+        f"{today.day} {today:%b}",
+        {model.backend: round(nominal_ms(timed.times()), 1) for model, timed in pairs},
+        {model.backend: [round(nominal_ms(each), 1) for each in timed.quiet_rounds()] for model, timed in pairs},
+        max(timed.times().others_share for timed in timers),
+    )
+    _store().put(_key(fingerprint(models[0].path), models[0].n_threads, kv_type), asdict(found))
+
+
+def compared(path: Path, n_threads: int | None, kv_type: str) -> EngineTimes | None:
+    """What was found of a file, with the present versions of all engines; None where nothing was."""
+    return _comparison(_store().get(_key(fingerprint(path), n_threads or default_threads(), kv_type)))
+
+
+def forget(path: Path, n_threads: int | None, kv_type: str) -> None:
+    """Have the engines compared again."""
+    _store().put(_key(fingerprint(path), n_threads or default_threads(), kv_type), {})
+
+
+def ordered(
+    names: Sequence[str],
+    path: Path,
+    *,
+    n_threads: int | None = None,
+    kv_type: str = "f16",
+    on_gpu: bool = False,
+    warn: Callable[[str], None] = lambda line: None,
+) -> list[str]:
+    """Engines in the order in which to try them.
+
+    Args:
+        names: in the usual order, see ``backends.candidates``.
+        path: the file.
+        n_threads, kv_type: as it will be loaded.
+        on_gpu: whether one of them would run it on a GPU: what was measured on the CPU says nothing then.
+        warn: takes a line when the order differs from the usual for the first time.
+    """
+    if on_gpu or not all(name in names for name in ENGINES):
+        return list(names)
+    store, key = _store(), _key(fingerprint(path), n_threads or default_threads(), kv_type)
+    stored = store.get(key) or {}
+    found = _comparison(stored)
+    first, second = (name for name in names if name in ENGINES)
+    if found is None or not found.prefers(second, first):
+        return list(names)
+    if not stored.get("told"):
+        store.put(key, {**stored, "told": True})
+        again = f"localspec doctor --calibrate measures again, --backend {first} overrides"
+        warn(f"Engine for {path.name}: {second} (measured faster on {found.day}; {again})")
+    return [{first: second, second: first}.get(name, name) for name in names]
+
+
+def _comparison(stored: dict[str, Any] | None) -> EngineTimes | None:
+    """What is stored, if it is a comparison of all engines."""
+    if not stored:
+        return None
+    try:
+        ms = {str(name): float(value) for name, value in stored["ms"].items()}
+        rounds = {str(name): [float(each) for each in values] for name, values in stored["rounds"].items()}
+        found = EngineTimes(str(stored["day"]), ms, rounds, float(stored["others_share"]))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+    return found if all(name in ms for name in ENGINES) else None
+
+
+def _store() -> JsonStore:
+    return JsonStore(home() / "engines", 2)
+
+
+def _key(digest: str, n_threads: int, kv_type: str) -> dict[str, str]:
+    return {
+        "machine": cpu_name(),
+        "engines": ", ".join(_versions()),
+        "file": digest,
+        "threads": str(n_threads),
+        "kv": kv_type,
+    }
+
+
+def _versions() -> list[str]:
+    usable = [name for name in ENGINES if unavailable_reason(name) is None]
+    return [f"{name} {engine_module(name).binding().version}" for name in usable]
+
+
+# Which copy of a draft model drafts faster: the published file, or a lighter one that agrees a little less?
+#
+# Both read a text of ours next to the target. The share of positions at which a copy's most probable token is the
+# target's stands for its acceptance rate, and the copy with the larger predicted speed-up is used (see ``break_even``).
+# Measured once per target, draft and engine, and kept.
+
+DRAFT_LENGTHS = range(1, 9)
+"""Draft lengths of which the best counts. On ik-llama a pass over 9 tokens takes over three times one over a single."""
+
+N_STEPS = 12
+"""Draft steps of each copy that are timed, in turns; their median counts. The copies compared so far differ by 1.5
+times and more."""
+
+MAX_TOKENS = 400
+"""Read of the text, which makes the standard error of an agreement of 0.75 two percent."""
+
+_PIECE = 32
+
+TEXT = """Here is a small helper that reads a settings file and falls back to defaults:
+
+```python
+import json
+from pathlib import Path
+
+DEFAULTS = {"theme": "light", "font_size": 12, "recent_files": []}
+
+def load_settings(path: Path) -> dict:
+    \"\"\"Return the user's settings, with defaults for what is missing.\"\"\"
+    if not path.exists():
+        return dict(DEFAULTS)
+    with path.open(encoding="utf-8") as file:
+        settings = json.load(file)
+    for key, value in DEFAULTS.items():
+        settings.setdefault(key, value)
+    return settings
+```
+
+The function first checks whether the file exists. If it does not, a copy of the defaults is returned, so that
+the caller can change it without changing the defaults themselves. Otherwise the file is read, and every
+missing key is added.
+
+To find the total cost, add the price of the tickets to the price of the meals. There are 4 tickets at 12
+euros each, which makes 4 * 12 = 48 euros, and 3 meals at 9 euros each, which makes 3 * 9 = 27 euros. Together
+that is 48 + 27 = 75 euros.
+
+Thank you for your message. I am sorry to hear that the delivery was late. There are a few things you can do:
+first, check the tracking page to see where the parcel is; second, call the carrier; and third, if it does not
+arrive within a week, ask for a refund. Le musée est ouvert tous les jours sauf le lundi, et l'entrée est
+gratuite pour les enfants.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCopy:
+    """A copy of the draft as measured.
+
+    Attributes:
+        agreement: share of positions at which its most probable token is the target's.
+        step_ms: time of one draft token [ms].
+        speedup: predicted, at the best fixed draft length.
+    """
+
+    agreement: float
+    step_ms: float
+    speedup: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def tokens_of(target: Model) -> list[int]:
+    """The text in the target's tokens, which are the draft's."""
+    return target.tokenize(TEXT, add_special=True)[:MAX_TOKENS]
+
+
+def reading(model: Model, tokens: Sequence[int], n_vocab: int | None = None) -> Steps[npt.NDArray[np.int64]]:
+    """The most probable token below ``n_vocab`` after every token of a text [n]; -1 where logits are not numbers."""
+    tops = []
+    with model.new_context(len(tokens)) as context:
+        for start in range(0, len(tokens), _PIECE):
+            logits = context.decode(tokens[start : start + _PIECE]).logits[:, :n_vocab]
+            tops.append(np.where(np.isfinite(logits.max(axis=1)), logits.argmax(axis=1), -1))
+            yield
+    return np.concatenate(tops)
+
+
+def measuring(
+    copies: Sequence[Model], tokens: Sequence[int], target_tops: npt.NDArray[np.int64], times: PassTimes, n_vocab: int
+) -> Steps[list[DraftCopy]]:
+    """Measure copies, a pass at a time; their steps in turns, so that they meet the same machine.
+
+    Args:
+        copies: the models.
+        tokens: the text.
+        target_tops: the target's most probable tokens on it [n].
+        times: the target's t(w).
+        n_vocab: how many token ids the target takes; a draft's logits can be wider.
+    """
+    agreements = []
+    for model in copies:
+        tops = yield from reading(model, tokens, n_vocab)
+        agreements.append(float(((tops == target_tops) & (tops >= 0)).mean()))
+    steps: list[list[float]] = [[] for _ in copies]
+    with ExitStack() as stack:
+        # Contexts that never handed out many rows; see FEW_ROWS.
+        contexts = [stack.enter_context(model.new_context(_PIECE + N_STEPS)) for model in copies]
+        for context in contexts:
+            context.decode(tokens[:_PIECE], "none")
+            yield
+        for token in tokens[:N_STEPS]:
+            for context, taken in zip(contexts, steps, strict=True):
+                yield
+                started = time.perf_counter()
+                context.decode([token], "last")
+                taken.append((time.perf_counter() - started) * 1e3)
+    found = []
+    for agreement, taken in zip(agreements, steps, strict=True):
+        step_ms = statistics.median(taken)
+        found.append(DraftCopy(agreement, step_ms, best_speedup(agreement, DRAFT_LENGTHS, times, step_ms)))
+    return found
+
+
+Report = Callable[[str, "float | None"], None]
+"""Progress: what is being done, and the fraction done if it is known. Raising from it cancels."""
+
+
+class Remarks(list[str]):
+    """One-line remarks that a user should see, each once, however often a model is loaded."""
+
+    def append(self, line: str) -> None:
+        if line not in self:
+            super().append(line)
+
+
+class Loader:
+    """Loads models as the options say.
+
+    Args:
+        options: how to load.
+        warnings: takes one-line remarks that a user should see.
+    """
+
+    def __init__(self, options: LoadOptions, warnings: list[str]) -> None:
+        self.options = options
+        self.parallel = 1
+        self.warnings = warnings
+        self._choices = JsonStore(home() / "drafts", 2)
+
+    def load_target(self, path: Path, report: Report) -> Model:
+        """Load the target, which alone is placed on devices as the options say."""
+        return self.load(path, report, engine=self.options.target)
+
+    def load(
+        self,
+        path: Path,
+        report: Report,
+        *,
+        backend: str | None = None,
+        check: bool = True,
+        engine: dict[str, Any] | None = None,
+    ) -> Model:
+        """Load a file; see ``backends.load``. An exception from ``report`` cancels, and is raised here."""
+        cancel: list[BaseException] = []
+
+        def progress(fraction: float) -> bool:
+            try:
+                report(f"loading {path.name}", fraction)
+            except BaseException as error:  # carried around the C code that calls this
+                cancel.append(error)
+                return False
+            return True
+
+        try:
+            return backends.load(
+                path,
+                backend or self.options.backend,
+                **(engine or self.options.engine),
+                progress=progress,
+                say=lambda line: report(line, None),
+                warn=self.warnings.append,
+                check=check,
+                put_off=self.options.idle,
+                order=partial(self._in_order, path),
+            )
+        except LocalspecError:
+            if cancel:
+                raise cancel[0] from None
+            raise
+
+    def times(
+        self, model: Model, n_ctx: int, report: Report, passes: PassKind = WHOLE, called: str | None = None
+    ) -> PassTimes:
+        """The cost model of a model's passes: as measured at an earlier load, or measured now.
+
+        Where there will be idle time a first, rough one is enough.
+        ``called``: the model's name for people; None is that of its file.
+        """
+        idle, key = self.options.idle, curve_key(model, self.options.kv_cache_type)
+        times = curves().get(key)
+        if times is None or (times.noisy and not idle and curves().is_worth_waiting_for(key)):
+            how = "a first time, briefly" if idle else "once" if times is None else "again"
+            report(f"measuring what a pass of {called or model.path.name} costs here ({how})", None)
+            measuring = calibrating_quickly if idle else calibrating
+            times = exhaust(measuring(model, n_ctx, passes), tick=lambda: report("measuring", None))
+            curves().put(key, times)  # which keeps the best of what it knows
+        times.growth = growth(model, self.options.kv_cache_type)
+        return times
+
+    def forget_if_wrong(self, model: Model, times: PassTimes) -> None:
+        """Have a cost model measured again at the next load that hundreds of passes contradicted."""
+        if not times.fits:
+            with suppress(OSError):  # the file is gone
+                curves().drop(curve_key(model, self.options.kv_cache_type))
+
+    def _in_order(self, path: Path, names: list[str], on_gpu: bool) -> list[str]:
+        threads, kv_type = self.options.n_threads, self.options.kv_cache_type
+        return ordered(names, path, n_threads=threads, kv_type=kv_type, on_gpu=on_gpu, warn=self.warnings.append)
+
+    def load_draft(self, path: Path, state: DecodingState, report: Report) -> Model:
+        """Load a draft model: the copy of it that drafts faster here; see ``draft_choice``.
+
+        Raises:
+            VocabularyMismatch: it numbers its tokens differently from the target.
+        """
+        known = self._choices.get(self._choice_key(path, state)) if self.options.light_draft else None
+        if known is not None and known.get("light") and (lighter := self._open_lighter(path, state, report)):
+            return lighter
+        published = self._open_draft(path, state, report, check=not self.options.idle or self._is_known_wrong(path))
+        if self.options.idle or not self.may_be_lighter(path, published, state):
+            return published
+        try:
+            prefers_light = exhaust(self.choosing(path, published, state, report), lambda: report("measuring", None))
+            lighter = self._open_lighter(path, state, report) if prefers_light else None
+        except BaseException:
+            published.close()
+            raise
+        if lighter is None:
+            return published
+        published.close()
+        return lighter
+
+    def load_head(self, path: Path, target: Model, report: Report) -> DraftHead:
+        """Load a head on the engine of draft models, or else of its target; a published one on one that computes those.
+
+        Raises:
+            UsageError: it is for another model.
+            ModelFileError, EngineError: as when loading a model.
+        """
+        wanted = self.options.draft_backend
+        if is_same_file(path, target.path) or names_published_head(path):
+            return load_published(
+                path,
+                target,
+                engine=wanted,
+                n_threads=self.options.n_threads,
+                n_gpu_layers=self.options.n_gpu_layers,
+                say=lambda line: report(line, None),
+            )
+        return load_head(
+            path,
+            target.path,
+            target.backend if wanted in (None, "auto") else wanted,
+            n_threads=self.options.n_threads,
+            n_gpu_layers=self.options.n_gpu_layers,
+            say=lambda line: report(line, None),
+            warn=self.warnings.append,
+        )
+
+    def _is_known_wrong(self, path: Path) -> bool:
+        """Whether an engine was found to compute a draft wrongly: then one, or a copy, that is right is looked for."""
+        backend, digest = self.options.draft_backend or self.options.backend, fingerprint(path)
+        names = backends.candidates(self.options.n_gpu_layers) if backend == "auto" else [backend]
+        found = (verdicts().get(verdict_key(name, self.options.engine, digest)) for name in names)
+        return any(verdict is not None and not verdict["holds"] for verdict in found)
+
+    def may_be_lighter(self, path: Path, model: Model, state: DecodingState) -> bool:
+        """Whether it is not known yet if a lighter copy of a draft would draft faster."""
+        on_cpu = model.capabilities.device == "cpu" and not model.capabilities.batch_invariant
+        known = self._choices.get(self._choice_key(path, state)) is not None
+        return self.options.light_draft and on_cpu and model.path == path and not known
+
+    def choosing(self, path: Path, published: Model, state: DecodingState, report: Report) -> Steps[bool]:
+        """Make the lighter copy of a draft, compare it with the published file, and remember which drafts faster.
+
+        Returns:
+            Whether the copy does.
+        """
+        key = self._choice_key(path, state)
+        lighter: Model | None = None
+        try:
+            light = yield from lightening(path, key["draft"], lambda line: report(line, None))
+            if light is None:
+                return False
+            lighter = self._open_draft(light, state, report, check=False)
+            report(f"comparing {path.name} with its lighter copy (once)", None)
+            tokens = tokens_of(state.target)
+            tops = yield from reading(state.target, tokens)
+            copies = (published, lighter)
+            one, two = yield from measuring(copies, tokens, tops, state.times, state.target.n_vocab)
+        except Cancelled:
+            raise
+        except LocalspecError:
+            return False  # not worth failing over: an engine that cannot run the copy drafts with the published file
+        finally:
+            if lighter is not None:
+                lighter.close()
+        light_is_faster = two.speedup > one.speedup
+        self._choices.put(key, {"light": light_is_faster, "published": one.as_dict(), "lighter": two.as_dict()})
+        return light_is_faster
+
+    def _open_lighter(self, path: Path, state: DecodingState, report: Report) -> Model | None:
+        light = lighter_copy(path, fingerprint(path), lambda line: report(line, None))
+        return None if light is None else self._open_draft(light, state, report, check=False)
+
+    def _choice_key(self, path: Path, state: DecodingState) -> dict[str, str]:
+        key = {
+            "engine": state.target.engine,
+            "machine": cpu_name(),
+            "threads": str(state.target.n_threads),
+            "target": fingerprint(state.target.path),
+            "draft": fingerprint(path),
+        }
+        if self.options.draft_backend is not None:
+            key["draft engine"] = self.options.draft_backend
+        return key
+
+    def _open_draft(self, path: Path, state: DecodingState, report: Report, *, check: bool = True) -> Model:
+        model = self.load(path, report, backend=self.options.draft_backend, check=check)
+        try:
+            self._check_draft(model, state.target)
+        except BaseException:
+            model.close()
+            raise
+        return model
+
+    def _check_draft(self, draft: Model, target: Model) -> None:
+        difference = target.vocab.difference(draft.vocab)
+        if difference:
+            raise VocabularyMismatch(f"{draft.path.name} cannot draft for {target.path.name}: {difference}")
+        if draft.size_bytes > target.size_bytes:
+            self.warnings.append(
+                f"the draft {draft.path.name} is larger than the target {target.path.name}: "
+                "it will cost more than it saves"
+            )
+
+
+def giving_way(stopped: Callable[[], bool]) -> Report:
+    """What makes a load end with ``Cancelled`` once it is to stop."""
+
+    def report(what: str, fraction: float | None) -> None:
+        if stopped():
+            raise Cancelled(f"{what}: stopped")
+
+    return report

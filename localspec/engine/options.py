@@ -1,0 +1,275 @@
+"""How a pair is loaded: one set of options from the command line to the engine."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from typing import Any, TypedDict, Unpack
+
+from localspec.backends import check_name
+from localspec.backends.placement import Placement, check_engine
+from localspec.controllers.fixed import FixedController
+from localspec.errors import (
+    KV_CACHE_TYPES,
+    MAX_COUNT,
+    MAX_THREADS,
+    UsageError,
+    checked_whole,
+    did_you_mean,
+    is_whole,
+    listed,
+    shown,
+)
+from localspec.sampling.sampling import SamplingParams
+from localspec.spec_decode.drafters import FREE_DRAFTERS
+from localspec.spec_decode.drafters.names import AUTOMATIC, CORPUS, EARLY_EXIT, FROM_STATES, HEAD, is_corpus
+
+PREFIX_CACHE_BYTES = 512 << 20
+"""Memory that put-aside conversations may take: 18,000 tokens of Qwen2.5-1.5B at f16 (28 KiB each)."""
+
+MAX_PARALLEL = 64
+"""Most answers at a time: llama.cpp's engines take no more sequences."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """Those arguments of ``LLM`` that say how to load, checked; they are explained there.
+
+    Raises:
+        UsageError: a value makes no sense.
+    """
+
+    backend: str = "auto"
+    draft_backend: str | None = None
+    n_ctx: int | None = None
+    n_threads: int | None = None
+    n_gpu_layers: int | None = None
+    kv_cache_type: str = "f16"
+    light_draft: bool = True
+    remember: bool = True
+    prefix_cache_bytes: int = PREFIX_CACHE_BYTES
+    idle: bool = True
+    placement: Placement = field(default_factory=Placement)
+    parallel: int | str = 1
+
+    def __post_init__(self) -> None:
+        check_name(self.backend)
+        check_name("auto" if self.draft_backend is None else self.draft_backend)
+        if not isinstance(self.placement, Placement):
+            raise UsageError(f"placement must be a Placement, not {shown(self.placement)}")
+        if self.backend != "auto":
+            check_engine(self.placement, self.backend)
+        if not isinstance(self.kv_cache_type, str) or self.kv_cache_type not in KV_CACHE_TYPES:
+            raise UsageError(f"the KV cache type must be {', '.join(KV_CACHE_TYPES)}, not {shown(self.kv_cache_type)}")
+        for name, least, most in (
+            ("n_ctx", 1, MAX_COUNT),
+            ("n_threads", 1, MAX_THREADS),
+            ("n_gpu_layers", -1, MAX_COUNT),
+            ("prefix_cache_bytes", 0, None),
+        ):
+            value = getattr(self, name)
+            if value is not None or name == "prefix_cache_bytes":
+                object.__setattr__(self, name, checked_whole(name, value, least, most))
+        object.__setattr__(self, "parallel", checked_parallel(self.parallel))
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        """What an engine's ``load`` takes of it, for any model."""
+        return {"n_threads": self.n_threads, "n_gpu_layers": self.n_gpu_layers, "kv_type": self.kv_cache_type}
+
+    @property
+    def target(self) -> dict[str, Any]:
+        """What it takes for the target: it alone is placed."""
+        return self.engine | ({"placement": self.placement} if self.placement else {})
+
+    def as_arguments(self) -> dict[str, Any]:
+        """The arguments of ``LLM`` that say the same."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+
+def checked_parallel(value: Any) -> int | str:
+    """How many answers at a time: ``auto``, or a number, as a text too.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if isinstance(value, str):
+        if value == "auto":
+            return value
+        value = int(value) if value.isdecimal() and len(value) < 10 else value
+    if not is_whole(value) or not 1 <= value <= MAX_PARALLEL:
+        raise UsageError(f"parallel must be auto or a whole number in 1..{MAX_PARALLEL}, not {shown(value)}")
+    return int(value)
+
+
+# Arguments that callers of the Python API give; each check raises ``UsageError`` with one line.
+
+DraftLength = int | str
+"""``auto``, or a number of tokens."""
+
+WORDS = ("auto", "none", *FREE_DRAFTERS, *FROM_STATES, CORPUS)
+"""What stands for a draft and is no model."""
+
+MAX_LAYERS = 9999
+
+MAX_CORPORA = 8
+"""Each is searched apart: some 20 µs for a draft token."""
+
+Spec = str | os.PathLike[str]
+"""A model: a catalogue name, a path or a hub address."""
+
+
+def checked_spec(name: str, value: Any) -> str:
+    """A model as text."""
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(text, str) or not text:
+        raise UsageError(f"{name} must be the name or the path of a model, not {shown(value)}")
+    return text
+
+
+def draft_specs(draft: Spec | Iterable[Spec] | None) -> list[str]:
+    """The ``draft`` argument, or what ``--draft`` was given: names of drafters, each once; ``auto`` the first of all.
+
+    Beside ``auto`` there are only corpora.
+    """
+    if draft is None:
+        return []
+    several = listed(draft)
+    specs = [checked_spec("draft", each) for each in ([draft] if several is None else several)]
+    if len({name for name in specs if name.partition(":")[0] == EARLY_EXIT}) > 1:
+        raise UsageError(f"--draft {EARLY_EXIT} can be named once")
+    others = [name for name in specs if not is_corpus(name)]
+    if (len(others) > 1 and {"auto", "none"} & set(others)) or (len(specs) > 1 and "none" in specs):
+        raise UsageError(
+            "--draft auto and --draft none stand alone (auto goes with corpus:PATH); "
+            "several drafters are named one by one"
+        )
+    specs.sort(key=is_corpus)
+    for name in specs:
+        _check_parts(name)
+        close = get_close_matches(name, WORDS, n=1) if name.isalpha() and name not in WORDS else []
+        if close:
+            raise UsageError(f"no draft {name!r}: did you mean {close[0]}?")
+    specs = list(dict.fromkeys(specs))
+    if sum(map(is_corpus, specs)) > MAX_CORPORA:
+        raise UsageError(f"--draft corpus:PATH can be named {MAX_CORPORA} times; name a folder that holds the others")
+    return [] if specs == ["none"] else specs
+
+
+def with_free(specs: list[str]) -> list[str]:
+    """The drafters that were named, and where no free ones were, n-grams too: they cost nothing."""
+    return [*AUTOMATIC, *specs] if specs and not set(specs) & {"auto", *FREE_DRAFTERS} else specs
+
+
+def _check_parts(name: str) -> None:
+    kind, colon, rest = name.partition(":")
+    if kind == EARLY_EXIT and colon and not (rest.isascii() and rest.isdigit() and 0 < int(rest[:5]) <= MAX_LAYERS):
+        raise UsageError(f"--draft {EARLY_EXIT}:N takes a number of layers in 1..{MAX_LAYERS}, not {shown(rest)}")
+    if kind == CORPUS and not rest:
+        raise UsageError(f"--draft {CORPUS}:PATH takes a file or a folder, or {CORPUS}:chats for the saved chats")
+    if kind == HEAD and colon and not rest:
+        raise UsageError(f"--draft {HEAD}:FILE names a head file; {HEAD} alone takes the one for the model")
+
+
+def checked_length(value: Any) -> DraftLength:
+    """A draft length."""
+    if isinstance(value, str) and value == "auto":
+        return value
+    try:
+        length = int(value) if isinstance(value, str) or is_whole(value) else None
+    except ValueError:
+        length = None
+    if length is None:
+        raise UsageError(f"the draft length must be auto or a number, not {shown(value)}")
+    return FixedController(length).length
+
+
+def checked_loading(progress: Any, cancel: Any) -> threading.Event:
+    """What follows and stops a load."""
+    if progress is not None and not callable(progress):
+        raise UsageError(f"progress must be a function, not {shown(progress)}")
+    if cancel is not None and not isinstance(cancel, threading.Event):
+        raise UsageError(f"cancel must be a threading.Event, not {shown(cancel)}")
+    return threading.Event() if cancel is None else cancel
+
+
+def checked_bound(value: Any) -> int | None:
+    """A bound of the queue; None means unbounded."""
+    return None if value is None else checked_whole("max_queue", value, 0)
+
+
+# -- of a request ------------------------------------------------------------------------------------------------
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of ``SamplingParams``, as keywords of a request."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repeat_penalty: float
+    repeat_last_n: int
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int | None
+    max_tokens: int | None
+    stop: str | Sequence[str]
+    ignore_eos: bool
+    response_format: Mapping[str, Any] | None
+    grammar: str | None
+
+
+class RequestOptions(SamplingOptions, total=False):
+    """The keywords of a request; ``Asking.rounds`` explains them."""
+
+    speculate: bool
+    draft_length: DraftLength | None
+    drafters: str | Iterable[str] | None
+    prediction: str | Sequence[int] | None
+    think: str | None
+    thinking_budget: int | None
+    deadline: float | None
+    conversation: Hashable | None
+    priority: int
+    logprobs: int | None
+    keep_tokens: int | None
+
+
+def split_options(
+    params: SamplingParams | None, **options: Unpack[RequestOptions]
+) -> tuple[SamplingParams, dict[str, Any]]:
+    """The sampling parameters of a request, those given by keyword over ``params``, and its other options."""
+    for name in options:
+        if name not in REQUEST_OPTIONS:
+            raise UsageError(f"there is no option {name!r}{did_you_mean(name, REQUEST_OPTIONS)}")
+    sampling: dict[str, Any] = {name: value for name, value in options.items() if name in SAMPLING}
+    rest = {name: value for name, value in options.items() if name not in SAMPLING}
+    return replace(checked_params(params), **sampling), rest
+
+
+REQUEST_OPTIONS = tuple(RequestOptions.__annotations__)
+SAMPLING = frozenset(field.name for field in fields(SamplingParams))
+
+
+def checked_params(params: SamplingParams | None) -> SamplingParams:
+    """Sampling parameters as they are now; None is greedy."""
+    if params is not None and not isinstance(params, SamplingParams):
+        raise UsageError(f"params must be SamplingParams, not {type(params).__name__}")
+    return SamplingParams() if params is None else replace(params)
+
+
+def drafter_names(names: str | Iterable[str] | None) -> list[str] | None:
+    """Which drafters take part."""
+    if names is None:
+        return None
+    several = listed(names)
+    several = [names] if several is None else several
+    for name in several:
+        if not isinstance(name, str):
+            raise UsageError(f"drafters must be names of drafters, not {shown(name)}")
+    return several

@@ -1,0 +1,800 @@
+"""A loaded target with its drafters: everything that one worker thread owns."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from localspec.backends.base import Context, FloatArray, Model, SequenceBatch, shared_prefix
+from localspec.backends.trust import (
+    SecondOpinion,
+    checking,
+    ensure_batches,
+    fingerprint,
+    verdict_key,
+    verdicts,
+    why_no_branches,
+)
+from localspec.controllers.auto import FLAT_ROW, row_ms
+from localspec.controllers.batching import LEAST_GAIN, SharedPasses
+from localspec.controllers.calibration import WHOLE, PassKind, calibrating, curve_key, curves
+from localspec.controllers.cost_model import PassTimes
+from localspec.controllers.learned import AcceptanceStore
+from localspec.engine.drafts import DraftMaker, keep
+from localspec.engine.loading import Loader, Remarks, Report, compared, engines_comparing, giving_way
+from localspec.engine.options import DraftLength, LoadOptions
+from localspec.engine.prefix_cache import PassCounts, PrefixCache
+from localspec.engine.request import AnswerRequest
+from localspec.engine.state import FULL_CONTEXTS, DecodingState, DraftModel, Seat, target_memory
+from localspec.engine.worker import Stopped
+from localspec.errors import Cancelled, ContextFull, EngineError, EngineMismatch, LocalspecError, UnsupportedModel
+from localspec.model_files.gguf import GGUFFile
+from localspec.model_files.kv_memory import KV_VALUE_BYTES, kv_shape
+from localspec.sampling.constraint import constraint_for
+from localspec.sampling.sampling import SamplingParams
+from localspec.spec_decode.decoder import SpeculativeDecoder
+from localspec.spec_decode.detokenizer import TextAssembler, ThinkingReader
+from localspec.spec_decode.drafters.base import Controller, Drafter
+from localspec.spec_decode.drafters.grammar import GrammarDrafter
+from localspec.spec_decode.passes import Steps as RoundSteps
+from localspec.spec_decode.passes import after, left_to_caller, rounds_alone
+from localspec.spec_decode.rounds import Round
+from localspec.system.machine import BUSY, CPUTimes, others_share, read_memory, trim_heap
+from localspec.system.steps import Steps
+
+# What a loaded pair still has to find out or make, done in idle time: nothing of it is needed to be right.
+#
+# Calibration, the check of a draft model, the choice between a draft and its lighter copy, another engine's opinion.
+# Each is work in steps; a request that comes waits for one step at most, and finds what was known before.
+
+log = logging.getLogger("localspec")
+
+Work = Callable[[Stopped], Steps[None]]
+
+ORDER = ("draft", "target curve", "draft curve", "draft check", "corpus", "other engine", "draft copy")
+"""What is done first: what brings most, and quickly."""
+
+
+AGAIN_S = 600.0
+"""How long what was measured beside other programs stands before it is tried again, if they are gone by then."""
+
+
+@dataclass(slots=True)
+class _Item:
+    kind: str
+    work: Work
+    due: float = 0.0
+    steps: Steps[None] | None = None
+
+
+class Preparation:
+    """An idle task made of several; see ``idle.IdleTask``. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._items: list[_Item] = []
+        self._at_work: _Item | None = None
+        self._stopped: Stopped = lambda: False
+
+    def add(self, kind: str, work: Work, *, after: float = 0.0) -> None:
+        """Have work done.
+
+        Args:
+            kind: one of ``ORDER``.
+            work: makes the steps, given what says that they are to stop; made again after a step raised ``Cancelled``.
+            after: not before so many seconds have passed.
+        """
+        self._items.append(_Item(kind, work, time.monotonic() + after))
+        self._items.sort(key=lambda item: ORDER.index(item.kind))
+
+    def drop(self, *kinds: str) -> None:
+        """Forget work, and free what it holds."""
+        for item in [item for item in self._items if item.kind in kinds]:
+            self._end(item)
+
+    def clear(self) -> None:
+        """Forget all work."""
+        self.drop(*ORDER)
+
+    def __call__(self, stopped: Stopped) -> bool:
+        item, self._stopped = self._next(), stopped
+        if item is None:
+            return False
+        self._at_work = item
+        try:
+            if item.steps is None:
+                item.steps = item.work(lambda: self._stopped())
+            next(item.steps)
+        except StopIteration:
+            self._end(item)
+        except Cancelled:
+            item.steps = None
+            raise
+        except LocalspecError as error:
+            log.debug("idle work %r failed: %s", item.kind, error)
+            self._end(item)
+        finally:
+            self._at_work = None
+        return self._next() is not None
+
+    def _next(self) -> _Item | None:
+        now = time.monotonic()
+        return next((item for item in self._items if item.due <= now), None)
+
+    def _end(self, item: _Item) -> None:
+        if item in self._items:
+            self._items.remove(item)
+        if item.steps is not None and item is not self._at_work:
+            item.steps.close()  # within its own steps, as when a draft is replaced, it ends by itself
+
+
+def prepare_times(pair: Pair, kind: str, context: Context, times: PassTimes, passes: PassKind = WHOLE) -> None:
+    """Queue the measurement of a cost model of which there is only a provisional one; it is used from then on."""
+
+    def measuring(stopped: Stopped) -> Steps[None]:
+        measured = yield from calibrating(context.model, context.n_ctx, passes)
+        curves().put(curve_key(context.model, pair.options.kv_cache_type), measured)
+        times.replace(measured)
+
+    if times.noisy:
+        _prepare_until_settled(pair, kind, measuring, lambda: times.noisy, once=times.quick)
+
+
+def _prepare_until_settled(pair: Pair, kind: str, work: Work, provisional: Callable[[], bool], *, once: bool) -> None:
+    """Queue a measurement, and again after a while, as long as what it finds is provisional.
+
+    Args:
+        pair: for whom.
+        kind: one of ``ORDER``.
+        work: the measurement.
+        provisional: whether what was found is that.
+        once: whether it is made now in any case; else, and again, only while nobody else uses the CPUs.
+    """
+
+    def measuring(stopped: Stopped, *, in_any_case: bool = once) -> Steps[None]:
+        if in_any_case or (yield from _is_quiet()):
+            yield from work(stopped)
+        if provisional():
+            pair.preparation.add(kind, partial(measuring, in_any_case=False), after=AGAIN_S)
+
+    pair.preparation.add(kind, measuring)
+
+
+def _is_quiet() -> Steps[bool]:
+    """Whether others leave the CPUs alone, for a moment."""
+    before = CPUTimes.now()
+    for _ in range(5):
+        time.sleep(0.06)
+        yield
+    return (others_share([(before, CPUTimes.now())]) or 0.0) < BUSY
+
+
+def checking_draft(pair: Pair, draft: DraftModel) -> Steps[None]:
+    """Check a draft model; one that its engine computes wrongly only costs time, so it drafts no more."""
+    model, options = draft.model, pair.options.engine
+    key = verdict_key(model.backend, options, fingerprint(model.path))
+    if model.capabilities.batch_invariant or verdicts().get(key) is not None:
+        return
+    found = yield from checking(model)
+    why = "" if found.holds else "its batches differ from its single tokens, "
+    verdicts().put(key, {"holds": found.holds, "why": f"{why}KL {found.mean_kl:.2g} nats"})
+    if not found.holds:
+        pair.warnings.append(
+            f"{model.engine} computes the draft {model.path.name} wrongly in batches: it is not drafted with now; the "
+            "next start finds another way"
+        )
+        pair.reload_drafts(lambda what, fraction: None, drop=draft)
+
+
+def prepare_draft(pair: Pair, draft: DraftModel) -> None:
+    """Queue what is to be found out about a draft model in use; a head was checked when it was loaded."""
+    prepare_times(pair, "draft curve", draft.context, draft.times, draft.passes)
+    if not draft.drafter.reads_text:
+        return
+    pair.preparation.add("draft check", lambda stopped: checking_draft(pair, draft))
+    if pair.loader.may_be_lighter(draft.path, draft.model, pair.state):
+
+        def choosing(stopped: Stopped) -> Steps[None]:
+            report = giving_way(stopped)
+            if (yield from pair.loader.choosing(draft.path, draft.model, pair.state, report)):
+                pair.reload_drafts(report, renew=draft)
+
+        pair.preparation.add("draft copy", choosing)
+
+
+def prepare_free(pair: Pair, drafters: Sequence[Drafter]) -> None:
+    """Queue what drafters have to do that cost nothing, such as reading files that changed."""
+    for drafter in drafters:
+        steps = drafter.idle_work()
+        if steps is not None:
+            pair.preparation.add("corpus", partial(_telling, pair, steps))
+
+
+def _telling(pair: Pair, steps: Steps[str], stopped: Stopped) -> Steps[None]:
+    """The same steps; what they have to say, or why they ended early, is for the user to see, once."""
+    try:
+        remark = yield from steps
+    except Cancelled:
+        raise
+    except LocalspecError as error:
+        remark = str(error)
+    if remark:
+        pair.warnings.append(remark)
+
+
+def ask_another_engine(pair: Pair, path: Path) -> None:
+    """Queue the comparison with another engine, of results and of times, where there is one and it was not made."""
+    options = pair.options
+
+    def provisional() -> bool:
+        found = compared(path, options.n_threads, options.kv_cache_type)
+        return found is not None and found.provisional
+
+    def asking(stopped: Stopped) -> Steps[None]:
+        yield from second_opinion(pair, path).steps(stopped)
+
+    if second_opinion(pair, path).waits:
+        _prepare_until_settled(pair, "other engine", asking, provisional, once=not provisional())
+
+
+def second_opinion(pair: Pair, path: Path) -> SecondOpinion:
+    """What another engine has to say of a pair's target, a file as the user named it."""
+    target, options = pair.target, pair.options
+    known = compared(path, options.n_threads, options.kv_cache_type)
+    comparable = target.capabilities.device == "cpu" and options.backend == "auto" and not options.placement
+    return SecondOpinion(
+        target,
+        path,
+        pair.options.target,
+        pair.refuse,
+        engines_comparing(pair.context.n_ctx, options.kv_cache_type),
+        compared=not comparable or (known is not None and not known.provisional),
+    )
+
+
+# Whether drafts may branch, which on some engines has to be known when the target's context is made.
+
+
+def why_chains(model: Model, times: PassTimes, options: LoadOptions, parallel: int, report: Report) -> str | None:
+    """Why drafts are chains, as part of a sentence; None where they may branch. An engine is checked the first time.
+
+    Args:
+        model: the target.
+        times: the cost model of its passes.
+        options: how it was loaded.
+        parallel: how many answers share passes.
+        report: takes progress.
+    """
+    if parallel > 1:
+        return "answers share passes"
+    if not model.capabilities.trees or not model.capabilities.trees_apart:
+        return model.why_no_trees()
+    row = row_ms(times) / times(1)
+    if row >= FLAT_ROW:
+        return f"a further row of a pass costs {row:.2f} of a token here, and branches pay under {FLAT_ROW}"
+    return why_no_branches(model, options.n_gpu_layers, lambda line: report(line, None))
+
+
+# How many answers at a time: as many as make more tokens together, which t(w) says, and as there is memory for.
+
+MOST = 16
+"""t(w) is measured to 24 rows, and draft tokens need some of them."""
+
+CELLS_EACH = 512
+"""Tokens that an answer under way is reckoned to hold, its prompt included: every row passes over those of all, or
+over those of its own (``Capabilities.own_cells``)."""
+
+LEAST_CELLS = 1024
+"""Room for each answer at least; see ``admission.RECKONED``."""
+
+ENOUGH = 0.95
+"""Of the most tokens per millisecond that any number makes; with more answers each becomes slower for little."""
+
+N_CONTEXTS = FULL_CONTEXTS + 1
+"""What memory is reckoned with: room for all answers, and a context in which some engines compute one that is alone."""
+
+MEMORY_SHARE = 0.5
+"""Of the memory that is free, what they may take: drafts and buffers come after them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelChoice:
+    """A number of answers at a time, and why."""
+
+    n: int
+    reason: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"parallel": self.n, "reason": self.reason}
+
+
+def open_memory(
+    loader: Loader, target: Model, times: PassTimes, n_ctx: int, report: Report
+) -> tuple[ParallelChoice, str | None, Context, SequenceBatch | None]:
+    """The target's memory, for as many answers as were asked for, or as are worth it.
+
+    Returns:
+        The number, why drafts are chains there (see ``why_chains``), and the memory as ``target_memory`` does.
+
+    Raises:
+        EngineError: there is no memory for it.
+        EngineMismatch, UnsupportedModel: the engine cannot do what was asked for with this file.
+    """
+    options = loader.options
+
+    def opened(choice: ParallelChoice) -> tuple[ParallelChoice, str | None, Context, SequenceBatch | None]:
+        if choice.n > 1:
+            ensure_batches(target, options.n_gpu_layers)
+        chains = why_chains(target, times, options, choice.n, report)
+        return choice, chains, *target_memory(target, n_ctx, choice.n, branches=chains is None)
+
+    if options.parallel != "auto":
+        return opened(ParallelChoice(int(options.parallel), "as asked for"))
+    if options.placement.rpc:
+        return opened(ParallelChoice(1, "if a server is lost, one answer at a time can go on when it is back"))
+    available = read_memory().available if target.capabilities.device == "cpu" else None
+    choice = choose_parallel(target, times, n_ctx, available)
+    try:
+        return opened(choice)
+    except (EngineError, UnsupportedModel) as error:
+        if choice.n == 1:
+            raise
+        return opened(ParallelChoice(1, str(error)))
+
+
+def choose_parallel(model: Model, times: PassTimes, n_ctx: int, available: int | None) -> ParallelChoice:
+    """The number for a model.
+
+    Args:
+        model: the target.
+        times: what its passes cost.
+        n_ctx: tokens of one context.
+        available: memory that can be taken now [bytes]; None is not known, so that only trying tells.
+    """
+    if not model.capabilities.batches:
+        return ParallelChoice(1, f"{model.backend} computes one conversation of this model at a time")
+    if not model.capabilities.keeps_kv_type:
+        kept = f"{model.backend} keeps values of several conversations in 16 bits"
+        return ParallelChoice(1, f"{kept}, and a {model.kv_type} cache was asked for")
+    needed = _batch_bytes(model, n_ctx)
+    if available is not None and needed > MEMORY_SHARE * available:
+        room = f"{N_CONTEXTS} contexts of {n_ctx:,} tokens take {needed / 1e9:.2f} GB"
+        return ParallelChoice(1, f"{room}, over half of the {available / 1e9:.2f} GB that are free")
+    most = max(1, min(MOST, FULL_CONTEXTS * n_ctx // min(n_ctx, LEAST_CELLS)))
+    rates = [_rate(times, model, n) for n in range(1, most + 1)]
+    if max(rates) < LEAST_GAIN * rates[0]:
+        return ParallelChoice(1, "a pass over several takes as long here as theirs one after the other")
+    n = next(i for i, rate in enumerate(rates, 1) if rate >= ENOUGH * max(rates))
+    bound = f", and there is room for no more than {n}" if n == most < MOST else ""
+    gain = rates[n - 1] / rates[0]
+    return ParallelChoice(n, f"{n} together are expected to make {gain:.1f} times the tokens of one{bound}")
+
+
+def _rate(times: PassTimes, model: Model, n: int) -> float:
+    """Tokens per millisecond of n answers that draft nothing."""
+    shared = SharedPasses(times, model.capabilities.device)
+    shared.n_cells = CELLS_EACH if model.capabilities.own_cells else n * CELLS_EACH
+    return n / shared.with_overhead(n, n)
+
+
+def _batch_bytes(model: Model, n_ctx: int) -> int:
+    with GGUFFile(model.path) as file:
+        return kv_shape(file).bytes(N_CONTEXTS * n_ctx, model.kv_type if model.kv_type in KV_VALUE_BYTES else "f16")
+
+
+log = logging.getLogger("localspec")
+
+DEFAULT_CTX = 8192
+"""Context size where none is asked for, if the model was trained for as much."""
+
+
+class Pair:
+    """A target, its drafters, and what was learned about their cost and acceptance. Not thread-safe: one owner.
+
+    Commands that measure or audit a pair get it from ``LLM.run``.
+
+    Attributes:
+        target: the target's weights.
+        options: how it was loaded.
+        loader: what loads further models so.
+        warnings: one-line remarks from loading, and from idle time, that a user should see.
+        conversation: the one last worked on, prompt and answer.
+        prefix_cache: other conversations, put aside.
+        preparation: what is left to find out in idle time.
+        why_chains: why drafts do not branch; None where they may.
+        shared: what the rows of passes that answers shared were for.
+        refused: why nothing is answered any more, where the engine turned out to be wrong; else None.
+    """
+
+    def __init__(self, path: Path, draft: Sequence[str], options: LoadOptions, report: Report) -> None:
+        self.options = options
+        self.warnings: list[str] = Remarks()
+        self.loader = Loader(options, self.warnings)
+        self.preparation = Preparation()
+        self.prefix_cache = PrefixCache(options.prefix_cache_bytes)
+        self.shared = PassCounts()
+        self.refused: str | None = None
+        self.conversation: Sequence[int] = ()
+        self._last: tuple[DraftLength, Controller] | None = None
+        with ExitStack() as undo:
+            undo.callback(trim_heap)
+            self.target = self.loader.load_target(path, report)
+            undo.callback(self.target.close)
+            n_ctx = self._context_size()
+            times = self.loader.times(self.target, n_ctx, report)
+            opened = open_memory(self.loader, self.target, times, n_ctx, report)
+            self.parallel, self.why_chains, context, batch = opened
+            self.loader.parallel = self.parallel.n
+            undo.callback((batch or context).close)
+            self._state = DecodingState(context, times, [], [], AcceptanceStore(None, {}), batch=batch)
+            if batch is not None:
+                self.prefix_cache.join(batch)
+            self.set_draft(draft, report)
+            undo.pop_all()
+        if options.idle:
+            prepare_times(self, "target curve", context, times)
+            ask_another_engine(self, path)
+
+    def _context_size(self) -> int:
+        trained = self.target.n_ctx_train
+        n_ctx = self.options.n_ctx or min(DEFAULT_CTX, trained or DEFAULT_CTX)
+        if trained and n_ctx > trained:
+            self.warnings.append(
+                f"--ctx {n_ctx} exceeds the {trained} tokens this model was trained for; "
+                "answers far into the context may degrade"
+            )
+        return n_ctx
+
+    # -- what it decodes with ------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> DecodingState:
+        """What answers are decoded with, and what was learned; ``use`` replaces it."""
+        return self._state
+
+    def use(self, state: DecodingState) -> None:
+        """Decode with another state from the next answer on, such as a fork of this one, which is left as it is."""
+        self._state, self._last = state, None
+
+    def release(self, state: DecodingState) -> None:
+        """Free the contexts of a fork that the state in use does not share."""
+        for context in state.contexts:
+            if context not in self.contexts:
+                self.prefix_cache.forget(context)
+                context.close()
+
+    @property
+    def context(self) -> Context:
+        """The target's context."""
+        return self.state.context
+
+    @property
+    def contexts(self) -> list[Context]:
+        """The target's, then those of draft models and heads."""
+        return self.state.contexts
+
+    @property
+    def times(self) -> PassTimes:
+        """The cost model of the target's passes."""
+        return self.state.times
+
+    @property
+    def draft_names(self) -> list[str]:
+        """Names of the drafters in use, in the order they are asked; one that failed is not in use any more."""
+        state = self.state  # once: another thread asks while the worker replaces it
+        return [state.names[drafter.source] for drafter in state.drafters if not drafter.failed]
+
+    @property
+    def draft_specs(self) -> list[str]:
+        """What ``set_draft`` takes to load the drafters in use."""
+        return [*(drafter.name for drafter in self.state.free), *(draft.spec for draft in self.state.models)]
+
+    def set_draft(self, names: Sequence[str], report: Report, *, renew: DraftModel | None = None) -> None:
+        """Replace the drafters; on an error the ones in use stay.
+
+        Args:
+            names: what drafts, as ``arguments.draft_specs`` returns it.
+            report: takes progress.
+            renew: a draft model that is loaded again though it is in use.
+
+        Raises:
+            VocabularyMismatch: a draft model numbers its tokens differently.
+            UnknownModel, ModelFileError, EngineError: as when loading a model.
+        """
+        self.preparation.drop("corpus", "draft curve", "draft check", "draft copy")
+        before = self.state
+        with ExitStack() as undo:
+            after = DraftMaker(self.loader, before, report, undo, renew).state(names)
+            undo.pop_all()
+        for draft in before.models:
+            if draft.context not in after.contexts:
+                self._close_draft(draft)
+        if before.context is not after.context:
+            if after.batch is not None:
+                self.prefix_cache.join(after.batch)
+            self.prefix_cache.move(before.context, after.context)
+            before.close_target()
+        for drafter in before.free:
+            drafter.close()
+        for draft in after.models:
+            if draft.memory.batch is not None:
+                self.prefix_cache.join(draft.memory.batch)
+        self.use(after)
+        if self.options.idle:
+            for draft in after.models:
+                prepare_draft(self, draft)
+            prepare_free(self, after.free)
+
+    def reload_drafts(self, report: Report, *, drop: DraftModel | None = None, renew: DraftModel | None = None) -> None:
+        """Load the drafters anew that are in use, but for a draft model that is dropped.
+
+        Args:
+            report: takes progress.
+            drop: drafts no more.
+            renew: is read again from its file, as it is known now which copy of it drafts faster.
+        """
+        dropped = "" if drop is None else drop.spec
+        self.set_draft([spec for spec in self.draft_specs if spec != dropped], report, renew=renew)
+
+    def recalibrate(self, report: Report) -> None:
+        """Measure the passes of target and draft models anew; what is broken off is measured at the next load."""
+        state = self.state
+        n_ctx, kv_type = state.context.n_ctx, self.options.kv_cache_type
+        curves().drop(curve_key(self.target, kv_type))
+        for draft in state.models:
+            curves().drop(curve_key(draft.model, kv_type))
+        state.times = self.loader.times(self.target, n_ctx, report)
+        for draft in state.models:
+            draft.times = self.loader.times(draft.model, n_ctx, report, draft.passes)
+
+    def _lost(self, drafter: Drafter, why: str) -> None:
+        # The draft's file by its path: its name alone can be that of another, and of a lighter copy it says little.
+        files = {draft.source: str(draft.path) for draft in self.state.models}
+        line = f"the draft {files.get(drafter.source, drafter.source)} is not used any more: it {why}"
+        if line not in self.warnings:  # each of several answers has a drafter of its own
+            log.warning(line)
+        self.warnings.append(line)
+
+    # -- decoding ------------------------------------------------------------------------------------------------
+
+    def controller(
+        self,
+        draft_length: DraftLength,
+        params: SamplingParams | None = None,
+        drafters: Sequence[Drafter] | None = None,
+        *,
+        predicted: bool = False,
+        thinks: bool = False,
+    ) -> Controller:
+        """A controller for one request; see ``Seat.controller``."""
+        return Seat(self.state).controller(draft_length, params, drafters, predicted=predicted, thinks=thinks)
+
+    def explain(self, draft_length: DraftLength) -> str:
+        """Why the last answer was, or the next one will be, drafted as it is: a line for each drafter."""
+        if self._last is not None and self._last[0] == draft_length:
+            return self._last[1].explain()
+        return self.controller(draft_length).explain()
+
+    def rounds(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        draft_length: DraftLength,
+        on_prefilled: Callable[[int], None],
+        cancelled: Callable[[], bool],
+    ) -> Iterator[Round]:
+        """Prefill and decode with all drafters; see ``steps`` and ``SpeculativeDecoder``."""
+        request = AnswerRequest(prompt, params, draft_length, n_logprobs=None, model_name="")
+        yield from rounds_alone(self.steps(Seat(self.state), prompt, request, on_prefilled, cancelled), self.context)
+
+    def steps(
+        self,
+        seat: Seat,
+        prompt: Sequence[int],
+        request: AnswerRequest,
+        on_prefilled: Callable[[int], None],
+        cancelled: Callable[[], bool],
+        thinking: ThinkingReader | None = None,
+    ) -> RoundSteps:
+        """The rounds of an answer, the passes left to the caller.
+
+        Args:
+            seat: where it is made.
+            prompt: the tokens of the request's prompt.
+            request: what was asked.
+            on_prefilled: gets the number of cached prompt tokens.
+            cancelled: whether to stop; also asked inside of long passes, such as a draft model's first reading.
+            thinking: see ``TextAssembler``.
+        """
+        self._check_usable()
+        chosen = seat.drafters_for(request.drafters, request.prediction)
+        params = request.params
+        constraint = constraint_for(params, self.target.vocab)
+        if constraint is not None and chosen:
+            chosen = [GrammarDrafter(constraint, self.target.tokenize), *chosen]
+        controller = seat.controller(
+            request.draft_length, params, chosen, predicted=bool(request.prediction), thinks=thinking is not None
+        )
+        seat.decides, last = controller, (request.draft_length, controller)
+        if self.options.idle:
+            prepare_free(self, chosen)
+        chosen = [drafter for drafter in chosen if controller.may_use(drafter.source)]
+        target = seat.state.context
+        ahead = seat.drafting_ahead
+        decoder = SpeculativeDecoder(target, chosen, controller, self._lost, ahead, overlaps=seat.overlaps)
+        conversation = list(prompt)
+        self.conversation, self._last = conversation, last
+        named = self.target.vocab.named(params.stop) if params.stop else None
+        text = TextAssembler(self.target.vocab, [*params.stop, *request.end_marks], thinking, named)
+        n_rounds, ended = 0, False
+        # A pass that is broken off leaves every context with what its `tokens` says.
+        with self._working_on(target, conversation, chosen, cancelled), suppress(Cancelled):
+            on_prefilled((yield from decoder.reading(prompt, cancelled, seat.n_chunk)))
+            steps = decoder.steps(
+                prompt, params, text, cancelled=cancelled, n_logprobs=request.n_logprobs, constraint=constraint
+            )
+            with closing(steps):
+                step = after(steps)
+                while step is not None:
+                    if not isinstance(step, Round):
+                        step = yield from left_to_caller(steps, step)
+                        continue
+                    conversation += [token.id for token in step.emitted]
+                    step.draft_texts = [self.target.vocab.display(token) for token in step.draft.ids]
+                    n_rounds, ended = step.index + 1, step.finish_reason is not None
+                    yield step
+                    step = after(steps)
+        if not ended:
+            # What was held back is verified too, and nothing follows any more that could make a stop string of it.
+            spans = text.finish()
+            if spans or text.stopped:
+                yield Round.of_rest(n_rounds, spans, "stop" if text.stopped else "cancelled")
+        if request.keep_tokens is not None:
+            conversation = list(prompt[: request.keep_tokens])
+            for context in (target, *(each.context for each in chosen if each.context and each.reads_text)):
+                self.prefix_cache.cut(context, conversation)
+        self.conversation, self._last = conversation, last  # others may have begun since this one did
+
+    @contextmanager
+    def _working_on(
+        self, target: Context, conversation: Sequence[int], drafters: Sequence[Drafter], cancelled: Callable[[], bool]
+    ) -> Iterator[None]:
+        """Within the block target and drafters hold one conversation, and long passes can be broken off."""
+        drafts = [drafter.context for drafter in drafters if drafter.context is not None and drafter.reads_text]
+        contexts = [target, *drafts]
+        with self.prefix_cache.conversation(target, drafts, conversation):
+            for context in contexts:
+                context.interrupted = cancelled
+            try:
+                yield
+            finally:
+                for context in contexts:
+                    context.interrupted = None
+
+    def read(self, tokens: Sequence[int], n_chunk: int) -> Iterator[tuple[int, FloatArray]]:
+        """Take tokens through the target from the start, yielding (position, logits [n, n_vocab]) chunk by chunk."""
+        self._check_usable()
+        self.prefix_cache.put_aside(self.context)
+        self.context.truncate(0)
+        for start in range(0, len(tokens), n_chunk):
+            yield start, self.context.decode(tokens[start : start + n_chunk]).logits
+
+    def parallel_info(self) -> dict[str, Any]:
+        """How many answers at a time, and what the passes were for that they shared."""
+        return self.parallel.as_dict() | ({"passes": self.shared.as_dict()} if self.parallel.n > 1 else {})
+
+    def refuse(self, reason: str) -> None:
+        """Answer nothing any more."""
+        self.refused = reason
+        self.warnings.append(reason)
+
+    def _check_usable(self) -> None:
+        if self.refused is not None:
+            raise EngineMismatch(self.refused)
+        self.target.recover()
+
+    def useful_drafts(self) -> list[Context]:
+        """Contexts of the draft models that the next answer may use, going by the last one's controller."""
+        models = [each for each in self.state.models if each.drafter.reads_text]
+        return [each.context for each in models if self._last is None or self._last[1].may_use(each.source)]
+
+    def close(self) -> None:
+        """Free everything; safe to call twice."""
+        state = self.state
+        state.acceptance.save()
+        if self.options.remember:
+            keep(state)
+        self.preparation.clear()
+        self.prefix_cache.clear()
+        for drafter in state.free:
+            drafter.close()
+        for draft in state.models:
+            self._close_draft(draft)
+        self.loader.forget_if_wrong(self.target, state.times)
+        state.free, state.models = [], []
+        state.close_target()
+        self.target.close()
+        trim_heap()
+
+    def _close_draft(self, draft: DraftModel) -> None:
+        self.loader.forget_if_wrong(draft.model, draft.times)
+        self.prefix_cache.forget(draft.context)
+        draft.close()
+
+
+# Reading in idle time: the conversation, for draft models, and what the next prompt will begin with, for all.
+#
+# A draft model that pays has to have read the conversation, and its reading of a long answer that was copied or decoded
+# plainly takes as long as several tokens. Between two turns that costs nothing. So does reading a system prompt
+# while a person types the first question.
+
+TARGET_PIECE = 16
+DRAFT_PIECE = 32
+"""Tokens in a pass: about 0.2 and 0.1 s on a laptop, which is how long a request that comes meanwhile may wait."""
+
+
+class ReadAhead:
+    """A task for idle time, see ``idle.IdleTask``.
+
+    Args:
+        pair: whose contexts read; on its worker's thread.
+    """
+
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
+        self._expected: Sequence[int] = ()
+        self._instead_of: Sequence[int] | None = None
+
+    def expect(self, tokens: Sequence[int], *, anew: bool = False) -> None:
+        """What the next prompt will begin with, for target and draft models to read; from any thread.
+
+        It is forgotten when another conversation is answered first.
+
+        Args:
+            tokens: how the prompt will begin.
+            anew: it need not go on with the present conversation.
+        """
+        self._instead_of = self._pair.conversation if anew else None
+        self._expected = tuple(tokens)
+
+    def __call__(self, stopped: Stopped) -> bool:
+        """One pass of one model. Returns whether there is more to read."""
+        pair = self._pair
+        expected = self._expected
+        present = pair.conversation
+        if expected and present is not self._instead_of and not _continues(expected, present):
+            expected = self._expected = ()
+        work: list[tuple[Context, Sequence[int], int]] = [(pair.context, expected, TARGET_PIECE)]
+        work += [(context, expected or pair.conversation, DRAFT_PIECE) for context in pair.useful_drafts()]
+        for context, text, piece in work:
+            readable = _readable(context, text)
+            if shared_prefix(context.tokens, text) >= readable:
+                continue
+            if stopped():
+                return True
+            drafts = [context] if context is not pair.context else []
+            try:
+                with pair.prefix_cache.conversation(pair.context, drafts, text):
+                    known = context.reuse(text)
+                    context.decode(list(text[known : min(known + piece, readable)]), "none")
+            except ContextFull:  # of a memory that holds other conversations too
+                continue
+            return True
+        return False
+
+
+def _continues(expected: Sequence[int], conversation: Sequence[int]) -> bool:
+    """Whether a next turn could begin so: with nearly all of the conversation, whose end a template may change."""
+    return shared_prefix(expected, conversation) >= len(conversation) - len(conversation) // 8 - 1
+
+
+def _readable(context: Context, text: Sequence[int]) -> int:
+    """How much of a text a model can read: up to its context, and to a token that it does not have."""
+    n_vocab = context.model.n_vocab
+    end = next((i for i, token in enumerate(text) if token >= n_vocab), len(text))
+    return min(end, context.n_ctx - 1)

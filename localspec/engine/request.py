@@ -1,0 +1,305 @@
+"""What is asked of a pair."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from localspec.engine.options import DraftLength, checked_length, checked_params, drafter_names
+from localspec.engine.worker import CancelledBy, Job, JobState, wait_for
+from localspec.errors import Closed, UsageError, checked_whole, shown
+from localspec.prompts.prompts import Prompt, PromptEncoder, is_messages
+from localspec.sampling.grammar import grammar_of
+from localspec.sampling.sampling import SamplingParams, checked_top
+from localspec.spec_decode.detokenizer import ThinkingReader
+from localspec.spec_decode.rounds import EmittedToken, FinishReason, Round, SpecStats
+from localspec.system.process import REFUSAL
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRequest:
+    """What is asked of a pair.
+
+    Attributes:
+        prompt: text, messages or token ids; or what makes them when the request's turn comes.
+        params: the sampling parameters.
+        draft_length: ``auto``, or a number of tokens; 0 decodes plainly.
+        n_logprobs: alternatives to name for every token; None names none and judges none.
+        model_name: what the reply calls the target.
+        drafters, prediction: see ``Seat.drafters_for``.
+        keep_tokens: all but so many tokens of the prompt's beginning are dropped from memory afterwards; None keeps
+            all, answer included.
+        think: ``auto``, ``on``, ``off`` or an effort, see ``prompts.thinking``; None: only messages are asked so.
+        thinking_budget: tokens until a thinking block is closed; None is any number.
+        end_marks: texts that end the answer besides ``params.stop``, see ``PromptEncoder``.
+    """
+
+    prompt: Prompt | Callable[[], Prompt]
+    params: SamplingParams
+    draft_length: DraftLength
+    n_logprobs: int | None
+    model_name: str
+    drafters: Sequence[str] | None = None
+    prediction: Sequence[int] = ()
+    keep_tokens: int | None = None
+    think: str | None = None
+    thinking_budget: int | None = None
+    end_marks: Sequence[str] = ()
+
+    @classmethod
+    def checked(
+        cls,
+        prompt: Prompt | Callable[[], Prompt],
+        params: SamplingParams | None,
+        encoder: PromptEncoder,
+        default_length: DraftLength,
+        model_name: str,
+        *,
+        speculate: bool = True,
+        draft_length: DraftLength | None = None,
+        logprobs: int | None = None,
+        drafters: Sequence[str] | None = None,
+        prediction: str | Sequence[int] | None = None,
+        keep_tokens: int | None = None,
+        think: str | None = None,
+        thinking_budget: int | None = None,
+    ) -> AnswerRequest:
+        """A request of the options that ``Asking.rounds`` explains.
+
+        Raises:
+            UsageError: one makes no sense.
+        """
+        length = default_length if draft_length is None else checked_length(draft_length)
+        is_chat = think is not None or callable(prompt) or is_messages(prompt)  # a function makes a session's messages
+        return cls(
+            prompt=prompt,
+            params=checked_params(params),
+            draft_length=length if speculate else 0,
+            n_logprobs=None if logprobs is None else checked_top(logprobs),
+            model_name=model_name,
+            drafters=drafter_names(drafters),
+            prediction=encoder.ids("prediction", () if prediction is None else prediction),
+            keep_tokens=None if keep_tokens is None else checked_whole("keep_tokens", keep_tokens, 0),
+            think=None if think is None else encoder.checked_think(think),
+            thinking_budget=None if thinking_budget is None else checked_whole("thinking_budget", thinking_budget, 0),
+            end_marks=encoder.end_marks if is_chat else (),
+        )
+
+    def read(self, encoder: PromptEncoder, room: int | None = None) -> tuple[list[int], ThinkingReader | None]:
+        """The prompt's tokens, and what tells thinking and answer apart; None where the model is not known to think.
+
+        ``room``: see ``PromptEncoder.encode``.
+
+        Raises:
+            UsageError, TemplateError: the prompt cannot be.
+        """
+        prompt = self.prompt() if callable(self.prompt) else self.prompt
+        think = self.think or "auto"
+        if grammar_of(self.params.response_format, self.params.grammar) is not None:
+            if think not in ("auto", "off"):
+                raise UsageError("constrained output cannot be combined with thinking: leave out one of them")
+            think = "off"
+        tokens = encoder.encode(prompt, think=think, room=room)
+        if encoder.thinking is None or (self.think is None and not is_messages(prompt)):
+            return tokens, None
+        state = encoder.thinking_state(tokens)
+        budget = 0 if think == "off" else self.thinking_budget
+        return tokens, ThinkingReader(encoder.thinking, inside=state == "inside", over=state == "over", budget=budget)
+
+
+# What a request gives back: a ``RoundStream`` while it runs, a ``Reply`` when it is done.
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Reply:
+    """A finished answer; printed, it is its text.
+
+    Attributes:
+        text: verified text of the answer only; without the stop string that ended it, if one did.
+        token_ids: its tokens, an end token included.
+        finish_reason: ``stop`` (end token or stop string), ``length`` (budget or context), or ``cancelled``.
+        stats: see ``SpecStats``.
+        model, draft, backend: what produced it.
+        cancelled_by: ``caller`` (closed, dropped, its task cancelled) or ``deadline``, where it was cancelled.
+        tokens: the tokens with their kinds, sources and, where asked for, log-probabilities.
+        explanation: why there was drafting or not: sentences for people, a line for each drafter.
+        seconds_waited: from the call until the engine turned to it.
+        thinking: verified text of what the model thought before, its marks left out; ``text`` has none of it.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stats: SpecStats
+    model: str
+    draft: list[str]
+    backend: str
+    cancelled_by: CancelledBy | None = None
+    tokens: list[EmittedToken] = field(default_factory=list)
+    explanation: str = ""
+    seconds_waited: float = 0.0
+    thinking: str = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"<Reply {shown(self.text)}: {len(self.token_ids)} tokens, {self.finish_reason}>"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON object of ``generate --format json``."""
+        return {
+            "text": self.text,
+            **({"thinking": self.thinking} if self.thinking else {}),
+            "token_ids": self.token_ids,
+            "finish_reason": self.finish_reason,
+            "model": self.model,
+            "draft": self.draft,
+            "backend": self.backend,
+            "stats": self.stats.as_dict(),
+        }
+
+
+Submit = Callable[[Callable[[Any], Any]], Job]
+"""Queues a job; takes what delivers its Rounds, if it makes any, and then its result (a Reply) or an exception."""
+
+
+class _Stream:
+    """What the two kinds of streams share."""
+
+    _job: Job | None = None
+    _reply: Any = None
+    _done = False
+
+    @property
+    def state(self) -> JobState:
+        """``waiting`` in the queue, ``running``, or ``done``."""
+        assert self._job is not None
+        return self._job.state
+
+    def _round(self, item: Any) -> Round | None:
+        """The round that was delivered; None for the result, which ends the stream. An exception is raised."""
+        if isinstance(item, Round):
+            return item
+        self._done = True
+        if isinstance(item, BaseException):
+            raise item
+        self._reply = item
+        return None
+
+    def _result(self) -> Any:
+        if self._reply is None:
+            raise Closed("the request ended without an answer")
+        return self._reply
+
+    def __del__(self) -> None:
+        if self._job is not None:
+            self._job.forget()
+
+
+class RoundStream(_Stream, Iterator[Round]):
+    """The rounds of one answer as they happen; after the last, ``reply`` holds the whole.
+
+    Closing it, or dropping it, stops the engine within a round, and keeps a request that still waits from ever running.
+    ``reply`` is then what was emitted until there, with ``finish_reason`` ``cancelled``.
+    """
+
+    def __init__(self, submit: Submit) -> None:
+        self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._job = submit(self._items.put)
+
+    def __iter__(self) -> RoundStream:
+        return self
+
+    def __next__(self) -> Round:
+        round_ = None if self._done else self._round(wait_for(self._items, self._job))
+        if round_ is None:
+            raise StopIteration
+        return round_
+
+    @property
+    def reply(self) -> Reply:
+        """The answer; waits for the end of the stream.
+
+        Raises:
+            LocalspecError: the request failed.
+        """
+        for _ in self:
+            pass
+        return self._result()  # type: ignore[no-any-return] # what the job delivers last
+
+    def close(self) -> None:
+        """Stop decoding; ``reply`` then has the text until here. Safe to call twice, and after the end."""
+        assert self._job is not None
+        self._job.cancel()
+
+    def __enter__(self) -> RoundStream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class AsyncRoundStream(_Stream, AsyncIterator[Round]):
+    """``RoundStream`` for asyncio. Made in a running loop, and read there.
+
+    Leaving ``async with``, ``aclose``, cancelling the task that reads it, or dropping it stops the engine within a
+    round.
+    """
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, submit: Submit) -> None:
+        loop = asyncio.get_running_loop()
+        items = self._items = asyncio.Queue[Any]()
+        self._job = submit(lambda item: loop.call_soon_threadsafe(items.put_nowait, item))
+        if self._job.seconds_left is not None:
+            self._timer = loop.call_later(max(0.0, self._job.seconds_left), self._job.expire)
+
+    def __aiter__(self) -> AsyncRoundStream:
+        return self
+
+    async def __anext__(self) -> Round:
+        if self._done:
+            raise StopAsyncIteration
+        if self._job is not None and self._job.orphaned and self._items.empty():
+            raise Closed(REFUSAL)
+        try:
+            item = await self._items.get()
+        except BaseException:
+            await self.aclose()  # the task that reads was cancelled
+            raise
+        if (round_ := self._round(item)) is None:
+            raise StopAsyncIteration
+        return round_
+
+    async def reply(self) -> Reply:
+        """The answer; waits for the end of the stream.
+
+        Raises:
+            LocalspecError: the request failed.
+        """
+        async for _ in self:
+            pass
+        return self._result()  # type: ignore[no-any-return] # what the job delivers last
+
+    def _round(self, item: Any) -> Round | None:
+        if self._timer is not None and not isinstance(item, Round):
+            self._timer.cancel()
+        return super()._round(item)
+
+    async def aclose(self) -> None:
+        """Stop decoding; ``reply`` then has the text until here. Safe to call twice, and after the end."""
+        assert self._job is not None
+        if self._timer is not None:
+            self._timer.cancel()
+        self._job.cancel()
+
+    async def __aenter__(self) -> AsyncRoundStream:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()

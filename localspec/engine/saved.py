@@ -1,0 +1,238 @@
+"""The file of a saved session: the conversation as text, and what the models held of it.
+
+::
+
+    localspec-session 1\\n              format and version
+    <bytes> <digest>\\n                 of the text part: 16 bytes of BLAKE2b in hexadecimal
+    {...}                              the text part: JSON in UTF-8, which also lists the arrays that follow
+    ...                                the arrays, one after the other; each has its own digest in the list
+
+The text comes first and is checked apart, so a chat survives any damage to what follows: then it is read by the models
+again. The digests guard against accidents, not against somebody who forges a file: engines check little of what they
+are given, so load sessions only from where you would run programs from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec.backends.base import Context, ContextState, Model
+from localspec.backends.trust import fingerprint
+from localspec.engine.prefix_cache import PrefixCache
+from localspec.errors import EngineError, SessionFileError
+from localspec.system.files import printable, write_atomically
+
+# What the models of a pair hold of a conversation, to be kept in a file and given back.
+
+
+@dataclass(frozen=True, slots=True)
+class SavedContext:
+    """What one model held of a conversation.
+
+    Attributes:
+        maker: the model file, engine and cache type that can use it; see ``maker_of``.
+        tokens: the conversation that it stands for.
+        state: what the context held.
+    """
+
+    maker: Mapping[str, str]
+    tokens: Sequence[int]
+    state: ContextState
+
+
+def maker_of(model: Model) -> dict[str, str]:
+    """What a saved memory has to match to be used again: the file's digest, the engine's version, the cache's type."""
+    return {
+        "file": fingerprint(model.path),
+        "name": printable(model.path.name),
+        "engine": model.engine,
+        "device": model.capabilities.device,
+        "kv_type": model.kv_type,
+    }
+
+
+def fits(maker: Mapping[str, str], ours: Mapping[str, str]) -> bool:
+    """Whether a model can use what another made: all but the file's name has to match."""
+    return all(maker.get(key) == value for key, value in ours.items() if key != "name")
+
+
+def described(maker: Mapping[str, str]) -> str:
+    """The maker of a memory in a few words."""
+    parts = [maker.get("name", "?"), maker.get("engine", "?"), maker.get("kv_type", ""), maker.get("file", "")[:8]]
+    return " · ".join(part for part in parts if part)
+
+
+def save_contexts(contexts: Sequence[Context], cache: PrefixCache, tokens: Sequence[int]) -> list[SavedContext]:
+    """What target and draft models hold of a conversation; less, or nothing, where that was dropped."""
+    memories = []
+    for context in contexts:
+        found = cache.export(context, tokens)
+        if found is not None:
+            memories.append(SavedContext(maker_of(context.model), *found))
+    return memories
+
+
+def restore_contexts(contexts: Sequence[Context], cache: PrefixCache, memories: Sequence[SavedContext]) -> str | None:
+    """Make each model hold what it, or its like, held when the memories were taken.
+
+    Returns:
+        None if the target does; else one line that says why not. A draft model that cannot reads again, silently.
+    """
+    reasons = [_give(context, cache, memories) for context in contexts]
+    return reasons[0]
+
+
+def _give(context: Context, cache: PrefixCache, memories: Sequence[SavedContext]) -> str | None:
+    model = context.model
+    if not memories:
+        return "what the model held was not saved"
+    if not model.capabilities.saves_state:
+        return f"{model.engine} cannot take a saved memory"
+    maker = maker_of(model)
+    fitting = [memory for memory in memories if fits(memory.maker, maker)]
+    if not fitting:
+        return f"its memory is from {described(memories[0].maker)}, and this is {described(maker)}"
+    cache.put_aside(context)
+    try:
+        cache.restore(context, fitting[0].tokens, fitting[0].state)
+    except EngineError as error:
+        return str(error)
+    return None
+
+
+MAGIC = b"localspec-session "
+VERSION = 1
+MAX_TEXT_BYTES = 1 << 28
+
+
+def write(path: Path, text: Mapping[str, Any], memories: Sequence[SavedContext]) -> None:
+    """Save a session: complete under its name, or not at all.
+
+    Raises:
+        SessionFileError: it cannot be written, or the name belongs to a file that is not a saved session.
+    """
+    try:
+        if path.exists() and path.stat().st_size:
+            with path.open("rb") as file:
+                _read_version(file, str(path))
+    except SessionFileError:
+        raise SessionFileError(f"{path} exists and is not a saved session; choose another name") from None
+    except OSError as error:
+        raise SessionFileError(f"cannot write {path}: {error.strerror or error}") from error
+    arrays: list[npt.NDArray[Any]] = []
+    listed = []
+    for memory in memories:
+        entries = []
+        for name, array in memory.state.arrays.items():
+            array = np.ascontiguousarray(array)
+            arrays.append(array)
+            entries.append(
+                {"name": name, "dtype": array.dtype.str, "shape": list(array.shape), "digest": _digest(_bytes(array))}
+            )
+        held = None if list(memory.state.tokens) == list(memory.tokens) else list(memory.state.tokens)
+        listed.append({"maker": dict(memory.maker), "tokens": list(memory.tokens), "held": held, "arrays": entries})
+    try:
+        document = json.dumps({**text, "memories": listed}, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:  # a lone surrogate, or a value of some other kind
+        raise SessionFileError(f"cannot write {path}: its messages are not JSON ({error})") from error
+    try:
+        with write_atomically(path, private=True) as file:
+            file.write(MAGIC + b"%d\n%d %s\n" % (VERSION, len(document), _digest(document).encode()))
+            file.write(document)
+            for array in arrays:
+                file.write(_bytes(array))
+    except (OSError, ValueError) as error:  # ValueError: no name for a file, as with a NUL in it
+        reason = getattr(error, "strerror", None) or error
+        raise SessionFileError(f"cannot write {path}: {reason}") from error
+
+
+def read(path: Path, *, memory: bool = True) -> tuple[dict[str, Any], list[SavedContext], str | None]:
+    """Read a saved session.
+
+    Returns:
+        The text part; the memories; and, if those are damaged, one line that says so (there are none then).
+
+    Raises:
+        SessionFileError: missing, foreign, from another version, or damaged in its text.
+    """
+    try:
+        with path.open("rb") as file:
+            text = read_text(file, str(path))
+            listed = text.pop("memories", None)
+            if not memory:
+                return text, [], None
+            try:
+                return text, [_read_memory(each, file) for each in listed], None
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+                return text, [], f"the memory saved in {path.name} is damaged ({error})"
+    except (OSError, ValueError) as error:
+        if isinstance(error, SessionFileError):
+            raise
+        raise SessionFileError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def read_text(file: BinaryIO, name: str) -> dict[str, Any]:
+    """The text part: ``messages``, ``params``, ``notes`` and ``model``. ``name`` is for what is raised.
+
+    Raises:
+        SessionFileError: foreign, from another version, or damaged.
+    """
+    _read_version(file, name)
+    damaged = SessionFileError(f"{name} is damaged: its text cannot be read")
+    size, _, digest = file.readline(64).partition(b" ")
+    if not size.isdigit() or len(size) > 12 or int(size) > MAX_TEXT_BYTES:
+        raise damaged
+    document = file.read(int(size))
+    if len(document) != int(size) or _digest(document).encode() != digest.rstrip(b"\n"):
+        raise damaged
+    try:
+        text = json.loads(document)
+    except (ValueError, RecursionError):
+        raise damaged from None
+    if not isinstance(text, dict):
+        raise damaged
+    return text
+
+
+def _read_version(file: BinaryIO, name: str) -> None:
+    line = file.readline(64)
+    if not line.startswith(MAGIC) or not line.endswith(b"\n"):
+        raise SessionFileError(f"{name} is not a saved session")
+    version = line[len(MAGIC) : -1].decode("ascii", "replace")
+    if version != str(VERSION):
+        raise SessionFileError(f"{name} has format version {version!r}; this localspec reads version {VERSION}")
+
+
+def _read_memory(listed: Mapping[str, Any], file: BinaryIO) -> SavedContext:
+    arrays = {}
+    for entry in listed["arrays"]:
+        dtype, shape = np.dtype(entry["dtype"]), tuple(int(n) for n in entry["shape"])
+        n_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        left = os.fstat(file.fileno()).st_size - file.tell()
+        if dtype.hasobject or n_bytes < 0 or n_bytes > left:
+            raise ValueError("it is cut short")
+        data = np.empty(n_bytes, dtype=np.uint8)
+        file.readinto(_bytes(data))  # type: ignore[attr-defined]
+        if _digest(_bytes(data)) != entry["digest"]:
+            raise ValueError("its digest is wrong")
+        arrays[str(entry["name"])] = data.view(dtype).reshape(shape)
+    tokens = [int(token) for token in listed["tokens"]]
+    held = tokens if listed["held"] is None else [int(token) for token in listed["held"]]
+    return SavedContext(dict(listed["maker"]), tokens, ContextState(tuple(held), arrays))
+
+
+def _bytes(array: npt.NDArray[Any]) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _digest(data: bytes | memoryview) -> str:
+    return blake2b(data, digest_size=16).hexdigest()

@@ -1,0 +1,870 @@
+"""Several answers side by side: their rounds become one pass of the target.
+
+Between two passes answers join, end and are cancelled. In every pass each answer has a row for its next token and as
+many for draft tokens as they are worth (``controllers.shared_rows``); prompts are read in pieces beside them, so that
+nobody's text stalls (``controllers.prompt_pieces``). The memory is one: an answer is let in if what it may
+need fits, and one that turns out longer than was reckoned with can be put aside until there is room, and goes on where
+it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+
+from localspec.backends.base import FEW_ROWS, ContextState, Forward, Piece, SequenceBatch, joined_states, shared_prefix
+from localspec.controllers.auto import MAX_DRAFT
+from localspec.controllers.batching import SharedPasses, ShareOfPass
+from localspec.controllers.cost_model import PassTimes
+from localspec.engine.pair import Pair
+from localspec.engine.prefix_cache import MIN_TOKENS, PrefixCache
+from localspec.engine.request import AnswerRequest, Reply
+from localspec.engine.state import DecodingState, DraftModel, Seat
+from localspec.engine.worker import FairQueue, Job, Worker
+from localspec.errors import Cancelled, EngineError, LocalspecError, PromptTooLong, UsageError
+from localspec.prompts.prompts import PromptEncoder
+from localspec.sampling.sampling import ScoredToken, token_logprobs
+from localspec.spec_decode.decoder import PREFILL_CHUNK
+from localspec.spec_decode.detokenizer import ThinkingReader
+from localspec.spec_decode.passes import AnyPass, DraftPass, Reading, TargetPass, given, read_alone
+from localspec.spec_decode.rounds import EmittedToken, FinishReason, Round, SpecStats
+
+# What the engine's thread does for a request: answer it, or score a given text.
+
+SCORING_CHUNK = 64
+"""Tokens scored in one pass; a row of logits each, up to a megabyte for the largest vocabularies."""
+
+
+def never_ran(request: AnswerRequest, job: Job, pair: Pair) -> Reply:
+    """The reply to a request that was cancelled, or too late, while it waited."""
+    return Reply(
+        "",
+        [],
+        "cancelled",
+        SpecStats(),
+        request.model_name,
+        pair.draft_names,
+        pair.target.backend,
+        cancelled_by=job.cancelled_by,
+        seconds_waited=time.monotonic() - job.submitted,
+    )
+
+
+def answer(request: AnswerRequest, pair: Pair, encoder: PromptEncoder, job: Job) -> Reply:
+    """Answer a request, giving every Round to the job as it happens.
+
+    Raises:
+        UsageError, TemplateError, EngineError: the request failed; the pair is ready for the next one.
+    """
+    asked = request.read(encoder, pair.context.n_ctx)
+    seat = Seat(pair.state, overlaps=True)
+    return read_alone(answering(request, pair, job, asked, seat), pair.context)
+
+
+def answering(
+    request: AnswerRequest,
+    pair: Pair,
+    job: Job,
+    asked: tuple[list[int], ThinkingReader | None],
+    seat: Seat,
+) -> Reading[Reply]:
+    """``answer``, the passes left to the caller.
+
+    Args:
+        request, pair, job: see there.
+        asked: what ``AnswerRequest.read`` returned.
+        seat: where the answer is made.
+    """
+    started = job.started
+    stats = SpecStats()
+    tokens, thinking = asked
+    stats.prompt_tokens = len(tokens)
+    text: list[str] = []
+    thoughts: list[str] = []
+    emitted: list[EmittedToken] = []
+    widths: list[int] = []
+    finish: FinishReason = "cancelled"
+
+    def prefilled(cached: int) -> None:
+        stats.cached_tokens = cached
+        stats.seconds_prompt = time.perf_counter() - started
+
+    def take(round_: Round) -> None:
+        nonlocal finish
+        if stats.time_to_first_token_s is None:
+            stats.time_to_first_token_s = time.perf_counter() - started
+        stats.add(round_)
+        text.append(round_.text)
+        thoughts.append(round_.thinking)
+        emitted.extend(round_.emitted)
+        if round_.emitted:
+            widths.append(round_.width)
+        finish = round_.finish_reason or finish
+        job.give(round_)
+
+    steps = pair.steps(
+        seat,
+        tokens,
+        request,
+        prefilled,
+        job.stopped,
+        thinking,
+    )
+    yield from given(steps, take)
+    if seat.times is not None and seat.times.has_company:
+        stats.seconds_one_token = None  # its passes were those of others too
+    elif widths and not pair.times.noisy:
+        # As this answer's own passes went: the machine may have been slower, or faster, than in the long view.
+        expected = sum(pair.times(width) for width in widths)
+        stats.seconds_plain_token = pair.times(1) / expected * stats.seconds_verify
+    assert seat.decides is not None  # the pair's last answer may be another one that shares its passes
+    explanation = seat.decides.explain()
+    if seat.times is not None and seat.times.mean_answers > 1.0:
+        explanation += f"\nShared with other answers: on average {seat.times.mean_answers:.1f} at once."
+    return Reply(
+        "".join(text),
+        [token.id for token in emitted],
+        finish,
+        stats,
+        request.model_name,
+        pair.draft_names,
+        pair.target.backend,
+        cancelled_by=job.cancelled_by if finish == "cancelled" else None,
+        tokens=emitted,
+        explanation=explanation,
+        seconds_waited=job.seconds_waited,
+        thinking="".join(thoughts),
+    )
+
+
+def score(tokens: Sequence[int], n_top: int, pair: Pair, encoder: PromptEncoder, job: Job) -> list[ScoredToken]:
+    """How probable the target finds each token after those before it.
+
+    Raises:
+        UsageError: there are no tokens.
+        PromptTooLong: there are more than the context holds.
+        Cancelled: by the caller or the deadline.
+    """
+    if not tokens:
+        raise UsageError("there is no text to score")
+    if len(tokens) > pair.context.n_ctx:
+        raise PromptTooLong(f"the text has {len(tokens)} tokens and the context holds {pair.context.n_ctx}")
+    scored = [ScoredToken(tokens[0], encoder.token_text(tokens[0]), None)]
+    for start, logits in pair.read(tokens[:-1], SCORING_CHUNK):
+        for i, row in enumerate(logits):
+            token = tokens[start + i + 1]
+            found = token_logprobs(row, token, n_top)
+            scored.append(ScoredToken(token, encoder.token_text(token), found.logprob, found.top))
+        if job.stopped():
+            raise Cancelled(f"scoring was stopped by its {job.cancelled_by} after {len(scored)} tokens")
+    return scored
+
+
+# Which conversation is in which sequence of a memory that several answers share, and whether another one fits.
+
+
+class Seating:
+    """The sequences of a memory: those that answers are made in, and those that hold conversations for later.
+
+    Args:
+        batch: the memory.
+        cache: takes conversations that have to make room, least recently used first.
+        beside: memories of draft models, with the same conversations in sequences of the same numbers.
+    """
+
+    def __init__(self, batch: SequenceBatch, cache: PrefixCache, beside: Sequence[SequenceBatch] = ()) -> None:
+        self.batch = batch
+        self._beside = beside
+        self._cache = cache
+        self._taken: set[int] = set()
+        self._used = [0] * batch.n_sequences
+        self._clock = count(1)
+
+    @property
+    def has_free(self) -> bool:
+        """Whether another answer has a sequence."""
+        return len(self._taken) < self.batch.n_sequences
+
+    def take(self, prompt: Sequence[int]) -> int:
+        """A sequence for an answer: the one whose conversation the prompt continues, or the first with none to keep.
+
+        What drafts in a sequence learns apart: so requests that come one at a time learn from each other, and for the
+        next load. If all hold conversations that stay there, the one least recently used.
+        """
+        best = self._best_for(prompt)
+        self._taken.add(best)
+        self._used[best] = next(self._clock)
+        return best
+
+    def _best_for(self, prompt: Sequence[int]) -> int:
+        free = [i for i in range(self.batch.n_sequences) if i not in self._taken]
+        shared = {i: shared_prefix(self.batch[i].tokens, prompt) for i in free}
+        best = max(free, key=lambda i: shared[i])
+        # What another begins with can be had from there; only what goes on from it is better in its place.
+        if shared[best] < max(MIN_TOKENS, len(self.batch[best].tokens) - MIN_TOKENS):
+            best = min(free, key=lambda i: self._used[i] if self._stays(self.batch, i) else i - self.batch.n_sequences)
+        return best
+
+    def shareable(self, prompt: Sequence[int]) -> tuple[int, int] | None:
+        """What an answer to a prompt would share: the sequence that holds it, and so many tokens; None: nothing."""
+        return self._cache.shareable(self.batch[self._best_for(prompt)], prompt)
+
+    def make_room_for(self, prompt: Sequence[int], sequence: int, slack: int) -> None:
+        """Have room for a prompt in a sequence that was taken for it; what it can begin with stays, if it can."""
+        needed = len(prompt) + slack - self.batch[sequence].n_past
+        shared = self._cache.shareable(self.batch[sequence], prompt)
+        if shared is not None:
+            source, n = shared  # what the sequence holds makes way for it
+            needed = len(prompt) + slack - n - self.batch.cells.n_own(sequence)
+            if self.make_room(needed, keep=[source]):
+                return
+        self.make_room(needed)
+
+    def leave(self, sequence: int) -> None:
+        """An answer is over; its conversation stays until the room is needed."""
+        self._taken.discard(sequence)
+        self._used[sequence] = next(self._clock)
+
+    def put_idle_aside(self) -> None:
+        """Put aside the conversations that no answer is made in, where the rows of each pass would go over their cells.
+
+        They are brought back when a prompt goes on from them. On a CPU copying a token out and in takes as long as
+        going over its cell 10 to 35 times (1.5B on ik-llama), and a row does so in every pass. Elsewhere cells are read
+        faster than they are copied, and what the cache does not keep stays.
+        """
+        for memory in (self.batch, *self._beside):
+            for i in self._idle():
+                if memory[i].tokens and not self._stays(memory, i):
+                    self._cache.empty(memory[i])
+
+    def make_room(self, n: int, keep: Iterable[int] = ()) -> bool:
+        """Have room for n more tokens, putting conversations aside that no answer is made in; whether there is.
+
+        Args:
+            keep: sequences that stay whatever happens.
+        """
+        idle = [i for i in self._idle() if i not in keep]
+        self._empty(self.batch, idle, n)
+        # A draft model that has no room drafts nothing, so these need not be asked whether there is enough.
+        for memory in self._beside:
+            unread = sum(max(0, self.batch[i].n_past - memory[i].n_past) for i in self._taken)
+            self._empty(memory, idle, unread + n)
+        return self.batch.free_cells >= n
+
+    def _stays(self, memory: SequenceBatch, i: int) -> bool:
+        """Whether a sequence holds a conversation, and goes on to when another answer begins."""
+        costs = memory.shares_prefix and memory.model.capabilities.device == "cpu"
+        return bool(memory[i].tokens) and not (costs and self._cache.would_keep(memory[i]))
+
+    def _idle(self) -> list[int]:
+        """Sequences that no answer is made in, least recently used first."""
+        return sorted(set(range(self.batch.n_sequences)) - self._taken, key=self._used.__getitem__)
+
+    def _empty(self, memory: SequenceBatch, idle: Sequence[int], n: int) -> None:
+        for i in idle:
+            if memory.free_cells >= n:
+                break
+            self._cache.empty(memory[i])
+
+
+# Answers under way beside others, and requests whose turn has come.
+
+
+@dataclass(eq=False, slots=True)
+class OpenAnswer:
+    """An answer under way.
+
+    Attributes:
+        reading: its steps.
+        sequence: where in the memory it is made.
+        needs: room that it is reckoned with [tokens].
+        wanted: the pass that it waits for.
+        n_fed: of the pass's tokens, how many it has had already.
+        forwards: what they returned.
+        served: number of the pass that it last had rows in.
+        aside: what its sequence held, where that had to make room; else None.
+    """
+
+    job: Job
+    reading: Reading[Reply]
+    sequence: int
+    needs: int
+    wanted: AnyPass
+    n_fed: int = 0
+    forwards: list[Forward] = field(default_factory=list)
+    served: int = 0
+    aside: ContextState | list[int] | None = None
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its next pass makes tokens of the answer; else it reads its prompt."""
+        return self.target_pass.logits == "all"
+
+    @property
+    def target_pass(self) -> TargetPass:
+        """The pass of the target that it waits for, its draft being made."""
+        assert isinstance(self.wanted, TargetPass)
+        return self.wanted
+
+    @property
+    def reaches(self) -> list[float]:
+        """For each draft token that may be left out, how likely it and those before it are accepted."""
+        wanted = self.target_pass
+        reaches: list[float] = []
+        reach = 1.0
+        for i, token in enumerate(wanted.draft or ()):
+            reach *= token.expected
+            if 1 + i >= wanted.n_needed:
+                reaches.append(reach)
+        return reaches
+
+
+@dataclass(eq=False, slots=True)
+class Prepared:
+    """A request whose turn has come, and which waits for room."""
+
+    job: Job
+    asked: tuple[list[int], ThinkingReader | None]
+
+    @property
+    def request(self) -> AnswerRequest:
+        request: AnswerRequest = self.job.request
+        return request
+
+
+def rank(answer: OpenAnswer | Prepared) -> tuple[int, float]:
+    """Those first that are to go on, or begin, first."""
+    return -answer.job.priority, answer.job.started
+
+
+# Who fits into the memory that answers share, and who has to make way for whom.
+
+RECKONED = 1024
+"""Tokens that an answer is reckoned with when it is let in, if it may be longer: most are not. With room for two full
+contexts, 8 answers to prompts of 1,000 tokens begin at once; one that goes on for longer may have to wait midway."""
+
+SLACK = MAX_DRAFT + 1
+"""Room for the rows of a pass, of which those of rejected draft tokens are given back."""
+
+
+class Admission:
+    """Reckons with what answers hold, and with what they may need further.
+
+    Args:
+        seating: the memory, and which conversation is where in it.
+        at_once: most answers that have rows in passes.
+    """
+
+    def __init__(self, seating: Seating, at_once: int) -> None:
+        self._seating = seating
+        self._batch = seating.batch
+        self._at_once = at_once
+
+    def needs(self, prepared: Prepared) -> int:
+        """Tokens that a request is reckoned to take, its prompt included."""
+        n_prompt, most = len(prepared.asked[0]), prepared.request.params.max_tokens or RECKONED
+        return min(self._batch.n_ctx, n_prompt + min(most, RECKONED) + SLACK)
+
+    def make_way(self, one: OpenAnswer | Prepared, there: Sequence[OpenAnswer]) -> list[OpenAnswer] | None:
+        """Which answers have to be put aside so that another can begin, or go on: the lowest, and as few as it takes.
+
+        An answer makes way only for a higher priority, and not before its draft is made.
+
+        Args:
+            one: the other one.
+            there: those that are under way and not put aside.
+
+        Returns:
+            Those; None where it has to wait all the same.
+        """
+        if isinstance(one, Prepared) and not self._seating.has_free:
+            return None
+        lower = [a for a in there if a.job.priority < one.job.priority and isinstance(a.wanted, TargetPass)]
+        lower.sort(key=rank)
+        staying = list(there)
+        while len(staying) >= self._at_once or not self._fits(one, staying):
+            if not lower:
+                return None
+            staying.remove(lower.pop())
+        return [answer for answer in there if answer not in staying]
+
+    def _fits(self, one: OpenAnswer | Prepared, there: Sequence[OpenAnswer]) -> bool:
+        """Whether another one has room beside answers; alone it has."""
+        if not there:
+            return True
+        n = self._needs_again(one) if isinstance(one, OpenAnswer) else self.needs(one)
+        growth = sum(max(each.needs - self.held(each), SLACK) for each in there)
+        sequences, cells = [each.sequence for each in there], self._batch.cells
+        if cells.n_held(sequences) + growth + n <= self._batch.n_cells:
+            return True
+        shared = self._seating.shareable(one.asked[0]) if isinstance(one, Prepared) else None
+        return shared is not None and (cells.n_held(sequences, *shared) + growth + n - shared[1] <= self._batch.n_cells)
+
+    def _needs_again(self, answer: OpenAnswer) -> int:
+        """Tokens that an answer is reckoned with that was put aside: anew where it is longer than was reckoned with."""
+        state = answer.aside or []
+        n = len(state.tokens if isinstance(state, ContextState) else state)
+        return answer.needs if answer.needs >= n + SLACK else min(n + RECKONED, self._batch.n_ctx)
+
+    def held(self, answer: OpenAnswer) -> int:
+        """Tokens that an answer holds, those that others hold too included."""
+        return self._batch[answer.sequence].n_past
+
+
+# Steps of draft models that several answers take together: a step of four costs little more than one of one.
+
+LEARNED = 0.1
+"""Share of how many took a step together that is believed of the next one."""
+
+FORGOTTEN = 0.02
+"""In a round, of what was learned so: where nobody drafts beside others, it may be as that would cost too much."""
+
+
+class DraftSteps:
+    """The draft models whose memories hold a sequence for each answer.
+
+    Args:
+        models: as they are loaded.
+    """
+
+    def __init__(self, models: Sequence[DraftModel]) -> None:
+        self._memories = [
+            _DraftMemory(draft.source, draft.memory.batch, draft.times)
+            for draft in models
+            if draft.memory.batch is not None
+        ]
+
+    def times(self) -> Mapping[str, ShareOfPass]:
+        """What steps cost an answer, by source, for its controller: of those that answers share."""
+        return {each.source: ShareOfPass(each.passes) for each in self._memories if each.is_one_pass}
+
+    def begin(self, n_answers: int) -> None:
+        """A round of so many answers begins."""
+        for memory in self._memories:
+            memory.n_together += FORGOTTEN * (n_answers - memory.n_together)
+            memory.passes.n_answers = max(1, min(n_answers, round(memory.n_together)))
+
+    def take(self, wanted: Sequence[DraftPass]) -> list[Forward | Exception]:
+        """Run passes that different answers wait for; what they return, or how they fail."""
+        returned: dict[int, Forward | Exception] = {}
+        for memory in self._memories:
+            returned |= memory.take([each for each in wanted if memory.sequence_of(each) is not None])
+        return [returned[id(each)] if id(each) in returned else _alone(each) for each in wanted]
+
+
+class _DraftMemory:
+    """One of them.
+
+    Attributes:
+        n_together: how many take a step together, of late.
+        passes: what passes in it cost.
+    """
+
+    def __init__(self, source: str, batch: SequenceBatch, times: PassTimes) -> None:
+        self.source = source
+        self._batch = batch
+        self._sequences = {id(batch[i]): i for i in range(batch.n_sequences)}
+        self.n_together = float(batch.n_sequences)
+        self.passes = SharedPasses(times, batch.model.capabilities.device)
+
+    @property
+    def is_one_pass(self) -> bool:
+        """Whether what several take is one pass, and not one for each."""
+        return self._batch.model.capabilities.batches
+
+    def sequence_of(self, wanted: DraftPass) -> int | None:
+        return self._sequences.get(id(wanted.context))
+
+    def take(self, wanted: Sequence[DraftPass]) -> dict[int, Forward | Exception]:
+        # What reads for long is bound by arithmetic, and can be broken off alone.
+        short = [each for each in wanted if len(each.tokens) <= FEW_ROWS]
+        returned: dict[int, Forward | Exception] = {}
+        for group in self._groups(short):
+            returned |= self._together(group)
+        for each in wanted:
+            if id(each) not in returned:
+                returned[id(each)] = forward = _alone(each)
+                if isinstance(forward, Forward):
+                    self._observe([each], each.ms)
+        if short:
+            self.n_together += LEARNED * (len(short) - self.n_together)
+        return returned
+
+    def _groups(self, wanted: Sequence[DraftPass]) -> list[list[DraftPass]]:
+        """Those of one pass each: all, but that some engines pay for ever for many rows of logits."""
+        most = FEW_ROWS if self._batch.model.capabilities.keeps_rows else len(wanted) * FEW_ROWS
+        groups: list[list[DraftPass]] = []
+        n_rows = 0
+        for each in wanted:
+            n = len(each.tokens) if each.logits == "all" else int(each.logits == "last")
+            if n_rows + n > most or not groups:
+                groups.append([])
+                n_rows = 0
+            groups[-1].append(each)
+            n_rows += n
+        return groups
+
+    def _together(self, wanted: Sequence[DraftPass]) -> dict[int, Forward | Exception]:
+        fit = list(wanted)
+        while sum(len(each.tokens) for each in fit) > self._batch.free_cells:
+            fit.pop()
+        if len(fit) < 2:
+            return {}
+        pieces = [Piece(self._sequences[id(each.context)], each.tokens, each.logits) for each in fit]
+        started = time.perf_counter()
+        try:
+            forwards = self._batch.decode(pieces)
+        except Exception:  # each finds out by itself whose doing that was
+            return {}
+        ms, width = (time.perf_counter() - started) * 1e3, sum(len(each.tokens) for each in fit)
+        self._observe(fit, ms)
+        for each in fit:
+            each.ms = ms * len(each.tokens) / width
+        # They are looked at one after the other, and whoever is first may make another pass in this memory.
+        return {id(each): Forward(forward.logits.copy()) for each, forward in zip(fit, forwards, strict=True)}
+
+    def _observe(self, taken: Sequence[DraftPass], ms: float) -> None:
+        if not self.is_one_pass:
+            return
+        n_cells = self._batch.n_cells - self._batch.free_cells
+        if self._batch.model.capabilities.own_cells:
+            n_cells = sum(each.context.n_past for each in taken) // len(taken)
+        self.passes.observe(sum(len(each.tokens) for each in taken), ms, n_cells)
+
+
+def _alone(wanted: DraftPass) -> Forward | Exception:
+    try:
+        forward = wanted.run()
+    except Exception as error:
+        return error
+    return Forward(forward.logits.copy(), ids=forward.ids)
+
+
+def serve_beside(pair: Pair, encoder: PromptEncoder, worker: Worker) -> None:
+    """Have a worker answer as many requests side by side as the pair was loaded for."""
+    if pair.parallel.n > 1:
+        scheduler = Scheduler(pair, encoder, worker.queue, worker.running)
+        worker.serve_beside(scheduler.run, pair.parallel.n)
+
+
+@dataclass(slots=True)
+class _TargetMemory:
+    """What answers share.
+
+    Attributes:
+        batch: the target's memory.
+        seating: which conversation is where in it.
+        admission: who fits.
+        states: what an answer in a sequence is decoded with, by its number; ``Pair.state`` is that of the first.
+        passes: what passes cost.
+        steps: passes of draft models.
+    """
+
+    batch: SequenceBatch
+    seating: Seating
+    admission: Admission
+    states: dict[int, DecodingState]
+    passes: SharedPasses
+    steps: DraftSteps
+
+    @classmethod
+    def of(cls, pair: Pair) -> _TargetMemory:
+        base = pair.state
+        assert base.batch is not None
+        beside = [draft.memory.batch for draft in base.models if draft.memory.batch is not None]
+        seating = Seating(base.batch, pair.prefix_cache, beside)
+        admission = Admission(seating, pair.parallel.n)
+        passes = SharedPasses(base.times, base.target.capabilities.device)
+        return cls(base.batch, seating, admission, {0: base}, passes, DraftSteps(base.models))
+
+
+class Scheduler:
+    """Answers requests side by side, on the worker's thread.
+
+    Args:
+        pair: what they are answered with.
+        encoder: reads prompts.
+        queue: where further requests come from.
+        running: is kept up to date.
+    """
+
+    def __init__(self, pair: Pair, encoder: PromptEncoder, queue: FairQueue, running: list[Job]) -> None:
+        self._pair = pair
+        self._encoder = encoder
+        self._queue = queue
+        self._running = running
+        self._answers: list[OpenAnswer] = []
+        self._prepared: list[Prepared] = []
+        self._at = _TargetMemory.of(pair)
+        self._n_passes = 0
+
+    def run(self, job: Job) -> None:
+        """Answer a request, and those that come meanwhile; returns when none is left, or the next has to run alone."""
+        try:
+            if self._pair.state is not self._at.states[0]:  # it may be replaced between two answers
+                self._at = _TargetMemory.of(self._pair)
+            self._prepare(job)
+            while self._answers or self._prepared:
+                self._drop_cancelled()
+                self._at.steps.begin(len(self._there))
+                self._draft()  # first, as only answers whose draft is made can make way
+                self._let_in()
+                self._pass()
+        except BaseException as error:  # nobody may wait for ever for what goes wrong here
+            for answer in list(self._answers):
+                self._leave(answer, _raising(error))
+            for left in list(self._running):
+                self._end(left, _raising(error))
+            self._prepared.clear()
+
+    # -- joining and leaving ---------------------------------------------------------------------------------------
+
+    @property
+    def _there(self) -> list[OpenAnswer]:
+        """The answers that are not put aside."""
+        return [answer for answer in self._answers if answer.aside is None]
+
+    def _prepare(self, job: Job) -> None:
+        """A job's turn has come: it is claimed, and its prompt read; one that fails at that is over."""
+        if job not in self._running:
+            self._running.append(job)
+        if not job.start():
+            self._is_over(job)
+            return
+        try:
+            self._prepared.append(Prepared(job, job.request.read(self._encoder, self._pair.context.n_ctx)))
+        except BaseException as error:
+            self._end(job, _raising(error))
+
+    def _let_in(self) -> None:
+        """As many of those that wait, or were put aside, as have a sequence and room, in the order of their rank."""
+        while (first := self._first()) is not None:
+            way = self._at.admission.make_way(first, self._there)
+            if way is None:
+                return
+            for answer in way:
+                self._put_aside(answer)
+            if isinstance(first, Prepared):
+                self._prepared.remove(first)
+                self._begin(first)
+            elif not self._bring_back(first):
+                return
+
+    def _first(self) -> OpenAnswer | Prepared | None:
+        """Who is to begin, or go on, next; a request whose turn has come is prepared, if nothing outranks it."""
+        while True:
+            waiting: list[OpenAnswer | Prepared] = [answer for answer in self._answers if answer.aside is not None]
+            waiting += self._prepared
+            first = min(waiting, key=rank, default=None)
+            outranked = [] if first is None else [first.job.priority]
+            if len(self._there) >= self._pair.parallel.n:
+                outranked.append(min(answer.job.priority for answer in self._there))
+            job = self._queue.take(above=max(outranked, default=None)) if self._at.seating.has_free else None
+            if job is None:
+                return first
+            self._prepare(job)
+
+    def _begin(self, prepared: Prepared) -> None:
+        prompt = prepared.asked[0]
+        sequence = self._at.seating.take(prompt)
+        try:
+            self._at.seating.make_room_for(prompt, sequence, SLACK)
+            seat = Seat(self._state_of(sequence), ShareOfPass(self._at.passes), self._at.steps.times())
+            reading = answering(prepared.request, self._pair, prepared.job, prepared.asked, seat)
+            wanted = next(reading)
+            self._at.seating.put_idle_aside()  # not before: the answer may begin with what one of them holds
+        except StopIteration as end:
+            self._at.seating.leave(sequence)
+            self._end(prepared.job, _returning(end.value))
+        except BaseException as error:
+            self._at.seating.leave(sequence)
+            self._end(prepared.job, _raising(error))
+        else:
+            needs = self._at.admission.needs(prepared)
+            self._answers.append(OpenAnswer(prepared.job, reading, sequence, needs, wanted))
+
+    def _state_of(self, sequence: int) -> DecodingState:
+        """What an answer in a sequence is decoded with: drafters of its own, which go on with what is said there."""
+        if sequence not in self._at.states:
+            self._at.states[sequence] = self._pair.state.beside(sequence)
+        return self._at.states[sequence]
+
+    def _go_on(self, answer: OpenAnswer, forward: Forward | Exception) -> None:
+        """Take an answer to its next pass, or to its end."""
+        try:
+            answer.forwards, answer.n_fed = [], 0
+            if isinstance(forward, Exception):
+                answer.wanted = answer.reading.throw(forward)
+            else:
+                answer.wanted = answer.reading.send(forward)
+        except StopIteration as end:
+            self._leave(answer, _returning(end.value))
+        except BaseException as error:
+            self._leave(answer, _raising(error))
+
+    def _leave(self, answer: OpenAnswer, make: Callable[[], Reply]) -> None:
+        self._answers.remove(answer)
+        self._at.seating.leave(answer.sequence)
+        self._end(answer.job, make)
+
+    def _end(self, job: Job, make: Callable[[], Reply]) -> None:
+        job.end(make)
+        self._is_over(job)
+
+    def _is_over(self, job: Job) -> None:
+        self._running.remove(job)
+        self._queue.release(job)
+
+    def _drop_cancelled(self) -> None:
+        for answer in list(self._answers):
+            if answer.job.stopped():
+                self._go_on(answer, Cancelled("the answer was stopped"))
+        for waiting in [each for each in self._prepared if each.job.stopped()]:
+            self._prepared.remove(waiting)
+            self._end(waiting.job, _returning(never_ran(waiting.request, waiting.job, self._pair)))
+
+    # -- room ------------------------------------------------------------------------------------------------------
+
+    def _put_aside(self, answer: OpenAnswer) -> None:
+        """Free what an answer holds; it goes on when there is room again."""
+        context = self._at.batch[answer.sequence]
+        answer.aside = list(context.tokens)
+        if context.model.capabilities.saves_state:
+            with suppress(EngineError, MemoryError):  # then it is read again
+                answer.aside = context.export_state()
+        context.truncate(0)
+
+    def _bring_back(self, answer: OpenAnswer) -> bool:
+        """Go on with an answer that was put aside; False if there is no room after all."""
+        state = answer.aside or []
+        if not self._at.seating.make_room(len(state.tokens if isinstance(state, ContextState) else state) + SLACK):
+            return False
+        answer.aside = None
+        context = self._at.batch[answer.sequence]
+        try:
+            if isinstance(state, ContextState):
+                context.import_state(state)
+            elif state:
+                context.decode(state, "none")
+        except LocalspecError as error:
+            self._go_on(answer, error)
+        return True
+
+    # -- passes ----------------------------------------------------------------------------------------------------
+
+    def _pass(self) -> None:
+        """One pass over the rows of all that are under way, once what they draft is drafted."""
+        self._draft()
+        pieces = self._pieces()
+        while not self._at.seating.make_room(sum(len(piece.tokens) for _, piece in pieces)):
+            there = self._there
+            if len(there) == 1:
+                break  # what one alone may hold there is room for; if not, it is told so
+            self._put_aside(max(there, key=rank))
+            pieces = self._pieces()
+        if not pieces:
+            return
+        self._n_passes += 1
+        self._pair.shared.passes += 1
+        for answer, piece in pieces:
+            self._pair.shared.add(len(piece.tokens), decodes=answer.decodes)
+        started = time.perf_counter()
+        try:
+            returned: Sequence[Forward | Exception] = self._at.batch.decode([piece for _, piece in pieces])
+        except Exception as error:
+            returned = [error] if len(pieces) == 1 else [self._alone(piece) for _, piece in pieces]
+        else:
+            self._observe(pieces, (time.perf_counter() - started) * 1e3)
+        # The logits of all are overwritten by the next pass in this memory, such as one that a drafter runs.
+        kept = [_kept(each) if len(pieces) > 1 else each for each in returned]
+        for (answer, piece), forward in zip(pieces, kept, strict=True):
+            answer.served = self._n_passes
+            if isinstance(forward, Exception):
+                self._go_on(answer, forward)
+                continue
+            answer.forwards.append(forward)
+            answer.n_fed += len(piece.tokens)
+            if answer.decodes or answer.n_fed == len(answer.target_pass.tokens):
+                self._go_on(answer, _joined(answer.forwards))
+
+    def _draft(self) -> None:
+        """Take the steps of draft models that answers wait for, those of several as one, until none does."""
+        while waiting := [answer for answer in self._answers if isinstance(answer.wanted, DraftPass)]:
+            wanted = [answer.wanted for answer in waiting if isinstance(answer.wanted, DraftPass)]
+            for answer, forward in zip(waiting, self._at.steps.take(wanted), strict=True):
+                self._go_on(answer, forward)
+
+    def _pieces(self) -> list[tuple[OpenAnswer, Piece]]:
+        """What goes into the next pass."""
+        there = self._there
+        # Of one priority those first that have waited longest, so that those who have to wait take turns.
+        decoding = sorted((a for a in there if a.decodes), key=lambda a: (-a.job.priority, a.served))
+        reading = sorted((answer for answer in there if not answer.decodes), key=rank)
+        passes = self._at.passes
+        passes.n_answers, passes.n_under_way, passes.n_cells = len(decoding), len(there), self._cells(there)
+        unread = [len(answer.target_pass.tokens) - answer.n_fed + answer.target_pass.n_after for answer in reading]
+        priorities = [answer.job.priority for answer in reading]
+        lengths = passes.prompts.divide(len(decoding), unread, priorities, PREFILL_CHUNK)
+        pieces: list[tuple[OpenAnswer, Piece]] = []
+        for answer, length in zip(reading, lengths, strict=True):
+            if not length:
+                continue
+            wanted, start = answer.target_pass, answer.n_fed
+            tokens = wanted.tokens[start : start + length]
+            is_end = start + len(tokens) == len(wanted.tokens)
+            pieces.append((answer, Piece(answer.sequence, tokens, wanted.logits if is_end else "none")))
+        n_other = sum(len(piece.tokens) for _, piece in pieces)
+        n_other += sum(answer.target_pass.n_needed - 1 for answer in decoding)
+        lengths = passes.share([answer.reaches for answer in decoding], n_other)
+        for answer, length in zip(decoding, lengths, strict=False):
+            tokens = answer.target_pass.tokens[: answer.target_pass.n_needed + length]
+            pieces.append((answer, Piece(answer.sequence, tokens)))
+        return pieces
+
+    def _alone(self, piece: Piece) -> Forward | Exception:
+        """Where a pass of several failed, each finds out whether it was its own doing."""
+        try:
+            (forward,) = self._at.batch.decode([piece])
+        except Exception as error:
+            return error
+        return _kept(forward)
+
+    def _observe(self, pieces: Sequence[tuple[OpenAnswer, Piece]], ms: float) -> None:
+        width = sum(len(piece.tokens) for _, piece in pieces)
+        n_prompt = sum(len(piece.tokens) for answer, piece in pieces if not answer.decodes)
+        self._at.passes.prompts.observe(width - n_prompt, n_prompt, ms)
+        if not n_prompt:
+            self._at.passes.observe(width, ms, self._cells([answer for answer, _ in pieces]))
+            if len(pieces) == 1:
+                self._pair.times.n_past = self._at.admission.held(pieces[0][0])
+                self._pair.times.observe(width, ms)
+
+    def _cells(self, answers: Sequence[OpenAnswer]) -> int:
+        """Tokens that a row of one of these passes over: all in the memory, where one pass is over all of it."""
+        capabilities = self._at.batch.model.capabilities
+        if capabilities.batches and not capabilities.own_cells:
+            return self._at.batch.n_cells - self._at.batch.free_cells
+        return sum(self._at.admission.held(answer) for answer in answers) // max(1, len(answers))
+
+
+def _kept(forward: Forward | Exception) -> Forward | Exception:
+    return forward if isinstance(forward, Exception) else Forward(forward.logits.copy(), forward.hidden)
+
+
+def _joined(forwards: Sequence[Forward]) -> Forward:
+    """What several parts of a pass returned, as of one."""
+    return forwards[0] if len(forwards) == 1 else Forward(forwards[-1].logits, joined_states(forwards))
+
+
+def _returning(reply: Reply) -> Callable[[], Reply]:
+    return lambda: reply
+
+
+def _raising(error: BaseException) -> Callable[[], Reply]:
+    def make() -> Reply:
+        raise error
+
+    return make

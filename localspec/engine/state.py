@@ -1,0 +1,425 @@
+"""What a pair decodes with, and what was learned of cost and acceptance: taken, copied, put in place, given back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from localspec.backends.base import FEW_ROWS, Context, Model, SequenceBatch, SequencesInTurn
+from localspec.backends.trust import ensure_batches
+from localspec.controllers.acceptance import SourceAcceptance
+from localspec.controllers.auto import MAX_DRAFT, AutoController
+from localspec.controllers.batching import ShareOfPass
+from localspec.controllers.calibration import PassKind
+from localspec.controllers.cost_model import PassCost, PassTimes
+from localspec.controllers.fixed import FixedController
+from localspec.controllers.learned import AcceptanceStore
+from localspec.controllers.stopping import Tables
+from localspec.engine.options import MAX_PARALLEL, DraftLength
+from localspec.errors import EngineMismatch, UnsupportedModel, UsageError
+from localspec.sampling.sampling import SamplingParams
+from localspec.spec_decode.ahead import DraftAhead
+from localspec.spec_decode.decoder import PREFILL_CHUNK
+from localspec.spec_decode.drafters.base import Controller, Drafter
+from localspec.spec_decode.drafters.names import NGRAM
+from localspec.spec_decode.drafters.ngram import NgramDrafter
+
+# Whether drafters go on while the target verifies: only where the two do not take each other's time.
+
+
+class AheadChoice:
+    """What drafts ahead of the verdict, where draft model and target are on devices of their own."""
+
+    def __init__(self) -> None:
+        self._made: tuple[Context, DraftAhead] | None = None
+
+    def of(self, target: Context, drafts: Sequence[Model]) -> DraftAhead | None:
+        """What drafts ahead of a target; the same one while the context stays, as it learns whether it pays.
+
+        Args:
+            target: the target's context.
+            drafts: the draft models that read the text.
+        """
+        if not any(are_apart(target.model, draft) for draft in drafts):
+            return None
+        if self._made is None or self._made[0] is not target:
+            self._made = target, DraftAhead()
+        return self._made[1]
+
+
+def are_apart(target: Model, draft: Model) -> bool:
+    """Whether one is on the CPU alone and the other on a GPU alone: two on one device only slow each other down.
+
+    RPC servers count as a GPU, those on this machine as its CPU (``ServerFacts.is_near``). The devices of a Mac read
+    their weights from one memory, which is what their passes wait for.
+    """
+    return {target.capabilities.device, draft.capabilities.device} == {"cpu", "gpu"} and sys.platform != "darwin"
+
+
+FULL_CONTEXTS = 2
+"""A memory for several answers has room for so many that fill their context: most never do."""
+
+SPARE = 2
+"""Sequences besides those of the answers that have rows: so many answers of a lower priority can be put aside for
+others. What an answer drafts with reads in its sequence, so it keeps that."""
+
+
+def n_sequences(parallel: int) -> int:
+    """Of a memory for so many answers at a time."""
+    return parallel if parallel == 1 else min(parallel + SPARE, MAX_PARALLEL)
+
+
+@dataclass(eq=False, slots=True)
+class DraftMemory:
+    """What a draft model or head reads and drafts in.
+
+    Attributes:
+        contexts: one for each answer that can be under way.
+        batch: the memory that they are sequences of; None where each is a memory of its own.
+    """
+
+    contexts: Sequence[Context]
+    batch: SequenceBatch | None = None
+
+    @classmethod
+    def of_model(cls, model: Model, n_ctx: int, parallel: int, n_gpu_layers: int | None = None) -> DraftMemory:
+        """That of a draft model: as much room as the target's memory has, see ``target_memory``.
+
+        Where its engine computes several sequences of it wrongly, or not at all, each has a context of its own.
+
+        Raises:
+            EngineError: there is no memory for it.
+        """
+        if parallel == 1:
+            return cls([model.new_context(n_ctx)])
+        n_cells = FULL_CONTEXTS * n_ctx
+        try:
+            ensure_batches(model, n_gpu_layers)
+            batch = model.new_batch(n_sequences(parallel), n_cells, n_ctx=n_ctx)
+        except (EngineMismatch, UnsupportedModel):
+            batch = SequencesInTurn(_several(lambda: model.new_context(n_ctx), n_sequences(parallel)), n_cells)
+        return cls([batch[i] for i in range(batch.n_sequences)], batch)
+
+    @classmethod
+    def of_head(cls, new_context: Callable[[], Context], parallel: int) -> DraftMemory:
+        """That of a head: a layer's keys and values for each answer.
+
+        Raises:
+            EngineError: there is no memory for it.
+        """
+        return cls(_several(new_context, n_sequences(parallel)))
+
+    def close(self) -> None:
+        """Free it; safe to call twice."""
+        for each in self.contexts if self.batch is None else [self.batch]:
+            each.close()
+
+
+def _several(new_context: Callable[[], Context], n: int) -> list[Context]:
+    made: list[Context] = []
+    try:
+        while len(made) < n:
+            made.append(new_context())
+    except BaseException:
+        for each in made:
+            each.close()
+        raise
+    return made
+
+
+@dataclass(eq=False, slots=True)
+class DraftModel:
+    """A loaded draft model or head: what drafts by passes that take time.
+
+    Attributes:
+        name: what people call it.
+        spec: what ``--draft`` calls it.
+        path: its file, as it was asked for; ``model.path`` is another where a lighter copy of it drafts.
+        model: its weights.
+        memory: what it reads and drafts in.
+        times: the cost model of its passes.
+        drafter: what drafts with it.
+        passes: which passes ``times`` is of.
+        free_weights: frees what it holds besides the context.
+    """
+
+    name: str
+    spec: str
+    path: Path
+    model: Model
+    memory: DraftMemory
+    times: PassTimes
+    drafter: Drafter
+    passes: PassKind
+    free_weights: Callable[[], None]
+
+    @property
+    def context(self) -> Context:
+        """What it reads and drafts in; where several answers share passes, for the first of them."""
+        return self.memory.contexts[0]
+
+    @property
+    def source(self) -> str:
+        """What rounds and statistics call it."""
+        return self.drafter.source
+
+    def clone(self, context: Context) -> DraftModel:
+        """The same weights with a copy of what was learned, in a context that may be another."""
+        memory = DraftMemory([context])
+        return replace(self, memory=memory, times=deepcopy(self.times), drafter=self.drafter.clone(context))
+
+    def close(self) -> None:
+        """Free everything; safe to call twice."""
+        self.memory.close()
+        self.free_weights()
+
+
+@dataclass(eq=False, slots=True)
+class DecodingState:
+    """All that changes from one answer to the next; ``Pair.state`` is the one in use.
+
+    What compares ways to decode on one loaded pair takes it, decodes with forks of it (``Pair.use``), one or several at
+    a time, and puts it back: then nothing of the comparison stays.
+
+    >>> def compare(pair: Pair) -> None:
+    ...     before = pair.state
+    ...     pair.use(before.fork(["model"]))  # only the draft model, from the same knowledge
+    ...     ...
+    ...     pair.use(before)
+
+    Attributes:
+        context: the target's.
+        times: the cost model of the target's passes.
+        free: drafters that cost nothing; they are asked first.
+        models: draft models and heads.
+        acceptance: how often draft tokens were accepted, and the time that drafting may cost.
+        ahead: whether drafters go on while the target verifies.
+        batch: the memory that the context is a sequence of, where several answers share passes.
+    """
+
+    context: Context
+    times: PassTimes
+    free: list[Drafter]
+    models: list[DraftModel]
+    acceptance: AcceptanceStore
+    ahead: AheadChoice = field(default_factory=AheadChoice)
+    batch: SequenceBatch | None = None
+
+    @property
+    def drafting_ahead(self) -> DraftAhead | None:
+        """What drafts while the target verifies; None where that is not done."""
+        return self.ahead.of(self.context, [draft.model for draft in self.models if draft.drafter.reads_text])
+
+    @property
+    def target(self) -> Model:
+        """The target's weights."""
+        return self.context.model
+
+    @property
+    def contexts(self) -> list[Context]:
+        """The target's, then those of draft models and heads."""
+        return [self.context, *(draft.context for draft in self.models)]
+
+    @property
+    def text_contexts(self) -> list[Context]:
+        """Of these, those that hold a text, which can be put aside and brought back: the target's, draft models'."""
+        return [self.context, *(draft.context for draft in self.models if draft.drafter.reads_text)]
+
+    @property
+    def drafters(self) -> list[Drafter]:
+        """All drafters, in the order in which they were loaded."""
+        return [*self.free, *(draft.drafter for draft in self.models)]
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Source -> what people call the drafter."""
+        return {drafter.source: drafter.name for drafter in self.free} | {
+            draft.source: draft.name for draft in self.models
+        }
+
+    def fork(self, sources: Collection[str] | None = None, *, own_contexts: bool = False) -> DecodingState:
+        """Another state over the same weights: it learns apart from here on, and its drafters have read nothing.
+
+        Args:
+            sources: which drafters take part; None is all.
+            own_contexts: whether both may be within an answer at once; the target's context then returns no hidden
+                states but those that the drafters taking part want. Else they take turns in the same contexts.
+
+        Raises:
+            EngineError: there is no memory for more contexts.
+        """
+        free = [each.clone(None) for each in self.free if sources is None or each.source in sources]
+        chosen = [each for each in self.models if sources is None or each.source in sources]
+        made: list[Context] = []
+
+        def context_like(context: Context, hidden: Sequence[str]) -> Context:
+            if own_contexts:
+                made.append(context.model.new_context(context.n_ctx, hidden=hidden, branches=context.can_branch))
+            return made[-1] if own_contexts else context
+
+        try:
+            context = context_like(self.context, taps_of([*free, *(each.drafter for each in chosen)]))
+            models = [each.clone(context_like(each.context, each.context.hidden)) for each in chosen]
+        except BaseException:
+            for each in made:
+                each.close()
+            raise
+        batch = None if own_contexts else self.batch
+        learned = deepcopy(self.times), free, models, deepcopy(self.acceptance)
+        return DecodingState(context, *learned, AheadChoice(), batch)
+
+    def beside(self, sequence: int) -> DecodingState:
+        """A fork to be within an answer while this one is, in another sequence of the memories; it takes no more room.
+
+        Args:
+            sequence: its number.
+        """
+        fork = self.fork()
+        assert self.batch is not None
+        fork.context = self.batch[sequence]
+        fork.models = [each.clone(each.memory.contexts[sequence]) for each in self.models]
+        return fork
+
+    def close_target(self) -> None:
+        """Free the target's context, and what it is a part of; safe to call twice."""
+        (self.context if self.batch is None else self.batch).close()
+
+
+def target_memory(
+    model: Model, n_ctx: int, parallel: int, hidden: Sequence[str] = (), *, branches: bool = False
+) -> tuple[Context, SequenceBatch | None]:
+    """The target's context; where several answers share passes, the memory that it is the first sequence of too.
+
+    Args:
+        model, n_ctx, hidden, branches: as for ``Model.new_context``.
+        parallel: how many answers share passes.
+
+    Raises:
+        EngineError: there is no memory for it.
+        UsageError: the engine takes fewer sequences.
+    """
+    if parallel == 1:
+        return model.new_context(n_ctx, hidden=hidden, branches=branches), None
+    batch = model.new_batch(n_sequences(parallel), FULL_CONTEXTS * n_ctx, n_ctx=n_ctx, hidden=hidden)
+    return batch[0], batch
+
+
+def taps_of(drafters: Iterable[Drafter]) -> tuple[str, ...]:
+    """The hidden states of the target that drafters want, each once."""
+    return tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.taps))
+
+
+# Where an answer is made: the state that it is decoded with, and what depends on whether others are made beside it.
+
+SHARED_CHUNK = 1024
+"""Where pieces can be of any length: so many, as the hidden states of all are kept for a head until they are read."""
+
+
+@dataclass(slots=True)
+class Seat:
+    """What one answer is made with.
+
+    Attributes:
+        state: its context is the target's for this answer.
+        times: what a pass costs this answer; None: as the state says, which is for passes of its own.
+        step_times: what steps of draft models cost it, by source, where it is not as the state says.
+        decides: the controller of the answer that is made in it; None until that begins.
+        overlaps: see ``SpeculativeDecoder``.
+    """
+
+    state: DecodingState
+    times: ShareOfPass | None = None
+    step_times: Mapping[str, PassCost] = field(default_factory=dict)
+    decides: Controller | None = None
+    overlaps: bool = False
+
+    @property
+    def n_chunk(self) -> int:
+        """Tokens of a prompt that one pass is asked for; a pass that is shared is given pieces of them."""
+        return PREFILL_CHUNK if self.times is None else SHARED_CHUNK
+
+    @property
+    def drafting_ahead(self) -> DraftAhead | None:
+        """What drafts while the target verifies; nothing where passes are shared, as ends of drafts may be left out."""
+        return self.state.drafting_ahead if self.times is None else None
+
+    def drafters_for(self, names: Sequence[str] | None, prediction: Sequence[int]) -> list[Drafter]:
+        """The drafters of one request.
+
+        Args:
+            names: which take part, as people call them; None is all.
+            prediction: a text that the answer is likely to repeat, for n-grams to copy from; where no n-gram drafter
+                takes part, one does for this request.
+
+        Raises:
+            UsageError: no such drafter is loaded.
+        """
+        called = self.state.names
+        unknown = [name for name in names or () if name not in called.values()]
+        if unknown:
+            raise UsageError(f"no drafter {unknown[0]!r} is loaded; there is {', '.join(called.values()) or 'none'}")
+        chosen = [d for d in self.state.drafters if not d.failed and (names is None or called[d.source] in names)]
+        if prediction and not any(drafter.source == NGRAM for drafter in chosen) and (chosen or names is None):
+            chosen.insert(0, NgramDrafter())
+        for drafter in chosen:
+            drafter.expect(prediction)
+        return chosen
+
+    def controller(
+        self,
+        draft_length: DraftLength,
+        params: SamplingParams | None = None,
+        drafters: Sequence[Drafter] | None = None,
+        *,
+        predicted: bool = False,
+        thinks: bool = False,
+    ) -> Controller:
+        """A controller for one request: ``auto``, or a fixed number of tokens (0: plain).
+
+        Args:
+            draft_length: ``auto`` or a number.
+            params: the request's.
+            drafters: those that take part; None is all.
+            predicted: whether the answer is likely to repeat a text that came with the request.
+            thinks: whether the model is known to think before it answers.
+        """
+        state, target_times = self.state, self.times or self.state.times
+        drafters = [each for each in state.drafters if not each.failed] if drafters is None else drafters
+        if draft_length != "auto" or not drafters:
+            return FixedController(0 if draft_length == "auto" else int(draft_length), target_times, drafters)
+        params = params or SamplingParams()
+        times: dict[str, PassCost] = {draft.source: draft.times for draft in state.models}
+        times.update(self.step_times)
+
+        def table(drafter: Drafter, *, sampled: bool, thinks: bool) -> SourceAcceptance:
+            return state.acceptance.source(
+                params,
+                drafter.source,
+                copies=not drafter.runs_model,
+                sampled=sampled,
+                reads_target=drafter.reads_target,
+                thinks=thinks,
+                rate=drafter.rate,
+            )
+
+        def tables(*, thinks: bool) -> Tables:
+            return (
+                {drafter.source: table(drafter, sampled=False, thinks=thinks) for drafter in drafters},
+                {each.source: table(each, sampled=True, thinks=thinks) for each in drafters if each.runs_model},
+            )
+
+        # What longer copies gain where text repeats itself is less than they would cost all text after it.
+        longest = FEW_ROWS - 1 if state.target.capabilities.keeps_rows else MAX_DRAFT
+        return AutoController(
+            target_times,
+            {drafter.source: times[drafter.source] for drafter in drafters if drafter.runs_model},
+            *tables(thinks=False),
+            longest,
+            state.acceptance.budget,
+            predicted=predicted,
+            thinking=tables(thinks=True) if thinks else None,
+            one_pass=frozenset(drafter.source for drafter in drafters if drafter.one_pass),
+        )

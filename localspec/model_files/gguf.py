@@ -1,0 +1,705 @@
+"""GGUF files: the header, read from a memory map. Nothing is allocated by a number that the file names."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import re
+import struct
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec.errors import ModelFileError, NotGGUF, UnsupportedModel
+
+# Models in several files: what the others are called, as ``gguf-split`` names them.
+
+_FIRST = re.compile(r"(.*)-00001-of-(\d{5})\.gguf", re.DOTALL)
+
+
+def part_names(first: str) -> tuple[str, ...]:
+    """The names of all files of a model, given that of the first; that name alone where it is no such one."""
+    match = _FIRST.fullmatch(first)
+    rest = range(2, int(match[2]) + 1) if match else ()
+    return (first, *(f"{match[1]}-{i:05}-of-{match[2]}.gguf" for i in rest if match))
+
+
+def model_files(path: Path) -> tuple[Path, ...]:
+    """The files of a model that are there: the one given, and the parts that follow it up to the first missing one."""
+    found = [path]
+    for name in part_names(path.name)[1:]:
+        part = path.with_name(name)
+        if not part.is_file():
+            break
+        found.append(part)
+    return tuple(found)
+
+
+def model_bytes(path: Path) -> int:
+    """What the files of a model take together [bytes].
+
+    Raises:
+        OSError: the first cannot be looked at.
+    """
+    return sum(file.stat().st_size for file in model_files(path))
+
+
+# The numbers of the GGUF format by name, and how to find the strings of a list quickly.
+
+TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 36), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
+}  # fmt: skip
+"""ggml's tensor types: number -> (name, values in a block, bytes of a block). Importing ``gguf`` would take 0.2 s."""
+
+FILE_TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S",
+    12: "Q3_K_M", 13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS",
+    20: "IQ2_XS", 21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M",
+    28: "IQ2_S", 29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE",
+}  # fmt: skip
+"""``general.file_type``: the mix of tensor types a file was quantised with."""
+
+_EMBEDDING = (
+    "bert nomic-bert nomic-bert-moe modern-bert neo-bert jina-bert-v2 jina-bert-v3 eurobert gemma-embedding llama-embed"
+)
+HEADS = {"eagle3": "eagle3", "dflash": "dflash", "dflash-draft": "dflash", "gemma4-assistant": "mtp"}
+"""The architecture that a file of a published head names -> the module of ``head_kinds`` that reads it. MTP layers in
+files of their own name that of their target."""
+
+NOT_GENERATORS = {
+    **dict.fromkeys(_EMBEDDING.split(), "an embedding model"),
+    "t5encoder": "an encoder",
+    "t5": "an encoder-decoder model",
+    "clip": "an image projector",
+    "wavtokenizer-dec": "an audio decoder",
+    "whisper": "a speech recogniser",
+    "flux": "an image model",
+    "sd1": "an image model",
+    "sdxl": "an image model",
+    "sd3": "an image model",
+    "dream": "a diffusion model",
+    "llada": "a diffusion model",
+    **dict.fromkeys(("localspec-head", *HEADS), "a head that drafts for another model"),
+}
+"""Architectures that cannot continue a text token by token, and what they are."""
+
+
+def is_mtp_alone(tensors: Container[str], n_blocks: object, n_extra: object) -> bool:
+    """Whether a file has a layer for multi-token prediction without the model that it is for.
+
+    Args:
+        tensors: names of what it holds.
+        n_blocks: layers that its header counts, those of the model too.
+        n_extra: how many of these are for multi-token prediction.
+    """
+    if not n_extra or not isinstance(n_blocks, int):
+        return False
+    return f"blk.{n_blocks - 1}.nextn.eh_proj.weight" in tensors and "blk.0.attn_norm.weight" not in tensors
+
+
+_WINDOW = 1 << 20
+
+
+def string_offsets(buffer: memoryview, start: int, count: int) -> npt.NDArray[np.int64]:
+    """Where each string of a list begins: 8 bytes of length, then the bytes, ``count`` times.
+
+    Going from length to length in Python takes 0.1 s for a large vocabulary. Nearly all strings are shorter than 256
+    bytes, and then their length is the only place with seven zero bytes in a row: those places are found with NumPy
+    and kept only as far as each leads exactly to the next; where that breaks, single steps are taken.
+
+    Args:
+        buffer: the whole file.
+        start: where the first length begins [bytes].
+        count: number of strings.
+
+    Returns:
+        Offsets in the buffer [count + 1]; the last is the end of the list.
+
+    Raises:
+        struct.error, ValueError: a string reaches beyond the buffer.
+    """
+    size, unpack = len(buffer), struct.Struct("<Q").unpack_from
+    parts: list[npt.NDArray[np.int64]] = []
+    found, at = 0, start
+    while found < count:
+        if at + 8 > size:
+            raise ValueError("a list of texts reaches beyond its end")
+        window = np.frombuffer(buffer[at : at + _WINDOW], dtype=np.uint8)
+        starts, ends = _links(window)
+        breaks = np.flatnonzero(starts[1:] != ends[:-1])
+        many = len(breaks) * 8 > len(starts)
+        singles: list[int] = []
+        position, limit = 0, len(window)
+        while found < count and position < limit:
+            i = int(np.searchsorted(starts, position)) if not many else len(starts)
+            if i < len(starts) and starts[i] == position:
+                next_break = int(np.searchsorted(breaks, i))
+                last = int(breaks[next_break]) if next_break < len(breaks) else len(starts) - 1
+                last = min(last, i + count - found - 1)
+                parts.append(np.array(singles, dtype=np.int64) + at)
+                parts.append(starts[i : last + 1] + at)
+                singles = []
+                found += last + 1 - i
+                position = int(ends[last])
+            else:
+                if position + 8 > limit and position and at + limit < size:
+                    break  # the length straddles two windows
+                singles.append(position)
+                position += 8 + unpack(buffer, at + position)[0]
+                found += 1
+        parts.append(np.array(singles, dtype=np.int64) + at)
+        at += position
+        if at > size:
+            raise ValueError("a text reaches beyond its end")
+    return np.concatenate([*parts, np.array([at], dtype=np.int64)])
+
+
+def _links(window: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Places followed by seven zero bytes, and where a string whose length stands there would end."""
+    zero = window == 0
+    two = zero[:-1] & zero[1:]
+    four = two[:-2] & two[2:]
+    seven = four[:-3] & four[3:]
+    starts = np.flatnonzero(seven[1:]) if len(window) > 8 else np.empty(0, dtype=np.int64)
+    return starts, starts + 8 + window[starts]
+
+
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_UINT32, _STRING, _ARRAY = 4, 8, 9
+# Far beyond any real file (the largest have some 800,000 strings and 2,000 tensors); they bound the time that a hostile
+# header can take.
+_MAX_KEYS, _MAX_TENSORS, _MAX_DIMS, _MAX_STRINGS = 1 << 16, 1 << 17, 4, 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of the file.
+
+    Attributes:
+        name: e.g. ``blk.0.attn_q.weight``.
+        shape: sizes with the fastest-varying dimension first, as ggml counts them: ``shape[0]`` is the row length.
+        ggml_type: number of the tensor type; ``type_name`` is its name.
+        offset: from the start of its file, in bytes.
+        n_bytes: size of the data.
+        shard: which file of a split model holds it; 0 is the first.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    ggml_type: int
+    offset: int
+    n_bytes: int
+    shard: int = 0
+
+    @property
+    def type_name(self) -> str:
+        known = TENSOR_TYPES.get(self.ggml_type)
+        return known[0] if known else f"type {self.ggml_type}"
+
+    @property
+    def n_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+class StringArray(Sequence[str]):
+    """An array of strings in the file, decoded on access.
+
+    Attributes:
+        raw: the array's bytes: 8 bytes of length and the string, one after the other.
+        offsets: where each string's length begins in ``raw``, and the end [n + 1].
+    """
+
+    def __init__(self, raw: memoryview, offsets: npt.NDArray[np.int64]) -> None:
+        self.raw = raw
+        self.offsets = offsets
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def bytes_at(self, index: int) -> bytes:
+        """The string as stored, undecoded."""
+        return bytes(self.raw[int(self.offsets[index]) + 8 : int(self.offsets[index + 1])])
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return self.bytes_at(index % len(self)).decode("utf-8", "replace")
+
+    def __iter__(self) -> Iterator[str]:
+        raw, at = bytes(self.raw), 0
+        for end in self.offsets[1:].tolist():
+            yield raw[at + 8 : end].decode("utf-8", "replace")
+            at = end
+
+    def copy(self) -> StringArray:
+        """The same strings, independent of the file."""
+        return StringArray(memoryview(bytes(self.raw)), self.offsets)
+
+
+class GGUFFile:
+    """The header of a GGUF file (versions 2 and 3, little-endian); of all parts, if it is the first of several.
+
+    Opening costs milliseconds, with a vocabulary of 262,144 tokens too.
+
+    Args:
+        path: the file.
+        alone: open no other part.
+
+    Attributes:
+        path: the file.
+        version: GGUF version.
+        metadata: key -> value. Arrays of numbers are NumPy views, arrays of strings ``StringArray``; both are read
+            from the map only when used.
+        kinds: key -> number of its value's type, as the format counts them.
+        tensors: name -> ``TensorInfo``; every one lies inside its file.
+        alignment: of the tensor data [bytes].
+        header_end: offset of the end of the tensor list [bytes].
+        kv_ranges: key -> where the key, its type and its value begin and end [bytes].
+        n_bytes: size of all parts together.
+        shards: the other parts, opened.
+
+    Raises:
+        NotGGUF: empty, foreign, damaged or cut short.
+        ModelFileError: the file, or a part of the model, cannot be read.
+    """
+
+    def __init__(self, path: Path | str, *, alone: bool = False) -> None:
+        self.path = Path(path)
+        self.shards: list[GGUFFile] = []
+        self._map: mmap.mmap | None = None
+        self._buffer: memoryview | None = None
+        self._n_strings = 0
+        try:
+            self._open()
+            self._parse()
+            if not alone:
+                self._open_shards()
+        except (struct.error, IndexError, OverflowError, ValueError, TypeError, MemoryError) as error:
+            self.close()
+            detail = "it ends inside its header" if isinstance(error, struct.error) else str(error)
+            raise NotGGUF(f"{self.path.name} is damaged or cut short: {detail}; fetch it again") from None
+        except BaseException:
+            self.close()
+            raise
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        try:
+            with self.path.open("rb") as file:
+                head = file.read(8)
+                if not head:
+                    raise NotGGUF(f"{self.path.name} is empty")
+                if head[:4] != b"GGUF":
+                    raise NotGGUF(f"{self.path.name} is not a GGUF file (it begins with {head[:4]!r})")
+                if len(head) < 8:
+                    raise NotGGUF(f"{self.path.name} is cut short: it has {len(head)} bytes; fetch it again")
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise ModelFileError(f"cannot read {self.path}: {error.strerror or error}") from None
+        self._buffer = memoryview(self._map)
+        self._size = self.n_bytes = len(self._buffer)
+
+    @property
+    def buffer(self) -> memoryview:
+        """The file's bytes."""
+        if self._buffer is None:
+            raise ModelFileError(f"{self.path.name} was closed")
+        return self._buffer
+
+    def _parse(self) -> None:
+        (self.version,) = struct.unpack_from("<I", self.buffer, 4)
+        if self.version not in (2, 3):
+            if self.version & 0xFFFF == 0:
+                raise NotGGUF(f"{self.path.name} is a big-endian GGUF; only little-endian files are supported")
+            raise NotGGUF(f"{self.path.name} is GGUF version {self.version}; versions 2 and 3 are supported")
+        n_tensors, n_keys = struct.unpack_from("<QQ", self.buffer, 8)
+        # The shortest entry of each kind is 13 and 24 bytes long.
+        if n_keys > min(_MAX_KEYS, self._size // 13) or n_tensors > min(_MAX_TENSORS, self._size // 24):
+            raise ValueError(f"it claims {n_keys} keys and {n_tensors} tensors")
+        at = 24
+        self.metadata: dict[str, Any] = {}
+        self.kv_ranges: dict[str, tuple[int, int]] = {}
+        self.kinds: dict[str, int] = {}
+        for _ in range(n_keys):
+            start = at
+            key, at = self._string(at)
+            if key in self.metadata:
+                raise ValueError(f"the key {key[:60]!r} occurs twice")
+            (kind,) = struct.unpack_from("<I", self.buffer, at)
+            self.kinds[key] = kind
+            self.metadata[key], at = self._value(at + 4, kind)
+            self.kv_ranges[key] = (start, at)
+        self.alignment = int(self.metadata.get("general.alignment", 32))
+        if self.kinds.get("general.alignment", _UINT32) != _UINT32:  # engines abort the process on that
+            raise ValueError("its alignment is not a 32-bit number")
+        if not 0 < self.alignment <= 1 << 20:
+            raise ValueError(f"its alignment is {self.alignment}")
+        self.tensors: dict[str, TensorInfo] = {}
+        for _ in range(n_tensors):
+            at = self._tensor(at)
+        self.header_end = at
+        self._place(-(-at // self.alignment) * self.alignment)
+
+    def _tensor(self, at: int) -> int:
+        name, at = self._string(at)
+        (n_dims,) = struct.unpack_from("<I", self.buffer, at)
+        if n_dims > _MAX_DIMS or name in self.tensors:
+            raise ValueError(f"tensor {name[:60]!r} has {n_dims} dimensions, or occurs twice")
+        shape = struct.unpack_from(f"<{n_dims}Q", self.buffer, at + 4) or (1,)  # a single number, as ggml sees it
+        if not 0 < math.prod(shape) < 1 << 62:  # engines abort the process on empty ones too
+            raise ValueError(f"tensor {name[:60]!r} has the sizes {list(shape)}")
+        at += 4 + 8 * n_dims
+        kind, offset = struct.unpack_from("<IQ", self.buffer, at)
+        _, block, n_bytes = TENSOR_TYPES.get(kind, ("", 1, 0))
+        if shape and shape[0] % block:
+            raise ValueError(f"tensor {name[:60]!r} has rows of {shape[0]}, not whole blocks of {block}")
+        self.tensors[name] = TensorInfo(name, shape, kind, offset, math.prod(shape) // block * n_bytes)
+        return at + 12
+
+    def _place(self, data: int) -> None:
+        """Turn offsets in the data section into offsets in the file, and see that all of it is there."""
+        starts = sorted({tensor.offset for tensor in self.tensors.values()})
+        following = dict(zip(starts, [*starts[1:], max(self._size - data, 0)], strict=False))
+        end = data if self.tensors else 0
+        for name, tensor in self.tensors.items():
+            n_bytes = tensor.n_bytes
+            if tensor.ggml_type not in TENSOR_TYPES:
+                # A type of some fork: all we know is that it ends before the next one begins.
+                n_bytes = max(following[tensor.offset] - tensor.offset, 0)
+            end = max(end, data + tensor.offset + n_bytes)
+            self.tensors[name] = TensorInfo(name, tensor.shape, tensor.ggml_type, data + tensor.offset, n_bytes)
+        if end > self._size:
+            raise NotGGUF(
+                f"{self.path.name} is cut short: {end - self._size:,} of {end:,} bytes are missing; fetch it again"
+            )
+
+    def _string(self, at: int) -> tuple[str, int]:
+        (length,) = struct.unpack_from("<Q", self.buffer, at)
+        end = at + 8 + length
+        if end > self._size:
+            raise ValueError(f"a text of {length} bytes reaches beyond its end")
+        return bytes(self.buffer[at + 8 : end]).decode("utf-8", "replace"), end
+
+    def _value(self, at: int, kind: int) -> tuple[Any, int]:
+        if kind in _SCALARS:
+            (value,) = struct.unpack_from(_SCALARS[kind], self.buffer, at)
+            return value, at + struct.calcsize(_SCALARS[kind])
+        if kind == _STRING:
+            return self._string(at)
+        if kind != _ARRAY:
+            raise ValueError(f"a value has the unknown type {kind}")
+        item, count = struct.unpack_from("<IQ", self.buffer, at)
+        at += 12
+        if item in _SCALARS:
+            dtype = np.dtype(_SCALARS[item])
+            end = at + count * dtype.itemsize
+            if end > self._size:
+                raise ValueError(f"a list of {count} numbers reaches beyond its end")
+            return np.frombuffer(self.buffer[at:end], dtype=dtype), end
+        if item != _STRING:
+            raise ValueError(f"a list has items of the unknown type {item}")
+        self._n_strings += count
+        if count * 8 > self._size - at or self._n_strings > _MAX_STRINGS:
+            raise ValueError(f"it claims a list of {count} texts")
+        offsets = string_offsets(self.buffer, at, count)
+        end = int(offsets[-1])
+        offsets -= at
+        return StringArray(self.buffer[at:end], offsets), end
+
+    def _open_shards(self) -> None:
+        count = self.metadata.get("split.count", 1)
+        if not isinstance(count, int) or count < 2 or self.metadata.get("split.no", 0) != 0:
+            return
+        names = part_names(self.path.name)
+        if len(names) != count:
+            raise ModelFileError(
+                f"{self.path.name} is the first of {count} parts; name them …-00001-of-{count:05}.gguf to open them"
+            )
+        for i, name in enumerate(names[1:], 1):
+            path = self.path.with_name(name)
+            if not path.exists():
+                raise ModelFileError(f"part {i + 1} of {count} is missing: {path}")
+            # A part is never asked for parts of its own, whatever it says.
+            self.shards.append(shard := GGUFFile(path, alone=True))
+            if shard.metadata.get("split.no") != i or shard.metadata.get("split.count", count) != count:
+                raise ModelFileError(f"{name} is not part {i + 1} of {count}, by its contents; fetch it again")
+            self.n_bytes += shard.n_bytes
+            for tensor in shard.tensors.values():
+                if tensor.name in self.tensors:
+                    raise ModelFileError(f"{name} holds {tensor.name[:60]!r}, which an earlier part holds too")
+                where = (tensor.offset, tensor.n_bytes, i)
+                self.tensors[tensor.name] = TensorInfo(tensor.name, tensor.shape, tensor.ggml_type, *where)
+        n_tensors = self.metadata.get("split.tensors.count", len(self.tensors))
+        if n_tensors != len(self.tensors):
+            raise ModelFileError(
+                f"the {count} parts of {self.path.name} hold {len(self.tensors)} tensors instead of {n_tensors}; "
+                "fetch them again"
+            )
+
+    # -- what it says --------------------------------------------------------------------------------------------
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata.get("general.architecture", ""))
+
+    def field(self, name: str, default: Any = None) -> Any:
+        """The value of ``<architecture>.<name>``."""
+        return self.metadata.get(f"{self.architecture}.{name}", default)
+
+    @property
+    def name(self) -> str:
+        return str(self.metadata.get("general.name", "")) or self.path.stem
+
+    @property
+    def n_ctx_train(self) -> int:
+        """Context length the model was trained for [tokens]; 0 when the file does not say."""
+        value = self.field("context_length", 0)
+        return int(value) if isinstance(value, int) else 0
+
+    @property
+    def n_params(self) -> int:
+        return sum(tensor.n_elements for tensor in self.tensors.values())
+
+    @property
+    def bytes_by_type(self) -> dict[str, int]:
+        """Tensor type -> bytes, the largest first."""
+        totals: Counter[str] = Counter()
+        for tensor in self.tensors.values():
+            totals[tensor.type_name] += tensor.n_bytes
+        return dict(totals.most_common())
+
+    @property
+    def quantization(self) -> str:
+        """The quantisation as people call it, e.g. ``Q4_K_M``."""
+        declared = self.metadata.get("general.file_type")
+        if isinstance(declared, int) and declared in FILE_TYPES:
+            return FILE_TYPES[declared]
+        return next(iter(self.bytes_by_type), "none")
+
+    def check_generates_text(self) -> None:
+        """Refuse files that no engine can generate text with.
+
+        Raises:
+            UnsupportedModel: a tokenizer alone, an embedding model, an adapter, a projector, …
+        """
+        name, architecture = self.path.name, self.architecture
+        kind = str(self.metadata.get("general.type", "model"))
+        if kind == "adapter" or "adapter.type" in self.metadata:
+            raise UnsupportedModel(f"{name} is a LoRA adapter, not a model; merge it into its base model first")
+        if kind == "mmproj" or architecture in NOT_GENERATORS:
+            what = NOT_GENERATORS.get(architecture, "an image projector")
+            raise UnsupportedModel(f"{name} is {what} ({architecture or kind}), which cannot generate text")
+        number = self.metadata.get("split.no", 0)
+        if isinstance(number, int) and number > 0:
+            total = self.metadata.get("split.count", "several")
+            raise UnsupportedModel(f"{name} is part {number + 1} of {total}; give the first part instead")
+        if not self.tensors:
+            raise UnsupportedModel(f"{name} holds a tokenizer but no weights, so it cannot generate text")
+        if not architecture:
+            raise UnsupportedModel(f"{name} does not name its architecture, so no engine can load it")
+        if "tokenizer.ggml.tokens" not in self.metadata or "token_embd.weight" not in self.tensors:
+            raise UnsupportedModel(f"{name} ({architecture}) has no vocabulary, so it cannot generate text")
+        if (n := self.field("block_count")) == 0 or is_mtp_alone(self.tensors, n, self.field("nextn_predict_layers")):
+            raise UnsupportedModel(f"{name} has no layers of a whole model, so it cannot generate text")
+        pooling = self.field("pooling_type", 0)
+        if (isinstance(pooling, int) and pooling not in (0, -1, 0xFFFFFFFF)) or self.field("attention.causal") is False:
+            raise UnsupportedModel(f"{name} is an embedding model ({architecture}), which cannot generate text")
+
+    def tensor_bytes(self, name: str) -> npt.NDArray[np.uint8]:
+        """A tensor's data as bytes [n_bytes], a view of the file."""
+        tensor = self.tensors[name]
+        file = self.shards[tensor.shard - 1] if tensor.shard else self
+        return np.frombuffer(file.buffer[tensor.offset : tensor.offset + tensor.n_bytes], dtype=np.uint8)
+
+    def forget(self, name: str) -> None:
+        """Tell the system that a tensor will not be read again soon: its pages no longer count as memory in use.
+
+        Reading it again is allowed and costs a trip to the disk or its cache. Does nothing where systems lack the call.
+        """
+        tensor = self.tensors[name]
+        file = self.shards[tensor.shard - 1] if tensor.shard else self
+        start = -(-tensor.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (tensor.offset + tensor.n_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if file._map is not None and end > start and hasattr(mmap, "MADV_DONTNEED"):
+            file._map.madvise(mmap.MADV_DONTNEED, start, end - start)
+
+    def close(self) -> None:
+        """Unmap the file, once nothing refers to it any more; safe to call twice."""
+        for shard in self.shards:
+            shard.close()
+        self._buffer = None
+        mapped, self._map = self._map, None
+        if mapped is not None:
+            try:
+                mapped.close()
+            except BufferError:
+                return  # views of it are alive; the map goes with the last of them
+
+    def __enter__(self) -> GGUFFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+# Writing GGUF files piece by piece: nothing but a header and a piece of one tensor is ever in memory.
+
+_NUMBERS = {name: number for number, (name, _, _) in TENSOR_TYPES.items()}
+_ITEMS = {"<i4": 5, "<f4": 6}
+"""Arrays that are written: NumPy's name of their items -> the format's number."""
+
+
+def new_tensor(name: str, shape: tuple[int, ...], type_name: str) -> TensorInfo:
+    """A tensor to be written.
+
+    Args:
+        name: e.g. ``blk.0.attn_q.weight``.
+        shape: sizes as NumPy counts them: a matrix is (rows, columns).
+        type_name: e.g. ``Q8_0``; rows must be whole blocks of it.
+    """
+    number = _NUMBERS[type_name]
+    _, block, n_bytes = TENSOR_TYPES[number]
+    if shape[-1] % block:
+        raise ValueError(f"{name} has rows of {shape[-1]}, not whole blocks of {block}")
+    return TensorInfo(name, shape[::-1], number, 0, int(np.prod(shape)) // block * n_bytes)
+
+
+class GGUFOutput:
+    """A GGUF file being written: the header at once, then the data of its tensors in order.
+
+    Args:
+        file: where it goes; a file of ``write_atomically``.
+        metadata: key -> text, number, or array of int32 or float32.
+        tensors: what will follow; their places in the file are worked out here.
+        encoded: keys that are written as they are, as they stood in another file.
+        alignment: of the tensors [bytes].
+    """
+
+    def __init__(
+        self,
+        file: BinaryIO,
+        metadata: Mapping[str, Any],
+        tensors: Iterable[TensorInfo],
+        *,
+        encoded: Sequence[bytes | memoryview] = (),
+        alignment: int = 32,
+    ) -> None:
+        self._file, self._alignment = file, alignment
+        tensors = list(tensors)
+        self._left = [tensor.n_bytes for tensor in reversed(tensors)]
+        self._since = 0  # bytes of the tensor that is being written
+        header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(encoded) + len(metadata))
+        header += b"".join([*encoded, *(_text(key) + _value(value) for key, value in metadata.items())])
+        offset = 0
+        for tensor in tensors:
+            n_dims = len(tensor.shape)
+            header += _text(tensor.name) + struct.pack(f"<I{n_dims}Q", n_dims, *tensor.shape)
+            header += struct.pack("<IQ", tensor.ggml_type, offset)
+            offset += -(-tensor.n_bytes // alignment) * alignment
+        file.write(header + bytes(-len(header) % alignment))
+
+    def write(self, data: npt.NDArray[Any]) -> None:
+        """The next bytes: of the tensor that was begun, or the first of the next one."""
+        self._file.write(np.ascontiguousarray(data).data)
+        self._since += data.nbytes
+        if self._since == self._left[-1]:
+            self._file.write(bytes(-self._since % self._alignment))
+            self._left.pop()
+            self._since = 0
+        elif self._since > self._left[-1]:
+            raise ValueError(f"a tensor of {self._left[-1]} bytes was given {self._since}")
+
+    @property
+    def complete(self) -> bool:
+        """Whether every tensor has all its data."""
+        return not self._left
+
+
+def _text(text: str) -> bytes:
+    raw = text.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _value(value: Any) -> bytes:
+    """A value with the number of its type before it, in the narrowest type that readers expect."""
+    if isinstance(value, bool):
+        return struct.pack("<I?", 7, value)
+    if isinstance(value, int):
+        return struct.pack("<II", 4, value) if 0 <= value < 1 << 32 else struct.pack("<Iq", 11, value)
+    if isinstance(value, float):
+        return struct.pack("<If", 6, value)
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + _text(value)
+    array = np.ascontiguousarray(value)
+    return struct.pack("<IIQ", 9, _ITEMS[array.dtype.str], array.size) + array.tobytes()
+
+
+# Rows of a tensor as float32, and back: only the rows that are asked for are read.
+
+Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+
+
+def n_rows(file: GGUFFile, name: str) -> int:
+    """Rows of a tensor; 1 for a vector."""
+    tensor = file.tensors[name]
+    return tensor.n_elements // tensor.shape[0]
+
+
+def tensor_rows(file: GGUFFile, name: str, rows: slice | Sequence[int] | npt.NDArray[np.int32]) -> Floats:
+    """Some rows of a tensor, dequantised [n, columns]; a copy.
+
+    Raises:
+        UnsupportedModel: a type that the ``gguf`` package cannot unpack.
+        IndexError: there is no such row.
+    """
+    tensor = file.tensors[name]
+    raw = file.tensor_bytes(name).reshape(n_rows(file, name), -1)[rows]
+    try:
+        return np.array(dequantised(raw, tensor), dtype=np.float32)
+    except (NotImplementedError, ValueError):
+        raise UnsupportedModel(
+            f"{file.path.name}: the gguf package cannot unpack {tensor.type_name} ({name[:60]})"
+        ) from None
+
+
+def dequantised(raw: Bytes, tensor: TensorInfo) -> Floats:
+    """Rows of a tensor [n, bytes of a row] as numbers [n, columns].
+
+    Raises:
+        NotImplementedError, ValueError: a type that the ``gguf`` package cannot unpack.
+    """
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    values: Floats = dequantize(np.ascontiguousarray(raw), GGMLQuantizationType(tensor.ggml_type))
+    return values.reshape(len(raw), tensor.shape[0])
+
+
+def as_type(values: Floats, type_name: str) -> Bytes:
+    """Rows in a tensor type of GGUF, as bytes [n, bytes of a row]; rows must be whole blocks.
+
+    Raises:
+        NotImplementedError: the ``gguf`` package cannot write that type.
+    """
+    from gguf import GGMLQuantizationType
+    from gguf.quants import quantize
+
+    quantised = quantize(np.ascontiguousarray(values, dtype=np.float32), GGMLQuantizationType[type_name])
+    return np.ascontiguousarray(quantised).view(np.uint8)

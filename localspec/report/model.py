@@ -1,0 +1,150 @@
+"""A report as data: built once, rendered for a terminal, as Markdown or as a web page.
+
+A part with a title begins a section. Texts are not trusted: names come from files and command lines, and each renderer
+makes them harmless for where they go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from localspec.report.svg import Drawing
+
+
+Status = Literal["ok", "info", "note", "fail"]
+"""``info`` is a fact that is neither good nor bad; ``note``: it works, but not as well as it could."""
+
+TextStyle = Literal["", "strong", "note", "muted", "small"]
+"""``note``: what a reader must not miss. ``small``: how figures were measured; a terminal leaves it out."""
+
+RowStyle = Literal["strong", "bad"]
+"""``bad``: not as it should be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A paragraph."""
+
+    text: str
+    style: TextStyle = ""
+    title: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Lines in which every column counts, such as bars of characters."""
+
+    title: str
+    lines: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Circumstances: name -> value."""
+
+    facts: Mapping[str, str]
+    title: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A line of a checklist.
+
+    Attributes:
+        status: how it is.
+        name: what was looked at.
+        text: what was found.
+        advice: what to do about it, or to know.
+    """
+
+    status: Status
+    name: str
+    text: str
+    advice: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """A checklist."""
+
+    title: str
+    rows: Sequence[Finding]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyFigure:
+    """A figure to be seen first; ``text`` says it in a sentence, which is all that a terminal and Markdown show."""
+
+    name: str
+    figure: str
+    text: str
+    status: Status = "info"
+
+
+@dataclass(frozen=True, slots=True)
+class KeyFigures:
+    """The figures that matter most."""
+
+    figures: Sequence[KeyFigure]
+    title: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Words and figures.
+
+    Attributes:
+        title: of the section.
+        head: the columns' names, the most important first: a terminal leaves out the last ones if it is too narrow.
+        rows: as many cells as ``head`` has.
+        note: under the table.
+        left: columns of words, which come first; the others hold figures.
+        styles: of rows, by index.
+    """
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+    left: int = 1
+    styles: Mapping[int, RowStyle] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A plot; only a page has it.
+
+    Attributes:
+        title: of the section; figures that follow without one stand side by side with it.
+        draw: makes the plot, when a page is rendered.
+        caption: what it shows.
+        summary: folds it away behind these words.
+        wide: as wide as the page.
+    """
+
+    title: str
+    draw: Callable[[], Drawing]
+    caption: str = ""
+    summary: str = ""
+    wide: bool = False
+
+
+Part = Text | Lines | Facts | Findings | KeyFigures | Table | Figure
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that a command found.
+
+    Attributes:
+        command: ``bench``, ``doctor``, ``verify``, …
+        title: what was examined.
+        parts: in the order to read them.
+    """
+
+    command: str
+    title: str
+    parts: Sequence[Part]

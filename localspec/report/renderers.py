@@ -1,0 +1,336 @@
+"""Reports on a terminal or in a pipe, 80 columns wide or more; part by part, as they become known."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from functools import singledispatch, singledispatchmethod
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table as Grid
+from rich.text import Text as Styled
+
+from localspec.errors import LocalspecError, UsageError
+from localspec.report.model import Facts, Figure, Findings, KeyFigures, Lines, Part, Report, Status, Table, Text
+from localspec.report.svg import asset, policy, render
+from localspec.system.files import write_atomically
+from localspec.system.terminal import clip, moves_cursor, on_one_line, width
+
+NARROWEST, WIDEST = 40, 110
+PIPED = 80
+"""Columns where there is no terminal."""
+
+_SHORTEST_NAME = 14
+"""Columns that a table's names keep; before they get fewer, its last column is left out."""
+
+_MARKS: dict[Status, tuple[str, str, str]] = {
+    "ok": ("✓", "ok", "green"),
+    "info": ("·", "-", "dim"),
+    "note": ("!", "!", "yellow"),
+    "fail": ("✗", "XX", "bold red"),
+}
+"""Status -> mark, the same in ASCII, style."""
+
+_STYLES = {"strong": "bold", "muted": "dim", "note": "yellow", "bad": "red"}
+
+# What a character becomes where it cannot be shown.
+_PLAIN = {
+    "✓": "ok", "✗": "XX", "·": "-", "→": "->", "×": "x", "…": "...", "−": "-", "–": "-", "±": "+-", "₀": "0",
+    "│": "|", "⁹": "9", "≤": "<=", "≥": ">=",
+}  # fmt: skip
+
+
+class Screen:
+    """Prints reports, or parts of one.
+
+    Args:
+        file: standard output by default.
+    """
+
+    def __init__(self, file: TextIO | None = None) -> None:
+        self._file = file or sys.stdout
+        terminal = moves_cursor(self._file)
+        self._encoding = self._file.encoding or "utf-8"
+        self.unicode = self._shows("▁█")
+        self._console = Console(
+            file=self._file,
+            width=None if self._file.isatty() else PIPED,
+            force_terminal=terminal,
+            no_color=not terminal or bool(os.environ.get("NO_COLOR")),
+            color_system="standard" if terminal else None,
+            highlight=False,
+            markup=False,
+            emoji=False,
+        )
+        self._console.width = max(NARROWEST, min(WIDEST, self._console.width))
+        self._sections = 0
+
+    @property
+    def width(self) -> int:
+        """Columns."""
+        return self._console.width
+
+    def report(self, report: Report) -> None:
+        """All of a report but its figures."""
+        self._heading(report.title)
+        for part in report.parts:
+            self.show(part)
+
+    def show(self, part: Part) -> None:
+        """A part, under its title."""
+        if isinstance(part, Figure):
+            return
+        if part.title:
+            self._heading(part.title)
+        self._body(part)
+        self._file.flush()
+
+    def sentence(self, text: str) -> None:
+        """A first or last word: on a terminal wrapped, in a pipe one line, for scripts."""
+        if self._sections:
+            self._console.print()
+        self._sections += 1
+        self._console.print(self._text(text, "strong"), soft_wrap=not self._console.is_terminal)
+
+    def _heading(self, title: str) -> None:
+        if self._sections:
+            self._console.print()
+        self._sections += 1
+        self._console.print(self._text(title, "strong"))
+
+    @singledispatchmethod
+    def _body(self, part: Part) -> None:
+        raise NotImplementedError(type(part))
+
+    @_body.register
+    def _(self, part: Text) -> None:
+        if part.style != "small":
+            self._prose(("! " if part.style == "note" else "") + part.text, part.style)
+
+    @_body.register
+    def _(self, part: Lines) -> None:
+        for line in part.lines:
+            self._console.print(self._text(line.rstrip()), no_wrap=True, overflow="crop", crop=True)
+
+    @_body.register
+    def _(self, part: Facts) -> None:
+        for name, value in part.facts.items():
+            self._prose(f"{name}: {value}", "muted")
+
+    @_body.register
+    def _(self, part: KeyFigures) -> None:
+        for each in part.figures:
+            self._prose(each.text, "strong")
+
+    @_body.register
+    def _(self, part: Findings) -> None:
+        grid = Grid.grid(padding=(0, 1))
+        grid.add_column(width=2, no_wrap=True)
+        grid.add_column(width=max([11, *(width(row.name) for row in part.rows)]), no_wrap=True)
+        grid.add_column(overflow="fold")
+        for row in part.rows:
+            mark, plain, style = _MARKS[row.status]
+            shown = Styled(mark if self._shows(mark) else plain, style=style, justify="right")
+            grid.add_row(shown, self._text(row.name), self._text(row.text))
+            if row.advice is not None:
+                grid.add_row("", "", self._text(f"→ {row.advice}", "" if row.status == "info" else style))
+        if part.rows:
+            self._print(grid)
+
+    @_body.register
+    def _(self, part: Table) -> None:
+        rows = [part.head, *part.rows]
+        widths = [max(map(width, column)) for column in zip(*rows, strict=True)]
+        room = self._console.width - 2
+        while len(widths) > 1 and sum(widths[1:]) + len(widths) - 1 + min(_SHORTEST_NAME, widths[0]) > room:
+            widths.pop()
+        gap = 2 if sum(widths) + 2 * (len(widths) - 1) <= room else 1
+        widths[0] = min(widths[0], room - sum(widths[1:]) - gap * (len(widths) - 1))
+        grid = Grid.grid(padding=(0, gap, 0, 0))
+        for i, columns in enumerate(widths):
+            grid.add_column(width=columns, justify="left" if i < part.left else "right", no_wrap=True)
+        for i, row in enumerate(rows):
+            style = "muted" if i == 0 else part.styles.get(i - 1, "")
+            grid.add_row(*(self._text(clip(cell, wide), style) for cell, wide in zip(row, widths, strict=False)))
+        self._print(Padding(grid, (0, 0, 0, 2)))
+        if left_out := part.head[len(widths) :]:
+            self._prose(clip(f"no room for: {', '.join(left_out)}", room), "muted")
+        if part.note:
+            self._prose(part.note, "muted")
+
+    # -- printing ------------------------------------------------------------------------------------------------
+
+    def _prose(self, text: str, style: str) -> None:
+        """Sentences, wrapped between words."""
+        self._print(Padding(self._text(text, style), (0, 0, 0, 2)))
+
+    def _print(self, renderable: Any) -> None:
+        with self._console.capture() as capture:
+            self._console.print(renderable)
+        for line in capture.get().splitlines():  # columns are filled up with spaces, which nobody wants in a pipe
+            self._file.write(line.rstrip() + "\n")
+
+    def _text(self, text: str, style: str = "") -> Styled:
+        # Names come from files and the command line: nothing in them may act on the terminal.
+        shown = "".join(c if self._shows(c) else _PLAIN.get(c, "?") for c in on_one_line(text))
+        return Styled(shown, style=_STYLES.get(style, style))
+
+    def _shows(self, text: str) -> bool:
+        try:
+            text.encode(self._encoding)
+        except (UnicodeEncodeError, LookupError):
+            return False
+        return True
+
+
+# Reports as Markdown, aligned so that it reads well as plain text too.
+
+
+def markdown(report: Report) -> str:
+    """The report but its figures."""
+    sections = [f"# localspec {report.command}: {on_one_line(report.title)}"]
+    for part in report.parts:
+        if isinstance(part, Figure):
+            continue
+        if part.title:
+            sections.append(f"## {on_one_line(part.title)}")
+        sections += _blocks(part)
+    return "\n\n".join(sections) + "\n"
+
+
+@singledispatch
+def _blocks(part: Part) -> Iterator[str]:
+    raise NotImplementedError(type(part))
+
+
+@_blocks.register
+def _(part: Text) -> Iterator[str]:
+    text = on_one_line(part.text)
+    yield {"strong": f"**{text}**", "note": f"> {text}"}.get(part.style, text)
+
+
+@_blocks.register
+def _(part: Lines) -> Iterator[str]:
+    yield "\n".join(["```", *(on_one_line(line) for line in part.lines), "```"])
+
+
+@_blocks.register
+def _(part: Facts) -> Iterator[str]:
+    yield "\n".join(f"- {name}: {on_one_line(value)}" for name, value in part.facts.items())
+
+
+@_blocks.register
+def _(part: Findings) -> Iterator[str]:
+    yield "\n".join(
+        f"- {on_one_line(row.name)} ({row.status}): {on_one_line(row.text)}"
+        + (f"; {on_one_line(row.advice)}" if row.advice else "")
+        for row in part.rows
+    )
+
+
+@_blocks.register
+def _(part: KeyFigures) -> Iterator[str]:
+    yield "\n".join(f"- {on_one_line(each.text)}" for each in part.figures)
+
+
+@_blocks.register
+def _(part: Table) -> Iterator[str]:
+    yield table(part.head, part.rows, part.left)
+    if part.note:
+        yield on_one_line(part.note)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
+    """A table, aligned as plain text too; the first columns to the left, the others to the right."""
+    cells = [[on_one_line(cell).replace("|", "\\|") for cell in row] for row in (head, *rows)]
+    widths = [max(3, *map(width, column)) for column in zip(*cells, strict=True)]
+
+    def line(row: Sequence[str]) -> str:
+        padded = []
+        for i, (cell, wide) in enumerate(zip(row, widths, strict=True)):
+            space = " " * (wide - width(cell))
+            padded.append(cell + space if i < left else space + cell)
+        return f"| {' | '.join(padded)} |"
+
+    rule = ["-" * (wide - 1) + (":" if i >= left else "-") for i, wide in enumerate(widths)]
+    return "\n".join([line(cells[0]), f"| {' | '.join(rule)} |", *map(line, cells[1:])])
+
+
+# Reports as one HTML page that needs, and reaches, nothing else: no script, no font, no picture but its own plots.
+#
+# Everything is in the markup already, so the page also works where scripts are forbidden; hovering over a mark shows
+# its figures. All text is escaped, and the page's policy holds even if some were not.
+
+STYLES = ("palette.css", "plot.css", "page.css")
+
+
+def html(report: Report) -> str:
+    """The report as a page."""
+    style = "".join(asset(name) for name in STYLES)
+    shown = {"report": report, "groups": _groups(report.parts), "style": style, "policy": policy([style])}
+    return render("page.html", shown)
+
+
+def _groups(parts: Sequence[Part]) -> list[list[Part]]:
+    """Each part, and with a figure those that stand beside it."""
+    groups: list[list[Part]] = []
+    for part in parts:
+        if groups and _is_small(groups[-1][0]) and _is_small(part) and not part.title:
+            groups[-1].append(part)
+        else:
+            groups.append([part])
+    return groups
+
+
+def _is_small(part: Part) -> bool:
+    return isinstance(part, Figure) and not part.wide and not part.summary
+
+
+# Files that results go to: refused before anything takes time, written complete or not at all.
+
+STREAM = "-"
+"""The name of standard input and standard output."""
+
+
+class OutputError(LocalspecError):
+    """A file cannot be written."""
+
+
+def checked_output(name: str, *, force: bool, otherwise: str = "") -> Path:
+    """A file that a result may go to.
+
+    Args:
+        name: as given.
+        force: whether a file that is there may be replaced.
+        otherwise: what else to do where one is there, as a clause.
+
+    Raises:
+        UsageError: it is a folder, there is none for it, or it would be replaced.
+    """
+    path = Path(name)
+    if not name or path.is_dir():
+        raise UsageError(f"{name or 'an empty name'} is a folder or not a file name")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"there is no folder {path.parent}")
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path} is not a file; {STREAM} stands for standard output")
+    if path.exists() and not force:
+        raise UsageError(f"{path} exists; use --force to overwrite it{otherwise}")
+    return path
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write a file that this user alone can read: results name files and prompts, and pages hold answers.
+
+    Raises:
+        OutputError: the disk refuses.
+    """
+    try:
+        with write_atomically(path, private=True) as file:
+            file.write(text.encode())
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror or error}") from None

@@ -1,0 +1,201 @@
+"""A server whose file is an embedding model: OpenAI's ``/v1/embeddings``, Ollama's ``/api/embed``."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from localspec._version import __version__
+from localspec.backends.llama.embedding import EmbeddingModel
+from localspec.errors import LocalspecError, PromptTooLong
+from localspec.server import known_fields as known
+from localspec.server.events import while_connected
+from localspec.server.fields import ApiError, BodyReader, Fields, ServerSettings, invalid, on_error, stopping, too_busy
+from localspec.server.guard import Guard
+from localspec.server.ollama import OLLAMA_VERSION
+
+Row = npt.NDArray[np.float32]
+
+MAX_INPUTS = 2048  # OpenAI's own limit
+CHATS = (
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/infill", "/api/chat", "/api/generate",
+)  # fmt: skip
+
+
+class EmbeddingService:
+    """What answers.
+
+    Args:
+        model: it is not closed here.
+        settings: how to behave.
+
+    Attributes:
+        ending: set once the server goes down; whatever runs then ends.
+    """
+
+    def __init__(self, model: EmbeddingModel, settings: ServerSettings) -> None:
+        self.settings = settings
+        self.ending = asyncio.Event()
+        self._model = model
+        self._names = list(dict.fromkeys([model.path.stem, *settings.aliases]))
+        self._bodies = BodyReader(settings.body_bytes, settings.bodies_bytes, settings.body_seconds)
+        self._turn = asyncio.Lock()  # of one text: a request of many lets others in between
+        self._n_asked = 0
+        self._started = time.time()
+
+    def application(self) -> Starlette:
+        """The addresses."""
+        routes = [
+            # llama.vscode calls every model GPT-4, and llama-server heeds no name; the answer says whose it is.
+            Route("/v1/embeddings", self._at(self._openai, any_name=True), methods=["POST"]),
+            Route("/api/embed", self._at(self._ollama), methods=["POST"]),
+            Route("/api/embeddings", self._at(self._ollama_of_old), methods=["POST"]),
+            *(Route(path, _no_chat, methods=["POST"]) for path in CHATS),
+            Route("/v1/models", self._models, methods=["GET"]),
+            Route("/api/version", self._version, methods=["GET"]),
+            Route("/health", self._health, methods=["GET"]),
+        ]
+        return Starlette(
+            routes=routes,
+            middleware=[Middleware(Guard, settings=self.settings)],
+            exception_handlers={HTTPException: on_error, ApiError: on_error, LocalspecError: on_error},
+        )
+
+    def _at(
+        self, answer: Callable[[Fields], Coroutine[Any, Any, dict[str, Any]]], *, any_name: bool = False
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(http: Request) -> Response:
+            async with self._bodies.json(http) as body:
+                fields = Fields(body)
+            name = fields.text("model")
+            if name and not any_name and name.removesuffix(":latest") not in self._names:
+                message = f"there is no model {name!r:.80} here; this server answers with {self._names[0]}"
+                raise ApiError(404, message, param="model", code="model_not_found")
+            whole = await while_connected(http.receive, self.ending, answer(fields))
+            return await asyncio.to_thread(JSONResponse, whole)
+
+        return endpoint
+
+    async def _openai(self, fields: Fields) -> dict[str, Any]:
+        form = fields.known(known.EMBEDDINGS).choice("encoding_format", ("float", "base64"))
+        self._check_dimensions(fields)
+        rows, n_tokens = await self._embedded(fields.get("input"), "input")
+        encoded = await asyncio.to_thread(lambda: [_base64(row) if form == "base64" else row.tolist() for row in rows])
+        return {
+            "object": "list",
+            "data": [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(encoded)],
+            "model": self._names[0],
+            "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens},
+        }
+
+    async def _ollama(self, fields: Fields) -> dict[str, Any]:
+        self._check_dimensions(fields.known(known.OLLAMA_EMBED))
+        _check_options(fields)
+        started = time.monotonic_ns()
+        rows, n_tokens = await self._embedded(fields.get("input"), "input", fields.flag("truncate", True))
+        return {
+            "model": self._names[0],
+            "embeddings": await asyncio.to_thread(lambda: [row.tolist() for row in rows]),
+            "total_duration": time.monotonic_ns() - started,
+            "load_duration": 0,
+            "prompt_eval_count": n_tokens,
+        }
+
+    async def _ollama_of_old(self, fields: Fields) -> dict[str, Any]:
+        _check_options(fields.known(known.OLLAMA_EMBEDDINGS))
+        rows, _ = await self._embedded(fields.required_text("prompt"), "prompt", True)
+        return {"embedding": rows[0].tolist()}
+
+    def _check_dimensions(self, fields: Fields) -> None:
+        if fields.integer("dimensions", 1, 1 << 20) not in (None, self._model.n_embd):
+            raise invalid(f"dimensions: this model makes {self._model.n_embd} numbers", "dimensions")
+
+    async def _embedded(self, value: Any, name: str, cut: bool = False) -> tuple[list[Row], int]:
+        """The embeddings of what was sent, and how many tokens that was.
+
+        Args:
+            value: a text, token ids, or a list of either.
+            name: of the field.
+            cut: whether texts that are too long are cut, rather than refused.
+
+        Raises:
+            ApiError: it is something else, or too many wait.
+            LocalspecError: a text does not fit, or the engine failed.
+        """
+        inputs = await asyncio.to_thread(_inputs, value, name)
+        if self._n_asked > self.settings.queue:
+            raise too_busy(f"{self.settings.queue} requests wait already", 1)
+        self._n_asked += 1
+        try:
+            rows, n_tokens = [], 0
+            for each in inputs:
+                tokens = await asyncio.to_thread(self._tokens, each, cut)
+                async with self._turn:
+                    if self.ending.is_set():
+                        raise stopping()
+                    rows.append(await asyncio.to_thread(self._model.embed, tokens))
+                n_tokens += len(tokens)
+            return rows, n_tokens
+        finally:
+            self._n_asked -= 1
+
+    def _tokens(self, each: str | list[int], cut: bool) -> list[int]:
+        if isinstance(each, str) and (most := self._model.most_characters) is not None and len(each) > most:
+            if not cut:
+                raise PromptTooLong(
+                    f"the text has {len(each)} characters, more than {self._model.n_ctx} tokens stand for"
+                )
+            each = each[:most]
+        tokens = self._model.tokenize(each) if isinstance(each, str) else each
+        if cut and len(tokens) > self._model.n_ctx:
+            tokens = [*tokens[: self._model.n_ctx - 1], tokens[-1]]  # the last one may be the mark of the end
+        return tokens
+
+    async def _models(self, request: Request) -> Response:
+        about = {"object": "model", "created": int(self._started), "owned_by": "localspec"}
+        own = {"context": self._model.n_ctx, "backend": self._model.backend, "dimensions": self._model.n_embd}
+        data = [{"id": name} | about | {"localspec": own} for name in self._names]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def _version(self, request: Request) -> Response:
+        return JSONResponse({"version": OLLAMA_VERSION, "localspec": __version__})
+
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+
+def _check_options(fields: Fields) -> None:
+    if (options := fields.object("options")) is not None:
+        options.known(known.OLLAMA_OPTIONS)
+
+
+async def _no_chat(request: Request) -> Response:
+    raise ApiError(400, "this model makes embeddings; it continues no text", code="unsupported_endpoint")
+
+
+def _inputs(value: Any, name: str) -> list[str | list[int]]:
+    def is_tokens(item: Any) -> bool:
+        return isinstance(item, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in item)
+
+    inputs = [value] if isinstance(value, str) or (value and is_tokens(value)) else value
+    if not isinstance(inputs, list) or not all(isinstance(item, str) or is_tokens(item) for item in inputs):
+        raise invalid(f"{name} must be a text, token ids, or a list of either", name)
+    if not 0 < len(inputs) <= MAX_INPUTS or not all(inputs):
+        raise invalid(f"{name} must hold 1 to {MAX_INPUTS} texts, none empty", name)
+    return inputs
+
+
+def _base64(row: Row) -> str:
+    return base64.b64encode(np.asarray(row, "<f4").tobytes()).decode()

@@ -1,0 +1,165 @@
+"""An answer as it comes: server-sent events, or a line of JSON for each piece."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from localspec.server.fields import ApiError, as_api_error, log_failure, stopping
+
+# Work for a client, for as long as the client is there.
+
+Result = TypeVar("Result")
+
+
+async def while_connected(receive: Receive, ending: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result:
+    """Do the work; a client that leaves, or a server that ends, cancels it.
+
+    Args:
+        receive: the request's; its body has been read.
+        ending: set when the server goes down.
+        work: what to do.
+
+    Raises:
+        ClientDisconnect: the client is gone.
+        ApiError: the server goes down.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(receive))
+    ended = asyncio.ensure_future(ending.wait())
+    try:
+        await asyncio.wait((task, gone, ended), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        if ended.done():
+            raise stopping()
+        raise ClientDisconnect
+    finally:
+        for each in (task, gone, ended):
+            each.cancel()
+        # The engine is free when this returns: what the work cleans up is part of it.
+        await asyncio.gather(task, gone, ended, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+KEEP_ALIVE_SECONDS = 10.0
+"""Longest silence: proxies commonly give up a connection after 30 to 60 s without a byte."""
+
+_HEADERS = {"Cache-Control": "no-cache, no-store", "X-Accel-Buffering": "no"}
+
+
+def event(value: Any, name: str | None = None) -> bytes:
+    """One event; escaped to ASCII, so no text in it can end it."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(value, allow_nan=False, separators=(',', ':'))}\n\n".encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """How an API sends events.
+
+    Attributes:
+        media_type: of the response.
+        failed: the event that says that the answer broke off, from the error and the number of events before it.
+        keep_alive: a sign of life, between events.
+        end: what follows the last event.
+    """
+
+    media_type: str
+    failed: Callable[[ApiError, int], bytes]
+    keep_alive: bytes = b""
+    end: bytes = b""
+
+
+OPENAI = Wire("text/event-stream", lambda error, n: event(error.as_dict()), b": waiting\n\n", b"data: [DONE]\n\n")
+LLAMA_SERVER = replace(OPENAI, end=b"")
+"""Of llama-server's own addresses: the last event says ``"stop": true``."""
+
+
+class EventStream(Response):
+    """A response made of events.
+
+    Nothing is sent before there is a first event, so that what fails until then has its own status; but a client that
+    waits long is given a sign of life, and an error then comes as an event.
+
+    Args:
+        events: encoded events; closed when the client leaves.
+        ending: set when the server goes down.
+        wire: how the API sends them.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None], ending: asyncio.Event, wire: Wire = OPENAI) -> None:
+        super().__init__(headers=_HEADERS, media_type=wire.media_type)
+        del self.headers["content-length"]
+        self._events = events
+        self._ending = ending
+        self._wire = wire
+        self._n_sent = 0
+        self._begun = False
+        self._ended = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self._ending, self._send_all(send))
+        except ClientDisconnect:
+            return
+        except Exception as error:
+            log_failure(error)
+            refusal = as_api_error(error)
+            if not self._begun:
+                await refusal.response(scope["path"])(scope, receive, send)
+            elif not self._ended:
+                await self._send(send, self._wire.failed(refusal, self._n_sent), last=True)
+
+    async def _send(self, send: Send, body: bytes, *, last: bool = False) -> None:
+        if not self._begun:
+            self._begun = True
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        self._ended = last
+        await send({"type": "http.response.body", "body": body, "more_body": not last})
+
+    async def _send_all(self, send: Send) -> None:
+        queue: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
+        # Read apart from sending: a client that reads slowly must not hold the engine.
+        reader = asyncio.ensure_future(self._read_into(queue))
+        try:
+            while True:
+                try:
+                    # Not wait_for: in Python 3.11 it swallows a cancellation when an item is there as well.
+                    async with asyncio.timeout(KEEP_ALIVE_SECONDS):
+                        item = await queue.get()
+                except TimeoutError:
+                    if self._wire.keep_alive:
+                        await self._send(send, self._wire.keep_alive)
+                    continue
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    await self._send(send, self._wire.end, last=True)
+                    return
+                await self._send(send, item)
+                self._n_sent += 1
+        finally:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    async def _read_into(self, queue: asyncio.Queue[bytes | Exception | None]) -> None:
+        try:
+            async with aclosing(self._events) as encoded:
+                async for item in encoded:
+                    queue.put_nowait(item)
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)

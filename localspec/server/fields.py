@@ -1,0 +1,465 @@
+"""The fields of a JSON object, taken one by one and checked; an error names the field by its path."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import math
+import os
+import socket
+import sys
+import traceback
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+
+from localspec import errors
+from localspec.engine.options import checked_parallel
+from localspec.errors import UsageError, check_text, nearest, parse_json
+from localspec.sampling.sampling import SamplingParams
+from localspec.server.known_fields import Known
+from localspec.system.terminal import visible
+
+# What goes wrong, in the shape that the clients of each API read; OpenAI's where no other is due.
+
+INVALID = "invalid_request_error"
+SERVER = "server_error"
+
+
+class ApiError(Exception):
+    """A refusal, ready to be sent.
+
+    Args:
+        status: the HTTP status.
+        message: one line for the person who reads the client's log.
+        kind: OpenAI's ``type``; by the status if None.
+        param: the field of the request that is wrong, as a path such as ``messages[0].role``.
+        code: a word for programs.
+        headers: to be sent along.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str | None = None,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind or (INVALID if status < 500 else SERVER)
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def message(self) -> str:
+        """The message as it is sent: it may quote the client, so controls are made visible, and it stays short."""
+        return " ".join(visible(str(self)).split())[:600]
+
+    def as_dict(self) -> dict[str, Any]:
+        """OpenAI's form: ``{"error": {message, type, param, code}}``."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def as_anthropic(self) -> dict[str, Any]:
+        """Anthropic's form; it has a word for each status."""
+        kind = _ANTHROPIC.get(self.status, INVALID if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def as_ollama(self) -> dict[str, Any]:
+        """Ollama's form."""
+        return {"error": self.message}
+
+    def response(self, path: str) -> JSONResponse:
+        """The refusal in the form of the API that the path belongs to."""
+        form = next((form for prefix, form in _FORMS if path.startswith(prefix)), ApiError.as_dict)
+        return JSONResponse(form(self), self.status, self.headers)
+
+
+_ANTHROPIC = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_FORMS = (("/v1/messages", ApiError.as_anthropic), ("/api/", ApiError.as_ollama))
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """400: the request makes no sense."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def too_busy(message: str, retry_after_s: float) -> ApiError:
+    """429: come back later."""
+    after = str(min(60, max(1, math.ceil(retry_after_s))))
+    return ApiError(429, message, kind="rate_limit_error", code="queue_full", headers={"Retry-After": after})
+
+
+def too_late(seconds: float) -> ApiError:
+    """503: the queue was too long."""
+    message = f"the request waited for {seconds:g} s and its turn did not come"
+    return ApiError(503, message, code="timeout", headers={"Retry-After": "10"})
+
+
+def stopping() -> ApiError:
+    """503: the server is going down."""
+    return ApiError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
+
+
+_KNOWN: tuple[tuple[type[Exception], int, str | None, str | None, str | None], ...] = (
+    (ClientDisconnect, 499, None, None, "the client has gone"),
+    (errors.PromptTooLong, 400, "messages", "context_length_exceeded", None),
+    (errors.ContextFull, 400, "messages", "context_length_exceeded", None),
+    (errors.UnknownModel, 404, "model", "model_not_found", "no such model here"),
+    (errors.UsageError, 400, None, None, None),
+    (errors.TemplateError, 422, "messages", "template_error", None),
+    (RecursionError, 400, None, None, "the request is nested too deeply"),
+    (errors.EngineUnavailable, 501, None, "not_installed", None),
+    (errors.LocalspecError, 500, None, "engine_error", "the engine failed; the server's own output says more"),
+    (Exception, 500, None, "internal_error", "an internal error; the server's own output says more"),
+)
+"""Exception -> status, field, code and message (None: its own), the first that fits."""
+
+_HTTP = {
+    404: ("not_found", "no such address here"),
+    405: ("method_not_allowed", "this address does not know that method"),
+}
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Any exception as a refusal; nothing of our insides gets into it."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, errors.Closed):
+        return stopping()
+    if isinstance(error, HTTPException):
+        code, message = _HTTP.get(error.status_code, (None, error.detail))
+        return ApiError(error.status_code, message, code=code, headers=error.headers)
+    _, status, param, code, text = next(known for known in _KNOWN if isinstance(error, known[0]))
+    return ApiError(status, text or str(error), param=param, code=code)
+
+
+def log_failure(error: Exception) -> None:
+    """Say on standard error what failed in here; a wrong request is no failure."""
+    if as_api_error(error).status < 500 or isinstance(error, ApiError | errors.Closed):
+        return
+    line = " ".join(visible(errors.line_of(error)).split())
+    print(f"localspec: a request failed: {line}", file=sys.stderr, flush=True)
+    if os.environ.get("LOCALSPEC_DEBUG"):
+        traceback.print_exception(error)
+
+
+async def on_error(request: Request, error: Exception) -> JSONResponse:
+    """Starlette's hook for what an endpoint raised."""
+    log_failure(error)
+    return as_api_error(error).response(request.url.path)
+
+
+_LONGEST_NAME = 60
+
+
+class Fields:
+    """One object of a request.
+
+    A field that is ``null`` counts as absent: OpenAI's clients send both.
+
+    Args:
+        value: what was sent.
+        path: where it stands in the request; empty is the request itself.
+
+    Raises:
+        ApiError: it is not an object.
+    """
+
+    def __init__(self, value: Any, path: str = "") -> None:
+        if not isinstance(value, Mapping):
+            raise invalid(f"{path or 'the request'} must be an object, not {kind_of(value)}", path or None)
+        self._value = value
+        self._path = path
+
+    def known(self, table: Known) -> Fields:
+        """This object, once its fields are checked: all that are not ``null`` are in the table.
+
+        Raises:
+            ApiError: a field that is unknown, or that cannot be had: ignoring it would answer another question.
+        """
+        for name, value in self._value.items():
+            if value is None or name in table.honoured or name in table.ignored:
+                continue
+            if name in table.refused:
+                if table.asks_nothing(name, value):
+                    continue
+                raise invalid(f"{self.path(name)} {table.refused[name]}", self.path(name), "unsupported_parameter")
+            near = nearest(name, table.names) if 2 < len(name) <= _LONGEST_NAME else None
+            hint = f"; did you mean {self.path(near)}?" if near else ""
+            path = self.path(f"{name:.{_LONGEST_NAME}}")
+            raise invalid(f"{path} is no field that is known here{hint}", path, "unknown_parameter")
+        return self
+
+    def path(self, name: str) -> str:
+        return f"{self._path}.{name}" if self._path else name
+
+    def wrong(self, name: str, rule: str) -> ApiError:
+        """400: the field breaks a rule."""
+        value = self._value.get(name)
+        shown = f"{value!r:.60}" if isinstance(value, str | int | float | bool) else kind_of(value)
+        return invalid(f"{self.path(name)} must be {rule}, not {shown}", self.path(name))
+
+    def has(self, name: str) -> bool:
+        return self._value.get(name) is not None
+
+    def get(self, name: str) -> Any:
+        """The field as it was sent; None if absent."""
+        return self._value.get(name)
+
+    def those(self, names: Iterable[str]) -> dict[str, Any]:
+        """The fields of these names that are there, as they were sent."""
+        return {name: self._value[name] for name in names if self.has(name)}
+
+    def _take(self, name: str, rule: str, fits: Callable[[Any], bool]) -> Any:
+        value = self._value.get(name)
+        if value is not None and not fits(value):
+            raise self.wrong(name, rule)
+        return value
+
+    def text(self, name: str) -> str | None:
+        text: str | None = self._take(name, "a string", lambda value: isinstance(value, str))
+        return text
+
+    def required_text(self, name: str) -> str:
+        value = self.text(name)
+        if value is None:
+            raise invalid(f"{self.path(name)} is missing", self.path(name), "missing_required_parameter")
+        return value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self._take(name, "true or false", lambda value: isinstance(value, bool))
+        return default if value is None else bool(value)
+
+    def integer(self, name: str, low: int, high: int) -> int | None:
+        def fits(value: Any) -> bool:
+            return _is_number(value) and low <= value <= high and float(value).is_integer()
+
+        value = self._take(name, f"an integer in {low}..{high}", fits)
+        return None if value is None else int(value)
+
+    def number(self, name: str, low: float, high: float) -> float | None:
+        def fits(value: Any) -> bool:
+            return _is_number(value) and low <= value <= high and math.isfinite(value)
+
+        value = self._take(name, f"a number in {low:g}..{high:g}", fits)
+        return None if value is None else float(value)
+
+    def choice(self, name: str, allowed: Sequence[str]) -> str:
+        """One of several words; the first if absent."""
+        return self._take(name, " or ".join(filter(None, allowed)), lambda value: value in allowed) or allowed[0]
+
+    def items(self, name: str, most: int) -> list[Any]:
+        """A list of at most so many; empty if absent."""
+        return self._take(name, f"a list of at most {most}", lambda v: isinstance(v, list) and len(v) <= most) or []
+
+    def object(self, name: str) -> Fields | None:
+        value = self._value.get(name)
+        return None if value is None else Fields(value, self.path(name))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def kind_of(value: Any) -> str:
+    """What JSON calls it."""
+    if value is None:
+        return "null"
+    names = {bool: "a boolean", str: "a string", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return names.get(type(value), type(value).__name__)
+
+
+# Reading a request's body: not too much of it, not for ever, only if it is JSON, and large ones in turns.
+
+LARGE_BYTES, N_LARGE = 256 << 10, 2
+"""Of bodies with more bytes than this, so many at a time are parsed and their requests prepared."""
+
+
+class BodyReader:
+    """Reads the bodies of all requests, within bounds that hold for all of them together.
+
+    Args:
+        max_bytes: of one body.
+        max_bytes_together: of all that are being read, or wait for their turn, at a time.
+        seconds: until a body must have arrived.
+    """
+
+    def __init__(self, max_bytes: int, max_bytes_together: int, seconds: float) -> None:
+        self.max_bytes = max_bytes
+        self.max_bytes_together = max_bytes_together
+        self.seconds = seconds
+        self._held = 0
+        self._turns = asyncio.Semaphore(N_LARGE)
+
+    @asynccontextmanager
+    async def json(self, request: Request) -> AsyncGenerator[Any, None]:
+        """The body, parsed. What takes long with a large one belongs into the block: it has its turn until its end.
+
+        Raises:
+            ApiError: too large (413), too slow (408), not JSON by its type (415) or by its text (400), or too much is
+                being read already (503).
+            ClientDisconnect: the client is gone.
+        """
+        _check_type(request.headers)
+        body = bytearray()
+        try:
+            try:
+                async with asyncio.timeout(self.seconds):
+                    await self._read(request, body)
+            except TimeoutError:
+                message = f"the body did not arrive within {self.seconds:g} s"
+                raise ApiError(408, message, code="request_timeout", headers={"Connection": "close"}) from None
+            if len(body) <= LARGE_BYTES:
+                yield await asyncio.to_thread(parse, bytes(body))
+                return
+            async with self._turns:
+                value = await asyncio.to_thread(parse, bytes(body))
+                self._held -= len(body)
+                body.clear()
+                yield value
+        finally:
+            self._held -= len(body)
+
+    async def _read(self, request: Request, body: bytearray) -> None:
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared[:20]) > self.max_bytes:
+            self._too_large()
+        async for chunk in request.stream():
+            body += chunk
+            self._held += len(chunk)
+            if len(body) > self.max_bytes:
+                self._too_large()
+            if self._held > self.max_bytes_together:
+                message = "too much is being sent at once"
+                raise ApiError(503, message, code="overloaded", headers={"Retry-After": "2", "Connection": "close"})
+
+    def _too_large(self) -> NoReturn:
+        message = f"the body is larger than {self.max_bytes / 1e6:g} MB"
+        raise ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
+
+
+def parse(body: bytes) -> Any:
+    """JSON in UTF-8, strictly; see ``parse_json``.
+
+    Raises:
+        ApiError: it is not.
+    """
+    try:
+        return parse_json(body)
+    except ValueError as error:
+        raise invalid(f"the body {error}") from None
+
+
+def _check_type(headers: Headers) -> None:
+    """Refuse a body that a page of another site could have a browser send without asking first.
+
+    Such a page can post forms, plain text and bytes without a type, but not JSON. The guard has refused what has the
+    ``Origin`` or ``Sec-Fetch-Site`` of another site, which today's browsers send with every post; an older browser is
+    known by its name and other headers. Programs may leave the type out or send that of a form, as Ollama's clients
+    and ``curl -d`` do.
+    """
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
+        return
+    is_browser = "mozilla/" in headers.get("user-agent", "").lower() or any(
+        name in headers for name in ("origin", "referer", "cookie", "sec-fetch-site", "sec-fetch-dest")
+    )
+    if is_browser or kind not in ("", "application/x-www-form-urlencoded"):
+        message = "the body must be sent as Content-Type: application/json"
+        raise ApiError(415, message, code="unsupported_media_type")
+
+
+# How a server behaves: what ``localspec serve`` is given, checked before anything is loaded.
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """How a server behaves.
+
+    Attributes:
+        host, port: where to listen; port 0 finds one.
+        api_key: what ``Authorization: Bearer`` must carry; None asks for none.
+        queue: most requests that wait.
+        parallel: most requests that are answered at a time; ``auto``: as many as gain throughput.
+        prefix_cache: megabytes for conversations other than the present one.
+        time_limit: longest time from a request to the end of its answer [s].
+        aliases: further names that requests may call the model by.
+        origins: web origins, besides the server's own, whose pages may use it.
+        hosts: names that requests may be addressed to, besides ``localhost`` and the loopback addresses.
+        corpora: what requests may have copied from, as ``--draft`` calls it; the others do without.
+        params: sampling parameters where a request says nothing.
+        system: system prompt of chats that bring none.
+        body_bytes: largest body; ``bodies_bytes``: of all that are being read at a time.
+        body_seconds: longest time until a body has arrived.
+
+    Raises:
+        UsageError: a value makes no sense, or a server that other computers reach has no key.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8642
+    api_key: str | None = None
+    queue: int = 32
+    parallel: int | str = "auto"
+    prefix_cache: int = 512
+    time_limit: float = 3600.0
+    aliases: Sequence[str] = ()
+    origins: Sequence[str] = ()
+    hosts: Sequence[str] = ()
+    corpora: Sequence[str] = ()
+    params: SamplingParams = field(default_factory=SamplingParams)
+    system: str | None = None
+    body_bytes: int = 8 << 20
+    bodies_bytes: int = 64 << 20
+    body_seconds: float = 20.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parallel", checked_parallel(self.parallel))
+        for text in (self.host, self.api_key, *self.aliases, *self.corpora, *self.origins, *self.hosts):
+            check_text(text, "an option")
+        for origin in self.origins:
+            if "://" not in origin or origin.rstrip("/").count("/") != 2:
+                raise UsageError(f"--allow-origin must be like http://localhost:3000, not {origin!r}")
+        if self.api_key is not None and not self.api_key.strip():
+            raise UsageError("the API key is empty")
+        if not self.local and self.api_key is None:
+            raise UsageError(
+                f"--host {self.host} can be reached from other computers: that needs --api-key KEY, "
+                "or LOCALSPEC_API_KEY"
+            )
+
+    @property
+    def local(self) -> bool:
+        """Whether only programs on this computer can reach the server."""
+        return is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only programs on this computer can reach the address.
+
+    Raises:
+        UsageError: no such address.
+    """
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError):
+        raise UsageError(f"--host {host}: there is no such address") from None
+    return all(ipaddress.ip_address(str(entry[4][0]).partition("%")[0]).is_loopback for entry in found)

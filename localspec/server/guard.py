@@ -1,0 +1,196 @@
+"""Who may come in: programs on this computer, not the web pages in its browser.
+
+A page of any site can make a browser send requests to 127.0.0.1. It is kept out by what a browser cannot be made to
+lie about: the ``Host`` it thinks it talks to (a name that an attacker let point to this computer is no name of ours),
+the ``Origin`` it speaks for, and the kinds of body it may send without asking first (see ``body``). What the others may
+see is decided in ``access``.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import re
+import socket
+from typing import NoReturn
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from localspec.server.access import SCOPE_KEY, Client, Kind, is_open
+from localspec.server.fields import ApiError, ServerSettings, as_api_error, log_failure
+
+PAGE_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self' data:",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+
+_HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(?::(?P<port>\d{1,5}))?")
+_HEADER = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]{1,64}")
+_MOST_HEADERS = 64
+_PROXIED = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
+"""Headers of a proxy: it may bring requests from another computer to a server that listens on this one alone."""
+
+
+class Guard:
+    """ASGI middleware in front of everything.
+
+    Args:
+        app: what it guards.
+        settings: the server's: key, names, origins.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self.app = app
+        self._key = settings.api_key.encode() if settings.api_key is not None else None
+        ours = () if settings.local else (settings.host, socket.gethostname())
+        self._hosts = {"localhost", *(host.lower() for host in (*settings.hosts, *ours))}
+        self._local = settings.local
+        self._origins = {origin.lower().rstrip("/") for origin in settings.origins}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        path = scope["path"]
+        origin = headers.get("origin")
+        allowed = origin.lower() if origin is not None and origin.lower() in self._origins else None
+        begun = False
+
+        async def guarded_send(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                _harden(MutableHeaders(scope=message), path, allowed, headers)
+            await send(message)
+
+        try:
+            host = self._checked_host(headers)
+            self._check_origin(headers, scope["method"], path, host, allowed)
+            if allowed and scope["method"] == "OPTIONS":  # a browser asks first, without the key
+                await Response(status_code=204)(scope, receive, guarded_send)
+                return
+            client = scope[SCOPE_KEY] = self._client(headers, path, allowed)
+            client.check(path)
+            await self.app(scope, receive, guarded_send)
+        except Exception as error:
+            log_failure(error)
+            if begun:
+                raise
+            await as_api_error(error).response(path)(scope, receive, guarded_send)
+
+    def _client(self, headers: Headers, path: str, allowed: str | None) -> Client:
+        """What kind of client it is.
+
+        Raises:
+            ApiError: it needs the key.
+        """
+        if self._key is not None and not self._has_key(headers):
+            if not is_open(path):
+                self._refuse_key(headers)
+            return Client(Kind.KEYLESS)
+        if allowed is not None:
+            return Client(Kind.SITE, allowed)
+        is_here = self._local and self._is_loopback(headers["host"]) and not any(map(headers.get, _PROXIED))
+        return Client(Kind.LOCAL if is_here else Kind.REMOTE)
+
+    def _is_loopback(self, host: str) -> bool:
+        """Whether the request is addressed to this computer as it calls itself."""
+        match = _HOST.fullmatch(host)
+        name = match["name"].lower().rstrip(".") if match else ""
+        return name == "localhost" or self._is_ours(name)
+
+    def _checked_host(self, headers: Headers) -> str:
+        hosts = headers.getlist("host")
+        match = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
+        if match is None:
+            raise ApiError(400, "the request needs one Host header", code="bad_host")
+        name = match["name"].lower().rstrip(".")
+        if name not in self._hosts and not self._is_ours(name):
+            # The request may come from a page whose own name was made to point here (DNS rebinding).
+            message = "this server does not answer to that name; localspec serve --allow-host NAME lets it"
+            raise ApiError(403, message, kind="permission_error", code="host_not_allowed")
+        return hosts[0].lower()
+
+    def _is_ours(self, name: str) -> bool:
+        try:
+            address = ipaddress.ip_address(name.strip("[]"))
+        except ValueError:
+            return False
+        return not self._local or address.is_loopback  # an address cannot be rebound, a name can
+
+    def _check_origin(self, headers: Headers, method: str, path: str, host: str, allowed: str | None) -> None:
+        origin = headers.get("origin")
+        if origin is not None:
+            parts = urlsplit(origin)
+            if allowed or (parts.scheme in ("http", "https") and parts.netloc.lower() == host):
+                return
+        else:
+            # Browsers send no Origin with some requests, but they say where those come from.
+            site = headers.get("sec-fetch-site", "none")
+            if site in ("none", "same-origin"):
+                return
+            if method == "GET" and path in ("/", "/health") and headers.get("sec-fetch-mode") == "navigate":
+                return  # somebody followed a link to the page
+        message = "pages of other sites may not use this server; localspec serve --allow-origin URL lets one"
+        raise ApiError(403, message, kind="permission_error", code="origin_not_allowed")
+
+    def _has_key(self, headers: Headers) -> bool:
+        assert self._key is not None
+        return hmac.compare_digest(_key_in(headers).encode("latin-1"), self._key)
+
+    def _refuse_key(self, headers: Headers) -> NoReturn:
+        message = "this server needs an API key: send it as Authorization: Bearer KEY"
+        if _key_in(headers):
+            message = "the API key is wrong"
+        raise ApiError(
+            401,
+            message,
+            kind="authentication_error",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+
+def _key_in(headers: Headers) -> str:
+    """The key that a request carries, if any."""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    return (given if scheme.lower() == "bearer" else headers.get("x-api-key", "")).strip(" \t")  # Anthropic's clients
+
+
+def _harden(headers: MutableHeaders, path: str, allowed: str | None, asked: Headers) -> None:
+    headers["X-Content-Type-Options"] = "nosniff"
+    headers["Referrer-Policy"] = "no-referrer"
+    headers["Cross-Origin-Resource-Policy"] = "cross-origin" if allowed else "same-origin"
+    if path == "/" or path.startswith("/page/"):
+        headers["Content-Security-Policy"] = PAGE_POLICY
+        headers["Cross-Origin-Opener-Policy"] = "same-origin"
+    else:
+        headers["Content-Security-Policy"] = "default-src 'none'; frame-ancestors 'none'"
+        headers.setdefault("Cache-Control", "no-store")
+    if allowed:
+        headers["Access-Control-Allow-Origin"] = allowed
+        headers["Access-Control-Allow-Methods"] = "GET, POST, DELETE"
+        # All that its client adds: no header but the key shows more, and an allowed site may send the key.
+        names = (name.strip().lower() for name in asked.get("access-control-request-headers", "").split(","))
+        valid = [name for name in names if _HEADER.fullmatch(name)][:_MOST_HEADERS]
+        headers["Access-Control-Allow-Headers"] = ", ".join(valid or ["authorization", "content-type"])
+        headers["Access-Control-Expose-Headers"] = "Retry-After"
+        headers["Access-Control-Max-Age"] = "600"
+        if asked.get("access-control-request-private-network") == "true":  # a public site, and a server that is not
+            headers["Access-Control-Allow-Private-Network"] = "true"
+        headers.add_vary_header("Origin")
+        headers.add_vary_header("Access-Control-Request-Headers")

@@ -1,0 +1,671 @@
+"""Answering requests: the one ``LLM``, the line in front of it, and what is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+import threading
+import time
+from bisect import bisect_left
+from collections import Counter, OrderedDict
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, aclosing, contextmanager
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+
+from localspec._version import __version__
+from localspec.engine.request import AsyncRoundStream, Reply, Submit
+from localspec.errors import PromptTooLong, QueueFull, UsageError
+from localspec.llm import LLM
+from localspec.sampling.constraint import constraint_for
+from localspec.sampling.grammar import grammar_of, is_schema
+from localspec.sampling.sampling import SamplingParams
+from localspec.server.access import Client, public_name
+from localspec.server.fields import (
+    ApiError,
+    BodyReader,
+    ServerSettings,
+    as_api_error,
+    invalid,
+    stopping,
+    too_busy,
+    too_late,
+)
+from localspec.server.requests import AnswerOptions, ServedModel
+from localspec.server.tool_calls import MARKERS
+from localspec.server.tools import Delta, DeltaReader, ToolUse, forced_call, messages_for
+from localspec.spec_decode.rounds import Round, SpecStats
+
+# Answers of ``/v1/responses`` that later requests may go on from, by ``previous_response_id``.
+
+MAX_RESPONSES, MAX_BYTES = 1000, 64 << 20
+"""As much as may be kept for requests that are being read (``ServerSettings.bodies_bytes``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """One answer.
+
+    Attributes:
+        response: as it was sent.
+        messages: the conversation up to and with it, without instructions.
+        owner: whose it is, see ``access.Client``.
+    """
+
+    response: dict[str, Any]
+    messages: Sequence[dict[str, Any]]
+    owner: str = ""
+
+
+class ResponseStore:
+    """Keeps answers in memory; those used least recently go first. Used from any thread.
+
+    Args:
+        max_responses: how many.
+        max_bytes: of all of them together, as JSON.
+    """
+
+    def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
+        self._max = max_responses, max_bytes
+        self._kept: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
+        self._n_bytes = 0
+        self._lock = threading.Lock()
+
+    def put(self, name: str, stored: StoredResponse) -> None:
+        n_bytes = len(json.dumps([stored.response, stored.messages]))
+        with self._lock:
+            self._kept[name] = stored, n_bytes
+            self._n_bytes += n_bytes
+            while len(self._kept) > self._max[0] or self._n_bytes > self._max[1]:
+                self._n_bytes -= self._kept.popitem(last=False)[1][1]
+
+    def get(self, name: str) -> StoredResponse | None:
+        with self._lock:
+            if name not in self._kept:
+                return None
+            self._kept.move_to_end(name)
+            return self._kept[name][0]
+
+    def item(self, name: str, may_read: Callable[[str], bool]) -> dict[str, Any] | None:
+        """An item of an answer that is kept, by its id, which is made of the answer's; ``may_read``: of its owner."""
+        stored = self.get(f"resp_{name.partition('_')[2][:-4]}")
+        items = stored.response["output"] if stored is not None and may_read(stored.owner) else ()
+        return next((item for item in items if item["id"] == name), None)
+
+    def remove(self, name: str) -> bool:
+        """Whether it was there."""
+        with self._lock:
+            if name not in self._kept:
+                return False
+            self._n_bytes -= self._kept.pop(name)[1]
+            return True
+
+
+# What the server counts, for ``/v1/localspec/stats`` and, in Prometheus' text format, for ``/metrics``.
+
+OUTCOMES = ("answered", "cancelled", "invalid", "rejected", "failed")
+"""How a request ends: answered, its client left, a wrong request (4xx), turned away (429, 503), failed (500)."""
+
+_OF_ONE_ANSWER = ("time_to_first_token_s", "estimated_plain_tokens_per_second", "estimated_speedup", "reason")
+_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
+_ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
+
+
+class Histogram:
+    """Counts of values in ranges, cumulative when written, as Prometheus has them."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def lines(self, name: str) -> Iterator[str]:
+        below = 0
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            below += count
+            le = "+Inf" if bound == float("inf") else f"{bound:g}"
+            yield f'{name}_bucket{{le="{le}"}} {below}'
+        yield f"{name}_sum {self.total:.6f}"
+        yield f"{name}_count {below}"
+
+
+class Metrics:
+    """Totals since the start. Used from the event loop only."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, str]] = Counter()
+        self.stats = SpecStats()
+        self.request_seconds = Histogram(_SECONDS)
+        self.first_token_seconds = Histogram(_SECONDS)
+        self.token_seconds = Histogram(_TOKEN_SECONDS)
+
+    def finished(self, endpoint: str, outcome: str, seconds: float) -> None:
+        """A request is over, one way or the other."""
+        self.requests[endpoint, outcome] += 1
+        if outcome == "answered":
+            self.request_seconds.observe(seconds)
+
+    def count(self, reply: Reply) -> None:
+        """An answer is complete, or was cut short."""
+        stats = reply.stats
+        self.stats = SpecStats.total([self.stats, stats])
+        if stats.time_to_first_token_s is not None:
+            self.first_token_seconds.observe(stats.time_to_first_token_s)
+        if stats.completion_tokens:
+            self.token_seconds.observe(stats.seconds_decode / stats.completion_tokens)
+
+    @property
+    def mean_request_seconds(self) -> float:
+        """How long a request takes, by those that were answered."""
+        n = sum(self.request_seconds.counts)
+        return self.request_seconds.total / n if n else 2.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The totals under the names of ``SpecStats``."""
+        by_outcome: Counter[str] = Counter()
+        for (_, outcome), count in self.requests.items():
+            by_outcome[outcome] += count
+        totals = {name: value for name, value in self.stats.items() if name not in _OF_ONE_ANSWER}
+        return {"requests": {outcome: by_outcome[outcome] for outcome in OUTCOMES}, **totals}
+
+    def prometheus(self, gauges: Sequence[tuple[str, str, float]], info: dict[str, str]) -> str:
+        """The text exposition format, version 0.0.4.
+
+        Args:
+            gauges: (name, what it is, value) of what is known elsewhere.
+            info: labels of ``localspec_info``.
+        """
+        lines: list[str] = []
+
+        def family(name: str, kind: str, about: str, samples: Iterable[str]) -> None:
+            lines.extend((f"# HELP {name} {about}", f"# TYPE {name} {kind}", *samples))
+
+        stats = self.stats
+        family("localspec_info", "gauge", "What is served.", [_sample("localspec_info", info, 1)])
+        for name, about, value in gauges:
+            family(name, "gauge", about, [_sample(name, {}, value)])
+        requests = [({"endpoint": e, "outcome": o}, n) for (e, o), n in sorted(self.requests.items())]
+        sources = sorted(stats.by_source.items())
+        positions = [({"position": str(i)}, n) for i, n in enumerate(stats.accepted_per_position)]
+        phases = [({"phase": phase}, stats[f"seconds_{phase}"]) for phase in ("draft", "other", "prompt", "verify")]
+        counters: tuple[tuple[str, str, Sequence[tuple[dict[str, str], float]]], ...] = (
+            ("requests", "Requests by how they ended.", requests),
+            ("prompt_tokens", "Tokens of prompts.", [({}, stats.prompt_tokens)]),
+            ("cached_prompt_tokens", "Those that were in memory.", [({}, stats.cached_tokens)]),
+            ("completion_tokens", "Tokens of answers.", [({}, stats.completion_tokens)]),
+            ("rounds", "Passes of the target that emitted tokens.", [({}, stats.num_rounds)]),
+            (
+                "draft_tokens",
+                "Draft tokens sent to the target, by drafter.",
+                [({"source": source}, counts["num_draft_tokens"]) for source, counts in sources],
+            ),
+            (
+                "accepted_tokens",
+                "Draft tokens it accepted, by drafter.",
+                [({"source": source}, counts["num_accepted_tokens"]) for source, counts in sources],
+            ),
+            ("accepted_tokens_per_position", "Accepted draft tokens by place in the draft.", positions),
+            ("seconds", "Time by what it went into.", phases),
+        )
+        for stem, about, samples in counters:
+            name = f"localspec_{stem}_total"
+            family(name, "counter", about, [_sample(name, labels, value) for labels, value in samples])
+        for stem, about, histogram in (
+            ("request", "From a request to the end of its answer.", self.request_seconds),
+            ("time_to_first_token", "From its turn to the first token.", self.first_token_seconds),
+            ("time_per_output_token", "Decoding time over tokens.", self.token_seconds),
+        ):
+            name = f"localspec_{stem}_seconds"
+            family(name, "histogram", about, histogram.lines(name))
+        return "\n".join(lines) + "\n"
+
+
+def _sample(name: str, labels: dict[str, str], value: float) -> str:
+    inner = ",".join(f'{key}="{text.translate(_ESCAPES)}"' for key, text in labels.items())
+    number = str(int(value)) if float(value).is_integer() else f"{value:.6f}"
+    return f"{name}{{{inner}}} {number}" if inner else f"{name} {number}"
+
+
+# Slots of ``/infill``: an editor has one, in which its newest request takes the place of the one before.
+#
+# An editor sends a window of so many lines before the cursor. With every line that is typed one slides out of it, and a
+# prompt that begins one line later has nothing in common with what was read. So what slid out is put in front again.
+
+MAX_WINDOWS, MAX_CHARACTERS = 64, 1 << 18
+"""Editors whose windows are remembered, the latest, and the longest window [characters]: 16 MB together."""
+
+HEAD_CHARACTERS = 200
+"""Of a window's beginning, looked for in the one before: some five lines."""
+
+MOST_WINDOWS = 2
+"""A prompt grows to so many windows; then it begins anew with the one that was sent."""
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    task: asyncio.Task[Any]
+    superseded: bool = False
+
+
+class Slots:
+    """Which request has which slot. Used from the event loop only."""
+
+    def __init__(self) -> None:
+        self._turns: dict[int, _Turn] = {}
+
+    @contextmanager
+    def newest(self, slot: int | None) -> Iterator[None]:
+        """Within the block the task has the slot; one that had it before is cancelled, as nobody waits for it.
+
+        Args:
+            slot: its number; None is one of its own.
+
+        Raises:
+            ApiError: a newer request took the slot.
+        """
+        if slot is None:
+            yield
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        if older := self._turns.get(slot):
+            older.superseded = True
+            older.task.cancel()
+        turn = self._turns[slot] = _Turn(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            # As asyncio.timeout does it: only if nobody else cancels the task as well.
+            if turn.superseded and task.uncancel() == 0:
+                raise ApiError(409, f"a newer request took slot {slot}", code="superseded") from None
+            raise
+        finally:
+            if self._turns.get(slot) is turn:  # a newer request may have had it, and be gone already
+                del self._turns[slot]
+
+
+class Windows:
+    """What each editor showed before the cursor, from as far up as it was read. From any thread.
+
+    Not every plugin names a slot. A window without one goes on from that without one which it is most like.
+    """
+
+    def __init__(self) -> None:
+        self._shown: dict[int, str] = {}  # without a slot, under numbers below 0
+        self._unnamed = itertools.count(-1, -1)
+        self._changing = threading.Lock()
+
+    def joined(self, slot: int | None, prefix: str) -> str:
+        """The text before the cursor, with what slid out of the editor's window put in front of it."""
+        if not prefix or (slot is None and len(prefix) < HEAD_CHARACTERS):  # so little may stand in any text
+            return prefix
+        with self._changing:
+            key = self._most_alike(prefix) if slot is None else slot
+            whole = join(self._shown.pop(key, ""), prefix)
+            if len(whole) <= MAX_CHARACTERS:
+                self._shown[key] = whole
+            if len(self._shown) > MAX_WINDOWS:
+                del self._shown[next(iter(self._shown))]
+        return whole
+
+    def _most_alike(self, prefix: str) -> int:
+        """Under what number the window without a slot is that overlaps most with this one; a new one if none does."""
+        found, most = None, 0
+        for key, before in self._shown.items():
+            if key < 0 and (start := _place(before, prefix)) >= 0:
+                overlap = _n_alike(before[start:], prefix)
+                if overlap > most:
+                    found, most = key, overlap
+        return next(self._unnamed) if found is None else found
+
+
+def join(before: str, prefix: str) -> str:
+    """A window with what an earlier one has in front of it; the window alone if they are not of one text."""
+    start = _place(before, prefix)
+    if start <= 0 or start + len(prefix) > MOST_WINDOWS * len(prefix):
+        return prefix
+    return before[:start] + prefix
+
+
+def _place(before: str, prefix: str) -> int:
+    """Where in an earlier window this one begins; -1 if they are not of one text.
+
+    That is where the window's beginning stands in the earlier one, and half of what follows is the same in both:
+    something else may have been typed at the end.
+    """
+    start = before.find(prefix[:HEAD_CHARACTERS])
+    if start < 0:
+        return -1
+    half = min(len(before) - start, len(prefix)) // 2
+    return start if before.startswith(prefix[:half], start) else -1
+
+
+def _n_alike(one: str, other: str) -> int:
+    """How many characters two texts have in common from their beginnings on; by halving, as windows are long."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[:middle] == other[:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+FILL_PRIORITY = 1
+"""Of a completion at a cursor, where the request says nothing: it is short, and somebody has just stopped typing."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerTask:
+    """One answer to make.
+
+    Attributes:
+        prompt: token ids.
+        params: the sampling parameters.
+        tools: functions that may be called; none where a schema says what the answer is.
+        prediction: token ids of a text that the answer is likely to repeat.
+        begun: the beginning of the answer that stands at the prompt's end.
+        keep_tokens: see ``Asking.rounds``.
+        enough: asked after every round: whether the answer may end there.
+        think: of a chat, see ``Asking.rounds``; None: a text, where thinking is not separated.
+    """
+
+    prompt: list[int]
+    params: SamplingParams
+    tools: ToolUse = field(default_factory=ToolUse)
+    prediction: Sequence[int] = ()
+    begun: str = ""
+    keep_tokens: int | None = None
+    enough: Callable[[], bool] = lambda: False
+    think: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerEvent:
+    """What happened to answer ``index``: a round and the delta that it makes, or the end and the last delta."""
+
+    index: int
+    delta: Delta
+    round: Round | None = None
+    reply: Reply | None = None
+    finish_reason: str | None = None
+
+
+class Service:
+    """What the endpoints share.
+
+    Args:
+        llm: the loaded pair; it is not closed here.
+        settings: how to behave.
+
+    Attributes:
+        ending: set once the server goes down; whatever runs then ends.
+        client: who is answered, see ``seen_by``.
+        slots, windows: of ``/infill``, the client's own.
+    """
+
+    def __init__(self, llm: LLM, settings: ServerSettings) -> None:
+        self.llm = llm
+        self.settings = settings
+        llm.max_queue = settings.queue
+        self.bodies = BodyReader(settings.body_bytes, settings.bodies_bytes, settings.body_seconds)
+        self.metrics = Metrics()
+        self.client = Client()
+        self.slots, self.windows = Slots(), Windows()
+        self._of_owner: dict[str, tuple[Slots, Windows]] = {self.client.owner: (self.slots, self.windows)}
+        self.responses = ResponseStore()
+        self.ending = asyncio.Event()
+        self.started = time.time()
+        self.fingerprint = f"localspec-{__version__}-{llm.backend_name}"
+        llm.vocab.show(MARKERS)  # the marks of tool calls are read as text
+
+    def seen_by(self, client: Client) -> Service:
+        """The service as a client sees it: with the drafters that it may use, and the slots and windows of its own."""
+        seen = copy(self)
+        seen.client = client
+        seen.slots, seen.windows = self._of_owner.setdefault(client.owner, (Slots(), Windows()))
+        return seen
+
+    @property
+    def names(self) -> list[str]:
+        """What requests may call the model; the first is what answers call it."""
+        return list(dict.fromkeys([public_name(self.llm.model_name), *self.settings.aliases]))
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse requests to a model that is not this one; Ollama's clients may add ``:latest``."""
+        if name and name.removesuffix(":latest") not in (*self.names, self.llm.model_name):
+            message = f"there is no model {name!r:.80} here; this server answers with {self.names[0]}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    @property
+    def drafters(self) -> dict[str, str]:
+        """The drafters that may draft for the client, by what it calls them; see ``Client.drafters``."""
+        return self.client.drafters(self.llm.draft_names)
+
+    def served(self) -> ServedModel:
+        llm, settings, drafters = self.llm, self.settings, self.drafters
+        on_request = [public for public, name in drafters.items() if name in settings.corpora]
+        thinks = llm.thinking is not None
+        as_loaded = {name: public for public, name in drafters.items()}
+        names, n_vocab = list(drafters), llm.vocab.n_tokens
+        item = partial(self.responses.item, may_read=self.client.may_read)
+        return ServedModel(settings.params, names, n_vocab, on_request, thinks, item, as_loaded)
+
+    # -- prompts -------------------------------------------------------------------------------------------------------
+
+    def chat_task(self, messages: Sequence[Any], tools: ToolUse, options: AnswerOptions) -> AnswerTask:
+        """Messages through the chat template. It may take a while: not for the event loop.
+
+        Raises:
+            UsageError, TemplateError: they cannot be.
+        """
+        params, begun, think = options.params, "", options.think
+        if tools.required:
+            begun, params = forced_call(self.llm.template, tools, params)
+        is_form = grammar_of(params.response_format, params.grammar) is not None
+        if is_form and think == "auto":  # what has a given form begins at once
+            think = "off"
+        tokens = self.chat_tokens(messages, tools, options, think, self.llm.n_ctx)
+        constraint_for(params, self.llm.vocab)  # compiled here, and not while the engine waits
+        if not tools.required and is_schema(params.response_format):
+            tools = ToolUse()
+        if begun:
+            tokens += self.llm.tokenize(begun, parse_special=True)
+        return AnswerTask(self._fitting(tokens), params, tools, self._prediction(options), begun, think=think)
+
+    def chat_tokens(
+        self,
+        messages: Sequence[Any],
+        tools: ToolUse,
+        options: AnswerOptions,
+        think: str | None = None,
+        room: int | None = None,
+    ) -> list[int]:
+        """What the target would read, whether it fits or not (but see ``LLM.encode``); it may take a while too.
+
+        Raises:
+            ApiError: a variable that the template does not know.
+            UsageError, TemplateError: the messages cannot be.
+        """
+        for name in options.variables:
+            if not re.search(rf"\b{re.escape(name)}\b", self.llm.template.source):
+                path = f"chat_template_kwargs.{name:.60}"
+                raise invalid(f"{path}: the model's chat template has no such variable", path)
+        return self.llm.encode(
+            messages_for(messages, self.settings.system),
+            tools=list(tools.tools) or None,
+            add_generation_prompt=options.ending == "assistant",
+            continue_final_message=options.ending == "continue",
+            variables=options.variables,
+            think=think or options.think,
+            room=room,
+        )
+
+    def text_task(self, prompt: str | list[int], options: AnswerOptions) -> AnswerTask:
+        """A text to continue as it is, or token ids. It may take a while: not for the event loop.
+
+        Editors write the marks of fill-in-the-middle into the text themselves.
+
+        Raises:
+            UsageError: it is empty, or too long.
+        """
+        prediction = self._prediction(options)
+        constraint_for(options.params, self.llm.vocab)
+        marked = self.llm.marked_fill_prompt(prompt) if isinstance(prompt, str) else None
+        if marked is not None:
+            tokens, before = self._fitting(marked.tokens), marked.n_before
+            return AnswerTask(tokens, options.params, prediction=prediction, keep_tokens=before)
+        tokens = prompt if isinstance(prompt, list) else self.llm.encode(prompt, room=self.llm.n_ctx)
+        return AnswerTask(self._fitting(tokens), options.params, prediction=prediction)
+
+    def fill_task(self, prefix: str, suffix: str, options: AnswerOptions) -> AnswerTask:
+        """A text to fill in between two. It may take a while: not for the event loop.
+
+        Raises:
+            UsageError: it cannot be.
+        """
+        prompt = self.llm.fill_prompt(prefix, suffix, max_tokens=options.params.max_tokens)
+        prediction = self._prediction(options)
+        constraint_for(options.params, self.llm.vocab)
+        return AnswerTask(prompt.tokens, options.params, prediction=prediction, keep_tokens=prompt.n_before)
+
+    def _prediction(self, options: AnswerOptions) -> list[int]:
+        # No answer is longer than the context, so what lies behind cannot be copied.
+        n_ctx = self.llm.n_ctx
+        text = options.prediction[: n_ctx * self.llm.vocab.longest]
+        return self.llm.tokenize(text)[:n_ctx] if text else []
+
+    def _fitting(self, tokens: list[int]) -> list[int]:
+        if not tokens:
+            raise UsageError("the prompt is empty: there is nothing to continue")
+        if len(tokens) >= self.llm.n_ctx:
+            raise PromptTooLong(
+                f"the prompt has {len(tokens)} tokens and the context holds {self.llm.n_ctx}, answer included; "
+                "shorten it, or start the server with a larger --ctx"
+            )
+        return tokens
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    async def answers(
+        self,
+        options: AnswerOptions,
+        tasks: Sequence[AnswerTask],
+        holding: AbstractContextManager[None] | None = None,
+    ) -> AsyncGenerator[AnswerEvent, None]:
+        """Answer every task, one after the other. To be closed where it is not read to the end.
+
+        Args:
+            options: how.
+            tasks: what.
+            holding: what is entered once the queue has taken all of them, and left when they are answered.
+
+        Raises:
+            ApiError: the queue is full, or the wait was too long.
+            LocalspecError: the engine failed.
+        """
+        conversation = object()
+        async with AsyncExitStack() as stack:
+            try:
+                # In a thread: what was asked is checked once more, its grammar too.
+                submitters = await asyncio.to_thread(
+                    lambda: [self._submitter(options, task, conversation) for task in tasks]
+                )
+                streams = [await stack.enter_async_context(AsyncRoundStream(submit)) for submit in submitters]
+            except QueueFull as error:
+                raise too_busy(str(error), self.metrics.mean_request_seconds * (self.llm.queue_length + 1)) from None
+            if holding is not None:
+                stack.enter_context(holding)
+            for index, (task, stream) in enumerate(zip(tasks, streams, strict=True)):
+                async with aclosing(self._answer(options, task, index, stream)) as events:
+                    async for event in events:
+                        yield event
+
+    def _submitter(self, options: AnswerOptions, task: AnswerTask, conversation: object) -> Submit:
+        """What queues a task."""
+        drafters, names = self.drafters, options.drafters
+        if names is None and len(usual := self.served().usual) < len(self.llm.draft_names):
+            names = usual
+        chosen = None if names is None else [drafters.get(name, name) for name in names]
+        if chosen == [] and len(drafters) == len(self.llm.draft_names):
+            chosen = None  # nothing is drafted; what could draft for this client still reads the answer
+        usual_priority = 0 if task.keep_tokens is None else FILL_PRIORITY
+        return self.llm.submitter(
+            task.prompt,
+            task.params,
+            speculate=names is None or len(names) > 0,
+            draft_length=options.draft_length,
+            deadline=self.settings.time_limit,
+            conversation=conversation,
+            priority=usual_priority if options.priority is None else options.priority,
+            logprobs=options.logprobs,
+            drafters=chosen,
+            prediction=task.prediction,
+            keep_tokens=task.keep_tokens,
+            think=task.think,
+            thinking_budget=options.thinking_budget,
+        )
+
+    async def _answer(
+        self, options: AnswerOptions, task: AnswerTask, index: int, stream: AsyncRoundStream
+    ) -> AsyncGenerator[AnswerEvent, None]:
+        tools, logprobs = task.tools, options.logprobs is not None
+        reader = DeltaReader(tools.tools, task.begun, parallel=tools.parallel, wants_tokens=logprobs)
+        cut = False
+        async for round_ in stream:
+            yield AnswerEvent(index, reader.read(round_), round_)
+            if (reader.calls.n_done and not tools.parallel) or task.enough():
+                cut = True
+                await stream.aclose()
+                break
+        reply = await stream.reply()
+        if index == 0 and reply.cancelled_by == "deadline" and not reply.stats.prompt_tokens:
+            raise too_late(self.settings.time_limit)
+        self.metrics.count(reply)
+        reply = self.client.shown(reply, self.drafters)
+        finish_reason: str = "length" if reply.finish_reason == "cancelled" else reply.finish_reason
+        last = reader.finish(cut=finish_reason == "length")
+        if reader.calls.n_calls and (cut or finish_reason == "stop"):
+            finish_reason = "tool_calls"
+        yield AnswerEvent(index, last, reply=reply, finish_reason=finish_reason)
+
+    def check_open(self) -> None:
+        """Refuse what comes while the server goes down."""
+        if self.ending.is_set():
+            raise stopping()
+
+    @contextmanager
+    def counted(self, endpoint: str, started: float, *, goes_on: bool = False) -> Iterator[None]:
+        """Count a request by how the block ends; ``goes_on``: only if it fails there, as another block follows."""
+        outcome = "cancelled"
+        try:
+            yield
+            outcome = "answered"
+        except Exception as error:
+            if not isinstance(error, ClientDisconnect):
+                status = as_api_error(error).status
+                outcome = "rejected" if status in (429, 503) else "invalid" if status < 500 else "failed"
+            raise
+        finally:
+            if not (goes_on and outcome == "answered"):
+                self.metrics.finished(endpoint, outcome, time.monotonic() - started)
+
+
+def repeated(task: AnswerTask, n: int) -> list[AnswerTask]:
+    """The same task n times; with a seed, each answer has a seed of its own."""
+    seed = task.params.seed
+    if seed is None:
+        return [task] * n
+    return [task, *(replace(task, params=replace(task.params, seed=(seed + i) % (1 << 63))) for i in range(1, n))]

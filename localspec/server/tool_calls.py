@@ -1,0 +1,1266 @@
+"""A model's tool calls, read out of its text as it comes.
+
+Without a mark, an answer is a call where it begins with one, bare or in a code block, to a tool that was offered.
+Arguments have the types that the tool's schema asks for. Text that turns out to be no call is given back as it was, and
+what may still become a call waits.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import secrets
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+from urllib.parse import unquote
+
+from localspec.errors import written_json
+
+# How models mark their tool calls.
+#
+# Models were trained to write calls in many ways. A mark says that calls follow; what follows it has one of a few
+# forms, whichever the mark:
+#
+# =========================================================  ======================================================
+# ``{"name": …, "arguments": {…}}``, several, or a list      Hermes, Qwen 2.5 and 3, SmolLM, Granite, Phi-4-mini,
+# Llama 3,
+#                                                            Mistral, Command-R, Nemotron, and our fallback
+# ``name[ARGS]{…}``, ``name<｜tool▁sep｜>{…}``               Mistral, DeepSeek, Kimi K2, gpt-oss
+# ``<function=name><parameter=…>…``, ``<invoke name="…">``   Qwen3-Coder, Seed-OSS, MiniMax, DeepSeek V3.2
+# ``<function=name>{…}</function>``                          Llama 3.1, Functionary
+# ``name <arg_key>…</arg_key><arg_value>…</arg_value>``      GLM-4.5
+# ``[name(key="value")]``                                    LFM2, Llama 4, Olmo 3, Gemma 3
+# ``call:name{key:<|"|>value<|"|>}``                         Gemma 4, FunctionGemma
+# =========================================================  ======================================================
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A text that announces calls.
+
+    Attributes:
+        closers: what may end them; an answer may also just go on, or end.
+        each: what a single call may begin with, and end with, where there are several behind one mark.
+        sure: only calls are written behind it; otherwise the call must be of a tool that was offered.
+        header: what ends the words between a call's name and its arguments.
+        first: it is a mark only at the beginning of an answer.
+    """
+
+    closers: tuple[str, ...] = ()
+    each: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    sure: bool = True
+    header: str = ""
+    first: bool = False
+
+
+def _deepseek(name: str) -> tuple[str, ...]:
+    """A mark of DeepSeek's, in the ways in which models that were distilled from it write it."""
+    return tuple(f"<{bar}{name.replace('_', gap)}{bar}>" for bar in "｜|" for gap in ("▁", "_", " "))
+
+
+_DEEPSEEK = Mark(_deepseek("tool_calls_end"), (_deepseek("tool_call_begin"), _deepseek("tool_call_end")))
+_KIMI = Mark(
+    ("<|tool_calls_section_end|>", "<|tool_call_section_end|>"), (("<|tool_call_begin|>",), ("<|tool_call_end|>",))
+)
+
+MARKS: Mapping[str, Mark] = {
+    "<tool_call>": Mark(("</tool_call>",)),
+    "<|tool_call|>": Mark(("<|/tool_call|>", "</tool_call>")),
+    "<|tool_call>": Mark(("<tool_call|>",)),
+    "<|tool_call_start|>": Mark(("<|tool_call_end|>",)),
+    "<tool_calls>": Mark(("</tool_calls>",), sure=False),
+    "<tools>": Mark(("</tools>",), sure=False),
+    "<function_call>": Mark(("</function_call>",), sure=False),
+    "<function_calls>": Mark(("</function_calls>",), sure=False),
+    "<TOOLCALL>": Mark(("</TOOLCALL>",)),
+    "<minimax:tool_call>": Mark(("</minimax:tool_call>",)),
+    "<seed:tool_call>": Mark(("</seed:tool_call>",)),
+    "<function=": Mark(("</tool_call>",), sure=False),
+    "[TOOL_CALLS]": Mark(),
+    "<|python_tag|>": Mark(),
+    "<|python_start|>": Mark(("<|python_end|>",)),
+    "<|START_ACTION|>": Mark(("<|END_ACTION|>",)),
+    "<|tools_prefix|>": Mark(("<|tools_suffix|>",)),
+    "<|action_start|><|plugin|>": Mark(("<|action_end|>",)),
+    "<start_function_call>": Mark(("<end_function_call>",)),
+    "functools[": Mark(("]",), sure=False, first=True),
+    "```tool_code\n": Mark(("```",), sure=False),
+    "```tool_call\n": Mark(("```",), sure=False),
+    "Action: ```json\n": Mark(("```",), sure=False, first=True),
+    "Action:```json\n": Mark(("```",), sure=False, first=True),
+    **{f"<｜DSML｜{name}>": Mark((f"</｜DSML｜{name}>",)) for name in ("function_calls", "tool_calls")},
+    **dict.fromkeys((*_deepseek("tool_calls_begin"), *_DEEPSEEK.each[0]), _DEEPSEEK),
+    **dict.fromkeys(("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>", *_KIMI.each[0]), _KIMI),
+    **{f"<|channel|>{name} to=": Mark(("<|call|>",), header="<|message|>") for name in ("commentary", "analysis")},
+    "to=functions.": Mark(("<|call|>",), sure=False, header="<|message|>"),
+}
+
+SEPARATORS = ("[ARGS]", "<|tool_call_argument_begin|>", *_deepseek("tool_sep"))
+
+MARKERS = (
+    *(text for opener in MARKS for text in re.findall(r"<[^<]*>|\[\w+\]", opener) if text != "<|channel|>"),
+    *(text for mark in MARKS.values() for text in (*mark.closers, *mark.each[1]) if len(text) > 3),
+    *(*SEPARATORS, "[CALL_ID]", '<|"|>', "<escape>"),
+)
+"""Tokens that have no text of their own in some vocabularies, but are read here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """A way of writing arguments as text between tags.
+
+    Attributes:
+        key: what begins an argument, up to its name.
+        value_ends: what ends it.
+        ends: what ends the call; "" where that is what ends the mark.
+        lines: whether values stand on lines of their own.
+    """
+
+    key: str
+    value_ends: str
+    ends: str = ""
+    lines: bool = False
+
+
+TAGS = {
+    "<function=": Tags("<parameter=", "</parameter>", "</function>", lines=True),
+    '<invoke name="': Tags('<parameter name="', "</parameter>", "</invoke>"),
+    '<｜DSML｜invoke name="': Tags('<｜DSML｜parameter name="', "</｜DSML｜parameter>", "</｜DSML｜invoke>"),
+    "<arg_key>": Tags("<arg_key>", "</arg_value>"),
+}
+
+
+# Values that models write in calls, read as they come: JSON, and what is nearly JSON, written again as JSON.
+#
+# Valid JSON is passed on as it is. Besides it there are Python's way (``'…'``, ``True``, ``None``, tuples), bare keys,
+# Gemma's quotes, line breaks and single backslashes within strings, and a comma too many.
+
+Schema = Any
+"""A JSON schema, or what a client sent in place of one; what cannot be read allows everything."""
+
+Reading = Generator[None, None, Any]
+"""A reader: it yields where it needs more text."""
+
+MAX_TAKEN = 100_000
+"""Characters that wait for the end of what may be a call, at most."""
+
+MAX_DEPTH = 100
+"""Lists and objects within each other."""
+
+SPACE = re.compile(r"\s+")
+WORD = re.compile(r"""[^\s,:;{}\[\]()<>"'`=]+""")
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
+_WORDS = {"true": "true", "True": "true", "TRUE": "true", "false": "false", "False": "false", "FALSE": "false",
+          "null": "null", "None": "null"}  # fmt: skip
+_QUOTES = ('<|"|>', "<escape>")
+_PLAIN = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"""[^'"\\\x00-\x1f]+""")}
+
+
+class NoCall(Exception):
+    """What was read so far is no call."""
+
+
+class EndOfText(NoCall):
+    """The answer is over in the midst of it."""
+
+
+class IncomingText:
+    """Text that comes in pieces and is read once.
+
+    Attributes:
+        final: no more text will come.
+        taken: what was read since ``record``; None where it will not be given back.
+    """
+
+    def __init__(self) -> None:
+        self.final = False
+        self.taken: list[str] | None = None
+        self._n_taken = 0
+        self._text = ""
+        self._at = 0
+
+    def feed(self, text: str, *, final: bool = False) -> None:
+        self._text = self._text[self._at :] + text
+        self._at = 0
+        self.final = final
+
+    def record(self) -> None:
+        """What is read from here on may have to be given back."""
+        self.taken, self._n_taken = [], 0
+
+    @property
+    def n_left(self) -> int:
+        """Characters that have come and were not read."""
+        return len(self._text) - self._at
+
+    def some(self, pattern: re.Pattern[str]) -> str:
+        """Read what is there by now of a kind of characters."""
+        match = pattern.match(self._text, self._at)
+        return self.take(match.end() - self._at) if match else ""
+
+    def search(self, pattern: re.Pattern[str], partial: tuple[str, ...]) -> tuple[str, re.Match[str] | None]:
+        """Read up to where a pattern is found, or to where it may yet be; the match itself is not read.
+
+        Args:
+            pattern: what is looked for.
+            partial: texts that its matches begin with.
+        """
+        match = pattern.search(self._text, self._at)
+        if match:
+            return self.take(match.start() - self._at), match
+        return self.take(self.n_left - _overlap(self._text[max(self._at, len(self._text) - 64) :], partial)), None
+
+    def take(self, n: int) -> str:
+        """Read n characters that are there."""
+        if self.taken is not None:
+            allowed = min(n, MAX_TAKEN - self._n_taken)
+            self._n_taken += allowed
+            self.taken.append(self._text[self._at : self._at + allowed])
+            if allowed < n:
+                self._at += allowed
+                raise NoCall
+        self._at += n
+        return self._text[self._at - n : self._at]
+
+    def more(self) -> Reading:
+        """Wait for text; whether there can be any."""
+        if not self.final:
+            yield
+            return True
+        return False
+
+    def peek(self, n: int = 1) -> Generator[None, None, str]:
+        """The next n characters, fewer at the end of the text; they are not read."""
+        while self.n_left < n and (yield from self.more()):
+            pass
+        return self._text[self._at : self._at + n]
+
+    def run(self, pattern: re.Pattern[str]) -> Generator[None, None, str]:
+        """All that is of one kind of characters; the pattern is ``[…]+``."""
+        found = []
+        while True:
+            if match := pattern.match(self._text, self._at):
+                found.append(self.take(match.end() - self._at))
+            if self._at < len(self._text) or not (yield from self.more()):
+                return "".join(found)
+
+    def spaces(self) -> Generator[None, None, str]:
+        return (yield from self.run(SPACE))
+
+    def ahead(self, texts: Sequence[str], n: int = 0) -> Generator[None, None, bool]:
+        """Whether one of these texts comes, or the end, n characters ahead and behind white space; nothing is read."""
+        while True:
+            window = self._text[self._at + n : self._at + n + 300]
+            rest = window.lstrip()
+            if any(rest.startswith(text) for text in texts):
+                return True
+            waits = not rest or any(text.startswith(rest) for text in texts)
+            if not waits or len(window) == 300:
+                return False
+            if not (yield from self.more()):
+                return not rest
+
+    def one_of(self, *texts: str) -> Generator[None, None, str]:
+        """Read the first of these texts that comes next, "" where none does. A longer one goes before its beginning."""
+        while True:
+            rest = self._text[self._at : self._at + max(map(len, texts))]
+            for text in texts:
+                if rest.startswith(text):
+                    return self.take(len(text))
+                if text.startswith(rest) and not self.final:
+                    break
+            else:
+                return ""
+            yield
+
+
+class Untyped:
+    """Types where no schema says any."""
+
+    root: Schema = None
+
+    def member(self, schema: Schema, key: str) -> Schema:
+        return None
+
+    def item(self, schema: Schema) -> Schema:
+        return None
+
+    def takes_strings(self, schema: Schema) -> bool:
+        return True
+
+    def typed(self, text: str, schema: Schema) -> str:
+        """A value that was written as plain text, as JSON."""
+        return self.literal(text, schema)
+
+    def literal(self, word: str, schema: Schema) -> str:
+        """A value without quotes, as JSON."""
+        return next((value for _, value in readings(word)), None) or json.dumps(word, ensure_ascii=False)
+
+
+def readings(text: str) -> Iterator[tuple[str, str]]:
+    """What a text may be other than a string: kinds, and the value of each as JSON."""
+    word = text.strip()
+    if word in _WORDS:
+        yield ("null" if _WORDS[word] == "null" else "boolean"), _WORDS[word]
+    elif _NUMBER.fullmatch(word) and len(word) < 400 and math.isfinite(number := float(word)):
+        yield "number", word
+        if number.is_integer() and abs(number) < 1 << 53:
+            yield "integer", str(int(number))
+        elif word.lstrip("-").isdecimal():
+            yield "integer", word
+    elif word[:1] in ("{", "[", '"') and (value := as_json(word)) is not None:
+        yield {"{": "object", "[": "array", '"': "quoted"}[word[0]], value
+
+
+def as_json(text: str, types: Untyped | None = None) -> str | None:
+    """A whole value as JSON; None if it is none."""
+    source, found = IncomingText(), list[str]()
+    source.feed(text, final=True)
+    types = types or Untyped()
+
+    def reading() -> Reading:
+        yield from read_value(source, found.append, types, types.root)
+        yield from source.spaces()
+
+    try:
+        for _ in reading():
+            raise AssertionError("the text is all there")
+    except NoCall:
+        return None
+    return None if source.n_left else "".join(found)
+
+
+Put = Callable[[str], None]
+
+
+def read_value(source: IncomingText, put: Put, types: Untyped, schema: Schema, depth: int = 0) -> Reading:
+    """Read a value; its JSON goes out as it comes, of the types that a schema asks for.
+
+    Raises:
+        NoCall: it is none.
+        EndOfText: the text ends within it.
+    """
+    first = yield from source.peek()
+    if depth > MAX_DEPTH:
+        raise NoCall
+    if first == "{":
+        yield from _read_members(source, put, types, schema, depth)
+    elif first in ("[", "("):
+        yield from _read_items(source, put, types, schema, depth)
+    elif quote := (yield from read_quote(source)):
+        if types.takes_strings(schema):
+            put('"')
+            yield from read_string(source, put, quote)
+            put('"')
+        else:
+            put(types.typed((yield from _whole_string(source, quote)), schema))
+    elif word := (yield from source.run(WORD)):
+        put(types.literal(word, schema))
+    else:
+        raise NoCall if (yield from source.peek()) else EndOfText
+
+
+def _read_members(source: IncomingText, put: Put, types: Untyped, schema: Schema, depth: int) -> Reading:
+    put(source.take(1))
+    while not (yield from _closed(source, put, "}")):
+        key = yield from read_key(source)
+        put(json.dumps(key, ensure_ascii=False))
+        put((yield from source.spaces()))
+        if not (yield from source.one_of(":")):
+            raise NoCall
+        put(":")
+        put((yield from source.spaces()))
+        yield from read_value(source, put, types, types.member(schema, key), depth + 1)
+        if (yield from _closed(source, put, "}", ",")):
+            return
+
+
+def _read_items(source: IncomingText, put: Put, types: Untyped, schema: Schema, depth: int) -> Reading:
+    closer = "]" if source.take(1) == "[" else ")"
+    put("[")
+    while not (yield from _closed(source, put, closer)):
+        yield from read_value(source, put, types, types.item(schema), depth + 1)
+        if (yield from _closed(source, put, closer, ",")):
+            return
+
+
+def _closed(source: IncomingText, put: Put, closer: str, comma: str = "") -> Reading:
+    """Whether a list or object ends here; else a comma has to be read, where one is given. One too many is dropped."""
+    space = yield from source.spaces()
+    if comma and (yield from source.one_of(comma)):
+        after = yield from source.spaces()
+        if (yield from source.peek()) != closer:
+            put(space + comma + after)
+            return False
+        space += after
+    elif comma and (yield from source.peek()) not in (closer, ""):
+        raise NoCall
+    put(space)
+    found = yield from source.one_of(closer)
+    if found:
+        put("}" if closer == "}" else "]")
+    elif not (yield from source.peek()):
+        raise EndOfText
+    return bool(found)
+
+
+def read_key(source: IncomingText) -> Generator[None, None, str]:
+    """A member's name, in quotes or bare."""
+    if quote := (yield from read_quote(source)):
+        return (yield from _whole_string(source, quote))
+    word = yield from source.run(WORD)
+    if not word:
+        raise NoCall if (yield from source.peek()) else EndOfText
+    return word
+
+
+def read_quote(source: IncomingText) -> Generator[None, None, str]:
+    """The quote that a string begins with; "" if none does."""
+    first = yield from source.peek()
+    if first == "<":
+        return (yield from source.one_of(*_QUOTES))
+    return source.take(1) if first in ('"', "'") else ""
+
+
+def _whole_string(source: IncomingText, quote: str) -> Generator[None, None, str]:
+    found: list[str] = []
+    yield from read_string(source, found.append, quote)
+    text: str = written_json('"' + "".join(found) + '"')
+    return text
+
+
+def read_string(source: IncomingText, put: Put, quote: str) -> Reading:
+    """A string behind its quote, up to and without the other, written as JSON writes it within quotes."""
+    if quote not in _PLAIN:
+        yield from read_until(source, lambda text: put(escaped(text)), quote)
+        return
+    while True:
+        first = yield from source.peek()
+        if not first:
+            raise EndOfText
+        if plain := source.some(_PLAIN[quote]):
+            put(plain)
+        elif first == "\\":
+            put((yield from _escape(source)))
+        elif source.take(1) == quote:
+            return
+        else:
+            put(escaped(first))
+
+
+def _escape(source: IncomingText) -> Generator[None, None, str]:
+    """What a backslash begins."""
+    pair = yield from source.peek(2)
+    if len(pair) < 2:
+        raise EndOfText
+    source.take(2)
+    if pair[1] in '"\\/bfnrt':
+        return pair
+    if pair[1] in "'\n":
+        return escaped(pair[1])
+    n = {"u": 4, "x": 2, "U": 8}.get(pair[1], 0)
+    digits = yield from source.peek(n)
+    if not n or not re.fullmatch(rf"[0-9a-fA-F]{{{n}}}", digits) or (n == 8 and int(digits, 16) > 0x10FFFF):
+        return "\\\\" + escaped(pair[1])
+    source.take(n)
+    code = int(digits, 16)
+    if not 0xD800 <= code < 0xE000:
+        return f"\\u{digits}" if n == 4 else escaped(chr(code))
+    other = yield from source.peek(6)  # half of a character is none
+    if n == 4 and code < 0xDC00 and re.fullmatch(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}", other):
+        return "\\u" + digits + source.take(6)
+    return "\\ufffd"
+
+
+def escaped(text: str) -> str:
+    """A text as JSON writes it within quotes."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def read_until(source: IncomingText, put: Put, closer: str) -> Reading:
+    """Pass on what comes before a text, and read that too."""
+    pattern, found = re.compile(re.escape(closer)), None
+    while found is None:
+        before, found = source.search(pattern, (closer,))
+        if before:
+            put(before)
+        if found is None and not (yield from source.more()):
+            put(source.take(source.n_left))
+            raise EndOfText
+    source.take(len(closer))
+
+
+def _overlap(text: str, marks: tuple[str, ...]) -> int:
+    """Length of the longest end of the text that is a beginning of one of the marks."""
+    firsts = {mark[0] for mark in marks}
+    ends = (text[at:] for at, character in enumerate(text) if character in firsts)
+    return next((len(end) for end in ends if any(mark.startswith(end) and mark != end for mark in marks)), 0)
+
+
+# What a tool's schema says about the types of its arguments, for models that write arguments as plain text.
+
+MAX_SCHEMA_DEPTH, MAX_STEPS = 32, 256
+"""References and combinations followed, within each other and in all; what lies beyond allows everything."""
+
+MAX_VALUES = 5000
+"""Longest ``enum`` that is looked at; a longer one allows all values of the types that it begins with."""
+
+Alternative = tuple[tuple[str, ...] | None, frozenset[str] | None]
+"""Types, None is all, and values in the form of ``_comparable``, None is any."""
+
+
+class ArgumentTypes(Untyped):
+    """The types of one tool's arguments.
+
+    Args:
+        parameters: the function's JSON schema.
+    """
+
+    def __init__(self, parameters: Schema) -> None:
+        self.root = parameters
+        # By the identity of a schema, all of which are parts of the root.
+        self._known: dict[int, list[Mapping[str, Any]]] = {}
+        self._allowed: dict[int, list[Alternative]] = {}
+
+    def member(self, schema: Schema, key: str) -> Schema:
+        """The schema of an object's member; None where none is known."""
+        for one in self._combined(schema):
+            properties = one.get("properties")
+            if isinstance(properties, Mapping) and key in properties:
+                return properties[key]
+            if isinstance(one.get("additionalProperties"), Mapping):
+                return one["additionalProperties"]
+        return None
+
+    def item(self, schema: Schema) -> Schema:
+        """The schema of a list's items; None where none is known."""
+        return next((one["items"] for one in self._combined(schema) if isinstance(one.get("items"), Mapping)), None)
+
+    def names(self) -> list[str]:
+        """The arguments that are declared, in their order."""
+        found: dict[str, None] = {}
+        for one in self._combined(self.root):
+            if isinstance(one.get("properties"), Mapping):
+                found |= dict.fromkeys(one["properties"])
+        return list(found)
+
+    def takes_strings(self, schema: Schema) -> bool:
+        """Whether a value that is written as a string is one."""
+        return any(kinds is None or "string" in kinds for kinds, _ in self._alternatives(schema))
+
+    def is_text(self, schema: Schema) -> bool:
+        """Whether any text is a value as it is: nothing but strings is allowed, and any of them."""
+        return self._alternatives(schema) == [(("string",), None)]
+
+    def typed(self, text: str, schema: Schema) -> str:
+        """A value that was written as plain text, as JSON.
+
+        The schema decides: where it asks for a string, ``007`` and ``true`` are strings. Null, lists and objects are
+        taken for what they look like wherever the schema allows them; of a string and a number it takes the one that it
+        names first. What fits nothing is a string where there may be one, else what it looks like.
+        """
+        found = dict(readings(text))
+        alternatives = self._alternatives(schema)
+        for first in (("null", "array", "object"), None):
+            for kinds, values in alternatives:
+                for kind in kinds or (*found, "string"):
+                    if first is not None and kind not in first:
+                        continue
+                    value = json.dumps(text, ensure_ascii=False) if kind == "string" else found.get(kind)
+                    if value is not None and _among(value, values):
+                        return value
+        return json.dumps(text, ensure_ascii=False) if self.takes_strings(schema) else super().literal(text, schema)
+
+    def literal(self, word: str, schema: Schema) -> str:
+        """A value without quotes, as JSON: what it is, except where the schema asks for a string in its place."""
+        found = dict(readings(word))
+        if not found:
+            return self.typed(word, schema)
+        fits = any(
+            _among(value, values)
+            for kinds, values in self._alternatives(schema)
+            for kind, value in found.items()
+            if kinds is None or kind in kinds
+        )
+        asked = not fits and "null" not in found and self.takes_strings(schema)
+        return json.dumps(word, ensure_ascii=False) if asked else super().literal(word, schema)
+
+    def _alternatives(self, schema: Schema) -> list[Alternative]:
+        """What a value may be, in the schema's order."""
+        found = self._allowed.get(id(schema))
+        if found is None:
+            found = self._allowed[id(schema)] = [_alternative(one) for one in self._combined(schema)]
+        return found
+
+    def _combined(self, schema: Schema) -> list[Mapping[str, Any]]:
+        """The schemas that may apply to a value: references followed, ``anyOf`` and the like taken apart."""
+        known = self._known.get(id(schema))
+        if known is None:
+            known = self._known[id(schema)] = self._taken_apart(schema, 0, [MAX_STEPS])
+        return known
+
+    def _taken_apart(self, schema: Schema, depth: int, left: list[int]) -> list[Mapping[str, Any]]:
+        left[0] -= 1
+        if not isinstance(schema, Mapping) or depth > MAX_SCHEMA_DEPTH or left[0] < 0:
+            return [{}]
+        parts: list[Schema] = next(
+            (schema[name] for name in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(name), list)), []
+        )[: left[0] + 1]
+        if isinstance(schema.get("$ref"), str):
+            parts = [self._referred(schema["$ref"])]
+        says = any(name in schema for name in _SAYING)
+        found: list[Mapping[str, Any]] = [schema] if says or not parts else []
+        if schema.get("type") in (None, "object"):
+            inner = [one for part in parts for one in self._taken_apart(part, depth + 1, left)]
+            if says or "allOf" in schema:  # all apply: one that says nothing does not allow everything
+                inner = [one for one in inner if any(name in one for name in _SAYING)]
+            found += inner
+        if schema.get("nullable") is True and found:
+            found.append({"type": "null"})
+        return found or [{}]
+
+    def _referred(self, reference: str) -> Schema:
+        found = self.root
+        if not reference.startswith("#"):
+            return None
+        for part in reference[1:].split("/")[1:]:
+            name = unquote(part).replace("~1", "/").replace("~0", "~")
+            if isinstance(found, Mapping):
+                found = found.get(name)
+            elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+                found = found[int(name)]
+            else:
+                return None
+        return found
+
+
+_KINDS = ("string", "number", "integer", "boolean", "null", "array", "object")
+_SAYING = ("type", "enum", "const", "properties", "items", "additionalProperties")
+
+
+def _alternative(schema: Mapping[str, Any]) -> Alternative:
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    values = values if isinstance(values, list) else None
+    kinds = schema.get("type")
+    if kinds is None and values is not None:
+        kinds = list(dict.fromkeys(kind for value in values[:MAX_VALUES] for kind in _kinds_of(value)))
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    known = tuple(kind for kind in kinds if kind in _KINDS) if isinstance(kinds, list) else ()
+    is_short = values is not None and len(values) <= MAX_VALUES
+    return known or None, frozenset(map(_comparable, values or ())) if is_short else None
+
+
+def _kinds_of(value: Any) -> tuple[str, ...]:
+    if isinstance(value, bool):
+        return ("boolean",)
+    if isinstance(value, int | float):
+        return ("integer", "number")
+    return {str: ("string",), type(None): ("null",), list: ("array",), dict: ("object",)}.get(type(value), ())
+
+
+_encoded = json.JSONEncoder(sort_keys=True).encode
+
+
+def _comparable(value: Any) -> str:
+    """A JSON value as a text that all values equal to it have."""
+    return _encoded(int(value) if isinstance(value, float) and value.is_integer() else value)
+
+
+def _among(value: str, values: Collection[str] | None) -> bool:
+    return values is None or _comparable(json.loads(value)) in values
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """Text that is no call."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A call begins: its place among the answer's calls, its id, the function's name."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of a call's arguments: the pieces of one call, joined, are JSON."""
+
+    index: int
+    text: str
+
+
+Piece = TextPiece | CallStart | CallArguments
+
+
+_BARE = Mark(sure=False)
+"""No mark."""
+
+_FIRST = tuple(sorted(MARKS, key=len, reverse=True))
+_OPENERS = tuple(opener for opener in _FIRST if not MARKS[opener].first)
+_OPENER = re.compile("|".join(map(re.escape, _OPENERS)))
+_OTHERS = tuple(opener for opener in _OPENERS if opener != "<function=")  # which is one more call of the same mark
+_NAME = re.compile(r"[\w.:/-]+")
+_AROUND_NAME = re.compile(r"^(?:call:)?(?:functions\.)?|(?::\d+|\.call)$")
+_IDENTIFIER = re.compile(r"[\w-]+")
+_IN_TAG = re.compile(r"""[^<>\n"]+""")
+_ATTRIBUTES = re.compile(r"[^<>]+")
+_LANGUAGE = re.compile(r"[a-z_]+")
+_LANGUAGES = ("", "json", "xml", "tool_call")
+_HEADER = re.compile(r"[^<{]+")
+_CALLED = ("name", "function", "tool_name")
+_GIVEN = ("arguments", "parameters", "args")
+_BESIDE = ("id", "type", "index", "tool_call_id")
+
+
+class ToolCallReader:
+    """Text in pieces -> text, and calls, in pieces.
+
+    White space around calls is no text where nothing stands on its other side.
+
+    Args:
+        tools: the functions that may be called, as the request has them; without any, all is text.
+        parallel: whether there may be several calls; if not, nothing is read behind the first.
+
+    Attributes:
+        n_calls: calls begun so far.
+        n_done: calls complete so far.
+    """
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool = True) -> None:
+        functions = [tool["function"] for tool in tools]
+        self._functions = {each["name"]: ArgumentTypes(each.get("parameters")) for each in functions}
+        self._parallel = parallel
+        self._source = IncomingText()
+        self._reading = self._read()
+        self._over = False
+        self._cut = False
+        self._pieces: list[Piece] = []
+        self._space: list[str] = []  # may turn out to stand around a call
+        self._said = False
+        # A call whose text may have to be given back: its pieces wait, and those of a list that is all or nothing.
+        self._waiting: list[Piece] = []
+        self._holding = False
+        self._n_before = 0, 0
+        self._muted = False  # a call that is left out is being read
+        self.n_calls = 0
+        self.n_done = 0
+
+    def push(self, text: str) -> list[Piece]:
+        """Read on; returns what is certain now."""
+        if not self._functions:
+            return [TextPiece(text)] if text else []
+        return self._advance(text, final=False)
+
+    def finish(self, *, cut: bool = False) -> list[Piece]:
+        """The answer is over; returns the rest.
+
+        Args:
+            cut: it was ended before its end: a call that is not whole stays so.
+        """
+        self._cut = cut
+        return self._advance("", final=True) if self._functions else []
+
+    def _advance(self, text: str, *, final: bool) -> list[Piece]:
+        if not self._over:
+            self._source.feed(text, final=final)
+            self._over = next(self._reading, self) is self
+        pieces, self._pieces = self._pieces, []
+        return _joined(pieces)
+
+    # -- text and calls in turns ---------------------------------------------------------------------------------------
+
+    def _read(self) -> Reading:
+        self._source.record()
+        yield from self._try(self._answer_begins())
+        while self._parallel or not self.n_done:
+            opener = yield from self._next_mark()
+            if not opener:
+                break
+            yield from self._try(self._marked(opener))
+        if not self.n_calls:
+            self._pieces += map(TextPiece, self._space)
+
+    def _try(self, reading: Reading) -> Reading:
+        """Read calls; what was read since the last whole one is text."""
+        try:
+            yield from reading
+        except NoCall:
+            if self._holding:
+                self.n_calls, self.n_done = self._n_before
+            elif self._waiting:
+                self.n_calls -= 1
+        self._waiting, self._holding, self._muted = [], False, False
+        taken, self._source.taken = self._source.taken, None
+        if self._parallel or not self.n_done:
+            self._say("".join(taken or ()))
+
+    def _say(self, text: str) -> None:
+        body = text.rstrip()
+        if body:
+            if self._said or not self.n_calls:
+                self._pieces += map(TextPiece, self._space)
+                self._pieces.append(TextPiece(body))
+            else:
+                self._pieces.append(TextPiece(body.lstrip()))
+            self._said, self._space = True, []
+        if len(body) < len(text):
+            self._space.append(text[len(body) :])
+
+    def _next_mark(self) -> Generator[None, None, str]:
+        """Text up to a mark, which is read; "" at the end."""
+        while True:
+            text, match = self._source.search(_OPENER, _OPENERS)
+            self._say(text)
+            if match:
+                self._source.record()
+                return self._source.take(len(match[0]))
+            if not (yield from self._source.more()):
+                self._say(self._source.take(self._source.n_left))
+                return ""
+
+    def _answer_begins(self) -> Reading:
+        """Calls without a mark, or a code block of nothing but calls."""
+        source = self._source
+        yield from source.spaces()
+        opener, fence = (yield from source.one_of(*_FIRST)), ""
+        if not opener and (fence := (yield from source.one_of("```"))):
+            if (yield from source.run(_LANGUAGE)) not in _LANGUAGES:
+                raise NoCall
+            yield from source.spaces()
+            opener = yield from source.one_of(*_OPENERS)
+        if opener:
+            yield from self._marked(opener)
+        else:
+            while (self._parallel or not self.n_done) and (yield from source.peek()) in ("{", "["):
+                yield from self._item(_BARE)
+                yield from source.spaces()
+                yield from source.one_of(";", ",")
+                yield from source.spaces()
+        if fence and self.n_calls:
+            yield from source.spaces()
+            if (yield from source.one_of("```")):
+                source.record()
+
+    def _marked(self, opener: str) -> Reading:
+        """Calls behind a mark, and behind those that follow them at once."""
+        while opener:
+            opener = yield from self._behind(opener)
+
+    def _behind(self, opener: str) -> Generator[None, None, str]:
+        """Calls behind a mark, up to what ends them; the next mark, if that is what does."""
+        source, mark, n_before = self._source, MARKS[opener], self.n_calls
+        begun = opener == "<function=" or opener in mark.each[0]
+        while self._parallel or not self.n_done:
+            if opener == "<function=" and begun:
+                yield from self._tagged(mark, opener)
+            else:
+                yield from source.spaces()
+                if not begun:
+                    begun = bool(mark.each[0] and (yield from source.one_of(*mark.each[0])))
+                if not begun and self.n_calls > n_before:
+                    if mark.closers and (yield from source.one_of(*mark.closers)):
+                        source.record()
+                        return ""
+                    if (yield from source.one_of(",", ";")):
+                        continue
+                    if another := (yield from source.one_of(*_OTHERS)):
+                        return another
+                    if not (yield from source.peek()):
+                        return ""
+                if mark.each[0] and not begun:
+                    raise NoCall
+                yield from self._item(mark)
+            if mark.each[1]:
+                yield from source.spaces()
+                if (yield from source.one_of(*mark.each[1])):
+                    source.record()
+            begun = False
+        return ""
+
+    # -- the forms of a call -------------------------------------------------------------------------------------------
+
+    def _item(self, mark: Mark) -> Reading:
+        """A call, or a list of them, of any form."""
+        source = self._source
+        first = yield from source.peek()
+        if first == "{":
+            yield from self._object(mark)
+        elif first == "[":
+            source.take(1)
+            yield from self._list(mark)
+        elif first == "<":
+            opener = yield from source.one_of("<function=", '<invoke name="', '<｜DSML｜invoke name="')
+            if not opener:
+                raise NoCall
+            yield from self._tagged(mark, opener)
+        else:
+            yield from self._named(mark)
+
+    def _list(self, mark: Mark) -> Reading:
+        """Behind its bracket. Without a sure mark, a list in Python's notation is all or nothing."""
+        source, n_items = self._source, 0
+        yield from source.spaces()
+        self._holding = not mark.sure and (yield from source.peek()) != "{"
+        self._n_before = self.n_calls, self.n_done
+        while not (yield from source.one_of("]")):
+            if (yield from source.peek()) == "{":
+                yield from self._object(mark)
+            else:
+                yield from self._named(mark)
+            n_items += 1
+            if self.n_done and not (self._parallel or self._holding):
+                return
+            yield from source.spaces()
+            if not (yield from source.one_of(",")) and (yield from source.peek()) != "]":
+                raise NoCall if (yield from source.peek()) else EndOfText
+            yield from source.spaces()
+        if self._holding:
+            following = yield from source.peek()
+            if following.strip("`;") and not following.isspace():
+                raise NoCall
+            self._holding = False
+            self._commit()
+        if n_items:
+            source.record()
+
+    def _object(self, mark: Mark) -> Reading:
+        """``{"name": …, "arguments": {…}}``, in any order, or as OpenAI writes it."""
+        call = _Call()
+        yield from self._members(mark, call)
+        if call.name is None or (mark is _BARE and not call.begun):
+            raise NoCall
+        if not call.begun:
+            self._start(call.name, mark)
+            self._give("{}")
+        self._done()
+
+    def _members(self, mark: Mark, call: _Call) -> Reading:
+        source = self._source
+        source.take(1)
+        yield from source.spaces()
+        while not (yield from source.one_of("}")):
+            if mark is _BARE and not call.begun:
+                key = yield from self._bare_key()
+            else:
+                key = yield from read_key(source)
+            yield from source.spaces()
+            if not (yield from source.one_of(":")):
+                raise NoCall
+            yield from source.spaces()
+            first = yield from source.peek()
+            if key == "function" and first == "{" and not call.nested:
+                call.nested = True
+                yield from self._members(mark, call)
+            elif key in _CALLED and call.name is None:
+                yield from self._object_name(mark, call)
+            elif call.name is None and first == "{" and key in self._functions and mark is not _BARE:
+                call.name = key  # Apertus: {name: {…}}
+                yield from self._given(mark, call)
+            elif key in _GIVEN and not call.begun:
+                yield from self._given(mark, call)
+            else:
+                yield from read_value(source, lambda text: None, Untyped(), None)
+            yield from source.spaces()
+            if not (yield from source.one_of(",")) and (yield from source.peek()) != "}":
+                raise NoCall if (yield from source.peek()) else EndOfText
+            yield from source.spaces()
+
+    def _bare_key(self) -> Generator[None, None, str]:
+        """A member's name, in what is no call as soon as there is another than calls have."""
+        quote = yield from self._source.one_of('"', "'")
+        key = yield from self._source.one_of(*_CALLED, *_GIVEN, *_BESIDE)
+        if not quote or not key or not (yield from self._source.one_of(quote)):
+            raise NoCall
+        return key
+
+    def _object_name(self, mark: Mark, call: _Call) -> Reading:
+        found: list[str] = []
+        yield from read_value(self._source, found.append, Untyped(), None)
+        name = written_json("".join(found))
+        if not isinstance(name, str) or not name:
+            raise NoCall
+        call.name = self._function(name)
+        if not mark.sure and call.name not in self._functions:
+            raise NoCall
+        if call.arguments is not None:
+            self._begin(mark, call)
+
+    def _given(self, mark: Mark, call: _Call) -> Reading:
+        """The arguments of an object: they go out as they come, if the name stood before them."""
+        if (yield from self._source.peek()) == "{" and call.name is not None:
+            call.begun = True
+            self._start(call.name, mark)
+            yield from self._arguments(call.name)
+            return
+        found: list[str] = []
+        yield from read_value(self._source, found.append, Untyped(), None)
+        value = "".join(found)
+        if value.startswith('"'):
+            value = written_json(value)
+        call.arguments = "{}" if value.strip() in ("", "null") else value
+        if not call.arguments.lstrip().startswith("{"):
+            raise NoCall
+        if call.name is not None:
+            self._begin(mark, call)
+
+    def _begin(self, mark: Mark, call: _Call) -> None:
+        """A call whose arguments were read before."""
+        assert call.name is not None
+        assert call.arguments is not None
+        arguments = as_json(call.arguments.strip(), self._types(call.name))
+        if arguments is None:
+            raise NoCall
+        call.begun = True
+        self._start(call.name, mark)
+        self._give(arguments)
+
+    def _named(self, mark: Mark) -> Reading:
+        """A name, and what it is called with."""
+        source = self._source
+        raw = yield from source.run(_NAME)
+        if not raw:
+            raise NoCall
+        if (yield from source.one_of("(")):
+            yield from self._python(mark, self._function(raw))
+            return
+        if mark is _BARE:
+            raise NoCall
+        yield from source.spaces()
+        sure = raw.startswith("call:") or mark is MARKS["[TOOL_CALLS]"]
+        if mark.header:
+            sure = True
+            while (mark_in_header := (yield from self._in_header())) != mark.header:
+                if not mark_in_header:
+                    raise NoCall
+        if (yield from source.one_of("[CALL_ID]")):
+            yield from source.run(_IDENTIFIER)
+            yield from source.spaces()
+        if (yield from source.one_of(*SEPARATORS)):
+            sure = True
+            yield from source.spaces()
+            raw = (yield from source.run(_NAME)) or raw  # DeepSeek R1: function<sep>name
+        yield from source.spaces()
+        name = self._function(raw)
+        fence = yield from source.one_of("```json", "```")
+        yield from source.spaces()
+        if sure and (yield from source.peek()) == "{":
+            self._start(name, mark)
+            yield from self._arguments(name)
+            self._done()
+            if fence:
+                yield from source.spaces()
+                if (yield from source.one_of("```")):
+                    source.record()
+        elif (yield from source.one_of("<arg_key>")):
+            yield from self._tagged_arguments(mark, "<arg_key>", name, begun=True)
+        elif name in self._functions and mark.closers and not self._cut and (yield from source.ahead(mark.closers)):
+            self._start(name, mark)
+            self._give("{}")
+            self._done()
+        else:
+            raise NoCall
+
+    def _in_header(self) -> Generator[None, None, str]:
+        yield from self._source.run(_HEADER)
+        return (yield from self._source.one_of("<|constrain|>", "<|channel|>", "<|message|>"))
+
+    def _python(self, mark: Mark, name: str) -> Reading:
+        """``name(key=value, …)`` behind its parenthesis."""
+        source, types = self._source, self._types(name)
+        if name not in self._functions:
+            raise NoCall
+        self._start(name, mark, early=mark.sure)
+        declared, n = types.names(), 0
+        yield from source.spaces()
+        while not (yield from source.one_of(")")):
+            word = yield from source.run(_IDENTIFIER)
+            yield from source.spaces()
+            named = word and (yield from source.one_of("="))
+            if not named and n >= len(declared):
+                raise NoCall if (yield from source.peek()) else EndOfText
+            key = word if named else declared[n]
+            self._give(f"{', ' if n else '{'}{json.dumps(key, ensure_ascii=False)}: ")
+            schema = types.member(types.root, key)
+            yield from source.spaces()
+            if word and not named:
+                self._give(types.literal(word + (yield from source.run(WORD)), schema))
+            else:
+                yield from read_value(source, self._give, types, schema)
+            n += 1
+            yield from source.spaces()
+            if not (yield from source.one_of(",")) and (yield from source.peek()) != ")":
+                raise NoCall if (yield from source.peek()) else EndOfText
+            yield from source.spaces()
+        self._give("}" if n else "{}")
+        self._done()
+
+    def _tagged(self, mark: Mark, opener: str) -> Reading:
+        """``<function=name>`` or ``<invoke name="name">``, behind its beginning."""
+        source = self._source
+        name = self._function((yield from source.run(_IN_TAG)).strip())
+        if not name or not (yield from source.one_of('">', ">")):
+            raise NoCall
+        if not mark.sure and name not in self._functions:
+            raise NoCall
+        yield from source.spaces()
+        if (yield from source.peek()) == "{":
+            self._start(name, mark)
+            yield from self._arguments(name)
+            self._done()
+            yield from source.spaces()
+            if (yield from source.one_of(TAGS[opener].ends)):
+                source.record()
+        else:
+            yield from self._tagged_arguments(mark, opener, name)
+
+    def _tagged_arguments(self, mark: Mark, opener: str, name: str, *, begun: bool = False) -> Reading:
+        """Arguments between tags; ``begun``: what begins the first has been read."""
+        source, tags, types = self._source, TAGS[opener], self._types(name)
+        n = 0
+        while True:
+            if not begun:
+                yield from source.spaces()
+                if not (yield from source.peek()):
+                    if self._cut or not n:
+                        raise EndOfText
+                    break
+                if (yield from source.one_of(tags.ends) if tags.ends else source.ahead(mark.closers)):
+                    break
+                if not (yield from source.one_of(tags.key)):
+                    raise NoCall
+            begun = False
+            key = (yield from source.run(_IN_TAG)).strip()
+            attributes = yield from source.run(_ATTRIBUTES)
+            if not key or not (yield from source.one_of(">", "</arg_key>")):
+                raise NoCall if (yield from source.peek()) else EndOfText
+            if tags.key == "<arg_key>":
+                yield from source.spaces()
+                if not (yield from source.one_of("<arg_value>")):
+                    raise NoCall if (yield from source.peek()) else EndOfText
+            if not n:
+                self._start(name, mark)
+            self._give(f"{', ' if n else '{'}{json.dumps(key, ensure_ascii=False)}: ")
+            n += 1
+            schema = types.member(types.root, key)
+            if 'string="true"' in attributes or types.is_text(schema):
+                self._give('"')
+                yield from self._tagged_value(mark, tags, types, lambda text: self._give(escaped(text)))
+                self._give('"')
+            else:
+                found: list[str] = []
+                yield from self._tagged_value(mark, tags, types, found.append)
+                self._give(types.typed("".join(found), schema))
+        if not n:
+            self._start(name, mark)
+        self._give("}" if n else "{}")
+        self._done()
+
+    def _tagged_value(self, mark: Mark, tags: Tags, types: ArgumentTypes, put: Put) -> Reading:
+        """A value up to what ends it. The value itself may hold such a text: what follows an end has to fit."""
+        source = self._source
+        following = (tags.key, tags.ends) if tags.ends else (tags.key, *mark.closers)
+        ends: tuple[str, ...] = (tags.value_ends,)
+        if tags.lines:
+            yield from source.one_of("\n")
+            # Some models forget to end a value.
+            ends = (f"\n{tags.value_ends}", tags.value_ends, f"\n{tags.key}", f"\n{tags.ends}")
+        pattern = re.compile("|".join(map(re.escape, ends)))
+        while True:
+            text, match = source.search(pattern, ends)
+            if text:
+                put(text)
+            if match is None:
+                if not (yield from source.more()):
+                    rest = source.take(source.n_left)
+                    if self._cut:
+                        put(rest)
+                        raise EndOfText
+                    put(rest.removesuffix("\n") if tags.lines else rest)
+                    return
+            elif match[0].endswith(tags.value_ends):
+                if (yield from source.ahead(following, len(match[0]))):
+                    source.take(len(match[0]))
+                    return
+                put(source.take(len(match[0])))
+            else:
+                names = [f"{name}>" for name in types.names()]
+                fits = (*mark.closers, *_OPENERS) if match[0].endswith(tags.ends) else names
+                if (yield from source.ahead(fits, len(match[0]))):
+                    return
+                put(source.take(len(match[0])))
+
+    # -- calls on their way out ----------------------------------------------------------------------------------------
+
+    def _function(self, raw: str) -> str:
+        """A function's name without what models write around it."""
+        return raw if raw in self._functions else _AROUND_NAME.sub("", raw)
+
+    def _types(self, name: str) -> ArgumentTypes:
+        return self._functions.get(name) or ArgumentTypes(None)
+
+    def _arguments(self, name: str) -> Reading:
+        types = self._types(name)
+        yield from read_value(self._source, self._give, types, types.root)
+
+    def _start(self, name: str, mark: Mark, *, early: bool = True) -> None:
+        """A call begins; ``early``: it is one, whatever comes."""
+        if not mark.sure and name not in self._functions:
+            raise NoCall
+        self._muted = not self._parallel and self.n_calls > 0
+        if not self._muted:
+            self.n_calls += 1
+        self._put(CallStart(self.n_calls - 1, f"call_{secrets.token_hex(12)}", name))
+        if early:
+            self._commit()
+
+    def _give(self, text: str) -> None:
+        if text:
+            self._put(CallArguments(self.n_calls - 1, text))
+
+    def _put(self, piece: Piece) -> None:
+        if not self._muted:
+            (self._pieces if self._source.taken is None else self._waiting).append(piece)
+
+    def _commit(self) -> None:
+        if not self._holding:
+            self._pieces += self._waiting
+            self._waiting, self._source.taken = [], None
+
+    def _done(self) -> None:
+        self.n_done += not self._muted
+        self._muted = False
+        self._commit()
+        if not self._holding:
+            self._source.record()
+
+
+@dataclass(slots=True)
+class _Call:
+    """An object that may be a call, as far as it was read."""
+
+    name: str | None = None
+    arguments: str | None = None
+    begun: bool = False
+    nested: bool = False
+
+
+def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """Neighbours of a kind as one."""
+    joined: list[Piece] = []
+    for kind, same in groupby(pieces, lambda piece: (type(piece), getattr(piece, "index", None))):
+        found = list(same)
+        if kind[0] is CallStart:
+            joined += found
+        elif kind[0] is TextPiece:
+            joined.append(TextPiece("".join(piece.text for piece in found)))  # type: ignore[union-attr]
+        else:
+            joined.append(CallArguments(kind[1], "".join(piece.text for piece in found)))  # type: ignore
+    return joined

@@ -1,0 +1,225 @@
+"""Tools on their way to the model: in its own chat template, or in the system prompt where that knows no tools."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from localspec.errors import UsageError, written_json
+from localspec.prompts.templates import ChatTemplate, checked_messages
+from localspec.sampling.grammar import changed
+from localspec.sampling.sampling import SamplingParams
+from localspec.server.tool_calls import CallArguments, CallStart, Piece, TextPiece, ToolCallReader
+from localspec.spec_decode.rounds import EmittedToken, Round
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of a request.
+
+    Attributes:
+        tools: as OpenAI has them; empty if none may be called.
+        required: the answer must be a call.
+        forced: of this function.
+        parallel: whether there may be several calls.
+    """
+
+    tools: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    required: bool = False
+    forced: str | None = None
+    parallel: bool = True
+
+
+def messages_for(messages: Sequence[Any], system: str | None = None) -> list[dict[str, Any]]:
+    """Messages as templates take them.
+
+    Arguments of earlier calls become objects: OpenAI has them as strings, templates print them as JSON.
+
+    Args:
+        messages: as OpenAI has them.
+        system: system prompt where the messages have none.
+
+    Raises:
+        UsageError: they are malformed.
+    """
+    prepared: list[dict[str, Any]] = []
+    for i, message in enumerate(checked_messages(messages)):
+        message = {name: value for name, value in message.items() if value is not None}
+        if message["role"] == "developer":
+            message["role"] = "system"
+        message.setdefault("content", "")
+        if "tool_calls" in message:
+            message["tool_calls"] = [_call(call, i) for call in _list(message["tool_calls"], i)]
+        prepared.append(message)
+    if system and prepared[0]["role"] != "system":
+        prepared.insert(0, {"role": "system", "content": system})
+    return prepared
+
+
+def _list(value: Any, i: int) -> list[Any]:
+    if not isinstance(value, list):
+        raise UsageError(f"message {i}: tool_calls must be a list")
+    return value
+
+
+def _call(call: Any, i: int) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise UsageError(f"message {i}: a tool call needs function.name")
+    arguments = function.get("arguments", "{}")
+    if isinstance(arguments, str):
+        try:
+            arguments = written_json(arguments or "{}")
+        except ValueError:
+            arguments = {"arguments": arguments}
+    return dict(call) | {"type": "function", "function": dict(function) | {"arguments": arguments}}
+
+
+# -- a call that must be made ------------------------------------------------------------------------------------------
+
+
+def forced_call(template: ChatTemplate, use: ToolUse, params: SamplingParams) -> tuple[str, SamplingParams]:
+    """How an answer is made to be a call, as ``tool_choice`` asks: it begins for the model, and follows a schema.
+
+    A format that the request asks for is one of texts, which this answer is not.
+
+    Returns:
+        The beginning of the answer, to be put behind the prompt; the request's parameters, with the schema.
+
+    Raises:
+        UsageError: the request also has a grammar, or the schema of a strict tool cannot be followed.
+    """
+    if params.grammar is not None:
+        raise UsageError("grammar and a forced tool call, which follows the schema of its tool, exclude each other")
+    if "<|python_tag|>" in template.source:
+        prefix, key = "", "parameters"
+    else:
+        prefix, key = "<tool_call>\n", "arguments"
+    chosen = [tool["function"] for tool in use.tools if use.forced in (None, tool["function"]["name"])]
+    try:
+        return prefix, _held_to(chosen, key, params)
+    except UsageError:
+        # A tool whose schema cannot be followed takes any object, unless it is strict; the others keep theirs.
+        followed = [_followed(function, key, params) for function in chosen]
+    return prefix, _held_to(followed, key, params)
+
+
+def _followed(function: Mapping[str, Any], key: str, params: SamplingParams) -> Mapping[str, Any]:
+    """A function with a schema that calls can be held to."""
+    try:
+        _held_to([function], key, params)
+    except UsageError as error:
+        if function.get("strict"):
+            raise UsageError(f"the tool {function['name']} is strict, but {error}") from None
+        return {"name": function["name"]}
+    return function
+
+
+def _held_to(functions: Sequence[Mapping[str, Any]], key: str, params: SamplingParams) -> SamplingParams:
+    """Parameters for an answer that calls one of these functions."""
+    calls: list[dict[str, Any]] = []
+    definitions: dict[str, Any] = {}
+    for i, function in enumerate(functions):
+        arguments: dict[str, Any] = {"type": "object"}
+        if parameters := function.get("parameters"):
+            if not any(name in parameters for name in ("type", "$ref", "anyOf", "oneOf", "allOf")):
+                parameters = arguments | parameters
+            definitions[str(i)] = changed(parameters, partial(_move, f"#/$defs/{i}"))
+            arguments = {"$ref": f"#/$defs/{i}"}
+        properties = {"name": {"const": function["name"]}, key: arguments}
+        form = {"type": "object", "properties": properties, "required": ["name", key], "additionalProperties": False}
+        calls.append(form)
+    schema = (calls[0] if len(calls) == 1 else {"anyOf": calls}) | {"$defs": definitions}
+    form = {"type": "json_schema", "json_schema": {"name": "call", "schema": schema}}
+    return replace(params, response_format=form)
+
+
+def _move(place: str, schema: dict[str, Any]) -> None:
+    """What a schema refers to within itself is where it stands now."""
+    schema.pop("$id", None)
+    if isinstance(schema.get("$ref"), str) and schema["$ref"].startswith("#"):
+        schema["$ref"] = place + schema["$ref"].removeprefix("#")
+
+
+# One answer of a request, from rounds to deltas: text, tool calls, and the tokens that log-probabilities belong to.
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What came since the last one.
+
+    Attributes:
+        pieces: verified text, and beginnings and arguments of tool calls, in their order.
+        thinking: what was thought before it.
+        tokens: tokens whose text has been released, calls included, thinking not.
+    """
+
+    pieces: Sequence[Piece] = ()
+    thinking: str = ""
+    tokens: list[EmittedToken] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.pieces or self.thinking or self.tokens)
+
+    @property
+    def text(self) -> str:
+        """All that is no tool call."""
+        return "".join(piece.text for piece in self.pieces if isinstance(piece, TextPiece))
+
+    @property
+    def calls(self) -> list[CallStart | CallArguments]:
+        return [piece for piece in self.pieces if not isinstance(piece, TextPiece)]
+
+
+class DeltaReader:
+    """Reads rounds.
+
+    Args:
+        tools: functions that may be called; empty reads no calls.
+        begun: the beginning of the answer that the model was given, where a call is forced.
+        parallel: whether there may be several calls.
+        wants_tokens: whether tokens are collected.
+
+    Attributes:
+        calls: reads the tool calls.
+    """
+
+    def __init__(
+        self, tools: Sequence[Mapping[str, Any]], begun: str = "", *, parallel: bool = True, wants_tokens: bool = False
+    ) -> None:
+        self.calls = ToolCallReader(tools, parallel=parallel)
+        self.calls.push(begun)
+        self._wants_tokens = wants_tokens
+        self._waiting: deque[tuple[int, EmittedToken]] = deque()
+        self._n_read = 0
+        self._n_released = 0
+
+    def read(self, round_: Round) -> Delta:
+        """The delta that a round makes."""
+        self._n_released += sum(len(span.text) for span in round_.spans)
+        return Delta(self.calls.push(round_.text), round_.thinking, self._released(round_))
+
+    def finish(self, *, cut: bool) -> Delta:
+        """What was still waiting when the answer ended; ``cut``: before its end."""
+        return Delta(self.calls.finish(cut=cut))
+
+    def _released(self, round_: Round) -> list[EmittedToken]:
+        """The tokens whose text has come out; those of a stop string never do, and an end token has none."""
+        if not self._wants_tokens:
+            return []
+        for token in round_.emitted:
+            self._waiting.append((self._n_read, token))
+            self._n_read += len(token.text)
+        over = round_.finish_reason is not None
+        released = []
+        while self._waiting:
+            start, token = self._waiting[0]
+            if not (start < self._n_released if over else start + len(token.text) <= self._n_released):
+                break
+            self._waiting.popleft()
+            if not token.thinking:
+                released.append(token)
+        return released

@@ -1,1 +1,0 @@
-"""Printing on a terminal, and reading from it, safely."""

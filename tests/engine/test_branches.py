@@ -1,0 +1,71 @@
+"""Whether drafts branch on llama.cpp's engines: where rows are cheap, and the engine was checked; else it is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from localspec import LLM, SamplingParams
+from localspec.backends import trust as trust_module
+from localspec.controllers.fixed import FixedController
+from localspec.engine import pair as pair_module
+from localspec.engine.state import Seat
+from tests.conftest import TinyFiles, open_backend
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(params=["llama-cpp", "ik-llama"])
+def engine(request: pytest.FixtureRequest) -> str:
+    return open_backend(request.param).name
+
+
+@pytest.fixture
+def flat(isolated_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Further rows cost nothing."""
+    monkeypatch.setattr(pair_module, "row_ms", lambda times: 0.0)
+
+
+def test_a_greedy_answer_with_branches_is_the_plain_one(
+    engine: str, tiny: TinyFiles, flat: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = tiny.quick
+    with LLM(pair.target, draft=["ngram", pair.draft], backend=engine, n_ctx=256, n_threads=1) as llm:
+        assert llm.run(lambda pair: pair.why_chains) is None
+        prompts = ["one two three one two", "a fork in the road, a fork", "0 1 2 3"]
+        monkeypatch.setattr(Seat, "controller", lambda *given, **more: FixedController(0))
+        plain = [llm.generate(prompt, PARAMS).token_ids for prompt in prompts]
+        monkeypatch.setattr(Seat, "controller", lambda *given, **more: FixedController(2, beside=3))
+        n_branched = n_beside = 0
+        for prompt, wanted in zip(prompts, plain, strict=True):
+            found: list[int] = []
+            for round_ in llm.rounds(prompt, PARAMS):
+                found += [token.id for token in round_.emitted]
+                n_branched += round_.draft.branches
+                path = round_.verdict.accepted
+                n_beside += round_.draft.branches and list(path) != list(range(len(path)))
+            assert found == wanted
+        assert n_branched > 10
+        assert n_beside > 2
+
+
+def test_where_rows_are_dear_drafts_are_chains(
+    engine: str, tiny: TinyFiles, isolated_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then nothing is checked either, and contexts are as they ever were."""
+    monkeypatch.setattr(trust_module, "check_branches", None)
+    monkeypatch.setattr(pair_module, "row_ms", lambda times: times(1))
+    with LLM(tiny.quick.target, draft=None, backend=engine, n_ctx=128, n_threads=1) as llm:
+        assert "a further row of a pass costs 1.00 of a token" in str(llm.run(lambda pair: pair.why_chains))
+        assert not llm.run(lambda pair: pair.context.can_branch)
+
+
+def test_an_engine_that_is_wrong_drafts_chains_and_says_so(
+    engine: str, tiny: TinyFiles, flat: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trust_module, "check_branches", lambda model: 0.5)
+    with LLM(tiny.quick.target, draft=["ngram"], backend=engine, n_ctx=128, n_threads=1) as llm:
+        assert "gives wrong results for branching drafts" in str(llm.run(lambda pair: pair.why_chains))
+        assert not llm.run(lambda pair: pair.context.can_branch)
+        assert llm.generate("one two", PARAMS).token_ids

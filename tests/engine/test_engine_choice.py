@@ -1,0 +1,230 @@
+"""Which engine ``auto`` takes: what a quiet machine chooses, whatever ran beside the measurement, or the usual one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from localspec.backends.trust import fingerprint
+from localspec.controllers.calibration import WIDE, curve_key, curves
+from localspec.engine import loading as loading_module
+from localspec.engine.loading import ENGINES, EngineTimes, compared, engines_comparing, forget, ordered
+from localspec.system.files import JsonStore
+from localspec.system.steps import exhaust
+from tests.conftest import TinyFiles
+from tests.support.machines import Machine, TimedContext
+
+USUAL, OTHER = ENGINES
+NAMES = list(ENGINES)
+Longer = Callable[[int, int], float]
+"""Number of a pass and its width -> how many times as long as undisturbed it takes."""
+
+
+@pytest.fixture(autouse=True)
+def two_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading_module, "_versions", lambda: ["ik-llama 1", "llama-cpp 1"])
+
+
+class Engine:
+    """A model on an engine that is so many times as slow as the machine's passes say."""
+
+    n_threads, size_bytes, placement = 2, 1000, ""
+    capabilities = SimpleNamespace(device="cpu")
+
+    def __init__(self, backend: str, path: Path, machine: Machine, slower: float) -> None:
+        self.backend, self.engine, self.path = backend, f"{backend} 1", path
+        self._machine, self._slower = machine, slower
+
+    def new_context(self, n_ctx: int) -> Any:
+        return _Slower(self._machine, self._slower)
+
+    def tokenize(self, text: str, *, add_special: bool) -> list[int]:
+        return [1, 2, 3]
+
+
+class _Slower(TimedContext):
+    n_ctx = 192
+
+    def __init__(self, machine: Machine, slower: float) -> None:
+        super().__init__(machine)
+        self._slower = slower
+
+    def __enter__(self) -> _Slower:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def decode(self, tokens: Any, logits: str = "all") -> None:
+        self._machine.slower = self._slower
+        super().decode(tokens, logits)
+
+
+def compare(
+    path: Path,
+    patch: pytest.MonkeyPatch,
+    slower: float,
+    longer: Longer = lambda n, width: 1.0,
+    others: Callable[[int], float] = lambda n: 0.0,
+) -> EngineTimes:
+    """Compare the engines of which the other is so many times as slow as the usual one."""
+    machine = Machine(longer, others).installed(patch)
+    one, two = (Engine(name, path, machine, rate) for name, rate in ((USUAL, 1.0), (OTHER, slower)))
+    exhaust(engines_comparing(192, "f16")(one, two))  # type: ignore[arg-type]
+    found = compared(path, 2, "f16")
+    assert found is not None
+    return found
+
+
+def outlier_at(place: int) -> Longer:
+    """One pass takes six seconds."""
+    return lambda n, width: 6000.0 / Machine(lambda n, width: 1.0).ms(width) if n == place else 1.0
+
+
+def machines(patch: pytest.MonkeyPatch) -> list[Machine]:
+    """The machines that calibration sees from now on."""
+    seen, installed = list[Machine](), Machine.installed
+
+    def noting(self: Machine, patch: pytest.MonkeyPatch) -> Machine:
+        seen.append(self)
+        return installed(self, patch)
+
+    patch.setattr(Machine, "installed", noting)
+    return seen
+
+
+def hit(busy: list[bool], times: float, otherwise: float) -> Callable[..., float]:
+    """A figure of those passes that are hit, and of others."""
+    return lambda n, width=0: times if busy[n] else otherwise
+
+
+def order(path: Path, **options: Any) -> list[str]:
+    return ordered(NAMES, path, n_threads=2, **options)
+
+
+@pytest.mark.parametrize(("slower", "taken"), [(0.5, OTHER), (0.8, OTHER), (0.9, USUAL), (1.0, USUAL), (2.0, USUAL)])
+def test_on_a_quiet_machine_it_is_the_faster_one_if_by_enough(
+    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, slower: float, taken: str
+) -> None:
+    assert order(tiny.bpe) == NAMES
+    assert not compare(tiny.bpe, monkeypatch, slower).provisional
+    assert order(tiny.bpe)[0] == taken
+    assert order(tiny.bpe, on_gpu=True) == NAMES
+    assert order(tiny.bpe, kv_type="q8_0") == NAMES
+    monkeypatch.setattr(loading_module, "_versions", lambda: ["ik-llama 2", "llama-cpp 1"])
+    assert order(tiny.bpe) == NAMES
+
+
+@pytest.mark.parametrize("slower", [0.7, 1.0, 1.4])
+def test_one_outlier_of_six_seconds_changes_no_choice(
+    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, slower: float
+) -> None:
+    """Whichever pass it is."""
+    expected = OTHER if slower < 1 else USUAL
+    n_passes = 160
+    for outlier in range(n_passes):
+        found = compare(tiny.bpe, monkeypatch, slower, outlier_at(outlier))
+        assert order(tiny.bpe)[0] == expected or found.provisional, outlier
+        assert order(tiny.bpe)[0] in (expected, USUAL), outlier
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("slower", [0.7, 1.0, 1.4])
+def test_load_in_half_of_the_passes_changes_no_choice(
+    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, slower: float, seed: int
+) -> None:
+    """Seen or unseen: what the CPUs' counters miss shows in repeats that do not agree."""
+    for seen in (0.0, 0.6):
+        chance = random.Random(seed)
+        busy = [chance.random() < 0.5 for _ in range(10_000)]
+        found = compare(tiny.bpe, monkeypatch, slower, hit(busy, 2.2, 1.0), hit(busy, seen, 0.0))
+        taken = order(tiny.bpe)[0]
+        assert taken == (OTHER if slower < 1 else USUAL) or (taken == USUAL and (found.provisional or not seen))
+
+
+@pytest.mark.parametrize("disturbed", [USUAL, OTHER])
+def test_load_in_the_turns_of_one_engine_changes_no_choice(
+    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, disturbed: str
+) -> None:
+    """As bad luck may have it: only one engine's rounds are beside another program."""
+    machine = machines(monkeypatch)
+
+    def is_hit(n: int) -> bool:
+        return (machine[0].slower == 1.0) == (disturbed == USUAL)
+
+    def longer(n: int, width: int) -> float:
+        return 2.2 if is_hit(n) else 1.0
+
+    found = compare(tiny.bpe, monkeypatch, 1.01, longer, lambda n: 0.5 * is_hit(n))
+    assert found.provisional
+    assert order(tiny.bpe) == NAMES
+
+
+def test_load_throughout_is_no_ground_for_a_choice_and_it_is_measured_again(
+    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the other engine suffers less from it."""
+    found = compare(tiny.bpe, monkeypatch, 0.5, lambda n, width: 2.0, lambda n: 0.45)
+    assert found.provisional
+    assert found.others_share == pytest.approx(0.45)
+    assert order(tiny.bpe) == NAMES
+    assert not compare(tiny.bpe, monkeypatch, 0.5).provisional
+    assert order(tiny.bpe)[0] == OTHER
+    forget(tiny.bpe, 2, "f16")
+    assert compared(tiny.bpe, 2, "f16") is None
+    assert order(tiny.bpe) == NAMES
+
+
+def test_the_wide_pass_of_25_november(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both passes over 64 tokens of the usual engine took twice as long as bench read prompts; nobody was seen."""
+    seen: list[int] = []
+    machine = machines(monkeypatch)
+
+    def longer(n: int, width: int) -> float:
+        if width == WIDE and machine[0].slower == 1.0:
+            seen.append(n)
+            return 12.0 if len(seen) <= 2 else 1.0
+        return 1.0
+
+    found = compare(tiny.bpe, monkeypatch, 1.1, longer)
+    assert not found.prefers(OTHER, USUAL)
+    assert order(tiny.bpe) == NAMES
+
+
+def test_both_curves_are_kept(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare(tiny.bpe, monkeypatch, 0.5)
+    for name, slower in ((USUAL, 1.0), (OTHER, 0.5)):
+        engine: Any = Engine(name, tiny.bpe, Machine(lambda n, width: 1.0), slower)
+        times = curves().get(curve_key(engine, "f16"))
+        assert times is not None
+        assert not times.noisy
+        assert times(1) == pytest.approx(42.5 * slower)
+
+
+def test_what_is_said_of_it_is_said_once_and_names_the_way_back(
+    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    compare(tiny.bpe, monkeypatch, 0.9)
+    order(tiny.bpe, warn=said.append)
+    assert said == []
+    found = compare(tiny.bpe, monkeypatch, 0.5)
+    for _ in range(2):
+        order(tiny.bpe, warn=said.append)
+    assert said == [
+        f"Engine for {tiny.bpe.name}: llama-cpp (measured faster on {found.day}; localspec doctor --calibrate measures "
+        "again, --backend ik-llama overrides)"
+    ]
+
+
+def test_choices_of_earlier_versions_are_forgotten(tiny: TinyFiles) -> None:
+    """They rested on one curve each, whatever else ran."""
+    key = loading_module._key(fingerprint(tiny.bpe), 2, "f16")
+    old = JsonStore(loading_module._store().folder, 1)
+    old.put(key, {"ms": {USUAL: 30_000.0, OTHER: 10_000.0}, "told": True})
+    assert order(tiny.bpe) == NAMES

@@ -1,0 +1,266 @@
+"""Idle work: done while nothing waits, in order of priority, and given up at once for whatever comes."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from localspec import LLM, SamplingParams
+from localspec.engine.worker import ASK_AGAIN_S, IdleWork, Job, OnMains, Stopped, Worker
+from localspec.errors import Cancelled, EngineError
+from tests.conftest import TinyFiles, open_backend
+
+SOON = 30.0
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    worker = Worker(idle=IdleWork())
+    yield worker
+    worker.close(cancel=True)
+
+
+def steps(n: int, log: list[str], name: str = "step") -> Callable[[Stopped], bool]:
+    """A task of n steps."""
+
+    def task(stopped: Stopped) -> bool:
+        if log.count(name) < n:
+            log.append(name)
+        return log.count(name) < n
+
+    return task
+
+
+class Holding:
+    """A task whose one step goes on until it is told to stop."""
+
+    def __init__(self) -> None:
+        self.entered, self.left = threading.Event(), threading.Event()
+        self.times = 0
+
+    def __call__(self, stopped: Stopped) -> bool:
+        self.times += 1
+        self.entered.set()
+        while not stopped():
+            self.left.wait(0.001)
+        self.left.set()
+        raise Cancelled("stopped")
+
+
+def test_steps_are_taken_while_nothing_waits_and_then_the_thread_rests(worker: Worker) -> None:
+    log: list[str] = []
+    worker.when_idle(steps(5, log))
+    assert worker.wait_idle(SOON)
+    assert log == ["step"] * 5
+
+
+def test_priorities(worker: Worker) -> None:
+    log: list[str] = []
+
+    def add() -> None:  # on the thread, so that both are there before either is asked
+        worker.when_idle(steps(2, log, "late"), priority=5)
+        worker.when_idle(steps(2, log, "early"), priority=1)
+
+    worker.call(add)
+    assert worker.wait_idle(SOON)
+    assert log == ["early", "early", "late", "late"]
+
+
+def test_a_job_stops_a_step_and_the_step_is_taken_up_again(worker: Worker) -> None:
+    holding = Holding()
+    worker.when_idle(holding)
+    assert holding.entered.wait(SOON)
+    holding.entered.clear()
+    assert not worker.running  # idle work is nobody's request
+    assert len(worker.queue) == 0
+    assert worker.call(lambda: "answer") == "answer"
+    assert holding.left.is_set()
+    assert holding.entered.wait(SOON)  # it has more to do, and nothing waits
+    assert holding.times == 2
+
+
+def test_a_cancelled_job_takes_nothing_from_idle_work(worker: Worker) -> None:
+    log: list[str] = []
+    worker.when_idle(steps(50, log))
+    for _ in range(20):
+        job = Job(lambda job: None, lambda item: None)
+        worker.queue.put(job)
+        job.cancel()
+    assert worker.wait_idle(SOON)
+    assert log == ["step"] * 50
+
+
+def test_tasks_are_asked_again_after_every_job_and_when_told(worker: Worker) -> None:
+    asked: list[int] = []
+
+    def task(stopped: Stopped) -> bool:
+        asked.append(len(asked))
+        return False
+
+    worker.when_idle(task)
+    assert worker.wait_idle(SOON)
+    assert len(asked) == 1
+    worker.call(lambda: None)
+    assert worker.wait_idle(SOON)
+    assert len(asked) == 2
+    worker.idle_work_waits()
+    assert worker.wait_idle(SOON)
+    assert len(asked) == 3
+    worker.forget_idle(task)
+    worker.idle_work_waits()
+    assert worker.wait_idle(SOON)
+    assert len(asked) == 3
+
+
+def test_new_work_that_comes_during_a_step_is_not_missed(worker: Worker) -> None:
+    asked: list[int] = []
+
+    def task(stopped: Stopped) -> bool:
+        asked.append(len(asked))
+        if len(asked) == 1:
+            worker.idle_work_waits()
+        return False
+
+    worker.when_idle(task)
+    assert worker.wait_idle(SOON)
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("error", [EngineError("no room"), ValueError("a defect"), Cancelled("by nobody")])
+def test_a_task_that_fails_is_dropped_and_harms_nothing(
+    worker: Worker, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    warnings: list[str] = []
+    asked: list[int] = []
+
+    def task(stopped: Stopped) -> bool:
+        asked.append(1)
+        raise error
+
+    with caplog.at_level(logging.DEBUG, "localspec"):
+        worker.when_idle(task, warn=warnings.append)
+        assert worker.wait_idle(SOON)
+        assert worker.call(lambda: "answer") == "answer"
+        assert worker.wait_idle(SOON)
+    assert asked == [1]
+    assert warnings == ([] if isinstance(error, ValueError) else [str(error)])
+    assert [record.levelno for record in caplog.records] == [logging.DEBUG]
+
+
+def test_closing_stops_a_step_and_waits_for_jobs_only() -> None:
+    worker, holding, ended = Worker(idle=IdleWork()), Holding(), threading.Event()
+    worker.when_idle(holding)
+    assert holding.entered.wait(SOON)
+    log: list[str] = []
+    job = Job(lambda job: log.append("job"), lambda item: None)
+    worker.queue.put(job)
+    worker.close(ended.set)
+    assert ended.is_set()
+    assert log == ["job"]
+    assert worker.wait_idle(SOON)
+    held = weakref.ref(holding)
+    del holding
+    gc.collect()
+    assert held() is None
+
+
+def test_no_idle_work_without_leave() -> None:
+    log: list[str] = []
+    for worker in (Worker(), Worker(idle=IdleWork(allowed=lambda: False))):
+        worker.when_idle(steps(3, log))
+        assert worker.wait_idle(SOON)
+        assert worker.call(lambda: "answer") == "answer"
+        assert worker.wait_idle(SOON)
+        worker.close()
+    assert log == []
+
+
+@pytest.mark.parametrize(("told", "allowed"), [(True, False), (False, True), (None, True)])
+def test_the_battery_is_asked_about_now_and_then(told: bool | None, allowed: bool) -> None:
+    asked: list[int] = []
+
+    def reader() -> bool | None:
+        asked.append(1)
+        return told
+
+    on_mains = OnMains(reader)
+    assert [on_mains(), on_mains(), on_mains()] == [allowed] * 3
+    assert len(asked) == 1
+    assert on_mains._asked is not None
+    on_mains._asked -= ASK_AGAIN_S
+    on_mains()
+    assert len(asked) == 2
+
+
+# An LLM.
+
+
+def test_an_answer_stops_idle_work_and_idle_work_counts_as_no_request(tiny: TinyFiles) -> None:
+    with LLM(tiny.quick.target, draft=None, backend="reference", n_ctx=256) as llm:
+        assert llm.wait_idle(SOON)
+        holding = Holding()
+        llm._worker.when_idle(holding)
+        assert holding.entered.wait(SOON)
+        assert (llm.busy, llm.queue_length) == (False, 0)
+        assert llm.generate("x", SamplingParams(max_tokens=4, ignore_eos=True)).stats["completion_tokens"] == 4
+    assert holding.left.is_set()
+
+
+def test_a_dropped_llm_with_idle_work_is_collected(tiny: TinyFiles) -> None:
+    llm = LLM(tiny.quick.target, draft=None, backend="reference", n_ctx=256)
+    holding = Holding()
+    llm._worker.when_idle(holding)
+    assert holding.entered.wait(SOON)
+    thread, context, alive = llm._worker._thread, llm._pair.context, weakref.ref(llm)
+    del llm
+    gc.collect()
+    assert alive() is None
+    thread.join(SOON)
+    assert not thread.is_alive()
+    assert context._closed
+
+
+def test_idle_work_can_be_declined(tiny: TinyFiles) -> None:
+    with LLM(tiny.quick.target, draft=None, backend="reference", n_ctx=256, idle=False) as llm:
+        log: list[str] = []
+        llm._worker.when_idle(steps(1, log))
+        llm.generate("x", SamplingParams(max_tokens=1))
+        assert llm.wait_idle(SOON)
+    assert log == []
+
+
+ENDING = """
+import sys
+from localspec import LLM
+
+llm = LLM(sys.argv[1], draft=None, backend=sys.argv[2], n_ctx=1024)
+started = __import__("threading").Event()
+tokens = llm.tokenize("hello hello") * 100
+
+def task(stopped):
+    with llm._pair.target.new_context(1024) as context:
+        started.set()
+        while not stopped():
+            context.decode(tokens[:64], "none")
+            context.truncate(0)
+    return True
+
+llm._worker.when_idle(task)
+started.wait()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("backend", ["ik-llama", "llama-cpp", "reference"])
+def test_a_program_ends_while_idle_work_runs(tiny: TinyFiles, backend: str) -> None:
+    open_backend(backend)
+    command = [sys.executable, "-c", ENDING, str(tiny.quick.target), backend]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")

@@ -1,0 +1,360 @@
+"""What is left for idle time after a load, and that answers neither wait for it nor depend on it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localspec import LLM, EngineMismatch, SamplingParams, backends
+from localspec.backends import trust
+from localspec.backends.base import Forward
+from localspec.backends.trust import fingerprint
+from localspec.controllers import calibration
+from localspec.controllers.calibration import CalibrationCache
+from localspec.controllers.cost_model import PassTimes
+from localspec.engine import loading as loading_module
+from localspec.engine import pair as pair_module
+from localspec.engine.pair import Preparation
+from localspec.errors import Cancelled, EngineError, LocalspecError
+from localspec.system.steps import Steps, exhaust
+from tests.conftest import TinyFiles, open_backend
+from tests.support.heads import write_random_head
+
+SOON = 120.0
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture
+def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Idle time that does not come."""
+    monkeypatch.setattr("localspec.llm.OnMains", lambda: lambda: False)
+
+
+# The list of work.
+
+
+def counting(n: int, log: list[str], name: str) -> Any:
+    def work(stopped: Any) -> Steps[None]:
+        for _ in range(n):
+            log.append(name)
+            yield
+
+    return work
+
+
+def test_work_is_done_in_order_a_step_at_a_time() -> None:
+    work, log = Preparation(), list[str]()
+    work.add("draft copy", counting(2, log, "copy"))
+    work.add("target curve", counting(2, log, "curve"))
+    while work(lambda: False):
+        pass
+    assert log == ["curve", "curve", "copy", "copy"]
+    assert not work(lambda: False)
+
+
+def test_work_that_fails_leaves_the_rest_and_work_that_was_stopped_begins_again() -> None:
+    work, log = Preparation(), list[str]()
+
+    def failing(stopped: Any) -> Steps[None]:
+        yield
+        raise EngineError("no room")
+
+    def loading(stopped: Any) -> Steps[None]:
+        log.append("begun")
+        if stopped():
+            raise Cancelled("stopped")
+        yield
+
+    work.add("target curve", failing)
+    work.add("draft copy", loading)
+    assert work(lambda: False)
+    assert work(lambda: False)
+    with pytest.raises(Cancelled):
+        work(lambda: True)
+    while work(lambda: False):
+        pass
+    assert log == ["begun", "begun"]
+
+
+def test_forgotten_work_frees_what_it_holds() -> None:
+    work, log = Preparation(), list[str]()
+
+    def holding(stopped: Any) -> Steps[None]:
+        try:
+            while True:
+                yield
+        finally:
+            log.append("freed")
+
+    work.add("draft check", holding)
+    assert work(lambda: False)
+    work.drop("draft check")
+    assert log == ["freed"]
+    assert not work(lambda: False)
+
+
+# A load.
+
+
+@pytest.mark.usefixtures("no_time")
+def test_a_load_measures_little_and_leaves_the_rest(tiny: TinyFiles, isolated_home: Path) -> None:
+    open_backend("ik-llama")
+    with LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256, n_threads=1) as llm:
+        assert llm._pair.times.quick
+        assert llm._pair.state.models[0].times.quick
+        assert llm.generate("the cat", GREEDY).stats["completion_tokens"] == 24
+        assert not list(isolated_home.glob("repacked/*"))
+        checked = {json.loads(path.read_text())["key"]["file"] for path in (isolated_home / "trust").iterdir()}
+        assert checked == {fingerprint(tiny.pair.target)}
+
+
+def test_idle_time_finds_out_the_rest(tiny: TinyFiles, isolated_home: Path) -> None:
+    open_backend("ik-llama")
+    with LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256, n_threads=1) as llm:
+        times = llm._pair.times
+        assert llm.wait_idle(SOON)
+        assert llm._pair.times is times  # who holds on to it sees the new curve
+        assert not times.quick
+        assert not llm._pair.state.models[0].times.quick
+        assert list(isolated_home.glob("repacked/*q4_0-draft.gguf"))
+        assert llm.generate("the cat", GREEDY, draft_length=3).stats["num_draft_tokens"] > 0
+    assert len(list((isolated_home / "drafts").iterdir())) == 1
+    with LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256, n_threads=1) as llm:
+        assert not llm._pair.times.quick  # at once
+
+
+def test_idle_time_measures_heads_too(tiny: TinyFiles, isolated_home: Path) -> None:
+    open_backend("ik-llama")
+    head = write_random_head(tiny.pair.target, tiny.folder / "idle-head.gguf", taps=("layer:0",))
+    drafts = [f"head:{head}", "early-exit:1"]
+    with LLM(tiny.pair.target, drafts, backend="ik-llama", n_ctx=256, n_threads=1) as llm:
+        assert llm.wait_idle(SOON)
+        assert [draft.times.quick for draft in llm._pair.state.models] == [False, False]
+        assert all(len(draft.times.curve.measured) > 8 for draft in llm._pair.state.models)
+        assert llm.warnings == []
+        assert llm.generate("the cat", GREEDY, draft_length=3).stats["num_draft_tokens"] > 0
+    assert not list(isolated_home.glob("repacked/*"))
+
+
+def test_without_idle_time_a_load_finds_out_everything(tiny: TinyFiles, isolated_home: Path) -> None:
+    open_backend("ik-llama")
+    with LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256, n_threads=1, idle=False) as llm:
+        assert not llm._pair.times.quick
+        assert not llm._pair.state.models[0].times.quick
+        assert len(list((isolated_home / "drafts").iterdir())) == 1
+        assert not llm._pair.preparation(lambda: False)
+
+
+def test_answers_between_idle_steps_are_the_same(
+    tiny: TinyFiles, isolated_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the reference engine, to the bit; calibration uses contexts of its own."""
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    prompts = ["one", "two three", "four"]
+    with LLM(tiny.quick.target, tiny.quick.draft, backend="reference", n_ctx=256, n_threads=1, idle=False) as llm:
+        expected = [llm.generate(prompt, params).token_ids for prompt in prompts]
+    stepped, go_on = threading.Semaphore(0), threading.Semaphore(0)
+    original = pair_module.calibrating
+
+    def gated(*args: Any) -> Steps[PassTimes]:
+        steps = original(*args)
+        while True:
+            stepped.release()
+            assert go_on.acquire(timeout=SOON)
+            try:
+                next(steps)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            yield
+
+    monkeypatch.setattr(pair_module, "calibrating", gated)
+    monkeypatch.setenv("LOCALSPEC_HOME", str(isolated_home / "without curves"))
+    with LLM(tiny.quick.target, tiny.quick.draft, backend="reference", n_ctx=256, n_threads=1) as llm:
+        found = []
+        for prompt in prompts:
+            assert stepped.acquire(timeout=SOON)
+            stream = llm.rounds(prompt, params)
+            go_on.release()
+            found.append(stream.reply.token_ids)
+        for _ in range(1000):
+            go_on.release()
+    assert found == expected
+
+
+# A draft model is checked when there is time.
+
+
+def test_a_draft_that_its_engine_computes_wrongly_drafts_no_more(tiny: TinyFiles) -> None:
+    open_backend("ik-llama")
+    with LLM(
+        tiny.trap, ["ngram", tiny.trap], backend="ik-llama", n_ctx=256, n_threads=1, light_draft=False, idle=False
+    ) as llm:
+        assert "repacked" in str(llm._pair.target.path)
+    # The check of the target has found it out; here it is the draft's that does.
+    for path in trust.verdicts().folder.iterdir():
+        path.unlink()
+    target = llm._pair.target.path
+    with LLM(target, ["ngram", tiny.trap], backend="ik-llama", n_ctx=256, n_threads=1, light_draft=False) as llm:
+        assert llm.draft_names == ["ngram", tiny.trap.stem]
+        assert llm.wait_idle(SOON)
+        assert llm.draft_names == ["ngram"]
+        assert any("wrongly" in warning for warning in llm.warnings)
+        assert llm.generate("the cat", GREEDY).stats["completion_tokens"] == 24
+    with LLM(target, ["ngram", tiny.trap], backend="ik-llama", n_ctx=256, n_threads=1, light_draft=False) as llm:
+        assert llm.wait_idle(SOON)
+        assert llm.draft_names == ["ngram", tiny.trap.stem]  # a copy that comes out right
+
+
+# Another engine is asked when there is time. The reference engine stands for it: there is one everywhere.
+
+
+@pytest.fixture
+def another(monkeypatch: pytest.MonkeyPatch) -> None:
+    open_backend("ik-llama")
+    monkeypatch.setattr(trust, "other_engines", lambda model: ["reference"] if model.backend == "ik-llama" else [])
+
+
+def stored() -> dict[str, Any]:
+    """The verdict on the file. Where its curve is flat there is one more, on drafts that branch."""
+    found = [json.loads(path.read_text()) for path in trust.verdicts().folder.iterdir()]
+    (verdict,) = (each["value"] for each in found if "memory" not in each["key"])
+    return dict(verdict)
+
+
+@pytest.mark.usefixtures("another")
+def test_another_engine_is_asked_in_idle_time(tiny: TinyFiles) -> None:
+    with LLM(tiny.bpe, None, backend="ik-llama", n_ctx=256, n_threads=1) as llm:
+        assert llm.wait_idle(SOON)
+        assert llm.generate("the cat", GREEDY).stats["completion_tokens"] == 24
+        assert llm.warnings == []
+    assert stored()["holds"] is True
+    assert "waits" not in stored()
+
+
+@pytest.mark.usefixtures("another", "no_time")
+def test_where_idle_time_never_comes_it_is_asked_at_the_fourth_load(tiny: TinyFiles) -> None:
+    for times in range(1, trust.MAX_PUT_OFF + 1):
+        LLM(tiny.bpe, None, backend="ik-llama", n_ctx=256, n_threads=1).close()
+        assert stored()["waits"] == times
+    LLM(tiny.bpe, None, backend="ik-llama", n_ctx=256, n_threads=1).close()
+    assert "waits" not in stored()
+
+
+@pytest.mark.usefixtures("another")
+def test_without_idle_time_it_is_asked_at_the_load(tiny: TinyFiles) -> None:
+    LLM(tiny.bpe, None, backend="ik-llama", n_ctx=256, n_threads=1, idle=False).close()
+    assert "waits" not in stored()
+
+
+@pytest.mark.usefixtures("another")
+def test_an_engine_that_is_contradicted_answers_no_more(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that is wrong in all its kernels alike agrees with itself."""
+    with backends.load(tiny.bpe, "ik-llama") as model:
+        kind = type(model.new_context(8))
+    for path in trust.verdicts().folder.iterdir():
+        path.unlink()
+    original = kind._decode
+
+    def mirrored(self: Any, tokens: Any, logits: Any) -> Any:
+        return Forward(np.ascontiguousarray(original(self, tokens, logits).logits[:, ::-1]))
+
+    monkeypatch.setattr(kind, "_decode", mirrored)
+    with LLM(tiny.bpe, None, backend="ik-llama", n_ctx=256, n_threads=1) as llm:
+        assert llm.wait_idle(SOON)
+        with pytest.raises(EngineMismatch, match="differs from reference"):
+            llm.generate("the cat", GREEDY)
+        with pytest.raises(EngineMismatch):
+            llm.logprobs("the cat")
+        assert any("Start again" in warning for warning in llm.warnings)
+    assert stored()["holds"] is False
+
+
+@pytest.mark.usefixtures("another")
+def test_what_was_measured_beside_other_programs_is_measured_again_once_they_are_gone(
+    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the idle time of the same run, and not before a while has passed."""
+    busy = [0.5]
+    monkeypatch.setattr(calibration, "others_share", lambda spans: busy[0])
+    monkeypatch.setattr(calibration, "SPAN_S", 0.0)
+    monkeypatch.setattr(pair_module, "others_share", lambda spans: busy[0])
+    with LLM(tiny.bpe, None, backend="ik-llama", n_ctx=256, n_threads=1) as llm:
+        assert llm.wait_idle(SOON)
+        assert llm._pair.times.noisy
+        assert not llm._pair.times.quick
+        monkeypatch.setattr(pair_module, "AGAIN_S", 0.0)
+        due = {item.kind: item for item in llm._pair.preparation._items}
+        assert set(due) == {"target curve"}
+        busy[0] = 0.0
+        assert llm.generate("the cat", GREEDY).stats["completion_tokens"] == 24
+        assert llm.wait_idle(SOON)
+        assert llm._pair.times.noisy  # not so soon
+        due["target curve"].due = 0.0
+        assert llm.generate("the cat", GREEDY).stats["completion_tokens"] == 24
+        assert llm.wait_idle(SOON)
+        assert llm._pair.times.others_share == 0.0
+
+
+def test_both_engines_are_measured_in_idle_time(tiny: TinyFiles) -> None:
+    for name in loading_module.ENGINES:
+        open_backend(name)
+    with LLM(tiny.bpe, None, n_ctx=256, n_threads=1, n_gpu_layers=0) as llm:
+        assert llm.wait_idle(SOON)
+    found = loading_module.compared(tiny.bpe, 1, "f16")
+    assert found is not None
+    assert set(found.ms) == set(loading_module.ENGINES)
+
+
+# The quick curve.
+
+
+def test_a_quick_curve_is_used_until_there_is_a_better_one(tmp_path: Path) -> None:
+    cache, key = CalibrationCache(tmp_path), {"file": "x"}
+    cache.put(key, PassTimes({1: 1.0, 4: 2.0}, noisy=True, quick=True))
+    known = cache.get(key)
+    assert known is not None
+    assert (known.quick, known.noisy) == (True, True)
+    cache.put(key, PassTimes({1: 3.0, 2: 4.0}))
+    better = cache.get(key)
+    assert better is not None
+    assert (better.curve.measured, better.quick, better.noisy) == ({1: 3.0, 2: 4.0}, False, False)
+    known.observe(1, 9.0)
+    known.replace(better)
+    assert known(1) == 3.0
+
+
+def test_steps_are_exhausted_or_ended_by_what_a_tick_raises() -> None:
+    log: list[str] = []
+
+    def work() -> Steps[int]:
+        try:
+            yield
+            yield
+            return 7
+        finally:
+            log.append("ended")
+
+    assert exhaust(work()) == 7
+    with pytest.raises(KeyError):
+        exhaust(work(), lambda: {}["x"])
+    assert log == ["ended", "ended"]
+
+
+def test_a_load_that_gives_way_blames_no_engine_and_tries_no_other(tiny: TinyFiles) -> None:
+    """As when a question comes while the chat's draft model is being loaded."""
+    seen: list[str] = []
+
+    def stop(fraction: float) -> bool:
+        seen.append("asked")
+        return False
+
+    warnings: list[str] = []
+    with pytest.raises(LocalspecError):
+        backends.load(tiny.pair.draft, "auto", progress=stop, warn=warnings.append, check=False)
+    assert seen
+    assert warnings == []

@@ -1,0 +1,348 @@
+"""Several requests at a time: each answer is what it is alone, whoever comes and goes, and nothing is left behind."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localspec import LLM, Cancelled, LocalspecError, PromptTooLong, Reply, SamplingParams
+from localspec.backends.base import Forward, Piece, SequenceBatch
+from localspec.controllers import batching as batching_module
+from localspec.controllers.batching import LEAST_ROWS, STALL, SharedPasses
+from localspec.engine import scheduler
+from localspec.engine import scheduler as scheduler_module
+from localspec.engine.worker import FairQueue, Job
+from localspec.errors import EngineError
+from tests.conftest import TinyFiles
+from tests.support.enumeration import law_of_two
+from tests.support.waiting import PATIENCE, Brake, wait_until
+
+N_CTX = 192
+N_PARALLEL = 4
+
+
+def asked(i: int) -> tuple[str, SamplingParams, dict[str, Any]]:
+    """A prompt, parameters and options: all kinds in turn."""
+    params = SamplingParams(
+        max_tokens=6 + i * 7 % 30, temperature=[0.0, 1.0, 0.7][i % 3], seed=i, ignore_eos=True, top_p=[1.0, 0.9][i % 2]
+    )
+    lengths: list[Any] = ["auto", 3, 0, "auto", 6]
+    return "la la lo " * (1 + i % 7) + str(i % 5), params, {"draft_length": lengths[i % 5]}
+
+
+@pytest.fixture(scope="module", params=["ngram", "both"])
+def drafts(request: pytest.FixtureRequest, tiny: TinyFiles) -> list[Any]:
+    return ["ngram"] if request.param == "ngram" else ["ngram", tiny.quick.draft]
+
+
+@pytest.fixture(scope="module")
+def alone(tiny: TinyFiles, drafts: list[Any], module_home: Path) -> list[list[int]]:
+    """The answers one at a time."""
+    with LLM(tiny.quick.target, draft=drafts, backend="reference", n_ctx=N_CTX) as llm:
+        return [llm.generate(text, params, **options).token_ids for text, params, options in map(asked, range(40))]
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: TinyFiles, drafts: list[Any], module_home: Path) -> Iterator[LLM]:
+    with LLM(tiny.quick.target, draft=drafts, backend="reference", n_ctx=N_CTX, parallel=N_PARALLEL) as loaded:
+        yield loaded
+
+
+def batch_of(llm: LLM) -> SequenceBatch:
+    batch = llm._pair.state.batch
+    assert batch is not None
+    return batch
+
+
+class Passes:
+    """The passes of a memory: what each was fed."""
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fed: list[list[Piece]] = []
+        batch = batch_of(llm)
+        decode = batch.decode
+
+        def recorded(pieces: Sequence[Piece]) -> list[Forward]:
+            self.fed.append(list(pieces))
+            return decode(pieces)
+
+        monkeypatch.setattr(batch, "decode", recorded)
+
+
+def check_nothing_is_left(llm: LLM) -> None:
+    """No request runs, and every token in the memory is one of a conversation that is kept."""
+    info = llm.parallel_info()
+    assert (info["parallel"], info["running"], info["reason"]) == (N_PARALLEL, 0, "as asked for")
+
+    def held(_: Any) -> None:
+        batch = batch_of(llm)
+        assert batch.n_cells - batch.free_cells <= sum(batch[i].n_past for i in range(batch.n_sequences))
+        for i in range(batch.n_sequences):
+            batch[i].truncate(0)
+        assert batch.free_cells == batch.n_cells
+
+    llm.run(held)
+
+
+def test_answers_are_those_alone(llm: LLM, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = Passes(llm, monkeypatch)
+    with Brake(llm, after=0):  # they begin together
+        streams = [llm.rounds(text, params, **options) for text, params, options in map(asked, range(40))]
+    replies = [stream.reply for stream in streams]
+    assert [reply.token_ids for reply in replies] == alone
+    assert max(map(len, passes.fed)) == N_PARALLEL
+    assert sum(reply.stats["num_accepted_tokens"] for reply in replies) > 0
+    assert any("Shared with other answers" in reply.explanation for reply in replies)
+    check_nothing_is_left(llm)
+
+
+def test_answers_do_not_depend_on_who_joins_leaves_or_is_late(llm: LLM, alone: list[list[int]]) -> None:
+    """180 requests from six threads; of those that end by themselves each is the answer alone."""
+    ended: Counter[str] = Counter()
+    wrong: list[tuple[int, Reply]] = []
+
+    def client(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(30):
+            i = rng.randrange(40)
+            text, params, options = asked(i)
+            options |= {"priority": rng.choice([0, 0, 1, -3]), "conversation": rng.choice([None, "a", "b"])}
+            kind = rng.choice(["whole", "whole", "close", "drop", "late", "too long", "wrong"])
+            if kind == "late":
+                options["deadline"] = 0.001 + rng.random() * 0.05
+            try:
+                if kind == "too long":
+                    text = "la " * 300
+                elif kind == "wrong":
+                    options["drafters"] = ["nobody"]
+                stream = llm.rounds(text, params, **options)
+                if kind in ("close", "drop"):
+                    for _ in range(rng.randrange(4)):
+                        next(stream, None)
+                    if kind == "drop":
+                        ended["dropped"] += 1
+                        continue
+                    stream.close()
+                reply = stream.reply
+            except LocalspecError as error:
+                ended[type(error).__name__] += 1
+                continue
+            ended[reply.finish_reason] += 1
+            whole = reply.finish_reason == "length"
+            if reply.token_ids != (alone[i] if whole else alone[i][: len(reply.token_ids)]):
+                wrong.append((i, reply))
+
+    threads = [threading.Thread(target=client, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert not wrong
+    assert sum(ended.values()) == 180
+    assert ended["length"] > 30
+    assert ended["cancelled"] > 5
+    assert ended["PromptTooLong"] > 5
+    assert ended["UsageError"] > 5
+    wait_until(lambda: not llm.busy and not llm.queue_length, "the queue is empty")
+    check_nothing_is_left(llm)
+
+
+def test_a_long_prompt_is_read_beside_a_stream_in_pieces(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ms(width: int) -> float:
+        return 1 + 0.2 * width
+
+    monkeypatch.setattr(batching_module, "LONG_MS", 0.0)
+    monkeypatch.setattr(batching_module, "LEARNED", 0.0)
+    monkeypatch.setattr(SharedPasses, "__call__", lambda _, width: ms(width))  # whatever this machine's passes take
+    prompts = llm._worker.beside.__self__._at.passes.prompts  # type: ignore[union-attr] # the scheduler's
+    monkeypatch.setattr(prompts, "_dearer", {False: 1.0, True: 1.0})  # whatever was learned before
+    passes = Passes(llm, monkeypatch)
+    with Brake(llm, after=3) as brake:
+        stream = llm.rounds("la", SamplingParams(max_tokens=150, ignore_eos=True), speculate=False)
+        brake.wait()
+        long = llm.rounds("lo " * 55, SamplingParams(max_tokens=2, ignore_eos=True), speculate=False)
+        brake.release()
+        assert len(long.reply.token_ids) == 2
+        stream.close()
+    beside = [
+        (n_prompt, n_rows)
+        for pieces in passes.fed
+        if (n_prompt := sum(len(piece.tokens) for piece in pieces if piece.logits != "all"))
+        and (n_rows := sum(len(piece.tokens) for piece in pieces if piece.logits == "all"))
+    ]
+    assert len(beside) > 1
+    widest = max(n_prompt + n_rows for n_prompt, n_rows in beside)
+    assert widest > LEAST_ROWS + 1
+    assert ms(widest) <= STALL * ms(1)
+
+
+def test_plain_decoding_is_estimated_for_answers_that_had_no_company(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    llm._pair.times.noisy = llm._pair.times.quick = False
+    repeated = llm.generate("la la", params).token_ids[3:]
+    alone = llm.generate("la la", params, prediction=repeated, draft_length=3).stats
+    assert alone["num_draft_tokens"]
+    assert alone["estimated_speedup"] > 0
+    with Brake(llm, after=0):
+        other, one = llm.rounds("lo", params), llm.rounds("la la", params)
+    assert one.reply.stats["estimated_speedup"] is None
+    assert other.reply.stats["estimated_speedup"] is None
+    check_nothing_is_left(llm)
+
+
+def test_an_answer_that_outgrows_its_estimate_is_put_aside_and_resumes(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = [SamplingParams(max_tokens=170, temperature=1.0, seed=i, ignore_eos=True) for i in range(N_PARALLEL)]
+    alone = [llm.generate("la la", each).token_ids for each in params]
+    monkeypatch.setattr(scheduler_module, "RECKONED", 8)
+    aside = []
+    put_aside = scheduler.Scheduler._put_aside
+
+    def recorded(self: Any, answer: Any) -> None:
+        aside.append(answer)
+        put_aside(self, answer)
+
+    monkeypatch.setattr(scheduler.Scheduler, "_put_aside", recorded)
+    with Brake(llm, after=0):  # they begin together
+        streams = [llm.rounds("la la", each, draft_length=0) for each in params]  # all go on at one pace
+    assert [stream.reply.token_ids for stream in streams] == alone
+    assert aside
+    check_nothing_is_left(llm)
+
+
+def test_a_failing_pass_ends_only_the_answer_that_caused_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, params, options = asked(3)
+    alone = llm.generate(text, params, **options).token_ids
+    batch = batch_of(llm)
+    decode = batch._decode
+    bad = 1 + max(llm.tokenize(text))
+
+    def failing(pieces: Sequence[Piece]) -> list[Forward]:
+        if any(bad in piece.tokens for piece in pieces):
+            raise EngineError("it broke")
+        return decode(pieces)
+
+    monkeypatch.setattr(batch, "_decode", failing)
+    good, broken = llm.rounds(text, params, **options), llm.rounds([bad] * 9, params)
+    with pytest.raises(EngineError, match="it broke"):
+        _ = broken.reply
+    assert good.reply.token_ids == alone
+    monkeypatch.undo()
+    check_nothing_is_left(llm)
+
+
+def test_a_shared_prefix_is_read_once(llm: LLM) -> None:
+    system = "le la li lo lu " * 8
+    check_nothing_is_left(llm)
+    with llm.rounds(system + "one", SamplingParams(max_tokens=100, ignore_eos=True)) as first:
+        next(first)
+        second = llm.generate(system + "two", SamplingParams(max_tokens=4, ignore_eos=True))
+    shares = batch_of(llm).shares_prefix
+    assert (second.stats["cached_tokens"] > 40) is shares
+
+
+def test_exclusive_work_waits_and_is_not_starved(llm: LLM) -> None:
+    endless = threading.Event()
+
+    def client() -> None:
+        while not endless.is_set():
+            llm.generate("la", SamplingParams(max_tokens=5, ignore_eos=True))
+
+    threads = [threading.Thread(target=client) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert llm.run(lambda pair: llm.parallel_info()["running"]) == 1
+    assert len(llm.logprobs("la la")) > 1
+    endless.set()
+    for thread in threads:
+        thread.join(PATIENCE)
+
+
+def test_the_law_of_free_draws_with_neighbours(llm: LLM) -> None:
+    """Chi-squared over two tokens of three likely ones each, n = 400; false alarms under 1e-4 (8 degrees: 31.8)."""
+    prompt = llm.tokenize("la la lo la la lo la")
+    free = SamplingParams(max_tokens=2, temperature=1.5, top_k=3, ignore_eos=True)
+
+    expected = llm.run(lambda pair: law_of_two(pair.context, prompt, free))
+    streams = [llm.rounds(prompt, free, draft_length=2) for _ in range(400)]
+    drawn = Counter(tuple(stream.reply.token_ids) for stream in streams)
+    assert set(drawn) <= set(expected)
+    assert sum((drawn[pair] - 400 * p) ** 2 / (400 * p) for pair, p in expected.items()) < 31.8
+    assert len(list(product(range(3), repeat=2))) == len(expected)
+
+
+def test_closing_ends_all_of_them(tiny: TinyFiles) -> None:
+    llm = LLM(tiny.quick.target, draft="ngram", backend="reference", n_ctx=N_CTX, parallel=2)
+    streams = [llm.rounds("la", SamplingParams(max_tokens=180, ignore_eos=True)) for _ in range(5)]
+    next(streams[0])
+    llm.close(cancel=True)
+    replies = [stream.reply for stream in streams]
+    assert {reply.finish_reason for reply in replies} <= {"cancelled", "length"}
+    assert replies[-1].finish_reason == "cancelled"
+
+
+# The queue.
+
+
+def job(name: str, conversation: str | None = None, priority: int = 0, *, alone: bool = False) -> Job:
+    request = None if alone else name
+    return Job(lambda job: name, lambda item: None, conversation=conversation, priority=priority, request=request)
+
+
+def test_the_next_job_has_the_highest_priority_of_idle_conversations() -> None:
+    fair = FairQueue()
+    fair.at_once = 3
+    jobs = [job("a", "x"), job("b", "x", 9), job("c"), job("d", priority=1), job("e", priority=-1)]
+    for each in jobs:
+        fair.put(each)
+    first = fair.get()
+    assert first is not None
+    assert first.request == "d"  # b comes after a
+    assert [found.request for _ in range(3) if (found := fair.take())] == ["a", "c", "e"]
+    assert fair.take() is None
+    fair.release(jobs[0])
+    assert fair.take() is jobs[1]
+
+
+def test_exclusive_work_is_not_taken_beside_answers() -> None:
+    fair = FairQueue()
+    fair.put(job("a"))
+    fair.put(job("b", alone=True))
+    fair.put(job("c"))
+    assert fair.get() is not None
+    assert fair.take() is None
+
+
+@pytest.mark.parametrize("priority", [1.5, "high", None, True])
+def test_priorities_that_make_no_sense_are_refused(llm: LLM, priority: Any) -> None:
+    with pytest.raises(LocalspecError, match="priority must be a whole number"):
+        llm.rounds("la", priority=priority)
+
+
+@pytest.mark.parametrize("parallel", [0, 65, 1.5, None, True, "many", "-1", "9" * 5000])
+def test_numbers_of_answers_that_make_no_sense_are_refused(tiny: TinyFiles, parallel: Any) -> None:
+    with pytest.raises(LocalspecError, match=r"parallel must be auto or a whole number in 1\.\.64"):
+        LLM(tiny.quick.target, backend="reference", parallel=parallel)
+
+
+def test_requests_that_fail_before_they_begin(llm: LLM) -> None:
+    with pytest.raises(PromptTooLong):
+        llm.generate("la " * 400)
+    stream = llm.rounds("la", SamplingParams(max_tokens=100, ignore_eos=True), deadline=1e-6)
+    assert stream.reply.cancelled_by == "deadline"
+    with pytest.raises(Cancelled):
+        llm.run(_cancelled)
+    assert np.all(np.array(llm.generate("la", SamplingParams(max_tokens=3)).token_ids) >= 0)
+
+
+def _cancelled(_: Any) -> None:
+    raise Cancelled("no")

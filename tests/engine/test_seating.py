@@ -1,0 +1,142 @@
+"""Conversations that no answer is made in do not stand in the way of those that are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from localspec import LLM, SamplingParams
+from localspec.backends.base import SequenceBatch
+from localspec.engine.pair import Pair
+from localspec.engine.scheduler import Seating
+from tests.conftest import TinyFiles, open_backend
+from tests.support.waiting import Brake
+
+TWENTY = SamplingParams(max_tokens=20, ignore_eos=True)
+
+
+def memories(pair: Pair) -> list[SequenceBatch]:
+    found = [pair.state.batch, *(draft.memory.batch for draft in pair.state.models)]
+    return [batch for batch in found if batch is not None]
+
+
+def cells(pair: Pair) -> list[int]:
+    """Of each memory those in use."""
+    return [batch.n_cells - batch.free_cells for batch in memories(pair)]
+
+
+@pytest.mark.parametrize("engine", ["llama-cpp", "ik-llama"])
+def test_idle_conversations_leave_the_memory_on_a_cpu(engine: str, tiny: TinyFiles, measured_home: Path) -> None:
+    """In the memories of target and draft model alike; they resume as if they had stayed."""
+    open_backend(engine)
+    with LLM(tiny.pair.target, tiny.pair.draft, backend=engine, n_ctx=512, parallel=3, idle=False) as llm:
+        first = llm.tokenize("la la lo " * 20)
+        said = llm.generate(first, TWENTY, draft_length=2).token_ids
+        alone = llm.run(cells)
+        assert len(alone) == 2
+        assert min(alone) > len(first)
+        other = llm.tokenize("le li lu " * 12)
+        llm.generate(other, TWENTY, draft_length=2)
+        assert max(llm.run(cells)) <= len(other) + 20
+        went_on = llm.generate([*first, *said, *other], TWENTY, draft_length=2)
+        assert went_on.stats["cached_tokens"] >= len(first) + 19
+        scored = llm.logprobs([*first, *said, *other, *went_on.token_ids], top=1)[-20:]
+        assert max(token.top[0][1] - (token.logprob or 0.0) for token in scored) < 0.05
+
+
+def test_a_shared_prefix_is_held_once(tiny: TinyFiles, measured_home: Path) -> None:
+    open_backend("llama-cpp")
+    with LLM(tiny.pair.target, "ngram", backend="llama-cpp", n_ctx=512, parallel=3, idle=False) as llm:
+        system = llm.tokenize("la la lo " * 30)
+        llm.generate([*system, 5, 6, 7], TWENTY)
+        replies = [llm.rounds([*system, 8 + i], TWENTY) for i in range(2)]
+        assert [stream.reply.stats["cached_tokens"] for stream in replies] == [len(system)] * 2
+        assert max(llm.run(cells)) < len(system) + 50
+
+
+def test_conversations_stay_where_the_cache_would_not_keep_them(tiny: TinyFiles, measured_home: Path) -> None:
+    open_backend("llama-cpp")
+    options: dict[str, int] = {"n_ctx": 512, "parallel": 3, "prefix_cache_bytes": 0}
+    with LLM(tiny.pair.target, "ngram", backend="llama-cpp", idle=False, **options) as llm:  # type: ignore[arg-type]
+        first = llm.tokenize("la la lo " * 20)
+        llm.generate(first, TWENTY)
+        llm.generate("le li lu " * 12, TWENTY)
+        assert llm.generate(first, TWENTY).stats["cached_tokens"] >= len(first) - 1
+
+
+def test_requests_one_at_a_time_use_the_same_drafters(
+    tiny: TinyFiles, measured_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_backend("llama-cpp")
+    taken: list[int] = []
+    take = Seating.take
+
+    def recorded(self: Seating, prompt: Sequence[int]) -> int:
+        taken.append(take(self, prompt))
+        return taken[-1]
+
+    monkeypatch.setattr(Seating, "take", recorded)
+    with LLM(tiny.pair.target, "ngram", backend="llama-cpp", n_ctx=512, parallel=3, idle=False) as llm:
+        for text in ("la la lo ", "le li lu ", "lo la li ", "la la lo "):
+            llm.generate(text * 12, TWENTY)
+    assert taken == [0] * 4
+
+
+def test_a_shared_prefix_needs_no_further_room(tiny: TinyFiles, measured_home: Path) -> None:
+    """There are 1,024 cells for four answers that need 433 each, 300 of which are the same."""
+    open_backend("llama-cpp")
+    with LLM(tiny.pair.target, "ngram", backend="llama-cpp", n_ctx=512, parallel=4, idle=False) as llm:
+        system, most = llm.tokenize("la la lo " * 100)[:300], SamplingParams(max_tokens=90, ignore_eos=True)
+        with Brake(llm, after=20) as brake:
+            streams = [llm.rounds([*system, 5], most, speculate=False)]
+            brake.wait()
+            streams += [llm.rounds([*system, 6 + i], most, speculate=False) for i in range(3)]
+            brake.release()
+            replies = [stream.reply for stream in streams]
+        assert [reply.stats["cached_tokens"] for reply in replies] == [0, 300, 300, 300]
+        assert all("Shared with other answers" in reply.explanation for reply in replies)
+        assert re.search(r"on average (3\..|4\.0) at once", replies[-1].explanation)
+
+
+def test_the_prefix_about_to_be_shared_is_not_evicted(tiny: TinyFiles, measured_home: Path) -> None:
+    open_backend("llama-cpp")
+    options: dict[str, int] = {"n_ctx": 512, "parallel": 3, "prefix_cache_bytes": 0}
+    with LLM(tiny.pair.target, "ngram", backend="llama-cpp", idle=False, **options) as llm:  # type: ignore[arg-type]
+        system, other = llm.tokenize("la la lo " * 200)[:420], llm.tokenize("le li lu " * 200)[:380]
+        llm.generate([*system, 5, 6, 7], TWENTY)
+        with Brake(llm, after=20) as brake:
+            neighbour = llm.rounds(other, SamplingParams(max_tokens=60, ignore_eos=True), speculate=False)
+            brake.wait()
+            follower = llm.rounds([*system, 8], TWENTY)
+            brake.release()
+            assert follower.reply.stats["cached_tokens"] == len(system)
+            assert neighbour.reply.finish_reason == "length"
+
+
+@pytest.mark.parametrize("engine", ["llama-cpp", "ik-llama"])
+def test_only_what_is_settled_is_shared(engine: str, tiny: TinyFiles, measured_home: Path) -> None:
+    """Of an answer under way not its draft tokens, in the memories of target and draft, nor rows of an early exit."""
+    open_backend(engine)
+    drafts = ["early-exit:1", str(tiny.pair.draft)]
+    with LLM(tiny.pair.target, drafts, backend=engine, n_ctx=256, parallel=2, idle=False) as llm:
+        prompt = llm.tokenize("la la lo " * 20)
+        settled, drafted = prompt[:30], prompt[30:36]
+
+        def under_way(pair: Pair) -> None:
+            target, draft = memories(pair)
+            with pair.prefix_cache.conversation(target[0], [draft[0]], list(settled)):
+                for memory in (target, draft):
+                    memory[0].decode([*settled, *drafted], "none")
+                    assert pair.prefix_cache.shareable(memory[1], prompt) == (0, 30)
+                    memory[0].truncate(25)
+                    assert pair.prefix_cache.shareable(memory[1], prompt) == (0, 25)
+                target[0].decode_first_layers(settled[25:], 1)
+                assert pair.prefix_cache.shareable(target[1], prompt) == (0, 25)
+                pair.prefix_cache.switch(target[1], prompt)
+                assert target[1].tokens == prompt[:25]
+                target[0].truncate(25)
+
+        llm.run(under_way)

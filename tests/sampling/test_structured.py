@@ -1,0 +1,459 @@
+"""Answers that follow a schema or a grammar: what may be asked, and that every answer and every guess keeps to it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from localspec import LLM, SamplingParams
+from localspec.backends import reference
+from localspec.commands.options import RunOptions, answer_form
+from localspec.errors import EngineUnavailable, UsageError
+from localspec.model_files.vocab import Vocab
+from localspec.sampling import constraint as constraint_module
+from localspec.sampling import grammar as grammar_module
+from localspec.sampling.constraint import Constraint, constraint_for
+from localspec.sampling.grammar import grammar_of
+from localspec.spec_decode.rounds import Round
+from tests.commands.test_cli import localspec
+from tests.conftest import TinyFiles
+
+# Every string and number is bounded: a model of random weights would go on for ever inside one.
+PARENT = {
+    "type": "object",
+    "properties": {"é\n": {"const": "😀"}},
+    "required": ["é\n"],
+    "additionalProperties": False,
+}
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "kind": {"enum": ["cat", "catfish", "dog"]},
+        "tags": {"type": "array", "items": {"type": "string", "pattern": "^[a-c]{1,3}$"}, "maxItems": 3},
+        "alive": {"type": "boolean"},
+        "parent": {"anyOf": [{"type": "null"}, PARENT]},
+    },
+    "required": ["name", "age", "kind", "tags", "alive", "parent"],
+    "additionalProperties": False,
+}
+
+
+def schema_format(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
+
+
+PARAMS = SamplingParams(response_format=schema_format(PERSON), max_tokens=400)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: TinyFiles) -> Iterator[LLM]:
+    pair = tiny.quick
+    with LLM(pair.target, draft=["ngram", str(pair.draft)], backend="reference", n_ctx=512) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def vocab(tiny: TinyFiles) -> Iterator[Vocab]:
+    with reference.load(tiny.quick.target) as model:
+        yield model.vocab
+
+
+def fresh(vocab: Vocab, params: SamplingParams = PARAMS) -> Constraint:
+    made = constraint_for(params, vocab)
+    assert made is not None
+    return made
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+def answer(llm: LLM, params: SamplingParams, **options: Any) -> tuple[str, list[int], str, list[Round]]:
+    with llm.rounds("a cat", params, **options) as stream:
+        rounds = list(stream)
+        return stream.reply.text, stream.reply.token_ids, stream.reply.finish_reason, rounds
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_answers_are_valid_and_drafting_changes_nothing(llm: LLM, vocab: Vocab, seed: int) -> None:
+    """Random weights say nonsense, so whatever is valid here is valid because of the mask."""
+    base = replace(PARAMS, seed=seed, temperature=[0.0, 0.7, 1.5, 3.0][seed % 4], top_k=[0, 40][seed % 2])
+    if seed % 3 == 0:
+        base = replace(base, repeat_penalty=1.2, logit_bias={40: 2.0})
+    plain = answer(llm, base, speculate=False)
+    jsonschema.validate(json.loads(plain[0]), PERSON)
+    assert plain[2] == "stop"
+    for length in (1, 5, "auto"):
+        drafted = answer(llm, base, draft_length=length)
+        assert drafted[:3] == plain[:3]
+        check_drafts(vocab, base, drafted[3])
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_answers_without_a_seed_are_valid(llm: LLM, vocab: Vocab, temperature: float) -> None:
+    """Here the draft model's guesses are sampled from a masked q."""
+    sampled = 0
+    for _ in range(6):
+        params = replace(PARAMS, temperature=temperature)
+        text, _, _, rounds = answer(llm, params, draft_length=4)
+        jsonschema.validate(json.loads(text), PERSON)
+        check_drafts(vocab, params, rounds)
+        sampled += sum(guess.dist is not None for round_ in rounds for guess in round_.draft)
+    assert sampled > 10
+
+
+def check_drafts(vocab: Vocab, params: SamplingParams, rounds: list[Round]) -> None:
+    """No guess that was sent to the target breaks the grammar, and the tokens that came out do not."""
+    constraint = fresh(vocab, params)
+    for round_ in rounds:
+        assert constraint.n_legal(round_.draft.ids) == len(round_.draft)
+        for token in round_.emitted:
+            assert constraint.n_legal([token.id]) == 1
+            constraint.settle(token.id)
+
+
+def test_forced_text_is_drafted(llm: LLM) -> None:
+    """Field names cost no pass of their own: an answer takes far fewer passes than it has tokens."""
+    _, tokens, _, rounds = answer(llm, replace(PARAMS, seed=1, temperature=1.0), draft_length=12)
+    guesses = [(g, a) for r in rounds for g, a in zip(r.draft, r.accepted, strict=True) if g.source == "grammar"]
+    assert sum(accepted for _, accepted in guesses) > 20
+    assert len(rounds) < 0.6 * len(tokens)
+    sure = [accepted for guess, accepted in guesses if guess.prob == 1.0]
+    assert sure, "nowhere a single token was allowed"
+
+
+def test_json_objects_and_free_text(llm: LLM) -> None:
+    text = answer(llm, SamplingParams(response_format={"type": "json_object"}, temperature=1.0, seed=5, max_tokens=30))[
+        0
+    ]
+    assert text.startswith("{")
+    free = SamplingParams(max_tokens=12)
+    assert answer(llm, free)[0] == answer(llm, replace(free, response_format={"type": "text"}))[0]
+
+
+def test_a_grammar_with_stop_strings_and_a_budget(llm: LLM) -> None:
+    """A cut answer is the beginning of a text of the grammar."""
+    params = SamplingParams(grammar='root ::= "<" [a-z ]{3,9} ">" root?', seed=3, temperature=1.5, max_tokens=60)
+    whole = answer(llm, params, draft_length=3)
+    for part in whole[0].removesuffix("<").split(">")[:-1]:
+        assert part[0] == "<"
+        assert part[1:].replace(" ", "a").isalpha()
+        assert 3 <= len(part) - 1 <= 9
+    cut = answer(llm, replace(params, max_tokens=5), draft_length=3)
+    assert (cut[1], cut[2]) == (whole[1][:5], "length")
+    stopped = answer(llm, replace(params, stop=(">",)), draft_length=3)
+    assert stopped[0] == whole[0].split(">")[0]
+    assert stopped[2] == "stop"
+
+
+def test_the_end_is_where_the_grammar_has_it(llm: LLM, vocab: Vocab) -> None:
+    """As soon as nothing can follow, without a token for the end; and where more could, an end token ends it."""
+    text, tokens, reason, _ = answer(llm, SamplingParams(grammar='root ::= "yes" | "no"'), draft_length=4)
+    assert text in ("yes", "no")
+    assert reason == "stop"
+    assert not set(tokens) & vocab.eog
+    open_end = SamplingParams(grammar='root ::= "a" "a"*', logit_bias={next(iter(vocab.eog)): 50.0}, max_tokens=40)
+    text, tokens, reason, _ = answer(llm, open_end, draft_length=4)
+    assert (set(text), reason) == ({"a"}, "stop")
+    assert tokens[-1] in vocab.eog
+
+
+def test_a_bias_against_everything_allowed_is_an_error(llm: LLM, vocab: Vocab) -> None:
+    banned = {token: -float("inf") for token in range(vocab.n_tokens) if vocab.token_bytes(token).startswith(b"q")}
+    with pytest.raises(UsageError, match="bans every token"):
+        answer(llm, SamplingParams(grammar='root ::= "q"', logit_bias=banned))
+    assert answer(llm, SamplingParams(grammar='root ::= "q"'))[0] == "q"
+
+
+# -- the constraint ----------------------------------------------------------------------------------------------------
+
+
+def test_going_back_leaves_no_trace(vocab: Vocab) -> None:
+    """After any walk of guessing, going back and settling, masks are those of a fresh constraint at the same place."""
+    rng = random.Random(1)
+    for _ in range(10):
+        constraint, settled = fresh(vocab), list[int]()
+        while not constraint.complete and len(settled) < 60:
+            guesses: list[int] = []
+            for _ in range(rng.randint(0, 6)):
+                if constraint.complete:
+                    break
+                if rng.random() < 0.5:
+                    constraint.forced_bytes()
+                token = int(rng.choice(np.flatnonzero(constraint.allowed(vocab.n_tokens)).tolist()))
+                constraint.advance(token)
+                guesses.append(token)
+            kept = guesses[: rng.randint(0, len(guesses))]
+            constraint.place(kept)
+            other = fresh(vocab)
+            for token in settled + kept:
+                other.settle(token)
+            assert constraint.complete == other.complete
+            assert (constraint.allowed(vocab.n_tokens) == other.allowed(vocab.n_tokens)).all()
+            assert constraint.forced_bytes() == other.forced_bytes()
+            if not constraint.complete:
+                kept.append(int(rng.choice(np.flatnonzero(constraint.allowed(vocab.n_tokens)).tolist())))
+            for token in kept:
+                constraint.settle(token)
+            settled += kept
+
+
+def test_the_mask_allows_what_the_bytes_allow(vocab: Vocab) -> None:
+    """Token by token, against the same grammar matched on single bytes: an independent way through the library."""
+    grammar = grammar_of(PARAMS.response_format, None)
+    assert grammar is not None
+    bytewise = grammar_module.compiled(grammar_module.library().LLTokenizer("byte"), grammar)
+    rng, n_checked = random.Random(2), 0
+    constraint = fresh(vocab)
+    while not constraint.complete:
+        mask = constraint.allowed(vocab.n_tokens + 3)  # logits can be wider than the vocabulary
+        assert not mask[-3:].any()
+        for token in range(vocab.n_tokens):
+            said = vocab.token_bytes(token)
+            n = bytewise.try_consume_tokens(list(said)) if said else 0
+            bytewise.rollback(n)
+            fits = bool(said) and n == len(said)
+            if token in vocab.eog:
+                fits = bytewise.is_accepting()
+            assert mask[token] == fits == bool(constraint.n_legal([token])), said
+            n_checked += fits
+        token = int(rng.choice(np.flatnonzero(mask).tolist()))
+        constraint.settle(token)
+        bytewise.try_consume_tokens(list(vocab.token_bytes(token)))
+    assert n_checked > 300
+
+
+def test_masking_at_an_earlier_place(vocab: Vocab) -> None:
+    """A draft model that catches up is judged by the mask of the place it is judged at."""
+    constraint, masks = fresh(vocab), []
+    row = np.arange(vocab.n_tokens, dtype=np.float32)
+    for _ in range(12):
+        masks.append(constraint.masked(row))
+        constraint.settle(int(np.flatnonzero(np.isfinite(masks[-1]))[0]))
+    for behind, expected in enumerate(reversed(masks), 1):
+        assert (constraint.masked(row, behind) == expected).all()
+    assert np.isfinite(expected).any()
+    assert (expected[np.isfinite(expected)] == row[np.isfinite(expected)]).all()
+
+
+def test_tables_of_token_texts(tiny: TinyFiles, vocab: Vocab) -> None:
+    for path in (tiny.spm, tiny.bpe):
+        with reference.load(path) as model:
+            each = [model.vocab.token_bytes(token) for token in range(model.vocab.n_tokens)]
+            assert model.vocab.token_table() == each
+    assert constraint_module.vocabulary_of(vocab) is constraint_module.vocabulary_of(vocab)
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("response_format", "complaint"),
+    [
+        ("json", "must be an object with a type"),
+        ({}, "type must be text, json_object or json_schema, not None"),
+        ({"type": "xml"}, "not 'xml'"),
+        ({"type": "json_schema"}, 'an object with a "schema" in it'),
+        ({"type": "json_schema", "json_schema": {"name": "x"}}, 'an object with a "schema" in it'),
+        (schema_format([1]), "a JSON schema is an object, not [1]"),
+        (schema_format({"type": "strin"}), "cannot be followed: Invalid type: strin"),
+        (schema_format({"type": "string", "pattern": "("}), "cannot be followed: regex parse error"),
+        (schema_format({"$ref": "https://example.com/x"}), "cannot be followed"),
+        (schema_format({"not": {"type": "string"}}), 'Unimplemented keys: ["not"]'),
+        (schema_format({"enum": []}), "Unsatisfiable"),
+        (schema_format(False), "Unsatisfiable"),
+        (schema_format({"minimum": float("nan")}), "is not JSON"),
+        (schema_format({"const": {1, 2}}), "is not JSON"),
+        (schema_format({"x-guidance": 3}), "x-guidance in a JSON schema must be an object"),
+        (schema_format({"description": "x" * (1 << 18)}), "at most 262144"),
+        (schema_format({"properties": {f"p{i}": {} for i in range(1001)}}), "1001 properties that may be left out"),
+        (
+            schema_format({"properties": {f"p{i}": {} for i in range(1001)}, "required": ["x", "x", [], "y"]}),
+            "1001 properties that may be left out",
+        ),
+    ],
+)
+def test_what_cannot_be_followed_gets_one_line_before_anything_runs(response_format: Any, complaint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        SamplingParams(response_format=response_format)
+    assert complaint in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_forms_exclude_one_another_and_endless_answers() -> None:
+    json_object = {"type": "json_object"}
+    with pytest.raises(UsageError, match="exclude each other"):
+        SamplingParams(response_format=json_object, grammar='root ::= "a"')
+    with pytest.raises(UsageError, match="ignore_eos"):
+        SamplingParams(response_format=json_object, ignore_eos=True)
+    SamplingParams(response_format={"type": "text"}, ignore_eos=True)
+
+
+def test_schemas_come_in_the_shapes_that_clients_send() -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+    shapes = [
+        schema_format(schema),
+        {"type": "json_schema", "json_schema": {"schema": schema}},
+        {"type": "json_schema", "schema": schema},
+        {"type": "json_object", "schema": schema},
+    ]
+    assert len({grammar_of(shape, None) for shape in shapes}) == 1
+    assert grammar_of({"type": "text"}, None) is None
+    assert grammar_of(None, None) is None
+
+
+def says(schema: dict[str, Any], text: str) -> bool:
+    """Whether a text follows a schema."""
+    grammar = grammar_of(schema_format(schema), None)
+    made = grammar_module.compiled(grammar_module.library().LLTokenizer("byte"), grammar or "")
+    return bool(made.try_consume_tokens(list(text.encode())) == len(text) and made.is_accepting())
+
+
+def test_formats_that_are_not_known_are_annotations() -> None:
+    for name in ("path", "password", "binary", "ipv4network", "int32", "uri-reference", "regex", "x y", 3, None):
+        text = {"type": "string", "format": name, "maxLength": 3}
+        places: list[tuple[Any, str]] = [
+            (text, "{}"),
+            ({"type": "array", "items": text}, "[{}]"),
+            ({"anyOf": [{"type": "null"}, text]}, "{}"),
+            ({"$ref": "#/$defs/a", "$defs": {"a": text}}, "{}"),
+            ({"type": "object", "properties": {"a": text}, "additionalProperties": False}, '{{"a": {}}}'),
+        ]
+        for schema, shape in places:
+            assert says(schema, shape.format('"a/b"')), schema
+            assert not says(schema, shape.format('"a/bc"')), schema
+            assert not says(schema, shape.format("3")), schema
+    assert says({"type": "integer", "format": "int64"}, "3")
+    for name, right, wrong in (("date", "2026-01-31", "31.1.2026"), ("ipv4", "127.0.0.1", "localhost")):
+        assert [says({"type": "string", "format": name}, f'"{word}"') for word in (right, wrong)] == [True, False]
+    # What is called so is no format: a property, a value.
+    named = {"type": "object", "properties": {"format": {"enum": ["path"]}}, "required": ["format"]}
+    assert [says(named | {"additionalProperties": False}, text) for text in ('{"format": "path"}', "{}")] == [
+        True,
+        False,
+    ]
+    assert says({"const": {"format": "path"}}, '{"format": "path"}')
+
+
+def test_whitespace_is_the_schemas_choice(vocab: Vocab) -> None:
+    schema = {"type": "array", "items": {"type": "integer"}}
+    one_line, spread, dense = "[1, 2]", "[ 1,\n  2 ]", "[1,2]"
+    assert [says(schema, t) for t in (one_line, spread, dense)] == [True, False, False]
+    free = schema | {"x-guidance": {"whitespace_flexible": True}}
+    assert [says(free, t) for t in (one_line, spread, dense)] == [True, True, True]
+    tight = schema | {"x-guidance": {"item_separator": ","}}
+    assert [says(tight, t) for t in (one_line, spread, dense)] == [False, False, True]
+
+
+def test_references_by_the_thousand_overflow_no_stack() -> None:
+    """Compiled on a thread with the usual stack, this ends the process."""
+    chain = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(4_000)}
+    SamplingParams(response_format=schema_format({"$defs": chain | {"a4000": {"type": "null"}}, "$ref": "#/$defs/a0"}))
+
+
+def test_without_the_library_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(EngineUnavailable, match=r"pip install 'llguidance"):
+        SamplingParams(response_format={"type": "json_object", "schema": {"title": "not seen before"}})
+    SamplingParams(response_format={"type": "text"})
+
+
+def test_free_answers_do_not_load_the_library(tiny: TinyFiles) -> None:
+    code = (
+        "import sys\nfrom localspec import LLM, SamplingParams\n"
+        f"with LLM({str(tiny.quick.target)!r}, draft='ngram', backend='reference', n_ctx=64) as llm:\n"
+        "    llm.generate('a', SamplingParams(max_tokens=3))\n"
+        "sys.exit('llguidance' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_compiled_grammars_are_kept_and_forgotten(vocab: Vocab) -> None:
+    known = constraint_module.vocabulary_of(vocab)
+    for i in itertools.count():
+        known.matcher(f'%llguidance {{"no_forcing": true}}\nstart: "{i}"')
+        if i > 2 * constraint_module.N_COMPILED:
+            break
+    assert known._compiled.cache_info().currsize == constraint_module.N_COMPILED
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_generate_answers_by_a_schema_and_by_a_grammar(tiny: TinyFiles, tmp_path: Path) -> None:
+    (tmp_path / "person.json").write_text(json.dumps(PERSON), encoding="utf-8")
+    (tmp_path / "answer.gbnf").write_text('root ::= "yes" | "no" # é', encoding="utf-8")
+    common = [
+        "generate",
+        tiny.quick.target,
+        "--draft",
+        "ngram",
+        "--backend",
+        "reference",
+        "--raw",
+        "-p",
+        "a",
+        "--ctx",
+        "300",
+    ]
+    done = localspec(*common, "--json-schema", tmp_path / "person.json", "--format", "events")
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    jsonschema.validate(json.loads(events[-1]["text"]), PERSON)
+    assert "grammar" in {guess["source"] for event in events[:-1] for guess in event["draft"]}
+    done = localspec(*common, "--grammar", tmp_path / "answer.gbnf")
+    assert done.stdout in (b"yes\n", b"no\n")
+
+
+@pytest.mark.parametrize(
+    ("option", "content", "complaint"),
+    [
+        ("--json-schema", None, "cannot be read: No such file"),
+        ("--json-schema", b"{", "is not JSON: Expecting property name"),
+        ("--json-schema", b'{"type": "strin"}', "the JSON schema cannot be followed: Invalid type: strin"),
+        ("--json-schema", b"\xff\xfb", "is not a UTF-8 text file"),
+        ("--json-schema", b"3", "a JSON schema is an object"),
+        ("--grammar", b"root ::= x", "rule root uses x, which is not defined"),
+        ("--grammar", b"", "must be the text of a GBNF grammar"),
+    ],
+)
+def test_a_bad_file_gets_one_line_before_a_model_is_loaded(
+    tmp_path: Path, option: str, content: bytes | None, complaint: str
+) -> None:
+    path = tmp_path / "form"
+    if content is not None:
+        path.write_bytes(content)
+    files = {"--json-schema": None, "--grammar": None} | {option: str(path)}
+    with pytest.raises(UsageError) as caught:
+        RunOptions("no-such-model", sampling=answer_form(*files.values()))
+    assert complaint in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_files_are_read_as_windows_programs_write_them(tmp_path: Path, encoding: str) -> None:
+    schema, grammar = tmp_path / "s.json", tmp_path / "g.gbnf"
+    schema.write_bytes('{"const": "ü"}\r\n'.encode(encoding))
+    grammar.write_bytes('# ü\r\nroot ::= "seven"\r\n'.encode(encoding))
+    assert answer_form(str(schema), None)["response_format"]["json_schema"]["schema"] == {"const": "ü"}
+    assert answer_form(None, str(grammar))["grammar"] == '# ü\nroot ::= "seven"\n'
+
+
+def test_the_command_ends_with_that_line(tmp_path: Path) -> None:
+    done = localspec("generate", "no-such-model", "-p", "x", "--json-schema", tmp_path / "none")
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert done.stderr.decode().count("\n") == 1
+    assert b"cannot be read" in done.stderr

@@ -1,0 +1,151 @@
+"""Structured output on real models and engines: always valid, drafted as plain, and what it costs.
+
+Greedy answers of a fast engine are compared as everywhere: every token that came out is fed again, one a pass, and must
+lie within the measured noise of the best token that the grammar allows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from localspec import LLM, Reply, SamplingParams
+from localspec.backends.base import FloatArray
+from localspec.sampling.constraint import constraint_for
+from tests.conftest import open_backend
+from tests.support.replaying import margins, rows_at_width, width_noise
+
+pytestmark = pytest.mark.real
+
+ARTICLE = (
+    "Maria Keller, 41, who runs the bakery Goldähre in Bern with three employees, said on 12 May 2024 that the price "
+    'of flour had risen by 18.5 percent. "We are not giving up," she said. Her shop opens at 06:30.'
+)
+
+
+def thing(properties: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+TEXT = {"type": "string", "maxLength": 80}
+AGE = {"type": "integer", "minimum": 0, "maximum": 150}
+SHARE = {"type": "number", "minimum": 0, "maximum": 100, "multipleOf": 0.5}
+NODE = thing(
+    {"label": {"type": "string", "maxLength": 20}, "child": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/n"}]}}
+)
+SCHEMAS: dict[str, Any] = {
+    "flat": thing({"name": TEXT, "age": AGE, "city": TEXT, "owner": {"type": "boolean"}}),
+    "nested": thing({"person": thing({"name": TEXT, "age": AGE}), "shop": thing({"name": TEXT})}),
+    "list": {"type": "array", "items": thing({"fact": TEXT, "sure": {"type": "boolean"}}), "maxItems": 3},
+    "choices": thing({"mood": {"enum": ["angry", "calm", "hopeful"]}, "topic": {"const": "bread & flour"}}),
+    "numbers": thing({"percent": SHARE, "staff": {"type": "integer", "multipleOf": 3, "maximum": 99, "minimum": -9}}),
+    "formats": thing({"day": {"type": "string", "format": "date"}, "opens": {"pattern": "^[0-2][0-9]:[0-5][0-9]$"}}),
+    "either": {"anyOf": [thing({"error": TEXT}), thing({"result": TEXT, "score": AGE})]},
+    "optional": thing({"title": TEXT, "note": {"type": ["string", "null"], "maxLength": 40}}) | {"required": ["title"]},
+    "recursive": {"$defs": {"n": NODE}, "$ref": "#/$defs/n"},
+    "letters of the world": thing({"größe": TEXT, "名前": TEXT, "emoji 😀": {"enum": ["😀", "👍🏽"]}}),
+    "spread": thing({"name": TEXT, "age": AGE}) | {"x-guidance": {"whitespace_pattern": "[ \\n]{1,4}"}},
+}
+SCHEMAS["formats"]["properties"]["opens"]["type"] = "string"
+
+
+QUESTION = [{"role": "user", "content": f"{ARTICLE}\n\nExtract what fits from this text, as JSON."}]
+
+
+def params(name: str, **more: Any) -> SamplingParams:
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMAS[name]}}
+    return SamplingParams(response_format=form, **({"max_tokens": budget(name)} | more))
+
+
+def budget(name: str) -> int:
+    """Tokens for an answer: nodes within nodes often have no end, which a few of them show."""
+    return 64 if name == "recursive" else 200
+
+
+def is_whole(name: str, reply: Reply) -> bool:
+    """Checks an answer, and says whether it came to its end; only nodes within nodes may go on beyond the budget."""
+    if reply.finish_reason == "length" and name == "recursive":
+        assert len(reply.token_ids) == budget(name)
+        return False
+    assert reply.finish_reason == "stop", reply.text
+    jsonschema.validate(json.loads(reply.text), SCHEMAS[name])
+    return True
+
+
+@pytest.fixture(scope="module", params=["smollm2-135m", "qwen2.5-coder-1.5b"])
+def llm(request: pytest.FixtureRequest, real_model: Callable[[str], Path]) -> Iterator[LLM]:
+    draft = ["ngram"]
+    if request.param.startswith("qwen"):
+        draft.append(str(real_model("qwen2.5-coder-0.5b")))
+    open_backend("ik-llama")
+    with LLM(real_model(request.param), draft=draft, n_ctx=1024, idle=False) as loaded:
+        yield loaded
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_answers_are_valid_and_drafted_ones_hold_when_replayed(llm: LLM, name: str) -> None:
+    replies = [llm.chat(QUESTION, params(name), draft_length=length) for length in (6, "auto")]
+    for reply in replies:
+        is_whole(name, reply)
+    prompt = llm.encode(QUESTION)
+    for answer in map(list, {tuple(reply.token_ids) for reply in replies}):
+        single = rows_at_width(1, llm, prompt, answer)
+        off = margins(allowed(llm, params(name), single, answer), answer)
+        assert off.max() <= 2 * width_noise(llm, prompt, answer, single), (
+            f"token {off.argmax()} is {off.max():.2f} from the best allowed"
+        )
+
+
+def allowed(llm: LLM, params: SamplingParams, rows: FloatArray, answer: list[int]) -> FloatArray:
+    """The rows of an answer with all that its grammar forbids masked."""
+    constraint = constraint_for(params, llm._pair.target.vocab)
+    assert constraint is not None
+    masked = []
+    for row, token in zip(rows, answer, strict=True):
+        masked.append(constraint.masked(row))
+        constraint.settle(token)
+    return np.stack(masked)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_sampled_answers_are_valid(llm: LLM, name: str) -> None:
+    for temperature, seed in ((0.6, None), (1.0, 7), (1.5, None)):
+        reply = llm.chat(QUESTION, params(name, temperature=temperature, seed=seed, top_p=0.95))
+        is_whole(name, reply)
+
+
+def test_every_guess_that_was_sent_was_legal(llm: LLM) -> None:
+    vocab, n_sent = llm._pair.target.vocab, 0
+    for name in ("flat", "list", "letters of the world"):
+        for temperature in (0.0, 1.0):
+            asking = params(name, temperature=temperature, max_tokens=80)
+            constraint = constraint_for(asking, vocab)
+            assert constraint is not None
+            for round_ in llm.rounds(QUESTION, asking, draft_length=6):
+                assert constraint.n_legal(round_.draft.ids) == len(round_.draft)
+                n_sent += len(round_.draft)
+                for token in round_.emitted:
+                    constraint.settle(token.id)
+    assert n_sent > 100
+
+
+def test_a_grammar(llm: LLM) -> None:
+    grammar = r'''root ::= "Mood: " ("calm" | "angry") "\n" line{2}
+line ::= "- " [A-Za-z ,.']{5,60} "\n"'''
+    for temperature in (0.0, 1.0):
+        reply = llm.chat(QUESTION, SamplingParams(grammar=grammar, temperature=temperature, max_tokens=200))
+        head, *lines = reply.text.split("\n")
+        assert head in ("Mood: calm", "Mood: angry")
+        assert [line[:2] for line in lines] == ["- ", "- ", ""]
+        assert reply.finish_reason == "stop"

@@ -1,0 +1,185 @@
+"""Embeddings as OpenAI's and Ollama's own Python packages see them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from localspec.backends.llama.embedding import EmbeddingModel
+from localspec.errors import EngineUnavailable
+from tests.support.embedders import N_CTX, N_EMBD, write_bert
+from tests.support.serving import serve_embeddings
+from tests.support.waiting import PATIENCE
+
+TEXTS = ["the cat sat on the mat.", "a dog", "the cat sat on the mat."]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddingModel]:
+    try:
+        model = EmbeddingModel(write_bert(tmp_path_factory.mktemp("bert") / "tiny-bert.gguf"))
+    except EngineUnavailable as error:
+        pytest.skip(str(error))
+    yield model
+    model.close()
+
+
+@pytest.fixture(autouse=True)
+def _everything_ends() -> None:
+    """In place of the other APIs': there is no chat to wait for."""
+
+
+@pytest.fixture(scope="module")
+def url(model: EmbeddingModel) -> Iterator[str]:
+    with serve_embeddings(model, aliases=["embed"]) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as made:
+        yield made
+
+
+def test_openai_s(model: EmbeddingModel, client: openai.OpenAI) -> None:
+    expected = [model.embed(model.tokenize(text)).tolist() for text in TEXTS]
+    n_tokens = sum(len(model.tokenize(text)) for text in TEXTS)
+    forms: list[Any] = [{}, {"encoding_format": "float"}]  # without, the package asks for base64, and decodes it
+    for form in forms:
+        found = client.embeddings.create(model="embed", input=TEXTS, **form)
+        assert [item.index for item in found.data] == [0, 1, 2]
+        rows = [item.embedding for item in found.data]
+        assert rows == expected
+        assert found.usage.total_tokens == found.usage.prompt_tokens == n_tokens
+    assert client.embeddings.create(model="tiny-bert", input=TEXTS[1]).data[0].embedding == expected[1]
+    tokens = model.tokenize(TEXTS[0])
+    assert client.embeddings.create(model="embed", input=tokens, dimensions=N_EMBD).data[0].embedding == expected[0]
+    assert client.embeddings.create(model="embed", input=[tokens]).data[0].embedding == expected[0]
+    assert [each.id for each in client.models.list()] == ["tiny-bert", "embed"]
+
+
+def test_llama_vscode_s(model: EmbeddingModel, url: str) -> None:
+    """It calls every model GPT-4; llama-server heeds no name here."""
+    body = json.dumps({"input": TEXTS[0], "model": "GPT-4", "encoding_format": "float"})
+    connection = http.client.HTTPConnection("127.0.0.1", int(url.rpartition(":")[2]), timeout=PATIENCE)
+    connection.request("POST", "/v1/embeddings", body, {"Content-Type": "application/json"})
+    found = json.loads(connection.getresponse().read())
+    connection.close()
+    assert found["model"] == "tiny-bert"  # whose it really is
+    assert found["data"][0]["embedding"] == model.embed(model.tokenize(TEXTS[0])).tolist()
+
+
+def test_ollama_s(model: EmbeddingModel, url: str) -> None:
+    ollama = pytest.importorskip("ollama")
+    client = ollama.Client(host=url, timeout=PATIENCE)
+    found = client.embed("embed:latest", TEXTS)
+    assert [list(row) for row in found.embeddings] == [model.embed(model.tokenize(text)).tolist() for text in TEXTS]
+    assert list(client.embeddings("embed", TEXTS[1]).embedding) == list(found.embeddings[1])
+    long = "cat " * 100
+    tokens = model.tokenize(long)
+    cut = [*tokens[: N_CTX - 1], tokens[-1]]
+    assert list(client.embed("embed", long).embeddings[0]) == model.embed(cut).tolist()
+    with pytest.raises(ollama.ResponseError, match=f"and {N_CTX} fit") as caught:
+        client.embed("embed", long, truncate=False)
+    assert caught.value.status_code == 400
+    with pytest.raises(ollama.ResponseError, match="makes embeddings"):
+        client.chat("embed", [{"role": "user", "content": "x"}])
+    with pytest.raises(ollama.ResponseError, match="there is no model 'other'"):
+        client.embed("other", TEXTS)
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "word"),
+    [
+        ({"input": "cat " * 100}, "BadRequestError", f"and {N_CTX} fit"),
+        ({"input": []}, "BadRequestError", "input"),
+        ({"input": ["a", ""]}, "BadRequestError", "none empty"),
+        ({"input": [["a"]]}, "BadRequestError", "token ids"),
+        ({"input": [99]}, "BadRequestError", "token id"),
+        ({"input": ["a"] * 2049}, "BadRequestError", "2048"),
+        ({"dimensions": 7}, "BadRequestError", "dimensions"),
+    ],
+)
+def test_a_wrong_request_is_one_clear_error(
+    client: openai.OpenAI, change: dict[str, Any], error: str, word: str
+) -> None:
+    with pytest.raises(getattr(openai, error), match=word):
+        client.embeddings.create(**{"model": "embed", "input": "a"} | change)
+
+
+def test_a_key_is_asked_for(model: EmbeddingModel) -> None:
+    with serve_embeddings(model, api_key="secret") as url:
+        for key, works in (("secret", True), ("wrong", False)):
+            with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=PATIENCE) as client:
+                if works:
+                    assert client.embeddings.create(model="", input="a").data
+                else:
+                    with pytest.raises(openai.AuthenticationError):
+                        client.embeddings.create(model="", input="a")
+
+
+def test_a_model_that_embeds_does_not_chat(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="makes embeddings"):
+        client.chat.completions.create(model="embed", messages=[{"role": "user", "content": "x"}])
+
+
+def test_the_command_tells_such_files_by_themselves(model: EmbeddingModel) -> None:
+    command = [sys.executable, "-m", "localspec", "serve", str(model.path), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        port = int(process.stdout.readline().rpartition(":")[2])
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+        body = json.dumps({"input": "a dog"}).encode()
+        connection.request("POST", "/v1/embeddings", body, {"Content-Type": "application/json"})
+        assert len(json.loads(connection.getresponse().read())["data"][0]["embedding"]) == N_EMBD
+        connection.close()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE) == 130
+        said = process.stderr.read()
+    assert f"embeddings of {N_EMBD} numbers" in said
+    assert "Traceback" not in said
+
+
+def test_a_chat_with_such_a_file_is_one_line(model: EmbeddingModel) -> None:
+    command = [sys.executable, "-m", "localspec", "generate", str(model.path), "-p", "x"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "is an embedding model" in done.stderr
+
+
+def test_a_request_of_many_texts_lets_others_in_between(
+    model: EmbeddingModel, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embed, order = EmbeddingModel.embed, list[int]()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def recorded(model: EmbeddingModel, tokens: Any) -> Any:
+        order.append(len(tokens))
+        begun.set()
+        assert go_on.wait(PATIENCE)
+        return embed(model, tokens)
+
+    monkeypatch.setattr(EmbeddingModel, "embed", recorded)
+    many, one = [[1]] * 300, [[1, 2, 3]]
+    slow = threading.Thread(target=lambda: client.embeddings.create(model="embed", input=many))
+    slow.start()
+    assert begun.wait(PATIENCE)
+    other = threading.Thread(target=lambda: client.embeddings.create(model="embed", input=one))
+    other.start()
+    go_on.set()  # there are texts enough for the other request to come meanwhile
+    for thread in (slow, other):
+        thread.join(PATIENCE)
+    assert sorted(order) == [1] * 300 + [3]
+    assert order[-1] == 1

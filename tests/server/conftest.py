@@ -1,0 +1,87 @@
+"""Fixtures of the server's tests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localspec import LLM
+from localspec.engine.worker import FairQueue, Job
+from tests.conftest import TinyFiles
+from tests.support.browsing import PATIENCE, WIDE
+from tests.support.endless import N_CTX, write_endless
+from tests.support.serving import Server, serve
+from tests.support.tabs import Tab
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: TinyFiles, module_home: Path) -> Iterator[LLM]:
+    with LLM(tiny.quick.target, draft="ngram", backend="reference", n_ctx=2048) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def server(llm: LLM) -> Iterator[Server]:
+    with serve(llm) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory, module_home: Path) -> Iterator[Server]:
+    """A server whose model does not stop by itself, and takes its time."""
+    path = write_endless(tmp_path_factory.mktemp("endless") / "endless.gguf")
+    with LLM(path, draft=None, backend="reference", n_ctx=N_CTX) as loaded, serve(loaded) as running:
+        decode = loaded._pair.context.decode
+
+        def slowly(*args: Any, **options: Any) -> Any:
+            time.sleep(0.01)
+            return decode(*args, **options)
+
+        loaded._pair.context.decode = slowly  # type: ignore[method-assign]
+        yield running
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The priorities of requests in the order in which their turn comes."""
+    found: list[int] = []
+    given = FairQueue._given
+
+    def recorded(self: FairQueue, job: Job) -> Job:
+        if job.request is not None:
+            found.append(job.priority)
+        return given(self, job)
+
+    monkeypatch.setattr(FairQueue, "_given", recorded)
+    return found
+
+
+@pytest.fixture
+def tab(browser: Any) -> Iterator[Callable[..., Tab]]:
+    """Opens tabs; at the end, none of them has reached for another server or complained."""
+    with ExitStack() as stack:
+        tabs: list[tuple[Tab, str]] = []
+
+        def new(url: str, **options: Any) -> Tab:
+            context = browser.new_context(**({"viewport": WIDE} | options))
+            stack.callback(context.close)
+            context.set_default_timeout(PATIENCE)
+            made = Tab(context.new_page())
+            tabs.append((made, url.partition("#")[0]))
+            made.page.goto(url)
+            made.until(
+                "() => document.getElementById('engine').textContent || !document.getElementById('key-form').hidden"
+                " || !document.getElementById('chat-alert').hidden"
+            )
+            return made
+
+        yield new
+        for each, url in tabs:
+            assert [address for address in each.addresses if not address.startswith((url, "data:"))] == []
+            assert each.complaints == []
+            assert each.run("() => window.hacked") is None

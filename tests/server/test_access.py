@@ -1,0 +1,272 @@
+"""What each kind of client is given: every address, asked by everybody, and no answer has what is not for them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.routing import Mount, Route
+
+from localspec import LLM, SamplingParams
+from localspec.engine.saved_chats import CONVERSATIONS
+from localspec.server.access import RULES, Client, Kind, public_names
+from localspec.server.app import build
+from localspec.server.embeddings import EmbeddingService
+from localspec.server.fields import ServerSettings
+from tests.conftest import TinyFiles
+from tests.support.serving import Server, serve
+from tests.support.waiting import PATIENCE
+
+KEY, SITE = "sesame", "https://notes.example"
+HEADERS: dict[str, dict[str, str]] = {
+    "program": {},
+    "own page": {"Origin": "http://127.0.0.1:{port}", "Sec-Fetch-Site": "same-origin"},
+    "proxied": {"X-Forwarded-For": "192.0.2.7"},
+    "another name": {"Host": "box.lan"},
+    "another computer": {"Authorization": f"Bearer {KEY}"},
+    "site": {"Origin": SITE, "Sec-Fetch-Site": "cross-site"},
+    "site with the key": {"Origin": SITE, "Authorization": f"Bearer {KEY}"},
+    "keyless": {},
+    "keyless site": {"Origin": SITE},
+    "foreign page": {"Origin": "https://evil.example"},
+    "rebound": {"Host": "evil.example"},
+}
+WITH_KEY = ("another computer", "site with the key", "keyless", "keyless site")
+"""Those that ask a server that listens to other computers; the others ask one that listens on this one alone."""
+
+KINDS = {
+    "program": Kind.LOCAL,
+    "own page": Kind.LOCAL,
+    "proxied": Kind.REMOTE,
+    "another name": Kind.REMOTE,
+    "another computer": Kind.REMOTE,
+    "site": Kind.SITE,
+    "site with the key": Kind.SITE,
+    "keyless": Kind.KEYLESS,
+    "keyless site": Kind.KEYLESS,
+}
+
+CHAT = [{"role": "user", "content": "say something"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": CHAT},
+    "/v1/completions": {"prompt": "say something"},
+    "/v1/responses": {"input": "say something"},
+    "/v1/messages": {"messages": CHAT},
+    "/v1/messages/count_tokens": {"messages": CHAT},
+    "/api/chat": {"messages": CHAT, "stream": False},
+    "/api/generate": {"prompt": "say something", "stream": False},
+    "/infill": {"input_prefix": "say", "input_suffix": "something"},
+    "/api/show": {"name": ""},
+    "/v1/localspec/conversations": {"messages": [{"role": "user", "content": "kept"}]},
+}
+OURS = {"ignore_eos": True, "localspec": {"draft_length": 4}, "seed": 1}
+FEW = {"/v1/responses": "max_output_tokens", "/infill": "n_predict"}
+"""What each calls the length of an answer, if not ``max_tokens``."""
+
+
+class House:
+    """Two servers of one model that drafts from private texts: one on this computer alone, one for others.
+
+    Attributes:
+        said: what the model answers to ``CHAT``; its end is in the corpora, and is not in the question.
+    """
+
+    def __init__(self, llm: LLM, local: Server, remote: Server, said: str, folder: Path) -> None:
+        self.llm, self.said, self.folder = llm, said, folder
+        self._local, self._remote = local, remote
+
+    def ask(self, who: str, method: str, path: str, body: Any = None) -> tuple[int, dict[str, str], bytes]:
+        server = self._remote if who in WITH_KEY else self._local
+        headers = {name: value.format(port=server.port) for name, value in HEADERS[who].items()}
+        if "Host" not in headers:
+            return server.ask(method, path, body, headers)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
+        data = json.dumps(body).encode() if body is not None else None
+        connection.request(method, path, data, {"Content-Type": "application/json"} | headers)
+        response = connection.getresponse()
+        answer = response.status, {n.lower(): v for n, v in response.getheaders()}, response.read()
+        connection.close()
+        return answer
+
+
+@pytest.fixture(scope="module")
+def house(tiny: TinyFiles, module_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    folder = tmp_path_factory.mktemp("clients") / "acme-merger"
+    folder.mkdir()
+    options: Any = {"backend": "reference", "n_ctx": 512, "idle": False, "remember": False}
+    with LLM(tiny.quick.target, None, **options) as plain:
+        said = plain.chat(CHAT, SamplingParams(max_tokens=24, ignore_eos=True, seed=1)).text
+    (folder / "a.txt").write_text("assistant\n" + said, encoding="utf-8", newline="")
+    (module_home / CONVERSATIONS).mkdir(mode=0o700, exist_ok=True)
+    kept = {"format": 1, "id": "0" * 16, "title": "t", "system": "", "settings": {}, "revision": 1}
+    kept |= {"created": 0.0, "updated": 0.0, "messages": [{"role": "assistant", "content": "assistant\n" + said}]}
+    (module_home / CONVERSATIONS / f"{'0' * 16}.json").write_text(json.dumps(kept))
+    draft = ["ngram", "recycled", f"corpus:{folder}", "corpus:chats"]
+    with ExitStack() as stack:
+        llm = stack.enter_context(LLM(tiny.quick.target, draft, **options))
+        # So that there is something that others' answers taught.
+        for _ in range(2):
+            llm.chat(CHAT, SamplingParams(max_tokens=24, ignore_eos=True, seed=1), draft_length=24)
+        local = stack.enter_context(serve(llm, origins=(SITE,), hosts=("box.lan",)))
+        remote = stack.enter_context(serve(llm, origins=(SITE,), api_key=KEY, host="0.0.0.0"))
+        yield House(llm, local, remote, said, folder)
+
+
+def addresses(house: House) -> list[tuple[str, str]]:
+    """Method and address of all routes that the application has."""
+    found = []
+    for route in build(house._local.service).routes:
+        if isinstance(route, Mount):
+            found.append(("GET", f"{route.path}/{{path:path}}"))
+        else:
+            assert isinstance(route, Route)
+            found += [(method, route.path) for method in sorted((route.methods or set()) - {"HEAD"})]
+    return found
+
+
+def filled(path: str) -> str:
+    return path.replace("{id}", "0" * 16).replace("{path:path}", "none.js").replace("{model:path}", "none")
+
+
+def body_for(method: str, path: str) -> Any:
+    if method not in ("POST", "PUT"):
+        return None
+    if path not in BODIES:
+        return {"messages": CHAT, "revision": 99}
+    own: dict[str, Any] = OURS | {FEW.get(path, "max_tokens"): 4}
+    if path.startswith("/api/"):
+        own = {"options": OURS | {"num_predict": 4}}
+    if path.endswith("/count_tokens"):
+        own = OURS
+    return BODIES[path] | ({} if path.endswith(("/show", "/conversations")) else own)
+
+
+def test_every_address_has_a_rule_and_every_rule_an_address(house: House, tiny: TinyFiles) -> None:
+    paths = {path for _, path in addresses(house)}
+    embedder: Any = SimpleNamespace(path=Path("x.gguf"))
+    of_embeddings = {route.path for route in EmbeddingService(embedder, ServerSettings()).application().routes}  # type: ignore[attr-defined]
+    assert of_embeddings <= set(RULES)
+    assert paths == set(RULES)
+
+
+@pytest.mark.parametrize("who", HEADERS)
+def test_who_is_answered(house: House, who: str) -> None:
+    for method, path in addresses(house):
+        status, headers, answer = house.ask(who, method, filled(path), body_for(method, path))
+        what = (method, path, status, answer[:200])
+        if who in ("foreign page", "rebound"):
+            assert status == 403, what
+            assert "access-control-allow-origin" not in headers
+        elif KINDS[who] in RULES[path]:
+            assert status not in (401, 403), what
+            assert status < 300 or path not in BODIES or path == "/infill", what  # which this model cannot
+        else:
+            assert status == (401 if KINDS[who] is Kind.KEYLESS else 403), what
+        text = answer.decode()
+        # No path, nor a part of one, is in any answer to anybody.
+        assert "acme-merger" not in text, what
+        assert str(house.folder.parent) not in text, what
+        # Figures about all clients' requests name what drafted for others, to those who may see them.
+        if who not in ("program", "own page") and path not in ("/v1/localspec/stats", "/metrics"):
+            assert "corpus" not in text, what
+            assert "recycled" not in text, what
+
+
+@pytest.mark.parametrize("who", KINDS)
+@pytest.mark.parametrize("own", [{"draft_length": 24}, {"draft": "auto", "draft_length": 24}, {}])
+def test_whose_texts_are_drafted(house: House, who: str, own: dict[str, Any]) -> None:
+    body: dict[str, Any] = {"messages": CHAT, "max_tokens": 24, "seed": 1, "ignore_eos": True, "stream": True}
+    body |= {"stream_options": {"localspec_rounds": True, "include_usage": True}, "localspec": own}
+    status, _, answer = house.ask(who, "POST", "/v1/chat/completions", body)
+    if KINDS[who] is Kind.KEYLESS:
+        assert status == 401
+        return
+    chunks = [json.loads(line[6:]) for line in answer.decode().splitlines() if line.startswith("data: {")]
+    rounds = [chunk["localspec"]["round"] for chunk in chunks if "round" in chunk.get("localspec", {})]
+    (last,) = [chunk["localspec"] for chunk in chunks if "stats" in chunk.get("localspec", {})]
+    sources = {token["source"] for one in rounds for token in (*one["draft"], *one["emitted"])} - {"target"}
+    sources |= set(last["stats"]["by_source"])
+    private = {source for source in sources if source.startswith(("corpus", "recycled"))}
+    if KINDS[who] is Kind.LOCAL:
+        assert private or not own, (sources, "nothing was drafted from them: this shows nothing")
+        assert last["draft"] == ["ngram", "recycled", "corpus", "corpus:chats"]
+    else:
+        assert not private
+        assert last["draft"] == ["ngram"]
+
+
+@pytest.mark.parametrize("who", ["proxied", "another computer", "site", "site with the key"])
+@pytest.mark.parametrize("name", ["corpus", "corpus:chats", "recycled", "corpus:{folder}"])
+def test_they_cannot_be_asked_for_by_name(house: House, who: str, name: str) -> None:
+    own = {"draft": ["auto", name.format(folder=house.folder)]}
+    status, _, answer = house.ask(who, "POST", "/v1/completions", {"prompt": "x", "max_tokens": 1, "localspec": own})
+    error = json.loads(answer)["error"]
+    assert (status, error["param"]) == (400, "localspec.draft")
+    assert error["message"].endswith("there is ngram")
+    assert house.ask("program", "POST", "/v1/completions", {"prompt": "x", "max_tokens": 1, "localspec": own})[0] == 200
+
+
+def test_an_answer_that_is_kept_is_for_who_asked_for_it(house: House) -> None:
+    for who, others in (
+        ("program", {"own page": 200, "proxied": 404, "site": 404}),
+        ("site", {"program": 200, "site": 200, "proxied": 404}),
+        ("another computer", {"another computer": 200, "site with the key": 404}),
+    ):
+        _, _, answer = house.ask(who, "POST", "/v1/responses", {"input": "my PIN is 4711", "max_output_tokens": 1})
+        name, item = json.loads(answer)["id"], json.loads(answer)["output"][0]["id"]
+        for other, status in others.items():
+            assert house.ask(other, "GET", f"/v1/responses/{name}")[0] == status, (who, other)
+            more = {"input": "go on", "previous_response_id": name, "max_output_tokens": 1}
+            found, _, answer = house.ask(other, "POST", "/v1/responses", more)
+            assert found == (200 if status == 200 else 400), (who, other)
+            more = {"input": [{"type": "item_reference", "id": item}, *CHAT], "max_output_tokens": 1}
+            found, _, answer = house.ask(other, "POST", "/v1/responses", more)
+            assert found == (200 if status == 200 else 400), (who, other, answer)
+        refused = [other for other, status in others.items() if status != 200]
+        assert all(house.ask(other, "DELETE", f"/v1/responses/{name}")[0] == 404 for other in refused)
+        assert house.ask(who, "DELETE", f"/v1/responses/{name}")[0] == 200
+
+
+def test_how_much_of_a_prompt_was_known_is_not_for_a_site(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    about = house.llm.parallel_info() | {"passes": {"rows": {"prompts": 4711}}}  # as where several are answered
+    monkeypatch.setattr(LLM, "parallel_info", lambda llm: about)
+    prompt = "the vault code is zebra quartz nineteen, " * 3
+    house.ask("program", "POST", "/v1/completions", {"prompt": prompt, "max_tokens": 1})
+    for who, cached in (("program", True), ("site", False)):
+        _, _, answer = house.ask(who, "POST", "/v1/completions", {"prompt": prompt, "max_tokens": 1})
+        whole = json.loads(answer)
+        assert (whole["usage"]["prompt_tokens_details"]["cached_tokens"] > 0) == cached
+        assert (whole["localspec"]["stats"]["cached_tokens"] > 0) == cached
+        _, _, answer = house.ask(who, "GET", "/v1/localspec/stats")
+        stats = json.loads(answer)
+        assert ("totals" in stats, "prefix_cache" in stats, "passes" in stats["parallel"]) == (cached, cached, cached)
+
+
+def test_a_window_of_an_editor_is_its_own(house: House) -> None:
+    service = house._local.service
+    mine, theirs = (service.seen_by(client) for client in (Client(), Client(Kind.SITE, SITE)))
+    text = "".join(f"line {i}: the PIN is {i * 4711}\n" for i in range(60))
+    mine.windows.joined(0, text)
+    assert theirs.windows.joined(0, text[500:]) == text[500:]
+    assert mine.windows.joined(0, text[500:]) == text
+    assert service.seen_by(Client()).windows is mine.windows
+    assert theirs.slots is not mine.slots
+
+
+def test_names_have_no_folders() -> None:
+    loaded = ["ngram", "a/draft", "b/draft", "corpus:/srv/acme", "corpus:chats", "corpus:C:\\acme\\x", "corpus"]
+    assert public_names(loaded) == {
+        "ngram": "ngram",
+        "draft": "a/draft",
+        "draft-2": "b/draft",
+        "corpus": "corpus:/srv/acme",
+        "corpus:chats": "corpus:chats",
+        "corpus3": "corpus:C:\\acme\\x",
+        "corpus4": "corpus",
+    }

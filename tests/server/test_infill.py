@@ -1,0 +1,406 @@
+"""``/infill`` and ``suffix``: what llama.vim, llama.vscode and OpenAI's package send, to a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from localspec import LLM, SamplingParams
+from localspec.server.fields import ApiError, Fields
+from localspec.server.infill import LineRules, infill_request
+from localspec.server.requests import ServedModel
+from localspec.server.service import MAX_CHARACTERS, MAX_WINDOWS, Slots, Windows, join
+from tests.conftest import TinyFiles
+from tests.support.serving import Server, serve
+from tests.support.waiting import PATIENCE, Brake, wait_until
+
+BEFORE, TYPED, BEHIND = "def area(r):\n" * 12, "    return the ", "\n\nprint(area(2))\n"
+EXTRA = [{"text": "he re in an\n", "time": [1, 2], "filename": "b.py"}]
+VIM: dict[str, Any] = {
+    "id_slot": 0,
+    "input_prefix": BEFORE,
+    "input_suffix": BEHIND,
+    "input_extra": EXTRA,
+    "prompt": TYPED,
+    "n_predict": 24,
+    "stop": [],
+    "n_indent": 0,
+    "top_k": 40,
+    "top_p": 0.90,
+    "samplers": ["top_k", "top_p", "infill"],
+    "stream": False,
+    "cache_prompt": True,
+    "t_max_prompt_ms": 500,
+    "t_max_predict_ms": 0,
+    "model": "",
+}
+"""What llama.vim sends after a key stroke."""
+
+VIM_FIELDS = [
+    "content",
+    "timings/prompt_n",
+    "timings/prompt_ms",
+    "timings/prompt_per_token_ms",
+    "timings/prompt_per_second",
+    "timings/predicted_n",
+    "timings/predicted_ms",
+    "timings/predicted_per_token_ms",
+    "timings/predicted_per_second",
+    "truncated",
+    "tokens_cached",
+]
+ENDLESS = {"n_predict": 900, "ignore_eos": True, "localspec": {"off": True}}
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: TinyFiles, module_home: Path) -> Iterator[LLM]:
+    with LLM(tiny.fim.target, draft=["ngram", tiny.fim.draft], backend="reference", n_ctx=2048) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def server(llm: LLM) -> Iterator[Server]:
+    with serve(llm, params=SamplingParams(temperature=1.5)) as running:
+        yield running
+
+
+def infill(server: Server, **changes: Any) -> dict[str, Any]:
+    status, _, body = server.ask("POST", "/infill", VIM | changes)
+    assert status == 200, body
+    found: dict[str, Any] = json.loads(body)
+    return found
+
+
+def says(text: str) -> dict[str, Any]:
+    return {"grammar": f"root ::= {json.dumps(text)}", "n_predict": 200}
+
+
+# -- what is said ------------------------------------------------------------------------------------------------------
+
+
+def test_a_suggestion_is_the_library_s(llm: LLM, server: Server) -> None:
+    """Greedy, though the server's chats are not: samplers with ``infill`` leave no choice by chance."""
+    params = SamplingParams(max_tokens=24, top_k=40, top_p=0.9)
+    expected = llm.fill(BEFORE + TYPED, BEHIND, params, context_files=[("b.py", "he re in an\n")])
+    found = infill(server)
+    assert found["content"] == expected.text
+    assert found["stop"] is True
+    assert found["stop_type"] == ("eos" if expected.finish_reason == "stop" else "limit")
+    assert found["tokens_evaluated"] == expected.stats["prompt_tokens"]
+    assert found["tokens_predicted"] == len(expected.token_ids)
+    assert found["tokens_cached"] == expected.stats["prompt_tokens"] + len(expected.token_ids)
+    assert found["generation_settings"]["n_ctx"] == 2048
+    assert (found["truncated"], found["id_slot"], found["has_new_line"]) == (False, 0, "\n" in expected.text)
+
+
+def test_the_fields_that_llama_vim_wants_and_no_others(server: Server) -> None:
+    found = infill(server, response_fields=VIM_FIELDS)
+    assert list(found) == VIM_FIELDS
+    assert found["timings/prompt_ms"] > 0
+    assert found["timings/predicted_n"] > 0
+
+
+def test_timings_count_what_was_read_and_drafted(server: Server) -> None:
+    infill(server)
+    found = infill(server, prompt=TYPED + "a", localspec={"draft_length": 4})
+    timings, stats = found["timings"], found["localspec"]["stats"]
+    assert timings["cache_n"] > timings["prompt_n"] > 0
+    assert timings["cache_n"] + timings["prompt_n"] == found["tokens_evaluated"]
+    assert timings["draft_n"] >= timings["draft_n_accepted"] > 0
+    assert timings["draft_n_accepted"] == stats["num_accepted_tokens"]
+    assert timings["predicted_per_second"] == pytest.approx(
+        1e3 * timings["predicted_n"] / timings["predicted_ms"], rel=1e-6
+    )
+
+
+def test_it_comes_in_pieces(server: Server) -> None:
+    status, headers, body = server.ask("POST", "/infill", VIM | {"stream": True})
+    assert (status, headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+    events = [json.loads(line[6:]) for line in body.decode().splitlines() if line.startswith("data: {")]
+    assert [each["stop"] for each in events] == [False] * (len(events) - 1) + [True]
+    assert "".join(each["content"] for each in events) == infill(server)["content"]
+    assert events[-1]["timings"]["predicted_n"] > 0
+    assert b"[DONE]" not in body  # llama-server's own addresses have none
+
+
+def test_extra_context_is_read_while_nobody_asks(llm: LLM, server: Server) -> None:
+    """llama.vim's and llama.vscode's way to have new chunks read."""
+    llm.generate("on in the an " * 20, SamplingParams(max_tokens=2))
+    nothing = {"input_prefix": "", "input_suffix": "", "prompt": "", "n_predict": 0, "samplers": []}
+    extra = [{"text": "an on in he re\n" * 20, "filename": "c.py"}]
+    assert infill(server, **nothing, input_extra=extra, response_fields=[""]) == {}
+    assert infill(server, **nothing, input_extra=extra)["content"] == ""
+    assert llm.wait_idle(PATIENCE)
+    read = len(llm.fill_prompt("", "", [("c.py", extra[0]["text"])]).tokens) - 2
+    assert infill(server, input_extra=extra)["timings"]["cache_n"] == read
+
+
+def test_a_line_further_left_ends_it(server: Server) -> None:
+    text = "the\n\n    in\n  an\non"
+    assert infill(server, **says(text))["content"] == text
+    assert infill(server, **says(text), n_indent=2)["content"] == "the\n\n    in\n  an"
+    found = infill(server, **says(text), n_indent=4)
+    assert (found["content"], found["stop_type"]) == ("the\n\n    in", "limit")
+
+
+def test_a_stop_string_ends_it(server: Server) -> None:
+    found = infill(server, **says("the\nin\nan"), stop=["\n"])
+    assert (found["content"], found["stop_type"]) == ("the", "word")
+
+
+def test_time_ends_an_answer_of_several_lines(server: Server) -> None:
+    text = "an\n" * 150
+    found = infill(server, **says(text) | {"n_predict": 900}, t_max_predict_ms=1)
+    assert 3 <= len(found["content"]) < len(text)
+    line = "an " * 150
+    assert infill(server, **says(line) | {"n_predict": 900}, t_max_predict_ms=1)["content"] == line
+
+
+def test_what_is_held_back_comes_in_the_end() -> None:
+    rules = LineRules(2, None)
+    assert [rules.push(text) for text in ("a\n", " ", " b", "  \n")] == ["a", "", "\n  b", ""]
+    assert rules.finish() == "  \n"
+    rules = LineRules(2, None)
+    assert [rules.push(text) for text in ("a", "\n b")] == ["a", ""]
+    assert rules.over
+
+
+def test_what_slides_out_of_the_editor_s_window_stays(server: Server) -> None:
+    lines = [f"line {i * i} of the area in an on\n" for i in range(40)]
+
+    def read(slot: int, last: int) -> int:
+        """Tokens read anew, where the editor shows 20 lines before the cursor."""
+        found = infill(server, id_slot=slot, input_prefix="".join(lines[last - 20 : last]), prompt="", input_extra=[])
+        return int(found["timings"]["prompt_n"])
+
+    window = read(9, 20)
+    assert window > 200
+    assert all(read(9, last) < window / 3 for last in range(21, 40))
+    # llama.vscode names no slot: a window goes on from the one that it overlaps with.
+    read(-1, 20)
+    assert all(read(-1, last) < window / 3 for last in range(21, 40))
+    assert read(7, 30) > window / 2  # another editor's slot, which has shown nothing yet
+
+
+def test_only_windows_of_one_text_are_joined() -> None:
+    text = "".join(f"line {i}\n" for i in range(300))
+    old, new = text[:2000], text[16:2010]
+    assert join(old, new) == text[:2010]
+    assert join(old + "something that was suggested", new) == text[:2010]
+    assert join("", new) == join("another text", new) == new
+    assert join(old, new[:300] + "x" * 1500) == new[:300] + "x" * 1500
+    assert join(text[:3000], text[1700:2800]) == text[1700:2800]  # more than two windows
+
+
+def test_few_windows_are_remembered() -> None:
+    windows, text = Windows(), "".join(f"line {i}\n" for i in range(100))
+    for slot in range(MAX_WINDOWS + 1):
+        windows.joined(slot, text)
+    assert windows.joined(0, text[7:]) == text[7:]
+    assert windows.joined(MAX_WINDOWS, text[7:]) == text
+    long = text * (MAX_CHARACTERS // len(text) + 1)
+    windows.joined(1, long)
+    assert windows.joined(1, long[7:]) == long[7:]
+    assert windows.joined(None, text) == text
+
+
+def test_windows_without_a_slot_are_told_apart_by_their_text() -> None:
+    one, two = ("".join(f"{word} {i}\n" for i in range(100)) for word in ("line", "row"))
+    windows = Windows()
+    for text in (one, two):
+        assert windows.joined(None, text) == text
+    assert windows.joined(None, one[7:] + "and") == one + "and"
+    assert windows.joined(None, two[6:]) == two
+    assert windows.joined(None, one[14:] + "and more") == one + "and more"  # both are there still
+    assert windows.joined(None, one[7:60]) == one[7:60]  # too little to be told apart
+    assert windows.joined(3, one[7:]) == one[7:]  # what has a slot is another editor's
+    near, far = one[:400] + two, one
+    windows = Windows()
+    for text in (near, far):
+        windows.joined(None, text)
+    assert windows.joined(None, far[7:]) == far  # both have its beginning: the longer overlap it is
+    for i in range(MAX_WINDOWS):
+        windows.joined(None, f"{i} " * 200)
+    assert windows.joined(None, far[14:]) == far[14:]
+
+
+# -- a newer request ---------------------------------------------------------------------------------------------------
+
+
+def begun(server: Server, **changes: Any) -> tuple[threading.Thread, list[tuple[int, dict[str, Any]]]]:
+    """A request that runs, and where its answer will be."""
+    answers: list[tuple[int, dict[str, Any]]] = []
+
+    def ask() -> None:
+        status, _, body = server.ask("POST", "/infill", VIM | ENDLESS | changes)
+        answers.append((status, json.loads(body)))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    wait_until(lambda: server.service.llm.busy, "it runs")
+    return thread, answers
+
+
+def test_a_newer_request_takes_the_slot(server: Server) -> None:
+    thread, answers = begun(server)
+    newer = infill(server, prompt=TYPED + "a")
+    thread.join(PATIENCE)
+    ((status, refusal),) = answers
+    assert (status, refusal["error"]["code"]) == (409, "superseded")
+    assert newer["timings"]["predicted_n"] > 0
+    server.wait_idle()
+
+
+def test_a_request_that_is_refused_leaves_the_older_one_alone(llm: LLM) -> None:
+    with serve(llm, queue=0) as server, Brake(llm) as brake:
+        thread, answers = begun(server, n_predict=100)
+        brake.wait()
+        status, _, refusal = server.ask("POST", "/infill", VIM)
+        assert (status, json.loads(refusal)["error"]["code"]) == (429, "queue_full")
+        brake.release()
+        thread.join(PATIENCE)
+    assert answers[0][0] == 200
+    assert answers[0][1]["tokens_predicted"] == 100
+
+
+def test_a_newer_request_may_be_gone_before_the_older_one_has_cleaned_up() -> None:
+    async def older(slots: Slots, begun: asyncio.Event, cleaned_up: asyncio.Event) -> None:
+        with slots.newest(0):
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await cleaned_up.wait()
+
+    async def both() -> None:
+        slots, begun, cleaned_up = Slots(), asyncio.Event(), asyncio.Event()
+        task = asyncio.create_task(older(slots, begun, cleaned_up))
+        await begun.wait()
+        with slots.newest(0):
+            pass
+        cleaned_up.set()
+        await task
+
+    with pytest.raises(ApiError) as refused:
+        asyncio.run(both())
+    assert (refused.value.status, refused.value.code) == (409, "superseded")
+
+
+def test_other_slots_wait_for_their_turn(server: Server) -> None:
+    thread, answers = begun(server, n_predict=100)
+    assert infill(server, id_slot=1)["stop"] is True
+    assert infill(server, id_slot=-1)["stop"] is True
+    thread.join(PATIENCE)
+    assert answers[0][0] == 200
+
+
+def test_reading_ahead_takes_no_slot(server: Server) -> None:
+    thread, answers = begun(server, n_predict=100)
+    assert infill(server, n_predict=0)["content"] == ""
+    thread.join(PATIENCE)
+    assert answers[0][0] == 200
+
+
+def test_an_editor_that_hangs_up_frees_the_engine(server: Server) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
+    body = json.dumps(VIM | ENDLESS | {"id_slot": -1}).encode()
+    connection.request("POST", "/infill", body, {"Content-Type": "application/json"})
+    wait_until(lambda: server.service.llm.busy, "it runs")
+    connection.close()
+    server.wait_idle()
+    assert infill(server)["stop"] is True
+
+
+# -- what makes no sense -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "param"),
+    [
+        ("input_prefix", 5, "input_prefix"),
+        ("input_suffix", ["x"], "input_suffix"),
+        ("prompt", [1, 2], "prompt"),
+        ("input_extra", "text", "input_extra"),
+        ("input_extra", ["text"], "input_extra[0]"),
+        ("input_extra", [{"text": 1}], "input_extra[0].text"),
+        ("n_predict", -2, "n_predict"),
+        ("n_indent", -1, "n_indent"),
+        ("id_slot", "a", "id_slot"),
+        ("t_max_predict_ms", "long", "t_max_predict_ms"),
+        ("samplers", "infill", "samplers"),
+        ("stop", [1], "stop"),
+        ("lora", [{"id": 0}], "lora"),
+    ],
+)
+def test_wrong_requests_are_told_where(field: str, value: Any, param: str) -> None:
+    with pytest.raises(ApiError) as error:
+        infill_request(Fields(VIM | {field: value}), ServedModel(SamplingParams(), ["ngram"], 100))
+    assert (error.value.status, error.value.param) == (400, param)
+
+
+def test_temperature_counts_where_it_is_a_sampler() -> None:
+    def temperature(**changes: Any) -> float:
+        body = VIM | {"temperature": 0.7} | changes
+        return infill_request(
+            Fields(body), ServedModel(SamplingParams(temperature=1.0), [], 100)
+        ).options.params.temperature
+
+    assert temperature() == 0
+    assert temperature(samplers=["top_k", "temperature"]) == 0.7
+    assert temperature(samplers=None) == 0.7
+    assert temperature(samplers=None, temperature=None) == 0
+
+
+def test_a_model_that_cannot_says_so(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(tiny.quick.target, draft=None, backend="reference", n_ctx=256) as llm, serve(llm) as server:
+        for path, body in (("/infill", VIM), ("/v1/completions", {"prompt": "a", "suffix": "b"})):
+            status, _, said = server.ask("POST", path, body)
+            assert status == 400
+            assert "no fill-in-the-middle tokens" in json.loads(said)["error"]["message"]
+        status, _, said = server.ask("POST", "/v1/completions", {"prompt": "a", "suffix": "", "max_tokens": 2})
+        assert status == 200  # nothing to fill in: as OpenAI's own
+
+
+# -- suffix ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_suffix_by_openai_s_package(llm: LLM, server: Server) -> None:
+    expected = llm.fill(BEFORE, BEHIND, SamplingParams(max_tokens=16))
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
+        ask: Any = {"model": llm.model_name, "prompt": BEFORE, "suffix": BEHIND, "max_tokens": 16, "temperature": 0}
+        found = client.completions.create(**ask, extra_body={"localspec": {"draft_length": 4}})
+        assert found.choices[0].text == expected.text
+        assert found.usage is not None
+        assert found.usage.prompt_tokens == expected.stats["prompt_tokens"]
+        assert found.usage.completion_tokens_details is not None
+        assert found.usage.completion_tokens_details.accepted_prediction_tokens
+        pieces = [chunk.choices[0].text for chunk in client.completions.create(**ask, stream=True)]
+        assert "".join(pieces) == expected.text
+        with pytest.raises(openai.BadRequestError, match="prompt must be a text where there is a suffix"):
+            client.completions.create(model=llm.model_name, prompt=[1, 2], suffix="x")
+
+
+def test_marks_that_an_editor_wrote_itself(llm: LLM, server: Server) -> None:
+    """Zed and Continue have the forms of prompts built in, and send a text."""
+
+    def ask(before: str) -> dict[str, Any]:
+        prompt = f"<|fim_prefix|>{before}<|fim_suffix|>{BEHIND}<|fim_middle|>"
+        status, _, body = server.ask(
+            "POST", "/v1/completions", {"prompt": prompt, "max_tokens": 16, "temperature": 0, "stop": ["<|endoftext|>"]}
+        )
+        assert status == 200
+        found: dict[str, Any] = json.loads(body)
+        return found
+
+    assert ask(BEFORE)["choices"][0]["text"] == llm.fill(BEFORE, BEHIND, SamplingParams(max_tokens=16)).text
+    next_one = ask(BEFORE + "x")["usage"]
+    assert next_one["prompt_tokens_details"]["cached_tokens"] > next_one["prompt_tokens"] // 2
+    assert llm.marked_fill_prompt("<|fim_prefix|>a<|fim_suffix|>") is None

@@ -1,0 +1,488 @@
+"""A field of a request is honoured, refused by name, or on the list of ignored ones: never dropped silently."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localspec import SamplingParams
+from localspec.server import known_fields as known
+from localspec.server.anthropic import count_request, messages_request
+from localspec.server.fields import ApiError, Fields
+from localspec.server.infill import infill_request
+from localspec.server.known_fields import Known
+from localspec.server.ollama import ollama_chat_request, ollama_generate_request
+from localspec.server.requests import ServedModel, chat_request, completion_request
+from localspec.server.responses import responses_request
+
+SERVED = ServedModel(SamplingParams(temperature=0.7, max_tokens=99, seed=5), ["ngram"], 1000)
+THINKER = ServedModel(SamplingParams(), ["ngram"], 1000, thinks=True)
+USER = {"role": "user", "content": "hi"}
+FUNCTION = {"name": "f", "description": "F.", "parameters": {"type": "object"}}
+TOOL = {"type": "function", "function": FUNCTION}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+SCHEMA = {"type": "object"}
+
+Check = Callable[[Fields, ServedModel], Any]
+REQUESTS: dict[str, tuple[Check, dict[str, Any]]] = {
+    "chat": (chat_request, {"messages": [USER]}),
+    "completions": (completion_request, {"prompt": "hi"}),
+    "responses": (responses_request, {"input": "hi"}),
+    "messages": (messages_request, {"max_tokens": 9, "messages": [USER]}),
+    "count": (count_request, {"messages": [USER]}),
+    "ollama chat": (ollama_chat_request, {"messages": [USER]}),
+    "ollama generate": (ollama_generate_request, {"prompt": "hi"}),
+    "infill": (infill_request, {"input_prefix": "a", "input_suffix": "b"}),
+}
+
+
+def refusal(kind: str, change: Mapping[str, Any], served: ServedModel = SERVED) -> ApiError:
+    check, body = REQUESTS[kind]
+    with pytest.raises(ApiError) as caught:
+        check(Fields({**body, **change}), served)
+    assert caught.value.status == 400
+    assert "\n" not in caught.value.message
+    return caught.value
+
+
+def asked(kind: str, change: Mapping[str, Any], served: ServedModel = SERVED) -> Any:
+    check, body = REQUESTS[kind]
+    return check(Fields({**body, **change}), served)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "path", "near"),
+    [
+        ("chat", {"max_token": 5}, "max_token", "max_tokens"),
+        ("chat", {"Temperature": 0}, "Temperature", "temperature"),
+        ("chat", {"zzz": False}, "zzz", ""),
+        ("chat", {"x" * 100_000: 1}, "x" * 60, ""),
+        (
+            "chat",
+            {"stream": True, "stream_options": {"include_usages": True}},
+            "stream_options.include_usages",
+            "usage",
+        ),
+        ("chat", {"response_format": {"type": "json_object", "shema": SCHEMA}}, "response_format.shema", "schema"),
+        (
+            "chat",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schem": SCHEMA}}},
+            "response_format.json_schema.schem",
+            "schema",
+        ),
+        ("chat", {"tools": [TOOL | {"functions": 1}]}, "tools[0].functions", "function"),
+        (
+            "chat",
+            {"tools": [{"type": "function", "function": FUNCTION | {"parameter": {}}}]},
+            "parameter",
+            "parameters",
+        ),
+        ("chat", {"tools": [TOOL], "tool_choice": {"type": "function", "fun": {}}}, "tool_choice.fun", "function"),
+        ("chat", {"messages": [USER | {"contents": "x"}]}, "messages[0].contents", "content"),
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "texts": "y"}]}]},
+            "messages[0].content[0].texts",
+            "text",
+        ),
+        (
+            "chat",
+            {"messages": [USER, {"role": "assistant", "tool_calls": [CALL | {"functoin": 1}]}]},
+            "messages[1].tool_calls[0].functoin",
+            "function",
+        ),
+        ("chat", {"localspec": {"drafts": "ngram"}}, "localspec.drafts", "draft"),
+        ("chat", {"prediction": {"type": "content", "contents": "x"}}, "prediction.contents", "content"),
+        ("completions", {"max_token": 5}, "max_token", "max_tokens"),
+        ("responses", {"max_tokens": 5}, "max_tokens", "max_output_tokens"),
+        ("responses", {"reasoning": {"efort": "low"}}, "reasoning.efort", "effort"),
+        ("responses", {"stream_options": {"include_usage": True}}, "stream_options.include_usage", ""),
+        ("responses", {"text": {"formats": {}}}, "text.formats", "format"),
+        ("responses", {"text": {"format": {"type": "json_schema", "schemas": {}}}}, "text.format.schemas", "schema"),
+        ("responses", {"input": [USER | {"contents": 1}]}, "input[0].contents", "content"),
+        ("responses", {"tools": [{"type": "function", "name": "f", "params": {}}]}, "tools[0].params", "parameters"),
+        ("messages", {"stop": ["x"]}, "stop", "stop_sequences"),
+        ("messages", {"thinking": {"type": "enabled", "budget": 5}}, "thinking.budget", "budget_tokens"),
+        ("messages", {"tools": [{"name": "f", "parameters": {}}]}, "tools[0].parameters", ""),
+        ("messages", {"messages": [USER | {"contents": "x"}]}, "messages[0].contents", "content"),
+        ("count", {"max_tokens": 5}, "max_tokens", ""),
+        ("ollama chat", {"option": {}}, "option", "options"),
+        ("ollama chat", {"options": {"num_predct": 5}}, "options.num_predct", "num_predict"),
+        ("ollama chat", {"messages": [USER | {"image": []}]}, "messages[0].image", "images"),
+        ("ollama generate", {"sufix": "x"}, "sufix", "suffix"),
+        ("infill", {"input_sufix": "x"}, "input_sufix", "input_suffix"),
+        ("infill", {"input_extra": [{"txt": "x"}]}, "input_extra[0].txt", "text"),
+    ],
+)
+def test_a_field_that_is_unknown_is_refused_and_the_nearest_named(
+    kind: str, change: dict[str, Any], path: str, near: str
+) -> None:
+    error = refusal(kind, change)
+    assert error.code == "unknown_parameter"
+    assert (error.param or "").endswith(path)
+    assert path in error.message
+    assert not near or near in error.message.partition("did you mean")[2]
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_a_field_without_a_value_is_absent(kind: str) -> None:
+    asked(kind, {"no_such_field": None})
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "path"),
+    [
+        ("chat", {"functions": [FUNCTION]}, "functions"),
+        ("chat", {"function_call": "auto"}, "function_call"),
+        ("chat", {"audio": {"voice": "x"}}, "audio"),
+        ("chat", {"web_search_options": {}}, "web_search_options"),
+        ("chat", {"moderation": {"model": "x"}}, "moderation"),
+        ("chat", {"chat_template": "{{ x }}"}, "chat_template"),
+        ("chat", {"mirostat": 2}, "mirostat"),
+        ("chat", {"typical_p": 0.9}, "typical_p"),
+        ("chat", {"min_tokens": 5}, "min_tokens"),
+        ("chat", {"guided_json": SCHEMA}, "guided_json"),
+        ("chat", {"skip_special_tokens": False}, "skip_special_tokens"),
+        ("chat", {"stop_token_ids": [3]}, "stop_token_ids"),
+        ("chat", {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].custom"),
+        ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ("chat", {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages[0].function_call"),
+        ("chat", {"messages": [{"role": "user"}]}, "messages[0].content"),
+        ("chat", {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ("chat", {"continue_final_message": True}, "continue_final_message"),
+        ("chat", {"messages": [{"role": "assistant", "content": "a", "prefix": True}, USER]}, "messages[0].prefix"),
+        ("completions", {"messages": [USER]}, "messages"),
+        ("completions", {"best_of": 2}, "best_of"),
+        ("completions", {"echo": True, "logprobs": 1}, "echo"),
+        ("infill", {"response_fields": ["content", 5]}, "response_fields"),
+        ("responses", {"truncation": "auto"}, "truncation"),
+        ("responses", {"background": True}, "background"),
+        ("responses", {"conversation": "conv_1"}, "conversation"),
+        ("responses", {"prompt": {"id": "x"}}, "prompt"),
+        ("responses", {"include": ["message.output_text.logprobs"]}, "include"),
+        ("responses", {"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id"),
+        ("responses", {"input": [{"type": "image_generation_call", "id": "x"}]}, "input[0].type"),
+        ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ("responses", {"tool_choice": {"type": "web_search_preview"}}, "tool_choice.type"),
+        ("messages", {"container": "x"}, "container"),
+        ("messages", {"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ("messages", {"thinking": {"type": "sometimes"}}, "thinking.type"),
+        ("ollama chat", {"options": {"mirostat": 1}}, "options.mirostat"),
+        ("ollama chat", {"options": {"tfs_z": 0.5}}, "options.tfs_z"),
+        ("ollama chat", {"logprobs": True}, "logprobs"),
+        ("ollama chat", {"format": "xml"}, "format"),
+        ("ollama chat", {"messages": [USER | {"images": ["aa"]}]}, "messages[0].images"),
+        ("ollama generate", {"template": "{{ .Prompt }}"}, "template"),
+        ("ollama generate", {"context": [1]}, "context"),
+        ("ollama generate", {"images": ["aa"]}, "images"),
+        ("ollama generate", {"raw": True, "system": "S"}, "system"),
+        ("ollama generate", {"raw": True, "think": True}, "think"),
+        ("infill", {"lora": [{"id": 0}]}, "lora"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_by_name(kind: str, change: dict[str, Any], path: str) -> None:
+    error = refusal(kind, change)
+    assert error.param == path
+    assert path.rpartition(".")[2] in error.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("chat", {"functions": [], "function_call": None, "audio": None, "modalities": ["text"], "echo": False}),
+        ("chat", {"mirostat": 0, "typical_p": 1.0, "xtc_probability": 0, "dry_multiplier": 0.0, "min_tokens": 0}),
+        ("chat", {"skip_special_tokens": True, "stop_token_ids": [], "best_of": 1, "priority": 0, "top_logprobs": 0}),
+        ("chat", {"user": "u", "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "verbosity": "low"}),
+        ("completions", {"add_special_tokens": True, "user": "u"}),
+        ("responses", {"truncation": "disabled", "background": False, "include": ["reasoning.encrypted_content"]}),
+        ("messages", {"metadata": {"user_id": "u"}, "mcp_servers": [], "context_management": {"edits": []}}),
+        (
+            "ollama chat",
+            {"options": {"mirostat": 0, "tfs_z": 1.0, "num_ctx": 4096}, "keep_alive": "5m", "truncate": True},
+        ),
+        ("ollama generate", {"template": "", "context": [], "images": [], "system": ""}),
+        ("ollama generate", {"raw": True, "think": False}),
+    ],
+)
+def test_what_asks_for_nothing_passes(kind: str, change: dict[str, Any]) -> None:
+    asked(kind, change)
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_seed_minus_one_is_a_fresh_one(kind: str) -> None:
+    change: dict[str, Any] = {"seed": -1}
+    found = asked(kind, {"options": change} if kind.startswith("ollama") else change)
+    assert found.options.params.seed is None  # not the server's own 5
+    again = asked(kind, {"options": {"seed": 7}} if kind.startswith("ollama") else {"seed": 7})
+    assert again.options.params.seed == 7
+
+
+def test_the_newer_name_of_a_bound_goes_first() -> None:
+    for change, bound in (
+        ({"max_tokens": 3, "max_completion_tokens": 4}, 4),
+        ({"max_tokens": 3, "max_completion_tokens": None}, 3),
+        ({"max_tokens": 3, "max_completion_tokens": -1}, 3),
+        ({"n_predict": 6}, 6),
+    ):
+        assert asked("chat", change).options.params.max_tokens == bound
+
+
+@pytest.mark.parametrize(
+    ("effort", "think"),
+    {
+        "none": "off",
+        "minimal": "low",
+        "low": "low",
+        "medium": "medium",
+        "high": "high",
+        "xhigh": "high",
+        "max": "high",
+    }.items(),
+)
+def test_efforts(effort: str, think: str) -> None:
+    for kind, change in (
+        ("chat", {"reasoning_effort": effort}),
+        ("chat", {"chat_template_kwargs": {"reasoning_effort": effort}}),
+        ("responses", {"reasoning": {"effort": effort}}),
+    ):
+        assert asked(kind, change, THINKER).options.think == think
+        assert asked(kind, change).options.think == "auto"  # clients send them to any model
+    if effort not in ("none", "minimal"):
+        assert asked("messages", {"output_config": {"effort": effort}}, THINKER).options.think == think
+        assert asked("ollama chat", {"think": effort}, THINKER).options.think == think
+
+
+def test_variables_of_the_template_are_passed_on() -> None:
+    found = asked("chat", {"chat_template_kwargs": {"enable_thinking": False, "mood": "calm"}}, THINKER)
+    assert (found.options.think, found.options.variables) == ("off", {"mood": "calm"})
+
+
+def test_how_a_prompt_ends() -> None:
+    begun = [USER, {"role": "assistant", "content": "I"}]
+    for change, ending in (
+        ({}, "assistant"),
+        ({"add_generation_prompt": False}, "none"),
+        ({"continue_final_message": True}, "continue"),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "continue"),
+        ({"messages": [USER, begun[1] | {"prefix": True}]}, "continue"),
+    ):
+        assert asked("chat", {"messages": begun, **change}).options.ending == ending
+    both = {"messages": begun, "continue_final_message": True, "add_generation_prompt": True}
+    assert refusal("chat", both).param == "continue_final_message"
+    assert asked("messages", {"messages": begun}).options.ending == "continue"
+    assert asked("ollama chat", {"messages": begun}).options.ending == "continue"
+    assert asked("responses", {"input": begun}).options.ending == "assistant"
+
+
+def test_what_an_answer_said_is_its_content() -> None:
+    parts = [{"type": "text", "text": "No"}, {"type": "refusal", "refusal": ", I won't."}]
+    for message, content, thought in (
+        ({"content": parts}, "No, I won't.", None),
+        ({"content": None, "refusal": "No."}, "No.", None),
+        ({"content": None}, None, None),
+        ({}, None, None),
+        ({"content": "", "reasoning": "Hm."}, "", "Hm."),
+    ):
+        (found,) = asked("chat", {"messages": [{"role": "assistant"} | message]}).messages
+        assert (found["content"], found["reasoning_content"]) == (content, thought)
+    tool = {
+        "role": "tool",
+        "tool_call_id": "c",
+        "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+    }
+    assert asked("chat", {"messages": [USER, tool]}).messages[1]["content"] == "ab"
+
+
+def test_only_some_of_the_tools_may_be_allowed() -> None:
+    other = {"type": "function", "function": FUNCTION | {"name": "g"}}
+    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "g"}}]}
+    found = asked("chat", {"tools": [TOOL, other], "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}})
+    assert [tool["function"]["name"] for tool in found.tools.tools] == ["g"]
+    assert found.tools.required
+    tools = [{"type": "function", "name": name, "parameters": SCHEMA} for name in "fg"]
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}
+    chat = asked("responses", {"tools": tools, "tool_choice": choice}).chat
+    assert [tool["function"]["name"] for tool in chat.tools.tools] == ["f"]
+    assert not chat.tools.required
+
+
+def test_items_of_responses() -> None:
+    items = [
+        USER,
+        {
+            "type": "reasoning",
+            "id": "rs_1",
+            "summary": [{"type": "summary_text", "text": "Hm."}],
+            "encrypted_content": "x",
+        },
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "id": "fc_1", "status": "completed"},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "seven"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}], "id": "msg_1"},
+        {"role": "developer", "content": "Be kind."},
+    ]
+    messages = asked("responses", {"input": items}).chat.messages
+    assert [message["role"] for message in messages] == [
+        "user",
+        "assistant",
+        "assistant",
+        "tool",
+        "assistant",
+        "system",
+    ]
+    assert [message["content"] for message in messages[3:]] == ["seven", "No.", "Be kind."]
+    assert messages[1]["reasoning_content"] == "Hm."
+
+
+# -- the clients' own types, and the documentation ---------------------------------------------------------------------
+
+
+def _types() -> list[tuple[Known, str, str]]:
+    chat, responses, anthropic = "openai.types.chat", "openai.types.responses", "anthropic.types"
+    return [
+        (known.CHAT, f"{chat}.completion_create_params", "CompletionCreateParamsBase"),
+        (known.CHAT, f"{chat}.completion_create_params", "CompletionCreateParamsStreaming"),
+        (known.COMPLETIONS, "openai.types.completion_create_params", "CompletionCreateParamsBase"),
+        (known.EMBEDDINGS, "openai.types.embedding_create_params", "EmbeddingCreateParams"),
+        (known.CHAT_MESSAGE, chat, "ChatCompletionDeveloperMessageParam"),
+        (known.CHAT_MESSAGE, chat, "ChatCompletionSystemMessageParam"),
+        (known.CHAT_MESSAGE, chat, "ChatCompletionUserMessageParam"),
+        (known.CHAT_MESSAGE, chat, "ChatCompletionAssistantMessageParam"),
+        (known.CHAT_MESSAGE, chat, "ChatCompletionToolMessageParam"),
+        (known.PART, chat, "ChatCompletionContentPartTextParam"),
+        (known.REFUSAL_PART, chat, "ChatCompletionContentPartRefusalParam"),
+        (known.TOOL_CALL, f"{chat}.chat_completion_message_function_tool_call_param",
+         "ChatCompletionMessageFunctionToolCallParam"),
+        (known.TOOL_CALL, f"{chat}.chat_completion_message_custom_tool_call_param",
+         "ChatCompletionMessageCustomToolCallParam"),
+        (known.CALLED_FUNCTION, f"{chat}.chat_completion_message_function_tool_call_param", "Function"),
+        (known.TOOL, chat, "ChatCompletionFunctionToolParam"),
+        (known.TOOL, chat, "ChatCompletionCustomToolParam"),
+        (known.FUNCTION, "openai.types.shared_params", "FunctionDefinition"),
+        (known.TOOL_CHOICE, chat, "ChatCompletionNamedToolChoiceParam"),
+        (known.TOOL_CHOICE, chat, "ChatCompletionAllowedToolChoiceParam"),
+        (known.TOOL_CHOICE, chat, "ChatCompletionNamedToolChoiceCustomParam"),
+        (known.ALLOWED_TOOLS, chat, "ChatCompletionAllowedToolsParam"),
+        (known.STREAM_OPTIONS, chat, "ChatCompletionStreamOptionsParam"),
+        (known.PREDICTION, chat, "ChatCompletionPredictionContentParam"),
+        (known.RESPONSE_FORMAT, "openai.types.shared_params", "ResponseFormatJSONSchema"),
+        (known.JSON_SCHEMA, "openai.types.shared_params.response_format_json_schema", "JSONSchema"),
+        (known.RESPONSES, f"{responses}.response_create_params", "ResponseCreateParamsBase"),
+        (known.RESPONSES, f"{responses}.response_create_params", "ResponseCreateParamsStreaming"),
+        (known.RESPONSES_MESSAGE, responses, "EasyInputMessageParam"),
+        (known.RESPONSES_MESSAGE, responses, "ResponseOutputMessageParam"),
+        (known.PART, responses, "ResponseInputTextParam"),
+        (known.PART, responses, "ResponseOutputTextParam"),
+        (known.REFUSAL_PART, responses, "ResponseOutputRefusalParam"),
+        (known.FUNCTION_CALL, responses, "ResponseFunctionToolCallParam"),
+        (known.FUNCTION_CALL_OUTPUT, f"{responses}.response_input_item_param", "FunctionCallOutput"),
+        (known.REASONING_ITEM, responses, "ResponseReasoningItemParam"),
+        (known.ITEM_REFERENCE, f"{responses}.response_input_item_param", "ItemReference"),
+        (known.RESPONSES_TOOL, responses, "FunctionToolParam"),
+        (known.RESPONSES_TOOL_CHOICE, responses, "ToolChoiceFunctionParam"),
+        (known.RESPONSES_TOOL_CHOICE, responses, "ToolChoiceAllowedParam"),
+        (known.REASONING, "openai.types.shared_params", "Reasoning"),
+        (known.TEXT, responses, "ResponseTextConfigParam"),
+        (known.TEXT_FORMAT, responses, "ResponseFormatTextJSONSchemaConfigParam"),
+        (known.MESSAGES, f"{anthropic}.message_create_params", "MessageCreateParamsBase"),
+        (known.MESSAGES, f"{anthropic}.message_create_params", "MessageCreateParamsStreaming"),
+        (known.MESSAGES, f"{anthropic}.beta.message_create_params", "MessageCreateParamsBase"),
+        (known.COUNT_TOKENS, f"{anthropic}.message_count_tokens_params", "MessageCountTokensParams"),
+        (known.COUNT_TOKENS, f"{anthropic}.beta.message_count_tokens_params", "MessageCountTokensParams"),
+        (known.ANTHROPIC_MESSAGE, f"{anthropic}.user_message_param", "UserMessageParam"),
+        (known.ANTHROPIC_MESSAGE, f"{anthropic}.assistant_message_param", "AssistantMessageParam"),
+        (known.ANTHROPIC_MESSAGE, f"{anthropic}.system_message_param", "SystemMessageParam"),
+        (known.PART, anthropic, "TextBlockParam"),
+        (known.TOOL_USE, anthropic, "ToolUseBlockParam"),
+        (known.TOOL_RESULT, anthropic, "ToolResultBlockParam"),
+        (known.THINKING_BLOCK, anthropic, "ThinkingBlockParam"),
+        (known.REDACTED_THINKING, anthropic, "RedactedThinkingBlockParam"),
+        (known.ANTHROPIC_TOOL, anthropic, "ToolParam"),
+        (known.ANTHROPIC_TOOL_CHOICE, anthropic, "ToolChoiceToolParam"),
+        (known.OUTPUT_CONFIG, anthropic, "OutputConfigParam"),
+        (known.OUTPUT_CONFIG, f"{anthropic}.beta", "BetaOutputConfigParam"),
+        (known.THINKING, anthropic, "ThinkingConfigEnabledParam"),
+        (known.THINKING, anthropic, "ThinkingConfigAdaptiveParam"),
+        (known.OUTPUT_FORMAT, anthropic, "JSONOutputFormatParam"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("table", "module", "name"), [pytest.param(*row, id=row[2]) for row in _types()])
+def test_all_that_openai_s_and_anthropic_s_packages_can_send_is_known(table: Known, module: str, name: str) -> None:
+    package = pytest.importorskip(module)
+    if not hasattr(package, name):
+        pytest.skip(f"this version of the package has no {name}")
+    sent = set(get_type_hints(getattr(package, name)))
+    assert sent
+    assert sent - set(table.names) == set()
+
+
+def test_all_that_ollama_s_package_can_send_is_known() -> None:
+    types = pytest.importorskip("ollama._types")
+    for table, model in (
+        (known.OLLAMA_CHAT, types.ChatRequest),
+        (known.OLLAMA_GENERATE, types.GenerateRequest),
+        (known.OLLAMA_EMBED, types.EmbedRequest),
+        (known.OLLAMA_EMBEDDINGS, types.EmbeddingsRequest),
+        (known.OLLAMA_SHOW, types.ShowRequest),
+        (known.OLLAMA_OPTIONS, types.Options),
+        (known.OLLAMA_MESSAGE, types.Message),
+        (known.TOOL, types.Tool),
+        (known.CALLED_FUNCTION, types.Message.ToolCall.Function),
+    ):
+        assert set(model.model_fields) - set(table.names) == set(), model
+
+
+def _tables() -> list[Known]:
+    return [table for table in vars(known).values() if isinstance(table, Known)]
+
+
+def test_the_documentation_lists_what_is_ignored() -> None:
+    reasons: dict[str, set[str]] = {}
+    for table in _tables():
+        for name, reason in table.ignored.items():
+            reasons.setdefault(reason, set()).add(name)
+    page = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+?) \| ((?:`\w+`(?:, )?)+) \|$", page.partition("## Ignored fields")[2], re.MULTILINE)
+    assert {reason: set(re.findall(r"`(\w+)`", names)) for reason, names in rows} == reasons
+
+
+def test_no_field_is_in_a_table_twice() -> None:
+    for table in _tables():
+        assert len(table.names) == len(table.honoured) + len(table.ignored) + len(table.refused)
+        assert set(table.off) <= set(table.refused) | table.honoured | set(table.ignored)
+
+
+# -- anything at all ---------------------------------------------------------------------------------------------------
+
+_NAMES = sorted({name for table in _tables() for name in table.names})
+_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 40)
+    | st.floats()
+    | st.sampled_from(["", "x", "auto", "text", "function"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(_NAMES), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(REQUESTS)), st.data())
+def test_no_body_is_an_internal_error(kind: str, data: st.DataObject) -> None:
+    check, body = REQUESTS[kind]
+    table = {"chat": known.CHAT, "completions": known.COMPLETIONS, "responses": known.RESPONSES, "infill": known.INFILL,
+             "messages": known.MESSAGES, "count": known.COUNT_TOKENS, "ollama chat": known.OLLAMA_CHAT,
+             "ollama generate": known.OLLAMA_GENERATE}[kind]  # fmt: skip
+    change = data.draw(st.dictionaries(st.sampled_from(sorted(table.honoured)), _VALUES, max_size=4))
+    with suppress(ApiError):
+        check(Fields({**body, **change}), THINKER)

@@ -1,0 +1,497 @@
+"""The page of ``localspec serve`` in a real Chromium, clicked and typed at, with a real (tiny) model behind it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localspec import LLM, SamplingParams
+from localspec.spec_decode.drafters import FREE_DRAFTERS
+from localspec.spec_decode.drafters.names import FROM_STATES
+from tests.conftest import TinyFiles
+from tests.support.browsing import CONTRAST
+from tests.support.serving import Server, serve
+from tests.support.tabs import Tab
+
+QUESTION = "a"
+"""The tiny model's answer to it has tokens of every kind."""
+
+HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>&lt;b&gt;\u2028${hacked}"
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: TinyFiles, module_home: Path) -> Iterator[LLM]:
+    with LLM(tiny.quick.target, draft=["ngram", tiny.quick.draft], backend="reference", n_ctx=1024) as loaded:
+        yield loaded
+
+
+def test_what_shared_passes_were_for_is_said_after_an_answer(
+    tab: Callable[..., Tab], tiny: TinyFiles, module_home: Path
+) -> None:
+    with LLM(tiny.quick.target, "ngram", backend="reference", n_ctx=1024, parallel=2) as llm, serve(llm) as running:
+        it = tab(running.url)
+        it.ask(QUESTION)
+        it.until("() => document.getElementById('shared').textContent")
+        passes = llm.parallel_info()["passes"]
+        assert it.page.text_content("#shared") == "Shared with other chats: on average 1.0 answers at once."
+        assert not it.page.is_visible("#shared-details")
+        it.page.get_by_text("Details").click()
+        line = it.page.inner_text("#shared-details")
+        assert line.startswith(f"{passes['passes']} passes of the model since the server started;")
+        n_rows = sum(passes["rows"].values())
+        # The page rounds a half upwards; Python's format would round it to the even number.
+        own, drafts, prompts = (f"{int(100 * (n / n_rows) + 0.5)} %" for n in passes["rows"].values())
+        assert line.endswith(f"rows {own} were next tokens, {drafts} guesses, {prompts} prompts.")
+
+
+# -- the chat ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_shows_every_token_in_the_style_of_its_origin(
+    tab: Callable[..., Tab], server: Server, llm: LLM
+) -> None:
+    it = tab(server.url)
+    assert llm.model_name in it.page.text_content("#engine")
+    it.page.select_option("#draft-length", "4")
+    said = it.ask(QUESTION)
+    stream = llm.rounds([{"role": "user", "content": QUESTION}], SamplingParams(), draft_length=4)
+    expected: list[tuple[str, str, str]] = []
+    kinds = set()
+    rounds = [round_.as_event() for round_ in stream]
+    slots = {"model": "s0", "ngram": "s1"}
+    for round_ in rounds:
+        good = [
+            ("SPAN", f"token accepted {slots[t['source']]}", t["text"])
+            for t in round_["emitted"]
+            if t["kind"] == "accepted"
+        ]
+        bad = [
+            ("DEL", "token rejected", g["text"].replace("\n", "↵").replace("\t", "⇥"))
+            for g in round_["draft"]
+            if not g["accepted"]
+        ]
+        own = [("SPAN", f"token {t['kind']}", t["text"]) for t in round_["emitted"] if t["kind"] != "accepted"]
+        expected += [entry for entry in good + bad + own if entry[2]]
+        kinds |= {entry[1] for entry in good + bad + own}
+    rest = stream.reply.text[len("".join(t["text"] for round_ in rounds for t in round_["emitted"])) :]
+    expected += [("SPAN", "token plain", rest)] if rest else []  # the answer may end in half of a character
+    assert kinds >= {"token accepted s0", "token rejected", "token recovered", "token bonus"}
+    shown = it.run(
+        "() => [...document.querySelector('.answer').children].map((t) => [t.tagName, t.className, t.textContent])"
+    )
+    assert [tuple(entry) for entry in shown] == expected
+    assert said == stream.reply.text
+    # The figures are the answer's.
+    stats = stream.reply.stats
+    right = f"{stats['num_accepted_tokens']} of {stats['num_draft_tokens']}"
+    assert it.page.text_content("#acceptance") == right
+    assert it.page.text_content("#length") == f"{stats['mean_acceptance_length']:.2f}"
+    assert float(it.page.text_content("#speed")) > 0
+    faster = it.page.text_content("#faster")
+    assert re.fullmatch(r"×\d+\.\d\d|unknown", faster)  # of its own times, not of those of the reply above
+    figures = it.page.text_content(".turn-figures")
+    assert f"{right} guesses right" in figures
+    assert (faster in figures) == faster.startswith("×")
+    assert it.page.locator("#strip > i").count() == min(72, len(rounds))
+    assert it.page.locator("#strip .wrong").count() > 0
+
+
+def test_every_drafter_has_a_name_and_a_style_of_the_legend(tab: Callable[..., Tab], server: Server) -> None:
+    it = tab(server.url)
+    kinds = ["model", "grammar", "corpus", *FREE_DRAFTERS, *FROM_STATES]
+    script = """async (sources) => {
+        const {slot, sourceName} = await import("/page/words.js");
+        return sources.map((source) => [slot(source), sourceName(source)]);
+    }"""
+    looks = dict(zip(kinds, it.run(script, kinds), strict=True))
+    assert it.run(script, [f"{kind}2" for kind in kinds]) == list(looks.values())  # the second of its kind
+    assert len({name for _, name in looks.values()}) == len(kinds)
+    assert [kind for kind, (_, name) in looks.items() if name == kind] == ["grammar", "head"]  # those are its names
+    # Those that read the target's states look alike, those that cost nothing too, and no others.
+    assert len({slot for slot, _ in looks.values()}) == len(kinds) - len(FROM_STATES) + 1 - len(FREE_DRAFTERS) + 1
+    for group in (FROM_STATES, FREE_DRAFTERS):
+        assert len({looks[kind][0] for kind in group}) == 1
+    for slot, _ in looks.values():
+        assert it.page.locator(f"#legend .accepted.s{slot}").count() == 1
+
+
+def test_a_conversation_and_its_settings_reach_the_server(tab: Callable[..., Tab], server: Server) -> None:
+    it = tab(server.url)
+    first = it.ask("hello")
+    it.page.locator("#speculation").click()
+    assert it.page.is_disabled("#draft-length")
+    it.page.fill("#temperature", "0.5")
+    it.page.fill("#max-tokens", "7")
+    it.ask("go on")
+    assert it.page.text_content("#acceptance") == "none made"
+    assert it.page.text_content("#faster") == "plain"  # nothing is estimated where nothing was guessed
+    assert re.fullmatch(
+        r"plain, [\d.]+ tok/s", it.page.text_content(".turn:last-of-type .turn-figures").split(" · ")[0]
+    )
+    assert it.page.locator(".turn:last-of-type .answer .token:not(.plain)").count() == 0
+    it.page.locator("#speculation").click()
+    it.page.select_option("#draft-length", "3")
+    it.page.fill("#max-tokens", "")
+    it.page.get_by_role("button", name="New chat").click()
+    assert it.page.locator(".turn").count() == 0
+    it.page.fill("#question", "tell me")
+    it.page.get_by_role("button", name="Send").click()
+    it.until("() => document.querySelectorAll('.turn').length")
+    it.idle()
+    one, two, three = it.asked
+    assert one["messages"] == [{"role": "user", "content": "hello"}]
+    assert one["localspec"] == {"draft_length": "auto"}
+    assert one["max_tokens"] == 1024
+    assert "temperature" not in one
+    assert [message["content"] for message in two["messages"]] == ["hello", first, "go on"]
+    assert [message["role"] for message in two["messages"]] == ["user", "assistant", "user"]
+    assert (two["localspec"], two["temperature"], two["max_tokens"]) == ({"off": True}, 0.5, 7)
+    assert three["messages"] == [{"role": "user", "content": "tell me"}]
+    assert three["localspec"] == {"draft_length": 3}
+    assert "max_tokens" not in three
+
+
+def test_rejected_guesses_can_be_hidden_and_are_never_copied(tab: Callable[..., Tab], server: Server) -> None:
+    it = tab(server.url)
+    it.page.select_option("#draft-length", "4")
+    said = it.ask(QUESTION)
+    rejected = it.page.locator(".answer .rejected")
+    assert rejected.count() > 0
+    assert not rejected.first.is_visible()  # the view to read in shows what was said, and nothing else
+    it.page.get_by_label("Tokens", exact=True).check()
+    assert rejected.first.is_visible()
+    copied = (
+        "() => { getSelection().selectAllChildren(document.querySelector('.answer')); return String(getSelection()); }"
+    )
+    assert it.run(copied).rstrip() == said.rstrip()
+    it.page.get_by_label("Show rejected guesses").uncheck()
+    assert not rejected.first.is_visible()
+    assert it.page.locator("#legend .rejected").is_visible()
+    it.page.get_by_label("Show rejected guesses").check()
+    assert rejected.first.is_visible()
+
+
+def test_stop_by_click_and_key(tab: Callable[..., Tab], endless: Server) -> None:
+    it = tab(endless.url)
+    for stop in (lambda: it.page.get_by_role("button", name="Stop").click(), lambda: it.press("Escape")):
+        it.say("go on")
+        it.until("() => document.querySelectorAll('.turn:last-of-type .answer .token').length > 5")
+        assert it.page.is_disabled("#send")
+        assert it.page.get_attribute("#talk", "aria-busy") == "true"
+        it.say("meanwhile")  # not sent, and not lost
+        assert it.page.input_value("#question") == "meanwhile"
+        it.page.fill("#question", "")
+        stop()
+        it.idle()
+        endless.wait_idle()
+        assert it.page.text_content(".turn:last-of-type .turn-figures").endswith("stopped")
+        assert it.page.get_attribute("#talk", "aria-busy") == "false"
+    # What was said until then is part of the conversation.
+    first, second = it.asked
+    assert second["messages"][1]["role"] == "assistant"
+    assert second["messages"][1]["content"]
+    assert len(first["messages"]) == 1
+    assert len(second["messages"]) == 3
+
+
+def test_everything_works_from_the_keyboard(tab: Callable[..., Tab], server: Server) -> None:
+    it = tab(server.url)
+    focused = "() => document.activeElement.id"
+    assert it.run(focused) == "question"
+    it.page.keyboard.type("one")
+    it.press("Shift+Enter")
+    it.page.keyboard.type("two")
+    it.press("Enter")
+    it.until("() => document.querySelectorAll('.turn').length")
+    it.idle()
+    assert it.asked[0]["messages"][0]["content"] == "one\ntwo"
+    it.press("Enter")  # nothing was typed: nothing is asked
+    assert len(it.asked) == 1
+    seen = []
+    order = ["question", "add-file", "send", "speculate", "draft-length", "temperature", "max-tokens"]
+    for _ in order:
+        seen.append(it.run(focused))
+        it.press("Tab")
+    assert seen == order
+    for key, name in (("Alt+k", "search"), ("Alt+t", "search"), ("Alt+n", "question")):
+        it.press(key)
+        it.until("(name) => document.activeElement.id === name", name)
+    assert it.page.is_checked("#token-view")
+    assert it.page.locator(".turn").count() == 0
+    it.page.focus("#speculate")
+    it.press("Space")
+    assert not it.page.is_checked("#speculate")
+    it.page.focus("#chat-tab")
+    it.press("ArrowRight")
+    assert it.run(focused) == "race-tab"
+    assert it.page.is_visible("#race")
+    assert not it.page.is_visible("#chat")
+    it.press("ArrowRight")
+    assert it.page.is_visible("#chat")
+    outline = "() => getComputedStyle(document.activeElement).outlineStyle"
+    assert it.run(outline) == "solid"
+
+
+# -- what it refuses to do ---------------------------------------------------------------------------------------------
+
+
+def test_nothing_that_a_model_says_is_markup(tab: Callable[..., Tab], tiny: TinyFiles, tmp_path: Path) -> None:
+    # A model file with a bad name, that says bad things, to somebody who asks badly.
+    path = tmp_path / "<img src=x onerror=window.hacked=3>.gguf"
+    shutil.copy(tiny.quick.target, path)
+    says = SamplingParams(grammar=f"root ::= {json.dumps(HOSTILE)}")
+    with LLM(path, draft="ngram", backend="reference", n_ctx=512) as llm, serve(llm, params=says) as server:
+        it = tab(server.url)
+        assert "<img src=x" in it.page.text_content("#engine")
+        assert it.ask(HOSTILE) == HOSTILE
+        assert HOSTILE in it.page.text_content(".question")
+        assert it.page.locator(".turn img, .turn script, #engine img").count() == 0
+        it.page.click("#race-tab")
+        it.page.fill("#race-prompt", HOSTILE)
+        it.page.click("#start")
+        it.page.wait_for_selector("#again:enabled")
+        assert it.page.locator(".racer img, .racer script").count() == 0
+        assert HOSTILE in it.page.text_content("#plain-racer .text")
+
+
+def test_the_policy_stops_what_the_code_would_let_through(browser: Any, server: Server) -> None:
+    page = browser.new_context().new_page()  # not a tab: the browser reports each refusal on the console
+    page.goto(server.url)
+    assert (
+        page.evaluate(
+            """() => { try { document.body.innerHTML = "<p>x</p>"; return "let through"; }
+                catch (error) { return error.name; } }"""
+        )
+        == "TypeError"
+    )
+    page.evaluate(
+        "() => { const s = document.createElement('style'); s.textContent = 'body{}'; document.head.append(s); }"
+    )
+    assert page.evaluate("() => document.querySelector('head > style').sheet") is None
+    assert (
+        page.evaluate("() => fetch('https://example.org/').then(() => 'let through', (error) => error.name)")
+        == "TypeError"
+    )
+    page.context.close()
+
+
+# -- what can go wrong -------------------------------------------------------------------------------------------------
+
+
+def test_a_key_is_asked_for(tab: Callable[..., Tab], llm: LLM) -> None:
+    with serve(llm, api_key="open sesame") as guarded:
+        it = tab(guarded.url)
+        assert it.page.is_visible("#key-form")
+        assert it.run("() => document.activeElement.id") == "key"
+        it.page.keyboard.type("wrong")
+        it.press("Enter")
+        it.page.wait_for_selector("#chat-alert:not([hidden])")
+        assert "does not take that key" in it.page.text_content("#chat-alert")
+        it.page.fill("#key", "open sesame")
+        it.press("Enter")
+        it.page.wait_for_selector("#key-form", state="hidden")
+        assert not it.page.is_visible("#chat-alert")
+        it.ask("hello")
+        assert it.page.locator(".answer .token").count() > 0
+
+
+def test_a_question_that_does_not_fit_comes_back(tab: Callable[..., Tab], server: Server) -> None:
+    it = tab(server.url)
+    long = "word " * 1500
+    it.page.fill("#question", long)
+    it.page.focus("#question")
+    it.press("Enter")
+    it.page.wait_for_selector("#chat-alert:not([hidden])")
+    alert = it.page.text_content("#chat-alert")
+    assert "1024" in alert
+    assert "\n" not in alert
+    assert it.page.input_value("#question") == long.strip()
+    assert it.page.locator(".turn").count() == 0
+    it.page.fill("#question", "")
+    it.ask("hello")
+    assert not it.page.is_visible("#chat-alert")
+    assert len(it.asked[-1]["messages"]) == 1
+
+
+def test_a_server_that_goes_away_is_one_line(tab: Callable[..., Tab], endless: Server) -> None:
+    with serve(endless.service.llm) as mortal:
+        it = tab(mortal.url)
+        it.say("go on")
+        it.until("() => document.querySelectorAll('.answer .token').length > 3")
+        mortal.runner.stop()
+        it.idle()
+        assert it.page.is_visible("#chat-alert")
+        said = it.said()
+        assert said  # what had come stays
+    it.say("still there?")
+    it.until("() => document.getElementById('chat-alert').textContent.includes('does not answer')")
+    it.idle()
+    assert it.page.input_value("#question") == "still there?"
+    assert it.said() == said
+
+
+# -- the race ----------------------------------------------------------------------------------------------------------
+
+
+def race(it: Tab, runs: int = 4) -> None:
+    n_before = len(it.asked)
+    it.page.click("#start")
+    while len(it.asked) < n_before + runs:  # a race may be over before anybody sees the button disabled
+        it.page.wait_for_timeout(20)
+    it.page.wait_for_selector("#start:enabled")
+
+
+def test_the_race_is_one_after_the_other_and_ends_with_a_verdict(
+    tab: Callable[..., Tab], server: Server, llm: LLM
+) -> None:
+    it = tab(server.url)
+    it.page.select_option("#draft-length", "4")
+    it.page.click("#race-tab")
+    it.page.fill("#race-prompt", QUESTION)
+    it.run(
+        """() => { window.order = []; const real = window.fetch; window.fetch = async (...call) => {
+            const response = await real(...call); if (!call[0].endsWith("/completions")) return response;
+            order.push("asked"); response.clone().text().then(() => order.push("done")); return response; }; }"""
+    )
+    race(it)
+    race(it)
+    assert it.run("() => order") == ["asked", "done"] * 8
+    whose = [body["localspec"] for body in it.asked]
+    turn = [{"off": True}, {"draft_length": 4}]
+    # Each race is run twice, in both orders, and the next one begins with the other side.
+    assert whose == [*turn, *reversed(turn), *reversed(turn), *turn]
+    assert len({body["seed"] for body in it.asked}) == 2  # the same dice for both sides of a race
+    reply = llm.chat([{"role": "user", "content": QUESTION}], SamplingParams())
+    racers = {name: it.page.locator(f"#{name}-racer") for name in ("plain", "speculative")}
+    shown = "(box) => [...box.querySelectorAll('.token:not(.rejected)')].map((t) => t.textContent).join('')"
+    for name, racer in racers.items():
+        assert racer.locator(".text").evaluate(shown) == reply.text
+        assert racer.locator(".clock").text_content().endswith(" ✓")
+        assert f"{len(reply.token_ids)} tokens" in racer.locator(".racer-figures").text_content()
+        assert racer.locator(".runner").evaluate("(runner) => runner.style.width") == "100%"
+        assert (
+            racer.locator(".place").text_content()
+            == {
+                "plain": "ran first, second turn",
+                "speculative": "ran second, second turn",
+            }[name]
+        )
+    assert racers["plain"].locator(".rejected").count() == 0
+    assert racers["speculative"].locator(".rejected").count() > 0
+    verdict = it.page.text_content("#verdict")
+    assert f"The answers are the same: all {len(reply.token_ids)} tokens are equal." in verdict
+    assert verdict.count("×") in (2, 3)  # both turns are shown, and where they agree what they come to
+    assert re.search(r"by turn,? .*×\d+\.\d\d and ×\d+\.\d\d", verdict)
+    # Watching again asks for nothing, and ends as it ended.
+    it.page.get_by_role("button", name="Watch again").click()
+    it.page.wait_for_selector("#start:enabled")
+    assert len(it.asked) == 8
+    assert racers["speculative"].locator(".text").evaluate(shown) == reply.text
+
+
+def test_a_race_without_guesses_is_no_comparison(tab: Callable[..., Tab], tiny: TinyFiles, module_home: Path) -> None:
+    with LLM(tiny.quick.target, None, backend="reference", n_ctx=1024) as llm, serve(llm) as server:
+        it = tab(server.url)
+        assert "no guesses" in it.page.text_content("#engine")
+        it.page.click("#race-tab")
+        race(it, runs=2)
+        verdict = it.page.text_content("#verdict")
+        assert verdict.startswith("Nothing was guessed, so both did the same work; the difference is noise. ")
+        assert "×" not in verdict
+        assert len(it.asked) == 2
+        assert it.page.locator(".racer-figures", has_text="plain, ").count() == 2
+
+
+def test_a_race_says_that_others_used_the_cpu(tab: Callable[..., Tab], server: Server) -> None:
+    """The server counts; here its counters are replaced, so that no machine's load decides."""
+    it = tab(server.url)
+    used = iter(((10.0, 0.0, 0.0), (20.0, 9.0, 1.0)))  # of two CPUs for 10 s, 1 s by the server and 8 by others
+
+    def counters(route: Any) -> None:
+        at, busy, own = next(used)
+        stats = json.loads(server.ask("GET", "/v1/localspec/stats")[2])
+        assert set(stats["cpu"]) == {"at", "busy", "own", "n_cpus"}
+        route.fulfill(json=stats | {"cpu": {"at": at, "busy": busy, "own": own, "n_cpus": 2}})
+
+    it.page.route("**/v1/localspec/stats", counters)
+    it.page.click("#race-tab")
+    it.page.fill("#race-prompt", QUESTION)
+    race(it, runs=2)
+    assert "Other programs, this browser among them, used 40 % of the CPU meanwhile" in it.page.text_content("#verdict")
+
+
+def test_a_race_can_be_stopped(tab: Callable[..., Tab], endless: Server) -> None:
+    it = tab(endless.url)
+    it.page.click("#race-tab")
+    it.page.click("#start")
+    it.until("() => document.querySelectorAll('#plain-racer .token').length > 5")
+    it.press("Escape")
+    it.page.wait_for_selector("#start:enabled")
+    endless.wait_idle()
+    assert it.page.text_content("#verdict") == "The race was stopped."
+    assert it.page.is_disabled("#again")
+    assert len(it.asked) == 1
+
+
+# -- how it looks ------------------------------------------------------------------------------------------------------
+
+
+def test_it_can_be_read_in_both_schemes_and_at_every_width(tab: Callable[..., Tab], server: Server) -> None:
+    it = tab(server.url)
+    it.page.select_option("#draft-length", "4")
+    it.ask(QUESTION)
+    it.page.fill("#question", "x" * 1500)  # makes an alert appear
+    it.run("() => document.querySelectorAll('.alert').forEach((alert) => { alert.hidden = false; alert.append('!'); })")
+    it.run("() => { document.getElementById('key-form').hidden = false; }")
+    pictures = []
+    for scheme in ("light", "dark"):
+        it.page.emulate_media(color_scheme=scheme)
+        for view in ("chat", "race"):
+            it.page.click(f"#{view}-tab")
+            for width, height in ((1440, 900), (1000, 700), (700, 800), (360, 640)):
+                it.page.set_viewport_size({"width": width, "height": height})
+                case = (scheme, view, width)
+                assert it.run(SPILLING) == [], case
+                assert it.run("() => document.documentElement.scrollWidth - innerWidth") <= 0, case
+                for text, ratio in it.run(CONTRAST):
+                    if "disabled" not in text:
+                        assert ratio >= 4.5, (case, text, ratio)
+        pictures.append(it.page.screenshot())
+    assert pictures[0] != pictures[1]
+
+
+SPILLING = """() => [...document.querySelectorAll(".racer > *, main > section > *")].filter((it) => {
+    const inner = it.getBoundingClientRect(), outer = it.parentElement.getBoundingClientRect();
+    return inner.height && getComputedStyle(it.parentElement).overflowY === "visible"
+        && (inner.bottom > outer.bottom + 1 || inner.right > outer.right + 1);
+}).map((it) => it.className || it.id)"""
+"""What lies outside of what it is in, where that does not scroll."""
+
+
+def test_settings_fold_away_on_a_narrow_screen(tab: Callable[..., Tab], server: Server) -> None:
+    it = tab(server.url, viewport={"width": 390, "height": 800})
+    toggle = it.page.get_by_role("button", name="Settings")
+    assert not it.page.is_visible("#draft-length")
+    assert toggle.get_attribute("aria-expanded") == "false"
+    toggle.click()
+    assert it.page.is_visible("#draft-length")
+    assert toggle.get_attribute("aria-expanded") == "true"
+    toggle.click()
+    it.ask("hello")
+    assert it.page.locator("#question").is_visible()
+
+
+def test_every_control_has_a_name(tab: Callable[..., Tab], server: Server) -> None:
+    it = tab(server.url)
+    nameless = it.run(
+        """() => [...document.querySelectorAll("button, input, select, textarea, [role=region], [role=tabpanel]")]
+            .filter((it) => !(it.textContent.trim() && it.tagName === "BUTTON") && !(it.labels && it.labels.length)
+                && !it.getAttribute("aria-label") && !it.getAttribute("aria-labelledby")).map((it) => it.outerHTML)"""
+    )
+    assert nameless == []

@@ -1,0 +1,361 @@
+"""``serve --parallel N``: several clients at a time, each answered as if it were alone, whatever the others do."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localspec import LLM
+from localspec.backends.base import Forward, Piece
+from localspec.server.app import ServerProtocol
+from tests.conftest import TinyFiles, open_backend
+from tests.support.serving import Server, serve
+from tests.support.waiting import PATIENCE, Brake, wait_until
+
+N = 3
+MOST_GAP = 0.05
+"""Of log-probability under the likeliest token, on llama.cpp: width moves logits of these files by some thousandths."""
+
+TEXT = "la la lo la le la "
+
+
+both_engines = pytest.mark.parametrize("llm", ["reference", "llama-cpp"], indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
+def llm(request: pytest.FixtureRequest, tiny: TinyFiles, module_home: Path) -> Iterator[LLM]:
+    engine = getattr(request, "param", "reference")
+    open_backend(engine)
+    files = tiny.fim if engine == "reference" else tiny.pair
+    with LLM(files.target, draft="ngram", backend=engine, n_ctx=512, parallel=N) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def server(llm: LLM) -> Iterator[Server]:
+    with serve(llm, queue=20) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(llm: LLM, server: Server) -> Iterator[None]:
+    """Whatever the clients did, nobody runs or waits at the end, and every cell in use belongs to a conversation."""
+    yield
+    server.wait_idle()
+
+    def check(pair: Any) -> None:
+        batch = pair.state.batch
+        assert batch.n_cells - batch.free_cells <= sum(batch[i].n_past for i in range(batch.n_sequences))
+        for i in range(batch.n_sequences):
+            batch[i].truncate(0)
+        assert batch.free_cells == batch.n_cells
+
+    llm.run(check)
+
+
+def body_of(i: int, **changes: Any) -> dict[str, Any]:
+    """A text to continue, each another; greedy."""
+    return {"prompt": TEXT * (1 + i % 4) + str(i), "max_tokens": 30 + 7 * i % 25, "ignore_eos": True} | changes
+
+
+def chat_of(i: int, **changes: Any) -> dict[str, Any]:
+    asked = {"messages": [{"role": "user", "content": TEXT * (1 + i % 3) + str(i)}], "ignore_eos": True}
+    return asked | {"max_tokens": 25 + i} | changes
+
+
+ASKED: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", body_of(0)),
+    ("/v1/chat/completions", chat_of(1)),
+    ("/v1/chat/completions", chat_of(2, temperature=1.0, seed=5)),
+    ("/v1/completions", body_of(3, localspec={"draft_length": 5})),
+    ("/v1/messages", {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 40, "ignore_eos": True}),
+    ("/v1/responses", {"input": TEXT * 2, "max_output_tokens": 33, "ignore_eos": True, "temperature": 0}),
+    ("/api/generate", {"prompt": TEXT, "raw": True, "stream": False, "options": {"num_predict": 21, "seed": 3}}),
+    ("/v1/completions", body_of(7, localspec={"off": True})),
+    ("/infill", {"input_prefix": TEXT, "input_suffix": "lo", "n_predict": 20}),
+]
+"""Requests to all kinds of addresses; what is sampled has a seed."""
+
+VOLATILE = ("id", "created", "created_at", "total_duration", "prompt_eval_duration", "eval_duration", "timings",
+            "usage", "localspec", "tokens_cached", "output")  # fmt: skip
+
+
+def said(answer: bytes) -> dict[str, Any]:
+    """An answer without what says when it was made, and how."""
+    found = json.loads(answer)
+    texts = [part["text"] for item in found.get("output", ()) for part in item.get("content", ())]
+    return {name: value for name, value in found.items() if name not in VOLATILE} | {"texts": texts}
+
+
+class Asking:
+    """Requests in threads of their own.
+
+    Attributes:
+        answers: status and body of those that ended, by number.
+    """
+
+    def __init__(self, server: Server, asked: Sequence[tuple[str, dict[str, Any]]]) -> None:
+        self.answers: dict[int, tuple[int, bytes]] = {}
+        self._threads = [
+            threading.Thread(target=self._ask, args=(server, i, *each), daemon=True) for i, each in enumerate(asked)
+        ]
+
+    def _ask(self, server: Server, i: int, path: str, body: dict[str, Any]) -> None:
+        status, _, answer = server.ask("POST", path, body)
+        self.answers[i] = status, answer
+
+    def start(self, until: Callable[[], int] | None = None) -> None:
+        """Send all of them; each only when what ``until`` counts has become one more by the one before."""
+        before = until() if until else 0
+        for i, thread in enumerate(self._threads):
+            thread.start()
+            if until is not None:
+                wait_until(lambda i=i: until() == before + i + 1)
+
+    def end(self) -> list[bytes]:
+        """Wait for all of them; they must have been answered."""
+        for thread in self._threads:
+            thread.join(PATIENCE)
+        assert [self.answers[i][0] for i in range(len(self._threads))] == [200] * len(self._threads)
+        return [self.answers[i][1] for i in range(len(self._threads))]
+
+
+def counts(llm: LLM) -> tuple[int, int]:
+    """How many requests run, and how many wait."""
+    return llm.parallel_info()["running"], llm.queue_length
+
+
+class Shared:
+    """How many answers passes were shared by."""
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.most = 0
+        batch = llm._pair.state.batch
+        assert batch is not None
+        decode = batch.decode
+
+        def counted(pieces: Sequence[Piece]) -> list[Forward]:
+            self.most = max(self.most, len(pieces))
+            return decode(pieces)
+
+        monkeypatch.setattr(batch, "decode", counted)
+
+
+def connect(server: Server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE)
+
+
+def request(body: Any, path: str = "/v1/completions") -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    return head.encode() + b"Content-Length: %d\r\n\r\n%b" % (len(data), data)
+
+
+def read_all(sock: socket.socket, at_once: int = 65536) -> bytes:
+    received = b""
+    while chunk := sock.recv(at_once):
+        received += chunk
+    return received
+
+
+def texts_of(streamed: bytes) -> str:
+    """The text of a streamed completion; it came to its end."""
+    assert streamed.rstrip(b"\r\n0").endswith(b"data: [DONE]"), streamed[-300:]
+    lines = [line for line in streamed.decode().splitlines() if line.startswith("data: {")]
+    return "".join(choice["text"] for line in lines for choice in json.loads(line[6:])["choices"])
+
+
+def test_requests_at_the_same_time_are_answered_as_alone(
+    server: Server, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = [said(server.ask("POST", *each)[2]) for each in ASKED]
+    shared = Shared(llm, monkeypatch)
+    asking = Asking(server, ASKED)
+    with Brake(llm, after=0) as brake:  # until all are there
+        asking.start()
+        wait_until(lambda: sum(counts(llm)) == len(ASKED))
+        brake.release()
+        together = [said(answer) for answer in asking.end()]
+    assert together == alone
+    assert shared.most == N
+
+
+@both_engines
+def test_each_token_is_the_targets_own(server: Server, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On any engine: replayed alone, every token is the likeliest within what width moves logits by."""
+    shared = Shared(llm, monkeypatch)
+    prompts = [llm.tokenize(TEXT * (1 + i % 4) + str(i)) for i in range(2 * N)]
+    options = {"stream": True, "stream_options": {"localspec_rounds": True}, "max_tokens": 40, "ignore_eos": True}
+    asking = Asking(server, [("/v1/completions", {"prompt": prompt, "temperature": 0} | options) for prompt in prompts])
+    with Brake(llm, after=0) as brake:
+        asking.start()
+        wait_until(lambda: sum(counts(llm)) == 2 * N)
+        brake.release()
+        answers = asking.end()
+    assert shared.most == N
+    for prompt, answer in zip(prompts, answers, strict=True):
+        lines = [json.loads(line[6:]) for line in answer.decode().splitlines() if line.startswith("data: {")]
+        rounds = [line["localspec"]["round"] for line in lines if "round" in line.get("localspec", ())]
+        ids = [token["id"] for round_ in rounds for token in round_["emitted"]]
+        assert len(ids) == 40
+        scored = llm.logprobs([*prompt, *ids], top=1)[len(prompt) :]
+        assert max(token.top[0][1] - (token.logprob or 0.0) for token in scored) < MOST_GAP
+
+
+@both_engines
+def test_who_hangs_up_in_mid_answer_changes_nobody_else(server: Server, llm: LLM) -> None:
+    alone = [said(server.ask("POST", "/v1/completions", body_of(i))[2])["choices"] for i in range(2)]
+    cancelled = server.service.metrics.requests["completions", "cancelled"]
+    asking = Asking(server, [("/v1/completions", body_of(i)) for i in range(2)])
+    with Brake(llm, after=4) as brake, ExitStack() as stack:
+        leaving = [stack.enter_context(closing(connect(server))) for _ in range(2)]
+        leaving[0].sendall(request(body_of(8, stream=True, max_tokens=400)))
+        brake.wait()
+        asking.start(lambda: sum(counts(llm)))
+        leaving[1].sendall(request(body_of(9, max_tokens=400)))  # waits for one of the others
+        wait_until(lambda: sum(counts(llm)) == 4)
+        for sock in leaving:
+            sock.close()
+        wait_until(lambda: sum(counts(llm)) == 2)
+        brake.release()
+        assert [said(answer)["choices"] for answer in asking.end()] == alone or llm.backend_name != "reference"
+    wait_until(lambda: server.service.metrics.requests["completions", "cancelled"] == cancelled + 2)
+
+
+def small_buffers(server: Server, sock: socket.socket) -> None:
+    """Connect, so that a few kilobytes that are not read are all that fits in between."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.settimeout(PATIENCE)
+    sock.connect(("127.0.0.1", server.port))
+    port = sock.getsockname()[1]
+
+    def found() -> list[Any]:
+        connections = list(server.runner.server_state.connections)
+        return [each for each in connections if each.transport.get_extra_info("peername")[1] == port]
+
+    wait_until(found)
+    found()[0].transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+
+def test_who_reads_slowly_has_the_whole_answer_and_holds_nobody_up(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ServerProtocol, "stall_seconds", PATIENCE)
+    body = body_of(5, max_tokens=250, stream=True)
+    alone = texts_of(server.ask("POST", "/v1/completions", body)[2])
+    with closing(socket.socket()) as slow:
+        small_buffers(server, slow)
+        slow.sendall(request(body | {"stream_options": {"localspec_rounds": True}}))  # as many bytes as can be had
+        begin = slow.recv(100)
+        asking = Asking(server, [("/v1/completions", body_of(i)) for i in range(2 * N)])
+        asking.start()
+        asking.end()  # all that time nothing was read
+        server.wait_idle()  # and its answer is there too
+        whole = texts_of(begin + read_all(slow, 700))
+    assert whole == alone
+
+
+def test_who_does_not_read_at_all_is_dropped_and_the_others_go_on(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ServerProtocol, "stall_seconds", 0.5)
+    asking = Asking(server, [("/v1/completions", body_of(i)) for i in range(N)])
+    with closing(socket.socket()) as silent:
+        small_buffers(server, silent)
+        body = body_of(5, max_tokens=450, stream=True, stream_options={"localspec_rounds": True})
+        silent.sendall(request(body))
+        asking.start()
+        asking.end()
+        server.wait_idle()
+        wait_until(lambda: not server.runner.server_state.connections)
+
+
+def test_a_high_priority_overtakes_those_that_wait(server: Server, llm: LLM, begun: list[int]) -> None:
+    running = [("/v1/completions", body_of(i, max_tokens=60, localspec={"priority": -9})) for i in range(N)]
+    waiting = [("/v1/completions", body_of(4, localspec={"priority": each})) for each in (-2, 0, 0, 7)]
+    asking = Asking(server, [*running, *waiting])
+    with Brake(llm, after=0) as brake:
+        asking.start(lambda: sum(counts(llm)))
+        brake.release()
+        asking.end()
+    # The first was alone when it came; the two beside it had to wait for the end of its pass, and were overtaken.
+    assert begun == [-9, 7, 0, 0, -2, -9, -9]
+
+
+def test_the_figures_say_how_many_run_and_wait(server: Server, llm: LLM) -> None:
+    def figures() -> tuple[dict[str, Any], str]:
+        found = json.loads(server.ask("GET", "/v1/localspec/stats")[2])
+        return found, server.ask("GET", "/metrics")[2].decode()
+
+    asking = Asking(server, [("/v1/completions", body_of(i)) for i in range(N + 2)])
+    with Brake(llm, after=0) as brake:
+        asking.start(lambda: sum(counts(llm)))
+        stats, metrics = figures()
+        assert stats["parallel"]["parallel"] == N
+        assert stats["parallel"]["running"] + stats["queue"]["waiting"] == N + 2
+        assert stats["queue"]["running"] is True
+        assert f"localspec_requests_running {stats['parallel']['running']}" in metrics
+        brake.release()
+        answers = asking.end()
+    server.wait_idle()
+    assert figures()[0]["parallel"]["running"] == 0
+    explained = [json.loads(answer)["localspec"]["explanation"] for answer in answers]
+    assert any("Shared with other answers" in each for each in explained)
+
+
+def test_the_figures_say_what_the_rows_of_shared_passes_were_for(
+    server: Server, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are counted where they are decoded, and compared with what the answers say of themselves."""
+
+    def figures() -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(server.ask("GET", "/v1/localspec/stats")[2])["parallel"]["passes"]
+        return found
+
+    fed: list[Sequence[Piece]] = []
+    batch = llm._pair.state.batch
+    assert batch is not None
+    decode = batch.decode
+
+    def recorded(pieces: Sequence[Piece]) -> list[Forward]:
+        fed.append(pieces)
+        return decode(pieces)
+
+    monkeypatch.setattr(batch, "decode", recorded)
+    before = figures()
+    options = {"localspec": {"draft_length": 3}, "max_tokens": 20}
+    asking = Asking(server, [("/v1/completions", body_of(i, **options)) for i in range(N)])
+    with Brake(llm, after=0) as brake:
+        asking.start(lambda: sum(counts(llm)))
+        brake.release()
+        stats = [json.loads(answer)["localspec"]["stats"] for answer in asking.end()]
+    server.wait_idle()
+    after = figures()
+    rows = {name: after["rows"][name] - before["rows"][name] for name in after["rows"]}
+    assert after["passes"] - before["passes"] == len(fed)
+    assert rows["drafts"] == sum(each["num_draft_tokens"] for each in stats) > 0
+    assert rows["answers"] == sum(each["num_rounds"] for each in stats)
+    assert sum(rows.values()) == sum(len(piece.tokens) for pieces in fed for piece in pieces)
+    assert after["mean_answers"] > 1
+
+
+@both_engines
+def test_the_end_of_the_server_ends_all_that_run_and_wait(llm: LLM) -> None:
+    with serve(llm) as other, Brake(llm, after=2 * N) as brake, ExitStack() as stack:
+        socks = [stack.enter_context(closing(connect(other))) for _ in range(N + 2)]
+        for i, sock in enumerate(socks):
+            sock.sendall(request(body_of(i, max_tokens=400, stream=i % 2 == 0)))
+        brake.wait()
+        wait_until(lambda: sum(counts(llm)) == N + 2)
+        other.runner.stop()
+        answers = [read_all(sock) for sock in socks]
+    assert all(b"shutting_down" in answer for answer in answers)
+    assert not any(b"[DONE]" in answer for answer in answers)
+    assert not llm.busy

@@ -1,0 +1,422 @@
+"""What a client may ask, and how it is told that it may not: status, field and code, one by one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localspec import LLM, SamplingParams, TemplateError, UsageError
+from localspec.prompts.folding import folded
+from localspec.prompts.templates import ChatTemplate
+from localspec.server.blocks import AnswerBlock
+from localspec.server.fields import ApiError, Fields, as_api_error, parse
+from localspec.server.requests import ServedModel, chat_request, completion_request
+from localspec.server.tools import messages_for
+from tests.conftest import TinyFiles
+from tests.support.serving import Server, serve
+
+CHAT = [{"role": "user", "content": "hi"}]
+SERVED = ServedModel(SamplingParams(temperature=0.7, max_tokens=99), ["ngram", "small"], 1000)
+
+
+@pytest.fixture(scope="module")
+def server(tiny: TinyFiles, module_home: Path) -> Iterator[Server]:
+    with LLM(tiny.quick.target, draft="ngram", backend="reference", n_ctx=256) as llm, serve(llm) as running:
+        yield running
+
+
+def tool(**function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": function}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "param"),
+    [
+        ("messages", None, "messages"),
+        ("messages", [], "messages"),
+        ("messages", "hi", "messages"),
+        ("temperature", "hot", "temperature"),
+        ("temperature", True, "temperature"),
+        ("temperature", 1e999, "temperature"),
+        ("temperature", 101, "temperature"),
+        ("top_p", 1.5, "top_p"),
+        ("presence_penalty", 3, "presence_penalty"),
+        ("n", 0, "n"),
+        ("n", 17, "n"),
+        ("n", 1.5, "n"),
+        ("max_tokens", 0, "max_tokens"),
+        ("max_completion_tokens", -2, "max_completion_tokens"),
+        ("max_tokens", 10**30, "max_tokens"),
+        ("seed", "x", "seed"),
+        ("seed", 2**64, "seed"),
+        ("stop", "", "stop"),
+        ("stop", [1], "stop"),
+        ("stop", ["x"] * 17, "stop"),
+        ("stream", "yes", "stream"),
+        ("stream_options", {"include_usage": True}, "stream_options"),
+        ("logit_bias", {"x": 1}, "logit_bias"),
+        ("logit_bias", {"1000": 1}, "logit_bias"),
+        ("logit_bias", {"1": 101}, "logit_bias.1"),
+        ("logit_bias", [1], "logit_bias"),
+        ("top_logprobs", 3, "top_logprobs"),
+        ("top_logprobs", 21, "top_logprobs"),
+        ("logprobs", 2, "logprobs"),
+        ("functions", [{"name": "f"}], "functions"),
+        ("audio", {}, "audio"),
+        ("modalities", ["text", "audio"], "modalities"),
+        ("min_p", 1, "min_p"),
+        ("response_format", "json", "response_format"),
+        ("response_format", {"type": "json_schema"}, "response_format"),
+        ("grammar", "root ::= (", "grammar"),
+        ("prediction", "text", "prediction"),
+        ("prediction", {"type": "content", "content": 5}, "prediction.content"),
+        ("prediction", {"type": "guess", "content": ""}, "prediction.type"),
+        ("localspec", "off", "localspec"),
+        ("localspec", {"speed": 9}, "localspec.speed"),
+        ("localspec", {"off": 1}, "localspec.off"),
+        ("localspec", {"draft": "/etc/passwd"}, "localspec.draft"),
+        ("localspec", {"draft": [1]}, "localspec.draft"),
+        ("localspec", {"draft_length": 65}, "localspec.draft_length"),
+        ("localspec", {"draft_length": "much"}, "localspec.draft_length"),
+        ("tools", [{"type": "retrieval"}], "tools[0].type"),
+        ("tools", [tool()], "tools[0].function.name"),
+        ("tools", [tool(name="a b")], "tools[0].function.name"),
+        ("tools", [tool(name="f", parameters="none")], "tools[0].function.parameters"),
+        ("tool_choice", "required", "tool_choice"),
+        ("tool_choice", "sometimes", "tool_choice"),
+        ("tool_choice", {"type": "function", "function": {"name": "g"}}, "tool_choice"),
+    ],
+)
+def test_wrong_chat_requests_are_told_where(field: str, value: Any, param: str) -> None:
+    with pytest.raises(ApiError) as error:
+        chat_request(Fields({"messages": CHAT} | {field: value}), SERVED)
+    assert (error.value.status, error.value.param) == (400, param)
+    assert str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "param"),
+    [
+        ("prompt", None, "prompt"),
+        ("prompt", [], "prompt"),
+        ("prompt", [1, "a"], "prompt"),
+        ("prompt", [1000], "prompt"),
+        ("prompt", [-1], "prompt"),
+        ("prompt", [[]], "prompt"),
+        ("prompt", ["x"] * 17, "prompt"),
+        ("suffix", ["end"], "suffix"),
+        ("best_of", 3, "best_of"),
+        ("logprobs", True, "logprobs"),
+        ("logprobs", 21, "logprobs"),
+    ],
+)
+def test_wrong_completion_requests_are_told_where(field: str, value: Any, param: str) -> None:
+    with pytest.raises(ApiError) as error:
+        completion_request(Fields({"prompt": "x"} | {field: value}), SERVED)
+    assert (error.value.status, error.value.param) == (400, param)
+
+
+def test_what_is_not_said_is_the_server_s() -> None:
+    asked = chat_request(Fields({"messages": CHAT, "temperature": None, "stop": None, "n": None}), SERVED)
+    assert asked.options.params == SERVED.params
+    assert (asked.options.n, asked.options.stream, asked.options.drafters, asked.options.logprobs) == (
+        1,
+        False,
+        None,
+        None,
+    )
+
+
+def test_what_is_said_holds() -> None:
+    body = {
+        "messages": CHAT,
+        "temperature": 0,
+        "top_p": 0,
+        "top_k": -1,
+        "min_p": 0.1,
+        "seed": 5.0,
+        "stop": "x",
+        "repetition_penalty": 1.1,
+        "presence_penalty": 1,
+        "frequency_penalty": -1,
+        "logit_bias": {"7": -100},
+        "max_tokens": 3,
+        "localspec": {"draft": ["small"], "draft_length": 3},
+        "user": "somebody",
+        "store": True,
+        "metadata": {"a": "b"},
+    }
+    asked = chat_request(Fields(body), SERVED).options
+    params = asked.params
+    assert (params.temperature, params.top_k, params.min_p, params.seed, params.stop) == (0, 0, 0.1, 5, ("x",))
+    assert 0 < params.top_p < 1e-6
+    assert (params.repeat_penalty, params.presence_penalty, params.frequency_penalty) == (1.1, 1, -1)
+    assert (params.logit_bias, params.max_tokens) == ({7: -100.0}, 3)
+    assert (asked.drafters, asked.draft_length, asked.speculate) == (("small",), 3, True)
+    for off in ({"off": True, "draft": "small"}, {"draft": "none"}):
+        assert not chat_request(Fields({"messages": CHAT, "localspec": off}), SERVED).options.speculate
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_length_of_minus_one_is_no_bound_of_the_request(name: str) -> None:
+    served = replace(SERVED, params=SamplingParams(max_tokens=77))
+    for bound, expected in ((-1, 77), (5, 5)):
+        assert chat_request(Fields({"messages": CHAT, name: bound}), served).options.params.max_tokens == expected
+    for wrong in (0, -2):
+        with pytest.raises(ApiError) as error:
+            chat_request(Fields({"messages": CHAT, name: wrong}), served)
+        assert (error.value.status, error.value.param) == (400, name)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"nonsense",
+        b'{"a": NaN}',
+        b'{"a": Infinity}',
+        b"\xff\xfe",
+        b'{"a": "\\ud800"}',
+        b"[" * 100_000,
+        b'{"a": ' + b"9" * 10_000 + b"}",
+        b'{"a": 1e999}',
+        b'{"a": -1e400}',
+        b'{"a": [1, {"b": 1E309}]}',
+        b'{"a": 1' + b"0" * 400 + b"}",
+        b'{"a": "\\udc00\\ud800"}',
+        b'{"\\ud83d": 1}',
+        b'{"a": 1, "b": {"c": 1, "c": 1}}',
+        b'{"a": -Infinity}',
+        b"[" * 201 + b"]" * 201,
+        b'{"a":' * 201 + b"1" + b"}" * 201,
+        b"[" + b"[]," * 500_001 + b"0]",
+    ],
+)
+def test_what_is_no_json_is_400(body: bytes) -> None:
+    with pytest.raises(ApiError) as error:
+        parse(body)
+    assert error.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("body", "value"),
+    [
+        (b'{"a": 1e308, "b": -0, "c": -0.0, "d": 1e-999}', {"a": 1e308, "b": 0, "c": -0.0, "d": 0.0}),
+        (b'{"a": ' + b"9" * 308 + b"}", {"a": 10**308 - 1}),
+        (b'{"a": "\\ud83d\\ude00 NaN 1e999 [[["}', {"a": "\U0001f600 NaN 1e999 [[["}),
+        (b'{"a": "\\\\", "b": "\\"[{"}', {"a": "\\", "b": '"[{'}),
+        (b"\xef\xbb\xbf{}", {}),
+        (b"[" * 200 + b"]" * 200, json.loads("[" * 200 + "]" * 200)),
+    ],
+)
+def test_what_means_the_same_to_everybody_is_read(body: bytes, value: Any) -> None:
+    assert parse(body) == value
+
+
+def test_what_a_model_wrote_can_be_sent_and_rendered() -> None:
+    text = '{"a": 1e999, "b": NaN, "c": -Infinity, "d": "\\ud83d", "e": 1.5, "f": 1, "f": 2}'
+    arguments = AnswerBlock(0, "call", text).arguments
+    assert arguments == {"a": "1e999", "b": "NaN", "c": "-Infinity", "d": "?", "e": 1.5, "f": 2}
+    json.dumps(arguments, allow_nan=False).encode()
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": text}}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    (_, sent) = messages_for(messages)
+    assert sent["tool_calls"][0]["function"]["arguments"] == arguments
+    assert AnswerBlock(0, "call", '{"a":' * 100_000).arguments == {}
+
+
+WORDS = [
+    "type",
+    "function",
+    "name",
+    "role",
+    "content",
+    "text",
+    "schema",
+    "json_schema",
+    "draft",
+    "off",
+    "parameters",
+    "7",
+]
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["", "x", "auto", "function", "text"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(WORDS),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=8,
+)
+FIELDS = [
+    "messages",
+    "prompt",
+    "temperature",
+    "top_p",
+    "n",
+    "stop",
+    "stream",
+    "stream_options",
+    "logit_bias",
+    "logprobs",
+]
+FIELDS += ["top_logprobs", "seed", "max_tokens", "tools", "tool_choice", "response_format", "grammar", "prediction"]
+FIELDS += ["localspec", "modalities", "best_of", "echo", "presence_penalty", "top_k"]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5))
+def test_no_body_is_an_internal_error(body: dict[str, Any]) -> None:
+    for check, least in ((chat_request, {"messages": CHAT}), (completion_request, {"prompt": "x"})):
+        with suppress(ApiError):
+            check(Fields(least | body), SERVED)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(VALUES, max_size=3))
+def test_no_messages_are_an_internal_error(messages: list[Any]) -> None:
+    template = ChatTemplate(None)
+    with suppress(UsageError, TemplateError):
+        prompt_of(template, messages, [tool(name="f")])
+
+
+def test_any_error_becomes_openai_s_shape_without_our_insides() -> None:
+    secret = "/srv/somebody/models/secret.gguf"
+    for error in (RuntimeError(secret), OSError(2, "No such file", secret), KeyError(secret), MemoryError()):
+        answer = as_api_error(error).as_dict()
+        assert set(answer["error"]) == {"message", "type", "param", "code"}
+        assert secret not in json.dumps(answer)
+        assert as_api_error(error).status == 500
+
+
+def test_statuses(server: Server) -> None:
+    good = {"messages": CHAT, "max_tokens": 1}
+    for method, path, body, headers, status, code in (
+        ("GET", "/nothing", None, {}, 404, "not_found"),
+        ("GET", "/v1/models/nobody", None, {}, 404, "model_not_found"),
+        ("POST", "/v1/chat/completions", good | {"model": "nobody"}, {}, 404, "model_not_found"),
+        ("GET", "/v1/chat/completions", None, {}, 405, "method_not_allowed"),
+        ("DELETE", "/v1/models", None, {}, 405, "method_not_allowed"),
+        ("POST", "/health", b"{}", {}, 405, "method_not_allowed"),
+        ("POST", "/v1/chat/completions", b"{", {}, 400, None),
+        ("POST", "/v1/chat/completions", b"[]", {}, 400, None),
+        ("POST", "/v1/chat/completions", {"messages": [{"role": "no such role!", "content": ""}]}, {}, 400, None),
+        ("POST", "/v1/completions", {"prompt": ""}, {}, 400, None),
+        ("POST", "/v1/completions", {"prompt": "x" * 5000}, {}, 400, "context_length_exceeded"),
+        ("POST", "/v1/completions", b"a=b", {"Content-Type": "text/plain"}, 415, "unsupported_media_type"),
+        (
+            "POST",
+            "/v1/completions",
+            b"{}",
+            {"Content-Type": "", "Cookie": "a=b"},
+            415,
+            "unsupported_media_type",
+        ),
+    ):
+        found, _, answer = server.ask(method, path, body, headers)
+        error = json.loads(answer)["error"]
+        assert (found, error["code"]) == (status, code), (method, path)
+        assert error["message"]
+        assert "Traceback" not in answer.decode()
+    assert server.ask("POST", "/v1/chat/completions", good)[0] == 200
+
+
+def test_a_template_that_refuses_is_422(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    picky = ChatTemplate("{{ raise_exception('roles must alternate') }}")
+    monkeypatch.setattr(server.service.llm._encoder, "template", picky)
+    status, _, answer = server.ask("POST", "/v1/chat/completions", {"messages": CHAT})
+    assert status == 422
+    assert b"roles must alternate" in answer
+
+
+def test_stats_metrics_and_health(server: Server) -> None:
+    before = json.loads(server.ask("GET", "/v1/localspec/stats")[2])["totals"]
+    body = {"messages": CHAT, "max_tokens": 9, "ignore_eos": True, "localspec": {"draft_length": 3}}
+    stats = json.loads(server.ask("POST", "/v1/chat/completions", body)[2])["localspec"]["stats"]
+    assert server.ask("POST", "/v1/chat/completions", body | {"n": 0})[0] == 400
+    found = json.loads(server.ask("GET", "/v1/localspec/stats")[2])
+    totals = found["totals"]
+    for name in ("completion_tokens", "num_rounds", "num_draft_tokens", "num_accepted_tokens", "prompt_tokens"):
+        assert totals[name] - before[name] == stats[name], name
+    assert totals["requests"]["answered"] == before["requests"]["answered"] + 1
+    assert totals["requests"]["invalid"] == before["requests"]["invalid"] + 1
+    assert found["drafters"] == ["ngram"]
+    assert found["queue"] == {"running": False, "waiting": 0, "limit": 32}
+    status, headers, text = server.ask("GET", "/metrics")
+    assert (status, headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
+    samples = read_metrics(text.decode())
+    assert samples["localspec_completion_tokens_total"] == totals["completion_tokens"]
+    assert samples['localspec_draft_tokens_total{source="ngram"}'] == totals["num_draft_tokens"]
+    assert samples['localspec_requests_total{endpoint="chat",outcome="answered"}'] > 0
+    buckets = [value for name, value in samples.items() if name.startswith("localspec_request_seconds_bucket")]
+    assert buckets == sorted(buckets)
+    assert buckets[-1] == samples["localspec_request_seconds_count"]
+    assert json.loads(server.ask("GET", "/health")[2]) == {"status": "ok"}
+
+
+def read_metrics(text: str) -> dict[str, float]:
+    """Prometheus' text format, strictly: every sample belongs to a family that was declared before it."""
+    samples: dict[str, float] = {}
+    family = ""
+    for line in text.splitlines():
+        if line.startswith("# TYPE "):
+            _, _, family, kind = line.split(" ")
+            assert kind in ("counter", "gauge", "histogram")
+        elif not line.startswith("# HELP "):
+            name, _, value = line.rpartition(" ")
+            assert name.startswith(family)
+            assert name not in samples
+            samples[name] = float(value)
+    return samples
+
+
+# -- messages on their way to the template -----------------------------------------------------------------------------
+
+
+def prompt_of(template: ChatTemplate, messages: list[Any], tools: list[Any] | None = None) -> str:
+    """What the model reads."""
+    put = folded(template, messages_for(messages), tools, {})
+    return template.render(put.messages, tools=put.tools)
+
+
+def test_a_template_that_knows_no_tools_gets_them_as_text() -> None:
+    template = ChatTemplate(None)
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    talk = [
+        {"role": "developer", "content": "Be kind."},
+        *CHAT,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "2"},
+    ]
+    text = prompt_of(template, talk, [tool(name="f")])
+    assert text.startswith("<|im_start|>system\nBe kind.\n\n# Tools")
+    assert '{"type": "function", "function": {"name": "f"}}' in text
+    assert '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>' in text
+    assert "<|im_start|>user\n<tool_response>\n2\n</tool_response>" in text
+
+
+def test_a_template_that_knows_tools_gets_arguments_as_objects() -> None:
+    template = ChatTemplate("{{ tools | tojson }}{{ messages[-1].tool_calls[0].function.arguments | tojson }}")
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    talk = [{"role": "assistant", "tool_calls": [call]}]
+    assert prompt_of(template, talk, [tool(name="f", description="F.")]) == (
+        '[{"type": "function", "function": {"name": "f", "description": "F."}}]{"x": 1}'
+    )
+
+
+def test_the_server_s_system_prompt_is_for_chats_without_one() -> None:
+    assert messages_for(CHAT, "S")[0] == {"role": "system", "content": "S"}
+    own = [{"role": "system", "content": "mine"}, *CHAT]
+    assert messages_for(own, "S") == own

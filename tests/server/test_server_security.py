@@ -1,0 +1,273 @@
+"""Who is let in: programs that know where they are, not web pages that make a browser ask."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localspec import LLM
+from localspec.errors import LocalspecError, UsageError
+from localspec.server.app import listen, url_of
+from localspec.server.fields import is_loopback
+from tests.conftest import TinyFiles
+from tests.support.serving import Server, serve
+
+BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+ASK = ("POST", "/v1/chat/completions", BODY)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: TinyFiles, module_home: Path) -> Iterator[LLM]:
+    with LLM(tiny.quick.target, draft=None, backend="reference", n_ctx=256) as loaded:
+        yield loaded
+
+
+def code_of(answer: bytes) -> Any:
+    return json.loads(answer)["error"]["code"]
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1", 200),
+        ("127.0.0.1:{port}", 200),
+        ("localhost:{port}", 200),
+        ("LOCALHOST", 200),
+        ("[::1]:{port}", 200),
+        ("127.8.9.1", 200),
+        ("evil.example", 403),
+        ("evil.example:{port}", 403),
+        ("localhost.evil.example", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("192.168.1.5", 403),
+        ("0.0.0.0", 403),
+        ("localhost@evil.example", 400),
+        ("127.0.0.1:{port}/x", 400),
+    ],
+)
+def test_only_our_own_names_are_answered_to(server: Server, host: str, status: int) -> None:
+    found, _, answer = server.ask(*ASK, {"Host": host.format(port=server.port)})
+    assert found == status
+    if status == 403:
+        assert code_of(answer) == "host_not_allowed"
+    for path in ("/", "/health", "/v1/models", "/metrics", "/v1/localspec/stats"):
+        assert server.ask("GET", path, None, {"Host": host.format(port=server.port)})[0] in (status, 404)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Origin": "http://127.0.0.1:{port}"}, 200),
+        ({"Origin": "http://localhost:{port}", "Host": "localhost:{port}"}, 200),
+        ({"Origin": "http://127.0.0.1:1"}, 403),
+        ({"Origin": "http://localhost:{port}"}, 403),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": ""}, 200),
+        ({"Origin": "file://"}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "same-site"}, 403),
+        ({"Sec-Fetch-Site": "same-origin"}, 200),
+        ({"Sec-Fetch-Site": "none"}, 200),
+        ({"Content-Type": "", "Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Content-Type": "", "Origin": "https://evil.example"}, 403),
+        ({"Content-Type": "", "Referer": "https://evil.example/"}, 415),
+        ({"Content-Type": "application/x-www-form-urlencoded", "User-Agent": "Mozilla/5.0 (X11)"}, 415),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": "text/plain; application/json"}, 415),
+        ({"Content-Type": ""}, 200),  # what Ollama's clients send
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 200),  # what curl -d sends
+        ({"Content-Type": "multipart/form-data; boundary=x"}, 415),
+        ({"Content-Type": "application/json; charset=utf-8"}, 200),
+    ],
+)
+def test_pages_of_other_sites_stay_out(server: Server, headers: dict[str, str], status: int) -> None:
+    headers = {name: value.format(port=server.port) for name, value in headers.items()}
+    found, sent, _ = server.ask(*ASK, headers)
+    assert found == status
+    assert "access-control-allow-origin" not in sent
+
+
+def test_an_allowed_site_may_send_what_its_client_adds(llm: LLM) -> None:
+    origin = "app://obsidian.md"
+    asked = (
+        "Authorization, x-stainless-os,dangerously-allow-browser, http-referer,x-title, traceparent, baggage, bad name"
+    )
+    with serve(llm, origins=(origin,)) as server:
+        question = {"Origin": origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": asked}
+        question["Access-Control-Request-Private-Network"] = "true"
+        status, headers, _ = server.ask("OPTIONS", "/v1/chat/completions", None, question)
+        assert status == 204
+        allowed = headers["access-control-allow-headers"].split(", ")
+        assert allowed == [name.strip().lower() for name in asked.split(",")][:-1]
+        assert headers["access-control-allow-private-network"] == "true"
+        status, headers, _ = server.ask("OPTIONS", "/v1/chat/completions", None, question | {"Origin": "http://evil"})
+        assert status == 403
+        assert not any(name.startswith("access-control") for name in headers)
+
+
+def test_a_link_may_lead_to_the_page_but_nothing_may_embed_it(server: Server) -> None:
+    link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
+    assert server.ask("GET", "/", None, link)[0] in (200, 404)
+    assert server.ask("GET", "/", None, link | {"Sec-Fetch-Mode": "no-cors"})[0] == 403
+    assert server.ask("GET", "/v1/localspec/stats", None, link)[0] == 403
+
+
+def test_a_browser_s_question_beforehand_is_refused(server: Server) -> None:
+    question = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
+    status, headers, _ = server.ask("OPTIONS", "/v1/chat/completions", None, question)
+    assert status == 403
+    assert not any(name.startswith("access-control") for name in headers)
+
+
+def test_an_origin_can_be_let_in(llm: LLM) -> None:
+    friend = {"Origin": "http://localhost:3000"}
+    with serve(llm, origins=("http://localhost:3000/",), api_key="k") as server:
+        question = friend | {"Access-Control-Request-Method": "POST"}
+        status, headers, _ = server.ask("OPTIONS", "/v1/chat/completions", None, question)
+        assert (status, headers["access-control-allow-origin"]) == (204, friend["Origin"])
+        assert "authorization" in headers["access-control-allow-headers"]
+        assert server.ask(*ASK, friend)[0] == 401
+        status, headers, _ = server.ask(*ASK, friend | {"Authorization": "Bearer k"})
+        assert (status, headers["access-control-allow-origin"]) == (200, friend["Origin"])
+        assert server.ask(*ASK, {"Origin": "http://localhost:3001", "Authorization": "Bearer k"})[0] == 403
+
+
+class _Friend(SimpleHTTPRequestHandler):
+    """Another site, which says nothing on standard error."""
+
+    def log_message(self, *_: Any) -> None:
+        return
+
+
+SDK_HEADERS = {
+    "authorization": "Bearer k",
+    "x-api-key": "k",
+    "content-type": "application/json",
+    "anthropic-version": "2023-06-01",
+    "anthropic-beta": "tools-2024-04-04",
+    "anthropic-dangerous-direct-browser-access": "true",
+    "x-stainless-lang": "js",
+    "x-stainless-retry-count": "0",
+    "openai-organization": "org",
+    "dangerously-allow-browser": "true",
+    "http-referer": "https://notes.example",
+    "x-title": "Notes",
+    "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+}
+"""What the clients of OpenAI and Anthropic for JavaScript send from a page, and what others add."""
+
+
+def test_their_clients_work_in_a_page_of_an_allowed_origin(llm: LLM, browser: Any, tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text("<!doctype html><title>friend</title>")
+    script = """async ([url, headers]) => {
+        const ask = async (method, path, headers, body) => {
+            try {
+                return (await fetch(url + path, {method, headers, body: body && JSON.stringify(body)})).status;
+            } catch {
+                return "kept out";
+            }
+        };
+        const body = {model: "", messages: [{role: "user", content: "hi"}], max_tokens: 2};
+        const answers = [];
+        for (const path of ["/v1/chat/completions", "/v1/messages"]) {
+            answers.push(await ask("POST", path, headers, body));
+        }
+        answers.push(await ask("DELETE", "/v1/responses/none", headers));
+        answers.push(await ask("GET", "/v1/models", {...headers, "x-unknown": "1"}));
+        return answers;
+    }"""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Friend, directory=str(tmp_path))) as friend:
+        threading.Thread(target=friend.serve_forever, daemon=True).start()
+        origin = f"http://127.0.0.1:{friend.server_port}"
+        page = browser.new_page()
+        page.goto(origin)
+        with serve(llm, origins=(origin,), api_key="k") as server:
+            assert page.evaluate(script, [server.url, SDK_HEADERS]) == [200, 200, 404, 200]
+        with serve(llm, api_key="k") as server:
+            assert page.evaluate(script, [server.url, SDK_HEADERS]) == ["kept out"] * 4
+        page.close()
+        friend.shutdown()
+
+
+def test_the_key(llm: LLM) -> None:
+    with serve(llm, api_key="sésame", hosts=("box.lan",), host="0.0.0.0") as server:
+        for given in ("", "Bearer", "Bearer wrong", "Basic sésame", "sésame"):
+            status, headers, answer = server.ask(*ASK, {"Authorization": given.encode().decode("latin-1")})
+            assert (status, code_of(answer)) == (401, "invalid_api_key"), given
+            assert headers["www-authenticate"] == "Bearer"
+        right = {"Authorization": "Bearer sésame".encode().decode("latin-1")}
+        assert server.ask(*ASK, right)[0] == 200
+        for path in ("/v1/models", "/metrics", "/v1/localspec/stats", "/nothing", "/pages"):
+            assert server.ask("GET", path)[0] == 401, path
+        assert server.ask("GET", "/health")[0] == 200
+        assert server.ask("GET", "/")[0] in (200, 404)
+        # Names are still checked, but any address will do: the key is what counts.
+        assert server.ask(*ASK, right | {"Host": "192.168.1.5:80"})[0] == 200
+        assert server.ask(*ASK, right | {"Host": "box.lan"})[0] == 200
+        assert server.ask(*ASK, right | {"Host": "evil.example"})[0] == 403
+
+
+def test_answers_tell_browsers_to_be_careful(server: Server) -> None:
+    _, api, _ = server.ask("GET", "/v1/models")
+    _, page, _ = server.ask("GET", "/")
+    assert api["content-security-policy"] == "default-src 'none'; frame-ancestors 'none'"
+    assert "script-src 'self'" in page["content-security-policy"]
+    assert "unsafe" not in page["content-security-policy"]
+    for headers in (api, page):
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["cross-origin-resource-policy"] == "same-origin"
+        assert "server" not in headers
+    assert api["cache-control"] == "no-store"
+
+
+def test_no_path_leads_out_of_the_page_s_folder(server: Server) -> None:
+    for path in ("/page/../app.py", "/page/%2e%2e/app.py", "/page/..%2fapp.py", "/page//etc/passwd", "/page/"):
+        status, _, answer = server.ask("GET", path)
+        assert status in (404, 405), path
+        assert b"import" not in answer
+
+
+def test_no_insides_in_an_answer_to_a_failure(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("secret in /srv/somebody")
+
+    monkeypatch.setattr(server.service.llm, "submitter", fail)
+    for body in (BODY, BODY | {"stream": True}):
+        status, _, answer = server.ask("POST", "/v1/chat/completions", body)
+        assert (status, code_of(answer)) == (500, "internal_error")
+        assert b"secret" not in answer
+        assert b"Traceback" not in answer
+    errors = capfd.readouterr().err
+    assert errors.count("secret in /srv/somebody") == 2  # the owner of the server is told, in one line each
+    assert "Traceback" not in errors
+    monkeypatch.undo()
+    assert server.ask(*ASK)[0] == 200
+
+
+def test_addresses() -> None:
+    assert is_loopback("127.0.0.1")
+    assert is_loopback("localhost")
+    assert is_loopback("::1")
+    assert not is_loopback("0.0.0.0")
+    assert not is_loopback("192.0.2.1")
+    with pytest.raises(UsageError, match="no such address"):
+        is_loopback("no.such.host.invalid")
+
+
+def test_a_port_in_use_is_said_in_one_line() -> None:
+    with listen("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        assert url_of(first) == f"http://127.0.0.1:{port}"
+        with pytest.raises(LocalspecError, match=f"port {port} of 127.0.0.1 is in use"):
+            listen("127.0.0.1", port)

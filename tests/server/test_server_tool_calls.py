@@ -1,0 +1,696 @@
+"""Tool calls read out of text: every way of writing them, however the text is cut."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from localspec.server.tool_calls import MARKS, CallArguments, CallStart, TextPiece, ToolCallReader
+from tests.support.steps import n_steps
+
+Call = tuple[str, dict[str, Any]]
+
+TYPES: dict[str, Any] = {
+    "city": {"type": "string"},
+    "days": {"type": "integer"},
+    "exact": {"type": "boolean"},
+    "places": {"type": "array", "items": {"type": "string"}},
+    "near": {"type": "object", "properties": {"zip": {"type": "string"}}},
+    "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+    for name, properties in (("weather", TYPES), ("now", {}))
+]
+PARIS = {"city": "Paris", "days": 3}
+P = json.dumps(PARIS)
+WEATHER: list[Call] = [("weather", PARIS)]
+BOTH: list[Call] = [*WEATHER, ("now", {})]
+
+# -- ways of writing calls ---------------------------------------------------------------------------------------------
+
+
+def raw(value: Any) -> str:
+    """A value between tags, as templates print it."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def joined(before: str, each: Callable[[str, dict[str, Any]], str], between: str, after: str) -> Callable[..., str]:
+    return lambda calls: before + between.join(each(name, arguments) for name, arguments in calls) + after
+
+
+def json_call(name: str, arguments: dict[str, Any], key: str = "arguments", called: str = "name") -> str:
+    return json.dumps({called: name, key: arguments}, ensure_ascii=False)
+
+
+def tagged(name: str, arguments: dict[str, Any]) -> str:
+    said = "".join(f"<parameter={key}>\n{raw(value)}\n</parameter>\n" for key, value in arguments.items())
+    return f"<function={name}>\n{said}</function>"
+
+
+def invoked(name: str, arguments: dict[str, Any]) -> str:
+    said = "".join(f'<parameter name="{key}">{raw(value)}</parameter>\n' for key, value in arguments.items())
+    return f'<invoke name="{name}">\n{said}</invoke>\n'
+
+
+def dsml(name: str, arguments: dict[str, Any]) -> str:
+    said = "".join(
+        f'<｜DSML｜parameter name="{key}" string="{str(isinstance(value, str)).lower()}">{raw(value)}'
+        "</｜DSML｜parameter>\n"
+        for key, value in arguments.items()
+    )
+    return f'<｜DSML｜invoke name="{name}">\n{said}</｜DSML｜invoke>\n'
+
+
+def glm(name: str, arguments: dict[str, Any]) -> str:
+    said = "".join(
+        f"<arg_key>{key}</arg_key>\n<arg_value>{raw(value)}</arg_value>\n" for key, value in arguments.items()
+    )
+    return f"<tool_call>{name}\n{said}</tool_call>"
+
+
+def python(name: str, arguments: dict[str, Any]) -> str:
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+
+
+def gemma(quote: str) -> Callable[[Any], str]:
+    def written(value: Any) -> str:
+        if isinstance(value, dict):
+            return "{" + ",".join(f"{key}:{written(item)}" for key, item in value.items()) + "}"
+        if isinstance(value, list):
+            return "[" + ",".join(map(written, value)) + "]"
+        return f"{quote}{value}{quote}" if isinstance(value, str) else json.dumps(value)
+
+    return written
+
+
+def r1(name: str, arguments: dict[str, Any]) -> str:
+    return (
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{json.dumps(arguments)}\n```<｜tool▁call▁end｜>"
+    )
+
+
+FORMATS: dict[str, Callable[[list[Call]], str]] = {
+    "Hermes": joined("", lambda *call: f"<tool_call>\n{json_call(*call)}\n</tool_call>", "\n", ""),
+    "SmolLM2": joined("<tool_call>[", json_call, ", ", "]</tool_call>"),
+    "Qwen3-Coder": joined("", lambda *call: f"<tool_call>\n{tagged(*call)}\n</tool_call>", "\n", ""),
+    "Qwen3-Coder without the outer mark": joined("", tagged, "\n", "\n</tool_call>"),
+    "Seed-OSS": joined("<seed:tool_call>\n", tagged, "\n", "\n</seed:tool_call>"),
+    "Functionary": joined("", lambda name, args: f"<function={name}>{json.dumps(args)}</function>", "", ""),
+    "Llama 3": joined("", lambda name, args: json_call(name, args, "parameters"), "; ", ""),
+    "Llama 3, marked": joined("<|python_tag|>", lambda name, args: json_call(name, args, "parameters"), "; ", ""),
+    "Llama 4": joined("<|python_start|>[", python, ", ", "]<|python_end|>"),
+    "Llama 3.2, in Python's notation": joined("[", python, ", ", "]"),
+    "Gemma 3": joined("```tool_code\n", python, "\n", "\n```"),
+    "Olmo 3": joined("<function_calls>\n", python, "\n", "\n</function_calls>"),
+    "LFM2": joined("<|tool_call_start|>[", python, ", ", "]<|tool_call_end|>"),
+    "Mistral, a list": joined("[TOOL_CALLS][", json_call, ", ", "]"),
+    "Mistral": joined("", lambda name, args: f"[TOOL_CALLS]{name}[ARGS]{json.dumps(args)}", "", ""),
+    "Mistral with ids": joined("", lambda n, a: f"[TOOL_CALLS]{n}[CALL_ID]a1b2c3[ARGS]{json.dumps(a)}", "", ""),
+    "DeepSeek R1": joined("<｜tool▁calls▁begin｜>", r1, "\n", "<｜tool▁calls▁end｜>"),
+    "DeepSeek V3.1": joined(
+        "<｜tool▁calls▁begin｜>",
+        lambda name, args: f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json.dumps(args)}<｜tool▁call▁end｜>",
+        "",
+        "<｜tool▁calls▁end｜>",
+    ),
+    "DeepSeek V3.2": joined("<｜DSML｜function_calls>\n", dsml, "", "</｜DSML｜function_calls>"),
+    "GLM-4.5": joined("", glm, "\n", ""),
+    "gpt-oss": joined(
+        "",
+        lambda name, args: f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{json.dumps(args)}",
+        "<|call|>",
+        "",
+    ),
+    "Gemma 4": joined(
+        "", lambda name, args: f"<|tool_call>call:{name}{gemma('<|' + chr(34) + '|>')(args)}<tool_call|>", "", ""
+    ),
+    "FunctionGemma": joined(
+        "",
+        lambda name, args: f"<start_function_call>call:{name}{gemma('<escape>')(args)}<end_function_call>",
+        "",
+        "",
+    ),
+    "Granite": joined("<|tool_call|>[", json_call, ", ", "]"),
+    "Phi-4-mini": joined("<|tool_call|>[", json_call, ", ", "]<|/tool_call|>"),
+    "Command-R7B": joined(
+        "<|START_ACTION|>[\n",
+        lambda name, args: json.dumps({"tool_call_id": "0", "tool_name": name, "parameters": args}),
+        ",\n",
+        "\n]<|END_ACTION|>",
+    ),
+    "Command-R": joined(
+        "Action: ```json\n[\n", lambda name, args: json_call(name, args, "parameters", "tool_name"), ",\n", "\n]\n```"
+    ),
+    "Kimi K2": joined(
+        "<|tool_calls_section_begin|>",
+        lambda name, args: (
+            f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{json.dumps(args)}<|tool_call_end|>"
+        ),
+        "",
+        "<|tool_calls_section_end|>",
+    ),
+    "MiniMax M2": joined("<minimax:tool_call>\n", invoked, "", "</minimax:tool_call>"),
+    "Nemotron": joined("<TOOLCALL>[", json_call, ", ", "]</TOOLCALL>"),
+    "Apertus": joined("<|tools_prefix|>[", lambda name, args: json.dumps({name: args}), ", ", "]<|tools_suffix|>"),
+    "InternLM": joined("<|action_start|><|plugin|>", json_call, "\n", "<|action_end|>"),
+    "Firefunction": joined(" functools[", json_call, ", ", "]"),
+    "Hunyuan": joined("<tool_calls>[", json_call, ", ", "]</tool_calls>"),
+    "Qwen2.5-Coder, fenced": joined("```json\n", json_call, "\n", "\n```"),
+    "Qwen2.5-Coder, <tools>": joined("<tools>\n", json_call, "\n", "\n</tools>"),
+    "a bare list": joined("[", json_call, ", ", "]"),
+    "a mark in a code block": joined("```xml\n<tool_call>\n", json_call, "\n", "\n</tool_call>\n```"),
+}
+AT_THE_BEGINNING = ("{", "[{", "[w", "```", "Action:", "functools")
+MARKED = [name for name, write in FORMATS.items() if not write(WEATHER).lstrip().startswith(AT_THE_BEGINNING)]
+"""Those whose calls may stand anywhere in an answer."""
+
+
+CASES: dict[str, tuple[str, str, list[Call]]] = {
+    "arguments first": (f'<tool_call>{{"arguments": {P}, "name": "weather"}}</tool_call>', "", WEATHER),
+    "arguments first, without a mark": (f'{{"arguments": {P}, "name": "weather"}}', "", WEATHER),
+    "as a string": (f'<tool_call>{{"name": "weather", "arguments": {json.dumps(P)}}}</tool_call>', "", WEATHER),
+    "no arguments": ('<tool_call>{"name": "now"}</tool_call>', "", [("now", {})]),
+    "null arguments": ('<tool_call>{"name": "now", "arguments": null}</tool_call>', "", [("now", {})]),
+    "empty arguments": ('<tool_call>{"name": "now", "arguments": ""}</tool_call>', "", [("now", {})]),
+    "as OpenAI writes it": (
+        f'<tool_call>{{"type": "function", "function": {{"name": "weather", "arguments": {P}}}}}</tool_call>',
+        "",
+        WEATHER,
+    ),
+    "single quotes": (f"<tool_call>{ {'name': 'weather', 'arguments': PARIS} }</tool_call>", "", WEATHER),
+    "a line break in a string": (
+        '<tool_call>{"name": "weather", "arguments": {"city": "a\nb", "days": 1}}</tool_call>',
+        "",
+        [("weather", {"city": "a\nb", "days": 1})],
+    ),
+    "a backslash of a regular expression": (
+        r'<tool_call>{"name": "weather", "arguments": {"city": "\d+"}}</tool_call>',
+        "",
+        [("weather", {"city": r"\d+"})],
+    ),
+    "half of a character": (
+        r'<tool_call>{"name": "weather", "arguments": {"city": "\ud83d\ude00 \ud83d"}}</tool_call>',
+        "",
+        [("weather", {"city": "😀 �"})],
+    ),
+    "a comma too many": ('<tool_call>{"name": "now", "arguments": {},}</tool_call>', "", [("now", {})]),
+    "no closer": (f'<tool_call>\n{{"name": "weather", "arguments": {P}}}', "", WEATHER),
+    "an unknown tool behind a mark": ('<tool_call>{"name": "x", "arguments": {}}</tool_call>', "", [("x", {})]),
+    "values whose ends are missing": (
+        "<tool_call><function=weather>\n<parameter=city>\nParis\n<parameter=days>\n3\n</function>\n</tool_call>",
+        "",
+        WEATHER,
+    ),
+    "a value that holds the marks": (
+        "<tool_call>\n<function=weather>\n<parameter=city>\nends with </parameter> or\n<parameter=x>\n</function>!\n"
+        "</parameter>\n</function>\n</tool_call>",
+        "",
+        [("weather", {"city": "ends with </parameter> or\n<parameter=x>\n</function>!"})],
+    ),
+    "a value that is JSON": (
+        '<tool_call>\n<function=weather>\n<parameter=city>\n{"a": 1}\n</parameter>\n</function>\n</tool_call>',
+        "",
+        [("weather", {"city": '{"a": 1}'})],
+    ),
+    "GLM-4.7 on one line": (
+        "<tool_call>weather<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call><tool_call>now</tool_call>",
+        "",
+        [("weather", {"city": "Paris"}), ("now", {})],
+    ),
+    "Python without names": ('<|tool_call_start|>[weather("Paris", 3)]<|tool_call_end|>', "", WEATHER),
+    "Llama's own tools": ('<|python_tag|>weather.call(city="Paris", days=3)', "", WEATHER),
+    "gpt-oss, the recipient first": (
+        f" to=functions.weather<|channel|>commentary json<|message|>{P}<|call|>",
+        "",
+        WEATHER,
+    ),
+    "DeepSeek's marks as distilled models write them": (
+        f"<｜tool_calls_begin｜><｜tool_call_begin｜>weather<｜tool_sep｜>{P}<｜tool_call_end｜><｜tool_calls_end｜>",
+        "",
+        WEATHER,
+    ),
+    "text before, between and behind": (
+        f'I look.\n<tool_call>{{"name": "weather", "arguments": {P}}}</tool_call>\nAnd\n\n'
+        '<tool_call>{"name": "now"}</tool_call>\n\nSo.\n',
+        "I look.\n\nAnd\n\n\n\nSo.",
+        BOTH,
+    ),
+    "the mark is spoken of first": (
+        'The tag <tool_call> begins one: <tool_call>{"name": "now"}</tool_call>',
+        "The tag <tool_call> begins one:",
+        [("now", {})],
+    ),
+    "a call that is none, then one": (
+        '<tool_call>no</tool_call> <tool_call>{"name": "now"}</tool_call>',
+        "<tool_call>no</tool_call>",
+        [("now", {})],
+    ),
+}
+
+TEXTS = [
+    "",
+    "Hello.",
+    "  leading and trailing  ",
+    "a < b, <tool, <tool_cal and [TOOL_CALL",
+    '{"name": "nobody", "arguments": {}}',
+    '{"name": "weather"}',
+    '{"name": "weather", "age": 3}',
+    '[{"name": "weather"}]',
+    '{"answer": 42}',
+    "{not json}",
+    "[1, 2]",
+    "[weather is nice](https://example.org)",
+    "[now()](https://example.org)",
+    "now() is what you call",
+    "```json\n[1, 2]\n```",
+    "```python\nprint({'name': 1})\n```",
+    "```python\nnow()\n```",
+    '```json\n{"name": "nobody"}\n```\nand more',
+    '{"name": "weather", "arguments": ',
+    "<tool_call>no</tool_call>",
+    "Hello  \n <tool_call> no </tool_call>  \n",
+    " \n<tool_call>\n\n[ ]\n</tool_call>\n ",
+    "<tool_call>",
+    "<tool_call>weather is what I call",
+    "<tool_call>weather {no}",
+    "<|python_tag|>print(1)",
+    "<function=",
+    "<function=nobody>\n<parameter=x>\n1\n</parameter>\n</function>",
+    '<tool_call>{"nome": "weather"}</tool_call>',
+    '<tool_call>{"name": 3}</tool_call>',
+    '<tools>{"name": "nobody", "arguments": {}}</tools>',
+    "[TOOL_CALLS] are what Mistral writes",
+    "import functools\nfunctools[1]",
+    "<｜tool▁calls▁begin｜>now<｜tool▁calls▁end｜>",
+    "<|channel|>commentary to=nobody and so on",
+    "{",
+    "`",
+    "[",
+    "```",
+]
+
+
+def read(text: str, cuts: list[int], *, cut: bool = False, parallel: bool = True) -> tuple[str, list[tuple[str, Any]]]:
+    """Text and calls, with the text fed in pieces."""
+    reader = ToolCallReader(TOOLS, parallel=parallel)
+    bounds = [0, *sorted(cuts), len(text)]
+    pieces = [piece for a, b in pairwise(bounds) for piece in reader.push(text[a:b])]
+    pieces += reader.finish(cut=cut)
+    said, ids = "", set()
+    calls: list[list[str]] = []
+    for piece in pieces:
+        if isinstance(piece, TextPiece):
+            said += piece.text
+        elif isinstance(piece, CallStart):
+            assert piece.index == len(calls)
+            assert piece.id.startswith("call_")
+            ids.add(piece.id)
+            calls.append([piece.name, ""])
+        else:
+            assert isinstance(piece, CallArguments)
+            assert piece.index == len(calls) - 1
+            calls[piece.index][1] += piece.text
+    assert len(ids) == len(calls) == reader.n_calls
+    return said, [(name, arguments) for name, arguments in calls]
+
+
+def calls_of(found: list[tuple[str, Any]]) -> list[Call]:
+    return [(name, json.loads(arguments)) for name, arguments in found]
+
+
+def singly(text: str) -> list[int]:
+    return list(range(1, len(text)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cases(name: str) -> None:
+    text, said, calls = CASES[name]
+    for cuts in ([], singly(text)):
+        found, read_calls = read(text, cuts)
+        assert found == said
+        assert calls_of(read_calls) == calls
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("calls", [WEATHER, [("now", {})], BOTH, [*BOTH, ("weather", {"city": "{'", "days": -1})]])
+def test_every_way_of_writing_calls(name: str, calls: list[Call]) -> None:
+    text = FORMATS[name](calls)
+    for cuts in ([], singly(text)):
+        said, found = read(text, cuts)
+        assert said == ""
+        assert calls_of(found) == calls
+
+
+VALUES = {
+    "city": st.text(st.characters(codec="utf-8", exclude_characters="\r"), max_size=8)
+    | st.sampled_from(
+        ["007", "12", "true", "null", "</tool_call>", '"quoted" } ]', "it's", "\\n \\ \n", "<parameter="]
+    ),
+    "days": st.integers(-(10**6), 10**18),
+    "exact": st.booleans(),
+    "places": st.lists(st.sampled_from(["a", "1", "it's", 'b "c"', "ü"]), max_size=3),
+    "near": st.fixed_dictionaries({"zip": st.sampled_from(["01234", "x"])}),
+    "note": st.none() | st.sampled_from(["n", "a b"]),
+}
+CALLS = st.lists(
+    st.one_of(
+        st.just(("now", {})), st.fixed_dictionaries({}, optional=VALUES).map(lambda arguments: ("weather", arguments))
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=15, deadline=None)
+@given(calls=CALLS, before=st.sampled_from(["", "Let me look:\n\n", "1 < 2 `"]), data=st.data())
+def test_any_calls_come_back_however_the_text_is_cut(
+    name: str, calls: list[Call], before: str, data: st.DataObject
+) -> None:
+    before = before if name in MARKED else ""
+    assume("Gemma" not in name or not any(quote in raw(calls) for quote in ("|", "<escape>")))  # its quotes
+    text = before + FORMATS[name](calls)
+    said, found = read(text, [])
+    assert said == before.rstrip()
+    assert calls_of(found) == calls
+    assert read(text, data.draw(st.lists(st.integers(0, len(text)), max_size=8))) == (said, found)
+    assert read(text, singly(text)) == (said, found)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_the_budget_cuts_is_read_alike_and_never_made_whole(name: str) -> None:
+    text = FORMATS[name](BOTH)
+    for end in range(0, len(text), 7):
+        said, found = read(text[:end], [], cut=True)
+        assert (said, found) == read(text[:end], singly(text[:end]), cut=True)
+        for (called, arguments), (meant, whole) in zip(found, BOTH, strict=False):
+            assert called == meant
+            # Whole or no JSON: nobody runs a tool with half of what it was to get.
+            assert arguments == json.dumps(whole) or not is_json(arguments) or json.loads(arguments) == whole
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_what_is_no_call_is_text(text: str) -> None:
+    for cuts in ([], singly(text)):
+        assert read(text, cuts) == (text, [])
+
+
+_SCRAPS = [*MARKS, "</tool_call>", '{"name": "', "weather", "now", '"arguments": ', "{}", "<parameter=city>", "(", ")"]
+_SCRAPS += ["[ARGS]", "<arg_key>", "</arg_key>", "```", *"[]\"',:}\n x\\=1"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.sampled_from(_SCRAPS), max_size=14).map("".join), st.data())
+def test_no_text_is_lost_and_cuts_never_matter(text: str, data: st.DataObject) -> None:
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
+    said, calls = read(text, [])
+    assert read(text, cuts) == (said, calls)
+    assert read(text, singly(text)) == (said, calls)
+    if not calls:
+        assert said == text
+
+
+def reading(text: str, size: int, tools: list[Any] = TOOLS) -> Callable[[], None]:
+    """Reads a text in pieces of a size."""
+    reader = ToolCallReader(tools)
+
+    def read() -> None:
+        for start in range(0, len(text), size):
+            reader.push(text[start : start + size])
+        reader.finish()
+
+    return read
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "arguments first", "text", "white space", "no call"])
+@pytest.mark.parametrize("size", [3, 1_000_000])
+def test_the_work_grows_with_the_text_only(name: str, size: int) -> None:
+    def text(n: int) -> str:
+        long = "word \\ \n" * n
+        if name in FORMATS:
+            return FORMATS[name]([("weather", {"city": long, "places": [long, long]})])
+        return {
+            "arguments first": f'{{"arguments": {json.dumps({"city": long})}, "name": "weather"}}',
+            "text": f"<tool_call> {long}",
+            "white space": "a" + " \n" * 4 * n + "<tool_call>",
+            "no call": '<tool_call>{"nome": "' * n,
+        }[name]
+
+    assert n_steps(reading(text(120), size)) < 2.3 * n_steps(reading(text(60), size)) + 200
+
+
+def test_no_schema_takes_long() -> None:
+    """Schemas whose references branch, or lead in circles, cost no more than others."""
+    branching = {str(i): {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}] * 2} for i in range(40)} | {"40": {"type": "string"}}
+    circle = {"a": {"$ref": "#/$defs/b"}, "b": {"allOf": [{"$ref": "#/$defs/a"}]}}
+    for definitions, first in ((branching, "0"), (circle, "a")):
+        parameters = {"$defs": definitions, "properties": {"x": {"$ref": f"#/$defs/{first}"}}}
+        reader = ToolCallReader([{"function": {"name": "f", "parameters": parameters}}])
+        pieces = reader.push("<tool_call><function=f><parameter=x>007</parameter></function></tool_call>")
+        assert "".join(piece.text for piece in pieces if isinstance(piece, CallArguments)) == '{"x": "007"}'
+
+
+@pytest.mark.parametrize("n", [5_000, 50_000])
+@pytest.mark.parametrize("kind", ["enum", "anyOf"])
+def test_a_schema_of_many_values_is_read_once(kind: str, n: int) -> None:
+    items: Any = {"enum": [*range(n)]} if kind == "enum" else {"anyOf": [{"const": i} for i in range(n)]}
+    parameters = {"properties": {"x": {"type": "array", "items": items}}}
+    tools = [{"function": {"name": "f", "parameters": parameters}}]
+
+    def written(n_items: int) -> str:
+        return f"[TOOL_CALLS]f[ARGS]{json.dumps({'x': [3] * n_items})}"
+
+    few, many = (n_steps(reading(written(n_items), 10, tools)) for n_items in (1, 5))
+    assert few < 200_000
+    assert many < few + 20_000
+    assert arguments_of("[TOOL_CALLS]f[ARGS]" + json.dumps({"x": [3, n]}), parameters["properties"]["x"]) == {
+        "x": [3, n]
+    }
+
+
+# -- types -------------------------------------------------------------------------------------------------------------
+
+STRINGS: list[Any] = [
+    {"type": "string"},
+    {"$ref": "#/$defs/Text"},
+    {"$ref": "#/definitions/Text"},
+    {"$ref": "#/$defs/Zip"},
+    {"allOf": [{"$ref": "#/$defs/Text"}], "description": "x"},
+    {"type": ["string", "null"]},
+    {"type": ["null", "string"]},
+    {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    {"anyOf": [{"$ref": "#/$defs/Text"}, {"type": "null"}], "default": None},
+    {"oneOf": [{"type": "null"}, {"type": "string"}]},
+    {"type": "string", "nullable": True},
+    {"type": ["string", "integer"]},
+    {"type": "string", "format": "path"},
+]
+DEFINITIONS = {"Text": {"type": "string"}, "Zip": {"enum": ["007", "123", "true", "1e5", "-0", "[1]"]}}
+ENUM: Any = {"enum": ["1", "auto", 2, True, None]}
+INTEGER: Any = {"type": "integer"}
+ANYTHING: list[Any] = [{}, None, True, {"description": "x"}, {"type": "strange"}, 3, []]
+NOWHERE: list[Any] = [{}, {"$ref": "#/nowhere"}, {"$ref": "https://example.org"}]
+TYPED: list[tuple[Any, str, Any]] = [
+    *((schema, word, word) for schema in STRINGS for word in ("007", "123", "true", "1e5", "-0")),
+    *((schema, "[1]", "[1]") for schema in STRINGS),
+    *((schema, word, None) for schema in STRINGS[5:11] for word in ("null", "None")),
+    (INTEGER, "3", 3),
+    (INTEGER, " 3\n", 3),
+    (INTEGER, "3.0", 3),
+    (INTEGER, "007", "007"),
+    (INTEGER, "many", "many"),
+    (INTEGER, "null", None),
+    ({"type": ["integer", "string"]}, "3", 3),
+    ({"type": ["integer", "string"]}, "007", "007"),
+    ({"type": "number"}, "3", 3),
+    ({"type": "number"}, "-2.5e3", -2500.0),
+    ({"type": "number"}, "1e999", "1e999"),
+    ({"type": "number"}, "1٢", "1٢"),
+    ({"enum": [12]}, "1٢", "1٢"),
+    ({"enum": ["x", 1.0]}, "1", 1),
+    ({"enum": [1, "true"]}, "true", "true"),
+    ({"type": "number"}, "NaN", "NaN"),
+    *(({"type": "boolean"}, word, word.lower() == "true") for word in ("true", "True", "TRUE", "false", "False")),
+    (ENUM, "1", "1"),
+    (ENUM, "2", 2),
+    (ENUM, "auto", "auto"),
+    (ENUM, "True", True),
+    (ENUM, "None", None),
+    ({"type": "string", "enum": ["a"]}, "5", "5"),
+    ({"const": "5"}, "5", "5"),
+    ({"const": 5}, "5", 5),
+    ({"type": "array"}, '["a", 1]', ["a", 1]),
+    ({"type": "array", "items": {"type": "string"}}, "['a', 'b']", ["a", "b"]),
+    ({"type": "object"}, '{"a": {"b": []}}', {"a": {"b": []}}),
+    ({"type": "object"}, "{'a': True, 'b': None}", {"a": True, "b": None}),
+    ({"anyOf": [{"type": "string"}, {"type": "array"}]}, '["a"]', ["a"]),
+    ({"anyOf": [{"type": "string"}, {"type": "array"}]}, "a", "a"),
+    ({"anyOf": [INTEGER, {"type": "boolean"}]}, "true", True),
+    *((anything, "123", 123) for anything in ANYTHING),
+    *((anything, "007", "007") for anything in NOWHERE),
+]
+
+
+def arguments_of(text: str, schema: Any) -> Any:
+    parameters = {"type": "object", "properties": {"x": schema}, "$defs": DEFINITIONS, "definitions": DEFINITIONS}
+    reader = ToolCallReader([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    pieces = [*reader.push(text), *reader.finish()]
+    return json.loads("".join(piece.text for piece in pieces if isinstance(piece, CallArguments)))
+
+
+@pytest.mark.parametrize(("schema", "text", "value"), TYPED)
+def test_text_between_tags_has_the_type_of_its_schema(schema: Any, text: str, value: Any) -> None:
+    for written in (
+        f"<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>\n</tool_call>",
+        f"<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>",
+        f'<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">{text}</parameter>\n</invoke>',
+    ):
+        found = arguments_of(written, schema)["x"]
+        assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "123", "123"),
+        ({"type": "string"}, "007", "007"),
+        ({"type": "string"}, "true", "true"),
+        ({"type": "string"}, "null", None),
+        ({"type": ["string", "integer"]}, "123", 123),
+        ({"type": ["string", "null"]}, "null", None),
+        (INTEGER, '"3"', 3),
+        (INTEGER, '"many"', "many"),
+        (INTEGER, "3.5", 3.5),
+        ({"type": "boolean"}, '"True"', True),
+        ({"type": "array"}, '"[1, 2]"', [1, 2]),
+        ({"type": "object"}, '"{\\"a\\": 1}"', {"a": 1}),
+        ({"type": "array", "items": {"type": "string"}}, "[1, 02]", ["1", "02"]),
+        ({"type": "object", "properties": {"zip": {"type": "string"}}}, '{"zip": 123}', {"zip": "123"}),
+        ({}, "123", 123),
+        ({}, '"123"', "123"),
+        (None, "[1, {}]", [1, {}]),
+    ],
+)
+def test_values_that_have_a_type_get_another_only_where_the_schema_asks_for_it(
+    schema: Any, text: str, value: Any
+) -> None:
+    written = [f'<tool_call>{{"name": "f", "arguments": {{"x": {text}}}}}</tool_call>']
+    written += [f"[TOOL_CALLS]f[ARGS]{{'x': {text}}}", f"<|tool_call>call:f{{x:{text}}}<tool_call|>"]
+    written += [f'{{"arguments": {{"x": {text}}}, "name": "f"}}', f"<|tool_call_start|>[f(x={text})]<|tool_call_end|>"]
+    for one in written:
+        found = arguments_of(one, schema)["x"]
+        assert (found, type(found)) == (value, type(value)), one
+
+
+# -- as it comes -------------------------------------------------------------------------------------------------------
+
+
+def test_arguments_are_streamed_as_they_come() -> None:
+    for before, after in (('<tool_call>\n{"name": "weather", "arguments": ', "}"), ("[TOOL_CALLS]weather[ARGS]", "")):
+        reader = ToolCallReader(TOOLS)
+        pieces = reader.push(before + '{"city": "Par')
+        assert [type(piece) for piece in pieces] == [CallStart, CallArguments]
+        assert pieces[1] == CallArguments(0, '{"city": "Par')
+        assert reader.push('is"') == [CallArguments(0, 'is"')]
+        assert reader.n_done == 0
+        reader.push("}" + after)
+        assert reader.n_done == 1
+
+
+def test_strings_between_tags_are_streamed_as_they_come() -> None:
+    reader = ToolCallReader(TOOLS)
+    pieces = reader.push('<tool_call>\n<function=weather>\n<parameter=city>\nParis "')
+    assert pieces[1:] == [CallArguments(0, '{"city": "Paris \\"')]
+    assert reader.push("\n") == []
+    assert reader.push("in spring</par") == [CallArguments(0, "\\nin spring")]
+    assert reader.push("ameter>\n</function>") == [CallArguments(0, '"}')]
+
+
+def test_a_bare_call_is_streamed_once_its_tool_is_known() -> None:
+    reader = ToolCallReader(TOOLS)
+    assert reader.push('{"name": "weather", "arguments": ') == []
+    assert reader.push('{"city": "P')[1:] == [CallArguments(0, '{"city": "P')]
+
+
+def test_a_call_cut_by_the_budget_keeps_what_was_said() -> None:
+    said, calls = read('<tool_call>\n{"name": "weather", "arguments": {"city": "Pa', [])
+    assert (said, calls) == ("", [("weather", '{"city": "Pa')])
+
+
+def test_an_answer_that_ends_by_itself_completes_what_has_no_end() -> None:
+    text = "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n"
+    assert read(text, [])[1] == [("weather", '{"city": "Paris"}')]
+    assert read(text, [], cut=True)[1] == [("weather", '{"city": "Paris\\n')]
+
+
+def test_text_streams_while_no_call_can_begin() -> None:
+    reader = ToolCallReader(TOOLS)
+    assert reader.push("Hello there") == [TextPiece("Hello there")]
+    assert reader.push(" <tool") == []
+    assert reader.push("s are nice") == [TextPiece(" <tools are nice")]
+
+
+def test_a_bare_object_is_released_as_soon_as_it_cannot_be_a_call() -> None:
+    reader = ToolCallReader(TOOLS)
+    assert reader.push('{"answ') == [TextPiece('{"answ')]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_one_call_is_read_where_one_is_wanted(name: str) -> None:
+    text = FORMATS[name]([*WEATHER, *BOTH])
+    for cuts in ([], singly(text)):
+        said, calls = read(text, cuts, parallel=False)
+        assert (said, calls_of(calls)) == ("", WEATHER)
+
+
+def test_what_may_be_a_call_waits_for_so_long_only() -> None:
+    text = '{"arguments": {"city": "' + "x" * 150_000
+    for size in (1000, len(text)):
+        reader = ToolCallReader(TOOLS)
+        pieces = [piece for i in range(0, len(text), size) for piece in reader.push(text[i : i + size])]
+        assert "".join(piece.text for piece in pieces if isinstance(piece, TextPiece)) == text
+
+
+def test_damaged_calls_are_read_alike_however_they_are_cut() -> None:
+    rng, names = random.Random(1), list(FORMATS)
+    for _ in range(200):
+        text = FORMATS[rng.choice(names)](BOTH)
+        for _ in range(rng.randint(1, 3)):
+            start = rng.randrange(len(text) + 1)
+            text = text[:start] + rng.choice(["", *_SCRAPS]) + text[start + rng.randint(0, 6) :]
+        options = {"parallel": rng.random() < 0.8, "cut": rng.random() < 0.3}
+        said, calls = read(text, [], **options)
+        assert read(text, singly(text), **options) == (said, calls)
+        if not calls:
+            assert said == text
+
+
+@pytest.mark.parametrize("value", ['"hello"', "5", "[1]", "true", '"{not JSON"', '"[1]"'])
+@pytest.mark.parametrize(
+    "order", ['{{"name": "{name}", "arguments": {value}}}', '{{"arguments": {value}, "name": "{name}"}}']
+)
+def test_arguments_that_are_no_object_make_no_call(value: str, order: str) -> None:
+    """Clients parse arguments as a JSON object: what is none stays text, behind a sure mark too."""
+    name = TOOLS[0]["function"]["name"]
+    text = f"<tool_call>\n{order.format(name=name, value=value)}\n</tool_call>"
+    for step in (1, 7, len(text)):
+        reader = ToolCallReader(TOOLS)
+        pieces = [each for i in range(0, len(text), step) for each in reader.push(text[i : i + step])] + reader.finish()
+        assert reader.n_calls == 0
+        assert "".join(each.text for each in pieces if isinstance(each, TextPiece)) == text
