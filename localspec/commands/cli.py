@@ -30,9 +30,9 @@ def models(incomplete: str) -> list[tuple[str, str]]:
 
 def _drafts(incomplete: str) -> list[tuple[str, str]]:
     """What ``--draft`` takes and begins so."""
-    from localspec.engine.options import WORDS
+    from localspec.engine.options import draft_words
 
-    return [(word, "") for word in WORDS if word.startswith(incomplete)] + models(incomplete)
+    return [(word, "") for word in draft_words() if word.startswith(incomplete)] + models(incomplete)
 
 
 Model = Annotated[
