@@ -241,7 +241,7 @@ def engine_for(head: PublishedHead, target: Model, wanted: str | None = None) ->
     Args:
         head: its header.
         target: what it drafts for.
-        wanted: the engine that is asked for, of ``registry.BACKENDS``; None for none.
+        wanted: the engine that is asked for, None for none.
     """
     return _engine_for(head, target.backend, wanted)
 
