@@ -421,7 +421,7 @@ def _published_rows(head: dict[str, Any]) -> list[tuple[str, str]]:
     at_once = f", {block['guesses']} tokens in a pass" if (block := head["block"]) else ""
     rows.append(("guesses", f"{head['n_out']:,} of them{at_once}"))
     borrowed = " and ".join(head["borrows"])
-    engines = "llama-cpp or mlx" if head["kind"] == "eagle3" else "llama-cpp"
+    engines = " or ".join(each for each in head["engines"] if each != "reference")
     own = f"{borrowed} of the target, on {engines}" if borrowed else "nothing of the target's weights"
     return [*rows, ("takes", own), *(_training_rows(head["training"]) if head["training"] else [])]
 

@@ -7,3 +7,7 @@ MTP = "mtp"
 target's own layer for multi-token prediction."""
 
 FROM_STATES = (HEAD, EARLY_EXIT, MTP)
+
+PUBLISHED = "an EAGLE-3 or DFlash file"
+TRAINED_KINDS = "chained|parallel|medusa|eagle3"
+"""For help texts: what ``--draft MODEL`` may be besides a model, and what ``distill --kind`` takes."""

@@ -69,6 +69,7 @@ def _published(head: PublishedHead) -> dict[str, Any]:
         "embedding_length": head.n_embd,
         "n_vocab": head.n_vocab,
         "n_out": len(head.ids),
+        "engines": list(head.engines),
         "borrows": list(head.borrows),
         "block": {"rows": head.block.size, "guesses": head.block.n_guesses} if head.block else None,
         "training": asdict(head.training) if head.training is not None else None,

@@ -169,7 +169,7 @@ class LlamaHeadContext(Context):
         self._functions.set_nextn(self._handle, True, False)  # of every row, not only of those with logits
 
     def fuse(self, states: FloatArray) -> FloatArray:
-        """See ``published_heads.FusingContext``."""
+        """See ``published.FusingContext``."""
         self._check_open()
         states = np.ascontiguousarray(states, dtype=np.float32)
         made: list[FloatArray] = []
@@ -383,6 +383,6 @@ class LlamaBlockContext(LlamaHeadContext):
         return Forward(logits, ids=ids)
 
 
-def load_head_model(head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None) -> LlamaHeadModel:
-    """See ``published_heads.LoadHeadModel``."""
+def load(head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None) -> LlamaHeadModel:
+    """See ``published.LoadHeadModel``."""
     return LlamaHeadModel(head, target, n_threads=n_threads, n_gpu_layers=n_gpu_layers)

@@ -1,4 +1,4 @@
-"""Heads that models are published with, at work on engines; see ``model_files.head_kinds`` for the kinds.
+"""Heads that models are published with, at work on engines; see ``heads.kinds`` for the kinds.
 
 With s_p the tapped states of the target after token x_p, and the layer and its norms in the engine:
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -114,14 +114,6 @@ _MOST_BESIDE = 256
 
 _WIDTHS = (1, 1, 2, 3, 4, 5, 8)
 """Rows of the passes that are compared with one of all these together."""
-
-ENGINES = {
-    "llama-cpp": "localspec.heads.llama",
-    "mlx": "localspec.heads.mlx",
-    "reference": "localspec.heads.kinds.eagle3",
-}
-"""Engine -> its module for published heads, with ``load_head_model`` (see ``LoadHeadModel``). Which kinds it computes
-the kinds say: ``PublishedHead.engines``."""
 
 
 class LoadHeadModel(Protocol):
@@ -247,9 +239,9 @@ def engine_for(head: PublishedHead, target: Model, wanted: str | None = None) ->
 
 
 def _engine_for(head: PublishedHead, backend: str, wanted: str | None = None) -> str:
-    if wanted in head.engines and not head.borrows and not head.in_target:
+    if wanted and wanted in head.engines and not head.borrows and not head.in_target:
         return wanted
-    return backend if backend in head.engines else head.engines[0]
+    return backend if backend in head.engines else next(iter(head.engines))
 
 
 def load_published(
@@ -293,7 +285,7 @@ def load_published(
     if name == "llama-cpp" and (not lends(facts) or (isinstance(target, LlamaModel) and not target.reloads)):
         version = f"{name} {llama_cpp.binding().version}"
         check_survives(facts, target.path, version, threads, lambda: say(f"trying {path.name} with {version} (once)"))
-    load: LoadHeadModel = import_module(ENGINES[name]).load_head_model
+    load: LoadHeadModel = EntryPoint(name, facts.engines[name], "").load()
     model = load(facts, target, threads, n_gpu_layers)
     head = EngineHead(facts, model)
     if model.capabilities.batch_invariant:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from localspec.errors import UnsupportedModel, shown
 from localspec.heads.card import TargetFacts, Training
 from localspec.model_files.gguf import TENSOR_TYPES, GGUFFile, damaged, whole
 from localspec.model_files.vocab import Vocab
+
+LLAMA_CPP = {"llama-cpp": "localspec.heads.llama:load"}
+"""llama.cpp computes all kinds; see ``PublishedHead.engines``."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ class PublishedHead:
     Attributes:
         kind: its name in files and arguments.
         title: what people call the kind.
-        engines: those that compute it. The first computes all kinds, and serves targets on engines that do not.
+        engines: engine that computes it -> its ``published.LoadHeadModel``, as "module:function". The first serves
+            targets on other engines.
         path: its file.
         taps: the hidden states of the target that it reads, in order; see ``backends.forward``.
         n_target: width of each of them.
@@ -69,7 +74,7 @@ class PublishedHead:
 
     kind: str
     title: str
-    engines: tuple[str, ...]
+    engines: Mapping[str, str]
     path: Path
     taps: tuple[str, ...]
     n_target: int

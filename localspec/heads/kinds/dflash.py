@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from localspec.errors import UnsupportedModel, is_whole, shown
-from localspec.heads.kinds.base import MaskBlock, PublishedHead, attention_sizes, layers_read, token_map
+from localspec.heads.kinds.base import LLAMA_CPP, MaskBlock, PublishedHead, attention_sizes, layers_read, token_map
 from localspec.model_files.gguf import GGUFFile, check_shapes, damaged, whole
 from localspec.model_files.vocab import Vocab
 
@@ -80,7 +80,7 @@ def read(file: GGUFFile) -> PublishedHead:
         raise damaged(file, "it has a token map but no output matrix")
     return PublishedHead(
         kind="dflash",
-        engines=("llama-cpp",) if is_dspark or is_dflash2 else ("llama-cpp", "mlx"),
+        engines=LLAMA_CPP if is_dspark or is_dflash2 else LLAMA_CPP | {"mlx": "localspec.heads.kinds.dflash_mlx:load"},
         title="DSpark" if is_dspark else "DFlash2" if is_dflash2 else "DFlash",
         path=file.path,
         taps=tuple(f"layer:{layer - 1}" for layer in layers),  # what goes into a layer came out of the last

@@ -13,16 +13,18 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from localspec.backends.base import Model
 from localspec.backends.mlx.architecture import MLP, Architecture, Attention, Header, read_attention
 from localspec.backends.mlx.library import defer_mlx_lm
 from localspec.backends.mlx.network import Network, install_rope, rope_scaling
 from localspec.backends.mlx.placement import fill
 from localspec.errors import UnsupportedModel
 from localspec.heads.kinds.base import PublishedHead
-from localspec.heads.kinds.eagle3_mlx import (
+from localspec.heads.mlx import (
     HEAD_DTYPE,
     FeedForward,
     HeadAttention,
+    MLXHeadModel,
     embedding_of,
     head_network,
     needed,
@@ -50,7 +52,7 @@ DFLASH = Architecture(
 """Where the tensors of such a file belong; names and layout are those of llama.cpp's converter."""
 
 _CHECKED = ("target_layers", "block_size", "block_count", "attention.sliding_window")
-"""Settings that ``head_kinds.dflash`` has read, and those read here."""
+"""Settings that ``dflash.read`` has read, and those read here."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class _Head(nn.Module):  # type: ignore[misc]
         return cast("list[nn.Module]", self.model.layers)
 
 
-def load_dflash(head: PublishedHead, target: Network | None) -> Network:
+def _network(head: PublishedHead, target: Network | None) -> Network:
     """A drafter's weights, and those that it borrows, as a network whose logits are for ``head.ids``, in their order.
 
     Call it on the thread that will compute.
@@ -185,3 +187,8 @@ def _windows(header: Header) -> tuple[int | None, ...]:
     if not window or not isinstance(pattern, list):
         return (None,) * n_layers
     return tuple(window if has_window else None for has_window in pattern)
+
+
+def load(head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None) -> MLXHeadModel:
+    """See ``published.LoadHeadModel``."""
+    return MLXHeadModel(head, target, _network, n_gpu_layers)

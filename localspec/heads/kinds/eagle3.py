@@ -26,7 +26,7 @@ from localspec.backends.reference import (
 )
 from localspec.errors import EngineError, UnsupportedModel, shown
 from localspec.heads.card import HeadCard, Training
-from localspec.heads.kinds.base import PublishedHead, attention_sizes, layers_read, token_map
+from localspec.heads.kinds.base import LLAMA_CPP, PublishedHead, attention_sizes, layers_read, token_map
 from localspec.model_files.gguf import (
     GGUFFile,
     GGUFOutput,
@@ -165,7 +165,7 @@ def read(file: GGUFFile) -> PublishedHead:
     return PublishedHead(
         kind="eagle3",
         title="EAGLE-3",
-        engines=("llama-cpp", "mlx", "reference"),
+        engines=LLAMA_CPP | {"mlx": f"{__name__}_mlx:load", "reference": f"{__name__}:load_reference"},
         path=file.path,
         taps=tuple(f"layer:{layer - 1}" for layer in layers),  # what goes into a layer came out of the last
         n_target=n_target,
@@ -202,12 +202,10 @@ class ReferenceHeadModel(ReferenceModel):
         target: what it drafts for, on this backend where the head borrows from it.
 
     Raises:
-        UnsupportedModel: it is not computed here, or borrows from a target elsewhere.
+        UnsupportedModel: it borrows from a target elsewhere.
     """
 
     def __init__(self, head: PublishedHead, target: Model) -> None:
-        if head.kind != "eagle3":
-            raise UnsupportedModel(f"{head.path.name}: of published heads the reference backend computes EAGLE-3's")
         if head.borrows and not isinstance(target, ReferenceModel):
             what = " and ".join(head.borrows)
             raise UnsupportedModel(
@@ -266,7 +264,7 @@ class ReferenceHeadContext(ReferenceContext):
     model: ReferenceHeadModel
 
     def fuse(self, states: FloatArray) -> FloatArray:
-        """See ``published_heads.FusingContext``."""
+        """See ``published.FusingContext``."""
         rows = [row.astype(np.float64) for row in states]
         if self.model.normalises_first:
             rows = [self._normalised(row) for row in rows]
@@ -290,6 +288,6 @@ class ReferenceHeadContext(ReferenceContext):
         return self._normalised(state) * self.model.state_norm if self.model.goes_on_from_norm else state
 
 
-def load_head_model(head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None) -> ReferenceHeadModel:
-    """See ``published_heads.LoadHeadModel``; it runs on one thread of the CPU."""
+def load_reference(head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None) -> ReferenceHeadModel:
+    """See ``published.LoadHeadModel``; it runs on one thread of the CPU."""
     return ReferenceHeadModel(head, target)

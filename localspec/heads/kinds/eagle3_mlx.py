@@ -7,7 +7,6 @@ embeddings go to the layer beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,13 +14,23 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from localspec.backends.mlx.architecture import ARCHITECTURES, MLP, Architecture, Attention, Header, read_attention
+from localspec.backends.base import Model
+from localspec.backends.mlx.architecture import MLP, Architecture, Attention, Header, read_attention
 from localspec.backends.mlx.library import defer_mlx_lm
 from localspec.backends.mlx.network import Network, install_rope, rope_scaling
 from localspec.backends.mlx.placement import fill
-from localspec.backends.mlx.weights import Format
-from localspec.errors import UnsupportedModel
 from localspec.heads.kinds.base import PublishedHead
+from localspec.heads.mlx import (
+    HEAD_DTYPE,
+    FeedForward,
+    HeadAttention,
+    MLXHeadModel,
+    embedding_of,
+    head_network,
+    needed,
+    output_of,
+    sort_rows,
+)
 from localspec.model_files.gguf import GGUFFile
 
 EAGLE3 = Architecture(
@@ -42,11 +51,8 @@ EAGLE3 = Architecture(
 )
 """Where the tensors of such a file belong; names and layout are those of llama.cpp's converter."""
 
-HEAD_DTYPE = mx.float32
-"""How large the states are that a head is fed with, no probe of its file can tell."""
-
 _CHECKED = ("target_layers", "target_hidden_size")
-"""Settings that ``head_kinds.eagle3`` has read."""
+"""Settings that ``eagle3.read`` has read."""
 
 
 @dataclass(frozen=True)
@@ -60,57 +66,6 @@ class _Sizes:
     attention: Attention
     norm_before_residual: bool
     norm_before_fc: bool
-
-
-class HeadAttention(nn.Module):  # type: ignore[misc]
-    """Rows [1, n, n_in] -> what they attend to [1, n, n_embd].
-
-    Args:
-        attention: numbers of heads, and their size.
-        n_in, n_embd: see above.
-        norm_eps: that of the norms of queries and keys; None where there are none.
-    """
-
-    rope: nn.Module
-
-    def __init__(self, attention: Attention, n_in: int, n_embd: int, norm_eps: float | None = None) -> None:
-        super().__init__()
-        self.d_head = d_head = attention.d_head
-        self.q_proj = nn.Linear(n_in, attention.n_head * d_head, bias=False)
-        self.k_proj = nn.Linear(n_in, attention.n_head_kv * d_head, bias=False)
-        self.v_proj = nn.Linear(n_in, attention.n_head_kv * d_head, bias=False)
-        self.o_proj = nn.Linear(attention.n_head * d_head, n_embd, bias=False)
-        self.q_norm = nn.Identity() if norm_eps is None else nn.RMSNorm(d_head, eps=norm_eps)
-        self.k_norm = nn.Identity() if norm_eps is None else nn.RMSNorm(d_head, eps=norm_eps)
-
-    def remember(self, x: mx.array, cache: Any) -> tuple[Any, Any]:
-        """Put rows' keys and values into the memory; returns all that they can see."""
-        keys = self.rope(self.k_norm(self._heads(self.k_proj(x))), offset=cache.offset)
-        return cast("tuple[Any, Any]", cache.update_and_fetch(keys, self._heads(self.v_proj(x))))
-
-    def __call__(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
-        from mlx_lm.models.base import scaled_dot_product_attention
-
-        queries = self.rope(self.q_norm(self._heads(self.q_proj(x))), offset=cache.offset)
-        keys, values = self.remember(x, cache)
-        found = scaled_dot_product_attention(queries, keys, values, cache=cache, scale=self.d_head**-0.5, mask=mask)
-        return cast(mx.array, self.o_proj(found.swapaxes(1, 2).flatten(2)))
-
-    def _heads(self, projected: mx.array) -> mx.array:
-        return projected.reshape(1, projected.shape[1], -1, self.d_head).swapaxes(1, 2)
-
-
-class FeedForward(nn.Module):  # type: ignore[misc]
-    """down(silu(gate(x)) * up(x))"""
-
-    def __init__(self, n_embd: int, n_ff: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(n_embd, n_ff, bias=False)
-        self.up_proj = nn.Linear(n_embd, n_ff, bias=False)
-        self.down_proj = nn.Linear(n_ff, n_embd, bias=False)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return cast(mx.array, self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x)))
 
 
 class _Layer(nn.Module):  # type: ignore[misc]
@@ -171,7 +126,7 @@ class _Head(nn.Module):  # type: ignore[misc]
         return cast("list[nn.Module]", self.model.layers)
 
 
-def load_eagle3(head: PublishedHead, target: Network | None) -> Network:
+def _network(head: PublishedHead, target: Network | None) -> Network:
     """A head's weights, and those that it borrows, as a network whose logits are for ``head.ids``, in their order.
 
     Call it on the thread that will compute.
@@ -212,65 +167,6 @@ def load_eagle3(head: PublishedHead, target: Network | None) -> Network:
     return head_network(head, module, sizes, formats, max_context, lambda hidden: project(hidden)[..., : sizes.n_out])
 
 
-def head_network(
-    head: PublishedHead,
-    module: nn.Module,
-    args: Any,
-    formats: Mapping[str, Format],
-    max_context: int | None,
-    project: Callable[[mx.array], mx.array],
-) -> Network:
-    """A head as a network that is fed with states and tokens; of one layer that sees all rows before.
-
-    Args:
-        head: its header.
-        module: with its trunk as ``model``.
-        args, formats, max_context: as for ``Network``.
-        project: the output matrix, for the tokens that it can guess.
-    """
-    return Network(
-        module=module,
-        args=args,
-        architecture=head.kind,
-        n_vocab=len(head.ids),
-        n_layer=1,
-        n_embd=head.n_embd,
-        compute_dtype=HEAD_DTYPE,
-        layer_windows=(None,),
-        recurrent=False,
-        max_context=max_context,
-        size_bytes=sum(format_.n_bytes for format_ in formats.values()),
-        formats=formats,
-        _trunk=module.model,
-        _head=project,
-        reads_tokens_too=True,
-    )
-
-
-def sort_rows(output: nn.Module, order: Any) -> None:
-    """Put an output matrix's rows into another order."""
-    rows = mx.array(order)
-    for name in ("weight", "scales", "biases"):
-        if name in output:
-            output[name] = output[name][rows]
-    mx.eval(output.parameters())
-
-
-def needed(target: Network | None) -> Network:
-    """The target that a head borrows from."""
-    if target is None:
-        raise UnsupportedModel("a head that uses weights of its target needs the target on the mlx backend")
-    return target
-
-
-def embedding_of(target: Network) -> nn.Module:
-    """The target's token embedding as it is stored: llama.cpp scales it for no head either."""
-    architecture = ARCHITECTURES[target.architecture]
-    return cast(nn.Module, target.module[architecture.trunk][architecture.embedding])
-
-
-def output_of(target: Network) -> Callable[[mx.array], mx.array]:
-    """The target's output matrix, without what its own logits are divided by."""
-    module = target.module
-    project: Callable[[mx.array], mx.array] = module.lm_head if "lm_head" in module else embedding_of(target).as_linear
-    return lambda hidden: project(hidden.astype(target.compute_dtype))
+def load(head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None) -> MLXHeadModel:
+    """See ``published.LoadHeadModel``."""
+    return MLXHeadModel(head, target, _network, n_gpu_layers)

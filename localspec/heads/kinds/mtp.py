@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from localspec.backends.base import NEXTN
-from localspec.heads.kinds.base import PublishedHead
+from localspec.heads.kinds.base import LLAMA_CPP, PublishedHead
 from localspec.model_files.gguf import GGUFFile, whole
 from localspec.model_files.nextn import check, is_alone
 from localspec.model_files.vocab import Vocab
@@ -27,7 +27,7 @@ def read(file: GGUFFile) -> PublishedHead:
     return PublishedHead(
         kind="mtp",
         title="MTP",
-        engines=("llama-cpp",) if alone else ("llama-cpp", "mlx"),
+        engines=LLAMA_CPP if alone else LLAMA_CPP | {"mlx": "localspec.heads.kinds.mtp_mlx:load"},
         path=file.path,
         taps=(NEXTN,),
         n_target=n,

@@ -1,8 +1,8 @@
 """Layers for multi-token prediction on MLX (DeepSeek-AI 2024, arXiv:2412.19437, section 2.2).
 
-Such a layer is a block as the model's own, of mlx-lm's class, behind a matrix that joins the state and the embedding;
-embeddings, output matrix and, where it has none, the last norm are the model's. As in ``eagle3`` the layer's input are
-the rows that a context is fed with; its state is what it hands to the output matrix.
+Such a layer is a block of mlx-lm's class behind a matrix that joins the state and the embedding; embeddings, output
+matrix and, where it has none, the last norm are the model's. Its input are the rows that a context is fed with, its
+state is what it hands to the output matrix.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from localspec.backends.base import Model
 from localspec.backends.mlx.architecture import ARCHITECTURES, Header, common_arguments
 from localspec.backends.mlx.library import defer_mlx_lm
 from localspec.backends.mlx.network import Network, install_rope, rope_scaling
 from localspec.backends.mlx.placement import fill
 from localspec.errors import UnsupportedModel
 from localspec.heads.kinds.base import PublishedHead
-from localspec.heads.kinds.eagle3_mlx import HEAD_DTYPE, embedding_of, head_network, output_of
+from localspec.heads.mlx import HEAD_DTYPE, MLXHeadModel, embedding_of, head_network, output_of
 from localspec.model_files.gguf import GGUFFile
 
 ARCHITECTURE = "glm4moe"
@@ -85,7 +86,7 @@ class _Head(nn.Module):  # type: ignore[misc]
         return cast("list[nn.Module]", self.model.layers)
 
 
-def load_mtp(head: PublishedHead, target: Network | None) -> Network:
+def _network(head: PublishedHead, target: Network | None) -> Network:
     """The layer of a target's file as a network; call it on the thread that will compute.
 
     Raises:
@@ -116,3 +117,8 @@ def load_mtp(head: PublishedHead, target: Network | None) -> Network:
         layer.embed_tokens = embedding_of(target)
     project = layer.head if "head" in layer else output_of(target)
     return head_network(head, module, args, formats, target.max_context, project)
+
+
+def load(head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None) -> MLXHeadModel:
+    """See ``published.LoadHeadModel``."""
+    return MLXHeadModel(head, target, _network, n_gpu_layers)
