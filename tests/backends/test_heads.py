@@ -66,11 +66,11 @@ class Formula:
 
     def rotated(self, heads: Floats) -> Floats:
         """[n, heads, d_head]: channels 2i and 2i + 1 are turned together, by position / base^(2i / d_head)."""
-        n, d = len(trained_module), self.card.d_head
+        n, d = len(heads), self.card.d_head
         angle = np.arange(n)[:, None] / self.card.rope_base ** (np.arange(0, d, 2) / d)
         cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
-        even, odd = trained_module[..., ::2], trained_module[..., 1::2]
-        return np.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1).reshape(trained_module.shape)
+        even, odd = heads[..., ::2], heads[..., 1::2]
+        return np.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1).reshape(heads.shape)
 
     def block(self, x: Floats) -> Floats:
         c, n = self.card, len(x)
