@@ -63,7 +63,6 @@ class Worth:
 
     @property
     def is_unclear(self) -> bool:
-        """Whether the questions cannot tell the gain from none."""
         return self.interval is None or self.interval[0] <= 1 <= self.interval[1]
 
 
