@@ -181,7 +181,7 @@ def misfit(head: PublishedHead, target: Model) -> str:
         return head.misfit(TargetFacts.of(file, ""), target.vocab)
 
 
-def heads_beside(target: Path, backend: str | None) -> list[Path]:
+def published_for(target: Path, backend: str | None) -> list[Path]:
     """Published heads that fit a target: those of the catalogue first, then those trained here and in its file's
     folder.
 

@@ -19,7 +19,7 @@ from localspec.heads.base import DraftHead
 from localspec.heads.drafters import HEAD_DRAFTERS
 from localspec.heads.kinds import names_published_head
 from localspec.heads.kinds.exit import exit_head
-from localspec.heads.published import EngineHead, heads_beside, load_published
+from localspec.heads.published import EngineHead, load_published, published_for
 from localspec.heads.trained import Head, heads_for, load_head, target_facts
 from localspec.system.files import is_same_file
 
@@ -121,9 +121,9 @@ def head_files(target: Path, backend: str | None) -> Iterator[Path]:
 
     Args:
         target: its file.
-        backend: the engine that it runs on; see ``heads_beside``.
+        backend: the engine that it runs on; see ``published_for``.
     """
-    for find in (heads_for, lambda path: heads_beside(path, backend)):
+    for find in (heads_for, lambda path: published_for(path, backend)):
         try:
             yield from find(target)[:1]
         except LocalspecError:  # of the target, whose loading says it

@@ -28,7 +28,7 @@ from localspec.heads.trained import target_facts
 from localspec.heads.training.earlier_head import NO_HEAD, earlier_head
 from localspec.heads.training.examples import TEST, Asked, Material, Overlap, Read, read_texts, without
 from localspec.heads.training.head_maker import HeadMaker
-from localspec.heads.training.run_folder import Distilled, Effort, Recipe, Report, Run, RunError, RunFolder, Standing
+from localspec.heads.training.run_folder import Distilled, Effort, Recipe, Report, Run, RunError, RunFolder, RunProgress
 from localspec.heads.training.worth import Worth, measure_worth
 from localspec.model_files.catalog import Catalog
 from localspec.prompts.questions import in_turns, own_questions, read_questions
@@ -58,7 +58,7 @@ class Wanted:
         return self.recipe or Recipe(kind=self.kind, seed=self.seed or 0)  # type: ignore[arg-type]
 
 
-def begun(target: Path, folder: RunFolder, wanted: Wanted, say: Callable[[str], None]) -> Run:
+def open_run(target: Path, folder: RunFolder, wanted: Wanted, say: Callable[[str], None]) -> Run:
     """The run to work on, with the head that it begins with in its folder.
 
     Raises:
@@ -236,7 +236,7 @@ def distill(
     path = Catalog.load().resolve(name)
     folder = RunFolder(path, target_facts(path).fingerprint, wanted.new_recipe().kind)
     with _disk_errors(folder), folder.locked():
-        run = begun(path, folder, wanted, say)
+        run = open_run(path, folder, wanted, say)
         _bring(run, [prompts] if isinstance(prompts, str | Path) else prompts or (), texts, chats=chats)
         effort = effort or Effort(run.minutes)
         material, tested = _lessons(run, effort)
@@ -300,7 +300,7 @@ def _measured(
     """What the head is worth; None where that cannot be measured, with a remark."""
 
     def report(what: str, fraction: float | None) -> None:
-        maker.show(Standing("measuring", text=what, fraction=fraction))
+        maker.show(RunProgress("measuring", text=what, fraction=fraction))
 
     try:
         return measure_worth(

@@ -452,7 +452,7 @@ class ExampleMaker:
         others = [asked for asked in material.asked if not asked.name.startswith(TEST)]
         self._tests = self._sequences_of(Material(tests), done)
         self._brought = self._sequences_of(Material(others, material.read), done)
-        self._begun = 0
+        self._n_started = 0
         self._at_work = [self._begin() for _ in range(batch.n_sequences)]
 
     # -- what is begun -------------------------------------------------------------------------------------------
@@ -526,8 +526,8 @@ class ExampleMaker:
         # What heads are tested on comes first, so that it is whole long before training begins.
         if (test := next(self._tests, None)) is not None:
             return test
-        self._begun += 1
-        brought = next(self._brought, None) if self._begun % 2 else None
+        self._n_started += 1
+        brought = next(self._brought, None) if self._n_started % 2 else None
         return brought or self._prompt()
 
     # -- a pass --------------------------------------------------------------------------------------------------

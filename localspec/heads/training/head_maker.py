@@ -21,7 +21,7 @@ from localspec.engine.options import LoadOptions
 from localspec.errors import Cancelled, EngineError, UsageError
 from localspec.heads.card import HeadCard
 from localspec.heads.training.examples import N_CTX_EACH, ExampleMaker, Material, Overlap, format_of
-from localspec.heads.training.run_folder import Effort, Phase, Report, Run, RunError, RunFolder, Standing, token_map
+from localspec.heads.training.run_folder import Effort, Phase, Report, Run, RunError, RunFolder, RunProgress, token_map
 from localspec.heads.training.shards import TOP_K, Passage, Shards
 from localspec.model_files.gguf import GGUFFile, tensor_rows
 from localspec.model_files.kv_memory import KV_VALUE_BYTES, kv_shape
@@ -166,7 +166,7 @@ class HeadMaker:
         self._material, self._tested = material, tested
         self._report, self._say = report, say
         self._courtesy = Courtesy(self._waits, cancel.is_set)
-        self._standing = Standing("loading")
+        self._standing = RunProgress("loading")
         self.finishing_seconds = min(FINISHING_SHARE * effort.seconds, MOST_FINISHING_SECONDS)
         work = effort.seconds - self.finishing_seconds
         self._data_seconds, self._training_seconds = EXAMPLES_SHARE * work, (1 - EXAMPLES_SHARE) * work
@@ -174,7 +174,7 @@ class HeadMaker:
         self._held_out: list[Passage] = []
         self._written = 0.0
 
-    def show(self, standing: Standing) -> None:
+    def show(self, standing: RunProgress) -> None:
         """Report where it stands, with what is known of the whole run filled in."""
         done = self._run.data_seconds + self._run.training_seconds
         rest = self._data_seconds + self._training_seconds - done
@@ -234,7 +234,7 @@ class HeadMaker:
     def _load(self, backend: str, n_threads: int | None) -> Model:
         def report(what: str, fraction: float | None) -> None:
             self._check_cancelled()
-            self._report(Standing("loading", what, fraction))
+            self._report(RunProgress("loading", what, fraction))
 
         warnings: list[str] = []
         options = LoadOptions(backend=backend, n_threads=n_threads, idle=False, remember=False)
@@ -267,7 +267,7 @@ class HeadMaker:
             raise UsageError(
                 f"training needs about {size_text(training)} of memory beside the model, and {size_text(free)} are free"
             )
-        self._report(Standing("loading", "measuring how many texts side by side are quickest"))
+        self._report(RunProgress("loading", "measuring how many texts side by side are quickest"))
         batch, rate = open_batch(model, n_ctx, taps, room, self._data_seconds / _TEXTS_IN_TURN, self.cancel.is_set)
         place = 2 * len(taps) * model.n_embd + 6 * TOP_K + 4
         disk = shutil.disk_usage(self._folder.path).free
@@ -355,7 +355,7 @@ class HeadMaker:
         self, phase: Phase, text: str, rate: float, more: int = 0, progress: TrainingProgress | None = None
     ) -> None:
         self.show(
-            Standing(
+            RunProgress(
                 phase,
                 text,
                 n_places=self._n_places + more,

@@ -242,7 +242,7 @@ Phase = Literal["loading", "examples", "training", "testing", "measuring", "wait
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RunProgress:
     """Progress of a run.
 
     Attributes:
@@ -269,7 +269,7 @@ class Standing:
     curve: tuple[CurvePoint, ...] = ()
 
 
-Report = Callable[[Standing], None]
+Report = Callable[[RunProgress], None]
 
 
 @dataclass(frozen=True, slots=True)
