@@ -71,13 +71,8 @@ def engine_files(target: Path) -> list[Path]:
 
 
 def assembling(place: Path, head: Path, target: Path, output_type: str = "Q4_0") -> Steps[None]:
-    """Make the file for engines where it is missing, piece by piece.
-
-    Args:
-        place: from ``engine_file``, with the same head, target and type.
-        head: the head file; it has to ``fit`` the target.
-        target: the target's file.
-        output_type: of the output rows.
+    """Make the file for engines, of ``engine_file``, where it is missing, piece by piece; the head has to ``fit`` the
+    target.
 
     Raises:
         ModelFileError: the head is damaged, or the target has rows that cannot be unpacked.

@@ -65,14 +65,8 @@ def check_survives(
 ) -> None:
     """See that the engine computes a kind of head without ending the process; remembered.
 
-    Success counts for all files of the kind, failure for the file.
-
-    Args:
-        head: its header.
-        target: the file of what it drafts for; loaded by the child where it ``lends``.
-        engine: name and version of the engine.
-        n_threads: CPU threads.
-        tick: called now and then; what it raises ends the trial.
+    Success counts for all files of the kind, failure for the file. ``tick`` is called now and then; what it raises ends
+    the trial.
 
     Raises:
         EngineError: it ends the process.

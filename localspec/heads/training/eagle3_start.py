@@ -50,7 +50,6 @@ def fitted(card: HeadCard, examples: Examples, cold: dict[str, Floats]) -> dict[
     """fc, and the attention's matrices.
 
     Args:
-        card: the head.
         examples: whose states are the taps' and then the last one.
         cold: all its matrices as they begin without examples.
     """
@@ -86,14 +85,8 @@ def fitted(card: HeadCard, examples: Examples, cold: dict[str, Floats]) -> dict[
 
 
 def _fill(card: HeadCard, matrices: list[Floats], linear: Floats, gram: npt.NDArray[np.float64]) -> None:
-    """Make heads that look at their own row a linear map of it.
-
-    Args:
-        card: the head.
-        matrices: of queries, keys, values and the output.
-        linear: the map [n_embd, 2 n_embd].
-        gram: sum of the products of rows with themselves [2 n_embd, 2 n_embd].
-    """
+    """Make heads that look at their own row a ``linear`` map of it [n_embd, 2 n_embd]; ``gram`` is the sum of the
+    products of rows with themselves [2 n_embd, 2 n_embd]."""
     queries, keys, values, outputs = matrices
     n, d, own = card.n_embd, card.d_head, _own(card)
     variances, directions = np.linalg.eigh(gram)

@@ -57,7 +57,6 @@ class PromptFormat(ABC):
     Attributes:
         ends: tokens that end what a user says.
         longest_prompt: tokens of it at most; where it goes on, it is cut after a sentence.
-        is_chat: whether the target has a chat template.
         before_answer: tokens between what the user says and the answer.
         before_user: tokens between an answer and what the user says next; None where there is no such thing.
     """
@@ -77,13 +76,7 @@ class PromptFormat(ABC):
 
     @abstractmethod
     def asked(self, field: str | None, said: str, *, ended: bool) -> str | None:
-        """The user's question in what the target said after ``opening``; None if there is none.
-
-        Args:
-            field: as given to ``opening``.
-            said: the text.
-            ended: whether it came to an end by itself.
-        """
+        """The user's question in what the target said after ``opening``; None if there is none, or it was cut off."""
 
     @abstractmethod
     def answering(self, messages: Messages) -> list[int]:
@@ -266,11 +259,8 @@ def without(material: Material, overlap: Overlap) -> Material:
 
 
 def read_texts(paths: Sequence[Path], chat_in: Callable[[Path], Read | None] = lambda path: None) -> Material:
-    """The text files among some files and in some folders, without hidden ones.
-
-    Args:
-        paths: files and folders.
-        chat_in: the chat that a file holds, or None.
+    """The text files among some paths and in folders, without hidden ones; ``chat_in`` returns the chat that a file
+    holds.
 
     Raises:
         UsageError: there is no such file or folder, or no text in any.
@@ -366,16 +356,11 @@ class _Sequence:
 
     Attributes:
         stage: a prompt is answered next; answers and texts that are read become passages.
-        name, category, temperature: see ``Passage``.
         todo: tokens that the target has to be fed next; the last one is followed by what it says.
         given: tokens that were given; what comes after is the target's own.
-        longest: most tokens of its own in this turn.
-        turn: where the turn began.
+        longest: most tokens of its own in this turn, which began at ``turn``.
         about: field of life of a prompt that the target writes.
-        messages: the conversation that is answered.
         turns: what the user says after this answer.
-        fed: tokens that were fed.
-        states, top_ids, top_logprobs: what was computed, pass by pass.
     """
 
     stage: Literal["prompt", "answer", "read"]
@@ -407,19 +392,14 @@ class ExampleMaker:
     """Has a target write prompts and answers, and read texts.
 
     Args:
-        model: the target.
-        format: how it is spoken to.
         batch: the memories of the sequences, with the taps.
-        seed: of all that is drawn.
         material: what heads are tested on, which is begun first; and what the user brought: half of what is begun then
             is of it until it is used up.
         is_tested_with: whether a prompt is among what heads are tested with; such a one is dropped.
         done: names of passages that there are already.
-        longest_answer: tokens.
 
     Attributes:
-        n_own_tokens: tokens that the target has said.
-        n_read_tokens: tokens of texts that it has read.
+        n_own_tokens, n_read_tokens: tokens that the target has said, and read.
         n_dropped: prompts in vain.
         remarks: what of the material was left out, a line each.
     """

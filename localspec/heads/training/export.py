@@ -41,16 +41,7 @@ _SIZE = Size(n_rows=256, n_lessons=_N_PLACES + 1, n_starts=_N_PLACES)
 def training_facts(
     run: Run, command: str, engine: str, progress: TrainingProgress, n_places: int, earlier: Path | None
 ) -> Training:
-    """How a head was made.
-
-    Args:
-        run: the work so far.
-        command: what makes it again.
-        engine: name and version of what the target ran on.
-        progress: the trainer's.
-        n_places: tokens of examples that were learned from.
-        earlier: the head that it began with.
-    """
+    """How a head was made with so many ``n_places`` of examples; ``command`` makes it again."""
     packages = {name: version(name) for name in ("numpy", "jax")}
     return Training(
         command=command,
@@ -79,12 +70,9 @@ def write_checked(
 
     Args:
         path: its name; the folder must exist.
-        trainer: its trainer.
         training: how it was made so far.
-        target: the target's file, open.
-        model: the target.
+        target, model: the target's file, open, and the loaded target.
         passages: held-out ones.
-        n_threads: of the engine.
         say: takes a line before long work.
     """
     card, weights, place = replace(trainer.card, training=training), trainer.weights, Path(target.path)

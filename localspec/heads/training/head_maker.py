@@ -139,10 +139,7 @@ class HeadMaker:
     """Works on a run until its time is over.
 
     Args:
-        target: the target's file.
-        folder: of the run.
         run: how far it is; kept up to date.
-        effort: bounds on the work.
         material: the user's own.
         tested: what must not be among the examples.
         report, say: take where it stands, and remarks.

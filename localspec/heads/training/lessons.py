@@ -107,10 +107,8 @@ class Packer:
     ) -> Batch:
         """Put pieces together; they must fit.
 
-        Args:
-            pieces: what to learn.
-            starts: which lessons go on to further steps, counted over all pieces; at most ``size.n_starts``.
-            rng: draws candidates; None takes all output rows.
+        ``starts`` are lessons that go on to further steps, counted over all pieces, at most ``size.n_starts``; ``rng``
+        draws candidates, None takes all output rows.
         """
         size, sample, n_out = self.size, pieces[0].passage, len(self._token_map)
         n_candidates = n_out if rng is None else min(n_out, size.n_candidates or n_out)
@@ -274,9 +272,7 @@ class Examples:
     """Rows of inputs and the rows that follow, shuffled passage by passage.
 
     Args:
-        card: the head.
-        embed: the target's embeddings.
-        norm: the weight of its last norm.
+        norm: the weight of the target's last norm.
         passages: whose last state, where the head does not read "norm", is that.
 
     Attributes:

@@ -34,15 +34,8 @@ _MARKS_SHARE = 8
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A head to be made.
-
-    Attributes:
-        kind: see ``card.Kind``.
-        steps: how many tokens ahead it learns to guess.
-        n_out: tokens that it can guess.
-        d_ff: width of its layer's MLP; the target's own, if that is less.
-        seed: of every random choice.
-    """
+    """A head to be made: ``n_out`` tokens that it can guess, ``steps`` ahead, with an MLP of the width ``d_ff`` at
+    most."""
 
     kind: Kind = "chained"
     steps: int = 4
@@ -144,7 +137,6 @@ class Run:
 
     Attributes:
         target: fingerprint of the target's file.
-        recipe: what is made.
         minutes: that were asked for, all calls together.
         data_seconds, training_seconds: of work so far.
         finished: whether the minutes are over and the head was measured.
@@ -250,11 +242,10 @@ class RunProgress:
         text: the same in words.
         fraction: of the whole work that is done; None while that is unknown.
         seconds_left: of work.
-        n_answers, n_places: passages on disk, and places in them.
-        n_bytes: what they take on disk.
+        n_answers, n_places, n_bytes: passages on disk, places in them, and their size.
         rate: tokens per second, of what is done now.
         tokens_seen: lessons trained on, repetitions counted.
-        curve: acceptance of held-out places so far; see ``card.CurvePoint``.
+        curve: acceptance of held-out places so far.
     """
 
     phase: Phase
@@ -279,7 +270,6 @@ class Distilled:
     Attributes:
         path: the head file in the run's folder.
         kept: where it was put for drafters to find it; None where it does not pay here.
-        card: all about it, the learning curve too.
         worth: tokens per second with and without it; None where that could not be measured.
     """
 

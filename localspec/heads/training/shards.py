@@ -90,11 +90,6 @@ def as_states(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float16]:
 class Shards:
     """The passages of one run, in a folder.
 
-    Args:
-        folder: made if it is not there.
-        taps: names of the hidden states, see ``Passage.states``.
-        n_embd: their width.
-
     Attributes:
         passages: all that were written, in order; their arrays are mapped files.
         remarks: what was wrong with files that were left out, a line each.

@@ -64,12 +64,7 @@ class Tally:
 class HeldOutTest:
     """The same places of held-out passages, asked again and again while a head is trained.
 
-    Args:
-        passages: held-out ones.
-        card: the head.
-        embed: the target's embeddings.
-        n_places: about how many places to ask, spread evenly; None for all. 2,000 give a share to within 0.02 (two
-            standard errors).
+    About ``n_places``, spread evenly; None for all. 2,000 give a share to within 0.02 (two standard errors).
     """
 
     def __init__(self, passages: Sequence[Passage], card: HeadCard, embed: Embed, n_places: int | None = 2000) -> None:
@@ -144,14 +139,11 @@ class TrainingSettings:
     """How to train.
 
     Attributes:
-        seed: of the order of lessons, and of which go on to further steps.
         size: of a batch, whose gradients are computed at a time.
         n_batches: batches of a step of the optimiser.
-        learning_rate: the highest.
-        warm_up: steps until it is reached.
+        learning_rate: the highest, reached after ``warm_up`` steps.
         final: share of the highest that it falls to, along a cosine, when the time is over.
-        decay: AdamW's weight decay.
-        betas: AdamW's.
+        decay, betas: AdamW's.
         clip: largest norm of a step's gradient.
         half: multiply in bfloat16; None asks the machine.
     """
@@ -180,10 +172,8 @@ class TrainingProgress:
     """Progress of training.
 
     Attributes:
-        step: steps of the optimiser.
         seconds: of training so far, those of earlier calls too; testing not counted.
         tokens_seen: lessons so far, repetitions counted.
-        tokens_per_second: lately.
         epochs: how often all passages were read.
         losses: cross entropy by step ahead, smoothed [nats].
         curve: acceptance so far.
@@ -205,14 +195,11 @@ class Trainer:
     checkpoint holds three float32 of each weight, and for a moment there are two of it.
 
     Args:
-        card: the head.
         begin: what it begins with; called where there is no checkpoint.
         output: the target's output rows for ``card.token_map`` [n_out, n_embd].
         embed: the target's embeddings.
         passages: what to learn from; may grow while training goes on.
-        held_out: what to test on.
         checkpoint: the file; its folder must exist.
-        settings: how.
 
     Raises:
         CheckpointError: the file is damaged, or of another head.

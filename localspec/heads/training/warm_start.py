@@ -63,14 +63,9 @@ def new_card(
     steps: int,
     d_ff: int,
 ) -> HeadCard:
-    """The card of an untrained head; its block has the heads of the target's. Its licence is the target's, whose
-    answers it learns from.
+    """The card of an untrained head; its block has the heads of the target's, and its MLP at most its width.
 
-    Args:
-        file: the target.
-        fingerprint: of that file.
-        kind, taps, token_map, steps: see ``HeadCard``.
-        d_ff: width of the block's MLP; at most the target's is used.
+    Its licence is the target's, whose answers it learns from.
 
     Raises:
         UnsupportedModel: the target does not say its sizes.
@@ -122,17 +117,10 @@ class Start:
 def start(
     file: GGUFFile, card: HeadCard, output: Floats, embed: Embed, passages: Sequence[Passage], seed: int
 ) -> Start:
-    """Fit a head to examples as far as that has a closed form.
+    """Fit a head to examples as far as that has a closed form; ``output`` and ``embed`` are the target's, as for
+    ``Trainer``.
 
     Memory: 16 bytes for each pair of inputs, of which there are (taps + 1) n_embd, and a tenth of a gigabyte.
-
-    Args:
-        file: the target.
-        card: the head.
-        output: the target's output rows for ``card.token_map`` [n_out, n_embd].
-        embed: the target's embeddings.
-        passages: the examples.
-        seed: of what begins at random.
     """
     rng = np.random.default_rng(seed)
     weights = {name: _cold(name, shape, rng) for name, shape in card.shapes().items()}
@@ -189,14 +177,8 @@ def _fitted(card: HeadCard, examples: Examples) -> dict[str, Floats]:
 def _sharpness(
     card: HeadCard, weights: dict[str, Floats], embed: Embed, passages: Sequence[Passage], output: Floats
 ) -> np.float32:
-    """Factor of its last norm with which its first guesses are as sure as they should be.
-
-    Args:
-        card, weights: the head; its block adds nothing.
-        embed: the target's embeddings.
-        passages: judged by, those fitted to last.
-        output: output rows.
-    """
+    """Factor of its last norm with which its first guesses, on the passages fitted to last, are as sure as they should
+    be."""
     found = np.zeros(len(_SHARPNESS))
     for passage in passages:
         places = np.arange(first_row(passage), len(passage) - 1)[: _JUDGED // len(passages)]
