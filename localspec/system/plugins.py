@@ -15,6 +15,9 @@ DRAFTERS, BACKENDS, HEAD_KINDS = "localspec.drafters", "localspec.backends", "lo
 """The groups of entry points that are read."""
 
 
+_installed = cache(entry_points)  # it reads a file of every package
+
+
 @cache
 def offered(group: str) -> Mapping[str, EntryPoint]:
     """The entry points of a group by name; of two with one name ours counts, then the first that is found.
@@ -27,7 +30,9 @@ def offered(group: str) -> Mapping[str, EntryPoint]:
         project = tomllib.loads(pyproject.read_text(encoding="utf-8")).get("project", {})
         rows = project.get("entry-points", {}).get(group, {}) if project.get("name") == "localspec" else {}
         found = {name: EntryPoint(name, value, group) for name, value in rows.items()}
-    installed = sorted(entry_points(group=group), key=lambda each: each.dist is None or each.dist.name != "localspec")
+    installed = sorted(
+        _installed().select(group=group), key=lambda each: each.dist is None or each.dist.name != "localspec"
+    )
     for each in installed:
         found.setdefault(each.name, each)
     return found
