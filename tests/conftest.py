@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,46 @@ ONCE_PER_FILE = ("calibration", "digests", "drafts", "engines", "repacked", "tri
 
 
 TERMINAL_SETTINGS = ("NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "COLUMNS", "LINES")
+
+
+REAL_SECONDS = 1800
+"""Until a test of real models is given up: it may be the one that measures and checks them, on a busy machine too."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("localspec")
+    group.addoption("--one-in", type=int, default=1, metavar="N", help="run one in N tests of a module, at least one")
+    group.addoption("--first", type=int, default=0, metavar="I", help="with --one-in: count from this test")
+    group.addoption("--failures-at-once", action="store_true", help="print each failure when it comes too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("failures_at_once"):
+        config.pluginmanager.register(FailuresAtOnce(config))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("real") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(REAL_SECONDS))
+    one_in, first = config.getoption("one_in"), config.getoption("first")
+    if one_in > 1:
+        modules = [list(tests) for _, tests in groupby(items, lambda item: item.path)]
+        kept = [item for tests in modules for item in tests[first % len(tests) % one_in :: one_in]]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
+
+
+class FailuresAtOnce:
+    """Prints each failure when it comes: a run that is cut off has shown those until then."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self.config.pluginmanager.getplugin("terminalreporter")
+        if report.failed and terminal is not None:  # the workers of xdist have none
+            terminal.write_line(f"\nFAILED {report.nodeid} ({report.when})\n{report.longreprtext}")
 
 
 class TinyFiles:
