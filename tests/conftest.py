@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import groupby
@@ -48,6 +49,10 @@ ONCE_PER_FILE = ("calibration", "digests", "drafts", "engines", "repacked", "tri
 """Folders of a home that say nothing of what was asked, only of files and the machine."""
 
 
+ENGINES_ONCE_PER_FILE = ("calibration", "digests", "engines", "trials", "trust")
+"""Those of them that say how fast and how right an engine is, and nothing of lighter copies."""
+
+
 TERMINAL_SETTINGS = ("NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "COLUMNS", "LINES")
 
 
@@ -63,6 +68,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # trainings of the same shapes are compiled once, not in each run
+        folder = tempfile.TemporaryDirectory(prefix="localspec-jax-", ignore_cleanup_errors=True)
+        config.add_cleanup(folder.cleanup)
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder.name
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     if config.getoption("failures_at_once"):
         config.pluginmanager.register(FailuresAtOnce(config))
 
@@ -262,10 +273,10 @@ def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield home
 
 
-def share(home: Path, shared_home: Path) -> None:
+def share(home: Path, shared_home: Path, names: tuple[str, ...] = ONCE_PER_FILE) -> None:
     """Let a new home have what is measured and made once per file in common with others."""
     home.mkdir()
-    for name in ONCE_PER_FILE:
+    for name in names:
         (shared_home / name).mkdir(exist_ok=True)
         (home / name).symlink_to(shared_home / name)
 
