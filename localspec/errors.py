@@ -19,6 +19,7 @@
     │   ├── EngineMismatch          the engine computes this file wrongly (see ``backends.trust``)
     │   └── ContextFull             no room for the tokens to decode
     ├── QueueFull                   as many requests wait as may
+    ├── PluginError                 a package that offers a drafter or an engine cannot be imported
     ├── Cancelled                   stopped before there was a result
     ├── SessionFileError            the file is not a saved session
     └── Closed                      used after ``close()``
@@ -112,6 +113,10 @@ class ContextFull(EngineError):
 
 class QueueFull(LocalspecError):
     """As many requests are waiting as may: ask again later."""
+
+
+class PluginError(LocalspecError):
+    """A drafter or backend that another package offers cannot be imported, or is none."""
 
 
 class Cancelled(LocalspecError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import tempfile
@@ -16,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from localspec.backends.base import Model
-from localspec.backends.registry import BACKENDS, unavailable_reason
+from localspec.backends.registry import engine_module, unavailable_reason
 from localspec.system.files import models_dir
 from tests.support import ggufs
 from tests.support.browsing import chromium
@@ -192,7 +191,7 @@ class Backend:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.load: Callable[..., Model] = importlib.import_module(BACKENDS[name]).load
+        self.load: Callable[..., Model] = engine_module(name).load
         self.exact = name == "reference"
 
     def __repr__(self) -> str:

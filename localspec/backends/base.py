@@ -22,7 +22,6 @@ import numpy.typing as npt
 
 from localspec.errors import Cancelled, Closed, ContextFull, EngineError, UsageError
 from localspec.model_files.gguf import GGUFFile
-from localspec.model_files.head_card import is_engine_file
 from localspec.model_files.vocab import Vocab
 
 # What a context held, as arrays that can be written to a file.
@@ -653,7 +652,7 @@ class Model(ABC):
         Raises:
             UnsupportedModel: it cannot generate text, and is no head for engines either.
         """
-        if is_engine_file(gguf):
+        if gguf.has_rows_only:
             self.vocab = Vocab.none()
         else:
             gguf.check_generates_text()

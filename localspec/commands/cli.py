@@ -12,6 +12,7 @@ import typer
 
 from localspec._version import __version__
 from localspec.errors import MAX_COUNT, MAX_THREADS, did_you_mean
+from localspec.heads import PUBLISHED, TRAINED_KINDS
 
 if TYPE_CHECKING:
     from localspec.commands.options import RunOptions
@@ -30,9 +31,9 @@ def models(incomplete: str) -> list[tuple[str, str]]:
 
 def _drafts(incomplete: str) -> list[tuple[str, str]]:
     """What ``--draft`` takes and begins so."""
-    from localspec.engine.options import WORDS
+    from localspec.engine.options import draft_words
 
-    return [(word, "") for word in WORDS if word.startswith(incomplete)] + models(incomplete)
+    return [(word, "") for word in draft_words() if word.startswith(incomplete)] + models(incomplete)
 
 
 Model = Annotated[
@@ -49,7 +50,8 @@ Draft = Annotated[
     typer.Option(
         autocompletion=_drafts,
         metavar="auto|none|ngram|head|corpus:PATH|MODEL",
-        help="Drafters to use, in addition to n-grams; repeatable. MODEL may be an EAGLE-3 or DFlash file. "
+        help="Drafters to use, in addition to n-grams; repeatable. "
+        f"MODEL may be {PUBLISHED}. "
         "Also head:FILE, mtp (the model's own multi-token-prediction layer), early-exit[:LAYERS].",
         show_default="auto",
     ),
@@ -642,7 +644,7 @@ def distill(
         list[str] | None, typer.Option(metavar="PATH", help="File or folder of text to train on; repeatable.")
     ] = None,
     chats: Annotated[bool, typer.Option("--chats", help="Train on the chats saved in LOCALSPEC_HOME.")] = False,
-    kind: Annotated[str, typer.Option(metavar="chained|parallel|medusa|eagle3", help="Kind of head.")] = "chained",
+    kind: Annotated[str, typer.Option(metavar=TRAINED_KINDS, help="Kind of head.")] = "chained",
     seed: Annotated[
         int | None, typer.Option(help="Random seed.", show_default="0, or the seed of the starting head plus one")
     ] = None,

@@ -16,7 +16,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from localspec.errors import ModelFileError, NotGGUF, UnsupportedModel
+from localspec.errors import ModelFileError, NotGGUF, UnsupportedModel, is_whole, shown
+from localspec.system.plugins import HEAD_KINDS, offered
 
 # Models in several files: what the others are called, as ``gguf-split`` names them.
 
@@ -75,10 +76,7 @@ FILE_TYPES = {
 _EMBEDDING = (
     "bert nomic-bert nomic-bert-moe modern-bert neo-bert jina-bert-v2 jina-bert-v3 eurobert gemma-embedding llama-embed"
 )
-HEADS = {"eagle3": "eagle3", "dflash": "dflash", "dflash-draft": "dflash", "gemma4-assistant": "mtp"}
-"""The architecture that a file of a published head names -> the module of ``head_kinds`` that reads it. MTP layers in
-files of their own name that of their target."""
-
+A_HEAD = "a head that drafts for another model"
 NOT_GENERATORS = {
     **dict.fromkeys(_EMBEDDING.split(), "an embedding model"),
     "t5encoder": "an encoder",
@@ -92,9 +90,12 @@ NOT_GENERATORS = {
     "sd3": "an image model",
     "dream": "a diffusion model",
     "llada": "a diffusion model",
-    **dict.fromkeys(("localspec-head", *HEADS), "a head that drafts for another model"),
+    "localspec-head": A_HEAD,
 }
-"""Architectures that cannot continue a text token by token, and what they are."""
+"""Architectures that cannot continue a text token by token, and what they are; kinds of heads are plugins besides."""
+
+ROWS_ONLY = "localspec.head.engine_file"
+"""Metadata key of a file whose contexts are fed with rows of floats: it has no tokens."""
 
 
 def is_mtp_alone(tensors: Container[str], n_blocks: object, n_extra: object) -> bool:
@@ -485,6 +486,11 @@ class GGUFFile:
         return dict(totals.most_common())
 
     @property
+    def has_rows_only(self) -> bool:
+        """Whether its contexts are fed with rows of floats, as it has no tokens."""
+        return ROWS_ONLY in self.metadata
+
+    @property
     def quantization(self) -> str:
         """The quantisation as people call it, e.g. ``Q4_K_M``."""
         declared = self.metadata.get("general.file_type")
@@ -502,8 +508,10 @@ class GGUFFile:
         kind = str(self.metadata.get("general.type", "model"))
         if kind == "adapter" or "adapter.type" in self.metadata:
             raise UnsupportedModel(f"{name} is a LoRA adapter, not a model; merge it into its base model first")
-        if kind == "mmproj" or architecture in NOT_GENERATORS:
-            what = NOT_GENERATORS.get(architecture, "an image projector")
+        what = NOT_GENERATORS.get(architecture, "an image projector" if kind == "mmproj" else "")
+        if not what and architecture in offered(HEAD_KINDS):
+            what = A_HEAD
+        if what:
             raise UnsupportedModel(f"{name} is {what} ({architecture or kind}), which cannot generate text")
         number = self.metadata.get("split.no", 0)
         if isinstance(number, int) and number > 0:
@@ -703,3 +711,42 @@ def as_type(values: Floats, type_name: str) -> Bytes:
 
     quantised = quantize(np.ascontiguousarray(values, dtype=np.float32), GGMLQuantizationType[type_name])
     return np.ascontiguousarray(quantised).view(np.uint8)
+
+
+# Checks of a header that engines would assert on.
+
+
+def whole(file: GGUFFile, name: str, default: int | None = None) -> int:
+    """A number over 0 of a header.
+
+    Raises:
+        ModelFileError: there is none, or something else.
+    """
+    value = file.field(name, default)
+    if not is_whole(value) or not 0 < value < 1 << 31:
+        raise damaged(file, f"{file.architecture}.{name} is {shown(value)}")
+    return int(value)
+
+
+def check_shapes(file: GGUFFile, shapes: dict[str, tuple[int, ...]], optional: Sequence[str] = ()) -> None:
+    """See that the tensors are there and fit together.
+
+    Args:
+        file: the open file.
+        shapes: tensor -> (rows, columns), or the length of a vector.
+        optional: those that may be missing.
+
+    Raises:
+        ModelFileError: one is missing, or has another shape.
+    """
+    for name, shape in shapes.items():
+        tensor = file.tensors.get(name)
+        if tensor is None and name not in optional:
+            raise damaged(file, f"it lacks {name}")
+        if tensor is not None and tensor.shape != shape[::-1]:
+            raise damaged(file, f"{name} is {list(tensor.shape[::-1])} and should be {list(shape)}")
+
+
+def damaged(file: GGUFFile, what: str) -> ModelFileError:
+    """The error for a file that cannot be right."""
+    return ModelFileError(f"{file.path.name} is damaged: {what}; fetch it again")

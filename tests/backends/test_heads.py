@@ -13,17 +13,17 @@ import numpy.typing as npt
 import pytest
 
 from localspec import backends
-from localspec.backends import heads, repack
-from localspec.backends.heads import STATE, Head, heads_for, load_head, target_facts
-from localspec.backends.products import GgmlProducts, NumpyProducts, product, products
+from localspec.backends import repack
 from localspec.backends.trust import fingerprint
 from localspec.errors import EngineError, ModelFileError, UnsupportedModel, UsageError
-from localspec.model_files import head_assembly
+from localspec.heads import assembly as assembly_module
+from localspec.heads import trained as trained_module
+from localspec.heads.assembly import assembling, engine_file
+from localspec.heads.card import Kind
+from localspec.heads.file import engine_folder, heads_folder, read_card, write_head
+from localspec.heads.products import GgmlProducts, NumpyProducts, product, products
+from localspec.heads.trained import STATE, Head, heads_for, load_head, target_facts
 from localspec.model_files.gguf import GGUFFile
-from localspec.model_files.head_assembly import assembling, engine_file
-from localspec.model_files.head_card import Kind
-from localspec.model_files.head_file import read_card, write_head
-from localspec.model_files.head_folders import engine_folder, heads_folder
 from localspec.system.steps import exhaust
 from tests.conftest import REAL_MODELS, Backend, TinyFiles, open_backend
 from tests.support import ggufs
@@ -260,11 +260,11 @@ def write_targets(folder: Path) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("kind", ["chained", "medusa"])
-@pytest.mark.parametrize("output_type", head_assembly.OUTPUT_TYPES)
+@pytest.mark.parametrize("output_type", assembly_module.OUTPUT_TYPES)
 def test_output_rows_and_embeddings_are_the_targets(
     tmp_path: Path, kind: Kind, output_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head_assembly, "_PIECE", 1000)  # several pieces
+    monkeypatch.setattr(assembly_module, "_PIECE", 1000)  # several pieces
     for name, model in write_targets(tmp_path).items():
         path = write_random_head(model, tmp_path / "head.gguf", kind, n_out=100)
         made = tensors(assemble(path, model, "0" * 32, output_type))
@@ -321,7 +321,7 @@ def test_a_break_leaves_nothing_behind(target: Path, tmp_path: Path) -> None:
 
 
 def test_only_the_last_made_are_kept(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_assembly, "_MOST_KEPT", 2)
+    monkeypatch.setattr(assembly_module, "_MOST_KEPT", 2)
     path = write_random_head(target, tmp_path / "head.gguf", n_out=50)
     places = [assemble(path, target, name * 32) for name in "abc"]
     assert [place.exists() for place in places] == [False, True, True]
@@ -341,7 +341,7 @@ def test_embeddings_are_right_however_few_are_kept(
     path = write_random_head(target, tmp_path / "head.gguf")
     with load_head(path, target, "reference") as head:
         plain = head.embed(range(50))
-    monkeypatch.setattr(heads, "_CACHED_BYTES", 5 * 4 * 128)
+    monkeypatch.setattr(trained_module, "_CACHED_BYTES", 5 * 4 * 128)
     with load_head(path, target, "reference") as head:
         for tokens in ([3, 1, 3, 9, 30, 2, 1, 40, 3], range(50)):
             np.testing.assert_allclose(head.embed(tokens), plain[list(tokens)], rtol=1e-4, atol=1e-6)
@@ -396,7 +396,7 @@ def test_a_target_is_read_once_until_it_is_another(
     tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[Path] = []
-    monkeypatch.setattr(heads, "fingerprint", lambda path: read.append(path) or fingerprint(path))
+    monkeypatch.setattr(trained_module, "fingerprint", lambda path: read.append(path) or fingerprint(path))
     path = tmp_path / "model.gguf"
     with pytest.raises(ModelFileError):
         target_facts(path)
@@ -436,7 +436,7 @@ def test_an_engine_that_is_wrong_about_a_head_gets_it_in_halves(
     shape = ggufs.Shape(n_embd=96, n_head=3, n_head_kv=1)
     model = ggufs.write_llama(tmp_path / "model.gguf", shape, ggufs.bpe_vocab(300))
     path = write_random_head(model, tmp_path / "head.gguf", type_name="Q4_1")
-    monkeypatch.setattr(head_assembly, "_AS_THEY_ARE", ("Q4_1", *head_assembly._AS_THEY_ARE))
+    monkeypatch.setattr(assembly_module, "_AS_THEY_ARE", ("Q4_1", *assembly_module._AS_THEY_ARE))
     said: list[list[str]] = []
     for _ in range(2):
         said.append([])

@@ -18,8 +18,8 @@ from localspec.controllers.acceptance import MOST_PROBABLE, SAMPLE, Prior, Sourc
 from localspec.controllers.calibration import curve_key, curves
 from localspec.engine.pair import Pair
 from localspec.errors import EngineError
-from localspec.model_files.head_card import Training
-from localspec.model_files.head_folders import engine_folder, heads_folder
+from localspec.heads.card import Training
+from localspec.heads.file import engine_folder, heads_folder
 from localspec.spec_decode.drafters.names import AUTOMATIC
 from localspec.spec_decode.rounds import Round
 from tests.conftest import Backend, TinyFiles, open_backend

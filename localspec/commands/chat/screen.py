@@ -23,8 +23,9 @@ from localspec.commands.chat.typesetter import (
     open_code,
     token_style,
 )
+from localspec.heads import FROM_STATES
 from localspec.model_files.catalog import short_name
-from localspec.spec_decode.drafters.names import CORPUS, FROM_STATES, NGRAM, RECYCLED
+from localspec.spec_decode.drafters.names import CORPUS, NGRAM, RECYCLED
 from localspec.spec_decode.rounds import Round, Span, SpecStats, TokenKind
 from localspec.system.terminal import (
     char_width,

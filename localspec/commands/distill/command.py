@@ -22,8 +22,11 @@ from rich.text import Text
 from localspec.backends.llama.ggml import engine_log
 from localspec.commands.options import ensure_model
 from localspec.errors import Cancelled, UsageError, check_text
-from localspec.model_files.head_card import CurvePoint, Rates
-from localspec.model_files.head_folders import heads_folder
+from localspec.heads.card import CurvePoint, Rates
+from localspec.heads.file import heads_folder
+from localspec.heads.training.distill import distill
+from localspec.heads.training.run_folder import Distilled, Effort, Recipe, Standing
+from localspec.heads.training.worth import Worth
 from localspec.model_files.sources.base import size_text
 from localspec.report.model import Facts, Figure, KeyFigure, KeyFigures, Part, Report, Table
 from localspec.report.model import Text as Paragraph
@@ -32,9 +35,6 @@ from localspec.report.svg import Axis, Drawing, Point, Series, chart
 from localspec.system.machine import lower_priority
 from localspec.system.process import on_interrupt
 from localspec.system.terminal import moves_cursor, on_one_line
-from localspec.training.distill import distill
-from localspec.training.run_folder import Distilled, Effort, Recipe, Standing
-from localspec.training.worth import Worth
 
 # What came of a run, as a report: what the head is worth, how it learned, how it was made.
 

@@ -20,15 +20,6 @@ CHATS = "chats"
 """What it calls files and folders that n-grams are copied from, ``corpus:PATH``, and the chats saved in this home,
 ``corpus:chats``."""
 
-HEAD = "head"
-EARLY_EXIT = "early-exit"
-MTP = "mtp"
-"""What it calls a head, also ``head:FILE``; the target's own first layers, also ``early-exit:N``; and the target's own
-layer for multi-token prediction. Any other name is that of a model, or of a published head's file."""
-
-FROM_STATES = (HEAD, EARLY_EXIT, MTP)
-"""Those of them that draft from what the target computes."""
-
 
 def is_corpus(name: str) -> bool:
     """Whether a name for ``--draft`` is that of a corpus."""

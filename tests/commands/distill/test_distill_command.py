@@ -12,11 +12,11 @@ import pytest
 
 from localspec.commands.distill import command
 from localspec.commands.distill.command import RunDisplay, finished_report, sparkline, unfinished_report
-from localspec.model_files.head_card import CurvePoint, HeadCard, TargetFacts, Training
-from localspec.model_files.head_folders import heads_folder
+from localspec.heads.card import CurvePoint, HeadCard, TargetFacts, Training
+from localspec.heads.file import heads_folder
+from localspec.heads.training.run_folder import Distilled, Standing
+from localspec.heads.training.worth import Worth
 from localspec.report.renderers import html, markdown
-from localspec.training.run_folder import Distilled, Standing
-from localspec.training.worth import Worth
 from tests.commands.test_cli import assert_one_line
 from tests.commands.test_cli import localspec as run_localspec
 from tests.conftest import TinyFiles
@@ -131,7 +131,7 @@ def test_a_file_that_is_no_model_is_one_line(tmp_path: Path) -> None:
     ("at", "more"),
     [
         ("call localspec.engine.loading:Loader.load", []),
-        ("call localspec.training.examples:ExampleMaker.step", ["--kind", "medusa"]),
+        ("call localspec.heads.training.examples:ExampleMaker.step", ["--kind", "medusa"]),
     ],
 )
 def test_ctrl_c_says_how_to_go_on(tiny: TinyFiles, at: str, more: list[str]) -> None:
@@ -150,7 +150,7 @@ def test_a_run_that_is_told_to_end_says_how_to_go_on(tiny: TinyFiles, by: str) -
     """Without a terminal, as a job of a system that ends it, or of a terminal that is closed."""
     pytest.importorskip("jax", reason="heads are trained with JAX")
     arguments = ["distill", str(tiny.quick.target), "--minutes", "500", "--backend", "reference"]
-    _, errors = interrupted("call localspec.training.examples:ExampleMaker.step", arguments, by=by)
+    _, errors = interrupted("call localspec.heads.training.examples:ExampleMaker.step", arguments, by=by)
     assert errors[-1] == f"localspec: stopped; resume with: localspec {' '.join(arguments)} --resume"
 
 

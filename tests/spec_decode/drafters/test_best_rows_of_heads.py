@@ -13,8 +13,8 @@ import pytest
 
 from localspec import LLM, SamplingParams
 from localspec.backends.base import Context, FloatArray
-from localspec.backends.published_heads import EngineHead, load_published
 from localspec.backends.reference import ReferenceContext
+from localspec.heads.published import EngineHead, load_published
 from tests.conftest import TinyFiles, open_backend
 from tests.spec_decode.drafters.test_published_heads import write_mtp
 from tests.support.best_rows import force_best, hand_out_best
