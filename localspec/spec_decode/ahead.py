@@ -27,7 +27,6 @@ from functools import partial
 
 from localspec.spec_decode.drafters.base import SURE_COPY, FreePlan, Plan
 from localspec.spec_decode.drafters.group import DrafterGroup
-from localspec.spec_decode.passes import Steps
 from localspec.spec_decode.proposer import Alternatives, SamplingProposer
 from localspec.spec_decode.rounds import AheadCount, Draft, DraftToken
 
@@ -378,12 +377,9 @@ class DraftAhead:
         """Of the round under way."""
         return self._count
 
-    def during(self, steps: Steps) -> Steps:
-        """The steps of an answer; with the last of them, or where they are broken off, the thread ends."""
-        try:
-            yield from steps
-        finally:
-            self._beside.close()
+    def close(self) -> None:
+        """The answer is over: end the thread."""
+        self._beside.close()
 
     # -- in the thread ---------------------------------------------------------------------------------------------
 

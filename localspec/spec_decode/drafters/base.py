@@ -15,7 +15,6 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from localspec.backends.base import Context, Forward
 from localspec.sampling.sampling import Distribution, Ids, Noise, Row, SamplingParams
-from localspec.spec_decode.passes import Drafting
 from localspec.spec_decode.rounds import Draft, DraftToken, Round
 from localspec.system.steps import Steps
 
@@ -276,11 +275,6 @@ class Drafter(ABC):
         Raises:
             DrafterFailed: it cannot go on; it is not asked again.
         """
-
-    def drafting(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> Drafting[list[DraftToken]]:
-        """``draft``, passes of its own model left to the caller, who may run those of several answers as one."""
-        yield from ()
-        return self.draft(tokens, plan, proposer)
 
     def drafted(self) -> None:  # noqa: B027 - optional hook
         """The draft of this round is complete: a drafter that decoded in the target's context leaves it as it was."""

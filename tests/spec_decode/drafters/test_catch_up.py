@@ -105,7 +105,6 @@ def test_a_guess_is_charged_for_what_is_made_of_its_logits_too(
         drafter.begin(prompt)
         clock = SimpleNamespace(perf_counter=lambda: now[0])
         monkeypatch.setattr("localspec.spec_decode.drafters.draft_model.time", clock)
-        monkeypatch.setattr("localspec.spec_decode.passes.time", clock)
         llm.run(lambda pair: drafter.draft(prompt, plan, Slow(SamplingParams(), Noise(0))))
         assert plan.ms == pytest.approx(50)
 
