@@ -34,31 +34,32 @@ from localspec.errors import LocalspecError, UsageError
 from localspec.llm import LLM
 from localspec.server import anthropic, ollama, responses
 from localspec.server.access import Client, client_of
+from localspec.server.bodies import read
 from localspec.server.conversations import ConversationApi, ConversationStore
 from localspec.server.events import LLAMA_SERVER, OPENAI, EventStream, Wire, while_connected
-from localspec.server.fields import ApiError, Fields, ServerSettings, on_error
+from localspec.server.fields import ApiError, ServerSettings, on_error
 from localspec.server.guard import Guard
-from localspec.server.infill import InfillAnswer, infill_request
+from localspec.server.infill import InfillAnswer, InfillBody
 from localspec.server.ollama import OllamaModels, timestamp
-from localspec.server.openai import ChatAnswer, CompletionAnswer
-from localspec.server.requests import chat_request, completion_request
+from localspec.server.openai import ChatAnswer, ChatBody, CompletionAnswer, CompletionBody
+from localspec.server.requests import ApiBody
 from localspec.server.service import Service
 from localspec.system.files import home
 from localspec.system.machine import CPUTimes
 
 PAGE = Path(__file__).parent / "page"
 
-_ANSWERS: dict[str, tuple[Any, Any, Wire]] = {
-    "chat": (chat_request, ChatAnswer, OPENAI),
-    "completions": (completion_request, CompletionAnswer, OPENAI),
-    "infill": (infill_request, InfillAnswer, LLAMA_SERVER),
-    "responses": (responses.responses_request, responses.ResponsesAnswer, responses.WIRE),
-    "messages": (anthropic.messages_request, anthropic.MessagesAnswer, anthropic.WIRE),
-    "count_tokens": (anthropic.count_request, anthropic.CountAnswer, anthropic.WIRE),
-    "ollama_chat": (ollama.ollama_chat_request, ollama.ollama_chat, ollama.WIRE),
-    "ollama_generate": (ollama.ollama_generate_request, ollama.ollama_generate, ollama.WIRE),
+_ANSWERS: dict[str, tuple[type[ApiBody], Any, Wire]] = {
+    "chat": (ChatBody, ChatAnswer, OPENAI),
+    "completions": (CompletionBody, CompletionAnswer, OPENAI),
+    "infill": (InfillBody, InfillAnswer, LLAMA_SERVER),
+    "responses": (responses.ResponsesBody, responses.ResponsesAnswer, responses.WIRE),
+    "messages": (anthropic.MessagesBody, anthropic.MessagesAnswer, anthropic.WIRE),
+    "count_tokens": (anthropic.CountBody, anthropic.CountAnswer, anthropic.WIRE),
+    "ollama_chat": (ollama.OllamaChatBody, ollama.ollama_chat, ollama.WIRE),
+    "ollama_generate": (ollama.OllamaGenerateBody, ollama.ollama_generate, ollama.WIRE),
 }
-"""Endpoint -> what checks a request to it, what answers it, and how events are sent."""
+"""Endpoint -> the body of a request to it, what answers it, and how events are sent."""
 
 
 def build(service: Service) -> Starlette:
@@ -107,14 +108,14 @@ def build(service: Service) -> Starlette:
 
 def _answer_at(service: Service, kind: str) -> Any:
     """The endpoint that answers chats, or continues texts."""
-    check, answer, wire = _ANSWERS[kind]
+    body_kind, answer, wire = _ANSWERS[kind]
 
     def prepared(seen: Service, body: Any) -> Any:
         """What answers, and whether as events. Grammars are compiled here, templates rendered, texts cut into tokens:
         nothing that others should wait for."""
-        fields = Fields(body)
-        seen.check_model(fields.text("model"))
-        request = check(fields, seen.served())
+        asked = read(body_kind, body)
+        seen.check_model(asked.model)
+        request = asked.asked(seen.served())
         return answer(seen, request), request.options.stream
 
     async def events(answering: Any, started: float) -> AsyncGenerator[bytes, None]:

@@ -6,7 +6,7 @@ import asyncio
 import base64
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +20,11 @@ from starlette.routing import Route
 from localspec._version import __version__
 from localspec.backends.llama.embedding import EmbeddingModel
 from localspec.errors import LocalspecError, PromptTooLong
-from localspec.server import known_fields as known
+from localspec.server.bodies import ACCOUNT, LOADED, Body, Flag, read, whole
 from localspec.server.events import while_connected
-from localspec.server.fields import ApiError, BodyReader, Fields, ServerSettings, invalid, on_error, stopping, too_busy
+from localspec.server.fields import ApiError, BodyReader, ServerSettings, invalid, on_error, stopping, too_busy
 from localspec.server.guard import Guard
-from localspec.server.ollama import OLLAMA_VERSION
+from localspec.server.ollama import OLLAMA_VERSION, OllamaOptions
 
 Row = npt.NDArray[np.float32]
 
@@ -32,6 +32,41 @@ MAX_INPUTS = 2048  # OpenAI's own limit
 CHATS = (
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/infill", "/api/chat", "/api/generate",
 )  # fmt: skip
+
+
+class EmbeddingsBody(Body):
+    """The body of ``/v1/embeddings``."""
+
+    IGNORED = {ACCOUNT: "user"}
+    REFUSED = {"cannot be had: a text that is too long is refused": "truncate_prompt_tokens"}
+
+    model: str | None = None
+    input: Any = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, whole(1, 1 << 20)] | None = None
+
+
+class OllamaEmbedBody(Body):
+    """The body of ``/api/embed``."""
+
+    IGNORED = {LOADED: "keep_alive options"}
+
+    model: str | None = None
+    input: Any = None
+    truncate: Flag = True
+    dimensions: Annotated[int, whole(1, 1 << 20)] | None = None
+
+
+class OllamaEmbeddingsBody(Body):
+    """The body of ``/api/embeddings``, Ollama's older address."""
+
+    IGNORED = {LOADED: "keep_alive options"}
+
+    model: str | None = None
+    prompt: str
+
+
+AnyBody = TypeVar("AnyBody", EmbeddingsBody, OllamaEmbedBody, OllamaEmbeddingsBody)
 
 
 class EmbeddingService:
@@ -59,9 +94,9 @@ class EmbeddingService:
         """The addresses."""
         routes = [
             # llama.vscode calls every model GPT-4, and llama-server heeds no name; the answer says whose it is.
-            Route("/v1/embeddings", self._at(self._openai, any_name=True), methods=["POST"]),
-            Route("/api/embed", self._at(self._ollama), methods=["POST"]),
-            Route("/api/embeddings", self._at(self._ollama_of_old), methods=["POST"]),
+            Route("/v1/embeddings", self._at(EmbeddingsBody, self._openai, any_name=True), methods=["POST"]),
+            Route("/api/embed", self._at(OllamaEmbedBody, self._ollama), methods=["POST"]),
+            Route("/api/embeddings", self._at(OllamaEmbeddingsBody, self._ollama_of_old), methods=["POST"]),
             *(Route(path, _no_chat, methods=["POST"]) for path in CHATS),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/api/version", self._version, methods=["GET"]),
@@ -74,25 +109,31 @@ class EmbeddingService:
         )
 
     def _at(
-        self, answer: Callable[[Fields], Coroutine[Any, Any, dict[str, Any]]], *, any_name: bool = False
+        self,
+        kind: type[AnyBody],
+        answer: Callable[[AnyBody], Coroutine[Any, Any, dict[str, Any]]],
+        *,
+        any_name: bool = False,
     ) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(http: Request) -> Response:
-            async with self._bodies.json(http) as body:
-                fields = Fields(body)
-            name = fields.text("model")
+            async with self._bodies.json(http) as value:
+                body = read(kind, value)
+            if (options := value.get("options")) is not None:
+                read(OllamaOptions, options, "options")
+            name = body.model
             if name and not any_name and name.removesuffix(":latest") not in self._names:
                 message = f"there is no model {name!r:.80} here; this server answers with {self._names[0]}"
                 raise ApiError(404, message, param="model", code="model_not_found")
-            whole = await while_connected(http.receive, self.ending, answer(fields))
+            whole = await while_connected(http.receive, self.ending, answer(body))
             return await asyncio.to_thread(JSONResponse, whole)
 
         return endpoint
 
-    async def _openai(self, fields: Fields) -> dict[str, Any]:
-        form = fields.known(known.EMBEDDINGS).choice("encoding_format", ("float", "base64"))
-        self._check_dimensions(fields)
-        rows, n_tokens = await self._embedded(fields.get("input"), "input")
-        encoded = await asyncio.to_thread(lambda: [_base64(row) if form == "base64" else row.tolist() for row in rows])
+    async def _openai(self, body: EmbeddingsBody) -> dict[str, Any]:
+        self._check_dimensions(body.dimensions)
+        rows, n_tokens = await self._embedded(body.input, "input")
+        is_text = body.encoding_format == "base64"
+        encoded = await asyncio.to_thread(lambda: [_base64(row) if is_text else row.tolist() for row in rows])
         return {
             "object": "list",
             "data": [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(encoded)],
@@ -100,11 +141,10 @@ class EmbeddingService:
             "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens},
         }
 
-    async def _ollama(self, fields: Fields) -> dict[str, Any]:
-        self._check_dimensions(fields.known(known.OLLAMA_EMBED))
-        _check_options(fields)
+    async def _ollama(self, body: OllamaEmbedBody) -> dict[str, Any]:
+        self._check_dimensions(body.dimensions)
         started = time.monotonic_ns()
-        rows, n_tokens = await self._embedded(fields.get("input"), "input", fields.flag("truncate", True))
+        rows, n_tokens = await self._embedded(body.input, "input", body.truncate)
         return {
             "model": self._names[0],
             "embeddings": await asyncio.to_thread(lambda: [row.tolist() for row in rows]),
@@ -113,13 +153,12 @@ class EmbeddingService:
             "prompt_eval_count": n_tokens,
         }
 
-    async def _ollama_of_old(self, fields: Fields) -> dict[str, Any]:
-        _check_options(fields.known(known.OLLAMA_EMBEDDINGS))
-        rows, _ = await self._embedded(fields.required_text("prompt"), "prompt", True)
+    async def _ollama_of_old(self, body: OllamaEmbeddingsBody) -> dict[str, Any]:
+        rows, _ = await self._embedded(body.prompt, "prompt", True)
         return {"embedding": rows[0].tolist()}
 
-    def _check_dimensions(self, fields: Fields) -> None:
-        if fields.integer("dimensions", 1, 1 << 20) not in (None, self._model.n_embd):
+    def _check_dimensions(self, dimensions: int | None) -> None:
+        if dimensions not in (None, self._model.n_embd):
             raise invalid(f"dimensions: this model makes {self._model.n_embd} numbers", "dimensions")
 
     async def _embedded(self, value: Any, name: str, cut: bool = False) -> tuple[list[Row], int]:
@@ -174,11 +213,6 @@ class EmbeddingService:
 
     async def _health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
-
-
-def _check_options(fields: Fields) -> None:
-    if (options := fields.object("options")) is not None:
-        options.known(known.OLLAMA_OPTIONS)
 
 
 async def _no_chat(request: Request) -> Response:

@@ -471,47 +471,43 @@ class Service:
         Raises:
             UsageError, TemplateError: they cannot be.
         """
-        params, begun, think = options.params, "", options.think
-        if tools.required:
-            begun, params = forced_call(self.llm.template, tools, params)
-        is_form = grammar_of(params.response_format, params.grammar) is not None
-        if is_form and think == "auto":  # what has a given form begins at once
-            think = "off"
-        tokens = self.chat_tokens(messages, tools, options, think, self.llm.n_ctx)
-        constraint_for(params, self.llm.vocab)  # compiled here, and not while the engine waits
-        if not tools.required and is_schema(params.response_format):
+        task = self.chat_prompt(messages, tools, options, self.llm.n_ctx)
+        constraint_for(task.params, self.llm.vocab)  # compiled here, and not while the engine waits
+        if not tools.required and is_schema(task.params.response_format):
             tools = ToolUse()
-        if begun:
-            tokens += self.llm.tokenize(begun, parse_special=True)
-        return AnswerTask(self._fitting(tokens), params, tools, self._prediction(options), begun, think=think)
+        prediction = self._prediction(options)
+        return replace(task, prompt=self._fitting(task.prompt), tools=tools, prediction=prediction)
 
-    def chat_tokens(
-        self,
-        messages: Sequence[Any],
-        tools: ToolUse,
-        options: AnswerOptions,
-        think: str | None = None,
-        room: int | None = None,
-    ) -> list[int]:
-        """What the target would read, whether it fits or not (but see ``LLM.encode``); it may take a while too.
+    def chat_prompt(
+        self, messages: Sequence[Any], tools: ToolUse, options: AnswerOptions, room: int | None = None
+    ) -> AnswerTask:
+        """The prompt of a chat, and how its answer begins; ``room``: see ``LLM.encode``. It may take a while too.
 
         Raises:
             ApiError: a variable that the template does not know.
             UsageError, TemplateError: the messages cannot be.
         """
+        params, begun, think = options.params, "", options.think
+        if tools.required:
+            begun, params = forced_call(self.llm.template, tools, params)
+        if think == "auto" and grammar_of(params.response_format, params.grammar) is not None:
+            think = "off"  # what has a given form begins at once
         for name in options.variables:
             if not re.search(rf"\b{re.escape(name)}\b", self.llm.template.source):
                 path = f"chat_template_kwargs.{name:.60}"
                 raise invalid(f"{path}: the model's chat template has no such variable", path)
-        return self.llm.encode(
+        tokens = self.llm.encode(
             messages_for(messages, self.settings.system),
             tools=list(tools.tools) or None,
             add_generation_prompt=options.ending == "assistant",
             continue_final_message=options.ending == "continue",
             variables=options.variables,
-            think=think or options.think,
+            think=think,
             room=room,
         )
+        if begun:
+            tokens += self.llm.tokenize(begun, parse_special=True)
+        return AnswerTask(tokens, params, begun=begun, think=think)
 
     def text_task(self, prompt: str | list[int], options: AnswerOptions) -> AnswerTask:
         """A text to continue as it is, or token ids. It may take a while: not for the event loop.

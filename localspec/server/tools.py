@@ -33,6 +33,11 @@ class ToolUse:
     parallel: bool = True
 
 
+def usual_role(role: str) -> str:
+    """OpenAI's newest name of the system prompt as the usual one."""
+    return "system" if role == "developer" else role
+
+
 def messages_for(messages: Sequence[Any], system: str | None = None) -> list[dict[str, Any]]:
     """Messages as templates take them.
 
@@ -48,8 +53,7 @@ def messages_for(messages: Sequence[Any], system: str | None = None) -> list[dic
     prepared: list[dict[str, Any]] = []
     for i, message in enumerate(checked_messages(messages)):
         message = {name: value for name, value in message.items() if value is not None}
-        if message["role"] == "developer":
-            message["role"] = "system"
+        message["role"] = usual_role(message["role"])
         message.setdefault("content", "")
         if "tool_calls" in message:
             message["tool_calls"] = [_call(call, i) for call in _list(message["tool_calls"], i)]
