@@ -19,11 +19,12 @@ from typing import Any
 
 import h11
 import uvicorn
+from prometheus_client import CollectorRegistry, Gauge, Info, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -203,16 +204,19 @@ class _WhatIsThere:
 
     async def metrics(self, request: Request) -> Response:
         service, llm = self._service.seen_by(client_of(request)), self._service.llm
-        gauges = [
-            ("localspec_requests_running", "Requests being answered.", float(llm.parallel_info()["running"])),
-            ("localspec_requests_waiting", "Requests in the queue.", float(llm.queue_length)),
-            ("localspec_queue_limit", "Most requests that may wait.", float(llm.max_queue or 0)),
-            ("localspec_plain_tokens_per_second", "Expected speed without drafting.", llm.plain_tokens_per_second),
-            ("localspec_uptime_seconds", "Since the start.", time.time() - service.started),
-        ]
+        registry = CollectorRegistry()
         names = {"version": __version__, "model": service.names[0], "backend": llm.backend_name}
-        text = service.metrics.prometheus(gauges, names | {"draft": ",".join(service.drafters)})
-        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+        registry.register(service.metrics)
+        Info("localspec", "What is served.", registry=registry).info(names | {"draft": ",".join(service.drafters)})
+        for name, about, value in (
+            ("requests_running", "Requests being answered.", llm.parallel_info()["running"]),
+            ("requests_waiting", "Requests in the queue.", llm.queue_length),
+            ("queue_limit", "Most requests that may wait.", llm.max_queue or 0),
+            ("plain_tokens_per_second", "Expected speed without drafting.", llm.plain_tokens_per_second),
+            ("uptime_seconds", "Since the start.", time.time() - service.started),
+        ):
+            Gauge(f"localspec_{name}", about, registry=registry).set(value)
+        return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
 
     async def health(self, request: Request) -> Response:
         if self._service.ending.is_set():
