@@ -19,8 +19,8 @@ from localspec.server.bodies import (
     Body,
     Flag,
     items,
-    must_be,
     read,
+    text_or_items,
     whole,
 )
 from localspec.server.events import Wire, event
@@ -91,13 +91,7 @@ class RedactedThinkingBlock(Body):
 
 class AnthropicMessage(Body):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[
-        str | list[Any],
-        must_be(
-            f"a text, or a list of at most {MAX_MESSAGES} blocks",
-            lambda value: isinstance(value, str) or (isinstance(value, list) and len(value) <= MAX_MESSAGES),
-        ),
-    ] = []
+    content: Annotated[str | list[Any], text_or_items(MAX_MESSAGES)] = []
 
     def messages(self, path: str) -> Iterator[dict[str, Any]]:
         """The message as messages of a chat, one for each block."""
@@ -256,11 +250,7 @@ class MessagesBody(CountBody):
 
 
 class MessagesAnswer(BlockAnswer):
-    """The answer to ``/v1/messages``. Made in a thread: templates and grammars may take a while.
-
-    Raises:
-        LocalspecError: the messages do not fit the template or the context.
-    """
+    """The answer to ``/v1/messages``."""
 
     def __init__(self, service: Service, request: ChatRequest) -> None:
         task = service.chat_task(request.messages, request.tools, request.options)
@@ -311,7 +301,7 @@ class MessagesAnswer(BlockAnswer):
         return {"stop_reason": _STOP_REASONS[self.finish_reason], "stop_sequence": None}
 
     def _usage(self) -> dict[str, Any]:
-        """Anthropic's input tokens are those that were read; the others are counted apart."""
+        """Anthropic counts cached input tokens apart."""
         stats, n = self.reply.stats, len(self.task.prompt)
         return {
             "input_tokens": n - stats.cached_tokens,

@@ -131,6 +131,8 @@ def read(kind: type[Kind], value: Any, path: str = "") -> Kind:
 
 _RULES = {
     "string_type": "a string",
+    "string_too_short": "a string of at least {min_length} character",
+    "string_too_long": "a string of at most {max_length} characters",
     "bool_type": "true or false",
     "dict_type": "an object",
     "list_type": "a list",
@@ -209,6 +211,22 @@ def between(low: float, high: float) -> BeforeValidator:
         return _is_number(value) and low <= value <= high and math.isfinite(value)
 
     return must_be(f"a number in {low:g}..{high:g}", fits, float)
+
+
+def text_or_items(most: int) -> BeforeValidator:
+    """A text, or a list of at most so many."""
+
+    def fits(value: Any) -> bool:
+        return isinstance(value, str) or (isinstance(value, list) and len(value) <= most)
+
+    return must_be(f"a text or a list of at most {most}", fits)
+
+
+LISTED = must_be(
+    "a string or a list of strings",
+    lambda value: isinstance(value, str | list),
+    lambda value: [value] if isinstance(value, str) else value,
+)
 
 
 def items(most: int) -> Any:

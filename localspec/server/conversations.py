@@ -20,8 +20,8 @@ from filelock import FileLock, Timeout
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import Route
 
+from localspec.server.access import READS_TEXTS, Address
 from localspec.server.bodies import MAX_COUNT, Body, Flag, items, must_be, read, whole, wrong
 from localspec.server.fields import ApiError, invalid
 from localspec.server.requests import MAX_MESSAGES
@@ -30,9 +30,8 @@ from localspec.system.files import private_folder, write_atomically
 
 FORMAT = 1
 Finish = Literal["stop", "length", "cancelled", "broken"]
-"""How an answer ended: by itself, at its longest, stopped by a person, or broken off: the server went away, or the page
-was closed in the middle. Until it has ended, an answer that is being made is kept as broken off too."""
-_LOCK_SECONDS = 10.0  # a write takes milliseconds; a server that was stopped with Ctrl-Z holds its lock for ever
+"""How an answer ended: by itself, at its longest, stopped by a person, or broken off (as an unfinished one)."""
+_LOCK_SECONDS = 10.0  # a server that was stopped with Ctrl-Z holds its lock for ever
 _ID = re.compile(r"[0-9a-f]{16}")
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "title": str, "system": str, "settings": dict, "messages": list,
@@ -43,13 +42,7 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class ConversationLimits:
-    """How much is kept.
-
-    Attributes:
-        conversations: how many.
-        bytes_each: as JSON. 100,000 tokens of text are about 0.5 MB; files and thinking count too.
-        bytes_together: of all files.
-    """
+    """How many are kept, and their size as JSON [bytes]; 100,000 tokens of text are about 0.5 MB."""
 
     conversations: int = 1000
     bytes_each: int = 4 << 20
@@ -89,11 +82,7 @@ class ConversationStore:
         return sorted(found, key=lambda summary: summary["updated"], reverse=True)
 
     def get(self, name: str) -> dict[str, Any]:
-        """A conversation.
-
-        Raises:
-            ApiError: there is none of that id (404), or its file cannot be read (500).
-        """
+        """A conversation; an ``ApiError`` if there is none of that id (404), or its file cannot be read (500)."""
         path = self._path(name)
         try:
             return _read(path)
@@ -107,8 +96,7 @@ class ConversationStore:
 
         Args:
             content: what is kept.
-            name: its id, 16 hexadecimal digits, where the client has chosen it: so it may ask again after an answer
-                that it did not get, without making a second one.
+            name: its id, 16 hexadecimal digits, where the client chose it, so that it can ask again safely.
 
         Raises:
             ApiError: there is one of that id (409), a limit is reached (413, 507), or the disk refuses (507).
@@ -125,12 +113,7 @@ class ConversationStore:
             return self._write({**content, **stamps})
 
     def replace(self, name: str, revision: int, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Change one.
-
-        Args:
-            name: its id.
-            revision: of what the change was made to.
-            content: what takes its place.
+        """Change the conversation of an id and a revision.
 
         Raises:
             ApiError: it has been changed since (409), is not there (404), a limit is reached, or the disk refuses.
@@ -143,11 +126,6 @@ class ConversationStore:
             return self._write({**content, **stamps})
 
     def delete(self, name: str) -> None:
-        """Delete one, for good.
-
-        Raises:
-            ApiError: there is none of that id (404), or the disk refuses (507).
-        """
         with self._writing():
             try:
                 self._path(name).unlink()
@@ -188,7 +166,7 @@ class ConversationStore:
         return self.folder / f"{name}.json"
 
     def _summary(self, path: Path) -> dict[str, Any] | None:
-        """What the list says of a file, read again when it has changed; None of one that cannot be read."""
+        """The list's entry of a file, read again when it has changed; None of a damaged one."""
         try:
             stat = path.stat()
             stamp = (stat.st_mtime_ns, stat.st_size)
@@ -214,7 +192,7 @@ class ConversationStore:
 
 
 def as_markdown(conversation: Mapping[str, Any]) -> str:
-    """A conversation to read or to hand on; its files are named, and what was thought is left out."""
+    """A conversation as Markdown: files are named, thinking is left out."""
     parts = [f"# {conversation['title']}"]
     if conversation["system"]:
         parts.append("\n".join(f"> {line}".rstrip() for line in conversation["system"].splitlines()))
@@ -290,7 +268,7 @@ def _full(message: str) -> ApiError:
     return ApiError(507, message, kind="invalid_request_error", code="conversations_full")
 
 
-# The addresses under which the page keeps conversations: list, search, save, export, delete.
+# The addresses: list, search, save, export, delete.
 
 PATH = "/v1/localspec/conversations"
 MAX_FILES, MAX_SETTINGS, MAX_TITLE, MAX_VERSIONS = 32, 64, 200, 1000  # more than a person uses; the store bounds sizes
@@ -298,21 +276,16 @@ _STAMPS = ("id", "revision", "title", "created", "updated")
 
 
 class ConversationApi:
-    """The endpoints.
-
-    Args:
-        service: its reader reads their bodies.
-        store: where conversations are kept.
-    """
+    """The endpoints."""
 
     def __init__(self, service: Service, store: ConversationStore) -> None:
         self._service = service
         self._store = store
 
-    def routes(self) -> list[Route]:
+    def addresses(self) -> list[Address]:
         return [
-            Route(PATH, self._all, methods=["GET", "POST"]),
-            Route(PATH + "/{id}", self._one, methods=["GET", "PUT", "DELETE"]),
+            Address(PATH, self._all, READS_TEXTS, ("GET", "POST")),
+            Address(PATH + "/{id}", self._one, READS_TEXTS, ("GET", "PUT", "DELETE")),
         ]
 
     async def _all(self, http: Request) -> Response:
@@ -334,7 +307,7 @@ class ConversationApi:
         return await asyncio.to_thread(JSONResponse, conversation)
 
     async def _saved(self, http: Request, name: str | None) -> Response:
-        """Save the body as a new conversation, or in the place of one; the answer is what the store says of it."""
+        """Save the body as a new conversation, or in the place of one."""
         async with self._service.bodies.json(http) as body:
             asked = await asyncio.to_thread(read, ConversationBody, body)
         if name is None:

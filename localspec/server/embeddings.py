@@ -11,19 +11,17 @@ from typing import Annotated, Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from localspec._version import __version__
 from localspec.backends.llama.embedding import EmbeddingModel
-from localspec.errors import LocalspecError, PromptTooLong
+from localspec.errors import PromptTooLong
+from localspec.server.access import ALL, Address
 from localspec.server.bodies import ACCOUNT, LOADED, Body, Flag, read, whole
 from localspec.server.events import while_connected
-from localspec.server.fields import ApiError, BodyReader, ServerSettings, invalid, on_error, stopping, too_busy
-from localspec.server.guard import Guard
+from localspec.server.fields import ApiError, BodyReader, ServerSettings, invalid, stopping, too_busy
+from localspec.server.guard import application
 from localspec.server.ollama import OLLAMA_VERSION, OllamaOptions
 
 Row = npt.NDArray[np.float32]
@@ -70,15 +68,7 @@ AnyBody = TypeVar("AnyBody", EmbeddingsBody, OllamaEmbedBody, OllamaEmbeddingsBo
 
 
 class EmbeddingService:
-    """What answers.
-
-    Args:
-        model: it is not closed here.
-        settings: how to behave.
-
-    Attributes:
-        ending: set once the server goes down; whatever runs then ends.
-    """
+    """What answers; ``ending`` is set once the server goes down."""
 
     def __init__(self, model: EmbeddingModel, settings: ServerSettings) -> None:
         self.settings = settings
@@ -91,22 +81,18 @@ class EmbeddingService:
         self._started = time.time()
 
     def application(self) -> Starlette:
-        """The addresses."""
-        routes = [
+        post = ("POST",)
+        addresses = [
             # llama.vscode calls every model GPT-4, and llama-server heeds no name; the answer says whose it is.
-            Route("/v1/embeddings", self._at(EmbeddingsBody, self._openai, any_name=True), methods=["POST"]),
-            Route("/api/embed", self._at(OllamaEmbedBody, self._ollama), methods=["POST"]),
-            Route("/api/embeddings", self._at(OllamaEmbeddingsBody, self._ollama_of_old), methods=["POST"]),
-            *(Route(path, _no_chat, methods=["POST"]) for path in CHATS),
-            Route("/v1/models", self._models, methods=["GET"]),
-            Route("/api/version", self._version, methods=["GET"]),
-            Route("/health", self._health, methods=["GET"]),
+            Address("/v1/embeddings", self._at(EmbeddingsBody, self._openai, any_name=True), methods=post),
+            Address("/api/embed", self._at(OllamaEmbedBody, self._ollama), methods=post),
+            Address("/api/embeddings", self._at(OllamaEmbeddingsBody, self._ollama_of_old), methods=post),
+            *(Address(path, _no_chat, methods=post) for path in CHATS),
+            Address("/v1/models", self._models),
+            Address("/api/version", self._version),
+            Address("/health", self._health, ALL),
         ]
-        return Starlette(
-            routes=routes,
-            middleware=[Middleware(Guard, settings=self.settings)],
-            exception_handlers={HTTPException: on_error, ApiError: on_error, LocalspecError: on_error},
-        )
+        return application(self.settings, addresses)
 
     def _at(
         self,
@@ -162,10 +148,10 @@ class EmbeddingService:
             raise invalid(f"dimensions: this model makes {self._model.n_embd} numbers", "dimensions")
 
     async def _embedded(self, value: Any, name: str, cut: bool = False) -> tuple[list[Row], int]:
-        """The embeddings of what was sent, and how many tokens that was.
+        """The embeddings of a text, token ids, or a list of either, and their number of tokens.
 
         Args:
-            value: a text, token ids, or a list of either.
+            value: what was sent.
             name: of the field.
             cut: whether texts that are too long are cut, rather than refused.
 

@@ -25,22 +25,20 @@ from localspec.errors import UsageError, check_text, parse_json
 from localspec.sampling.sampling import SamplingParams
 from localspec.system.terminal import visible
 
-# What goes wrong, in the shape that the clients of each API read; OpenAI's where no other is due.
-
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 
 
 class ApiError(Exception):
-    """A refusal, ready to be sent.
+    """A refusal.
 
     Args:
         status: the HTTP status.
         message: one line for the person who reads the client's log.
         kind: OpenAI's ``type``; by the status if None.
-        param: the field of the request that is wrong, as a path such as ``messages[0].role``.
+        param: the field of the request that is wrong, such as ``messages[0].role``.
         code: a word for programs.
-        headers: to be sent along.
+        headers: further ones.
     """
 
     def __init__(
@@ -62,7 +60,7 @@ class ApiError(Exception):
 
     @property
     def message(self) -> str:
-        """The message as it is sent: it may quote the client, so controls are made visible, and it stays short."""
+        """The message as it is sent: short, with visible controls, as it may quote the client."""
         return " ".join(visible(str(self)).split())[:600]
 
     def as_dict(self) -> dict[str, Any]:
@@ -70,12 +68,10 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def as_anthropic(self) -> dict[str, Any]:
-        """Anthropic's form; it has a word for each status."""
         kind = _ANTHROPIC.get(self.status, INVALID if self.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
     def as_ollama(self) -> dict[str, Any]:
-        """Ollama's form."""
         return {"error": self.message}
 
     def response(self, path: str) -> JSONResponse:
@@ -96,24 +92,20 @@ _FORMS = (("/v1/messages", ApiError.as_anthropic), ("/api/", ApiError.as_ollama)
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """400: the request makes no sense."""
     return ApiError(400, message, param=param, code=code)
 
 
 def too_busy(message: str, retry_after_s: float) -> ApiError:
-    """429: come back later."""
     after = str(min(60, max(1, math.ceil(retry_after_s))))
     return ApiError(429, message, kind="rate_limit_error", code="queue_full", headers={"Retry-After": after})
 
 
 def too_late(seconds: float) -> ApiError:
-    """503: the queue was too long."""
     message = f"the request waited for {seconds:g} s and its turn did not come"
     return ApiError(503, message, code="timeout", headers={"Retry-After": "10"})
 
 
 def stopping() -> ApiError:
-    """503: the server is going down."""
     return ApiError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
 
 
@@ -138,7 +130,7 @@ _HTTP = {
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Any exception as a refusal; nothing of our insides gets into it."""
+    """Any exception as a refusal, without anything internal."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, errors.Closed):
@@ -151,7 +143,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def log_failure(error: Exception) -> None:
-    """Say on standard error what failed in here; a wrong request is no failure."""
+    """Print what failed here; a wrong request is no failure."""
     if as_api_error(error).status < 500 or isinstance(error, ApiError | errors.Closed):
         return
     line = " ".join(visible(errors.line_of(error)).split())
@@ -166,14 +158,12 @@ async def on_error(request: Request, error: Exception) -> JSONResponse:
     return as_api_error(error).response(request.url.path)
 
 
-# Reading a request's body: not too much of it, not for ever, only if it is JSON, and large ones in turns.
-
 LARGE_BYTES, N_LARGE = 256 << 10, 2
 """Of bodies with more bytes than this, so many at a time are parsed and their requests prepared."""
 
 
 class BodyReader:
-    """Reads the bodies of all requests, within bounds that hold for all of them together.
+    """Reads the bodies of all requests, large ones in turns.
 
     Args:
         max_bytes: of one body.
@@ -190,7 +180,7 @@ class BodyReader:
 
     @asynccontextmanager
     async def json(self, request: Request) -> AsyncGenerator[Any, None]:
-        """The body, parsed. What takes long with a large one belongs into the block: it has its turn until its end.
+        """The body, parsed. A large one keeps its turn until the end of the block.
 
         Raises:
             ApiError: too large (413), too slow (408), not JSON by its type (415) or by its text (400), or too much is
@@ -236,11 +226,7 @@ class BodyReader:
 
 
 def parse(body: bytes) -> Any:
-    """JSON in UTF-8, strictly; see ``parse_json``.
-
-    Raises:
-        ApiError: it is not.
-    """
+    """Strict JSON, see ``parse_json``; an ``ApiError`` if it is none."""
     try:
         return parse_json(body)
     except ValueError as error:
@@ -250,10 +236,9 @@ def parse(body: bytes) -> Any:
 def _check_type(headers: Headers) -> None:
     """Refuse a body that a page of another site could have a browser send without asking first.
 
-    Such a page can post forms, plain text and bytes without a type, but not JSON. The guard has refused what has the
-    ``Origin`` or ``Sec-Fetch-Site`` of another site, which today's browsers send with every post; an older browser is
-    known by its name and other headers. Programs may leave the type out or send that of a form, as Ollama's clients
-    and ``curl -d`` do.
+    Such a page can post forms, plain text and bytes without a type, but not JSON. Programs may leave the type out or
+    send that of a form, as Ollama's clients and ``curl -d`` do. The guard knows browsers by ``Origin`` and
+    ``Sec-Fetch-Site``; older ones are known here by other headers.
     """
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
@@ -264,9 +249,6 @@ def _check_type(headers: Headers) -> None:
     if is_browser or kind not in ("", "application/x-www-form-urlencoded"):
         message = "the body must be sent as Content-Type: application/json"
         raise ApiError(415, message, code="unsupported_media_type")
-
-
-# How a server behaves: what ``localspec serve`` is given, checked before anything is loaded.
 
 
 @dataclass(frozen=True, slots=True)

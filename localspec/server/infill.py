@@ -19,7 +19,6 @@ from localspec.server.bodies import (
     Flag,
     between,
     items,
-    must_be,
     whole,
 )
 from localspec.server.events import event
@@ -63,15 +62,7 @@ class InfillBody(ApiBody, Shared):
     id_slot: Annotated[int, whole(-1, MAX_COUNT)] = -1
     n_indent: Annotated[int, whole(0, WIDEST_INDENT)] = 0
     t_max_predict_ms: Annotated[float, between(-1, MAX_COUNT)] = 0.0
-    response_fields: Annotated[
-        list[str],
-        must_be(
-            f"a list of at most {MAX_FIELDS} strings",
-            lambda value: (
-                isinstance(value, list) and len(value) <= MAX_FIELDS and all(isinstance(name, str) for name in value)
-            ),
-        ),
-    ] = []
+    response_fields: Annotated[list[str], items(MAX_FIELDS)] = []
     stop: Stops | None = None
     stream: Flag = False
 
@@ -169,11 +160,7 @@ class LineRules:
 
 
 class InfillAnswer:
-    """One suggestion. Made in a thread: cutting texts into tokens may take a while.
-
-    Raises:
-        UsageError: the model has no fill-in-the-middle tokens, or there is no text at all.
-    """
+    """One suggestion."""
 
     def __init__(self, service: Service, request: InfillRequest) -> None:
         self.options = request.options
@@ -189,13 +176,11 @@ class InfillAnswer:
         self._task = AnswerTask(prompt.tokens, params, keep_tokens=prompt.n_before, enough=lambda: self._rules.over)
 
     async def whole(self) -> dict[str, Any]:
-        """The answer in one piece."""
         async with aclosing(self._pieces()) as pieces:
             content = "".join([piece async for piece in pieces])
         return self._picked(self._frame(content) | self._end(content))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer as it comes."""
         content = ""
         async with aclosing(self._pieces()) as pieces:
             async for piece in pieces:
@@ -226,7 +211,6 @@ class InfillAnswer:
         }
 
     def _end(self, content: str) -> dict[str, Any]:
-        """What llama-server says of a finished answer."""
         llm, params, reply = self._service.llm, self.options.params, self._reply
         n_prompt = len(self._task.prompt)
         n_said = reply.stats.completion_tokens if reply else 0

@@ -210,11 +210,7 @@ class OllamaShowBody(Body):
 
 
 class OllamaChat(BlockAnswer):
-    """The answer to ``/api/chat``. Made in a thread: templates and grammars may take a while.
-
-    Raises:
-        LocalspecError: the messages do not fit the template or the context.
-    """
+    """The answer to ``/api/chat``."""
 
     def __init__(self, service: Service, request: OllamaRequest) -> None:
         asked = request.asked
@@ -227,7 +223,6 @@ class OllamaChat(BlockAnswer):
 
     @staticmethod
     def said(text: str, thinking: str = "", calls: Sequence[AnswerBlock] = ()) -> dict[str, Any]:
-        """What a line says."""
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if thinking:
             message["thinking"] = thinking
@@ -297,12 +292,10 @@ class _LoadedAnswer:
 
 
 def ollama_chat(service: Service, request: OllamaRequest) -> Any:
-    """What answers ``/api/chat``."""
     return _LoadedAnswer(service, OllamaChat.said("")) if request.asked is None else OllamaChat(service, request)
 
 
 def ollama_generate(service: Service, request: OllamaRequest) -> Any:
-    """What answers ``/api/generate``."""
     if request.asked is None:
         return _LoadedAnswer(service, OllamaGenerate.said(""))
     return OllamaGenerate(service, request)
@@ -330,11 +323,7 @@ OLLAMA_VERSION = "0.9.0"
 
 
 class OllamaModels:
-    """The endpoints.
-
-    Args:
-        service: whose model is shown.
-    """
+    """The endpoints."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -401,7 +390,7 @@ class OllamaModels:
 
 
 def _scalar(value: Any) -> Any:
-    """A value of the header that is no list; of a path, as quantisers write that of their statistics, only its end."""
+    """A scalar of the header; of a path, which quantisers write into it, only the end."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, str):
@@ -410,7 +399,7 @@ def _scalar(value: Any) -> Any:
 
 
 def _rounded(n: int) -> str:
-    """A number of parameters as people say it, such as 1.5B."""
+    """A number of parameters, such as 1.5B."""
     for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if n >= size:
             return f"{n / size:.1f}{unit}"

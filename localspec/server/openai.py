@@ -324,9 +324,9 @@ def _are_tokens(ids: list[Any], n_vocab: int) -> bool:
 
 
 class ApiAnswer(ABC):
-    """One request's answer; it may have several choices.
+    """The answer to one request, of one or several choices: chunks, streamed or added up.
 
-    The choices of its chunks are what everything is made of: streamed as they are, or added up to whole choices.
+    Made in a thread, as all answers are: templates, grammars and tokenization take time.
 
     Args:
         service: what answers.
@@ -336,6 +336,9 @@ class ApiAnswer(ABC):
     Attributes:
         prefix: of the identifier, as OpenAI has it.
         kind, chunk_kind: ``object`` of a whole answer, and of a piece of one.
+
+    Raises:
+        LocalspecError: the request does not fit the template, the context or the model.
     """
 
     prefix: ClassVar[str]
@@ -368,7 +371,6 @@ class ApiAnswer(ABC):
         """All that the chunks of a choice said, as one."""
 
     async def whole(self) -> dict[str, Any]:
-        """The answer in one piece."""
         pieces: list[list[dict[str, Any]]] = [[] for _ in self._tasks]
         async with aclosing(self.service.answers(self.options, self._tasks)) as happenings:
             async for happening in happenings:
@@ -384,8 +386,6 @@ class ApiAnswer(ABC):
         }
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer as it comes."""
-
         def chunk(name: str | None = None, **content: Any) -> bytes:
             return event(self._frame(self.chunk_kind) | {"choices": []} | content, name)
 
@@ -427,11 +427,7 @@ class ApiAnswer(ABC):
         }
 
     def _usage(self) -> dict[str, Any]:
-        """OpenAI's usage. Predictions are draft tokens of any drafter; what the client sent as one is among them.
-
-        Accepted are those that are in the answer, rejected those that the target refused. Neither is part of
-        ``completion_tokens`` twice: an accepted one is a token of the answer, a rejected one is none.
-        """
+        """OpenAI's usage. Predictions are the draft tokens of all drafters."""
         prompts = {id(task.prompt): len(task.prompt) for task in self._tasks}  # several answers to one count it once
         prompt = sum(prompts.values())
         completion = sum(reply.stats.completion_tokens for reply in self._replies)
@@ -456,7 +452,7 @@ class ApiAnswer(ABC):
 
 
 def figures(replies: Sequence[Reply]) -> dict[str, Any]:
-    """Our own part of an answer: its statistics, or a list of them where there are several replies."""
+    """``localspec`` in an answer: statistics, a list of them where there are several replies."""
     first, last = replies[0], replies[-1]
     stats = [reply.stats.as_dict() for reply in replies]
     return {
@@ -476,15 +472,8 @@ def finite(logprob: float) -> float:
     return max(logprob, -9999.0)  # OpenAI's own figure for "never"; JSON has no infinity
 
 
-# ``POST /v1/chat/completions``.
-
-
 class ChatAnswer(ApiAnswer):
-    """The answer to a chat. Made in a thread: templates and grammars may take a while.
-
-    Raises:
-        LocalspecError: the messages do not fit the template or the context.
-    """
+    """The answer to ``/v1/chat/completions``."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -539,7 +528,6 @@ class ChatAnswer(ApiAnswer):
         return {"message": message, "logprobs": {"content": tokens, "refusal": None}}
 
     def _entry(self, token: EmittedToken) -> dict[str, Any]:
-        """``logprobs.content`` for one token."""
         assert token.logprobs is not None
         top = [self._named(id, logprob) for id, logprob in token.logprobs.top]
         return self._named(token.id, token.logprobs.logprob) | {"top_logprobs": top}
@@ -550,17 +538,11 @@ class ChatAnswer(ApiAnswer):
         return {"token": llm.token_text(token), "logprob": finite(logprob), "bytes": raw}
 
 
-# ``POST /v1/completions``: a text continued as it is, or filled in before a suffix.
-
 _LOGPROBS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 class CompletionAnswer(ApiAnswer):
-    """The texts continued. Made in a thread: cutting long texts into tokens may take a while.
-
-    Raises:
-        UsageError: a prompt is empty, or does not fit into the context, or the model cannot fill in.
-    """
+    """The answer to ``/v1/completions``: texts continued as they are, or filled in before a suffix."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
@@ -606,11 +588,6 @@ class CompletionAnswer(ApiAnswer):
 
 
 def completion_tasks(service: Service, request: CompletionRequest) -> list[AnswerTask]:
-    """What to answer, for each prompt.
-
-    Raises:
-        UsageError: a prompt is empty, or does not fit into the context, or the model cannot fill in.
-    """
     if request.suffix is None:
         return [service.text_task(prompt, request.options) for prompt in request.prompts]
     return [service.fill_task(str(prompt), request.suffix, request.options) for prompt in request.prompts]

@@ -15,6 +15,7 @@ from localspec.prompts.thinking import THINK
 from localspec.sampling.sampling import SamplingParams
 from localspec.server.bodies import (
     CACHE,
+    LISTED,
     MAX_COUNT,
     ONLY_FUNCTIONS,
     REPEATED,
@@ -138,23 +139,8 @@ class ApiBody(Body):
 # -- sampling and drafting ---------------------------------------------------------------------------------------------
 
 
-def _are_stops(value: Any) -> bool:
-    stops = [value] if isinstance(value, str) else value
-    return (
-        isinstance(stops, list)
-        and len(stops) <= MAX_STOPS
-        and all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP for stop in stops)
-    )
-
-
-Stops = Annotated[
-    tuple[str, ...],
-    must_be(
-        f"a string, or a list of at most {MAX_STOPS} strings, of 1 to {MAX_STOP} characters",
-        _are_stops,
-        lambda value: (value,) if isinstance(value, str) else tuple(value),
-    ),
-]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
+Stops = Annotated[list[Stop], items(MAX_STOPS), LISTED]
 
 _BOUND = whole(-1, MAX_COUNT)
 MaxTokens = Annotated[int, _BOUND, must_be("at least 1, or -1 for no bound of the request's own", lambda n: n != 0)]
@@ -165,42 +151,35 @@ class Prediction(Body):
     content: Any = None
 
 
-def _are_names(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(name, str) for name in value))
+def _is_draft_length(value: Any) -> bool:
+    return value == "auto" or (isinstance(value, int | float) and value in range(65))
+
+
+def _as_int(value: Any) -> Any:
+    return value if isinstance(value, str) else int(value)
+
+
+_DRAFT_LENGTH = must_be('"auto" or an integer in 0..64', _is_draft_length, _as_int)
 
 
 class OwnFields(Body):
     """``localspec``: which drafters take part, how far they draft, and the request's priority."""
 
-    draft: Annotated[
-        list[str],
-        must_be(
-            '"auto", "none", or names of loaded drafters',
-            _are_names,
-            lambda value: ([value] if value else []) if isinstance(value, str) else value,
-        ),
-    ] = []
-    draft_length: (
-        Annotated[
-            int | str,
-            must_be(
-                '"auto" or an integer in 0..64',
-                lambda value: value == "auto" or (isinstance(value, int | float) and value in range(65)),
-                lambda value: value if value == "auto" else int(value),
-            ),
-        ]
-        | None
-    ) = None
+    draft: Annotated[list[str], LISTED] = []
+    draft_length: Annotated[int | str, must_be('"auto" or an integer in 0..64', _is_draft_length, _as_int)] | None = (
+        None
+    )
     off: Flag = False
     priority: Annotated[int, whole(-MAX_COUNT, MAX_COUNT)] | None = None
 
     def drafters(self, served: ServedModel) -> tuple[str, ...] | None:
         """As ``AnswerOptions`` has them. Only what is loaded: a request cannot make the server open files."""
-        if self.draft == ["none"]:
+        given = [name for name in self.draft if name]
+        if given == ["none"]:
             return ()
-        if not self.draft or self.draft == ["auto"]:
+        if not given or given == ["auto"]:
             return () if self.off else None
-        names = [served.as_loaded.get(name, name) for name in self.draft]
+        names = [served.as_loaded.get(name, name) for name in given]
         if "auto" in names:
             names = list(dict.fromkeys([*served.usual, *(name for name in names if name != "auto")]))
         for name in names:

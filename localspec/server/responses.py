@@ -24,6 +24,7 @@ from localspec.server.bodies import (
     items,
     must_be,
     read,
+    text_or_items,
     whole,
     wrong,
 )
@@ -171,11 +172,7 @@ class ItemReference(Body):
 
 
 def messages_of(item: Any, path: str) -> list[dict[str, Any]]:
-    """An item as messages of a chat.
-
-    Raises:
-        ApiError: it is no such item.
-    """
+    """An item as messages of a chat; an ``ApiError`` if it is of another kind."""
     kind = (item.get("type") or "message") if isinstance(item, dict) else "message"
     if not isinstance(kind, str) or kind not in ITEMS:
         raise invalid(f"{path}.type: {kind!r:.40} cannot be used here", f"{path}.type")
@@ -277,13 +274,7 @@ class ResponsesBody(ApiBody, Shared):
     }
     OFF = {"top_logprobs": (0,), "truncation": ("disabled",)}
 
-    input: Annotated[
-        str | list[Any],
-        must_be(
-            f"a text, or a list of at most {MAX_MESSAGES} items",
-            lambda value: isinstance(value, str) or (isinstance(value, list) and len(value) <= MAX_MESSAGES),
-        ),
-    ] = []
+    input: Annotated[str | list[Any], text_or_items(MAX_MESSAGES)] = []
     instructions: str | None = None
     max_output_tokens: Annotated[int, whole(1, MAX_COUNT)] | None = None
     metadata: Annotated[
@@ -366,12 +357,7 @@ def _response_format(form: TextFormat) -> dict[str, Any]:
 
 
 class ResponsesAnswer(BlockAnswer):
-    """The answer to ``/v1/responses``. Made in a thread: templates and grammars may take a while.
-
-    Raises:
-        ApiError: the answer to go on from is not there any more.
-        LocalspecError: the messages do not fit the template or the context.
-    """
+    """The answer to ``/v1/responses``."""
 
     def __init__(self, service: Service, request: ResponsesRequest) -> None:
         self._request = request
@@ -490,11 +476,7 @@ class ResponsesAnswer(BlockAnswer):
 
 
 def stored_response(service: Service, name: str, status: int = 404, param: str | None = None) -> StoredResponse:
-    """An answer that is kept.
-
-    Raises:
-        ApiError: it is not.
-    """
+    """An answer that is kept; an ``ApiError`` of this status and field if it is not."""
     stored = service.responses.get(name)
     if stored is None or not service.client.may_read(stored.owner):
         message = (

@@ -52,13 +52,7 @@ MAX_RESPONSES, MAX_BYTES = 1000, 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """One answer.
-
-    Attributes:
-        response: as it was sent.
-        messages: the conversation up to and with it, without instructions.
-        owner: whose it is, see ``access.Client``.
-    """
+    """An answer as it was sent, the conversation up to and with it (without instructions), and whose it is."""
 
     response: dict[str, Any]
     messages: Sequence[dict[str, Any]]
@@ -66,12 +60,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Keeps answers in memory; those used least recently go first. Used from any thread.
-
-    Args:
-        max_responses: how many.
-        max_bytes: of all of them together, as JSON.
-    """
+    """Keeps so many answers in memory, of so many bytes as JSON; those used least recently go first. Thread-safe."""
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._max = max_responses, max_bytes
@@ -95,13 +84,12 @@ class ResponseStore:
             return self._kept[name][0]
 
     def item(self, name: str, may_read: Callable[[str], bool]) -> dict[str, Any] | None:
-        """An item of an answer that is kept, by its id, which is made of the answer's; ``may_read``: of its owner."""
+        """An item of an answer that is kept, by its id, which is made of the answer's; ``may_read`` asks the owner."""
         stored = self.get(f"resp_{name.partition('_')[2][:-4]}")
         items = stored.response["output"] if stored is not None and may_read(stored.owner) else ()
         return next((item for item in items if item["id"] == name), None)
 
     def remove(self, name: str) -> bool:
-        """Whether it was there."""
         with self._lock:
             if name not in self._kept:
                 return False
@@ -135,14 +123,12 @@ class Metrics(Collector):
         self._token = seconds("time_per_output_token", "Decoding time over tokens.", _TOKEN_SECONDS)
 
     def finished(self, endpoint: str, outcome: str, seconds: float) -> None:
-        """A request is over, one way or the other."""
         self.requests[endpoint, outcome] += 1
         if outcome == "answered":
             self._seconds_answered += seconds
             self._request.observe(seconds)
 
     def count(self, reply: Reply) -> None:
-        """An answer is complete, or was cut short."""
         stats = reply.stats
         self.stats = SpecStats.total([self.stats, stats])
         if stats.time_to_first_token_s is not None:
@@ -198,10 +184,10 @@ class Metrics(Collector):
                 yield metric
 
 
-# Slots of ``/infill``: an editor has one, in which its newest request takes the place of the one before.
+# Slots of ``/infill``: an editor has one, in which its newest request replaces the one before.
 #
-# An editor sends a window of so many lines before the cursor. With every line that is typed one slides out of it, and a
-# prompt that begins one line later has nothing in common with what was read. So what slid out is put in front again.
+# An editor sends a window of lines before the cursor. What slides out of it is put in front again, so that prompts have
+# a common prefix.
 
 MAX_WINDOWS, MAX_CHARACTERS = 64, 1 << 18
 """Editors whose windows are remembered, the latest, and the longest window [characters]: 16 MB together."""
@@ -227,10 +213,7 @@ class Slots:
 
     @contextmanager
     def newest(self, slot: int | None) -> Iterator[None]:
-        """Within the block the task has the slot; one that had it before is cancelled, as nobody waits for it.
-
-        Args:
-            slot: its number; None is one of its own.
+        """Within the block the task has the slot (None: one of its own); the one that had it before is cancelled.
 
         Raises:
             ApiError: a newer request took the slot.
@@ -247,7 +230,7 @@ class Slots:
         try:
             yield
         except asyncio.CancelledError:
-            # As asyncio.timeout does it: only if nobody else cancels the task as well.
+            # As asyncio.timeout does it: only if the task was cancelled here alone.
             if turn.superseded and task.uncancel() == 0:
                 raise ApiError(409, f"a newer request took slot {slot}", code="superseded") from None
             raise
@@ -257,9 +240,9 @@ class Slots:
 
 
 class Windows:
-    """What each editor showed before the cursor, from as far up as it was read. From any thread.
+    """What each editor showed before the cursor, from as far up as it was read. Thread-safe.
 
-    Not every plugin names a slot. A window without one goes on from that without one which it is most like.
+    A window without a slot continues the one without a slot that it overlaps with most.
     """
 
     def __init__(self) -> None:
@@ -281,7 +264,6 @@ class Windows:
         return whole
 
     def _most_alike(self, prefix: str) -> int:
-        """Under what number the window without a slot is that overlaps most with this one; a new one if none does."""
         found, most = None, 0
         for key, before in self._shown.items():
             if key < 0 and (start := _place(before, prefix)) >= 0:
@@ -300,11 +282,7 @@ def join(before: str, prefix: str) -> str:
 
 
 def _place(before: str, prefix: str) -> int:
-    """Where in an earlier window this one begins; -1 if they are not of one text.
-
-    That is where the window's beginning stands in the earlier one, and half of what follows is the same in both:
-    something else may have been typed at the end.
-    """
+    """Where in an earlier window this one begins, with at least half of what follows in common; -1 if nowhere."""
     start = before.find(prefix[:HEAD_CHARACTERS])
     if start < 0:
         return -1
@@ -313,7 +291,7 @@ def _place(before: str, prefix: str) -> int:
 
 
 def _n_alike(one: str, other: str) -> int:
-    """How many characters two texts have in common from their beginnings on; by halving, as windows are long."""
+    """Length of the common prefix of two texts, by halving."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -325,7 +303,7 @@ def _n_alike(one: str, other: str) -> int:
 
 
 FILL_PRIORITY = 1
-"""Of a completion at a cursor, where the request says nothing: it is short, and somebody has just stopped typing."""
+"""Priority of a completion at a cursor where the request names none: it is short, and a person waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,14 +383,13 @@ class Service:
         return list(dict.fromkeys([public_name(self.llm.model_name), *self.settings.aliases]))
 
     def check_model(self, name: str | None) -> None:
-        """Refuse requests to a model that is not this one; Ollama's clients may add ``:latest``."""
+        """Refuse another model's name; Ollama's clients add ``:latest``."""
         if name and name.removesuffix(":latest") not in (*self.names, self.llm.model_name):
             message = f"there is no model {name!r:.80} here; this server answers with {self.names[0]}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     @property
     def drafters(self) -> dict[str, str]:
-        """The drafters that may draft for the client, by what it calls them; see ``Client.drafters``."""
         return self.client.drafters(self.llm.draft_names)
 
     def served(self) -> ServedModel:
@@ -427,10 +404,10 @@ class Service:
     # -- prompts -------------------------------------------------------------------------------------------------------
 
     def chat_task(self, messages: Sequence[Any], tools: ToolUse, options: AnswerOptions) -> AnswerTask:
-        """Messages through the chat template. It may take a while: not for the event loop.
+        """Messages through the chat template. As all that makes a task, it takes time: not for the event loop.
 
         Raises:
-            UsageError, TemplateError: they cannot be.
+            UsageError, TemplateError: the messages fit neither template nor context.
         """
         task = self.chat_prompt(messages, tools, options, self.llm.n_ctx)
         constraint_for(task.params, self.llm.vocab)  # compiled here, and not while the engine waits
@@ -471,9 +448,7 @@ class Service:
         return AnswerTask(tokens, params, begun=begun, think=think)
 
     def text_task(self, prompt: str | list[int], options: AnswerOptions) -> AnswerTask:
-        """A text to continue as it is, or token ids. It may take a while: not for the event loop.
-
-        Editors write the marks of fill-in-the-middle into the text themselves.
+        """A text to continue, in which editors may have written the marks of fill-in-the-middle, or token ids.
 
         Raises:
             UsageError: it is empty, or too long.
@@ -488,10 +463,10 @@ class Service:
         return AnswerTask(self._fitting(tokens), options.params, prediction=prediction)
 
     def fill_task(self, prefix: str, suffix: str, options: AnswerOptions) -> AnswerTask:
-        """A text to fill in between two. It may take a while: not for the event loop.
+        """A text to fill in between two.
 
         Raises:
-            UsageError: it cannot be.
+            UsageError: the model has no fill-in-the-middle tokens, or the text is too long.
         """
         prompt = self.llm.fill_prompt(prefix, suffix, max_tokens=options.params.max_tokens)
         prediction = self._prediction(options)
@@ -499,7 +474,7 @@ class Service:
         return AnswerTask(prompt.tokens, options.params, prediction=prediction, keep_tokens=prompt.n_before)
 
     def _prediction(self, options: AnswerOptions) -> list[int]:
-        # No answer is longer than the context, so what lies behind cannot be copied.
+        # No answer is longer than the context.
         n_ctx = self.llm.n_ctx
         text = options.prediction[: n_ctx * self.llm.vocab.longest]
         return self.llm.tokenize(text)[:n_ctx] if text else []
@@ -551,7 +526,6 @@ class Service:
                         yield event
 
     def _submitter(self, options: AnswerOptions, task: AnswerTask, conversation: object) -> Submit:
-        """What queues a task."""
         drafters, names = self.drafters, options.drafters
         if names is None and len(usual := self.served().usual) < len(self.llm.draft_names):
             names = usual
@@ -599,7 +573,6 @@ class Service:
         yield AnswerEvent(index, last, reply=reply, finish_reason=finish_reason)
 
     def check_open(self) -> None:
-        """Refuse what comes while the server goes down."""
         if self.ending.is_set():
             raise stopping()
 

@@ -337,7 +337,7 @@ def test_an_editor_that_hangs_up_frees_the_engine(server: Server) -> None:
         ("id_slot", "a", "id_slot"),
         ("t_max_predict_ms", "long", "t_max_predict_ms"),
         ("samplers", "infill", "samplers"),
-        ("stop", [1], "stop"),
+        ("stop", [1], "stop[0]"),
         ("lora", [{"id": 0}], "lora"),
     ],
 )
