@@ -189,6 +189,12 @@ class OwnFields(Body):
         return () if self.off else tuple(names)
 
 
+_Bias = Annotated[float, between(-100, 100)] | None
+_FEW_BIASES = must_be(
+    f"an object of at most {MAX_BIASES} token ids", lambda value: isinstance(value, dict) and len(value) <= MAX_BIASES
+)  # before each of them is looked at
+
+
 class Shared(Body):
     """The fields that all APIs take: sampling parameters, under OpenAI's names and those of local servers, and ours."""
 
@@ -216,9 +222,7 @@ class Shared(Body):
     repeat_penalty: Annotated[float, between(0, 100)] | None = None
     repeat_last_n: Annotated[int, whole(0, MAX_COUNT)] | None = None
     seed: Annotated[int, whole(-(2**63), 2**64 - 1)] | None = None
-    logit_bias: (
-        Annotated[dict[str, Annotated[float, between(-100, 100)] | None], Field(max_length=MAX_BIASES)] | None
-    ) = None
+    logit_bias: Annotated[dict[str, _Bias], _FEW_BIASES] | None = None
     grammar: str | None = None
     ignore_eos: Flag | None = None
     prediction: Prediction | None = None

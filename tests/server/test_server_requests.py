@@ -68,6 +68,7 @@ def tool(**function: Any) -> dict[str, Any]:
         ("logit_bias", {"1000": 1}, "logit_bias"),
         ("logit_bias", {"1": 101}, "logit_bias.1"),
         ("logit_bias", [1], "logit_bias"),
+        ("logit_bias", {str(i): "x" for i in range(2000)}, "logit_bias"),  # not one by one
         ("top_logprobs", 3, "top_logprobs"),
         ("top_logprobs", 21, "top_logprobs"),
         ("logprobs", 2, "logprobs"),
