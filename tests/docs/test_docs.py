@@ -134,7 +134,7 @@ def test_every_field_of_a_round_is_on_the_page_of_formats() -> None:
 def test_every_address_is_on_the_page_of_the_server() -> None:
     source = (ROOT / "localspec/server/app.py").read_text(encoding="utf-8")
     page = text_of("docs/server.md")
-    for address in re.findall(r'Route\("(/[\w/]*)', source):
+    for address in re.findall(r'(?:Address|Api)\("(/[\w/]*)', source):
         assert f"{address}`" in page or f"{address}NAME`" in page, address
 
 
