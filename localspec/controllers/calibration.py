@@ -147,41 +147,33 @@ def _rows(n: int, n_embd: int) -> FloatArray:
 
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24)
+# Widths timed three times as often: most passes are this narrow, and what a row costs is a small difference.
 NARROW = (1, 2, 3, 4)
-"""Widths timed three times as often: most passes are this narrow, and what a row costs is a small difference."""
 
+# A width at which the engines' kernels for many tokens are at work: what prefill costs, per token. Of such a pass only
+# the last row's logits are computed.
 WIDE = 64
-"""A width at which the engines' kernels for many tokens are at work: what prefill costs, per token. Of such a pass only
-the last row's logits are computed."""
 
-REPEATS = 3
-"""Rounds of timed passes; up to three times as many where they do not agree."""
+REPEATS = 3  # Rounds of timed passes; up to three times as many where they do not agree
 
+# Timings whose median exceeds the minimum by this factor were disturbed: another program had the CPU. Undisturbed
+# timings spread by 5 to 10 %. Two measurements that differ by less agree.
 NOISY = 1.15
-"""Timings whose median exceeds the minimum by this factor were disturbed: another program had the CPU. Undisturbed
-timings spread by 5 to 10 %. Two measurements that differ by less agree."""
 
+# A pass that takes this many times as long as passes over its parts, or as a wider one, is doubted: it takes twice as
+# many rounds for that to be believed. Engines have such steps where they change kernels, and outliers look the same.
 OUT_OF_LINE = 1.25
-"""A pass that takes this many times as long as passes over its parts, or as a wider one, is doubted: it takes twice as
-many rounds for that to be believed. Engines have such steps where they change kernels, and outliers look the same."""
 
-ENOUGH_S = 45.0
-"""After so many seconds nothing is timed again: engines that exist for tests take minutes otherwise."""
-
-SPAN_S = 0.25
-"""The least time over which a share of the CPUs is known: the system counts in hundredths of a second."""
+ENOUGH_S = 45.0  # After so many seconds nothing is timed again: engines that exist for tests take minutes otherwise
+SPAN_S = 0.25  # The least time over which a share of the CPUs is known: the system counts in hundredths of a second
 
 QUICK_WIDTHS = (1, 2, 1, 4, 1, 2, 8, 3, 1, 12, 6, 2, 4, 3, 24, WIDE)
-QUICK_S = 0.8
-"""How long ``calibrating_quickly`` begins new passes of widths beyond 2."""
-
-_LEAST_CTX = 16
-"""Room for passes of a few widths over a few tokens."""
+QUICK_S = 0.8  # How long ``calibrating_quickly`` begins new passes of widths beyond 2
+_LEAST_CTX = 16  # Room for passes of a few widths over a few tokens
 
 _FORMAT = 9
 
-Samples = dict[int, list[float]]
-"""Milliseconds of single passes, by width."""
+Samples = dict[int, list[float]]  # Milliseconds of single passes, by width
 
 
 def calibrating(model: Model, n_ctx: int, passes: PassKind = WHOLE) -> Steps[PassTimes]:

@@ -15,8 +15,7 @@ from localspec.model_files.head_kinds.base import PublishedHead
 from localspec.model_files.kv_memory import kv_shape
 from localspec.model_files.vocab import Vocab
 
-CONTEXTS = (2048, 8192, 32768, 131072)
-"""Context sizes [tokens] for which the memory is listed."""
+CONTEXTS = (2048, 8192, 32768, 131072)  # Context sizes [tokens] for which the memory is listed
 
 _TEMPLATES = (
     ("<|im_start|>", "ChatML"),
@@ -31,7 +30,7 @@ _TEMPLATES = (
 
 
 def inspect(path: Path) -> dict[str, Any]:
-    """Facts of a model file, or of a head, ready for JSON; of a head, what is told of models only is left out.
+    """Facts of a model file or head, ready for JSON.
 
     Raises:
         ModelFileError: it is not a readable GGUF, or a damaged head.

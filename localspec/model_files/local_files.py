@@ -12,7 +12,6 @@ from localspec.system.files import home, models_dir
 
 
 def known_entries() -> list[Entry]:
-    """The catalogue, and what was pulled from the hub besides."""
     return [*Catalog.load().values(), *_pulled_by_address()]
 
 
@@ -31,11 +30,8 @@ def _pulled_by_address() -> list[Entry]:
 
 
 def remove(entry: Entry) -> int:
-    """Remove an entry's files, and what an interrupted pull left of them. Returns the bytes that became free.
-
-    Raises:
-        ModelFileError: they are being fetched right now, or cannot be removed.
-    """
+    """Remove an entry's files, and what an interrupted pull left of them, and return the bytes freed;
+    ``ModelFileError`` while they are being fetched."""
     from filelock import FileLock, Timeout
 
     from localspec.model_files.sources import parts_folder
