@@ -185,18 +185,13 @@ def checked_whole(name: str, value: Any, least: int, most: int | None = None) ->
 
 
 def check_text(text: str | None, name: str) -> None:
-    """Refuse text from the command line that was not valid UTF-8."""
     if text is not None and any("\ud800" <= char <= "\udfff" for char in text):
         raise UsageError(f"{name} is not valid UTF-8")
 
 
 def token_ids(what: str, ids: Any, n_vocab: int | None = None) -> list[int]:
     """Token ids in 0..n_vocab - 1 (None: any), from anything that yields whole numbers; ``what`` they are is for the
-    message.
-
-    Raises:
-        UsageError: they are not whole numbers, or not this model's.
-    """
+    message. Raises ``UsageError``: they are not whole numbers, or not this model's."""
     tokens = listed(ids)
     if tokens is None:
         raise UsageError(f"{what} must be token ids, not {type(ids).__name__}")
@@ -218,11 +213,8 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 def parse_json(text: str | bytes) -> Any:
     """JSON in UTF-8, and only what means the same to everybody: no number that is not finite, no key twice in an
-    object, no half of a surrogate pair; within ``MAX_DEPTH``, ``MAX_CONTAINERS`` and ``MAX_DIGITS``.
-
-    Raises:
-        ValueError: it is not; the message is a clause that says what is wrong.
-    """
+    object, no half of a surrogate pair; within ``MAX_DEPTH``, ``MAX_CONTAINERS`` and ``MAX_DIGITS``. Raises
+    ``ValueError``: it is not; the message is a clause that says what is wrong."""
     try:
         body = text.encode() if isinstance(text, str) else text
         decoded = body.decode("utf-8-sig")
@@ -243,11 +235,7 @@ def parse_json(text: str | bytes) -> Any:
 
 def written_json(text: str) -> Any:
     """JSON as a model may have written it: a number that others refuse stays text, and half of a surrogate pair is
-    replaced.
-
-    Raises:
-        ValueError: it is not JSON.
-    """
+    replaced. Raises ``ValueError``: it is not JSON."""
     try:
         value = json.loads(text, parse_float=_number, parse_constant=str)
         return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))

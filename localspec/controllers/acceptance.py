@@ -38,7 +38,7 @@ PRIORS = Path(__file__).with_name("priors.json")
 # How fast evidence replaces the prior [tokens]. Chosen together in the replay of recorded traces.
 PRIOR_WEIGHT = 6.0
 MEMORY = 80.0
-BESIDE = 0.7  # Prior of a draft token whose siblings were rejected, as a share of the usual one; set by hand
+SIBLING = 0.7  # Prior of a draft token whose siblings were rejected, as a share of the usual one; set by hand
 HISTOGRAM_PRIOR = 12.0
 HISTOGRAM_MEMORY = 32.0
 CERTAINTY_PRIOR = 8.0
@@ -55,8 +55,8 @@ class Prior(NamedTuple):
     Attributes:
         acceptance: probability of acceptance by confidence bin.
         histograms: shares of the confidence bins, by ``START``, ``AFTER_SURE``, ``AFTER_UNSURE``.
-        where_certain: shares of the bins at a place where the target is as certain as ``CERTAINTY_EDGES`` say.
-        drift: over how many tokens without a draft token the histograms drift to what the target's certainty predicts.
+        where_certain: the same by the target's certainty at that place, in bins of ``CERTAINTY_EDGES``.
+        drift: tokens without a draft over which the histograms drift to what the target's certainty predicts.
     """
 
     acceptance: tuple[float, ...]
@@ -93,10 +93,8 @@ _MOST_TILT = 16.0  # At 16 a head is expected to be right at 0.95 of all places,
 def of_a_head(prior: Prior, rate: float | None = None) -> Prior:
     """The prior of a head, given that of a draft model.
 
-    Args:
-        prior: ``GREEDY``, ``MOST_PROBABLE`` or ``SAMPLE``.
-        rate: share of places at which the head's first draft token is right, as its card says; None: unknown. A head of
-            which too little is expected is never asked where a draft model pays, and cannot show that it is better.
+    ``rate`` is the share of places at which the head's first draft token is right, as its card says; None: unknown. A
+    head of which too little is expected is never asked where a draft model pays, and cannot show that it is better.
     """
     prior = _OF_A_HEAD[prior]
     tilt = 0.0 if rate is None else _tilt_for(rate, prior)
@@ -117,7 +115,6 @@ def _tilt_for(rate: float, prior: Prior) -> float:
 
 
 def _tilted(histogram: Histogram, prior: Prior, tilt: float) -> Histogram:
-    """The shares times exp(tilt · acceptance), normalised."""
     shares = [share * exp(tilt * right) for share, right in zip(histogram, prior.acceptance, strict=True)]
     return tuple(share / sum(shares) for share in shares)
 
@@ -127,7 +124,6 @@ def bin_of(confidence: float) -> int:
 
 
 def leads_to(confidence: float) -> int:
-    """What the next token of the draft follows, if this one is sent."""
     return AFTER_SURE if confidence >= SURE else AFTER_UNSURE
 
 
@@ -136,17 +132,15 @@ class SourceAcceptance:
 
     Each confidence bin holds a Beta estimate of P(accepted | confidence, all before it accepted), starting from the
     prior; evidence fades, so that a change of topic shows within tens of tokens. The histograms hold the shares of the
-    bins among recent draft tokens, for each thing that one can come after.
-
-    Attributes:
-        has_drafted: whether a draft token was looked for in this text.
+    bins among recent draft tokens, by what these follow. ``has_drafted``: whether a draft token was looked for in this
+    text.
     """
 
     def __init__(self, prior: Prior) -> None:
         self.prior = prior
         self.hits = [0.0] * N_BINS
         self.seen = [0.0] * N_BINS
-        self._beside = [(0.0, 0.0)] * N_BINS  # hits and seen of tokens beside others
+        self._siblings = [(0.0, 0.0)] * N_BINS  # hits and seen of tokens with siblings
         self.histograms = [list(histogram) for histogram in prior.histograms]
         self._begin()
 
@@ -171,20 +165,18 @@ class SourceAcceptance:
         i = bin_of(confidence)
         return (self.hits[i] + PRIOR_WEIGHT * self.prior.acceptance[i]) / (self.seen[i] + PRIOR_WEIGHT)
 
-    def beside(self, confidence: float) -> float:
+    def sibling(self, confidence: float) -> float:
         """Calibrated probability that a draft token is right where its siblings are not."""
         i = bin_of(confidence)
-        hits, seen = self._beside[i]
-        return (hits + PRIOR_WEIGHT * BESIDE * self.prior.acceptance[i]) / (seen + PRIOR_WEIGHT)
+        hits, seen = self._siblings[i]
+        return (hits + PRIOR_WEIGHT * SIBLING * self.prior.acceptance[i]) / (seen + PRIOR_WEIGHT)
 
-    def observe_beside(self, confidence: float, accepted: float) -> None:
-        """Record the fate of a draft token whose siblings were rejected."""
+    def observe_sibling(self, confidence: float, accepted: float) -> None:
         i, fade = bin_of(confidence), 1.0 - 1.0 / MEMORY
-        hits, seen = self._beside[i]
-        self._beside[i] = hits * fade + accepted, seen * fade + 1.0
+        hits, seen = self._siblings[i]
+        self._siblings[i] = hits * fade + accepted, seen * fade + 1.0
 
     def mean(self) -> float:
-        """Expected acceptance of the next draft token, its confidence not yet known."""
         return sum(share * expected for share, expected in zip(self.histograms[START], self.table(), strict=True))
 
     def observe(self, confidence: float, accepted: float) -> None:
@@ -206,12 +198,8 @@ class SourceAcceptance:
     def idle(self, n_tokens: int, certainties: Sequence[float] = ()) -> None:
         """Let evidence fade after tokens without a draft, and the histograms drift to what the text predicts.
 
-        A small model is unsure where a large one is, so the target's certainty predicts, at no cost, how a draft model
-        fares.
-
-        Args:
-            n_tokens: how many.
-            certainties: the target's probability for its most probable token at each of them; empty: unknown.
+        A small model is unsure where a large one is, so the target's ``certainties`` (its probabilities for its most
+        probable tokens; empty: unknown) predict, at no cost, how a draft model fares.
         """
         fade = (1.0 - 1.0 / IDLE_MEMORY) ** n_tokens
         self.hits = [hits * fade for hits in self.hits]
@@ -238,7 +226,7 @@ class SourceAcceptance:
             histogram[:] = [keep * old + (1.0 - keep) * new for old, new in zip(histogram, typical, strict=True)]
 
     def as_dict(self) -> dict[str, Any]:
-        beside = [list(each) for each in self._beside]
+        beside = [list(each) for each in self._siblings]
         return {"hits": self.hits, "seen": self.seen, "histograms": self.histograms, "beside": beside}
 
     def restore(self, stored: Any) -> None:
@@ -246,7 +234,7 @@ class SourceAcceptance:
         try:
             hits, seen = [float(x) for x in stored["hits"]], [float(x) for x in stored["seen"]]
             histograms = [[float(x) for x in histogram] for histogram in stored["histograms"]]
-            beside = [(float(hit), float(n)) for hit, n in stored.get("beside", self._beside)]
+            beside = [(float(hit), float(n)) for hit, n in stored.get("beside", self._siblings)]
         except (TypeError, KeyError, ValueError, AttributeError):
             return
         sizes = [len(each) for each in (hits, seen, *histograms)]
@@ -255,7 +243,7 @@ class SourceAcceptance:
         are_shares = all(abs(sum(shares) - 1) < 0.05 and min(shares) >= 0 for shares in histograms)
         counts = [*zip(hits, seen, strict=True), *beside]
         if are_shares and len(beside) == N_BINS and all(0 <= hit <= n <= 1e4 for hit, n in counts):
-            self._beside = [(hit / 2, n / 2) for hit, n in beside]
+            self._siblings = [(hit / 2, n / 2) for hit, n in beside]
             self.hits, self.seen = [hit / 2 for hit in hits], [n / 2 for n in seen]
             self.histograms = histograms
             self._drift(0.5)
@@ -266,17 +254,12 @@ Tables = tuple[Mapping[str, SourceAcceptance], Mapping[str, SourceAcceptance]]
 
 
 class Acceptance:
-    """Calibrations of all drafters, for the answer and for the thinking before it.
+    """Calibrations of all drafters; ``most_probable`` and ``sampled`` are those of the text that comes next.
 
     Args:
         most_probable: by source, for the most probable tokens of a drafter.
         sampled: by source, for tokens that a draft model samples.
         thinking: the same two while the model thinks; None: as in the answer.
-
-    Attributes:
-        most_probable: as in the text that comes next.
-        sampled: as in the text that comes next.
-        takes_samples: whether a draft token may be a sample, where that is accepted more often.
     """
 
     def __init__(
@@ -322,7 +305,7 @@ class Acceptance:
             for nth, rival in enumerate(draft.children(at)):
                 token, right = draft[rival], rival in accepted
                 if nth:
-                    self[token.source].observe_beside(token.prob, right)
+                    self[token.source].observe_sibling(token.prob, right)
                 elif token.dist is not None:
                     self.sampled[token.source].observe(token.dist.top, right)
                 else:

@@ -46,15 +46,8 @@ GAIN_ROUNDS = 48  # Rounds for which the gain of the other sources alone is take
 
 
 def prompt_pays(cost_ms: float, gain_ms: float, plain_ms: float, n_emitted: int, room: int) -> bool:
-    """Whether a draft model should read a prompt, or another long stretch.
-
-    Args:
-        cost_ms: what reading takes.
-        gain_ms: what drafting with the model is expected to save, per token.
-        plain_ms: what a token of plain decoding takes.
-        n_emitted: tokens of the answer so far.
-        room: most tokens that it may still have.
-    """
+    """Whether reading a prompt in ``cost_ms`` pays, by what drafting saves and plain decoding takes per token [ms], the
+    tokens of the answer so far, and the most that it may still have."""
     if n_emitted < PATIENCE_TOKENS or gain_ms < LEAST_GAIN * plain_ms:
         return False
     return gain_ms * min(room, OUTLOOK * n_emitted) > cost_ms
@@ -70,7 +63,6 @@ class PrefillGate:
         self._gains: dict[str, tuple[float, int]] = {}
 
     def is_reading(self, source: str, n_tokens: int) -> bool:
-        """Whether a pass over so many tokens is more than a step."""
         return self._catch_up(source, n_tokens) > READING * self._costs.times(1)
 
     def piece(self, source: str, n_tokens: int) -> int:
@@ -82,14 +74,8 @@ class PrefillGate:
         return min(n_tokens, PROBE_TOKENS) if is_uncertain else n_tokens
 
     def pays(self, source: str, n_tokens: int, room: int, round_index: int) -> bool:
-        """Whether a draft model should decode the tokens that it has missed, to draft one more.
-
-        Args:
-            source: its name.
-            n_tokens: what it has to decode; 1 is an ordinary step.
-            room: most tokens that the answer may still have.
-            round_index: counts the rounds of the answer.
-        """
+        """Whether a draft model should decode the ``n_tokens`` that it has missed, to draft one more; 1 is an ordinary
+        step, ``room`` the most tokens that the answer may still have."""
         costs, n_emitted = self._costs, self._budget.n_tokens
         cost, plain = self._catch_up(source, n_tokens), costs.times(1)
         if cost <= 0:
@@ -137,7 +123,6 @@ class AutoPlan:
     """Draft while it pays: a step of a draft model if it is worth its time, a token if it is worth its row.
 
     Attributes:
-        room: tokens that may still be drafted.
         ms_spent: time that draft models took for their steps.
         ms_invested: time that they took for readings.
         stepped: sources whose model took a step or read.
@@ -216,7 +201,7 @@ class AutoPlan:
         """Whether a sibling of a drafted token, or a token after one, is worth a row; see ``Branching``."""
         rivals = draft.children(parent)
         acceptance = self.acceptance[source]
-        expected = acceptance.beside(confidence) if rivals else acceptance.expected(confidence)
+        expected = acceptance.sibling(confidence) if rivals else acceptance.expected(confidence)
         expected *= max(0.0, 1.0 - sum(float(draft[rival].expected) for rival in rivals))
         reach: float = math.prod((draft[i].expected for i in draft.path(parent)), start=expected)
         times, n = self.costs.times, len(draft)
@@ -314,7 +299,6 @@ class AutoPlan:
 
 @lru_cache(maxsize=64)
 def share_of(source: str) -> float:
-    """Share of what drafts may lose that one draft of this source may."""
     return 1.0 if kind_of(source) == "model" else ONE_SHARE
 
 
@@ -341,11 +325,9 @@ LEAST_SHOWN = 0.005  # A smaller share is 0 %
 def explain(stopping: Stopping, needs: Mapping[str, float], may_cost: float, *, has_begun: bool) -> str:
     """The state of every source, a line each.
 
-    Args:
-        stopping: the problem as solved.
-        needs: by source, the acceptance rate at which its best fixed length equals plain decoding; 1 where none does.
-        may_cost: what a draft may cost now, were all of it rejected [plain tokens].
-        has_begun: whether the answer has any tokens yet, so that a draft model that lags behind was weighed.
+    ``needs`` are acceptance rates at which the best fixed length equals plain decoding (1 where none does),
+    ``may_cost`` what a draft may cost now, were all of it rejected [plain tokens], ``has_begun`` whether lagging draft
+    models were weighed.
     """
     states = {source: _state(stopping, source, needed, may_cost, has_begun) for source, needed in needs.items()}
     return "\n".join(f"{_name(source)}: {state}." for source, state in states.items())
@@ -357,11 +339,8 @@ def _name(source: str) -> str:
 
 
 def _state(stopping: Stopping, source: str, needed: float, may_cost: float, has_begun: bool) -> str:
-    """On or off, and why.
-
-    Figures are shown only with a verdict that they lead to: each token is decided on by itself, and the mean over all
-    of them can lie on the other side.
-    """
+    """On or off, and why. Figures are shown only with a verdict that they lead to: each token is decided on by itself,
+    and the mean over all of them can lie on the other side."""
     costs, acceptance = stopping.costs, stopping.acceptance[source]
     runs_model = source in costs.draft_times
     if needed > NEVER:
@@ -384,7 +363,6 @@ def _state(stopping: Stopping, source: str, needed: float, may_cost: float, has_
 
 
 def _cheapest(stopping: Stopping, source: str) -> float:
-    """What the shortest draft costs if it is rejected [ms]."""
     costs, times = stopping.costs, stopping.costs.times
     return min(times(w) for w in range(2, stopping.max_draft + 2)) - times(1) + costs.step_ms(source)
 
@@ -465,7 +443,7 @@ class AutoController(Controller):
         self._temperature = 1.0
         self._certainty: float | None = None
         self._at_work: set[str] = set()
-        self._stepped: set[str] = set()  # sources of which a model took a step in the last round
+        self._stepped: set[str] = set()  # sources whose model took a step in the last round
         self._lessons: list[Callable[[], None]] = []
         self._lost: set[str] = set()
         self._reason = ""
@@ -500,7 +478,6 @@ class AutoController(Controller):
         return self._plan
 
     def _wants_plain(self) -> bool:
-        """Whether a plain round is due; copies of a text that came with the request go first."""
         if self.predicted or self.costs.times.n_since_one < PLAIN_EVERY:
             return False
         return self.stopping.current.rate * self.costs.ms_plain < LITTLE
@@ -572,11 +549,8 @@ class AutoController(Controller):
         return {source: self.stopping.break_even(source) for source in self.acceptance}
 
     def _find_the_unprofitable(self) -> dict[str, float]:
-        """Leave out draft models that would not pay if they were always right, as long as passes cost this.
-
-        Returns:
-            By source, the acceptance rate at which it breaks even.
-        """
+        """Leave out draft models that would not pay if they were always right, as passes cost now; returns
+        ``_needs``."""
         needs = self._needs()
         never = {source for source in self.costs.draft_times if needs[source] > NEVER}
         self.stopping.set_unprofitable(frozenset(self._lost | never))

@@ -37,29 +37,22 @@ LEARNED = 0.25  # Weight of one pass in what is expected of the next; set by han
 
 
 class PromptPieces:
-    """Divides the rows of a pass among waiting prompts.
-
-    Args:
-        times: t(w) of the passes [ms], as of rows with logits: those of prompts have none.
-    """
+    """Divides the rows of a pass among waiting prompts, by t(w) of passes with logits [ms]; rows of prompts have
+    none."""
 
     def __init__(self, times: Callable[[int], float]) -> None:
         self._times = times
-        self._dearer = {False: 1.0, True: 1.0}  # what a prompt's rows cost, narrow pieces and wide ones, beside t(w)
-        self._n_since = LONG_EVERY  # passes beside answers, after a long one
+        self._dearer = {False: 1.0, True: 1.0}  # cost of a prompt's rows over t(w): narrow, wide
+        self._n_since = LONG_EVERY  # passes with answers, since a long one
         self._is_long = False
 
     def divide(self, n_answers: int, unread: Sequence[int], priorities: Sequence[int], most: int) -> list[int]:
-        """How many tokens of each prompt the next pass has.
+        """How many tokens of each prompt the next pass of at most ``most`` tokens has, ``n_answers`` of them rows of
+        answers.
 
         Half of the rows are for the prompt that came first, the other half for the shortest ones, which so are answered
-        soon; those of a higher priority go first.
-
-        Args:
-            n_answers: rows that answers have in it.
-            unread: tokens left of each prompt, in the order in which they came.
-            priorities: theirs.
-            most: tokens in a pass.
+        soon; those of a higher priority go first. ``unread`` are the tokens left of each, in the order in which they
+        came.
         """
         rows, self._is_long = most, False
         if not unread:
@@ -126,12 +119,11 @@ class SharedPasses:
         n_under_way: answers, those whose prompts are being read included.
         n_cells: tokens that every row passes over now.
         ms_cell: what a row pays for one of them [ms].
-        prompts: how much of those goes into a pass.
     """
 
     def __init__(self, times: PassTimes, device: str = "cpu", ms_other: float = 0.3) -> None:
         self.times = deepcopy(times)
-        self.times.n_past = CALIBRATED_PAST  # what a longer memory costs is told apart
+        self.times.n_past = CALIBRATED_PAST  # the cost of a longer memory is ``ms_cell``
         self.prompts = PromptPieces(self)
         self.n_answers = self.n_under_way = 1
         self._n_in_turn: int | None = None
@@ -146,12 +138,10 @@ class SharedPasses:
         self._covariance = np.diag([0.3, self.ms_cell]) ** 2
 
     def __call__(self, width: int) -> float:
-        """Expected milliseconds of a pass over ``width`` rows."""
         return self.times(width) + self._row_cells(width) * self.ms_cell
 
     @property
     def n_sharing(self) -> int:
-        """How many answers would share a pass without drafts, where they take turns; at least 1."""
         return max(1, min(self.n_answers, self._n_in_turn or self.n_answers))
 
     def with_overhead(self, width: int, n_answers: int) -> float:
@@ -162,15 +152,10 @@ class SharedPasses:
         return width * max(0, self.n_cells - CALIBRATED_PAST)
 
     def observe(self, width: int, ms: float, n_cells: int) -> None:
-        """Learn from a pass.
+        """Learn from a pass over ``width`` rows, each over ``n_cells`` tokens.
 
         What a cell costs is learned together with how fast the machine is now, by a Kalman filter of both: passes over
         few cells tell the one, over many the other. The rest corrects t(w).
-
-        Args:
-            width: rows of the pass.
-            ms: the time it took.
-            n_cells: tokens that every row passed over.
         """
         if self._calibrated.curve is not self._curve:
             self._curve = self._calibrated.curve
@@ -192,13 +177,9 @@ class SharedPasses:
     def share(self, drafts: Sequence[Sequence[float]], n_reading: int = 0) -> list[int]:
         """Which answers take part in the next pass, and how many of their draft tokens.
 
-        Args:
-            drafts: for each answer, in the order in which they wait, for each draft token the probability that it and
-                those before it are accepted, which does not grow.
-            n_reading: rows of prompts in the same pass.
-
-        Returns:
-            How many draft tokens of the first answers are sent; those beyond its length wait for a later pass.
+        ``drafts`` are, for each answer in the order in which they wait, the probabilities that a draft token and those
+        before it are accepted, which do not grow; ``n_reading`` rows of prompts are in the same pass. Returns how many
+        draft tokens of the first answers are sent; those beyond its length wait for a later pass.
         """
         if not drafts:
             return []
@@ -239,14 +220,9 @@ class ShareOfPass:
     """What a pass costs one of the answers in it: a ``PassCost``.
 
     Its first row costs its share of a pass in which every answer has one row, further rows what they add to that. So
-    the rate of plain decoding is that of all answers together, against which the time of a draft token, or of a draft
-    step that all wait for, is weighed.
-
-    Attributes:
-        n_past: tokens in this answer's memory; not used, as every row passes over the cells of all (``n_cells``).
-        n_since_one: passes since one over one token alone was seen.
-        has_company: whether other answers were open in any of this answer's rounds.
-        scale: always 1: how fast the machine is shows in what the shared passes cost.
+    the rate of plain decoding is that of all answers together. How fast the machine is shows in what the shared passes
+    cost, so ``scale`` is 1; every row passes over the cells of all, so ``n_past`` is unused. ``has_company``: whether
+    other answers were open in any of this answer's rounds.
     """
 
     scale = 1.0
@@ -284,7 +260,6 @@ class ShareOfPass:
 
     @property
     def mean_answers(self) -> float:
-        """How many answers were decoded at a time, on the average of this one's rounds."""
         return self._n_answers / self._n_rounds if self._n_rounds else 1.0
 
     @property

@@ -64,13 +64,8 @@ class PassCost(Protocol):
 
 @dataclass(slots=True)
 class Curve:
-    """t(w) as calibrated [ms]: as measured, steps and dips included, and linear between measured widths.
-
-    Attributes:
-        measured: milliseconds by width, with ``CALIBRATED_PAST`` tokens in the memory; at least width 1. Not changed.
-        widest: the widest of them.
-        read: milliseconds by width, as read so far: a draft asks for them a hundred times a round.
-    """
+    """t(w) as calibrated [ms], with ``CALIBRATED_PAST`` tokens in the memory: as measured at some widths (at least 1),
+    steps and dips included, and linear between them. ``read`` keeps what was interpolated."""
 
     measured: dict[int, float]
     widest: int = field(init=False, repr=False, compare=False)
@@ -80,7 +75,6 @@ class Curve:
         self.widest, self.read = max(self.measured), {}
 
     def __call__(self, width: int) -> float:
-        """Milliseconds of a pass over ``width`` tokens, at least one."""
         if (ms := self.read.get(width)) is None:
             ms = self.read[width] = self._interpolated(width)
         return ms
@@ -128,15 +122,10 @@ class Corrections:
     _unsure_alone: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
 
     def observe(self, width: int, surprise: float, believed: float) -> float:
-        """Correct by one pass over a calibrated width.
+        """Correct by one pass over a calibrated width, and return the change of the logarithm of ``scale``.
 
-        Args:
-            width: rows of the pass.
-            surprise: logarithm of the time it took over the expected one.
-            believed: the part of it taken at once for the machine's speed; 0: the filter decides.
-
-        Returns:
-            By how much the logarithm of ``scale`` changed.
+        ``surprise`` is the logarithm of the time it took over the expected one, ``believed`` the part of it taken at
+        once for the machine's speed; 0: the filter decides.
         """
         self._fade(width)
         told = min(ONCE_MORE, max(-ONCE_MORE, surprise))
@@ -159,7 +148,6 @@ class Corrections:
         return change
 
     def observe_beyond(self, surprise: float) -> None:
-        """Correct by one pass over a width that was not calibrated."""
         once = min(ONCE_MOST, max(-ONCE_MOST, surprise))
         self.beyond = min(3.0, max(0.33, self.beyond * math.exp(0.3 * once)))
 
@@ -264,7 +252,6 @@ class PassTimes:
 
     @property
     def is_recent(self) -> bool:
-        """Two passes, see ``observe``."""
         return self._n_recent >= 2
 
     @property

@@ -42,11 +42,8 @@ class FixedBranching:
 class FixedController(Controller):
     """Always drafts the same number of tokens; 0 is plain decoding.
 
-    Args:
-        length: tokens per draft.
-        times: the target's t(w), corrected by what is observed.
-        drafters: those that take part: an unsure copy gives way where one of them runs a model.
-        beside: most tokens of a draft outside of its chain.
+    An unsure copy gives way where one of ``drafters`` runs a model; ``beside`` is the most tokens of a draft outside of
+    its chain. ``times`` is the target's t(w), corrected by what is observed.
     """
 
     def __init__(

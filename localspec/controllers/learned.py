@@ -51,10 +51,8 @@ class TimeBudget:
     Attributes:
         balance: saved so far in all answers, the grant and the percent included.
         in_answer: saved so far in this answer, investments left out.
-        n_tokens: tokens of this answer so far.
         invested: what reading has cost this answer.
-        answer_grant: what drafts may cost this answer at its start.
-        answer_share: what they may cost of each of its tokens.
+        answer_grant, answer_share: what drafts may cost this answer at its start, and of each of its tokens.
     """
 
     balance: float = GRANT
@@ -65,24 +63,15 @@ class TimeBudget:
     answer_share: float = ANSWER_SHARE
 
     def begin(self, *, predicted: bool = False, reads_states: bool = False) -> None:
-        """A new answer.
-
-        Args:
-            predicted: whether the caller gave a text that it is likely to repeat.
-            reads_states: whether a drafter reads the target's hidden states.
-        """
+        """A new answer, which is likely to repeat a text of the caller's (``predicted``), or with a drafter that reads
+        hidden states."""
         self.answer_grant = PREDICTED_GRANT if predicted else ANSWER_GRANT
         self.answer_share = ANSWER_SHARE - (STATES_SHARE if reads_states else 0.0)
         self.in_answer, self.n_tokens, self.invested = 0.0, 0, 0.0
 
     def book(self, n_tokens: int, saved: float, invested: float = 0.0) -> None:
-        """A round is over.
-
-        Args:
-            n_tokens: tokens it emitted.
-            saved: time saved against plain decoding [plain tokens]; negative if it took longer.
-            invested: of what it took, the reading of a text with a draft model [plain tokens].
-        """
+        """A round emitted ``n_tokens`` and saved so many plain tokens against plain decoding (negative: lost), a
+        reading of ``invested`` included."""
         self.n_tokens += n_tokens
         self.in_answer += saved + invested
         self.invested += invested
@@ -95,7 +84,6 @@ class TimeBudget:
 
     @property
     def for_reading(self) -> float:
-        """What a draft model's reading may cost now [plain tokens]."""
         in_all = READING_GRANT + READING_SHARE * self.n_tokens + max(0.0, self.in_answer)
         return min(self.balance, in_all - self.invested)
 
@@ -116,22 +104,14 @@ _FORMAT = 1  # of the budget; an acceptance table that cannot be read is learned
 
 
 def mode_of(params: SamplingParams) -> str:
-    """How tokens are chosen, by which acceptance differs."""
     if params.greedy:
         return "greedy"
     return "seeded" if params.seed is not None else "sampled"
 
 
 class AcceptanceStore:
-    """The acceptance tables of one pair, and its time budget.
-
-    Args:
-        folder: where they are kept; None keeps nothing beyond the process.
-        key: the target and the drafters.
-
-    Attributes:
-        budget: what drafting may still cost, in all answers of this process.
-    """
+    """The acceptance tables of one pair by target and drafters (``key``), and its time budget; without a folder nothing
+    is kept beyond the process."""
 
     def __init__(self, folder: Path | None, key: Key) -> None:
         self._store = JsonStore(folder, _FORMAT) if folder is not None else None

@@ -188,7 +188,6 @@ class _Shift:
         self.reached: Floats = acceptance[:, None] * _REACH
 
     def of(self, tables: Floats) -> Floats:
-        """One table per bin [n_bins, grid], each looked up for its own bin."""
         low = tables.take(self._at)
         return np.asarray(low + self._share * (tables.take(self._at + 1) - low))
 
@@ -203,12 +202,10 @@ Times = Callable[[int], float]  # t(w): tokens in a pass -> milliseconds
 
 
 def with_block(times: Times, block_ms: float) -> Times:
-    """t(w) of rounds whose draft comes from one pass of ``block_ms``, whatever its length."""
     return lambda w: times(w) + block_ms * (w > 1)
 
 
 def expected_tokens(acceptance: float, length: int) -> float:
-    """Mean tokens emitted by a round with a draft of this length."""
     if acceptance >= 1.0:
         return length + 1.0
     return float((1.0 - acceptance ** (length + 1)) / (1.0 - acceptance))
@@ -220,19 +217,12 @@ def round_time(length: int, times: Times, step_ms: float) -> float:
 
 
 def speedup(acceptance: float, length: int, times: Times, step_ms: float) -> float:
-    """Predicted speed over plain decoding.
-
-    Args:
-        acceptance: probability that a draft token is accepted, those before it having been.
-        length: tokens per draft; 0 is plain decoding.
-        times: the target's t(w).
-        step_ms: time of one draft token; 0 where no model runs.
-    """
+    """Predicted speed over plain decoding, of drafts of ``length`` tokens (0: plain) that take ``step_ms`` each (0: no
+    model)."""
     return expected_tokens(acceptance, length) / round_time(length, times, step_ms)
 
 
 def best_length(acceptance: float, lengths: Iterable[int], times: Times, step_ms: float) -> int:
-    """The draft length with the largest predicted speed-up."""
     return max(lengths, key=lambda length: speedup(acceptance, length, times, step_ms))
 
 
@@ -253,7 +243,6 @@ def break_even(length: int, times: Times, step_ms: float) -> float | None:
 
 
 def lowest_break_even(lengths: Iterable[int], times: Times, step_ms: float) -> float:
-    """The least acceptance rate that pays at any of these lengths; 1 where none does."""
     shares = (break_even(length, times, step_ms) for length in lengths)
     return min((share for share in shares if share is not None), default=1.0)
 
@@ -267,17 +256,12 @@ _LEADS_TO = np.array([leads_to(low) for low in (0.0, *EDGES)])
 
 
 class Stopping:
-    """Solutions of the stopping problem for the sources of one answer.
-
-    Args:
-        costs: of the target and the drafters.
-        acceptance: of the drafters.
-        max_draft: longest draft to consider.
+    """Solutions of the stopping problem for the sources of one answer, for drafts of up to ``max_draft`` tokens.
 
     Attributes:
         unprofitable: draft models that would not pay if they were always right; left out of everything.
         lagging: draft models that have to read much first, the unprofitable ones included.
-        stale: whether what is solved is no longer what was learned.
+        stale: whether something was learned since it was solved.
     """
 
     def __init__(self, costs: Costs, acceptance: Acceptance, max_draft: int) -> None:
@@ -293,7 +277,6 @@ class Stopping:
 
     @property
     def models(self) -> list[str]:
-        """The draft models that are considered."""
         return [source for source in self.costs.draft_times if source not in self.unprofitable]
 
     def break_even(self, source: str) -> float:

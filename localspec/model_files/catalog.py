@@ -164,9 +164,9 @@ class Catalog(Mapping[str, Entry]):
             draft = self._entries[name]
             if draft.present:
                 return draft.path
-            beside = path.with_name(Path(draft.file).name)
-            if draft.sha256 and _is_file(beside) and beside.stat().st_size == draft.bytes:
-                return beside
+            copy = path.with_name(Path(draft.file).name)
+            if draft.sha256 and _is_file(copy) and copy.stat().st_size == draft.bytes:
+                return copy
         return None
 
     def sort_heads(self, heads: Iterable[Path], target: Path) -> list[Path]:
@@ -200,7 +200,6 @@ class Catalog(Mapping[str, Entry]):
 
 
 def free_bytes(folder: Path) -> int:
-    """Room on the disk of a folder, existing or not."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free

@@ -200,12 +200,8 @@ class TensorInfo:
 
 
 class StringArray(Sequence[str]):
-    """An array of strings in the file, decoded on access.
-
-    Attributes:
-        raw: the array's bytes: 8 bytes of length and the string, one after the other.
-        offsets: where each string's length begins in ``raw``, and the end [n + 1].
-    """
+    """An array of strings in the file, decoded on access: each 8 bytes of length and the string in ``raw``, beginning
+    at ``offsets`` [n + 1], the last of which is the end."""
 
     def __init__(self, raw: memoryview, offsets: npt.NDArray[np.int64]) -> None:
         self.raw = raw
@@ -215,7 +211,6 @@ class StringArray(Sequence[str]):
         return len(self.offsets) - 1
 
     def bytes_at(self, index: int) -> bytes:
-        """The string as stored, undecoded."""
         return bytes(self.raw[int(self.offsets[index]) + 8 : int(self.offsets[index + 1])])
 
     def __getitem__(self, index: Any) -> Any:
@@ -442,7 +437,6 @@ class GGUFFile:
         return str(self.metadata.get("general.architecture", ""))
 
     def field(self, name: str, default: Any = None) -> Any:
-        """The value of ``<architecture>.<name>``."""
         return self.metadata.get(f"{self.architecture}.{name}", default)
 
     @property
@@ -627,7 +621,6 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def n_rows(file: GGUFFile, name: str) -> int:
-    """Rows of a tensor; 1 for a vector."""
     tensor = file.tensors[name]
     return tensor.n_elements // tensor.shape[0]
 

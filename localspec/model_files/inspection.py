@@ -30,11 +30,8 @@ _TEMPLATES = (
 
 
 def inspect(path: Path) -> dict[str, Any]:
-    """Facts of a model file or head, ready for JSON.
-
-    Raises:
-        ModelFileError: it is not a readable GGUF, or a damaged head.
-    """
+    """Facts of a model file or head, ready for JSON. Raises ``ModelFileError``: it is not a readable GGUF, or a
+    damaged head."""
     with GGUFFile(path) as gguf:
         facts = {
             "path": str(path),

@@ -27,8 +27,7 @@ class KVShape:
 
     Attributes:
         values_per_token: numbers stored per token of context, for each layer with attention.
-        windowed: for each of these layers, whether it only looks at the last ``window`` tokens.
-        window: size of the sliding window [tokens]; 0: none.
+        windowed: for each of these layers, whether it only looks at the last ``window`` tokens (0: no window).
         recurrent: whether some layers keep a state of fixed size instead, which is not counted here.
     """
 

@@ -250,13 +250,11 @@ class Vocab:
 
     @property
     def marks(self) -> list[int]:
-        """Ids of control and user-defined tokens, ascending, without padding."""
         marked = np.flatnonzero((self.types == CONTROL) | (self.types == USER_DEFINED)).tolist()
         return [i for i in sorted({*marked, *self._hidden, *self._shown}) if not self._is_padding(i)]
 
     @property
     def special_texts(self) -> list[str]:
-        """Texts that a tokenizer reading special tokens would not read as text."""
         marked = set(np.flatnonzero((self.types == CONTROL) | (self.types == USER_DEFINED)).tolist())
         return [self._tokens[i] for i in sorted(marked | self._hidden | self._shown)]
 

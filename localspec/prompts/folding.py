@@ -70,7 +70,7 @@ def rendered(
     known: Known,
     **variables: Any,
 ) -> list[tuple[str, bool]]:
-    """The pieces of ``ChatTemplate.render_segments`` for a conversation, all of which is in them.
+    """The pieces of ``ChatTemplate.render_segments`` for a conversation, with all of its texts.
 
     It is rendered once where its texts are found in the result, and otherwise as a probe too.
 
@@ -154,7 +154,6 @@ def _repairs_for(
 
 
 def knows_tools(template: ChatTemplate) -> bool:
-    """Whether the model's template prints tools itself."""
     return _KNOWS_TOOLS.search(template.source) is not None
 
 
@@ -329,7 +328,6 @@ def _one_call_each(asked: Conversation) -> Conversation:
 
 
 def _one_system(asked: Conversation) -> Conversation:
-    """The system messages at the beginning as one."""
     n = next((i for i, message in enumerate(asked.messages) if message["role"] != "system"), len(asked.messages))
     return replace(asked, messages=[*merged(asked.messages[:n]), *asked.messages[n:]])
 
@@ -340,7 +338,6 @@ def _later_systems(asked: Conversation) -> Conversation:
 
 
 def _no_systems(asked: Conversation) -> Conversation:
-    """System messages in the user's name."""
     return _in_users_name(asked, 0)
 
 
@@ -370,7 +367,6 @@ def _add_user(messages: list[Message], text: str) -> None:
 
 
 def _in_turns(asked: Conversation) -> Conversation:
-    """Neighbours of the same role as one."""
     return replace(asked, messages=merged(asked.messages))
 
 

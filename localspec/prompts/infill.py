@@ -32,12 +32,8 @@ REPOSITORY, CURRENT = "project", "current"
 
 @dataclass(frozen=True, slots=True)
 class FillPrompt:
-    """A prompt for the text at the cursor.
-
-    Attributes:
-        tokens: the token ids.
-        n_before: how many of them come before the cursor: the next key stroke leaves these unchanged.
-    """
+    """A prompt for the text at the cursor, ``n_before`` of whose tokens come before it: the next key stroke leaves
+    these unchanged."""
 
     tokens: list[int]
     n_before: int

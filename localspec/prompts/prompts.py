@@ -173,5 +173,4 @@ class PromptEncoder:
             self._open = False
 
     def _renounce(self) -> None:
-        """In a forked child: the lock may be held by a thread that only the parent has."""
         self._in_use = SharedLock()

@@ -40,11 +40,7 @@ def own_questions(which: str = "report") -> list[Question]:
 
 
 def read_questions(path: Path) -> list[Question]:
-    """Questions from a file.
-
-    Raises:
-        UsageError: it cannot be read, or is none of the formats; names the line.
-    """
+    """Questions from a file. Raises ``UsageError``: it cannot be read, or is none of the formats; names the line."""
     try:
         with path.open("rb") as file:
             data = file.read(_MOST_BYTES + 1)

@@ -232,7 +232,6 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         return guarded
 
     def _settled(self, value: Any) -> Any:
-        """An iterator as a list: it can be looked at before it is used."""
         return self.checked(list(self.metered(value))) if isinstance(value, Iterator) else value
 
     def _check_arguments(self, owner: Any, args: Sequence[Any]) -> None:
@@ -251,11 +250,8 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
 
 
 class SandboxedTemplate:
-    """A template that runs within the budget of a ``Meter``, in several threads at a time if need be.
-
-    Raises:
-        TemplateError: it is too long, or not Jinja.
-    """
+    """A template that runs within the budget of a ``Meter``, in several threads at a time if need be. Raises
+    ``TemplateError``: it is too long, or not Jinja."""
 
     def __init__(self, source: str) -> None:
         if len(source) > MAX_SOURCE:

@@ -141,7 +141,6 @@ class ChatTemplate:
         return {self._thought: thought} | message
 
     def _renounce(self) -> None:
-        """In a forked child: the lock may be held by a thread that only the parent has."""
         self._lock = threading.Lock()
 
     def _render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
@@ -179,11 +178,7 @@ class ChatTemplate:
 
 
 def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as plain dicts, contents as strings.
-
-    Raises:
-        UsageError: they are malformed; says which and how.
-    """
+    """Messages as plain dicts, contents as strings. Raises ``UsageError``: they are malformed; says which and how."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise UsageError('messages must be a list of {"role": …, "content": …}')
     if not messages:
@@ -236,7 +231,6 @@ class _Guard:
         return re.compile(f"(?={_any_of(self._texts)})", re.IGNORECASE)
 
     def _longest(self, text: str) -> int:
-        """Length of the longest special text that this begins with; 0: none."""
         found = self._special.match(text) if self._texts else None
         return 0 if found is None else found.end()
 

@@ -50,11 +50,8 @@ class GrammarVocabulary:
         return bytes(self._tokenizer.decode_bytes(list(tokens)))
 
     def matcher(self, grammar: str) -> Any:
-        """A fresh ``LLMatcher`` at the beginning of a grammar.
-
-        Raises:
-            UsageError: the grammar does not compile, or no answer can begin in it.
-        """
+        """A fresh ``LLMatcher`` at the beginning of a grammar. Raises ``UsageError``: the grammar does not compile,
+        or no answer can begin in it."""
         return self._compiled(grammar).deep_copy()
 
     def _compile(self, grammar: str) -> Any:
@@ -132,19 +129,14 @@ class Constraint:
 
     @property
     def drafted(self) -> list[int]:
-        """The draft tokens before this place."""
         return self._tokens[self._n_settled :]
 
     def text(self, n_tokens: int) -> bytes:
-        """The text of the last tokens, draft tokens included."""
         return self.vocabulary.text(self._tokens[-n_tokens:])
 
     def advance(self, token: int) -> None:
-        """Go one draft token further.
-
-        Raises:
-            EngineError: the grammar forbids it, which the drafter has to check before.
-        """
+        """Go one draft token further. Raises ``EngineError``: the grammar forbids it, which the drafter has to check
+        before."""
         if not self._matcher.consume_token(token):
             self._check()
             raise EngineError(f"token {token} breaks the grammar: {reason(self._matcher.get_error())}")
@@ -179,11 +171,8 @@ class Constraint:
         return n
 
     def allowed(self, n_vocab: int) -> Mask:
-        """Which tokens may come next [n_vocab].
-
-        Raises:
-            UsageError: none may, or finding out takes more than the library's limits grant.
-        """
+        """Which tokens may come next [n_vocab]. Raises ``UsageError``: none may, or finding out takes more than the
+        library's limits grant."""
         if self.complete:
             mask = np.zeros(n_vocab, dtype=np.bool_)
             mask[[end for end in self.vocabulary.ends if end < n_vocab]] = True
@@ -198,13 +187,8 @@ class Constraint:
         return int(np.count_nonzero(self.allowed(len(self.vocabulary.lengths))))
 
     def masked(self, row: Row, behind: int = 0, ids: Ids | None = None) -> Row:
-        """A copy of a row of logits with -inf for what is forbidden.
-
-        Args:
-            row: logits [n].
-            behind: how many tokens before this place the row belongs; its token is the first of them.
-            ids: the tokens that the logits belong to, increasing [n]; None is 0, 1, 2, …
-        """
+        """A copy of a row of logits [n] with -inf for what is forbidden at the place ``behind`` tokens before this one;
+        ``ids`` are its tokens, increasing, None is 0, 1, 2, …"""
         n_vocab = len(row) if ids is None else int(ids[-1]) + 1
         if behind:
             self._back(behind)
@@ -246,13 +230,11 @@ class Constraint:
 
 @dataclass(slots=True)
 class MaskedRows:
-    """The target's rows over a draft, each masked by the grammar at its place when it is read.
+    """The target's rows over a draft of k tokens [k + 1, n_vocab], each masked by the grammar at its place when it is
+    read.
 
-    Attributes:
-        constraint: anywhere in the draft.
-        logits: [k + 1, n_vocab].
-        draft: the k draft tokens; row i comes after the first i of them.
-        best_decides: a row whose best token is allowed stays unmasked: a mask could not change the choice.
+    Row i comes after the first i draft tokens. With ``best_decides`` a row whose best token is allowed stays unmasked:
+    a mask could not change the choice.
     """
 
     constraint: Constraint

@@ -69,11 +69,8 @@ Node = Chars | Sequence | Choice | Repeat | Rule
 
 
 def parse(text: str) -> dict[str, Node]:
-    """Read a grammar: its rules by name, ``root`` among them.
-
-    Raises:
-        UsageError: it is not one; the message names the line.
-    """
+    """Read a grammar: its rules by name, ``root`` among them. Raises ``UsageError``: it is not one; the message
+    names the line."""
     rules = dict(_Reader(text).rules())
     if "root" not in rules:
         raise UsageError("the grammar has no rule named root")
@@ -415,7 +412,6 @@ class _Writer:
     # -- what texts of a regular node look like --------------------------------------------------------------------
 
     def first(self, node: Node) -> Ranges:
-        """The characters that its texts begin with."""
         if node not in self._first:
             self._first[node] = united([pair for each in self._begins(node) for pair in each])
         return self._first[node]
@@ -500,7 +496,6 @@ def _regular(rules: Mapping[str, Node]) -> list[str]:
 
 
 def _meet(a: Ranges, b: Ranges) -> bool:
-    """Whether two sets of characters share one."""
     return any(low <= its_high and its_low <= high for low, high in a for its_low, its_high in b)
 
 
@@ -539,11 +534,7 @@ _starting = threading.Lock()
 
 
 def library() -> Any:
-    """The module ``llguidance``.
-
-    Raises:
-        EngineUnavailable: it is not installed.
-    """
+    """The module ``llguidance``. Raises ``EngineUnavailable``: it is not installed."""
     try:
         import llguidance
     except ImportError as error:
@@ -554,7 +545,6 @@ def library() -> Any:
 
 
 def compiled(tokenizer: Any, grammar: str) -> Any:
-    """An ``LLMatcher`` at the beginning of a grammar; it may be in its error state."""
     llguidance = library()
     return _deep(lambda: llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=_limits(llguidance)))
 
@@ -588,7 +578,6 @@ def reason(message: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """At most 240 characters on one line."""
     line = " ".join(text.split())
     return line if len(line) <= 240 else line[:237] + "..."
 

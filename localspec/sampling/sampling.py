@@ -123,7 +123,6 @@ def _at_least(row: Row, maxima: Row, bound: np.float32) -> Ids:
 
 @lru_cache(maxsize=8)
 def all_ids(n: int) -> Ids:
-    """0, 1, 2, … [n], read-only and shared."""
     ids = np.arange(n)
     ids.flags.writeable = False
     return ids
@@ -138,15 +137,8 @@ PIECE = 16384
 
 
 class Noise:
-    """A counter-based generator: splitmix64 finalisers over seed, position, stream and id.
-
-    Args:
-        seed: None takes one from the operating system.
-
-    Attributes:
-        seed: in use.
-        fresh: whether the seed was not given, so that the same draws cannot be asked for again.
-    """
+    """A counter-based generator: splitmix64 finalisers over seed, position, stream and id. ``fresh``: no seed was
+    given, so that the same draws cannot be asked for again."""
 
     __slots__ = ("fresh", "seed")
 
@@ -159,7 +151,6 @@ class Noise:
         return _mix_int(seed + position * 0xD1342543DE82EF95 + stream * 0xDB4F0B9175AE2165)
 
     def uniform(self, position: int, stream: int) -> float:
-        """One number in (0, 1)."""
         return ((_mix_int(self._key(position, stream) ^ 0xA0761D6478BD642F) >> 12) + 0.5) * 2.0**-52
 
     def uniforms(self, position: int, ids: npt.NDArray[np.int64], stream: int = 0) -> npt.NDArray[np.float64]:
@@ -238,14 +229,8 @@ class Distribution:
 
     @classmethod
     def of_row(cls, row: Row, top: float, temperature: float, ids: Ids | None) -> Distribution:
-        """The softmax of a row of many logits.
-
-        Args:
-            row: logits [n].
-            top: the largest of them.
-            temperature: divides them; over 0.
-            ids: the tokens that they belong to [n]; None is 0, 1, 2, …
-        """
+        """The softmax of a row of many logits [n], ``top`` the largest of them, at a temperature over 0; ``ids`` None
+        is 0, 1, 2, …"""
         n = len(row)
         padded = np.empty(n + -n % _BLOCK, dtype=np.float32)
         factor = np.float32(1.0 / max(temperature, 1e-30))  # what is less is 0 in single precision
@@ -511,11 +496,8 @@ CHAT_SETTINGS = tuple(each.name for each in fields(SamplingParams) if each.name 
 def edit_logits(row: Row, history: Sequence[int], params: SamplingParams, ids: Ids | None = None) -> Row:
     """Logit bias and penalties; returns ``row`` itself, uncopied, where nothing changes it.
 
-    Args:
-        row: logits [n].
-        history: all tokens before the one to choose, the accepted draft tokens of this round included.
-        params: the sampling parameters.
-        ids: the tokens that the logits belong to, increasing [n]; None is 0, 1, 2, …
+    ``history`` is all tokens before the one to choose, the accepted draft tokens of this round included; ``ids`` are
+    the tokens of the logits, increasing [n], None is 0, 1, 2, …
     """
     if not params.edits_logits:
         return row
@@ -569,12 +551,13 @@ def _check_top(top: float, row: Row) -> None:
 def distribution(
     row: Row, history: Sequence[int], params: SamplingParams, token_ids: Ids | None = None
 ) -> Distribution:
-    """The distribution that plain sampling draws the next token from.
+    """The distribution that plain sampling draws the next token from; at temperature 0 the point mass on the greedy
+    token.
 
     Args:
         row: logits [n]; not modified.
         history: all tokens before the one to choose.
-        params: temperature 0 gives the point mass on the greedy token.
+        params: the sampling parameters.
         token_ids: the tokens that the logits belong to, increasing [n]; None is 0, 1, 2, …
 
     Raises:
@@ -690,12 +673,8 @@ MAX_TOP = 20  # Most alternatives a request may ask for, as in OpenAI's API
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """How probable the target found one token.
-
-    Attributes:
-        logprob: natural logarithm of its probability.
-        top: the most probable tokens at its place, best first: (token id, logprob).
-    """
+    """The natural logarithm of the probability of one token, and of the most probable ones at its place (``top``, best
+    first: token id, logprob)."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -703,14 +682,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """One token of a given text; see ``LLM.logprobs``.
-
-    Attributes:
-        id: token id.
-        text: the token on its own.
-        logprob: of this token after all before it; None for the first, which nothing predicts.
-        top: the most probable tokens at its place, best first: (token id, logprob).
-    """
+    """One token of a given text (see ``LLM.logprobs``), and its text alone; ``logprob`` is None for the first, which
+    nothing predicts, ``top`` as in ``TokenLogprobs``."""
 
     id: int
     text: str

@@ -34,7 +34,7 @@ def private_folder(path: Path) -> None:
     """Make a folder that only this user may read; an existing one is closed to others."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.stat().st_mode & 0o077:
-        with suppress(OSError):  # it is somebody else's
+        with suppress(OSError):  # another user's
             path.chmod(0o700)
 
 

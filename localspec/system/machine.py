@@ -211,7 +211,6 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def process_bytes() -> int:
-    """Resident memory of this process, mapped files included."""
     return int(psutil.Process().memory_info().rss)
 
 
@@ -293,7 +292,7 @@ def measure_bandwidth(n_threads: int, *, available: int, seconds: float = 0.6) -
 
     Args:
         n_threads: threads that read at the same time.
-        available: free memory [bytes], of which an eighth is used at most.
+        available: free memory [bytes], an eighth of it is used at most.
         seconds: how long to read; the array is filled before.
     """
     size = min(MOST, available // 8)

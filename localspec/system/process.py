@@ -24,7 +24,7 @@ def on_interrupt(stop: Callable[[], None], *, ended_too: bool = False) -> Iterat
 
     Args:
         stop: called in the main thread, wherever it is.
-        ended_too: likewise when the process is told to end, or its terminal is closed and that is not ignored (nohup).
+        ended_too: likewise when the process is asked to end, or its terminal is closed and that is not ignored (nohup).
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -128,7 +128,7 @@ def _folder() -> Path:
 def answering() -> Iterator[None]:
     """Within the block this process answers a request."""
     mark = _folder() / str(os.getpid())
-    with suppress(OSError):  # no home yet, or one that cannot be written: then nobody can see it
+    with suppress(OSError):  # no home yet, or one that cannot be written
         mark.parent.mkdir(exist_ok=True)
         mark.touch()
     try:
@@ -138,7 +138,7 @@ def answering() -> Iterator[None]:
             mark.unlink()
 
 
-def somebody_answers() -> bool:
+def another_answers() -> bool:
     """Whether another process with this home answers a request."""
     try:
         marks = list(os.scandir(_folder()))
@@ -166,15 +166,8 @@ def _counts(mark: os.DirEntry[str]) -> bool:
 
 
 class Courtesy:
-    """Pauses background work while other processes answer.
-
-    Args:
-        waiting: called with True when it begins to wait, and with False when it goes on.
-        stopped: whether to go on at once, as everything is to end.
-
-    Attributes:
-        seconds: waited so far.
-    """
+    """Pauses background work while other processes answer: ``waiting`` is called with True when it begins to wait, and
+    with False when it goes on; ``stopped`` says to go on at once. ``seconds`` were waited so far."""
 
     def __init__(self, waiting: Callable[[bool], None], stopped: Callable[[], bool]) -> None:
         self._waiting = waiting
@@ -188,13 +181,13 @@ class Courtesy:
         if began - self._looked < _POLL_SECONDS:
             return
         self._looked = began
-        if not somebody_answers():
+        if not another_answers():
             return
         self._waiting(True)
         seen = time.monotonic()
         while time.monotonic() - seen < QUIET_SECONDS and not self._stopped():
             time.sleep(_POLL_SECONDS)
-            if somebody_answers():
+            if another_answers():
                 seen = time.monotonic()
         self.seconds += time.monotonic() - began
         self._waiting(False)

@@ -38,7 +38,7 @@ def test_how_often_second_tokens_are_right_is_kept_too(tmp_path: Path) -> None:
     table = first.source(SamplingParams(), "model", copies=False)
     before = table.beside(0.6)
     for _ in range(50):
-        table.observe_beside(0.6, 1.0)
+        table.observe_sibling(0.6, 1.0)
     first.save()
     restored = AcceptanceStore(tmp_path, KEY).source(SamplingParams(), "model", copies=False)
     assert table.beside(0.6) > restored.beside(0.6) > before + 0.2
