@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from localspec.server.service import AnswerTask, Service
 
 from localspec import LLM
+from localspec.server.service import AnswerTask, Service
 from tests.conftest import TinyFiles
 from tests.support.serving import Server, serve
 from tests.support.waiting import PATIENCE

@@ -33,7 +33,7 @@ def pull(entry: Entry, *, watch: Watch | None = None, say: Callable[[str], None]
 
     Args:
         entry: from ``Catalog.entry``.
-        watch: told about progress, in bytes.
+        watch: called with progress, in bytes.
         say: takes a line when a source fails and another is tried, or another process is waited for.
 
     Returns:
@@ -78,11 +78,11 @@ def check(entry: Entry) -> int | None:
     """Ask the hub whether an entry is there as the catalogue has it; nothing is fetched.
 
     Returns:
-        Its size as the hub says it [bytes]; None if it is not to be had there.
+        Its size there [bytes]; None if it is not to be had there.
 
     Raises:
-        DownloadError: it is not there or not the same, or LOCALSPEC_OFFLINE forbids asking; ``hub.Unreachable`` if
-            the hub does not answer.
+        DownloadError: it is not there or not the same, or LOCALSPEC_OFFLINE forbids asking; ``hub.Unreachable`` if the
+            hub does not answer.
     """
     from localspec.model_files.sources.hub import Hub
 
