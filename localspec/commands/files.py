@@ -15,7 +15,7 @@ from localspec.errors import DownloadError, ModelFileError
 from localspec.model_files.catalog import Catalog, Entry
 from localspec.model_files.local_files import known_entries, remove
 from localspec.model_files.sources.base import size_text
-from localspec.system.files import home, models_dir, offline
+from localspec.system.files import JsonStore, home, models_dir, offline
 from localspec.system.machine import read_memory
 from localspec.system.terminal import Progress, clip, on_one_line, terminal_size
 
@@ -133,6 +133,23 @@ def wants(entries: Sequence[Entry], besides: str = "") -> bool:
             return True
         if answer in ("n", "no"):
             return False
+
+
+DECLINED_S = 7 * 24 * 3600.0
+"""How long a draft model that was declined is not offered again [s]."""
+
+
+def wants_draft(entries: Sequence[Entry]) -> bool:
+    """``wants`` for draft models; a no is remembered for a week."""
+    store, key = JsonStore(home() / "declined", 1), {"models": " ".join(entry.name for entry in entries)}
+    declined = (store.get(key) or {}).get("when")
+    if isinstance(declined, int | float) and 0 <= time.time() - declined < DECLINED_S:
+        return False
+    if wants(entries):
+        return True
+    store.put(key, {"when": time.time()})
+    _note(f"not asked again for a week: localspec pull {key['models']} fetches it, deleting {store.folder} asks again")
+    return False
 
 
 def list_command(as_json: bool = False, everything: bool = False) -> int:

@@ -16,10 +16,10 @@ from localspec.engine.drafts import heads_at_hand
 from localspec.engine.loading import Report
 from localspec.engine.options import DraftLength, LoadOptions, checked_length, draft_specs, with_free
 from localspec.errors import DownloadError, ModelFileError, UsageError, check_text
-from localspec.model_files.catalog import Catalog, Entry
+from localspec.model_files.catalog import Catalog, Entry, short_name
 from localspec.model_files.sources.base import size_text
 from localspec.sampling.sampling import CHAT_SETTINGS, SamplingParams
-from localspec.spec_decode.drafters.names import AUTOMATIC, CORPUS, is_corpus
+from localspec.spec_decode.drafters.names import AUTOMATIC, CORPUS, is_corpus, shown
 from localspec.system.files import decoded, offline
 from localspec.system.terminal import Progress
 
@@ -182,6 +182,17 @@ def placement(given: Mapping[str, Any]) -> Placement:
     return Placement(**asked)
 
 
+def called(drafter: str) -> str:
+    """A drafter as people read it, a model by its short name."""
+    name = shown(drafter)
+    return short_name(drafter) if name == drafter else name
+
+
+def joined(names: Sequence[str]) -> str:
+    """``a, b and c``."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+
+
 def base_model_notes(llm: LLM) -> list[str]:
     """What a person who chats with a model should know, if it was not trained for that."""
     entry = Catalog.load().of_path(llm.model_path)
@@ -210,7 +221,7 @@ def ensure_model(
         ModelFileError: it is not there and may not be fetched.
         DownloadError: it cannot be fetched.
     """
-    from localspec.commands.files import at_terminal, wants
+    from localspec.commands.files import at_terminal, wants, wants_draft
 
     asks = at_terminal() and not yes and not offline()
     named = [entry for name in dict.fromkeys([model, *drafters]) if name is not None and (entry := _known(name))]
@@ -241,7 +252,9 @@ def ensure_model(
             line = f"a head guesses for it; localspec pull {names} fetches the draft model ({size:.1f} GB) as well"
             print(line, file=sys.stderr, flush=True)
             others = []
-    elif late or offline() or (sparing and others and _has_head(target)) or (asks and others and not wants(others)):
+    elif (
+        late or offline() or (sparing and others and _has_head(target)) or (asks and others and not wants_draft(others))
+    ):
         others = []
     if others:
         _fetch(target, others)

@@ -17,7 +17,7 @@ from localspec.controllers.learned import TimeBudget
 from localspec.controllers.stopping import NEVER, Estimates, Tables
 from localspec.sampling.sampling import Row, SamplingParams, top_probability
 from localspec.spec_decode.drafters.base import Branching, Controller, Plan
-from localspec.spec_decode.drafters.names import CORPUS, EARLY_EXIT, HEAD, MTP, NGRAM, RECYCLED, kind_of
+from localspec.spec_decode.drafters.names import kind_of, shown
 from localspec.spec_decode.rounds import Draft, Round
 
 # Whether a draft model should read what it has missed of a conversation: an investment, weighed before it is made.
@@ -347,18 +347,6 @@ def share_of(source: str) -> float:
 
 # Why there is drafting or not, in sentences for people: a line for each drafter.
 
-NAMES = {
-    NGRAM: "Copying from the text",
-    CORPUS: "Copying from your files",
-    RECYCLED: "Guesses of earlier passes",
-    HEAD: "Head",
-    EARLY_EXIT: "Early exit",
-    MTP: "The model's own MTP layer",
-    "model": "Draft model",
-    "grammar": "Grammar",
-}
-"""What people read for a kind of drafter; another one is called as it is."""
-
 GAIN = 1.001
 """A drafter that alone, and at its best, is not expected to be faster than plain decoding by this factor is off."""
 
@@ -376,12 +364,8 @@ def explain(estimates: Estimates, needs: Mapping[str, float], may_cost: float, *
         has_begun: whether the answer has any tokens yet, so that a draft model that lags behind was weighed.
     """
     states = {source: _state(estimates, source, needed, may_cost, has_begun) for source, needed in needs.items()}
-    return "\n".join(f"{_name(source)}: {state}." for source, state in states.items())
-
-
-def _name(source: str) -> str:
-    kind = kind_of(source)
-    return NAMES.get(kind, kind) + (f" {source.removeprefix(kind)}" if source != kind else "")
+    names = {source: shown(source) for source in states}
+    return "\n".join(f"{names[each][0].upper()}{names[each][1:]}: {state}." for each, state in states.items())
 
 
 def _state(estimates: Estimates, source: str, needed: float, may_cost: float, has_begun: bool) -> str:

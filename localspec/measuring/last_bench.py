@@ -37,7 +37,7 @@ class LastBench:
 def remember(path: Path, engine: str, found: Mapping[str, Any]) -> None:
     """Keep what was found of a target's file; ``found`` has the fields of ``LastBench`` but the day."""
     today = date.today()
-    _store().put(_key(path, engine), asdict(LastBench(f"{today.day} {today:%b}", engine, **found)))
+    _store().put(_key(path, engine), asdict(LastBench(f"{today.day} {today:%b %Y}", engine, **found)))
 
 
 def last_bench(path: Path, engine: str) -> LastBench | None:

@@ -528,12 +528,12 @@ class Chat:
         return f"{coming}{who}/help"
 
 
-def header(llm: LLM, screen: ChatScreen, *, follows: bool = False) -> None:
-    """Say what was loaded, who guesses and what its text looks like; ``follows`` if a draft model may still come."""
+def header(llm: LLM, screen: ChatScreen, follows: str = "") -> None:
+    """Say what was loaded, which drafters guess and what their text looks like; ``follows`` is ``LateDraft.status``."""
     memory = f" · {process_bytes() / 1e9:.1f} GB" if process_bytes() >= 5e7 else ""  # weights included
     screen.line(f"{llm.model_name} · {llm.backend_name} · context {llm.n_ctx}{memory}", Style.HEAD)
-    screen.line(guessing(llm.draft_names, follows=follows))
-    if legend := screen.legend(llm.draft_names, follows=follows):
+    screen.line(guessing(llm.draft_names, follows))
+    if legend := screen.legend(llm.draft_names, follows):
         print(legend, file=screen.file)
     for warning in [*llm.warnings, *base_model_notes(llm)]:
         screen.note(f"note: {warning}")
@@ -547,6 +547,8 @@ def header(llm: LLM, screen: ChatScreen, *, follows: bool = False) -> None:
 
 ASKED_S = (1, 2, 4, 8, 16, 32, 64)
 """How long better figures than the first are waited for, between one look and the next [s]."""
+
+LOOKING = "looking whether a draft model would help"
 
 LEAVING_S = 5.0
 """How long leaving waits for downloads to end; what arrived is kept."""
@@ -573,7 +575,7 @@ class LateDraft:
         changed: Callable[[], None] = lambda: None,
         corpora: Sequence[str] = (),
     ) -> None:
-        self.status = "looking whether a draft model would help"
+        self.status = LOOKING if missing else "loading the draft model"
         self.notes: list[str] = []
         self.changed = changed
         self._llm, self._missing = llm, list(missing)
@@ -610,7 +612,7 @@ class LateDraft:
 
     def _would_gain(self) -> bool:
         """Whether the draft model would make answers faster here; if not, that is said."""
-        self._say("looking whether a draft model would help")
+        self._say(LOOKING)
         for seconds in ASKED_S:  # the first figures are rough, and better ones come while nothing is asked
             if not self._llm.run(lambda pair: pair.times.quick) or self._leaving.wait(seconds):
                 break

@@ -23,7 +23,7 @@ from localspec.commands.chat.typesetter import (
     open_code,
     token_style,
 )
-from localspec.model_files.catalog import short_name
+from localspec.commands.options import called, joined
 from localspec.spec_decode.drafters.names import CORPUS, FROM_STATES, NGRAM, RECYCLED
 from localspec.spec_decode.rounds import Round, Span, SpecStats, TokenKind
 from localspec.system.terminal import (
@@ -65,20 +65,10 @@ FORMER_VIEWS = {"lane": "rounds"}
 """Names that saved chats may have and people may type, and what they are called now."""
 
 
-def guessing(drafters: Sequence[str], *, follows: bool = False) -> str:
-    """Who guesses, in a sentence.
-
-    Args:
-        drafters: names of those in use.
-        follows: whether it is not known yet if a draft model will.
-    """
-    free = {NGRAM: "from the text itself", RECYCLED: "from earlier passes"}
-    ways = []
-    for name in drafters:
-        kind, _, path = name.partition(":")
-        ways.append(free.get(name) or (f"from {path}" if kind == CORPUS else f"with {short_name(name)}"))
-    who = f"Guessing {', '.join(ways)}" if ways else "Guessing is off"
-    return who + ("; looking whether a draft model would help." if follows else ".")
+def guessing(drafters: Sequence[str], follows: str = "") -> str:
+    """Which drafters are in use, in a sentence, and what brings another one (``LateDraft.status``)."""
+    who = f"Guessing by {joined([called(name) for name in drafters])}" if drafters else "Guessing is off"
+    return f"{who}; {follows}." if follows else f"{who}."
 
 
 class View(ABC):
@@ -395,13 +385,8 @@ class ChatScreen:
         )
         console.print(renderable)
 
-    def legend(self, drafters: Sequence[str], *, follows: bool = False) -> str:
-        """What the looks of a text mean here, wrapped between the kinds; empty where nothing is guessed.
-
-        Args:
-            drafters: names of those in use.
-            follows: whether a head or a draft model may still come.
-        """
+    def legend(self, drafters: Sequence[str], follows: str = "") -> str:
+        """What the looks of a text mean here, wrapped between the kinds; empty where nothing is guessed."""
         kinds = {name.partition(":")[0] for name in drafters}
         if not (kinds or follows):
             return ""
@@ -409,8 +394,8 @@ class ChatScreen:
             return "guesses are shown by /view rounds; this terminal cannot take text back"
         models = kinds - {NGRAM, RECYCLED, CORPUS, *FROM_STATES}
         looks = [
-            ("guessed by draft model", Style.MODEL, follows or models),
-            ("by head", Style.STATES, kinds & set(FROM_STATES)),
+            ("guessed by draft model", Style.MODEL, bool(follows or models)),
+            ("by head", Style.STATES, bool(kinds & set(FROM_STATES))),
             ("copied", Style.NGRAM, kinds & {NGRAM, RECYCLED}),
             ("from your files", Style.CORPUS, CORPUS in kinds),
             ("wrong guess", Style.REJECTED, True),

@@ -31,7 +31,7 @@ from localspec.commands.doctor.ranking import (
     cost_finding,
     measure_costs,
 )
-from localspec.commands.options import RunOptions
+from localspec.commands.options import RunOptions, called, joined
 from localspec.engine.drafts import heads_at_hand, heads_of
 from localspec.engine.loading import forget
 from localspec.errors import EngineError, LocalspecError, ModelFileError, UsageError
@@ -248,12 +248,12 @@ def _guesses(found: Examination, pair: PairFacts) -> Finding:
         return Finding("note", "guesses", text)
     if found.rank is not None or not pair.payoff:
         return Finding("ok" if advice.speculate else "info", "guesses", advice.text)
-    useful = [_called(each.drafter) for each in pair.payoff if pays(each)]
-    useless = [_called(each.drafter) for each in pair.payoff if not pays(each)]
+    useful = [called(each.drafter) for each in pair.payoff if pays(each)]
+    useless = [called(each.drafter) for each in pair.payoff if not pays(each)]
     if not useful:
         return Finding("info", "guesses", f"no: {advice.text.removeprefix('Do not speculate here: ')}")
-    text = f"yes, by {_joined(useful)}"
-    return Finding("ok", "guesses", text + (f"; not by {_joined(useless)}" if useless else ""))
+    text = f"yes, by {joined(useful)}"
+    return Finding("ok", "guesses", text + (f"; not by {joined(useless)}" if useless else ""))
 
 
 def _faster(found: Examination, pair: PairFacts) -> Finding:
@@ -270,14 +270,6 @@ def _faster(found: Examination, pair: PairFacts) -> Finding:
         gains, missing = [f"×{bench.speedups['all']:.2f} over all"], []
     text = ", ".join(gains) + (f"; not measured: {', '.join(missing)}" if missing else "")
     return Finding("info", "faster", f"{text} ({run})")
-
-
-def _called(drafter: str) -> str:
-    return "copying from the text" if drafter == NGRAM else short_name(drafter)
-
-
-def _joined(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def cost_parts(cost: CostFacts, findings: Sequence[Finding], columns: int, unicode: bool) -> Iterator[Part]:
