@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from localspec.commands.options import RunOptions
 
 
-# Options that several commands share, each written once. Nothing heavy is imported here.
+# Options that several commands share.
 
 
 def models(incomplete: str) -> list[tuple[str, str]]:
-    """Names of the catalogue that begin so, with what the shell shows beside them."""
+    """Names of the catalogue that begin so, with their notes."""
     from localspec.model_files.catalog import Catalog
 
     catalog = Catalog.load()
@@ -29,7 +29,7 @@ def models(incomplete: str) -> list[tuple[str, str]]:
 
 
 def _drafts(incomplete: str) -> list[tuple[str, str]]:
-    """What ``--draft`` takes and begins so."""
+    """Words and names for ``--draft`` that begin so."""
     from localspec.engine.options import WORDS
 
     return [(word, "") for word in WORDS if word.startswith(incomplete)] + models(incomplete)
@@ -170,7 +170,7 @@ LOADING = {
     "light_draft": "light_draft",
     "idle": "idle",
 }
-"""Names of loading options on the command line and in ``LoadOptions``."""
+"""Loading options -> fields of ``LoadOptions``."""
 
 PLACEMENT = (
     "split_mode",
@@ -183,7 +183,7 @@ PLACEMENT = (
     "rpc",
     "allow_insecure_rpc",
 )
-"""Options that say where the target's weights go; ``Placement`` calls them the same."""
+"""Options for the target's weights, as ``Placement`` calls them."""
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed", "max_tokens")
 
@@ -221,15 +221,13 @@ def _shared(
     yes: Yes = False,
     verbose: Verbose = False,
 ) -> None:
-    """The shared options, in the order of ``--help``."""
+    """In the order of ``--help``."""
 
 
 def with_shared_options(function: Callable[..., int], without: Collection[str] = ()) -> Signature:
-    """The signature of a command, its ``**options`` replaced by the shared options.
+    """Signature of a command with the shared options, but those in ``without``, in place of ``**options``.
 
-    Args:
-        function: the command; a shared option that it declares itself takes the shared one's place.
-        without: shared options that make no sense for it.
+    An option that the command declares itself takes the shared one's place.
     """
     signature = signature_of(function, eval_str=True)
     own = dict(signature.parameters)
@@ -261,7 +259,7 @@ def run_options(model: str | None, given: dict[str, Any], **sampling: Any) -> Ru
     return RunOptions(model=model, draft=rest.pop("draft") or (), load=load, sampling=sampling, **rest)
 
 
-# The application that commands are added to: what happens to a command line before one of them runs.
+# The application.
 
 Run = Callable[[], int]
 
@@ -293,10 +291,10 @@ def root(
 
 
 def command(without: Collection[str] = ()) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Make a function a command; see ``with_shared_options`` for what becomes of its ``**options``.
+    """Make a function a command; see ``with_shared_options``.
 
-    Parsing only binds the arguments. The command runs outside of Typer, which would treat Ctrl-C, a closed pipe and
-    errors in its own way.
+    Parsing only binds arguments. The command runs outside of Typer, which treats Ctrl-C, closed pipes and errors in its
+    own way.
     """
 
     def register(function: Callable[..., int]) -> Callable[..., int]:
@@ -314,10 +312,7 @@ __all__ = ["app", "parse"]
 
 
 def parse(argv: Sequence[str]) -> Run | str:
-    """Read a command line.
-
-    Returns:
-        The command, ready to run, or what is wrong with the line.
+    """Read a command line: the command, ready to run, or what is wrong with the line.
 
     Raises:
         SystemExit: all that was asked for (``--help``, ``--version``) has been printed.
@@ -338,7 +333,7 @@ def parse(argv: Sequence[str]) -> Run | str:
 
 
 def _message_of(error: Any) -> str:
-    """What is wrong with the line; for an unknown option the known one that is meant, first of all one it begins."""
+    """What is wrong with the line, with the known option nearest to an unknown one."""
     name, ctx = getattr(error, "option_name", None), getattr(error, "ctx", None)
     if name is None or ctx is None or not hasattr(error, "possibilities"):
         return str(error.format_message())

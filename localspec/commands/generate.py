@@ -23,9 +23,9 @@ FORMATS = ("text", "json", "events")
 
 
 def model_and_prompt(model: str | None, text: str | None, prompt: str | None) -> tuple[str | None, str | None]:
-    """MODEL, PROMPT and ``--prompt`` as given -> the model, and the prompt; None reads standard input.
+    """MODEL, PROMPT and ``--prompt`` -> model and prompt; None reads standard input.
 
-    One argument alone is the prompt where it has more than one word and names no model.
+    A single argument is the prompt if it has several words and names no model.
 
     Raises:
         UnknownModel: one argument alone is neither.
@@ -57,15 +57,7 @@ def generate_command(
 ) -> int:
     """Answer one prompt on standard output.
 
-    Args:
-        options: the model and how to sample.
-        prompt: None reads standard input.
-        raw: continue the prompt as it is, without the chat template.
-        think, thinking_budget: see ``LLM.rounds``; ``raw`` leaves no room for them.
-        format: ``text`` streams the answer, ``json`` prints one object, ``events`` one line per round and the object.
-
-    Returns:
-        The exit status.
+    ``format``: ``text`` streams the answer, ``json`` prints one object, ``events`` a line per round and the object.
 
     Raises:
         KeyboardInterrupt: Ctrl-C; the answer until then has been printed.

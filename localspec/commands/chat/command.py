@@ -40,7 +40,7 @@ def chat_command(
     resume: bool = False,
     keep: bool = True,
 ) -> int:
-    """Chat until the person leaves or the input ends.
+    """Chat until the person leaves or the input ends; returns the exit status.
 
     Args:
         options: what to load, and how to sample.
@@ -48,9 +48,6 @@ def chat_command(
         think, thinking_budget: see ``LLM.rounds``.
         resume: go on with the conversation that was kept last.
         keep: keep the conversation: of a person at a terminal, or one that is resumed.
-
-    Returns:
-        The exit status.
     """
     interactive = sys.stdin is not None and sys.stdin.isatty()
     if interactive or project is not None:
@@ -93,7 +90,7 @@ def chat_command(
 
 
 def _model_of(kept: KeptChat) -> str | None:
-    """What to load for a conversation where no model is named: its own, if it is still there; None is the default."""
+    """Model for a kept conversation where none is named: its own if still there; None is the default."""
     catalog = Catalog.load()
     if kept.model in catalog:
         return kept.model if catalog[kept.model].present and kept.model != catalog.default_pair()[0].name else None
@@ -101,7 +98,7 @@ def _model_of(kept: KeptChat) -> str | None:
 
 
 def _resume(chat: Chat, options: RunOptions, latest: KeptChat | None) -> None:
-    """Go on with the conversation that was kept last; what the command line says goes before what was kept."""
+    """Continue the latest kept conversation; the command line's options go before what was kept."""
     if latest is None:
         chat.screen.note("note: no saved conversation yet; starting a new one")
         return
@@ -115,7 +112,7 @@ def _resume(chat: Chat, options: RunOptions, latest: KeptChat | None) -> None:
 
 
 def _answer_lines(chat: Chat, begin: Callable[[], None] | None = None) -> int:
-    """Each line of standard input is a turn; commands are understood, anything else is text."""
+    """Each line of standard input is a turn or a command."""
     if begin is not None:
         begin()
     for warning in [*chat.llm.warnings, *base_model_notes(chat.llm)]:
@@ -139,7 +136,6 @@ def _lines() -> Iterator[str]:
 
 
 def _converse(chat: Chat, begin: Callable[[], None] | None = None, notes: Sequence[str] = ()) -> int:
-    """Prompt, answer, repeat; below the header come some notes, and what ``begin`` shows."""
     ask = _asker(chat)
     header(chat.llm, chat.screen, chat.late.status if chat.late is not None else "")
     for note in notes:
@@ -165,7 +161,7 @@ def _converse(chat: Chat, begin: Callable[[], None] | None = None, notes: Sequen
 
 
 def _asker(chat: Chat) -> Callable[[], str]:
-    """The best way to ask for a line here; it raises ``EOFError`` when the person leaves."""
+    """The best way here to ask for a line; raises ``EOFError`` when the person leaves."""
     screen = chat.screen
     prompt: PlainPrompt | LineEditor = PlainPrompt(screen.errors)
     if screen.ansi:
