@@ -104,11 +104,11 @@ def at_terminal() -> bool:
     return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
 
 
-def wants(entries: Sequence[Entry], besides: str = "") -> bool:
-    """Ask whether models that are not on this disk are to be fetched; ``besides`` names what else may be."""
+def wants(entries: Sequence[Entry], more: str = "") -> bool:
+    """Ask whether models that are not on this disk are to be fetched; ``more`` names what else may be."""
     names, size = " and ".join(entry.name for entry in entries), sum(entry.bytes for entry in entries)
     one = len(entries) == 1
-    what = f"{names} {'is' if one else 'are'} not here" + (f": {size_text(size)}" if size else "") + besides
+    what = f"{names} {'is' if one else 'are'} not here" + (f": {size_text(size)}" if size else "") + more
     while True:
         print(f"{what}. Fetch {'it' if one else 'them'}? [Y/n] ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
@@ -233,9 +233,6 @@ def rm_command(names: Sequence[str]) -> int:
     return 0
 
 
-# -- entries ----------------------------------------------------------------------------------------------------------
-
-
 def _described(entry: Entry) -> dict[str, Any]:
     return {
         "name": entry.name,
@@ -251,9 +248,6 @@ def _described(entry: Entry) -> dict[str, Any]:
         "sources": [place["kind"] for place in entry.sources],
         "note": entry.note,
     }
-
-
-# -- showing ----------------------------------------------------------------------------------------------------------
 
 
 def _note(line: str) -> None:

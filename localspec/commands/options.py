@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from localspec.backends.llama.ggml import engine_log
 from localspec.backends.placement import Placement, read_shares
@@ -27,31 +27,30 @@ if TYPE_CHECKING:
     from localspec.llm import LLM
 
 
+class ThinkOptions(TypedDict):
+    """How questions are asked; see ``LLM.rounds``."""
+
+    think: str
+    thinking_budget: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """Options of a command that runs a model.
 
     Attributes:
-        model: catalogue name, path or hub address; None takes the catalogue's default pair.
-        draft: what ``--draft`` was given, in order; empty is ``auto``.
-        draft_only: whether n-grams are left out where models were named.
-        draft_length: ``auto`` or a number of tokens.
-        load: how to load.
-        system: the system prompt; None is the model's own.
-        yes: whether models that are not here are fetched without asking.
-        verbose: whether to show what the engine logs.
         sampling: what was given of temperature, top_k, top_p, min_p, repeat_penalty, seed, max_tokens and stop; the
             rest comes from the catalogue's chat defaults for the model.
     """
 
-    model: str | None = None
-    draft: Sequence[str] = ()
-    draft_only: bool = False
-    draft_length: str = "auto"
-    load: LoadOptions = field(default_factory=LoadOptions)
-    system: str | None = None
-    yes: bool = False
-    verbose: bool = False
+    model: str | None = None  # catalogue name, path or hub address; None takes the catalogue's default pair
+    draft: Sequence[str] = ()  # what ``--draft`` was given, in order; empty is ``auto``
+    draft_only: bool = False  # whether n-grams are left out where models were named
+    draft_length: str = "auto"  # ``auto`` or a number of tokens
+    load: LoadOptions = field(default_factory=LoadOptions)  # how to load
+    system: str | None = None  # the system prompt; None is the model's own
+    yes: bool = False  # whether models that are not here are fetched without asking
+    verbose: bool = False  # whether to show what the engine logs
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -221,9 +220,9 @@ def ensure_model(
                 "name a .gguf file, or pull it elsewhere and set LOCALSPEC_HOME"
             )
         at_once, perhaps = ([target], others) if sparing or late else ([target, *others], [])
-        more = size_text(sum(entry.bytes for entry in perhaps))
-        besides = f" ({more} more for a draft model, if that makes answers faster here)" if perhaps else ""
-        if asks and not wants(at_once, besides):
+        later = size_text(sum(entry.bytes for entry in perhaps))
+        more = f" ({later} more for a draft model, if that makes answers faster here)" if perhaps else ""
+        if asks and not wants(at_once, more):
             raise ModelFileError(f"{target.name} was not fetched; localspec list --all shows smaller models")
         _fetch(target, at_once)
         others = [] if late else perhaps

@@ -15,14 +15,14 @@ from localspec.system.machine import cpu_name
 
 @dataclass(frozen=True, slots=True)
 class LastBench:
-    """Speed over plain decoding by kind of question (median; ``all`` over all), the drafters, and draft tokens sent."""
+    """What bench last measured of a model on an engine."""
 
-    day: str
-    engine: str
-    drafters: list[str]
-    speedups: dict[str, float]
-    n_questions: int
-    n_guesses: int
+    day: str  # when, as people write it
+    engine: str  # name and version
+    drafters: list[str]  # what drafted
+    speedups: dict[str, float]  # kind of question -> median speed over plain decoding; all: over all questions
+    n_questions: int  # how many in all
+    n_guesses: int  # draft tokens sent
 
 
 def remember(path: Path, engine: str, found: Mapping[str, Any]) -> None:

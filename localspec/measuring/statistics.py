@@ -29,17 +29,15 @@ class Estimate:
     """A median and its interval.
 
     Attributes:
-        median: over the questions, of each question's median over its repeats.
         low, high: the interval; None where there is but one question.
         level: probability with which such an interval covers the true median; under 0.95 with fewer than 6 questions.
-        n: questions.
     """
 
-    median: float
+    median: float  # over the questions, of each question's median over its repeats
     low: float | None
     high: float | None
     level: float | None
-    n: int
+    n: int  # questions
 
     @property
     def is_firm(self) -> bool:

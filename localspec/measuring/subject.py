@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 from localspec.backends.base import Context, ContextState, FloatArray, shared_prefix
 from localspec.engine.options import DraftLength
@@ -47,14 +47,12 @@ class Arm:
     """One way of decoding.
 
     Attributes:
-        name: as it was asked for.
         sources: the drafters that take part (``ngram``, ``head``, ``head2``, ``model``, …); None: all that are loaded.
-        length: draft tokens a round, or ``auto``; 0 is plain decoding.
     """
 
-    name: str
+    name: str  # as it was asked for
     sources: tuple[str, ...] | None
-    length: DraftLength
+    length: DraftLength  # draft tokens a round, or ``auto``; 0 is plain decoding
 
     @property
     def is_plain(self) -> bool:
@@ -99,10 +97,14 @@ def parse_arm(text: str) -> Arm:
     return Arm(text, sources, length)
 
 
+def split_names(texts: Sequence[str]) -> list[str]:
+    """Names from options that may be repeated and may hold several with commas."""
+    return list(dict.fromkeys(name.strip() for text in texts for name in text.split(",") if name.strip()))
+
+
 def parse_arms(texts: Sequence[str]) -> list[Arm]:
     """Arms from the command line, also separated by commas; ``plain`` comes first."""
-    names = [name.strip() for text in texts for name in text.split(",") if name.strip()]
-    arms = [PLAIN, *map(parse_arm, names)]
+    arms = [PLAIN, *map(parse_arm, split_names(texts))]
     return list({arm.name: arm for arm in arms}.values())
 
 
@@ -496,19 +498,12 @@ def kv_bytes(context: Context, kv_type: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """All arms on one question, once.
+    """All arms on one question, once."""
 
-    Attributes:
-        repeat: from 0.
-        index: place in the repeat, from 0.
-        question: what is asked.
-        ends_cycle: whether every category that still has questions has had its turn.
-    """
-
-    repeat: int
-    index: int
-    question: Question
-    ends_cycle: bool
+    repeat: int  # from 0
+    index: int  # place in the repeat, from 0
+    question: Question  # what is asked
+    ends_cycle: bool  # whether every category that still has questions has had its turn
 
 
 def blocks(questions: Sequence[Question], repeats: int) -> Iterator[Block]:
@@ -642,15 +637,7 @@ def _parted(
     return found
 
 
-class _Answer(Protocol):
-    @property
-    def n_tokens(self) -> int: ...
-    @property
-    def finish_reason(self) -> str | None: ...
-    def advance(self, n_tokens: int | None) -> None: ...
-
-
-def take_turns(answers: Sequence[_Answer], slice_tokens: int) -> Iterator[int]:
+def take_turns(answers: Sequence[TimedAnswer], slice_tokens: int) -> Iterator[int]:
     """Bring answers to their ends by slices; the one with the fewest tokens is next, so all end at about the same time.
 
     ``slice_tokens`` 0 takes whole answers one after the other. Yields the index of the next.

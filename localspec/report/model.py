@@ -81,39 +81,26 @@ class Table:
     """A table of words and figures.
 
     Attributes:
-        title: of the section.
         head: the columns' names, the most important first: a terminal leaves out the last ones if it is too narrow.
-        rows: as many cells as ``head`` has.
-        note: under the table.
-        left: columns of words, which come first; the others hold figures.
-        styles: of rows, by index.
     """
 
-    title: str
+    title: str  # of the section
     head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    note: str = ""
-    left: int = 1
-    styles: Mapping[int, RowStyle] = field(default_factory=dict)
+    rows: Sequence[Sequence[str]]  # as many cells as ``head`` has
+    note: str = ""  # under the table
+    left: int = 1  # columns of words, which come first; the others hold figures
+    styles: Mapping[int, RowStyle] = field(default_factory=dict)  # of rows, by index
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A plot, on pages only.
+    """A plot, on pages only."""
 
-    Attributes:
-        title: of the section; figures that follow without one stand side by side with it.
-        draw: makes the plot, when a page is rendered.
-        caption: what it shows.
-        summary: folds it away behind these words.
-        wide: as wide as the page.
-    """
-
-    title: str
-    draw: Callable[[], Drawing]
-    caption: str = ""
-    summary: str = ""
-    wide: bool = False
+    title: str  # of the section; figures that follow without one stand side by side with it
+    draw: Callable[[], Drawing]  # makes the plot, when a page is rendered
+    caption: str = ""  # what it shows
+    summary: str = ""  # folds it away behind these words
+    wide: bool = False  # as wide as the page
 
 
 Part = Text | Lines | Facts | Findings | KeyFigures | Table | Figure

@@ -164,7 +164,7 @@ class Screen:
     def _print(self, renderable: Any) -> None:
         with self._console.capture() as capture:
             self._console.print(renderable)
-        for line in capture.get().splitlines():  # columns are filled up with spaces, which nobody wants in a pipe
+        for line in capture.get().splitlines():  # columns are filled up with spaces, unwanted in a pipe
             self._file.write(line.rstrip() + "\n")
 
     def _text(self, text: str, style: str = "") -> Styled:

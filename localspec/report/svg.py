@@ -165,9 +165,6 @@ def label(value: float) -> str:
     return f"{value:.10g}"
 
 
-# -- charts ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Axis:
     """A range and what it measures; ``percent`` for shares. Without ``ticks`` (value -> text), round numbers."""

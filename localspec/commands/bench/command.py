@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from localspec.commands.bench.record import Record, RecordError, read_record, to_json
 from localspec.commands.bench.report import bench_report, comparison, comparison_json, comparison_report, speedup_plot
@@ -57,15 +56,15 @@ class Outputs:
                 checked_output(each, force=self.force or resumed, otherwise=otherwise)
 
 
-def bench_command(words: Sequence[str], request: dict[str, Any], outputs: Outputs) -> int:
-    """``bench [MODEL]``, ``bench show FILE`` or ``bench compare A B``; ``request`` is ``BenchRequest`` as a mapping."""
+def bench_command(words: Sequence[str], request: BenchRequest, outputs: Outputs) -> int:
+    """``bench [MODEL]``, ``bench show FILE`` or ``bench compare A B``."""
     if words[:1] == ["compare"]:
         return compare_command(words[1:], outputs)
     if words[:1] == ["show"]:
         return show_command(words[1:], outputs)
     if len(words) > 1:
         raise UsageError(f"one model at a time, not {len(words)}: measure each with --json, then bench compare A B")
-    return measure_command(BenchRequest(**request), outputs)
+    return measure_command(request, outputs)
 
 
 def measure_command(request: BenchRequest, outputs: Outputs) -> int:

@@ -183,10 +183,7 @@ def reliability_plot(judgements: Sequence[PredictionQuality]) -> Drawing:
         ]
         series.append(Series(each.source, points, line=False, hollow=not whole))
     most = max(each.n for each in bins)
-    axes = (
-        Axis("predicted acceptance (bars: guesses)", 0, 1, percent=True),
-        Axis("observed", 0, 1, percent=True),
-    )
+    axes = (Axis("predicted acceptance (bars: guesses)", 0, 1, percent=True), Axis("observed", 0, 1, percent=True))
     return chart("Reliability of the predicted acceptance", *axes, series, reference=("as predicted", [(0, 0), (1, 1)]),
                  bars=[(each.low, each.high, each.n / most) for each in bins])  # fmt: skip
 
@@ -269,9 +266,6 @@ def bench_report(record: Record, results: Results) -> Report:
     return Report("bench", title(record), parts)
 
 
-# -- circumstances -----------------------------------------------------------------------------------------------------
-
-
 def _machine(record: Record) -> str:
     machine = record.machine
     features = " ".join(machine.get("features") or [])
@@ -325,9 +319,6 @@ def _methods(record: Record) -> Iterator[Part]:
         for model in engine.models:
             yield Text(f"{engine.backend}, {model.source}: {model.file}, sha256 {model.sha256}", "small")
     yield Text(f"localspec {session.localspec}, Python {session.python}: {session.command}", "small")
-
-
-# -- speed -------------------------------------------------------------------------------------------------------------
 
 
 def _verdict(record: Record, results: Results, row: Row) -> KeyFigure:
@@ -454,9 +445,6 @@ def _time(record: Record, results: Results) -> Part:
     return Table("Where the time went", head, rows, note)
 
 
-# -- costs -------------------------------------------------------------------------------------------------------------
-
-
 def _passes(record: Record, passes: Passes) -> Iterator[Part]:
     name = f" · {passes.backend}" if len(record.settings.backends) > 1 else ""
     widths = [each for each in passes.widths if each.width <= 9 or each.width in (10, 12, 16)]
@@ -486,9 +474,6 @@ def _passes(record: Record, passes: Passes) -> Iterator[Part]:
             "The acceptance at which k guesses a round make no difference, by the theory of independent guesses: over "
             "it drafting pays, under it it costs. Where a line ends, not even perfect guesses would.",
         )
-
-
-# -- acceptance --------------------------------------------------------------------------------------------------------
 
 
 def _acceptance(record: Record, results: Results) -> Iterator[Part]:
@@ -714,9 +699,6 @@ def _short(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {each}" for name, each in value.items()) or "greedy"
     return f"{value[:12]}…" if isinstance(value, str) and len(value) == 64 else str(value)
-
-
-# -- showing ---------------------------------------------------------------------------------------------------------
 
 
 def comparison_report(found: Comparison) -> Report:

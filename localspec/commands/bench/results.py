@@ -255,15 +255,13 @@ class Drift:
     """Plain decoding's own speed over the run.
 
     Attributes:
-        backend: the engine.
         change: median speed of a one-token pass in the last third of plain's answers over that in the first, less 1;
             None with fewer than 6 answers.
-        noise: how far the speed of a plain answer lies from the median, relative; the median of that.
     """
 
-    backend: str
+    backend: str  # the engine
     change: float | None
-    noise: float | None
+    noise: float | None  # how far the speed of a plain answer lies from the median, relative; the median of that
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,9 +389,6 @@ def _prompt_speed(sample: Sample) -> float:
     return (sample.prompt_tokens - 1) / sample.seconds_prompt if sample.seconds_prompt else 0.0
 
 
-# -- one against the other -------------------------------------------------------------------------------------------
-
-
 def _duels(category: str, samples: Sequence[Sample], settings: Settings) -> Iterator[Duel]:
     first = settings.backends[0]
     for backend in settings.backends:
@@ -411,9 +406,6 @@ def _duels(category: str, samples: Sequence[Sample], settings: Settings) -> Iter
         for arm in settings.arms:
             if duel := estimate(ratios(samples, (other, arm), (first, arm))):
                 yield Duel(category, "engines", f"{other} {arm}", f"{first} {arm}", duel)
-
-
-# -- costs, predictions, drift ---------------------------------------------------------------------------------------
 
 
 def _passes(engine: Engine, samples: Iterable[Sample]) -> Passes:

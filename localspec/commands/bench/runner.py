@@ -53,6 +53,7 @@ from localspec.measuring.subject import (
     measure,
     parse_arms,
     places,
+    split_names,
 )
 from localspec.model_files.gguf import model_bytes, model_files
 from localspec.model_files.sources.base import size_text
@@ -132,25 +133,15 @@ def sha256(path: Path, watch: Watch) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How thorough a run is.
+    """How thorough a run is."""
 
-    Attributes:
-        name: ``quick``, ``default`` or ``full``.
-        arms: what is measured where no arm is named.
-        max_tokens: longest answer.
-        minutes: the time budget, loading included; None: none.
-        repeats: most repeats of a question.
-        tolerance: half-width of the overall interval of every speed-up, relative, that is narrow enough.
-        least_answers: how many questions a time budget should suffice for, if need be with shorter answers.
-    """
-
-    name: str
-    arms: tuple[str, ...]
-    max_tokens: int
-    minutes: float | None
-    repeats: int
-    tolerance: float
-    least_answers: int = 0
+    name: str  # ``quick``, ``default`` or ``full``
+    arms: tuple[str, ...]  # what is measured where no arm is named
+    max_tokens: int  # longest answer
+    minutes: float | None  # the time budget, loading included; None: none
+    repeats: int  # most repeats of a question
+    tolerance: float  # half-width of the overall interval of every speed-up, relative, that is narrow enough
+    least_answers: int = 0  # how many questions a time budget should suffice for, if need be with shorter answers
 
 
 QUICK = Mode("quick", ("plain", "auto"), 64, 2.0, 3, 0.05, least_answers=9)
@@ -200,23 +191,17 @@ class BenchPlan:
     """What to measure.
 
     Attributes:
-        options: models and how to run them; its ``backend`` is not used.
         settings: as asked; once the engines are loaded, their own names, whether there is memory to answer in slices,
             and in a quick run the length of answers are filled in.
-        arms: ``plain`` first.
-        questions: in the order to ask them.
-        mode: how thorough, with the command line's changes in it.
-        before: a run to go on with.
-        save: called with the record after every question.
     """
 
-    options: RunOptions
+    options: RunOptions  # models and how to run them; its ``backend`` is not used
     settings: Settings
-    arms: list[Arm]
-    questions: list[Question]
-    mode: Mode
-    before: Record | None = None
-    save: Callable[[Record], None] = field(default=lambda record: None)
+    arms: list[Arm]  # ``plain`` first
+    questions: list[Question]  # in the order to ask them
+    mode: Mode  # how thorough, with the command line's changes in it
+    before: Record | None = None  # a run to go on with
+    save: Callable[[Record], None] = field(default=lambda record: None)  # called with the record after every question
 
 
 _LOADING = {
@@ -241,7 +226,7 @@ def make_plan(request: BenchRequest, before: Record | None = None) -> BenchPlan:
     mode = _mode(request, then)
     if request.prompts is not None and request.which is not None:
         raise UsageError("--set selects built-in questions and cannot be combined with --prompts")
-    backends, names, categories = (_split(each) for each in (request.backends, request.arms, request.categories))
+    backends, names, categories = (split_names(each) for each in (request.backends, request.arms, request.categories))
     source = request.prompts or (f"own:{request.which}" if request.which else None)
     slice_tokens, ignore_eos = request.slice_tokens, request.ignore_eos
     if then is not None:
@@ -328,10 +313,6 @@ def _resumed(options: RunOptions, then: Settings) -> RunOptions:
     )
 
 
-def _split(texts: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(name.strip() for text in texts for name in text.split(",") if name.strip()))
-
-
 _CHANGES = ("memory_available_bytes", "busy_share", "on_battery", "throttled", "bandwidth_gb_per_s")
 """Facts of a machine that hold for a moment."""
 
@@ -366,11 +347,7 @@ class BenchRun:
             subjects = []
             for llm in self._load(stack):
                 subject = EngineUnderTest(
-                    llm,
-                    plan.arms,
-                    self._watch.stopped,
-                    plan.options.system,
-                    in_slices=plan.settings.slice_tokens > 0,
+                    llm, plan.arms, self._watch.stopped, plan.options.system, in_slices=plan.settings.slice_tokens > 0
                 )
                 stack.callback(subject.restore)
                 subjects.append(subject)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
 from localspec.commands.chat.screen import ChatScreen, guessing, no_echo, only_thought, status_line
 from localspec.commands.chat.typesetter import Style
-from localspec.commands.options import RunOptions, base_model_notes
+from localspec.commands.options import RunOptions, ThinkOptions, base_model_notes
 from localspec.engine import saved
 from localspec.engine.drafts import drafts_at_hand, heads_of
 from localspec.engine.loading import draft_gain
@@ -286,7 +286,7 @@ class Chat:
         keep_in: where the conversation is kept as it goes on; None if it is not. See ``keep_at``.
         remembers: whether view and system prompt are remembered for later chats when they are changed.
         races: how many races were run, so that plain and speculative take turns in going first.
-        think, thinking_budget: how questions are asked, see ``LLM.rounds``.
+        asked: ``think`` and ``thinking_budget`` of questions, see ``LLM.rounds``.
         leaving: set by ``/quit``.
         late: what brings the draft model after the prompt, if anything does.
         loaded: called when a load that the chat asked for is over, to clear its progress from the screen.
@@ -308,8 +308,7 @@ class Chat:
         self._kept_at: int | None = None
         self.remembers = False
         self.races = 0
-        self.think = "auto"
-        self.thinking_budget: int | None = None
+        self.asked: ThinkOptions = {"think": "auto", "thinking_budget": None}
         self.leaving = False
         self.status = ""
         self.late: LateDraft | None = None
@@ -349,12 +348,7 @@ class Chat:
         failed = False
         try:
             drafts_from = [file.text for file in files if NGRAM in self.llm.draft_names]
-            stream = self.session.rounds(
-                question,
-                prediction="\n".join(drafts_from) or None,
-                think=self.think,
-                thinking_budget=self.thinking_budget,
-            )
+            stream = self.session.rounds(question, prediction="\n".join(drafts_from) or None, **self.asked)
             try:
                 with no_echo(), stream, on_interrupt(stream.close):
                     view.wait("reading")
@@ -465,7 +459,7 @@ class Chat:
         """Have the models read, while the person types, what the next question follows."""
         if self.screen.interactive:
             with suppress(LocalspecError):  # then it is read when it is asked
-                self.llm.read_ahead(self.session.messages, think=self.think)
+                self.llm.read_ahead(self.session.messages, think=self.asked["think"])
 
     def _limit(self, stats: dict[str, Any]) -> str:
         budget = self.params.max_tokens

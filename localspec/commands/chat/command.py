@@ -22,7 +22,7 @@ from localspec.commands.chat.commands import LEAVING, complete, go_on_with, is_c
 from localspec.commands.chat.prompt import PlainPrompt
 from localspec.commands.chat.screen import VIEWS, ChatScreen
 from localspec.commands.chat.settings import ChatSettings, read_settings
-from localspec.commands.options import RunOptions, base_model_notes
+from localspec.commands.options import RunOptions, ThinkOptions, base_model_notes
 from localspec.model_files.catalog import Catalog, Entry
 from localspec.system.files import home
 from localspec.system.terminal import Progress, decode
@@ -33,10 +33,9 @@ if TYPE_CHECKING:
 
 def chat_command(
     options: RunOptions,
-    project: str | None = None,
+    project: str | None,
+    asked: ThinkOptions,
     *,
-    think: str = "auto",
-    thinking_budget: int | None = None,
     resume: bool = False,
     keep: bool = True,
 ) -> int:
@@ -45,7 +44,7 @@ def chat_command(
     Args:
         options: what to load, and how to sample.
         project: what to copy from too; None is what was kept for this folder, where someone sits at a terminal.
-        think, thinking_budget: see ``LLM.rounds``.
+        asked: ``think`` and ``thinking_budget``, see ``LLM.rounds``.
         resume: go on with the conversation that was kept last.
         keep: keep the conversation: of a person at a terminal, or one that is resumed.
     """
@@ -68,11 +67,11 @@ def chat_command(
         with llm:
             settings, problems = read_settings() if interactive else (ChatSettings(), [])
             defaults = llm.chat_defaults
-            asked = (options.system, settings.system, defaults.get("system"))
-            system = next((text for text in asked if text is not None), None)
+            prompts = (options.system, settings.system, defaults.get("system"))
+            system = next((text for text in prompts if text is not None), None)
             chat = Chat(llm, screen, params=options.params(defaults), system=system, view=settings.view or VIEWS[0])
             chat.loaded, chat.remembers = progress.clear, interactive
-            chat.think, chat.thinking_budget = think, thinking_budget
+            chat.asked = asked
             chat.keep_in = new_file() if keep and (interactive or resume) else None
             begin = partial(_resume, chat, options, latest) if resume else None
             progress.clear()

@@ -291,23 +291,14 @@ ONLY = "only"
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One slash command.
+    """One slash command."""
 
-    Attributes:
-        usage: its arguments, as ``/help`` shows them.
-        help: what it does, in a few words.
-        run: does it; an error is raised.
-        words: what can be typed as its argument.
-        several: whether it takes several of them.
-        takes_path: whether its argument is a path.
-    """
-
-    usage: str
-    help: str
-    run: Callable[[Chat, str], None]
-    words: Callable[[], Iterable[str]] = tuple
-    several: bool = False
-    takes_path: bool = False
+    usage: str  # its arguments, as ``/help`` shows them
+    help: str  # what it does, in a few words
+    run: Callable[[Chat, str], None]  # does it; an error is raised
+    words: Callable[[], Iterable[str]] = tuple  # what can be typed as its argument
+    several: bool = False  # whether it takes several of them
+    takes_path: bool = False  # whether its argument is a path
 
 
 def is_command(line: str) -> bool:
@@ -337,10 +328,10 @@ def named(name: str) -> str:
     """
     if name in COMMANDS or name in ALIASES:
         return ALIASES.get(name, name)
-    begun = [each for each in (*COMMANDS, *ALIASES) if name and each.startswith(name)]
-    if len({ALIASES.get(each, each) for each in begun}) == 1:
-        return ALIASES.get(begun[0], begun[0])
-    near = " or /".join(begun) or nearest(name, (*COMMANDS, *ALIASES))
+    starting = [each for each in (*COMMANDS, *ALIASES) if name and each.startswith(name)]
+    if len({ALIASES.get(each, each) for each in starting}) == 1:
+        return ALIASES.get(starting[0], starting[0])
+    near = " or /".join(starting) or nearest(name, (*COMMANDS, *ALIASES))
     hint = f"did you mean /{near}?" if near else "/help lists the commands"
     raise UsageError(f"no command /{name}: {hint} (start the line with a space to send it as text)")
 
@@ -356,9 +347,6 @@ def complete(before: list[str]) -> Iterable[str]:
 
 def takes_path(name: str) -> bool:
     return name[1:] in COMMANDS and COMMANDS[name[1:]].takes_path
-
-
-# -- looking ---------------------------------------------------------------------------------------------------------
 
 
 def _help(chat: Chat, argument: str) -> None:
@@ -408,14 +396,6 @@ def _stats(chat: Chat, argument: str) -> None:
 
 def _why(chat: Chat, argument: str) -> None:
     chat.screen.line(chat.llm.explain())
-
-
-def _race(chat: Chat, argument: str) -> None:
-
-    race(chat)
-
-
-# -- changing --------------------------------------------------------------------------------------------------------
 
 
 def _draft(chat: Chat, argument: str) -> None:
@@ -505,18 +485,19 @@ def _think(chat: Chat, argument: str) -> None:
     if chat.llm.thinking is None:
         raise UsageError(f"{chat.llm.model_name} does not support thinking")
     if argument.isdecimal() or argument == "none":
-        chat.thinking_budget = None if argument == "none" else int(argument)
+        chat.asked["thinking_budget"] = None if argument == "none" else int(argument)
     elif argument in ("show", "hide"):
         chat.screen.folded = argument == "hide"
         thoughts = [message["reasoning_content"] for message in chat.session.messages if "reasoning_content" in message]
         if argument == "show" and thoughts:
             chat.screen.line(thoughts[-1], Style.THINKING)
     elif argument in THINK:
-        chat.think = argument
+        chat.asked["think"] = argument
     elif argument:
         raise UsageError(f"/think takes a number of tokens, none, or one of {', '.join(_THINK)}")
-    budget = "any number of" if chat.thinking_budget is None else f"at most {chat.thinking_budget}"
-    chat.screen.note(f"think: {chat.think}, {budget} tokens, {'hidden' if chat.screen.folded else 'shown'}")
+    most, shown = chat.asked["thinking_budget"], "hidden" if chat.screen.folded else "shown"
+    budget = "any number of" if most is None else f"at most {most}"
+    chat.screen.note(f"think: {chat.asked['think']}, {budget} tokens, {shown}")
 
 
 def _system(chat: Chat, argument: str) -> None:
@@ -573,44 +554,6 @@ def _models() -> Iterable[str]:
     from localspec.model_files.catalog import Catalog
 
     return ["auto", "none", "ngram", "head", "mtp", "early-exit", ONLY, *Catalog.load()]
-
-
-COMMANDS: dict[str, Command] = {
-    "new": Command("", "begin a new conversation", _new),
-    "retry": Command("", "ask the last question again", _retry),
-    "undo": Command("", "take the last turn back", _undo),
-    "view": Command("|".join(VIEWS), "how answers are shown", _view, lambda: VIEWS),
-    "file": Command("[PATH|none]", "a file for the next message", attach, takes_path=True),
-    "edit": Command("[TEXT]", "write in $EDITOR (or Ctrl-X Ctrl-E)", edit_message),
-    "copy": Command("[N]", "copy the answer, or its Nth code block", copy_answer),
-    "system": Command("[TEXT|none|default]", "the system prompt", _system, lambda: ("none", "default")),
-    "set": Command("[NAME [VALUE]]", "sampling parameters", _set, lambda: CHAT_SETTINGS),
-    "think": Command("[on|off|auto|show|hide|N]", "thinking before answers", _think, lambda: _THINK),
-    "sessions": Command("[N|forget]", "the kept chats; go on with the Nth", sessions, lambda: ("forget",)),
-    "save": Command("FILE", "keep the chat in a file", save_to, takes_path=True),
-    "load": Command("FILE", "go on with a saved chat", load_from, takes_path=True),
-    "help": Command("[NAME|guessing]", "this list", _help, lambda: ("guessing", *COMMANDS)),
-    "quit": Command("", "leave (Ctrl-D does too)", _quit),
-    "draft": Command(
-        "auto|none|ngram|MODEL … [only]", "who guesses, with n-grams unless only", _draft, _models, several=True
-    ),
-    "length": Command("auto|N", "how many tokens are guessed at a time", _length, lambda: ("auto",)),
-    "project": Command("[PATH|none]", "a folder to copy guesses from, kept", _project, takes_path=True),
-    "stats": Command("", "figures, and how far guesses reached", _stats),
-    "why": Command("", "who guesses now, and why not", _why),
-    "race": Command("", "the last question, plain and with guesses", _race),
-}
-
-ALIASES = {"clear": "new", "reset": "new", "exit": "quit", "bye": "quit", "q": "quit", "?": "help"}
-"""Names from other programs."""
-
-LEAVING = ("exit", "quit")
-"""Lines that leave without a slash."""
-
-_GUESSING = ("draft", "length", "project", "stats", "why", "race")
-
-GROUPS = {"": tuple(name for name in COMMANDS if name not in _GUESSING), "guessing": _GUESSING}
-"""What follows ``/help`` -> the commands it shows."""
 
 
 # ``/stats``: figures of the last answer and of the conversation, and acceptance by position.
@@ -692,7 +635,7 @@ class _Heat:
         return guessed / plain if plain and self.guessed.stats["num_draft_tokens"] else None
 
 
-def race(chat: Chat) -> None:
+def race(chat: Chat, argument: str = "") -> None:
     """Race twice, in both orders, if there are guesses; show both answers. The conversation stays as it is.
 
     Raises:
@@ -725,13 +668,7 @@ def _run(chat: Chat, params: SamplingParams, first: bool, what: str) -> _Heat | 
     """Answer the last question both ways; None if stopped."""
     replies: dict[bool, Reply] = {}
     for speculate in (first, not first):
-        stream = chat.llm.rounds(
-            chat.session.messages[:-1],
-            params,
-            speculate=speculate,
-            think=chat.think,
-            thinking_budget=chat.thinking_budget,
-        )
+        stream = chat.llm.rounds(chat.session.messages[:-1], params, speculate=speculate, **chat.asked)
         status, said = SpecStats(), ""
         with Progress(chat.screen.file) as progress, no_echo(), stream, on_interrupt(stream.close):
             for round_ in stream:
@@ -794,3 +731,43 @@ def difference(chat: Chat, plain: Reply, speculative: Reply) -> str:
         f"first difference at token {at + 1}: plain {ours!r}, with guesses {theirs!r} "
         "(wide and narrow passes round differently, so near ties can fall either way)"
     )
+
+
+# The table.
+
+COMMANDS: dict[str, Command] = {
+    "new": Command("", "begin a new conversation", _new),
+    "retry": Command("", "ask the last question again", _retry),
+    "undo": Command("", "take the last turn back", _undo),
+    "view": Command("|".join(VIEWS), "how answers are shown", _view, lambda: VIEWS),
+    "file": Command("[PATH|none]", "a file for the next message", attach, takes_path=True),
+    "edit": Command("[TEXT]", "write in $EDITOR (or Ctrl-X Ctrl-E)", edit_message),
+    "copy": Command("[N]", "copy the answer, or its Nth code block", copy_answer),
+    "system": Command("[TEXT|none|default]", "the system prompt", _system, lambda: ("none", "default")),
+    "set": Command("[NAME [VALUE]]", "sampling parameters", _set, lambda: CHAT_SETTINGS),
+    "think": Command("[on|off|auto|show|hide|N]", "thinking before answers", _think, lambda: _THINK),
+    "sessions": Command("[N|forget]", "the kept chats; go on with the Nth", sessions, lambda: ("forget",)),
+    "save": Command("FILE", "keep the chat in a file", save_to, takes_path=True),
+    "load": Command("FILE", "go on with a saved chat", load_from, takes_path=True),
+    "help": Command("[NAME|guessing]", "this list", _help, lambda: ("guessing", *COMMANDS)),
+    "quit": Command("", "leave (Ctrl-D does too)", _quit),
+    "draft": Command(
+        "auto|none|ngram|MODEL … [only]", "who guesses, with n-grams unless only", _draft, _models, several=True
+    ),
+    "length": Command("auto|N", "how many tokens are guessed at a time", _length, lambda: ("auto",)),
+    "project": Command("[PATH|none]", "a folder to copy guesses from, kept", _project, takes_path=True),
+    "stats": Command("", "figures, and how far guesses reached", _stats),
+    "why": Command("", "who guesses now, and why not", _why),
+    "race": Command("", "the last question, plain and with guesses", race),
+}
+
+ALIASES = {"clear": "new", "reset": "new", "exit": "quit", "bye": "quit", "q": "quit", "?": "help"}
+"""Names from other programs."""
+
+LEAVING = ("exit", "quit")
+"""Lines that leave without a slash."""
+
+_GUESSING = ("draft", "length", "project", "stats", "why", "race")
+
+GROUPS = {"": tuple(name for name in COMMANDS if name not in _GUESSING), "guessing": _GUESSING}
+"""What follows ``/help`` -> the commands it shows."""

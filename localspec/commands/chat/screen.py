@@ -69,8 +69,7 @@ class View(ABC):
         """Say what happens before the first round."""
 
     @abstractmethod
-    def round(self, round_: Round) -> None:
-        pass
+    def round(self, round_: Round) -> None: ...
 
     @abstractmethod
     def finish(self) -> None:
@@ -159,8 +158,8 @@ class RoundsView(View):
             self._plain.append(round_)
         if self._paper is not None:
             columns, _ = terminal_size()
-            under_way = rows_of(plain_parts(self._plain, unicode=self._unicode), columns - 1) if self._plain else [[]]
-            self._paper.tail(under_way[-1], status_line(self._stats.as_dict()))
+            growing = rows_of(plain_parts(self._plain, unicode=self._unicode), columns - 1) if self._plain else [[]]
+            self._paper.tail(growing[-1], status_line(self._stats.as_dict()))
             self._paper.flush()
 
     def finish(self) -> None:
@@ -423,13 +422,13 @@ class ChatScreen:
 
         Yields what begins this; until it is called, lines are read and echoed as usual.
         """
-        begun = not self.ansi
+        holding = not self.ansi
         with ExitStack() as stack:
 
             def begin() -> None:
-                nonlocal begun
-                if not begun:
-                    begun = True
+                nonlocal holding
+                if not holding:
+                    holding = True
                     stack.enter_context(_keyboard(echo=False, lines=False))
 
             self.mark_pastes()
@@ -611,17 +610,16 @@ class ReadingView(View):
 
     def _complete(self, block: str, columns: int) -> list[str]:
         """Lines of a block that are not printed yet; the next block begins."""
-        lines = [""] * (self._between and not self._n_printed)
-        lines += self._draw.render(block, columns - 1, self._n_code, (self._n_printed, None))
+        lines = self._part(block, columns, None)
         self._n_code += len(code_blocks(block))
         self._n_printed, self._between = 0, True
         return lines
 
-    def _part(self, block: str, columns: int, end: int) -> list[str]:
+    def _part(self, block: str, columns: int, end: int | None) -> list[str]:
         """Lines of a code block before ``end``, to be printed for good."""
         lines = [""] * (self._between and not self._n_printed)
         lines += self._draw.render(block, columns - 1, self._n_code, (self._n_printed, end))
-        self._n_printed = end
+        self._n_printed = end or 0
         return lines
 
     # -- the terminal --------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,6 @@ from localspec._version import __version__
 from localspec.backends.published_heads import computes_mtp
 from localspec.commands.doctor import facts, fit, ranking
 from localspec.commands.doctor.facts import (
-    BenchFacts,
     CostFacts,
     EngineFacts,
     Examination,
@@ -449,7 +448,7 @@ class Doctor:
             found.recommendation = self._first_steps()
         else:
             if examined.automatic and examined.target.present and engine is not None:
-                examined = replace(examined, heads=_heads_at_hand(examined.target, engine.name))
+                examined = replace(examined, heads=_found_heads(examined.target, engine.name))
             self._examine_pair(examined, engine)
             found.recommendation = self._obstacle(examined) or self._measure(examined, calibrate, rank)
         slowed = machine.throttled(throttle, machine.throttle_count())
@@ -588,9 +587,7 @@ class Doctor:
         payoffs = [facts.payoff(name, times, ms, one_pass=name in one_pass) for name, ms in drafters]
         assert found.pair is not None
         bench = last_bench(examined.target.file, cost.engine)
-        found.pair = replace(
-            found.pair, cost=cost, payoff=payoffs, bench=None if bench is None else BenchFacts(**asdict(bench))
-        )
+        found.pair = replace(found.pair, cost=cost, payoff=payoffs, bench=bench)
         found.add("cost", rows)
         self.parts += cost_parts(cost, rows, self.page.width, self.page.unicode)
         self.parts += payoff_parts(payoffs)
@@ -609,7 +606,7 @@ class Doctor:
             if calibrate:
                 watch.call(llm, lambda pair: pair.recalibrate(watch.report))
             chosen = () if examined.automatic else examined.heads
-            heads = chosen or llm.run(lambda pair: ranking.called(heads_of(pair.target)))
+            heads = chosen or llm.run(lambda pair: ranking.short_head_names(heads_of(pair.target)))
             rank = self.found.rank = ranking.rank(llm, heads, drafts, self.options.params({}), watch, ranking.SECONDS)
         self.parts += ranking_parts(rank)
         advice = recommend_ranked(rank, target.spec, {draft.name: draft.spec for draft in drafts})
@@ -679,6 +676,6 @@ def _published(name: str) -> Path | None:
     return path if names_published_head(path) else None
 
 
-def _heads_at_hand(target: ExaminedModel, backend: str) -> tuple[str, ...]:
+def _found_heads(target: ExaminedModel, backend: str) -> tuple[str, ...]:
     """Heads that ``auto`` would load, as far as files tell before the target is loaded."""
-    return ranking.called(heads_at_hand(target.file, backend, mtp=computes_mtp(target.file, backend)))
+    return ranking.short_head_names(heads_at_hand(target.file, backend, mtp=computes_mtp(target.file, backend)))

@@ -26,6 +26,7 @@ from localspec.backends.llama.ggml import (
 )
 from localspec.controllers.stopping import Times, best_length, break_even, speedup, with_block
 from localspec.engine.options import LoadOptions
+from localspec.measuring.last_bench import LastBench
 from localspec.model_files.sources.base import size_text
 from localspec.report.model import Finding, Status
 from localspec.system import machine
@@ -152,18 +153,6 @@ class CostFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class BenchFacts:
-    """What localspec bench last measured of this model on this engine."""
-
-    day: str  # when
-    engine: str  # name and version
-    drafters: list[str]  # what drafted
-    speedups: dict[str, float]  # kind of question -> median speed over plain decoding; all: over all questions
-    n_questions: int  # how many in all
-    n_guesses: int  # draft tokens sent
-
-
-@dataclass(frozen=True, slots=True)
 class PayoffFacts:
     """What speculation with one drafter is worth here; see ``controllers.stopping``."""
 
@@ -191,7 +180,7 @@ class PairFacts:
     fit: FitFacts  # memory
     cost: CostFacts | None = None  # measured passes; None where nothing was loaded
     payoff: list[PayoffFacts] = field(default_factory=list)  # by drafter, what they mean
-    bench: BenchFacts | None = None  # measured answers; None where bench was not run with this model and engine
+    bench: LastBench | None = None  # measured answers; None where bench was not run with this model and engine
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,19 +34,15 @@ class Sizes:
     """What a header says of memory and matching.
 
     Attributes:
-        vocab: the vocabulary.
-        kv: what keys and values take.
-        n_layer: transformer blocks.
         n_embd, n_ff: widths of the residual stream and of the widest feed-forward layer.
-        n_params: parameters.
     """
 
-    vocab: Vocab
-    kv: KVShape
-    n_layer: int
+    vocab: Vocab  # the vocabulary
+    kv: KVShape  # what keys and values take
+    n_layer: int  # transformer blocks
     n_embd: int
     n_ff: int
-    n_params: int
+    n_params: int  # parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,11 +143,7 @@ def _of_head(gguf: GGUFFile, model: ExaminedModel) -> ExaminedModel:
     except UnsupportedModel as error:
         unused = str(error)
     return replace(
-        model,
-        bytes=gguf.n_bytes,
-        architecture=gguf.architecture,
-        quantization=gguf.quantization,
-        unused=unused,
+        model, bytes=gguf.n_bytes, architecture=gguf.architecture, quantization=gguf.quantization, unused=unused
     )
 
 
@@ -215,19 +207,12 @@ _CTX_STEP = 256
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Where models would go.
+    """Where models would go."""
 
-    Attributes:
-        engine: the engine that would load them; None where there is none.
-        n_gpu_layers: ``--gpu-layers``; None takes all if the engine has a GPU.
-        ram: free memory [bytes].
-        ram_total: what the machine has, or the container may use [bytes].
-    """
-
-    engine: EngineFacts | None
-    n_gpu_layers: int | None
-    ram: int
-    ram_total: int
+    engine: EngineFacts | None  # the engine that would load them; None where there is none
+    n_gpu_layers: int | None  # ``--gpu-layers``; None takes all if the engine has a GPU
+    ram: int  # free memory [bytes]
+    ram_total: int  # what the machine has, or the container may use [bytes]
 
     @property
     def backend(self) -> str:

@@ -227,9 +227,9 @@ def matching_drafts(target: ExaminedModel) -> list[ExaminedModel]:
     return sorted(found, key=lambda model: picks.index(model.name) if model.name in picks else len(picks))
 
 
-def called(at_hand: Iterable[str]) -> tuple[str, ...]:
+def short_head_names(found: Iterable[str]) -> tuple[str, ...]:
     """Shorter names of heads: the first file is what ``--draft head`` takes."""
-    names = list(at_hand)
+    names = list(found)
     first = next((name for name in names if name.startswith(f"{HEAD}:")), None)
     return tuple(HEAD if name == first else name for name in names)
 

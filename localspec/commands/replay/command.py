@@ -139,18 +139,16 @@ class Answer:
         rounds: as ``Round.as_event`` has them, but for the three times, which are in one list ``ms``. An emitted
             token that reaches behind the answer's end, into the stop string, has that part of its text in ``cut``.
         text: the answer where there are no rounds to take it from, else what it has behind the last round's tokens.
-        finish_reason: None when the recording ends before the answer does.
-        prompt: the question; a file of events does not have it.
         stats: figures under the names of ``SpecStats``; those that the file lacks are counted from the rounds.
     """
 
     rounds: list[dict[str, Any]]
     text: str = ""
-    finish_reason: str | None = None
+    finish_reason: str | None = None  # None when the recording ends before the answer does
     model: str = ""
     draft: list[str] = field(default_factory=list)
     backend: str = ""
-    prompt: str | None = None
+    prompt: str | None = None  # the question; a file of events does not have it
     system: str | None = None
     stats: dict[str, Any] = field(default_factory=dict)
 
@@ -181,9 +179,6 @@ def read(data: bytes) -> Recording:
     if not any(answer.rounds for answer in recording.answers):
         raise RecordingError("it has no rounds (generate --format events records them, --format json does not)")
     return recording
-
-
-# -- the two formats ------------------------------------------------------------------------------------------------
 
 
 def _read_events(data: bytes) -> Recording:
@@ -267,9 +262,6 @@ def _engine(value: Mapping[str, Any]) -> dict[str, Any]:
         "draft": [on_one_line(name) for name in entries(value, "draft", str, [])],
         "backend": on_one_line(get(value, "backend", str, "")),
     }
-
-
-# -- rounds ---------------------------------------------------------------------------------------------------------
 
 
 def _round(event: Any) -> dict[str, Any]:

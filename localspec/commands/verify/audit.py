@@ -35,7 +35,6 @@ from localspec.commands.verify.rows import (
     in_words,
     plain_answer,
     prompt_cuts,
-    replayed,
     row_behind,
     sensitivity,
     wide_passes,
@@ -242,25 +241,18 @@ class AuditOptions:
     """How much is audited, and with which settings.
 
     Attributes:
-        n_prompts: questions; each is answered some six times.
-        n_tokens: longest answer.
-        greedy: penalties and biases of the greedy answers.
-        sampled: the chain of the sampled ones; its temperature is over 0.
-        draft_length: as the pair is going to be used.
         n_windows, n_draws: drafts that verification is asked about, and how often for each kind of draft.
-        system: system prompt.
-        is_quick: as little as tells something: fewer ways of drafting, rollbacks with one prompt alone.
     """
 
-    n_prompts: int
-    n_tokens: int
-    greedy: SamplingParams
-    sampled: SamplingParams
-    draft_length: int | str = "auto"
+    n_prompts: int  # questions; each is answered some six times
+    n_tokens: int  # longest answer
+    greedy: SamplingParams  # penalties and biases of the greedy answers
+    sampled: SamplingParams  # the chain of the sampled ones; its temperature is over 0
+    draft_length: int | str = "auto"  # as the pair is going to be used
     n_windows: int = 4
     n_draws: int = 1000
-    system: str | None = None
-    is_quick: bool = False
+    system: str | None = None  # system prompt
+    is_quick: bool = False  # as little as tells something: fewer ways of drafting, rollbacks with one prompt alone
 
 
 class Audit:
@@ -419,7 +411,8 @@ class Audit:
             self.thinking.answers += 1
             self.thinking.closed += n_closed
             if params.greedy and answer.tokens:
-                text = replayed(self.target, plain.name, plain.prompt, answer.tokens, params, self._check)
+                given = answer.tokens
+                text = plain_answer(self.target, plain.name, plain.prompt, params, len(given), self._check, given)
                 for position, (token, seen) in enumerate(zip(answer.tokens, answer.rows, strict=True)):
                     if seen is not None:
                         deviation = text.compared(position, seen)

@@ -115,9 +115,6 @@ def _answers(result: AuditResult) -> Iterator[Table]:
             yield Table(title, head, rows, f"passes over {_spans(widths)} tokens{places}" if widths else "")
 
 
-# -- checks ------------------------------------------------------------------------------------------------------------
-
-
 def _checks(result: AuditResult) -> Iterator[Finding]:
     """A line for each claim: what it was compared with, and how it came out."""
     broken = {(defect.kind, defect.arm == ROLLBACK) for defect in result.defects}
@@ -231,9 +228,6 @@ def _evidence(law: Figures) -> str:
 def _power(law: Figures) -> str:
     power = law["power"].values()
     return f"would be found with 99%: {sum(value > 0.99 for value in power)} of {len(power)} suspected defects"
-
-
-# -- differences -------------------------------------------------------------------------------------------------------
 
 
 def _ties(result: AuditResult) -> Iterator[Finding]:

@@ -46,7 +46,31 @@ class Recorder(Drafter):
         return found
 
 
-class Adversary(Drafter):
+class _Scripted(Drafter):
+    """Sends a script as its draft, once a round."""
+
+    _drafted = False
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        self._drafted = False
+
+    def accept(self, emitted: Sequence[int]) -> None:
+        self._drafted = False
+
+    def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
+        draft: list[DraftToken] = []
+        for token in [] if self._drafted else self._script(tokens):
+            if not plan.more(self.source) or plan.keep(self.source, 1.0) is None:
+                break
+            draft.append(DraftToken(token, self.source, 1.0))
+        self._drafted = True
+        return draft
+
+    def _script(self, tokens: Sequence[int]) -> list[int]:
+        raise NotImplementedError
+
+
+class Adversary(_Scripted):
     """Drafts a known answer for a while, then an error.
 
     The number of right tokens runs through 0 to ``reach``, so every position is rejected and all widths are sent. An
@@ -65,31 +89,13 @@ class Adversary(Drafter):
         step = next(step for step in range(max(1, int(n * 0.618)), 2 * n + 2) if gcd(step, n) == 1)
         self._n_right = [turn * step % n for turn in range(n)]
         self._round = 0
-        self._drafted = False
         self.know([], [], [])
 
     def know(self, prompt: Sequence[int], answer: Sequence[int], second_best: Sequence[int]) -> None:
         """The answer to come, and the second best token at each place; without an answer, earlier text stands in."""
         self._n_prompt, self._answer, self._second_best = len(prompt), list(answer), list(second_best)
 
-    def begin(self, tokens: Sequence[int]) -> None:
-        self._drafted = False
-
-    def accept(self, emitted: Sequence[int]) -> None:
-        self._drafted = False
-
-    def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
-        if self._drafted:  # one draft a round, as long as it was meant to be
-            return []
-        self._drafted = True
-        draft: list[DraftToken] = []
-        for token in self._tokens(tokens):
-            if not plan.more(self.source) or plan.keep(self.source, 1.0) is None:
-                break
-            draft.append(DraftToken(token, self.source, 1.0))
-        return draft
-
-    def _tokens(self, tokens: Sequence[int]) -> list[int]:
+    def _script(self, tokens: Sequence[int]) -> list[int]:
         turn, self._round = self._round, self._round + 1
         at = len(tokens) - self._n_prompt
         known = self._answer[at:] if self._answer else list(tokens[-self._reach :])
@@ -118,35 +124,22 @@ class NearMisses(Adversary):
     def __init__(self, n_vocab: int, reach: int = 2) -> None:
         super().__init__(n_vocab, reach)
 
-    def _tokens(self, tokens: Sequence[int]) -> list[int]:
+    def _script(self, tokens: Sequence[int]) -> list[int]:
         at = len(tokens) - self._n_prompt
         return [*self._second_best[at : at + 1], *self._answer[at + 1 :]][: self._reach]
 
 
-class Openers(Drafter):
+class Openers(_Scripted):
     """Drafts that a thinking block opens, again and again: where its budget is spent, nothing accepted behind the mark
     may be part of the answer."""
 
     source = "openers"
 
     def __init__(self, mark: Sequence[int], reach: int) -> None:
-        self._draft = (list(mark) * reach)[:reach]
-        self._drafted = False
+        self._opening = (list(mark) * reach)[:reach]
 
-    def begin(self, tokens: Sequence[int]) -> None:
-        self._drafted = False
-
-    def accept(self, emitted: Sequence[int]) -> None:
-        self._drafted = False
-
-    def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
-        draft: list[DraftToken] = []
-        for token in [] if self._drafted else self._draft:
-            if not plan.more(self.source) or plan.keep(self.source, 1.0) is None:
-                break
-            draft.append(DraftToken(token, self.source, 1.0))
-        self._drafted = True
-        return draft
+    def _script(self, tokens: Sequence[int]) -> list[int]:
+        return self._opening
 
 
 class HeatedDrafter(Drafter):

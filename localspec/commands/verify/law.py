@@ -203,11 +203,10 @@ class Window:
     """A draft of a real round and the target's rows for it, over the tokens that matter.
 
     Attributes:
-        rows: [k + 1, n_kept]; penalties are applied.
         laws: what the k draft tokens were drawn from, over the tokens kept; None for a deterministic one.
     """
 
-    rows: FloatArray
+    rows: FloatArray  # [k + 1, n_kept]; penalties are applied
     laws: list[Distribution | None]
 
     @classmethod
@@ -244,21 +243,13 @@ def law_of(token: int, dist: Distribution | None) -> Distribution:
 
 @dataclass(slots=True)
 class VerificationLaw:
-    """What the draws say.
+    """What the draws say."""
 
-    Attributes:
-        bets: the evidence of named defects.
-        n_draws: trials.
-        excess: largest n * KL over its threshold; 1 or more is a defect.
-        worst: the cell it was found in, in words.
-        detectable: the smallest error of a probability, anywhere, that is found with 99 %.
-    """
-
-    bets: Bets = field(default_factory=Bets)
-    n_draws: int = 0
-    excess: float = 0.0
-    worst: str = ""
-    detectable: float = 0.0
+    bets: Bets = field(default_factory=Bets)  # the evidence of named defects
+    n_draws: int = 0  # trials
+    excess: float = 0.0  # largest n * KL over its threshold; 1 or more is a defect
+    worst: str = ""  # the cell it was found in, in words
+    detectable: float = 0.0  # the smallest error of a probability, anywhere, that is found with 99 %
 
     @property
     def rejected(self) -> bool:

@@ -42,24 +42,14 @@ Check = Callable[[], Literal[False]]
 """Called between passes; raises ``AuditStopped`` to end the audit."""
 
 
-# -- rows --------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """Difference of two computations of one row; all 0 exactly where they are equal to the bit.
+    """Difference of two computations of one row; all 0 exactly where they are equal to the bit."""
 
-    Attributes:
-        rms: root mean square change of the top 20 logits about their common shift, in logits.
-        swing: largest change of one of them against the best: bounds the gap that a flipped argmax can have.
-        kl: Kullback-Leibler divergence over the tokens kept, in nats.
-        flips: whether the argmax differs.
-    """
-
-    rms: float = 0.0
-    swing: float = 0.0
-    kl: float = 0.0
-    flips: bool = False
+    rms: float = 0.0  # root mean square change of the top 20 logits about their common shift, in logits
+    swing: float = 0.0  # largest change of one of them against the best: bounds the gap that a flipped argmax can have
+    kl: float = 0.0  # Kullback-Leibler divergence over the tokens kept, in nats
+    flips: bool = False  # whether the argmax differs
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +112,6 @@ def digest_of(row: FloatArray) -> bytes:
     return blake2b(row.tobytes(), digest_size=16).digest()
 
 
-# -- answers -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class PlainAnswer:
     """The target's own greedy answer, or what it computes of a given one; ``rows`` are behind each token, penalties
@@ -146,31 +133,23 @@ class PlainAnswer:
 
 
 def plain_answer(
-    model: Model, name: str, prompt: list[int], params: SamplingParams, n_tokens: int, check: Check
+    model: Model,
+    name: str,
+    prompt: list[int],
+    params: SamplingParams,
+    n_tokens: int,
+    check: Check,
+    given: Sequence[int] | None = None,
 ) -> PlainAnswer:
-    """Greedy answer in a fresh context, one token a pass."""
-    ends = frozenset() if params.ignore_eos else model.vocab.eog
-    tokens, rows = list(prompt), list[KeptRow]()
+    """Greedy answer, or rows of a ``given`` one, from a fresh context, one token a pass."""
+    ends = frozenset() if params.ignore_eos or given is not None else model.vocab.eog
+    text, rows = list(prompt), list[KeptRow]()
     with model.new_context(len(prompt) + n_tokens) as context:
         while len(rows) < n_tokens and (not rows or rows[-1].best not in ends):
             check()
-            row = KeptRow.of(edit_logits(row_behind(context, tokens, check), tokens, params))
-            rows.append(row)
-            tokens.append(row.best)
-    return PlainAnswer(name, prompt, tokens[len(prompt) :], rows, params)
-
-
-def replayed(
-    model: Model, name: str, prompt: list[int], tokens: list[int], params: SamplingParams, check: Check
-) -> PlainAnswer:
-    """A given answer, read in a fresh context, one token a pass."""
-    text, rows = list(prompt), list[KeptRow]()
-    with model.new_context(len(prompt) + len(tokens)) as context:
-        for token in tokens:
-            check()
             rows.append(KeptRow.of(edit_logits(row_behind(context, text, check), text, params)))
-            text.append(token)
-    return PlainAnswer(name, prompt, tokens, rows, params)
+            text.append(rows[-1].best if given is None else given[len(rows) - 1])
+    return PlainAnswer(name, prompt, text[len(prompt) :], rows, params)
 
 
 def wide_passes(
@@ -237,16 +216,14 @@ class Defect:
             ``decision`` (a token is not what its row says), ``memory`` (a context does not hold what it should),
             ``law`` (tokens do not follow the target's distribution), ``engine`` (a pass failed).
         arm, prompt, position: where; position counts the tokens of the answer from 0.
-        evidence: one sentence.
-        details: its figures.
     """
 
     kind: DefectKind
     arm: str
     prompt: str | None
     position: int | None
-    evidence: str
-    details: Figures = field(default_factory=dict)
+    evidence: str  # one sentence
+    details: Figures = field(default_factory=dict)  # its figures
 
 
 class DefectFound(Exception):
@@ -415,21 +392,13 @@ ARM = "rollback"
 
 @dataclass(slots=True)
 class Rollbacks:
-    """Figures of the probes: ``memory`` of the JSON.
+    """Figures of the probes: ``memory`` of the JSON."""
 
-    Attributes:
-        rollbacks: how many were made.
-        restored: how many states were saved, and put back over another text.
-        pairs: rollbacks that were made twice, with different rejected tokens.
-        bitwise: whether equality to the bit could be demanded of those.
-        largest_deviation: of a row, in logits.
-    """
-
-    rollbacks: int = 0
-    restored: int = 0
-    pairs: int = 0
-    bitwise: bool = True
-    largest_deviation: float = 0.0
+    rollbacks: int = 0  # how many were made
+    restored: int = 0  # how many states were saved, and put back over another text
+    pairs: int = 0  # rollbacks that were made twice, with different rejected tokens
+    bitwise: bool = True  # whether equality to the bit could be demanded of those
+    largest_deviation: float = 0.0  # of a row, in logits
 
     def probe(self, context: Context, plain: PlainAnswer, reach: int, log: AuditLog, check: Check) -> None:
         """Roll the running context back in every way that decoding does, for drafts of up to ``reach`` tokens, and
@@ -601,19 +570,16 @@ class Judge:
     """Tells ties from defects, given the target and the ``bounds`` of its ``WidthNoise``.
 
     Attributes:
-        name: turns a token into words.
-        branches: whether the contexts that are judged take branching drafts.
         ties: tokens that differ from plain decoding, where rounding explains it.
-        defects: the first unexplained row of each prompt and way of drafting.
         n_rechecked, n_explained: suspicious rows that were computed again, and those that fresh contexts move as well.
     """
 
     model: Model
     bounds: tuple[float, float]
-    name: Callable[[int], str]
-    branches: bool = False
+    name: Callable[[int], str]  # turns a token into words
+    branches: bool = False  # whether the contexts that are judged take branching drafts
     ties: list[Observation] = field(default_factory=list)
-    defects: list[Defect] = field(default_factory=list)
+    defects: list[Defect] = field(default_factory=list)  # the first unexplained row of each prompt and way of drafting
     n_rechecked: int = 0
     n_explained: int = 0
 

@@ -19,7 +19,7 @@ from localspec.commands.verify.rows import (
     Observation,
     PlainAnswer,
     WidthNoise,
-    replayed,
+    plain_answer,
 )
 from localspec.engine.pair import Pair
 from localspec.engine.request import Reply, RoundStream
@@ -86,7 +86,8 @@ def audit_several(
             watch(f"reading answer {len(texts) + 1} of {len(replies)} alone")
 
             def replay(pair: Pair, label: str = label, prompt: list[int] = prompt, reply: Reply = reply) -> PlainAnswer:
-                return replayed(pair.target, label, prompt, list(reply.token_ids), SamplingParams(), check)
+                given = list(reply.token_ids)
+                return plain_answer(pair.target, label, prompt, SamplingParams(), len(given), check, given)
 
             texts.append(text := llm.run(replay))
             observations += _observed(text, reply)

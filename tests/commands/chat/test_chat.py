@@ -299,7 +299,7 @@ def test_race_names_who_ran_first_and_takes_turns() -> None:
 
 def test_both_sides_of_a_race_think_as_the_answers_do() -> None:
     it = Scripted()
-    it.chat.think, it.chat.thinking_budget = "off", 9
+    it.chat.asked = {"think": "off", "thinking_budget": 9}
     it.chat.ask("q")
     it.run("/race")
     assert [(options["think"], options["thinking_budget"]) for options in it.llm.options] == [("off", 9)] * 5
