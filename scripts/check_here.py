@@ -26,11 +26,12 @@ ROOT = Path(__file__).resolve().parent.parent
 CONTRACT = ["tests/backends/test_backends.py", "tests/backends/test_backends_memory.py",
             "tests/backends/test_backends_text.py", "tests/backends/test_hidden_states.py",
             "tests/backends/test_heads.py", "tests/backends/test_reference.py",
-            "tests/spec_decode/test_exactness.py", "tests/system", "tests.system"]  # fmt: skip
+            "tests/spec_decode/test_exactness.py", "tests/system"]  # fmt: skip
 PAIR = ["qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"]
 
 ENGINES = """
-from localspec.backends import BACKENDS, builds, unavailable_reason
+from localspec.backends import BACKENDS, unavailable_reason
+from localspec.backends.llama.ggml import system_info
 from localspec.system.machine import cpu_features, cpu_name, default_threads, visible_gpus
 print(cpu_name(), "|", *cpu_features(), "| threads", default_threads(), "| GPUs", visible_gpus())
 for name in BACKENDS:
@@ -38,8 +39,8 @@ for name in BACKENDS:
     print(f"{name}: {reason or 'loads'}")
     if reason is None and name in ("ik-llama", "llama-cpp"):
         import importlib
-        found = importlib.import_module(f"localspec.backends.{name.replace('-', '_')}").binding()
-        print("   ", found.version, "|", builds.system_info(found.lib).strip())
+        found = importlib.import_module(BACKENDS[name]).binding()
+        print("   ", found.version, "|", system_info(found.lib).strip())
 """
 
 

@@ -32,9 +32,9 @@ SETTINGS = ("PYTHON", "NATIVE", "VENV", "VENV_TEST")
 
 # Prints what a build for this CPU would gain and what to put back if it fails; nothing where nothing is gained.
 PROBE_NATIVE = """
-from localspec.backends import builds, ik_llama
+from localspec.backends.llama import ggml, ik_llama
 from localspec.system.machine import cpu_features
-gain = builds.native_gain(builds.built_for(builds.system_info(ik_llama.binding().lib)), cpu_features())
+gain = ggml.native_gain(ggml.built_for(ggml.system_info(ik_llama.binding().lib)), cpu_features())
 if gain is not None:
     print(gain[0], f"ik-llama-cpp-python=={ik_llama.VERSION}")
 """

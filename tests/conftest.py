@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from localspec.backends.base import Model
-from localspec.backends.registry import unavailable_reason
+from localspec.backends.registry import BACKENDS, unavailable_reason
 from localspec.system.files import models_dir
 from tests.support import ggufs
 from tests.support.browsing import chromium
@@ -140,7 +140,7 @@ class Backend:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.load: Callable[..., Model] = importlib.import_module(f"localspec.backends.{name.replace('-', '_')}").load
+        self.load: Callable[..., Model] = importlib.import_module(BACKENDS[name]).load
         self.exact = name == "reference"
 
     def __repr__(self) -> str:

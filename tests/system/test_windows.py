@@ -216,7 +216,7 @@ def hiding(self, name):
     return find(self, name)
 ctypes.CDLL.__getattr__ = hiding
 
-from localspec.backends import ik_llama
+from localspec.backends.llama import ik_llama
 with ik_llama.load(sys.argv[1]) as model, model.new_context(8, hidden=("norm",)) as context:
     forward = context.decode([1, 2, 3])
     print(forward.logits.shape[0], forward.hidden["norm"].shape[0])

@@ -169,7 +169,7 @@ def test_where_the_largest_do_not_do_rows_are_whole(
             for n_best, context in ((0, one), (5, other)):
                 with monkeypatch.context() as patch:
                     if start == 10:
-                        module = {"llama-cpp": "best_logits", "mlx": "mlx.best"}[engine]
+                        module = {"llama-cpp": "llama.passes", "mlx": "mlx.model"}[engine]
                         patch.setattr(f"localspec.backends.{module}.by_token", lambda *_: None)
                     if head.facts.block:
                         context.decode_floats(rows[part], tokens[part], "none")
