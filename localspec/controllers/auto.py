@@ -18,7 +18,7 @@ from localspec.controllers.learned import TimeBudget
 from localspec.controllers.stopping import NEVER, Stopping
 from localspec.sampling.sampling import Row, SamplingParams, top_probability
 from localspec.spec_decode.drafters.base import Branching, Controller, Plan
-from localspec.spec_decode.drafters.names import CORPUS, NGRAM, RECYCLED, kind_of
+from localspec.spec_decode.drafters.names import kind_of, shown
 from localspec.spec_decode.rounds import Draft, Round
 
 # Whether a draft model should read what it has missed of a conversation: an investment.
@@ -304,15 +304,6 @@ def share_of(source: str) -> float:
 
 # Why there is drafting or not, in sentences for people: a line for each drafter.
 
-# Kinds of drafters as people read them.
-NAMES = {
-    NGRAM: "Copying from the text",
-    CORPUS: "Copying from your files",
-    RECYCLED: "Guesses of earlier passes",
-    "model": "Draft model",
-    "grammar": "Grammar",
-}
-
 # A drafter that alone, and at its best, is not expected to be faster than plain decoding by this factor is off.
 GAIN = 1.001
 
@@ -327,12 +318,8 @@ def explain(stopping: Stopping, needs: Mapping[str, float], may_cost: float, *, 
     models were weighed.
     """
     states = {source: _state(stopping, source, needed, may_cost, has_begun) for source, needed in needs.items()}
-    return "\n".join(f"{_name(source)}: {state}." for source, state in states.items())
-
-
-def _name(source: str) -> str:
-    kind = kind_of(source)
-    return NAMES.get(kind, kind) + (f" {source.removeprefix(kind)}" if source != kind else "")
+    names = {source: shown(source) for source in states}
+    return "\n".join(f"{names[each][0].upper()}{names[each][1:]}: {state}." for each, state in states.items())
 
 
 def _state(stopping: Stopping, source: str, needed: float, may_cost: float, has_begun: bool) -> str:
