@@ -27,7 +27,7 @@ from functools import partial
 
 from localspec.spec_decode.drafters.base import SURE_COPY, FreePlan, Plan
 from localspec.spec_decode.drafters.group import DrafterGroup
-from localspec.spec_decode.proposer import Alternatives, SamplingProposer
+from localspec.spec_decode.proposer import Alternatives, Proposer
 from localspec.spec_decode.rounds import AheadCount, Draft, DraftToken
 
 # Whether drafting while the target verifies saves time, measured while it is done.
@@ -275,7 +275,7 @@ class DraftAhead:
         self._was_left_alone = False
         self._share = HIDDEN
 
-    def begin(self, drafters: DrafterGroup, proposer: SamplingProposer, end_tokens: frozenset[int]) -> None:
+    def begin(self, drafters: DrafterGroup, proposer: Proposer, end_tokens: frozenset[int]) -> None:
         """A new answer begins."""
         self._drafters, self._proposer, self._end_tokens = drafters, proposer, end_tokens
         # What drafts from the target's states has to wait for the pass that makes them.

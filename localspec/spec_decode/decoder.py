@@ -19,7 +19,7 @@ from localspec.spec_decode.ahead import DraftAhead
 from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.drafters.base import Controller, Drafter
 from localspec.spec_decode.drafters.group import DrafterGroup
-from localspec.spec_decode.proposer import SamplingProposer
+from localspec.spec_decode.proposer import Proposer
 from localspec.spec_decode.rounds import Draft, EmittedToken, FinishReason, Round, Span, TokenKind, Verdict
 from localspec.spec_decode.verification import Rows, verify
 
@@ -221,7 +221,7 @@ class SpeculativeDecoder:
     ) -> None:
         """Have ``propose`` and ``commit`` make an answer to a prompt that was read; arguments as for ``rounds``."""
         target, tokens, noise = self.target, list(prompt), Noise(params.seed)
-        proposer = SamplingProposer(params, noise, constraint, target.model.n_vocab)
+        proposer = Proposer(params, noise, constraint, target.model.n_vocab)
         end_tokens = frozenset() if params.ignore_eos else target.model.vocab.eog
         budget = min(params.max_tokens or target.n_ctx, target.n_ctx - len(tokens))
         emitter = _Emitter(text, end_tokens, budget, constraint, n_logprobs)
@@ -415,7 +415,7 @@ class _Answer:
     tokens: list[int]
     params: SamplingParams
     noise: Noise
-    proposer: SamplingProposer
+    proposer: Proposer
     emitter: _Emitter
     draft_ends: frozenset[int]
     ahead: DraftAhead | None

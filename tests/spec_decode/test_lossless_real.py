@@ -19,7 +19,7 @@ from scipy import stats
 
 from localspec import LLM, SamplingParams
 from localspec.sampling.sampling import Noise, distribution
-from localspec.spec_decode.proposer import SamplingProposer
+from localspec.spec_decode.proposer import Proposer
 from localspec.spec_decode.rounds import Draft, DraftToken
 from localspec.spec_decode.verification import verify
 from tests.conftest import open_backend
@@ -103,7 +103,7 @@ def test_the_law_of_verification_on_real_distributions(real_model: Callable[[str
     n = 20_000
     for seed in range(n):
         noise = Noise(seed * 7919 + 13)
-        proposer = SamplingProposer(params, noise)
+        proposer = Proposer(params, noise)
         proposer.confidence(guess_row, tokens)
         token, dist = proposer.choose(len(tokens))
         if rule == "deterministic":
