@@ -42,7 +42,7 @@ from localspec.system.files import home, is_same_file, private_folder, write_ato
 from localspec.system.steps import exhaust
 
 
-def found_heads(target: Model, warn: Callable[[str], None] = lambda line: None) -> Iterator[str]:
+def plugin_drafts(target: Model, warn: Callable[[str], None] = lambda line: None) -> Iterator[str]:
     """What ``auto`` loads of plugins for a loaded target, as ``--draft`` calls it, found one by one."""
     for source in draft_sources(warn):
         yield from source.automatic(target)
@@ -50,7 +50,7 @@ def found_heads(target: Model, warn: Callable[[str], None] = lambda line: None) 
 
 def found_drafts(target: Model, warn: Callable[[str], None] = lambda line: None) -> Iterator[str]:
     """All that ``auto`` loads for a loaded target, found one by one: the above, and a draft model's path."""
-    yield from found_heads(target, warn)
+    yield from plugin_drafts(target, warn)
     draft = Catalog.load().draft_for(target.path)
     if draft is not None:
         yield str(draft)

@@ -1,8 +1,7 @@
-"""A head as engines compute it: a model of one layer whose output matrix is some rows of the target's.
+"""A head as engines compute it: a model of one layer with rows of the target's output matrix, in a file of its own.
 
-What is shipped is the head alone. The rows that its guesses are read off, most of what a step has to read, are taken
-from the target's file on the user's machine, once, and kept with the layer in a file that every engine loads: the
-architecture ``llama``, no tokenizer, fed with rows of floats.
+The file is made once on the user's machine. Every engine loads it: architecture ``llama``, no tokenizer, rows of
+floats.
 """
 
 from __future__ import annotations
@@ -32,35 +31,31 @@ from localspec.system.files import write_atomically
 from localspec.system.steps import Steps
 
 OUTPUT_TYPES = ("Q4_0", "Q8_0", "F16")
-"""What the output rows can be written in, the quickest to compute first."""
+"""Types of the output rows, the quickest to compute first."""
 
 _AS_THEY_ARE = ("Q4_0", "Q8_0", "F16", "F32")
-"""Types of a head's matrices that every engine computes quickly and rightly; others become Q8_0. ik-llama computes Q4_1
-and Q5_1 wrongly where rows are no multiple of 128."""
+"""Types of matrices that are kept; others become Q8_0. ik-llama computes Q4_1 and Q5_1 wrongly where rows are no
+multiple of 128."""
 
 _FORMAT = 1
 _PIECE = 1 << 20
-"""Values converted at a time."""
 
 _N_CTX = 1 << 17
 """Context that the file declares [tokens]; engines only remark on longer ones."""
 
 _MOST_KEPT = 12
-"""Files kept in the folder, the last ones made or used: one of a 1.5B takes 50 MB."""
 
 
 def engine_file(head: Path, target: Path, fingerprint: str, output_type: str = "Q4_0") -> Path:
-    """Where the file for engines is, or would be: its name is a digest of all that goes into it.
+    """The path of the file for engines; its name is a digest of all that goes into it.
 
     Args:
-        head: the head file.
-        target: the target's file.
+        head, target: their files.
         fingerprint: of the target; see ``backends.trust.fingerprint``.
-        output_type: one of ``OUTPUT_TYPES``, of the output rows. They are F16 where they do not fill its blocks. With
-            F16 the head's own matrices are that too, whatever they are in its file.
+        output_type: one of ``OUTPUT_TYPES``. Rows that fill no blocks are F16; F16 holds for the head's matrices too.
 
     Raises:
-        ModelFileError: the head cannot be read.
+        EngineError: the head cannot be read.
     """
     try:
         with head.open("rb") as file:
@@ -72,18 +67,12 @@ def engine_file(head: Path, target: Path, fingerprint: str, output_type: str = "
 
 
 def engine_files(target: Path) -> list[Path]:
-    """The files for engines that were made with a target's rows."""
     return sorted(engine_folder().glob(f"{target.stem[:60]}.*.gguf"))
 
 
 def assembling(place: Path, head: Path, target: Path, output_type: str = "Q4_0") -> Steps[None]:
-    """Have the file for engines on disk: made piece by piece where it is missing, and complete under its name.
-
-    Args:
-        place: see ``engine_file``, which got the same head, target and type.
-        head: the head file; it has to fit the target, see ``head_fit``.
-        target: the target's file.
-        output_type: of the output rows.
+    """Make the file for engines, of ``engine_file``, where it is missing, piece by piece; the head has to ``fit`` the
+    target.
 
     Raises:
         ModelFileError: the head is damaged, or the target has rows that cannot be unpacked.
@@ -159,9 +148,9 @@ def _block(head: GGUFFile, output_type: str) -> Iterator[TensorInfo]:
 
 
 def _idle_block(card: HeadCard) -> Iterator[TensorInfo]:
-    """A block that adds nothing to its rows: they go straight to the last norm and the output matrix.
+    """A block that adds nothing: rows go straight to the last norm and the output matrix.
 
-    What a medusa head puts out should not be normed; see ``backends.heads``. An exit's norm is the target's.
+    ``Head.medusa_logits`` undoes the norm; an exit's norm is the target's.
     """
     n, narrow = card.n_embd, 32
     for part in ("attn_norm", "ffn_norm"):
@@ -180,7 +169,6 @@ def _idle(tensor: TensorInfo) -> Iterator[npt.NDArray[np.uint8]]:
 
 
 def _pieces(head: GGUFFile, tensor: TensorInfo) -> Iterator[npt.NDArray[np.uint8]]:
-    """The head's data of a tensor in the type for engines."""
     stored = head.tensors[tensor.name]
     if stored.ggml_type == tensor.ggml_type:
         yield head.tensor_bytes(tensor.name)

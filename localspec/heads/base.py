@@ -1,4 +1,4 @@
-"""What drafters ask of a head, whoever made it: ours (``heads``), or one that a model is published with."""
+"""Interface of a draft head, trained here or published."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 
 
 STATE = "layer:0"
-"""The hidden state of a head's model that a chained head goes on from."""
+"""The hidden state of a head's model that a chained head continues."""
 
 
 class DraftHead(ABC):
-    """A head, ready to draft for its target.
+    """A loaded head.
 
     It reads rows: that at place p is made of the target's states after the p-th token and of the token after that, and
     leads to a guess for place p + 2.
 
     Attributes:
-        kind: what drafts with it; see ``spec_decode.drafters.parallel.HEAD_DRAFTERS``.
+        kind: key of ``drafters.HEAD_DRAFTERS``.
         taps: the hidden states of the target that it reads, in the order in which ``true_rows`` takes them.
         token_map: the target's token for each column of its logits, ascending [n_out].
         steps: how many tokens ahead it guesses.
-        rate: share of places at which its first token is right, so far as its file says; else None.
+        rate: share of places at which its first token is right, by its file; None where that says nothing.
         model: its layer and output matrix, on an engine; fed by ``Context.decode_floats``.
-        has_zeroth: whether its memory begins with a row of the first token, and zeros in the place of states.
+        has_zeroth: whether its memory begins with a row of the first token, with zeros for states.
     """
 
     kind: str
@@ -45,32 +45,26 @@ class DraftHead(ABC):
 
     @abstractmethod
     def new_context(self, n_ctx: int, *, n_threads: int | None = None) -> Context:
-        """A memory for a text of n_ctx tokens; a chained head's returns the state that it goes on from, as STATE."""
+        """A memory for a text of n_ctx tokens; a chained head's returns its states as ``hidden[STATE]``."""
 
     @abstractmethod
     def window(self, n_ctx: int) -> int:
-        """Of the last states of a text, how many wait to be read; where more were missed, its memory begins anew.
-
-        Args:
-            n_ctx: room of its context [rows].
-        """
+        """Most states that wait to be read in a context of n_ctx rows; after more were missed, its memory begins
+        anew."""
 
     @abstractmethod
     def true_rows(self, context: Context, states: FloatArray, tokens: Sequence[int]) -> FloatArray:
-        """Rows of states that the target computed, for ``Context.decode_floats``.
+        """Rows of states that the target computed, for ``Context.decode_floats`` [n, n_embd].
 
         Args:
             context: of this head; unchanged.
             states: the tapped ones side by side [n, n_taps * width].
             tokens: the tokens that came after [n].
-
-        Returns:
-            [n, n_embd]
         """
 
     @abstractmethod
     def chained_rows(self, state: FloatArray, tokens: Sequence[int]) -> FloatArray:
-        """Rows of the head's own states, in the place of the target's, and of the tokens drafted after them."""
+        """Rows of the head's own states and of the tokens drafted after them."""
 
     @abstractmethod
     def close(self) -> None:

@@ -1,8 +1,4 @@
-"""What a head says of itself: what it is, which target it was trained for, and how it was made.
-
-A head is one layer, or less, that continues the hidden states of one target model and so guesses its next tokens for
-almost nothing. Its file holds neither embeddings nor output rows: those are the target's, see ``head_assembly``.
-"""
+"""The card of a head: its kind and sizes, its target, and how it was made."""
 
 from __future__ import annotations
 
@@ -25,12 +21,11 @@ ARCHITECTURE = "localspec-head"
 VERSION = 1
 
 Kind = Literal["chained", "parallel", "medusa", "eagle3", "exit"]
-"""``chained``: one layer that feeds on its own states (EAGLE: Li et al. 2024, arXiv:2401.15077). ``parallel``: the
-same layer, with learned rows in the place of what it does not know yet (P-EAGLE). ``medusa``: one small matrix for
-each position ahead (Cai et al. 2024, arXiv:2401.10774). ``eagle3``: a chained one of the layout that llama.cpp has
-(EAGLE-3: Li et al. 2025, arXiv:2503.01840), in a file of its own: see ``eagle3_file``. ``exit``: nothing trained, the
-target's own last norm for a state that leaves it after some layer (LayerSkip: Elhoushi et al. 2024,
-arXiv:2404.16710)."""
+"""``chained``: one layer that continues its own states (EAGLE: Li et al. 2024, arXiv:2401.15077). ``parallel``: the
+same with learned rows for unknown positions (P-EAGLE). ``medusa``: a matrix for each position ahead (Cai et al. 2024,
+arXiv:2401.10774). ``eagle3``: a chained one in llama.cpp's layout (Li et al. 2025, arXiv:2503.01840), see
+``kinds.eagle3``. ``exit``: untrained, the target's last norm for a state after some layer (LayerSkip: Elhoushi et al.
+2024, arXiv:2404.16710)."""
 
 _TAP = re.compile(r"norm|layer:(0|[1-9]\d{0,3})")
 _MAX_STEPS, _MAX_TAPS, _MAX_POINTS, _MAX_CATEGORIES = 64, 16, 4096, 256
@@ -40,19 +35,16 @@ Rates = Mapping[str, tuple[float, ...]]
 """Category -> share of places where the head was right, by how many tokens ahead: the first is the next token."""
 
 ALL_TEXTS = "all"
-"""The category that holds every place."""
+"""The category of all places."""
 
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """What a head has to know of its target.
+    """What identifies a target.
 
     Attributes:
-        fingerprint: of the file: see ``backends.trust.fingerprint``.
-        name: for people.
-        architecture: as the file says it.
-        n_embd: width of the hidden states.
-        n_layers: number of blocks that a pass goes through.
+        fingerprint: of the file, see ``backends.trust.fingerprint``.
+        n_layers: blocks that a pass goes through.
         n_vocab: rows of the output matrix.
         vocab: ``Vocab.fingerprint``.
     """
@@ -85,13 +77,7 @@ class TargetFacts:
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """How good the head was at some moment of its training.
-
-    Attributes:
-        tokens_seen: tokens trained on so far, repetitions counted.
-        minutes: of training so far.
-        acceptance: see ``Rates``.
-    """
+    """Acceptance on held-out answers after so many tokens, repetitions counted, and so many minutes of training."""
 
     tokens_seen: int
     minutes: float
@@ -104,15 +90,13 @@ class Training:
 
     Attributes:
         command: what makes it again.
-        seed: of every random choice.
         data_tokens: distinct tokens in the training data.
         tokens_seen: tokens trained on, repetitions counted.
-        minutes: making the data and training, together.
-        machine: the CPU or GPU.
+        minutes: of making the data and training.
         versions: program or library -> version.
         curve: the learning curve, on held-out answers.
-        acceptance: of the finished head, as it is in the file, on held-out answers; see ``Rates``.
-        earlier: how the heads were made whose weights it began with, the first one first; all else is of this one.
+        acceptance: of the head as it is in the file, on held-out answers.
+        earlier: commands of the heads that it started from, the first one first.
     """
 
     command: str = ""
@@ -128,8 +112,7 @@ class Training:
 
     @property
     def first_rate(self) -> float | None:
-        """Share of held-out places at which the first token was right, the median of the kinds of text: how good it is
-        with one kind, such as the texts that it was made with, says little of others."""
+        """Share of held-out places at which the first token was right: the median of the kinds of text."""
         rates = [by_step[0] for kind, by_step in self.acceptance.items() if kind != ALL_TEXTS and by_step]
         return median(rates) if rates else None
 
@@ -175,20 +158,14 @@ class Training:
 
 @dataclass(frozen=True, eq=False)  # an array has no truth value
 class HeadCard:
-    """A head, but for its weights.
+    """A head without its weights.
 
     Attributes:
-        kind: see ``Kind``.
         taps: the hidden states of the target that it reads, in order: ``norm``, ``layer:i``.
-        token_map: ids of the target's tokens that it can guess, ascending [n_out]; row i of its logits is for token
-            ``token_map[i]``.
+        token_map: ids of the target's tokens that it can guess, ascending [n_out].
         steps: how many tokens ahead it was trained to guess. A parallel head has a learned row for each but the first.
-        target: the model it was trained for.
         n_head, n_head_kv, d_head, d_ff: sizes of the block; 0 where there is none.
         rope_base: of the block's rotary embedding, which turns neighbouring channels as llama's does.
-        norm_eps: epsilon of the norms.
-        training: how it was made.
-        license: of the head.
     """
 
     kind: Kind
@@ -212,12 +189,10 @@ class HeadCard:
 
     @property
     def n_embd(self) -> int:
-        """Width of its rows, the target's."""
         return self.target.n_embd
 
     @property
     def n_out(self) -> int:
-        """Tokens that it can guess."""
         return len(self.token_map)
 
     @property
@@ -254,14 +229,12 @@ class HeadCard:
         }
 
     def optional_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The tensors that it may have besides."""
         if not self.has_block or self.kind == "eagle3":
             return {}
         n_q, n_kv = self.n_head * self.d_head, self.n_head_kv * self.d_head
         return {f"blk.0.attn_{part}.bias": (n,) for part, n in (("q", n_q), ("k", n_kv), ("v", n_kv))}
 
     def metadata(self) -> dict[str, Any]:
-        """The keys of its file."""
         numbers = {name: getattr(self, name) for name in ("steps", "n_head", "n_head_kv", "d_head", "d_ff")}
         own: dict[str, Any] = {"version": VERSION, "kind": self.kind, "taps": ",".join(self.taps)}
         own["token_map"] = np.asarray(self.token_map, dtype=np.int32)
@@ -317,7 +290,6 @@ class HeadCard:
             raise ModelFileError(f"{name} is damaged: {error}; make it again") from None
 
     def _contradictions(self) -> Iterator[str]:
-        """What is wrong with it, in words."""
         target, sizes = self.target, (self.n_head, self.n_head_kv, self.d_head, self.d_ff)
         if self.kind not in get_args(Kind):
             yield f"its kind is {shown(self.kind)}, not one of {', '.join(get_args(Kind))}"
@@ -386,13 +358,8 @@ def _rates(data: Any) -> dict[str, tuple[float, ...]]:
 
 @dataclass(frozen=True)
 class HeadFit:
-    """Whether a head fits a target.
-
-    Attributes:
-        usable: whether it can draft for it.
-        exact: whether it was trained for that very file.
-        why: why it cannot, or what to know about it where it is not exact; else "".
-    """
+    """Whether a head can draft for a target, whether it was trained for that very file, and what a user should know of
+    it."""
 
     usable: bool
     exact: bool = False
@@ -400,7 +367,7 @@ class HeadFit:
 
 
 def fit(card: HeadCard, target: TargetFacts) -> HeadFit:
-    """Whether a head can draft for a target: what it guesses is always checked, so it need not be the same file."""
+    """Whether a head fits a target; what it guesses is verified, so it need not be trained for the same file."""
     theirs = card.target
     if theirs.fingerprint == target.fingerprint:
         return HeadFit(usable=True, exact=True)

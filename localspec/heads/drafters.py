@@ -1,8 +1,8 @@
-"""Heads: one layer that goes on from the target's own hidden states, and so needs no reading of the prompt.
+"""Drafters of heads, which read states of the target instead of its prompt; for the formulas see ``trained``.
 
-What such a head reads are rows (see ``backends.heads``): row p is made of the target's state after the token at
-position p and of the token after that, and leads to a guess for position p + 2. A row is *true* when the target has
-computed that state; the rows of a draft's own tokens are not, and leave the head's memory before the next true ones.
+Row p is made of the target's state after the token at position p and of the token after that; it leads to a guess for
+position p + 2. A row is *true* where the target computed that state. Rows of a draft's own tokens are not, and leave
+the memory before the next true ones.
 """
 
 from __future__ import annotations
@@ -29,11 +29,7 @@ from localspec.spec_decode.rounds import DraftToken
 
 
 class StateWindow:
-    """States after the last tokens of a text, by the tokens' positions: without gaps, and at most ``size``.
-
-    Attributes:
-        start: position of the first.
-    """
+    """States after the last tokens of a text by position, from ``start`` on: without gaps, and at most ``size``."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -42,11 +38,10 @@ class StateWindow:
 
     @property
     def end(self) -> int:
-        """Position after the last."""
         return self.start + len(self._rows)
 
     def put(self, position: int, rows: Iterable[FloatArray]) -> None:
-        """States from a position on [n, width], for any known from there on; what lies before a gap is dropped."""
+        """Add states from a position on [n, width], for any known from there on; states before a gap are dropped."""
         if self.start <= position <= self.end:
             self.cut(position)
         else:
@@ -57,42 +52,27 @@ class StateWindow:
         self.start += n_old
 
     def cut(self, end: int) -> None:
-        """Forget the states from a position on."""
         del self._rows[max(0, end - self.start) :]
         self.start = min(self.start, end)
 
     def between(self, first: int, end: int) -> FloatArray:
-        """The states at positions from ``first`` to before ``end`` [n, width]."""
         return np.stack(self._rows[first - self.start : end - self.start])
 
 
 LONGEST_PASS = 65
-"""Rows of the longest verification: as many tokens as may be drafted, and the one before."""
 
 
 def tokens_of(forward: Forward, row: int, ids: Ids) -> Ids:
-    """The target's tokens that a row of a head's logits is of, increasing.
-
-    Args:
-        forward: a pass of the head.
-        row: which of its rows.
-        ids: all tokens that the head can guess, increasing; see ``DraftHead.token_map``.
-    """
+    """The target's tokens that a row of a head's logits is of, increasing; ``ids`` are all that the head can guess."""
     tokens: Ids = ids if forward.ids is None else ids[forward.ids[row]]
     return tokens
 
 
 class HeadDrafter(Drafter):
-    """What all heads have in common: the target's states after settled tokens, and a memory of the rows made of them.
+    """Collects the target's states after settled tokens, and keeps a memory of the rows made of them.
 
-    States come with every pass of the target. Those of a verification count once it is known what was settled; those of
-    rejected draft tokens are dropped. Where states are missing (a prompt longer than ``DraftHead.window``, a
-    conversation that was put aside or came from a file), the memory begins anew: nothing has to be read for a head.
-
-    Args:
-        head: the head.
-        context: of the head, ``Head.new_context``.
-        source: see ``Drafter``.
+    Where states are missing (a prompt longer than ``DraftHead.window``, a conversation from a file), the memory begins
+    anew.
     """
 
     context: Context
@@ -143,7 +123,7 @@ class HeadDrafter(Drafter):
 
     @abstractmethod
     def _begin_round(self) -> None:
-        """Tokens were settled."""
+        pass
 
     def _unread(self) -> range | None:
         """The positions of the true rows to read next, the last one always among them; None if its state is missing."""
@@ -161,7 +141,6 @@ class HeadDrafter(Drafter):
         return range(first, end)
 
     def _true_rows(self, positions: range) -> FloatArray:
-        """The rows at these positions [n, n_embd]."""
         states = self._states.between(positions.start, positions.stop)
         try:
             return self.head.true_rows(self.context, states, self._text[positions.start + 1 : positions.stop + 1])
@@ -169,7 +148,7 @@ class HeadDrafter(Drafter):
             raise DrafterFailed(f"failed: {error}") from error
 
     def _read(self, positions: range, logits: Wanted = "last", n_best: int = 0) -> Forward:
-        """Put true rows into the memory, in the place of whatever follows those it has."""
+        """Put true rows into the memory, in the place of those after the true ones it has."""
         names = self._text[positions.start + 1 : positions.stop + 1]
         self._forget_untrue()
         forward = self._decode(self._true_rows(positions), names, logits, n_best)
@@ -203,11 +182,9 @@ class HeadDrafter(Drafter):
 
 
 class ChainedHead(HeadDrafter):
-    """A head that goes on from its own states, a draft token a step (EAGLE: Li et al. 2024, arXiv:2401.15077).
+    """A head that continues its own states, a pass for each draft token (EAGLE: Li et al. 2024, arXiv:2401.15077).
 
-    It reads the true rows that are new in one pass, and then takes a pass for each token of the draft, other drafters'
-    included. It drafts no further than it was trained for: of a head trained for two steps 0.32 of the second tokens
-    were right, and 0.09 of the third.
+    New true rows are read in one pass first. It drafts no further than it was trained for.
     """
 
     def __init__(self, head: DraftHead, context: Context, source: str = "head") -> None:
@@ -248,9 +225,9 @@ class ChainedHead(HeadDrafter):
         return self._proposed(confidence, len(tokens), plan, proposer)
 
     def _catch_up(self, unread: range, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> tuple[Row, Ids]:
-        """Read true rows and return the logits after the last, and their tokens; on the way, score counterfactual ones.
+        """Read true rows; return the logits after the last, and their tokens.
 
-        Scored is what it would have drafted for settled tokens that it was not asked for; as many as take few rows.
+        Draft tokens for settled tokens that it was not asked for are scored on the way, as far as they take few rows.
         """
         n_scored = max(0, min(len(self._text) - max(self._judged, unread.start + 2), FEW_ROWS - 1))
         if not n_scored:
@@ -268,7 +245,6 @@ class ChainedHead(HeadDrafter):
         return self._keep(forward)
 
     def _keep(self, forward: Forward) -> tuple[Row, Ids]:
-        """The last row of logits, and their tokens; the state after it is what the next step goes on from."""
         self._state = forward.hidden[STATE][-1:]
         return forward.logits[-1], tokens_of(forward, -1, self._ids)
 
@@ -277,14 +253,13 @@ class ChainedHead(HeadDrafter):
 
 
 class EarlyExitDrafter(Drafter):
-    """Ends the target's pass after some layers and reads the output matrix there (arXiv:2404.16710).
+    """Ends the target's pass after some layers and reads the output matrix there (LayerSkip, arXiv:2404.16710).
 
-    Draft tokens are decoded in the target's own context, whose keys and values of those layers they share; it is given
-    back as it was before the target verifies them.
+    Draft tokens are decoded in the target's own context, and removed before the target verifies them.
 
     Args:
         head: of the kind ``exit``: the layer, the target's last norm, and some rows of its output matrix.
-        context: of the head, which multiplies by those rows.
+        context: of the head.
         source: see ``Drafter``.
     """
 
@@ -321,7 +296,6 @@ class EarlyExitDrafter(Drafter):
         return self._proposed(confidence, len(tokens), plan, proposer)
 
     def _row(self, target: Context, tokens: Sequence[int], n_best: int) -> tuple[Row, Ids]:
-        """Decode tokens through the first layers and return the logits after the last, and the tokens they are of."""
         try:
             state = target.decode_first_layers(tokens, self._n_layers).hidden[self.taps[0]][-1:]
             if not np.isfinite(state).all():
@@ -345,10 +319,8 @@ class EarlyExitDrafter(Drafter):
 
 
 class OnePassHead(HeadDrafter):
-    """A head whose guess for a position does not depend on the draft before it: one pass a round serves all positions.
-
-    So it also goes on behind tokens that others drafted.
-    """
+    """A head whose guess for a position does not depend on the draft before it: one pass a round serves all
+    positions."""
 
     def _begin_round(self) -> None:
         self._rows: FloatArray | None = None
@@ -376,16 +348,16 @@ class OnePassHead(HeadDrafter):
 
     @abstractmethod
     def _n_rows(self, unread: range, n_wanted: int) -> int:
-        """How many rows of a pass over these true ones count, which guesses so many tokens, or more."""
+        """The rows that a pass costs that reads these true ones and guesses so many tokens."""
 
     @abstractmethod
     def _guesses(self, unread: range, n_wanted: int, n_best: int) -> FloatArray:
-        """Logits by position ahead [n_wanted or more, n_out], valid until the next pass; or the largest ``n_best`` or
-        more of each, and their tokens as ``_candidates``."""
+        """Logits by position ahead [n_wanted or more, n_out], valid until the next pass; or the largest of each, and
+        their tokens as ``_candidates``."""
 
 
 class ParallelHead(OnePassHead):
-    """A layer that reads learned rows in the place of those that are not known yet (P-EAGLE)."""
+    """A layer with learned rows for unknown positions (P-EAGLE)."""
 
     head: Head
 
@@ -405,7 +377,7 @@ class ParallelHead(OnePassHead):
 
 
 class BlockHead(OnePassHead):
-    """A block of masks behind the last token, which one pass fills in (DFlash: Chen et al. 2026, arXiv:2602.06036).
+    """A block of masks behind the last token, filled in by one pass (DFlash: Chen et al. 2026, arXiv:2602.06036).
 
     Its memory holds rows of the target's states alone. The block is as wide as the draft may become.
     """
@@ -450,4 +422,4 @@ HEAD_DRAFTERS: Mapping[str, Callable[[Any, Context, str], Drafter]] = {
     "block": BlockHead,
     "exit": EarlyExitDrafter,
 }
-"""``DraftHead.kind`` -> what makes a drafter of such a head, a context of its own and a source."""
+"""``DraftHead.kind`` -> what makes its drafter of the head, a context and a source."""

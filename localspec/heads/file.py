@@ -1,8 +1,5 @@
-"""Head files: a GGUF of the architecture ``localspec-head``, written from float arrays and read back with every check.
-
-Its tensors are those of ``HeadCard.shapes``. It is small enough to be shipped; what the target's file holds already
-is not in it.
-"""
+"""Head files: a GGUF of the architecture ``localspec-head`` with the tensors of ``HeadCard.shapes``; and where they
+lie."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from localspec.system.files import home, write_atomically
 Floats = npt.NDArray[np.float32]
 
 TYPES = ("Q8_0", "Q5_1", "Q4_1", "Q4_0")
-"""Tensor types that a head's matrices may be written in, the most exact first."""
+"""Tensor types of a head's matrices, the most exact first."""
 
 SHIPPED_BYTES = 32 << 20
 """The largest head file that is shipped [bytes]."""
@@ -32,14 +29,14 @@ _READABLE = (*TYPES, "F32", "F16")
 def write_head(
     path: Path, card: HeadCard, weights: Mapping[str, npt.NDArray[np.floating]], type_name: str | None = None
 ) -> Path:
-    """Write a head file, in the place of an older one once it is complete.
+    """Write a head file atomically.
 
     Args:
         path: its name; the folder must exist.
         card: what it is.
         weights: name -> array, of the shapes that the card says; a matrix is [rows out, columns in].
-        type_name: one of ``TYPES``, F16 or F32 for the matrices; None is the most exact with which the file can be
-            shipped.
+        type_name: one of ``TYPES``, F16 or F32 for the matrices; None is the most exact that keeps it small enough to
+            ship.
 
     Raises:
         UsageError: weights that are missing, unknown, of another shape or not finite, or no such type.
@@ -67,7 +64,6 @@ def write_head(
 
 
 def read_card(path: Path) -> HeadCard:
-    """Read and check a head file; see ``check_head``."""
     with GGUFFile(path) as file:
         return check_head(file)
 
@@ -109,7 +105,6 @@ def head_weights(file: GGUFFile, name: str) -> Floats:
 
 
 def _stored_type(name: str, shape: tuple[int, ...], type_name: str) -> str:
-    """The type a tensor is stored in: vectors and the few mask rows as they are, rows that fill no blocks as F16."""
     if len(shape) == 1 or name == "head.mask.weight":
         return "F32"
     return type_name if shape[-1] % 32 == 0 or type_name in ("F16", "F32") else "F16"
@@ -124,7 +119,7 @@ def heads_folder() -> Path:
 
 
 def engine_folder() -> Path:
-    """The folder for what ``head_assembly`` makes of heads; all in it can be made again."""
+    """The folder for files of ``assembly``; all in it can be made again."""
     return heads_folder() / "engine"
 
 

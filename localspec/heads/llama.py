@@ -1,8 +1,8 @@
-"""Published heads on llama.cpp: contexts that are fed with a state and a token a row.
+"""Published heads on llama.cpp: contexts that are fed with a state and a token a row, as ``common/speculative.cpp``
+does.
 
-llama.cpp's own ``common/speculative.cpp`` shows which rows such a head is to get; how the engine's graphs treat them
-decides what is asked of it here. They compute logits of all rows of a pass and return those of the first so many, so
-either all rows are wanted or none; and states come back for every row, in the order of the rows.
+The engine's graphs compute logits of all rows of a pass and return those of the first, so either all rows are wanted or
+none; states come back for every row, in the order of the rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 
 class LlamaHeadModel(Model):
-    """The weights of a head, loaded by llama.cpp beside its target.
+    """The weights of a head.
 
     Args:
         head: its header.
@@ -96,7 +96,6 @@ class LlamaHeadModel(Model):
             )
 
     def _handle_of(self, target: Model) -> int:
-        """The target's own weights, of which the head is a part."""
         if not isinstance(target, LlamaModel) or target.binding is not self.binding:
             raise UnsupportedModel(
                 f"the {self.head.title} layer of {self.path.name} runs on llama-cpp, and the model is on "
@@ -119,7 +118,6 @@ class LlamaHeadModel(Model):
         return self.new_handle(target.handle, 1, 1, self.n_threads, 0)
 
     def new_handle(self, model: int, n_ctx: int, n_rows: int, n_threads: int, other: int) -> int:
-        """A context of the engine over some weights."""
         api = self.binding.api
         params = api.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = -(-n_ctx // 256) * 256, n_rows, n_rows
@@ -150,7 +148,7 @@ class LlamaHeadModel(Model):
 
 
 class LlamaHeadContext(Context):
-    """What a head remembers. ``decode_floats`` takes states as rows, and the tokens' real ids."""
+    """Memory of a head. ``decode_floats`` takes states as rows, and the tokens' real ids."""
 
     model: LlamaHeadModel
 
@@ -169,7 +167,6 @@ class LlamaHeadContext(Context):
         self._functions.set_nextn(self._handle, True, False)  # of every row, not only of those with logits
 
     def fuse(self, states: FloatArray) -> FloatArray:
-        """See ``published.FusingContext``."""
         self._check_open()
         states = np.ascontiguousarray(states, dtype=np.float32)
         made: list[FloatArray] = []
@@ -217,7 +214,6 @@ class LlamaHeadContext(Context):
         return Forward(values, {STATE: np.concatenate(states)} if STATE in self.hidden else {}, ids)
 
     def _compute(self, rows: FloatArray, tokens: Sequence[int], position: int, wanted: bool) -> FloatArray:
-        """A pass; the states that it left."""
         self._functions.clear(self._batch)
         for i, token in enumerate(tokens):
             at = self._functions.add_token(self._batch, 0, token)
@@ -231,13 +227,8 @@ class LlamaHeadContext(Context):
     def _with_logits(
         self, compute: Callable[[], Result], position: int, n: int, n_best: int
     ) -> tuple[Result, FloatArray, TokenIds | None]:
-        """Run a pass of n rows, all of which have logits.
-
-        Args:
-            compute: the pass; run again where the largest logits do not do.
-            position: of its first row.
-            n: how many rows it has.
-            n_best: how many of the largest logits of each are enough; 0 wants whole rows.
+        """Run a pass of n rows from a position on, all with logits; again where the ``n_best`` largest logits do not
+        do.
 
         Returns:
             What it returned, logits, and the columns that they are of where rows are not whole.
@@ -269,7 +260,6 @@ class LlamaHeadContext(Context):
         self._functions.set_output(self._batch, at, wanted)
 
     def _states(self, what: int, n: int) -> FloatArray:
-        """Compute the batch's n rows, and return the states that they left [n, n_embd]."""
         self._process(what, n)
         return self._functions.nextn(self._handle, n, self.model.n_embd)
 
@@ -302,7 +292,7 @@ class LlamaHeadContext(Context):
 
 
 class LlamaBlockContext(LlamaHeadContext):
-    """What a block drafter remembers: keys and values made of the target's states, a row for each.
+    """Memory of a block drafter: keys and values of the target's states, a row for each.
 
     ``decode_floats`` adds such rows, which lead to no logits; ``guesses`` puts a block behind them.
     """
@@ -354,10 +344,8 @@ class LlamaBlockContext(LlamaHeadContext):
         return forward.logits[guessing], None if forward.ids is None else self.model.head.ids[forward.ids[guessing]]
 
     def _selected(self, lattice: FloatArray) -> tuple[FloatArray, TokenIds]:
-        """Of rows of candidates, and then the scores of each behind each candidate of the row before, those on the way.
-
-        The way is that of the best candidate of each row, as in llama.cpp's own program.
-        """
+        """The scores of candidates, each row's behind the best candidate of the row before, as llama.cpp's own program
+        takes them."""
         k = self._block.n_candidates
         ids = lattice[:, :k].astype(np.int64)
         scores = lattice[:, k : k + k * k].reshape(-1, k, k)  # [n, before, candidate]

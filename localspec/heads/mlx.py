@@ -1,4 +1,4 @@
-"""Published heads on MLX: contexts that are fed with a state and a token a row."""
+"""Published heads on MLX: contexts that are fed with a state and a token a row, and parts of their networks."""
 
 from __future__ import annotations
 
@@ -77,12 +77,11 @@ class MLXHeadModel(MLXModel):
 
 
 class MLXHeadContext(MLXContext):
-    """What a head remembers. ``decode_floats`` takes states as rows, and the tokens' real ids."""
+    """Memory of a head. ``decode_floats`` takes states as rows, and the tokens' real ids."""
 
     model: MLXHeadModel
 
     def fuse(self, states: FloatArray) -> FloatArray:
-        """See ``published.FusingContext``."""
         self._check_open()
         trunk: Any = self.model.network.module.model
 
@@ -107,7 +106,7 @@ class MLXHeadContext(MLXContext):
 
 
 class MLXBlockContext(MLXHeadContext):
-    """What a block drafter remembers; see ``heads.llama.LlamaBlockContext``."""
+    """See ``heads.llama.LlamaBlockContext``."""
 
     def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted, n_best: int = 0) -> Forward:
         for start in range(0, len(rows), self._n_chunk):
@@ -128,7 +127,6 @@ class MLXBlockContext(MLXHeadContext):
         memory.n_past += len(rows)
 
     def guesses(self, token: int, n: int, n_best: int = 0) -> tuple[FloatArray, TokenIds | None]:
-        """See ``heads.llama.LlamaBlockContext.guesses``."""
         of = cast(MaskBlock, self.model.head.block)
         block = [token, *[of.mask] * (n + of.n_skipped - 1)]
         self._check_room(len(block))
@@ -144,17 +142,12 @@ class MLXBlockContext(MLXHeadContext):
 # those of every model.
 
 HEAD_DTYPE = mx.float32
-"""How large the states are that a head is fed with, no probe of its file can tell."""
+"""No probe of a head's file tells how large the states are that it is fed with."""
 
 
 class HeadAttention(nn.Module):  # type: ignore[misc]
-    """Rows [1, n, n_in] -> what they attend to [1, n, n_embd].
-
-    Args:
-        attention: numbers of heads, and their size.
-        n_in, n_embd: see above.
-        norm_eps: that of the norms of queries and keys; None where there are none.
-    """
+    """Rows [1, n, n_in] -> what they attend to [1, n, n_embd]; ``norm_eps`` of the norms of queries and keys, if
+    any."""
 
     rope: nn.Module
 
@@ -169,7 +162,6 @@ class HeadAttention(nn.Module):  # type: ignore[misc]
         self.k_norm = nn.Identity() if norm_eps is None else nn.RMSNorm(d_head, eps=norm_eps)
 
     def remember(self, x: mx.array, cache: Any) -> tuple[Any, Any]:
-        """Put rows' keys and values into the memory; returns all that they can see."""
         keys = self.rope(self.k_norm(self._heads(self.k_proj(x))), offset=cache.offset)
         return cast("tuple[Any, Any]", cache.update_and_fetch(keys, self._heads(self.v_proj(x))))
 
@@ -186,8 +178,6 @@ class HeadAttention(nn.Module):  # type: ignore[misc]
 
 
 class FeedForward(nn.Module):  # type: ignore[misc]
-    """down(silu(gate(x)) * up(x))"""
-
     def __init__(self, n_embd: int, n_ff: int) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(n_embd, n_ff, bias=False)
@@ -206,7 +196,7 @@ def head_network(
     max_context: int | None,
     project: Callable[[mx.array], mx.array],
 ) -> Network:
-    """A head as a network that is fed with states and tokens; of one layer that sees all rows before.
+    """A head as a network of one layer that sees all rows before.
 
     Args:
         head: its header.
@@ -234,7 +224,6 @@ def head_network(
 
 
 def sort_rows(output: nn.Module, order: Any) -> None:
-    """Put an output matrix's rows into another order."""
     rows = mx.array(order)
     for name in ("weight", "scales", "biases"):
         if name in output:
@@ -243,7 +232,6 @@ def sort_rows(output: nn.Module, order: Any) -> None:
 
 
 def needed(target: Network | None) -> Network:
-    """The target that a head borrows from."""
     if target is None:
         raise UnsupportedModel("a head that uses weights of its target needs the target on the mlx backend")
     return target

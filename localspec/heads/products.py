@@ -1,9 +1,7 @@
 """Products of rows with a head's own matrices: by NumPy, or in 8 bits by the ggml of the engine that computes the head.
 
-A step of a head has a row or two, so a product takes as long as reading the matrix. Of a row of 3,072 with a matrix of
-1,536 rows NumPy's takes 1.1 ms on one thread, ggml's 0.16 (ik-llama) and 0.20 (llama-cpp), with 30 MB written in
-between (``benchmarks/head_step.py``). Other threads are no use: where a core is taken by another program they wait
-for each other, 45 ms in the median.
+A step has a row or two, so a product takes as long as reading the matrix (``benchmarks/head_step.py``). One thread:
+others would wait for each other where a core is taken by another program.
 """
 
 from __future__ import annotations
@@ -42,16 +40,9 @@ _SLACK = 1 << 16  # bytes, for what alignment takes
 
 
 class Products(ABC):
-    """Some matrices, ready to be multiplied by."""
-
     @abstractmethod
     def __call__(self, which: int, rows: FloatArray) -> FloatArray:
-        """``rows @ matrices[which].T`` [n, m], a copy.
-
-        Args:
-            which: number of the matrix [m, k].
-            rows: [n, k].
-        """
+        """``rows @ matrices[which].T``: rows [n, k] and a matrix [m, k] -> [n, m], a copy."""
 
     @abstractmethod
     def close(self) -> None:
@@ -59,8 +50,6 @@ class Products(ABC):
 
 
 class NumpyProducts(Products):
-    """In single precision."""
-
     def __init__(self, matrices: Sequence[FloatArray]) -> None:
         self._matrices = matrices
 
@@ -198,12 +187,11 @@ class _Product:
 
 
 def _at(address: int, n: int, k: int) -> FloatArray:
-    """The floats that lie there [n, k]."""
     return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_float)), (n, k))
 
 
 def products(model: Model, matrices: Sequence[FloatArray]) -> Products:
-    """What multiplies by these matrices beside an engine: ggml where that is the engine's and can be used."""
+    """The products with these matrices: by ggml where that is the engine's and can be used."""
     if matrices and isinstance(model, LlamaModel):
         try:
             return GgmlProducts(model.binding.tensors.library, matrices)
@@ -213,19 +201,8 @@ def products(model: Model, matrices: Sequence[FloatArray]) -> Products:
 
 
 def product(rows: FloatArray, matrix: FloatArray) -> FloatArray:
-    """``rows @ matrix.T``, in blocks that OpenBLAS computes in one thread.
-
-    Its threads wait for each other by spinning. Where a core is taken by another program, or by the engine's threads
-    that have just finished a pass, that takes longer than the target: two rows of 1,536 by 1,536 took 104 ms as a whole
-    and 0.17 in blocks (medians on 2 busy cores); at their quickest, one row took 0.07 and 0.15.
-
-    Args:
-        rows: [n, k].
-        matrix: [m, k], contiguous.
-
-    Returns:
-        [n, m]
-    """
+    """``rows @ matrix.T`` [n, m], in blocks that OpenBLAS computes in one thread; its threads wait for each other by
+    spinning."""
     n, k = rows.shape
     room = max(1, (_ONE_THREAD if n > 1 else _ONE_THREAD_VECTOR) // max(1, n * k))
     block = math.gcd(len(matrix), 1 << (room.bit_length() - 1))

@@ -1,13 +1,13 @@
-"""Heads that models are published with, at work on engines; see ``heads.kinds`` for the kinds.
+"""Published heads on engines.
 
 With s_p the tapped states of the target after token x_p, and the layer and its norms in the engine:
 
     EAGLE-3      g_p = fc · s_p, and row p is (g_p, x_(p+1)); its own state before the last norm is the next g
     MTP          row p is (s_p, x_(p+1)) for the tap "nextn", after a first row (0, x_0); its own state after the last
                  norm is the next s
-    DFlash       row p is s_p alone; and behind them a block of x_n, the last token, and masks, of which each but the
-                 first is to become a token: all of a draft in one pass. Of DSpark the first guesses too. DFlash2
-                 returns some candidates for each row, scored by which one is taken of the row before
+    DFlash       row p is s_p alone, and behind them a block of x_n, the last token, and masks, each of which but the
+                 first becomes a token, in one pass. DSpark's first guesses too. DFlash2 returns some candidates for
+                 each row, scored by the one taken of the row before
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _CHILD = "from localspec.heads.published import try_head; try_head()"
 
 
 def lends(head: PublishedHead) -> bool:
-    """Whether the child needs the target: for weights of it, or because the functions hand out its states too."""
+    """Whether the child needs the target: for its weights, or because the functions return its states too."""
     return bool(head.borrows or head.of_model)
 
 
@@ -65,15 +65,8 @@ def check_survives(
 ) -> None:
     """See that the engine computes a kind of head without ending the process; remembered.
 
-    That it does is taken to hold for all files of the kind. That it does not can be due to the file, so other files of
-    the kind are tried too.
-
-    Args:
-        head: its header.
-        target: the file of what it drafts for; loaded by the child where it ``lends``.
-        engine: name and version of the engine.
-        n_threads: CPU threads.
-        tick: called now and then meanwhile; what it raises ends the trial.
+    Success counts for all files of the kind, failure for the file. ``tick`` is called now and then; what it raises ends
+    the trial.
 
     Raises:
         EngineError: it ends the process.
@@ -103,11 +96,10 @@ def check_survives(
 
 
 STEPS = 16
-"""Most tokens that a head drafts ahead: it goes on from its own states, and how far that pays the controller finds out.
-llama.cpp's own default is 3."""
+"""Most tokens that a chained head drafts; how far it pays is for the controller. llama.cpp's own default is 3."""
 
 _WINDOW_BYTES = 64 << 20
-"""States of the target that are kept for a head to read, should drafting begin late."""
+"""States of the target that are kept for a head."""
 
 _MOST_BESIDE = 256
 """Files of a folder whose headers are looked at."""
@@ -129,16 +121,12 @@ class LoadHeadModel(Protocol):
 
 
 class FusingContext(Protocol):
-    """What a head's context can do besides, where the head fuses states."""
+    """Context of a head that fuses states."""
 
     def fuse(self, states: FloatArray) -> FloatArray:
-        """The state that the head's rows begin with, of the target's tapped ones side by side; changes no memory.
+        """The state that rows begin with [n, n_embd], of the target's tapped ones side by side [n, n_taps * n_target].
 
-        Args:
-            states: [n, n_taps * n_target]
-
-        Returns:
-            [n, n_embd]
+        Changes no memory.
 
         Raises:
             EngineError: the engine failed.
@@ -147,12 +135,7 @@ class FusingContext(Protocol):
 
 
 class EngineHead(DraftHead):
-    """A published head on an engine.
-
-    Attributes:
-        facts: its header.
-        model: its weights. Its contexts' ``decode_floats`` takes states and the tokens' real ids.
-    """
+    """A published head on an engine."""
 
     def __init__(self, facts: PublishedHead, model: Model) -> None:
         self.facts, self.model = facts, model
@@ -179,7 +162,7 @@ class EngineHead(DraftHead):
     def block_logits(
         self, context: Context, token: int, n: int, n_best: int = 0
     ) -> tuple[FloatArray, npt.NDArray[np.int64] | None]:
-        """Of one with a block, what follows the last token; see ``LlamaBlockContext.guesses``."""
+        """See ``LlamaBlockContext.guesses``."""
         return cast(LlamaBlockContext, context).guesses(token, n, n_best)
 
     def close(self) -> None:
@@ -192,9 +175,9 @@ def misfit(head: PublishedHead, target: Model) -> str:
         return head.misfit(TargetFacts.of(file, ""), target.vocab)
 
 
-def heads_beside(target: Path, backend: str | None) -> list[Path]:
-    """Published heads that can draft for a target here: those that the catalogue has for it, those trained here, and
-    others in the folder of its file, by name.
+def published_for(target: Path, backend: str | None) -> list[Path]:
+    """Published heads that fit a target: those of the catalogue first, then those trained here and in its file's
+    folder.
 
     Args:
         target: its file.
@@ -220,7 +203,7 @@ def heads_beside(target: Path, backend: str | None) -> list[Path]:
 
 
 def computes_mtp(target: Path, backend: str) -> bool:
-    """Whether an engine computes the MTP layer in a model's file, as far as that can be said before it is loaded."""
+    """Whether an engine computes the MTP layer in a model's file, as far as its header says."""
     try:
         return backend in read_mtp(target).engines
     except ModelFileError:
@@ -228,13 +211,8 @@ def computes_mtp(target: Path, backend: str) -> bool:
 
 
 def engine_for(head: PublishedHead, target: Model, wanted: str | None = None) -> str:
-    """The engine that computes a head for a target: where it takes weights of the target, only the target's can.
-
-    Args:
-        head: its header.
-        target: what it drafts for.
-        wanted: the engine that is asked for, None for none.
-    """
+    """The engine that computes a head for a target: ``wanted`` where it can, but for a head that borrows the target's
+    own."""
     return _engine_for(head, target.backend, wanted)
 
 
@@ -255,7 +233,7 @@ def load_published(
 ) -> EngineHead:
     """Load a published head for a target.
 
-    Once for each file it is looked at whether several rows in a pass give what they give one by one.
+    Once for each file rows in one pass are compared with rows in several.
 
     Args:
         path: the head's file; the target's own for its layer for multi-token prediction.
@@ -329,7 +307,6 @@ def disagreement(head: EngineHead) -> float:
 
 
 def _block_disagreement(head: EngineHead, context: Context, states: FloatArray, tokens: Sequence[int]) -> float:
-    """The same of a block behind rows that came in one pass, or in narrow ones."""
     context.decode_floats(states, tokens, "none")
     wide, wide_ids = head.block_logits(context, tokens[0], head.steps)
     context.truncate(0)
@@ -346,7 +323,8 @@ def _block_disagreement(head: EngineHead, context: Context, states: FloatArray, 
 
 
 def try_head() -> None:
-    """What the child of ``check_survives`` does: load, read states, draft, reject; on the CPU, which shares pages."""
+    """Load a head, read states, draft, reject: in the child of ``check_survives``, on the CPU, which shares the
+    target's pages."""
     path, lent, n_threads = sys.argv[1:]
     head = read_mtp(Path(path)) if path == lent else read_published(Path(path))
     target = llama_cpp.load(lent, n_threads=int(n_threads), n_gpu_layers=0) if lent else None

@@ -1,4 +1,4 @@
-"""Heads as ``--draft`` takes them: which there are for a target, and loading one."""
+"""Heads as ``--draft`` takes them; the objects of the entry points of pyproject.toml."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from localspec.heads.base import DraftHead
 from localspec.heads.drafters import HEAD_DRAFTERS
 from localspec.heads.kinds import names_published_head
 from localspec.heads.kinds.exit import exit_head
-from localspec.heads.published import EngineHead, heads_beside, load_published
+from localspec.heads.published import EngineHead, load_published, published_for
 from localspec.heads.trained import Head, heads_for, load_head, target_facts
 from localspec.spec_decode.drafters.names import SHOWN
 from localspec.system.files import is_same_file
@@ -26,15 +26,13 @@ from localspec.system.files import is_same_file
 SHOWN.update({HEAD: "head", EARLY_EXIT: "early exit", MTP: "the model's own MTP layer"})
 
 EXIT_SHARE = 0.25
-"""Of the target's layers, how many ``early-exit`` drafts with where no number is given. Set by hand, for models that
-were trained to be left early: of others no share pays."""
+"""Share of the target's layers for ``early-exit`` without a number; set by hand, for models trained to be left
+early."""
 
 MAX_LAYERS = 9999
 
 
 class _Heads(DraftSource):
-    """What the three have in common: loading."""
-
     def load(
         self,
         path: Path,
@@ -46,7 +44,7 @@ class _Heads(DraftSource):
         say: Callable[[str], None],
         warn: Callable[[str], None],
     ) -> DraftWeights:
-        """On the engine of draft models, or else of its target; a published one on one that computes those."""
+        """On the engine of draft models, or else of its target; a published one on an engine that computes its kind."""
         head: DraftHead
         if is_same_file(path, target.path) or names_published_head(path):
             head = load_published(path, target, engine=backend, n_threads=n_threads, n_gpu_layers=n_gpu_layers, say=say)
@@ -114,21 +112,18 @@ class OwnLayer(_Heads):
 
 
 FILE_HEADS, EARLY_EXITS, OWN_LAYER = FileHeads(), EarlyExit(), OwnLayer()
-"""The objects of the entry points."""
 
 
 def head_files(target: Path, backend: str | None) -> Iterator[Path]:
-    """The heads on this disk that ``auto`` takes for a target: one that was trained here or ships, and a published one.
+    """The heads on this disk that ``auto`` takes for a target: one trained here or shipped, and a published one.
 
-    Of either kind the first: those trained for that very file, and those that the catalogue has for it, come first.
-    Which of the two pays is for the controller to find out; more of a kind would take memory for states and weights
-    each, and read the same states.
+    More of a kind would take memory for states and weights each, and read the same states.
 
     Args:
         target: its file.
-        backend: the engine that it runs on; see ``heads_beside``.
+        backend: the engine that it runs on; see ``published_for``.
     """
-    for find in (heads_for, lambda path: heads_beside(path, backend)):
+    for find in (heads_for, lambda path: published_for(path, backend)):
         try:
             yield from find(target)[:1]
         except LocalspecError:  # of the target, whose loading says it
@@ -136,7 +131,7 @@ def head_files(target: Path, backend: str | None) -> Iterator[Path]:
 
 
 def found_heads(target: Path, backend: str | None, *, mtp: bool) -> Iterator[str]:
-    """What drafts from the target's states, as ``--draft`` takes it, found one by one.
+    """Names for ``--draft`` of what drafts from a target's states, found one by one.
 
     Args:
         target, backend: as for ``head_files``.
@@ -157,11 +152,7 @@ def heads_of(target: Model) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class HeadPasses(PassKind):
-    """Passes of a head over rows of floats.
-
-    Attributes:
-        hidden: the states that they return.
-    """
+    """Passes of a head over rows of floats, which return the states ``hidden``."""
 
     hidden: tuple[str, ...]
 
@@ -177,11 +168,7 @@ class HeadPasses(PassKind):
 
 @dataclass(frozen=True, slots=True)
 class BlockPasses(PassKind):
-    """Passes of a block drafter: over a number of target states, then over a whole block.
-
-    Attributes:
-        head: the drafter.
-    """
+    """Passes of a block drafter: over a number of target states, then over a whole block."""
 
     head: EngineHead
 
@@ -201,12 +188,7 @@ class BlockPasses(PassKind):
 
 @dataclass(frozen=True, slots=True)
 class ChainedPasses(HeadPasses):
-    """Passes of a head that reads true rows: building the rows from states, computing them, and the last row's logits.
-
-    Attributes:
-        head: the head.
-        n_embd: width of the target's states.
-    """
+    """Passes over true rows: making them of states [n, n_taps * n_embd], computing them, and the last row's logits."""
 
     head: Head
     n_embd: int
@@ -219,13 +201,8 @@ class ChainedPasses(HeadPasses):
 
 @dataclass(frozen=True, slots=True)
 class EarlyExits(PassKind):
-    """Passes of a target's first layers over tokens, then of an output matrix over the last state.
-
-    Attributes:
-        target: the target.
-        tap: the state that they end with, as ``Context.hidden`` names it.
-        output: a context of the output matrix, which is left empty.
-    """
+    """Passes of a target's first layers, up to the state ``tap``, then of ``output``, a context of the output
+    matrix."""
 
     target: Model
     tap: str
@@ -250,7 +227,6 @@ def _rows(n: int, n_embd: int) -> FloatArray:
 
 
 def passes_of(head: DraftHead, context: Context, target: Model) -> PassKind:
-    """The passes that a head drafts with, in a memory of its own."""
     if isinstance(head, EngineHead) and head.facts.block:
         return BlockPasses(head)
     if head.kind == "exit":

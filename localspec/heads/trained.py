@@ -1,7 +1,7 @@
-"""A head at work: its layer on an engine, its fusing of states and its embeddings here.
+"""Heads that were trained here: the layer on an engine, the fusing of states and the embeddings in this module.
 
-The formulas, with s_p the tapped states of the target after token x_p, E its token embedding and Out its output
-matrix (EAGLE: Li et al. 2024, arXiv:2401.15077; EAGLE-3's several taps, arXiv:2503.01840):
+With s_p the tapped states of the target after token x_p, E its token embedding and Out its output matrix (EAGLE: Li et
+al. 2024, arXiv:2401.15077; EAGLE-3's several taps, arXiv:2503.01840):
 
     row          z_p = fc · s_p + W · E[x_(p+1)] + b
     state        g_p = block(z_0 … z_p), what the engine returns as "layer:0"
@@ -37,29 +37,22 @@ from localspec.model_files.gguf import GGUFFile, model_files, tensor_rows
 from localspec.system.steps import exhaust
 
 MAX_STATES = 16
-"""States that wait to be read, the last ones of a long prompt or of a stretch decoded plainly; where more were missed,
-the head's memory begins anew with these. With 16 places in its memory the head that ships is right at 0.358 of the
-places of 18 answers to the tuning questions, with 64 at 0.372, with 4 at 0.325; to read 64 takes as long as a token of
-the target, 16 a quarter of that."""
+"""Most states that wait to be read. More make a head a little better and its first step slower."""
 
 _CACHED_BYTES = 32 << 20
-"""Tokens' shares of rows that are kept, 5,400 of a model of 1,536 channels. One takes about a millisecond."""
+"""Tokens' shares of rows that are kept. One takes about a millisecond."""
 
 _TIMED_WIDTHS = (1, 1, 1, 1, 2, 3, 4, 5, 6, 8, 8)
-"""Rows of the passes that are compared with one of all these together, 40: ik-llama has other kernels from 32 on, and
-those are where it was found wrong."""
+"""Rows of the passes that are compared with one of all these, 40: ik-llama has other kernels from 32 on."""
 
 _FC, _EMBED, _CHAIN = range(3)
-"""Places of the matrices of a head with a block among those it multiplies by."""
 
 
 class Head(DraftHead):
-    """A head that was made here: ``localspec distill``, and those that ship.
+    """A head that was trained here.
 
     Attributes:
-        card: all about it.
-        masks: rows of a parallel head for positions not known yet, float32 [steps - 1, n_embd]; empty for others.
-        model: its layer and output matrix, on an engine. Its token ids mean nothing; feed it with ``decode_floats``.
+        masks: rows of a parallel head for unknown positions, float32 [steps - 1, n_embd]; empty for others.
     """
 
     token_map: npt.NDArray[np.int32]
@@ -87,7 +80,6 @@ class Head(DraftHead):
         self._times = products(model, matrices)
 
     def new_context(self, n_ctx: int, *, n_threads: int | None = None) -> Context:
-        """A memory for n_ctx rows; a chained head's returns the state that it goes on from, as ``hidden[STATE]``."""
         hidden = (STATE,) if self.kind == "chained" else ()
         return self.model.new_context(n_ctx, n_threads=n_threads, hidden=hidden)
 
@@ -101,18 +93,11 @@ class Head(DraftHead):
         return self.chain(state) + self.embed(tokens)
 
     def fuse(self, states: FloatArray) -> FloatArray:
-        """``fc · s``: the target's share of a row.
-
-        Args:
-            states: the tapped states side by side, in the order of ``taps`` [n, n_taps * n_embd].
-
-        Returns:
-            [n, n_embd]
-        """
+        """``fc · s``: tapped states side by side, in the order of ``taps`` [n, n_taps * n_embd] -> [n, n_embd]."""
         return self._times(_FC, states)
 
     def embed(self, tokens: Sequence[int]) -> FloatArray:
-        """``W · E[token] + b``: the tokens' share of rows [n, n_embd]; embeddings are read from the target's file.
+        """``W · E[token] + b`` [n, n_embd]; embeddings are read from the target's file.
 
         Raises:
             UsageError: an id outside the target's vocabulary.
@@ -132,7 +117,7 @@ class Head(DraftHead):
         return found
 
     def chain(self, states: FloatArray) -> FloatArray:
-        """``C · g``: a chained head's own states as the next rows' share, in the place of ``fuse`` [n, n_embd]."""
+        """``C · g`` [n, n_embd]."""
         return self._times(_CHAIN, states)
 
     def medusa_logits(self, context: Context, state: FloatArray) -> FloatArray:
@@ -157,7 +142,6 @@ class Head(DraftHead):
         return scaled
 
     def close(self) -> None:
-        """Free the weights; safe to call twice. Contexts must be closed first."""
         self._times.close()
         self.model.close()
         self._target.close()
@@ -170,10 +154,7 @@ class Head(DraftHead):
 
 
 def target_facts(target: Path) -> TargetFacts:
-    """What heads have to know of a target; of a repacked copy, as of the file that it was made from.
-
-    Its header is read once, as long as the file stays as it is: that takes 30 ms where a vocabulary has 150,000 tokens,
-    and looking for a head, loading it and drafting with it all ask.
+    """The facts of a target's file, read once as long as it is unchanged; of a repacked copy, those of its original.
 
     Raises:
         ModelFileError: it is no usable model.
@@ -193,9 +174,7 @@ def _read_facts(target: Path, stamp: tuple[tuple[int, ...], ...]) -> TargetFacts
 
 
 def heads_for(target: Path) -> list[Path]:
-    """Heads on this disk that can draft for a target: those trained for that very file first, then similar ones.
-
-    A head that cannot be read is left out.
+    """Heads on this disk that fit a target: those trained for that very file first. Damaged ones are left out.
 
     Raises:
         ModelFileError: the target is no usable model.
@@ -223,9 +202,9 @@ def load_head(
     say: Callable[[str], None] = lambda line: None,
     warn: Callable[[str], None] = lambda line: None,
 ) -> Head:
-    """Load a head for a target, with its output rows from the target's file; see ``head_assembly``.
+    """Load a head for a target, with its output rows from the target's file; see ``assembly``.
 
-    Once for each engine and file it is looked at whether several rows in a pass give what they give one by one.
+    Once for each engine and file rows in one pass are compared with rows in several.
 
     Args:
         path: the head file.

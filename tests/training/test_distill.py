@@ -23,7 +23,7 @@ from localspec.heads.file import find_heads, head_weights, heads_folder, read_ca
 from localspec.heads.training.distill import distill
 from localspec.heads.training.examples import is_held_out
 from localspec.heads.training.lessons import n_lessons
-from localspec.heads.training.run_folder import Distilled, Effort, Recipe, RunError, Standing, token_map
+from localspec.heads.training.run_folder import Distilled, Effort, Recipe, RunError, RunProgress, token_map
 from localspec.heads.training.shards import Shards
 from localspec.model_files.gguf import GGUFFile
 from tests.conftest import Backend, TinyFiles
@@ -60,7 +60,7 @@ def shards_of(home: Path) -> Shards:
 
 
 def test_a_run_makes_a_head_and_says_what_it_is_worth(target: Path, isolated_home: Path) -> None:
-    standings: list[Standing] = []
+    standings: list[RunProgress] = []
     lines: list[str] = []
     text = "A sentence about rivers, and then another one. " * 20
     (isolated_home.parent / "text").mkdir()
@@ -111,7 +111,7 @@ def test_cancelled_at_any_moment_it_goes_on_from_there(target: Path, isolated_ho
     for phase in ("examples", "training"):
         cancel = threading.Event()
 
-        def report(standing: Standing, phase: str = phase, stop: threading.Event = cancel) -> None:
+        def report(standing: RunProgress, phase: str = phase, stop: threading.Event = cancel) -> None:
             if standing.phase == phase and (standing.n_places if phase == "examples" else standing.tokens_seen):
                 stop.set()
 
@@ -216,7 +216,7 @@ main(sys.argv[1:])
 def test_another_run_of_the_same_head_is_refused(target: Path, isolated_home: Path) -> None:
     refused: list[str] = []
 
-    def report(standing: Standing) -> None:
+    def report(standing: RunProgress) -> None:
         if standing.phase == "examples" and not refused:
             with pytest.raises(RunError) as error:
                 run(target, resume=True)
@@ -249,7 +249,7 @@ def test_it_steps_aside_while_another_process_answers(target: Path, isolated_hom
     phases: list[str] = []
     cancel = threading.Event()
 
-    def report(standing: Standing) -> None:
+    def report(standing: RunProgress) -> None:
         phases.append(standing.phase)
         if standing.phase == "examples" and standing.n_places > 50 and "waiting" not in phases:
             mark.parent.mkdir(exist_ok=True)

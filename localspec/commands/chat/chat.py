@@ -17,7 +17,7 @@ from localspec.commands.chat.screen import ChatScreen, guessing, no_echo, only_t
 from localspec.commands.chat.typesetter import Style
 from localspec.commands.options import RunOptions, ThinkOptions, base_model_notes
 from localspec.engine import saved
-from localspec.engine.drafts import found_drafts, found_heads
+from localspec.engine.drafts import found_drafts, plugin_drafts
 from localspec.engine.loading import draft_gain
 from localspec.errors import Cancelled, Closed, LocalspecError, SessionFileError, UsageError, line_of
 from localspec.llm import Session, from_text, to_text
@@ -552,7 +552,7 @@ class LateDraft:
 
     def _run(self) -> None:
         try:
-            first = self._llm.run(lambda pair: next(found_heads(pair.target), None)) if self._missing else None
+            first = self._llm.run(lambda pair: next(plugin_drafts(pair.target), None)) if self._missing else None
             if first is not None:
                 self._load("the head")
             if not self._missing or self._would_gain():

@@ -1,4 +1,4 @@
-"""Heads that models are published with, by what their files say: entry points of the group ``localspec.head_kinds``.
+"""Kinds of published heads: entry points of the group ``localspec.head_kinds``.
 
 The name of an entry point is the architecture that files of a kind name, its object a function that reads and checks an
 open file's header and returns a ``PublishedHead``.
@@ -22,7 +22,7 @@ def is_published_head(file: GGUFFile) -> bool:
 
 
 def names_published_head(path: Path) -> bool:
-    """Whether a path is that of such a file; of what is no readable GGUF it is not."""
+    """The same of a path; False for what is no readable GGUF."""
     try:
         with GGUFFile(path, alone=True) as file:
             return is_published_head(file)
@@ -53,7 +53,6 @@ def read_published(path: Path) -> PublishedHead:
 
 
 def read_open(file: GGUFFile) -> PublishedHead:
-    """The same of an open file."""
     if not is_published_head(file):
         raise UnsupportedModel(f"{file.path.name} is not a published head")
     if file.architecture not in offered(HEAD_KINDS):  # MTP layers in files of their own name that of their target

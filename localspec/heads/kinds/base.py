@@ -1,4 +1,4 @@
-"""A head that came with a model, or was published for it: what drafting with it takes, and whether it fits a target."""
+"""Header of a published head: how to draft with it, and whether it fits a target."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ LLAMA_CPP = {"llama-cpp": "localspec.heads.llama:load"}
 
 @dataclass(frozen=True)
 class MaskBlock:
-    """How a head guesses several tokens in one pass: rows of a settled token and of masks behind it, one for a guess.
+    """A block of a settled token and masks, which one pass fills in.
 
     Attributes:
         size: rows of the passes that it was trained for.
         mask: the token of the rows to be filled in.
-        n_skipped: rows at the beginning that guess nothing: 1 where that of the settled token only tells it.
+        n_skipped: rows at the beginning that guess nothing.
         causal: whether rows see those before them only, instead of one another.
-        n_candidates: of a drafter that scores so many tokens for each row by those of the row before; 0 for all tokens.
+        n_candidates: candidates of each row, scored by those of the row before; 0 for all tokens.
     """
 
     size: int
@@ -38,25 +38,23 @@ class MaskBlock:
 
     @property
     def n_guesses(self) -> int:
-        """Most tokens that it drafts."""
         return self.size - self.n_skipped
 
 
 @dataclass(frozen=True, eq=False)  # an array has no truth value
 class PublishedHead:
-    """A head, but for its weights. All that the engine would assert on has been checked.
+    """A head without its weights; all that the engine would assert on has been checked.
 
-    It reads rows of a state and a token, one after the other: at place p the target's state after the p-th token, and
-    the token after that; and goes on from its own states. One with a block reads states alone, and guesses all tokens
-    of a draft at once.
+    It reads rows of a state and a token: at place p the target's state after the p-th token, and the token after that.
+        It
+    continues its own states. One with a block reads states alone, and guesses all tokens of a draft at once.
 
     Attributes:
         kind: its name in files and arguments.
-        title: what people call the kind.
+        title: its name for people.
         engines: engine that computes it -> its ``published.LoadHeadModel``, as "module:function". The first serves
             targets on other engines.
-        path: its file.
-        taps: the hidden states of the target that it reads, in order; see ``backends.forward``.
+        taps: the hidden states of the target that it reads, in order; see ``backends.base``.
         n_target: width of each of them.
         n_embd: width of the states in its rows.
         n_vocab: width of the logits that the engine returns for it.
@@ -65,9 +63,8 @@ class PublishedHead:
         in_target: whether it is a part of its target's file.
         states_need_logits: whether llama.cpp keeps states only of rows whose logits are wanted.
         has_zeroth: whether its memory begins with the first token and no state.
-        borrows: what it has not itself and the engine takes from the target: ``embeddings``, ``output``.
+        borrows: what the engine takes from the target: ``embeddings``, ``output``.
         vocab: its tokens; None where the file names none.
-        block: of a head that guesses several tokens in one pass.
         of_model: architecture and number of layers of the target, where its file says them.
         training: how it was made, where it was made here.
     """
@@ -93,21 +90,14 @@ class PublishedHead:
 
     @property
     def row_width(self) -> int:
-        """Numbers in a row that it reads."""
         return self.n_target * len(self.taps) if self.block else self.n_embd
 
     @property
     def rate(self) -> float | None:
-        """Share of places at which its first token is right, so far as its file says."""
         return self.training.first_rate if self.training is not None else None
 
     def misfit(self, target: TargetFacts, vocab: Vocab) -> str:
-        """Why it cannot draft for a target, in a clause; "" where it can.
-
-        Args:
-            target: the target's sizes.
-            vocab: the target's tokens.
-        """
+        """Why it cannot draft for a target, in a clause; "" where it can."""
         if self.n_target != target.n_embd:
             return f"it needs a target with states of {self.n_target} channels, but {target.name} has {target.n_embd}"
         deepest = max((int(tap.removeprefix("layer:")) for tap in self.taps if tap.startswith("layer:")), default=-1)
@@ -133,7 +123,7 @@ class PublishedHead:
 
 
 def attention_sizes(file: GGUFFile, n_embd: int) -> tuple[int, int, int]:
-    """Heads of queries, heads of keys, and channels of each, of a head's own attention.
+    """Query heads, key heads, and channels of each, of a head's own attention.
 
     Raises:
         ModelFileError: they are missing, or an engine would assert on them.

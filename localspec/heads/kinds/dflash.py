@@ -152,7 +152,6 @@ def _flag(file: GGUFFile, name: str, default: bool) -> bool:
 
 
 def _wrong_sections(file: GGUFFile, d_head: int) -> str:
-    """Sections of positions, which drafters for models that see images have: what the engine would assert on."""
     sections: Any = file.field("rope.dimension_sections")
     if sections is None:
         return ""

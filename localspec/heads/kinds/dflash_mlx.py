@@ -1,7 +1,6 @@
 """DFlash drafters on MLX (Chen et al. 2026, arXiv:2602.06036): their layers, and their weights from a GGUF.
 
-States of the target become keys and values of every layer, which no query goes with; a block's rows see those, and one
-another. Otherwise a network as any other, so that memory, rotary embedding and repacking are those of every model.
+States of the target become keys and values of every layer, without queries; a block's rows see those, and one another.
 """
 
 from __future__ import annotations
@@ -80,10 +79,7 @@ class _Layer(nn.Module):  # type: ignore[misc]
         return x + self.mlp(self.ffn_norm(x))
 
     def _mask(self, n: int, n_past: int) -> mx.array | None:
-        """What each of n new rows sees: all of them one another, and of those before as far as the window reaches.
-
-        The memory shows those that the first new row sees.
-        """
+        """What each of n new rows sees: all new ones, and those before as far as the window reaches."""
         if self.window is None:
             return None
         at = mx.arange(max(0, n_past + 1 - self.window), n_past + n)
@@ -91,7 +87,7 @@ class _Layer(nn.Module):  # type: ignore[misc]
 
 
 class BlockTrunk(nn.Module):  # type: ignore[misc]
-    """All but the output matrix: a block's tokens [1, n] -> what the matrix takes [1, n, n_embd]."""
+    """Tokens of a block [1, n] -> rows for the output matrix [1, n, n_embd]."""
 
     def __init__(self, sizes: _Sizes, *, has_embeddings: bool) -> None:
         super().__init__()
@@ -128,13 +124,8 @@ class _Head(nn.Module):  # type: ignore[misc]
 
 
 def _network(head: PublishedHead, target: Network | None) -> Network:
-    """A drafter's weights, and those that it borrows, as a network whose logits are for ``head.ids``, in their order.
-
-    Call it on the thread that will compute.
-
-    Args:
-        head: its header, checked.
-        target: the network that it drafts for; needed where it borrows from it.
+    """The drafter as a network whose logits are for ``head.ids``, in their order; call it on the thread that will
+    compute.
 
     Raises:
         UnsupportedModel: a setting, tensor or tensor type that is not handled; the message names it.

@@ -1,4 +1,5 @@
-"""EAGLE-3 heads as llama.cpp's converter writes them: a file of their own (Li et al. 2025, arXiv:2503.01840).
+"""EAGLE-3 heads in files of llama.cpp's layout (Li et al. 2025, arXiv:2503.01840), and their layer in NumPy and
+float64.
 
 One layer reads, side by side, the embedding of a token and a state made of three states of the target by the matrix
 ``fc``. It may guess only some of the target's tokens, those in ``d2t``, and borrow the target's embeddings and output
@@ -45,17 +46,16 @@ from localspec.system.files import write_atomically
 # target's. How the head was made is in a key of its own.
 
 TRAINING = "localspec.head.training"
-"""Metadata key: how it was made, as ``head_card.Training`` writes it."""
+"""Metadata key: how it was made, as ``card.Training`` writes it."""
 
 _N_CTX = 1 << 17
 """Context that the file declares [tokens]."""
 
 _PIECE = 1 << 20
-"""Values converted at a time."""
 
 
 def write_eagle3(path: Path, card: HeadCard, weights: Mapping[str, npt.NDArray[np.floating]], target: GGUFFile) -> Path:
-    """Write a head, in the place of an older one once it is complete: its matrices as Q8_0, its output rows as Q4_0.
+    """Write a head atomically: its matrices as Q8_0, its output rows as Q4_0.
 
     Args:
         path: its name; the folder must exist.
@@ -118,7 +118,6 @@ def _metadata(card: HeadCard) -> dict[str, Any]:
 
 
 N_TAPS = 3
-"""States that are fused: llama.cpp takes this many, as the paper has it."""
 
 
 def read(file: GGUFFile) -> PublishedHead:
@@ -183,7 +182,6 @@ _OWN = {"embeddings": "token_embd.weight", "output": "output.weight"}
 
 
 def _training(file: GGUFFile) -> Training | None:
-    """How it was made, in the words of ``eagle3_file``."""
     text = file.metadata.get(TRAINING)
     try:
         return None if text is None else Training.from_json(str(text))
@@ -195,11 +193,7 @@ def _training(file: GGUFFile) -> Training | None:
 
 
 class ReferenceHeadModel(ReferenceModel):
-    """The weights of a head in float64.
-
-    Args:
-        head: its header.
-        target: what it drafts for, on this backend where the head borrows from it.
+    """The weights of a head in float64, and those that it borrows of a target on this backend.
 
     Raises:
         UnsupportedModel: it borrows from a target elsewhere.
@@ -259,12 +253,9 @@ class ReferenceHeadModel(ReferenceModel):
 
 
 class ReferenceHeadContext(ReferenceContext):
-    """What a head remembers. ``decode_floats`` takes states as rows, and the tokens' real ids."""
-
     model: ReferenceHeadModel
 
     def fuse(self, states: FloatArray) -> FloatArray:
-        """See ``published.FusingContext``."""
         rows = [row.astype(np.float64) for row in states]
         if self.model.normalises_first:
             rows = [self._normalised(row) for row in rows]

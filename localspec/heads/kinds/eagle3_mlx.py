@@ -1,8 +1,7 @@
 """EAGLE-3 heads on MLX (Li et al. 2025, arXiv:2503.01840): the layer, and its weights from a GGUF.
 
-mlx-lm has no such class. This one is built as its model classes are, so that memory, rotary embedding, repacking and
-passes are those of every other model: the first layer's input are the rows that a context is fed with, and the tokens'
-embeddings go to the layer beside it.
+Built as mlx-lm's model classes are; the first layer's input are the rows that a context is fed with, beside the tokens'
+embeddings.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class _Layer(nn.Module):  # type: ignore[misc]
 
 
 class Eagle3Trunk(nn.Module):  # type: ignore[misc]
-    """All but the output matrix: rows and tokens' ids [1, n] -> what the matrix takes [1, n, n_embd]."""
+    """Rows and tokens' ids [1, n] -> rows for the output matrix [1, n, n_embd]."""
 
     def __init__(self, sizes: _Sizes, *, has_embeddings: bool) -> None:
         super().__init__()
@@ -127,13 +126,7 @@ class _Head(nn.Module):  # type: ignore[misc]
 
 
 def _network(head: PublishedHead, target: Network | None) -> Network:
-    """A head's weights, and those that it borrows, as a network whose logits are for ``head.ids``, in their order.
-
-    Call it on the thread that will compute.
-
-    Args:
-        head: its header, checked.
-        target: the network that it drafts for; needed where it borrows from it.
+    """The head as a network whose logits are for ``head.ids``, in their order; call it on the thread that will compute.
 
     Raises:
         UnsupportedModel: a setting, tensor or tensor type that is not handled; the message names it.

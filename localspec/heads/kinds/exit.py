@@ -1,4 +1,4 @@
-"""A head that nobody trained: the target's last norm, and rows of its output matrix, for states that leave it early."""
+"""An untrained head for states that leave the target early: its last norm, and rows of its output matrix."""
 
 from __future__ import annotations
 
@@ -14,17 +14,12 @@ from localspec.model_files.gguf import GGUFFile, tensor_rows
 from localspec.model_files.vocab import Vocab
 
 N_OUT = 32768
-"""Tokens that it can guess: the first of the vocabulary, which are the commonest in those made by merging, and those
-that end an answer. The first 16,384 of Qwen2.5 are 0.89 of what its coder says."""
+"""Tokens that it can guess: the first of the vocabulary, the commonest where it was made by merging, and those that end
+an answer."""
 
 
 def exit_head(target: Path, facts: TargetFacts, n_layers: int) -> Path:
-    """A head file of the kind ``exit``, written once for each target and number of layers.
-
-    Args:
-        target: the target's file.
-        facts: about it.
-        n_layers: the layers that a draft token goes through.
+    """The head file for a target and a number of layers, written once.
 
     Raises:
         UsageError: the target has not so many layers.

@@ -1,8 +1,7 @@
 """Layers for multi-token prediction on MLX (DeepSeek-AI 2024, arXiv:2412.19437, section 2.2).
 
 Such a layer is a block of mlx-lm's class behind a matrix that joins the state and the embedding; embeddings, output
-matrix and, where it has none, the last norm are the model's. Its input are the rows that a context is fed with, its
-state is what it hands to the output matrix.
+matrix and, where it has none, the last norm are the model's.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from localspec.heads.mlx import HEAD_DTYPE, MLXHeadModel, embedding_of, head_net
 from localspec.model_files.gguf import GGUFFile
 
 ARCHITECTURE = "glm4moe"
-"""The one whose layer is computed: of the other models that come with one, none is."""
 
 _PARTS = {
     "nextn.eh_proj": "eh_proj",
@@ -39,8 +37,6 @@ _PARTS = {
 
 
 class _Layer(nn.Module):  # type: ignore[misc]
-    """A block of mlx-lm's, with what makes its input and its state."""
-
     def __init__(self, block: nn.Module, args: Any, tensors: set[str]) -> None:
         super().__init__()
         n, eps = args.hidden_size, args.rms_norm_eps

@@ -1,8 +1,8 @@
 """``localspec.distill``: a head for a target, made on this machine in a given time.
 
-The target writes examples, the head learns from them, is written, compared with what was trained, and measured against
-the drafters there are; it is kept if it makes answers faster by more than the noise. Everything lies in a folder of the
-home and is written at least once a minute, so a run can be stopped, or killed, at any moment and goes on from there.
+The target writes examples, the head learns from them, is written, and measured against the drafters there are; it is
+kept if it makes answers faster by more than the noise. All lies in a folder of the home and is written at least once a
+minute, so a run that was stopped, or killed, can be resumed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from localspec.heads.trained import target_facts
 from localspec.heads.training.earlier_head import NO_HEAD, earlier_head
 from localspec.heads.training.examples import TEST, Asked, Material, Overlap, Read, read_texts, without
 from localspec.heads.training.head_maker import HeadMaker
-from localspec.heads.training.run_folder import Distilled, Effort, Recipe, Report, Run, RunError, RunFolder, Standing
+from localspec.heads.training.run_folder import Distilled, Effort, Recipe, Report, Run, RunError, RunFolder, RunProgress
 from localspec.heads.training.worth import Worth, measure_worth
 from localspec.model_files.catalog import Catalog
 from localspec.prompts.questions import in_turns, own_questions, read_questions
@@ -37,18 +37,11 @@ from localspec.system.files import home, write_atomically
 # The run to work on: a new one or the one that lies there, and the head that it begins with.
 
 _DIGITS = 16
-"""Of a SHA-256."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What was asked for in this sitting; see ``distill``.
-
-    Attributes:
-        kind: of the head.
-        seed, recipe: None goes with the run's.
-        minutes: None goes with the run's, or is 60.
-    """
+    """What was asked for in this call; None stands for the run's own. See ``distill``."""
 
     kind: str
     seed: int | None
@@ -62,15 +55,14 @@ class Wanted:
         self.new_recipe()  # is checked here
 
     def new_recipe(self) -> Recipe:
-        """Of a run that is begun."""
         return self.recipe or Recipe(kind=self.kind, seed=self.seed or 0)  # type: ignore[arg-type]
 
 
-def begun(target: Path, folder: RunFolder, wanted: Wanted, say: Callable[[str], None]) -> Run:
+def open_run(target: Path, folder: RunFolder, wanted: Wanted, say: Callable[[str], None]) -> Run:
     """The run to work on, with the head that it begins with in its folder.
 
     Raises:
-        UsageError: there is one, and what to do with it was not said; there is none to go on with; or what is wanted
+        UsageError: there is one, and what to do with it was not said; there is none to resume; or what is wanted
             differs from what was begun.
         RunError: what lies there is damaged, or of another file.
     """
@@ -93,7 +85,6 @@ def begun(target: Path, folder: RunFolder, wanted: Wanted, say: Callable[[str], 
 
 
 def _go_on(run: Run, folder: RunFolder, wanted: Wanted) -> None:
-    """Give a run that was begun its new minutes."""
     done, minutes = (run.data_seconds + run.training_seconds) / 60, wanted.minutes
     what = "made" if run.finished else "begun"
     state = f"a {run.recipe.kind} head of this model was {what}, {done:.0f} minutes of work"
@@ -113,7 +104,6 @@ def _go_on(run: Run, folder: RunFolder, wanted: Wanted) -> None:
 def _begin_with(
     earlier: Path | None, folder: RunFolder, run: Run, say: Callable[[str], None], *, seed_is_chosen: bool
 ) -> None:
-    """Keep a copy of the head that training begins with, or of none."""
     if earlier is None:
         run.begins_with, run.begins_with_sha256 = NO_HEAD, ""
         folder.earlier.unlink(missing_ok=True)
@@ -131,15 +121,10 @@ def _begin_with(
 
 
 def card_command(run: Run, model: str, typed: str = "") -> str:
-    """A command line, or a call from Python.
+    """The command line that makes a head, or a call from Python where ``typed``, its beginning, is empty.
 
-    Of files there is the name only: folders are of this machine. A head that it begins with is named with the first
-    digits of its file's SHA-256, as a comment: there may be others of that name.
-
-    Args:
-        run: with all that was asked for, in every sitting.
-        model: the target, as it was named.
-        typed: what a command line begins with; "" writes a call.
+    Files are named without folders, which are of this machine. A head that it begins with is named with the first
+    digits of its file's SHA-256, as a comment.
     """
     prompts, texts = ([Path(path).name for path in paths] for paths in (run.prompts, run.texts))
     if typed:
@@ -217,22 +202,18 @@ def distill(
 
     Args:
         model: the target: a catalogue name, a path to a ``.gguf`` file, or ``hf:OWNER/REPO/FILE.gguf``.
-        minutes: of work, all sittings of a run together; None is 60, or what the run was begun with.
-        kind: ``chained``, ``parallel``, ``medusa`` or ``eagle3``; see docs/heads.md. The last one runs on
-            llama-cpp, or on MLX.
-        seed: of every random choice; None is 0, or one more than that of the head that it begins with, whose examples
-            would else be written again.
-        begin_with: a head's file, to go on from what it has learned; "none" begins with a linear head. None goes on
-            from the head that drafters would take, if it is of this kind and size.
-        resume: go on with the run of this kind of head that was begun. A run that is finished goes on if there are more
-            minutes.
+        minutes: of work, all calls of a run together; None is 60, or what the run was begun with.
+        kind: ``chained``, ``parallel``, ``medusa`` or ``eagle3`` (on llama-cpp or MLX); see docs/heads.md.
+        seed: of every random choice; None is 0, or one more than that of the head that it begins with.
+        begin_with: a head's file to start from; "none" starts with a linear head. None takes the head that drafters
+            would take, if it is of this kind and size.
+        resume: go on with the run of this kind of head; a finished one goes on if there are more minutes.
         force: begin anew where a run was begun.
-        prompts: a file of questions in the format of Spec-Bench for the target to answer, or several.
+        prompts: files of questions in the format of Spec-Bench for the target to answer.
         texts: files and folders of text for it to read.
         chats: whether it reads the chats that were saved in this ``LOCALSPEC_HOME``.
         backend, n_threads: as for ``LLM``.
-        command: how the command line begins that its card says it is made with, up to the model; "" is a call from
-            Python. What the run used is added.
+        command: the command line up to the model, for the head's card; "" is a call from Python.
         report: called after every pass and step, with where it stands.
         say: takes remarks, a line each.
         cancel: set it, from any thread, to stop; the run can be resumed.
@@ -255,7 +236,7 @@ def distill(
     path = Catalog.load().resolve(name)
     folder = RunFolder(path, target_facts(path).fingerprint, wanted.new_recipe().kind)
     with _disk_errors(folder), folder.locked():
-        run = begun(path, folder, wanted, say)
+        run = open_run(path, folder, wanted, say)
         _bring(run, [prompts] if isinstance(prompts, str | Path) else prompts or (), texts, chats=chats)
         effort = effort or Effort(run.minutes)
         material, tested = _lessons(run, effort)
@@ -272,12 +253,6 @@ def distill(
 
 
 def _engine_for(kind: str, backend: str) -> str:
-    """The engine to train on.
-
-    Raises:
-        UsageError: it cannot run a head of this kind.
-        EngineUnavailable: there is no JAX.
-    """
     if kind == "eagle3" and backend not in ("auto", LLAMA_CPP, "mlx"):
         raise UsageError(f"an EAGLE-3 head runs on {LLAMA_CPP} or mlx, and so does its target, not on {backend}")
     if find_spec("jax") is None:
@@ -286,7 +261,6 @@ def _engine_for(kind: str, backend: str) -> str:
 
 
 def _bring(run: Run, prompts: Sequence[str | Path], texts: Sequence[str | Path], *, chats: bool) -> None:
-    """Add the user's own to what the run has of earlier sittings."""
     for paths, more in ((run.prompts, prompts), (run.texts, texts)):
         paths += [path for path in dict.fromkeys(map(os.path.abspath, more)) if path not in paths]
     run.chats |= chats
@@ -305,11 +279,6 @@ def _lessons(run: Run, effort: Effort) -> tuple[Material, Overlap]:
 
 
 def _material(run: Run) -> Material:
-    """The user's own, as the run names it.
-
-    Raises:
-        UsageError: it cannot be read.
-    """
     asked = [
         Asked(f"{Path(path).stem}/{question.id}", question.category, question.turns)
         for path in run.prompts
@@ -321,7 +290,6 @@ def _material(run: Run) -> Material:
 
 
 def _tests(effort: Effort) -> list[Asked]:
-    """Questions whose answers the head is tested on: a few of every category, whatever the time."""
     chosen = in_turns(own_questions("tuning"))[: min(effort.n_tests, int(effort.minutes / 2))]
     return [Asked(f"{TEST}{question.id}", question.category, question.turns[:1]) for question in chosen]
 
@@ -329,10 +297,10 @@ def _tests(effort: Effort) -> list[Asked]:
 def _measured(
     path: Path, folder: RunFolder, backend: str, n_threads: int | None, effort: Effort, maker: HeadMaker, say: Say
 ) -> Worth | None:
-    """What the head is worth; None where that cannot be measured, and ``say`` hears why."""
+    """What the head is worth; None where that cannot be measured, with a remark."""
 
     def report(what: str, fraction: float | None) -> None:
-        maker.show(Standing("measuring", text=what, fraction=fraction))
+        maker.show(RunProgress("measuring", text=what, fraction=fraction))
 
     try:
         return measure_worth(
@@ -354,7 +322,6 @@ def _measured(
 
 
 def _keep(path: Path, folder: RunFolder, kind: str) -> Path:
-    """Put the head where drafters are looked for, in the place of an earlier one."""
     place = heads_folder() / f"{path.stem}.{kind}.gguf"
     place.parent.mkdir(parents=True, exist_ok=True)
     with write_atomically(place) as file:
@@ -364,7 +331,6 @@ def _keep(path: Path, folder: RunFolder, kind: str) -> Path:
 
 @contextmanager
 def _disk_errors(folder: RunFolder) -> Iterator[None]:
-    """A disk that refuses is one line that says what to do."""
     try:
         yield
     except OSError as error:

@@ -1,13 +1,13 @@
-"""Where training begins for an EAGLE-3 head: a linear head in closed form, though its layout has no place for one.
+"""Start of an EAGLE-3 head: a linear head in closed form, though its layout has no place for one.
 
 With e the embedding of a token and g a row's state, each divided by its root mean square, and u as in ``warm_start``,
 
     g_p = fc · s_p ≈ u_p,    g_p + B · (e_(p+1), g_p) ≈ u_(p+1),
 
-so that what comes out is fit to be the next g, which the layout wants: its chain has no matrix of its own. Only the
-attention reads e. So it begins with heads that look at their own row alone, whose values and output matrix are B: their
-queries and keys are one random projection of the whitened row, which matches nothing as well as itself, and where
-another row comes near, its values do so too. The other heads begin at random and add nothing yet, nor does the MLP.
+so that what comes out is fit to be the next g: its chain has no matrix of its own. Only the attention reads e. So it
+begins with heads that look at their own row alone, whose values and output matrix are B: their queries and keys are one
+random projection of the whitened row, which matches nothing as well as itself. The other heads begin at random and add
+nothing yet, nor does the MLP.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from localspec.heads.training.lessons import (
 )
 
 D_HEAD = 128
-"""Channels of a head, whatever the target's have: by fewer, rows are told apart worse."""
+"""Channels of a head, whatever the target's have: fewer tell rows apart worse."""
 
 FREE_HEADS = 2
 """Heads that may look at other rows from the beginning."""
@@ -38,7 +38,7 @@ _SURE = 30.0
 """Score of a head's own row; those of others lie about 0 [nats]."""
 
 _LEAST = 0.05
-"""Share of the usual variance that a direction of the rows has at least, so that none is amplified at will."""
+"""Least share of the usual variance of a direction of the rows, so that none is amplified at will."""
 
 
 def n_heads(n_embd: int) -> int:
@@ -50,7 +50,6 @@ def fitted(card: HeadCard, examples: Examples, cold: dict[str, Floats]) -> dict[
     """fc, and the attention's matrices.
 
     Args:
-        card: the head.
         examples: whose states are the taps' and then the last one.
         cold: all its matrices as they begin without examples.
     """
@@ -86,14 +85,8 @@ def fitted(card: HeadCard, examples: Examples, cold: dict[str, Floats]) -> dict[
 
 
 def _fill(card: HeadCard, matrices: list[Floats], linear: Floats, gram: npt.NDArray[np.float64]) -> None:
-    """Have heads that look at their own row make a linear map of it.
-
-    Args:
-        card: the head.
-        matrices: of queries, keys, values and the output.
-        linear: the map [n_embd, 2 n_embd].
-        gram: sum of the products of rows with themselves [2 n_embd, 2 n_embd].
-    """
+    """Make heads that look at their own row a ``linear`` map of it [n_embd, 2 n_embd]; ``gram`` is the sum of the
+    products of rows with themselves [2 n_embd, 2 n_embd]."""
     queries, keys, values, outputs = matrices
     n, d, own = card.n_embd, card.d_head, _own(card)
     variances, directions = np.linalg.eigh(gram)
@@ -106,12 +99,11 @@ def _fill(card: HeadCard, matrices: list[Floats], linear: Floats, gram: npt.NDAr
 
 
 def _own(card: HeadCard) -> int:
-    """Channels of the heads that look at their own row."""
     return (card.n_head - FREE_HEADS) * card.d_head
 
 
 def guesses(card: HeadCard, weights: dict[str, Floats], states: Floats, token: Floats) -> Floats:
-    """What comes of rows before the last norm, while only the fitted heads add to them [n, n_embd]."""
+    """Rows before the last norm, while only the fitted heads add to them [n, n_embd]."""
     own = _own(card)
     state: Floats = states[:, : len(card.taps) * card.n_embd] @ weights["fc.weight"].T
     read = np.concatenate([_normed(token), _normed(state)], axis=1) @ weights["blk.0.attn_v.weight"][:own].T
@@ -130,6 +122,5 @@ def _rows(examples: Examples, n_taps: int, n: int) -> Iterator[list[Floats]]:
 
 
 def _normed(rows: Floats) -> Floats:
-    """Rows by their root mean square; sizes that are the same for all channels do not matter."""
     normed: Floats = rows / (lengths_of(rows)[:, None] + 1e-9)
     return normed

@@ -1,7 +1,4 @@
-"""A head to go on from: training may begin with its weights instead of with a linear head.
-
-What a head has learned from is added to, though it is not there any more: the next one learns from other examples.
-"""
+"""An earlier head to start from, in the place of a linear one; its training data is not needed."""
 
 from __future__ import annotations
 
@@ -25,20 +22,16 @@ if TYPE_CHECKING:
 
 
 NO_HEAD = "none"
-"""Named in the place of a head: begin with a linear one."""
 
 
 def earlier_head(target: Path, fingerprint: str, recipe: Recipe, named: str | Path | None) -> Path | None:
-    """The head to begin with.
+    """The file of the head to start from; None for a linear head.
 
     Args:
         target: the target's file.
         fingerprint: of it.
         recipe: what is to be made.
-        named: the file of a head; "none"; or None, and it is the one that drafters would take, if it fits.
-
-    Returns:
-        Its file; None to begin with a linear head.
+        named: the file of a head; "none"; or None for the one that drafters would take, if it fits.
 
     Raises:
         UsageError: the named one does not fit, or cannot be read; says why.
@@ -71,7 +64,7 @@ def earlier_head(target: Path, fingerprint: str, recipe: Recipe, named: str | Pa
 
 
 def misfit(card: HeadCard, wanted: HeadCard) -> str | None:
-    """Why training cannot go on from a head; None if it can."""
+    """Why training cannot start from a head; None if it can."""
     if card.kind != wanted.kind:
         return f"it is a {card.kind} one, and a {wanted.kind} one is to be made"
     if card.target.fingerprint != wanted.target.fingerprint:
@@ -82,15 +75,6 @@ def misfit(card: HeadCard, wanted: HeadCard) -> str | None:
 
 
 def going_on(path: Path, target: GGUFFile, card: HeadCard, embed: Embed, passages: Sequence[Passage]) -> Start:
-    """What training begins with.
-
-    Args:
-        path: the earlier head.
-        target: the target's file.
-        card: the head to be made.
-        embed: the target's embeddings.
-        passages: the new examples.
-    """
     from localspec.heads.training.lessons import Examples
     from localspec.heads.training.warm_start import Start
 

@@ -1,10 +1,9 @@
-"""Examples: the target writes prompts and answers them, many side by side, and what it computes is kept.
+"""Examples: the target writes prompts and answers them, many at a time, and what it computes is kept.
 
-60 % of answers are greedy and 40 % drawn at temperature 0.8, as they are asked for in both ways. Prompts are always
-drawn, at 0.7 or 0.9. A conversation goes on in one sequence, and every place of it is a lesson; what heads are tested
-with is one answer to a prompt that stands alone, as when it is asked. All that is random is addressed by the seed and
-the passage's name, so a text does not depend on which others are written beside it, but for what an engine's kernels
-make of the width of a pass.
+60 % of answers are greedy and 40 % drawn at temperature 0.8; prompts are always drawn, at 0.7 or 0.9. A conversation is
+one sequence, and every place of it is a lesson; heads are tested with one answer to a prompt that stands alone. All
+that is random is addressed by the seed and the passage's name, so a text does not depend on the others, but for what an
+engine's kernels make of the width of a pass.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from localspec.system.files import decoded
 # Xu et al. 2024, arXiv:2406.08464). A base model continues a heading, and then itself.
 
 NO_FIELD_SHARE = 0.15
-"""Share of prompts that no field of life is named for."""
+"""Share of prompts without a field of life."""
 
 _SENTENCE_END = re.compile(r"[.?!:;。？！](?=\s|$)|\n")
 _MARK = "localspec users turn"
@@ -47,7 +46,7 @@ _MARK = "localspec users turn"
 
 @cache
 def fields() -> tuple[str, ...]:
-    """Fields of life and work. A field and never a kind of task: what is done with it is the target's own idea."""
+    """Fields of life and work; never a kind of task, which is the target's own idea."""
     text = resources.files("localspec.heads.training").joinpath("fields.txt").read_text(encoding="utf-8")
     return tuple(text.split("\n")[:-1])
 
@@ -58,7 +57,6 @@ class PromptFormat(ABC):
     Attributes:
         ends: tokens that end what a user says.
         longest_prompt: tokens of it at most; where it goes on, it is cut after a sentence.
-        is_chat: whether the target has a chat template.
         before_answer: tokens between what the user says and the answer.
         before_user: tokens between an answer and what the user says next; None where there is no such thing.
     """
@@ -78,13 +76,7 @@ class PromptFormat(ABC):
 
     @abstractmethod
     def asked(self, field: str | None, said: str, *, ended: bool) -> str | None:
-        """What the user asks, of what the target said; None if it is nothing.
-
-        Args:
-            field: as given to ``opening``.
-            said: the text.
-            ended: whether it came to an end by itself.
-        """
+        """The user's question in what the target said after ``opening``; None if there is none, or it was cut off."""
 
     @abstractmethod
     def answering(self, messages: Messages) -> list[int]:
@@ -104,8 +96,6 @@ class PromptFormat(ABC):
 
 
 class ChatFormat(PromptFormat):
-    """Of a model with a chat template."""
-
     longest_prompt = 128
     is_chat = True
 
@@ -163,7 +153,6 @@ class PlainFormat(PromptFormat):
 
 
 def format_of(model: Model) -> PromptFormat:
-    """What fits a target: its chat template, or plain text where it has none."""
     template = ChatTemplate.for_vocab(model.chat_template, model.vocab)
     encoder = PromptEncoder(model, template)
     return PlainFormat(encoder, model) if template.is_fallback else ChatFormat(encoder, model)
@@ -174,7 +163,6 @@ def _heading(field: str | None) -> str:
 
 
 def ends_a_sentence(text: str) -> bool:
-    """Whether a text may end here."""
     return bool(_SENTENCE_END.search(text[-1:]))
 
 
@@ -196,13 +184,8 @@ _N_WORDS = 8
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Something that the target is to answer.
-
-    Attributes:
-        name: unique among the material.
-        category: kind of work.
-        turns: what the user says, one after the other.
-    """
+    """Something that the target is to answer: a name that is unique, a kind of work, and what the user says in each
+    turn."""
 
     name: str
     category: str
@@ -211,13 +194,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Something that the target is to read.
-
-    Attributes:
-        name: unique among the material.
-        category: ``text`` or ``chat``.
-        content: a text, or messages for the chat template.
-    """
+    """Something that the target is to read: a text, or messages for the chat template."""
 
     name: str
     category: str
@@ -225,7 +202,6 @@ class Read:
 
     @property
     def text(self) -> str:
-        """All that is said in it."""
         if isinstance(self.content, str):
             return self.content
         return "\n\n".join(str(message.get("content") or "") for message in self.content)
@@ -233,12 +209,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """The user's own.
-
-    Attributes:
-        asked, read: see ``Asked`` and ``Read``.
-        remarks: what was left out, a line each.
-    """
+    """The user's own, and remarks on what was left out, a line each."""
 
     asked: Sequence[Asked] = ()
     read: Sequence[Read] = ()
@@ -246,11 +217,7 @@ class Material:
 
 
 class Overlap:
-    """Whether a text has eight words in a row in common with one of some others; a shorter one, all of its words.
-
-    Args:
-        texts: the others.
-    """
+    """Whether a text has eight words in a row in common with one of ``texts``; a shorter one, all of its words."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._known: dict[int, set[tuple[str, ...]]] = {}
@@ -292,11 +259,8 @@ def without(material: Material, overlap: Overlap) -> Material:
 
 
 def read_texts(paths: Sequence[Path], chat_in: Callable[[Path], Read | None] = lambda path: None) -> Material:
-    """The text files among some files and in some folders; what begins with a dot is passed over in folders.
-
-    Args:
-        paths: files and folders.
-        chat_in: the chat that a file holds, or None.
+    """The text files among some paths and in folders, without hidden ones; ``chat_in`` returns the chat that a file
+    holds.
 
     Raises:
         UsageError: there is no such file or folder, or no text in any.
@@ -354,13 +318,13 @@ N_CTX_EACH = 512
 """Room of a sequence [tokens]. Without flash attention every row looks at the cells of all sequences."""
 
 LONGEST_ANSWER = 320
-"""Tokens. Longer answers teach no more than more answers do, and a run that is stopped has more of them whole."""
+"""Tokens. More answers teach more than longer ones, and a run that is stopped has more of them whole."""
 
 LONGEST_READ = 512
 """Tokens of a text that are read in one piece."""
 
 ROWS_PER_PASS = 96
-"""Tokens in one pass at most, so that a chat that begins waits for a second or two and no longer."""
+"""Most tokens of a pass: a chat that begins waits for it."""
 
 HELD_OUT = 16  # one passage in so many is kept for testing,
 TEST = "test/"  # and every answer to a question whose name begins so
@@ -371,37 +335,32 @@ PROMPT_TEMPERATURES = (0.7, 0.9)
 _TOP_P, _TOP_K = 0.95, 200
 
 _GOES_ON_SHARE = 0.6
-"""Of answers that have room for another turn."""
+"""Share of answers with room for another turn that get one."""
 
 _SHORTEST = 8
-"""Places of a passage at least."""
+"""Least places of a passage."""
 
 _BLOCK = 1 << 16  # characters of a text that are tokenised at a time
 _LOOP, _LONGEST_PERIOD = 64, 16
-"""So many tokens that repeat so few end an answer: small models go round in circles, which teaches nothing."""
+"""So many tokens that repeat so few end an answer: small models go round in circles."""
 
 
 def derived(seed: int, name: str) -> int:
-    """A seed of its own for something that has a name."""
+    """A seed for something that has a name."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:6], "big")
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """A text under way.
+    """An unfinished text.
 
     Attributes:
-        stage: what becomes of it: a prompt is answered next; answers and texts that are read become passages.
-        name, category, temperature: see ``Passage``.
+        stage: a prompt is answered next; answers and texts that are read become passages.
         todo: tokens that the target has to be fed next; the last one is followed by what it says.
         given: tokens that were given; what comes after is the target's own.
-        longest: tokens of its own at most, of this turn.
-        turn: where the turn began.
+        longest: most tokens of its own in this turn, which began at ``turn``.
         about: field of life of a prompt that the target writes.
-        messages: the conversation that is answered.
         turns: what the user says after this answer.
-        fed: tokens that were fed.
-        states, top_ids, top_logprobs: what was computed, pass by pass.
     """
 
     stage: Literal["prompt", "answer", "read"]
@@ -433,19 +392,14 @@ class ExampleMaker:
     """Has a target write prompts and answers, and read texts.
 
     Args:
-        model: the target.
-        format: how it is spoken to.
-        batch: the memories of as many sequences as are written side by side, with the taps.
-        seed: of all that is drawn.
+        batch: the memories of the sequences, with the taps.
         material: what heads are tested on, which is begun first; and what the user brought: half of what is begun then
             is of it until it is used up.
         is_tested_with: whether a prompt is among what heads are tested with; such a one is dropped.
-        done: names of passages that there are already, from an earlier sitting.
-        longest_answer: tokens.
+        done: names of passages that there are already.
 
     Attributes:
-        n_own_tokens: tokens that the target has said.
-        n_read_tokens: tokens of texts that it has read.
+        n_own_tokens, n_read_tokens: tokens that the target has said, and read.
         n_dropped: prompts in vain.
         remarks: what of the material was left out, a line each.
     """
@@ -478,7 +432,7 @@ class ExampleMaker:
         others = [asked for asked in material.asked if not asked.name.startswith(TEST)]
         self._tests = self._sequences_of(Material(tests), done)
         self._brought = self._sequences_of(Material(others, material.read), done)
-        self._begun = 0
+        self._n_started = 0
         self._at_work = [self._begin() for _ in range(batch.n_sequences)]
 
     # -- what is begun -------------------------------------------------------------------------------------------
@@ -540,7 +494,6 @@ class ExampleMaker:
             self.remarks.append(f"a {read.category} was left out: {error}")
 
     def _prompt(self) -> _Sequence:
-        """A prompt to be written."""
         name = f"own-{self._next_own:06d}"
         self._next_own += 1
         noise = Noise(derived(self._seed, f"{name}/field"))
@@ -553,17 +506,14 @@ class ExampleMaker:
         # What heads are tested on comes first, so that it is whole long before training begins.
         if (test := next(self._tests, None)) is not None:
             return test
-        self._begun += 1
-        brought = next(self._brought, None) if self._begun % 2 else None
+        self._n_started += 1
+        brought = next(self._brought, None) if self._n_started % 2 else None
         return brought or self._prompt()
 
     # -- a pass --------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Passage]:
-        """One pass over all that is under way.
-
-        Returns:
-            The passages that came to their end.
+        """One pass over all unfinished sequences; returns the passages that ended.
 
         Raises:
             EngineError: the engine failed.
@@ -587,7 +537,6 @@ class ExampleMaker:
     def _advance(
         self, i: int, sequence: _Sequence, tokens: Sequence[int], logits: FloatArray, states: list[FloatArray]
     ) -> Passage | None:
-        """Take in what a pass computed for one sequence."""
         sequence.fed += tokens
         del sequence.todo[: len(tokens)]
         if sequence.stage != "prompt" or not is_held_out(sequence.name):
@@ -616,7 +565,7 @@ class ExampleMaker:
         return self._end(i, sequence) if ended or n_own >= sequence.longest or goes_round(sequence.own) else None
 
     def _ask(self, i: int, prompt: _Sequence, *, ended: bool, whole: bool) -> Passage | None:
-        """A prompt was written: have it answered, if it is one; else what came before it is a passage."""
+        """Have a written prompt answered, if it is one; else what came before it is a passage."""
         text = self._format.asked(prompt.about, self._text(prompt.own + ([] if ended else prompt.todo)), ended=whole)
         tested = text is not None and self._is_tested_with(text)
         if text is None or text in self._asked_before or tested:
@@ -631,7 +580,6 @@ class ExampleMaker:
         return None
 
     def _goes_on(self, answer: _Sequence) -> bool:
-        """Whether a conversation goes on with another prompt, in the same sequence."""
         between = self._format.before_user
         if between is None or not answer.turn:
             return False
@@ -645,7 +593,6 @@ class ExampleMaker:
     def _turn(
         self, sequence: _Sequence, stage: Literal["prompt", "answer"], between: Sequence[int], *, ended: bool
     ) -> None:
-        """The other one speaks, after the tokens between."""
         sequence.todo = [*([] if ended else sequence.todo), *between]
         sequence.stage = stage
         sequence.turn = len(sequence.fed) + len(sequence.todo)
@@ -658,7 +605,7 @@ class ExampleMaker:
             sequence.temperature = 0.0 if noise < GREEDY_SHARE else ANSWER_TEMPERATURE
 
     def _end(self, i: int, sequence: _Sequence) -> Passage | None:
-        """A text came to its end; the next turn of its conversation begins, if it has one."""
+        """End a text; the next turn of its conversation begins, if it has one."""
         following = None
         if sequence.turns:
             said = self._text([*sequence.own, *sequence.todo])
@@ -697,7 +644,7 @@ class ExampleMaker:
         )
 
     def unfinished(self) -> list[Passage]:
-        """What is under way, as far as it is: every place of it is a lesson."""
+        """The unfinished passages: every place of them is a lesson."""
         found = [self._passage(each) for each in self._at_work if each.stage != "prompt"]
         return [passage for passage in found if passage is not None]
 

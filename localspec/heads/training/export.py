@@ -1,5 +1,4 @@
-"""A trained head as a file: what goes into it besides weights, and whether an engine guesses with it as the trainer's
-network does."""
+"""A trained head as a file, and whether an engine guesses with it as the trainer's network does."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ _N_PLACES = 64
 """Places asked of a passage, from its first lesson on. A batch holds some of the prompt before them and a few after."""
 
 _PER_CATEGORY = 4
-"""Passages asked of each category at least, where there are so many: of one alone a share says little."""
+"""Least passages of each category, where there are so many."""
 
 _SIZE = Size(n_rows=256, n_lessons=_N_PLACES + 1, n_starts=_N_PLACES)
 
@@ -42,16 +41,7 @@ _SIZE = Size(n_rows=256, n_lessons=_N_PLACES + 1, n_starts=_N_PLACES)
 def training_facts(
     run: Run, command: str, engine: str, progress: TrainingProgress, n_places: int, earlier: Path | None
 ) -> Training:
-    """How a head was made.
-
-    Args:
-        run: the work so far.
-        command: what makes it again.
-        engine: name and version of what the target ran on.
-        progress: the trainer's.
-        n_places: tokens of examples that were learned from.
-        earlier: the head that it began with.
-    """
+    """How a head was made with so many ``n_places`` of examples; ``command`` makes it again."""
     packages = {name: version(name) for name in ("numpy", "jax")}
     return Training(
         command=command,
@@ -76,20 +66,14 @@ def write_checked(
     n_threads: int | None,
     say: Callable[[str], None],
 ) -> HeadCard:
-    """Write a head's file, and once more with what an engine makes of it.
+    """Write a head's file, and once more with its acceptance on an engine; returns its card.
 
     Args:
         path: its name; the folder must exist.
-        trainer: its trainer.
         training: how it was made so far.
-        target: the target's file, open.
-        model: the target.
+        target, model: the target's file, open, and the loaded target.
         passages: held-out ones.
-        n_threads: of the engine.
         say: takes a line before long work.
-
-    Returns:
-        Its card, as in the file.
     """
     card, weights, place = replace(trainer.card, training=training), trainer.weights, Path(target.path)
     eagle3 = card.kind == "eagle3"
@@ -118,12 +102,8 @@ def write_checked(
 
 @dataclass(frozen=True)
 class EngineCheck:
-    """How a finished head does on an engine.
-
-    Attributes:
-        acceptance: on the engine; see ``Tally.rates``.
-        agreement: share of guesses, by step, that the network before quantisation makes too.
-    """
+    """Acceptance of a finished head on an engine, and its share of guesses, by step, that the unquantised network makes
+    too."""
 
     acceptance: dict[str, tuple[float, ...]]
     agreement: tuple[float, ...]
@@ -137,14 +117,14 @@ def check(
     passages: Sequence[Passage],
     n_passages: int = 32,
 ) -> EngineCheck:
-    """Have an engine guess at held-out places, step by step as a drafter does, and compare.
+    """Compare guesses of an engine at held-out places, step by step as a drafter makes them, with the network's.
 
     Args:
         head: loaded on the engine.
         network, weights: what it was made from.
         embed: the target's embeddings.
         passages: held-out ones; the first places of evenly chosen ones are asked.
-        n_passages: how many; and more of a category of which few are among them.
+        n_passages: how many; and more of a category that has few among them.
     """
     some, steps = evenly([passage for passage in passages if n_lessons(passage) > 0], n_passages), network.card.steps
     packer = Packer(network.card.token_map, embed, _SIZE, steps, memory_of(network.card.kind))
@@ -177,7 +157,7 @@ def evenly(passages: Sequence[Passage], n: int) -> list[Passage]:
 def engine_logits(head: DraftHead, piece: Stretch, steps: int) -> Iterator[FloatArray]:
     """The logits of every step [steps, n_out], at every place of a piece, of a head on an engine.
 
-    Further steps are told the passage's tokens, not their own.
+    Further steps are given the passage's tokens, not their own.
     """
     first, end = piece.first_row, piece.end
     passage = piece.passage

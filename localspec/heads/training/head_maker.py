@@ -21,7 +21,7 @@ from localspec.engine.options import LoadOptions
 from localspec.errors import Cancelled, EngineError, UsageError
 from localspec.heads.card import HeadCard
 from localspec.heads.training.examples import N_CTX_EACH, ExampleMaker, Material, Overlap, format_of
-from localspec.heads.training.run_folder import Effort, Phase, Report, Run, RunError, RunFolder, Standing, token_map
+from localspec.heads.training.run_folder import Effort, Phase, Report, Run, RunError, RunFolder, RunProgress, token_map
 from localspec.heads.training.shards import TOP_K, Passage, Shards
 from localspec.model_files.gguf import GGUFFile, tensor_rows
 from localspec.model_files.kv_memory import KV_VALUE_BYTES, kv_shape
@@ -38,12 +38,10 @@ if TYPE_CHECKING:
 # How many texts a target writes side by side: as many as memory allows and as make it quicker, which is measured.
 
 WIDTHS = (1, 2, 4, 8, 16, 24)
-"""How many are best depends on how much they hold: where rows look at the cells of all sequences (ik-llama without
-flash attention) 16 empty ones made 144 tokens per second and 8 made 134; with 300 tokens in each 76 and 102
-(Qwen2.5-Coder 1.5B, two cores)."""
+"""Numbers of sequences that are tried; where rows look at the cells of all sequences, fewer are faster."""
 
 _WORTH = 1.05
-"""Twice as many have to be this much quicker: each keeps an answer under way."""
+"""Least speed-up for twice as many sequences: each keeps an unfinished answer."""
 
 _PASSES = 3
 
@@ -62,7 +60,8 @@ def open_batch(
     patience: float,
     stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[SequenceBatch, float]:
-    """A batch of the width at which the target writes quickest, measured with sequences that are half full.
+    """A batch of the width at which the target writes fastest, measured with half full sequences, and its tokens per
+    second.
 
     Args:
         model: the target.
@@ -71,9 +70,6 @@ def open_batch(
         room: memory that the batch may take [bytes].
         patience: seconds that ``n_ctx / 2`` tokens of one text may take: a short run needs some that are finished.
         stopped: ends measuring.
-
-    Returns:
-        The batch, empty; and the tokens per second that it was measured at.
     """
     each = max(1, sequence_bytes(model, n_ctx))
     possible = [width for width in WIDTHS if width == 1 or width * each <= room]
@@ -98,7 +94,7 @@ def open_batch(
 
 
 def _half_fill(batch: SequenceBatch, sequence: int) -> None:
-    """Let a sequence hold as much as one does on average; the first one's tokens are copied, which is quicker."""
+    """Fill the first sequence with half its room, and copy its tokens, which is faster, to the others."""
     context = batch[sequence]
     if sequence and batch.model.capabilities.saves_state:
         context.import_state(batch[0].export_state())
@@ -108,10 +104,10 @@ def _half_fill(batch: SequenceBatch, sequence: int) -> None:
 
 
 SECONDS_BETWEEN_WRITES = 45.0
-"""With the pass under way and the writing itself, at most a minute is lost."""
+"""With the pass and the writing itself, at most a minute is lost."""
 
 EXAMPLES_SHARE = 0.7
-"""Of the time; the rest trains. On two cores a head of a 1.5B then learns each of its examples three to five times."""
+"""Share of the time for examples; the rest trains."""
 
 FINISHING_SHARE, MOST_FINISHING_SECONDS = 0.15, 300.0
 """Kept for testing the head and measuring what it is worth."""
@@ -119,10 +115,10 @@ FINISHING_SHARE, MOST_FINISHING_SECONDS = 0.15, 300.0
 MOST_DISK_BYTES = 16 << 30
 _SHARE_OF_FREE_DISK = 0.5
 _BATCH_ROOM = 2 << 30
-"""Memory for the texts written side by side [bytes]."""
+"""Memory of the batch that writes texts [bytes]."""
 
 _TEXTS_IN_TURN = 8
-"""Texts that each of those side by side comes to write one after the other, at least."""
+"""Least number of texts that each sequence comes to write."""
 
 _TRAINING_ROOM = 1 << 30
 """Memory of training besides weights and their moments: batches, activations, the compiler [bytes]."""
@@ -133,7 +129,7 @@ _LEAST_PLACES = 64
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What it ends with: the card of the head, as it is in the file, and the engine that the target ran on."""
+    """The card of the head, as it is in the file, and the engine that the target ran on."""
 
     card: HeadCard
     engine: str
@@ -143,17 +139,11 @@ class HeadMaker:
     """Works on a run until its time is over.
 
     Args:
-        target: the target's file.
-        folder: of the run.
         run: how far it is; kept up to date.
-        effort: how much is done in all.
         material: the user's own.
         tested: what must not be among the examples.
         report, say: take where it stands, and remarks.
         cancel: ends it.
-
-    Attributes:
-        finishing_seconds: kept for what comes after training.
     """
 
     def __init__(
@@ -173,7 +163,7 @@ class HeadMaker:
         self._material, self._tested = material, tested
         self._report, self._say = report, say
         self._courtesy = Courtesy(self._waits, cancel.is_set)
-        self._standing = Standing("loading")
+        self._standing = RunProgress("loading")
         self.finishing_seconds = min(FINISHING_SHARE * effort.seconds, MOST_FINISHING_SECONDS)
         work = effort.seconds - self.finishing_seconds
         self._data_seconds, self._training_seconds = EXAMPLES_SHARE * work, (1 - EXAMPLES_SHARE) * work
@@ -181,8 +171,8 @@ class HeadMaker:
         self._held_out: list[Passage] = []
         self._written = 0.0
 
-    def show(self, standing: Standing) -> None:
-        """Report where it stands: what is known of the whole is filled in."""
+    def show(self, standing: RunProgress) -> None:
+        """Report where it stands, with what is known of the whole run filled in."""
         done = self._run.data_seconds + self._run.training_seconds
         rest = self._data_seconds + self._training_seconds - done
         left = max(0.0, rest) + (self.finishing_seconds if standing.phase != "measuring" else 0.0)
@@ -241,7 +231,7 @@ class HeadMaker:
     def _load(self, backend: str, n_threads: int | None) -> Model:
         def report(what: str, fraction: float | None) -> None:
             self._check_cancelled()
-            self._report(Standing("loading", what, fraction))
+            self._report(RunProgress("loading", what, fraction))
 
         warnings: list[str] = []
         options = LoadOptions(backend=backend, n_threads=n_threads, idle=False, remember=False)
@@ -263,11 +253,6 @@ class HeadMaker:
         return model
 
     def _open_batch(self, file: GGUFFile, model: Model, taps: Sequence[str]) -> SequenceBatch:
-        """As many texts side by side as pay; says first what the run may take.
-
-        Raises:
-            UsageError: there is not enough memory.
-        """
         n_ctx = min(N_CTX_EACH, model.n_ctx_train or N_CTX_EACH)
         ids = np.arange(min(self._run.recipe.n_out, model.vocab.n_tokens), dtype=np.int32)
         card = self._card(file, ids, model)
@@ -279,7 +264,7 @@ class HeadMaker:
             raise UsageError(
                 f"training needs about {size_text(training)} of memory beside the model, and {size_text(free)} are free"
             )
-        self._report(Standing("loading", "measuring how many texts side by side are quickest"))
+        self._report(RunProgress("loading", "measuring how many texts side by side are quickest"))
         batch, rate = open_batch(model, n_ctx, taps, room, self._data_seconds / _TEXTS_IN_TURN, self.cancel.is_set)
         place = 2 * len(taps) * model.n_embd + 6 * TOP_K + 4
         disk = shutil.disk_usage(self._folder.path).free
@@ -310,7 +295,6 @@ class HeadMaker:
     # -- examples ----------------------------------------------------------------------------------------------------
 
     def _make_examples(self, maker: ExampleMaker) -> None:
-        """Make examples until their time is over, or there are enough."""
         finished: list[Passage] = []
         self._written = time.monotonic()
         said, began = maker.n_own_tokens + maker.n_read_tokens, time.monotonic()
@@ -345,7 +329,6 @@ class HeadMaker:
 
     @staticmethod
     def _suffice(passages: Sequence[Passage], n_places: int = _LEAST_PLACES) -> bool:
-        """Whether there is enough to learn from, and something to test on."""
         n_learned = sum(len(passage) for passage in passages if not passage.held_out)
         return n_learned >= n_places and any(passage.held_out for passage in passages)
 
@@ -369,7 +352,7 @@ class HeadMaker:
         self, phase: Phase, text: str, rate: float, more: int = 0, progress: TrainingProgress | None = None
     ) -> None:
         self.show(
-            Standing(
+            RunProgress(
                 phase,
                 text,
                 n_places=self._n_places + more,
@@ -443,7 +426,6 @@ class HeadMaker:
     def _write_head(
         self, trainer: Trainer, file: GGUFFile, model: Model, command: str, n_threads: int | None
     ) -> HeadCard:
-        """Write the head, and once more with what an engine makes of it."""
         from localspec.heads.training.export import training_facts, write_checked
 
         progress, place = trainer.progress, self._folder.head

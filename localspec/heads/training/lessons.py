@@ -1,4 +1,4 @@
-"""Lessons: passages cut and packed into batches, in an order that can be taken up again at any place."""
+"""Lessons: passages cut and packed into batches, in an order that can be resumed at any place."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from localspec.heads.training.network import OUTSIDE, Batch
 from localspec.heads.training.shards import Passage
 
 MEMORY = MAX_STATES
-"""Places that a head sees at the first lesson of an answer, this one among them, in training and in its test: as many
-as its drafter reads of a prompt. Those of the answer come on top of them."""
+"""Places that a head sees at the first lesson of an answer, this one among them: as many as its drafter reads of a
+prompt."""
 
 EAGLE3_MEMORY = 64
 """The same of an EAGLE-3 head, whose drafter reads all of a prompt: as much of it as is worth the time of training."""
@@ -30,7 +30,7 @@ Embed = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.float32]]
 
 @dataclass(frozen=True)
 class Size:
-    """Of a batch, see ``Batch``. All batches of a network have one size, or it would be compiled again."""
+    """Size of a ``Batch``. All batches of a network have one size, or it would be compiled again."""
 
     n_rows: int
     n_lessons: int
@@ -41,11 +41,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Some lessons of a passage: every ``stride``-th of its places from ``begin`` to before ``end``.
-
-    Attributes:
-        memory: see ``memory_of``.
-    """
+    """Every ``stride``-th place of a passage from ``begin`` to before ``end``, with the ``memory`` of ``memory_of``."""
 
     passage: Passage
     begin: int
@@ -70,7 +66,7 @@ def first_lesson(passage: Passage) -> int:
 
 
 def n_lessons(passage: Passage) -> int:
-    """Places that can be learned from: what is to be guessed at the last one is not known."""
+    """Places that can be learned from: what follows the last one is unknown."""
     return max(0, len(passage) - 1 - first_lesson(passage))
 
 
@@ -111,10 +107,8 @@ class Packer:
     ) -> Batch:
         """Put pieces together; they must fit.
 
-        Args:
-            pieces: what to learn.
-            starts: which lessons go on to further steps, counted over all pieces; at most ``size.n_starts``.
-            rng: draws candidates; None takes all output rows.
+        ``starts`` are lessons that go on to further steps, counted over all pieces, at most ``size.n_starts``; ``rng``
+        draws candidates, None takes all output rows.
         """
         size, sample, n_out = self.size, pieces[0].passage, len(self._token_map)
         n_candidates = n_out if rng is None else min(n_out, size.n_candidates or n_out)
@@ -177,7 +171,7 @@ class Packer:
 
 @dataclass
 class Cursor:
-    """How far the endless, shuffled reading of the passages has come; all that is needed to go on from there.
+    """A place in the endless, shuffled reading of the passages.
 
     Attributes:
         seed: of every choice.
@@ -200,13 +194,8 @@ class Cursor:
 
 
 class Reading:
-    """Batches without end over passages in random order, each epoch in another one.
-
-    Args:
-        passages: those to learn from; the list may grow.
-        packer: makes the batches.
-        cursor: where to begin.
-    """
+    """Batches without end over passages, which may grow in number, from a cursor on; each epoch in another random
+    order."""
 
     def __init__(self, passages: Sequence[Passage], packer: Packer, cursor: Cursor) -> None:
         self._passages = passages
@@ -268,25 +257,22 @@ RIDGE = 100.0
 """Rows' worth of regularisation, where inputs have about the size 1. Between 40 and 550 little changes."""
 
 ROWS_PER_INPUT = 24
-"""Examples that are fitted to at most, for each of the inputs."""
+"""Most examples for each of the inputs."""
 
 ROWS_AT_ONCE = 4096
 
 _PROMPT_ROWS = 64
-"""Rows of a prompt that are fitted to besides those of the answer: they need no memory, so more of them are only more
-examples."""
+"""Rows of a prompt that are fitted to besides those of the answer."""
 
 _OUTLIER = 4.0
 """The first tokens of texts have states forty times as long as others; they are no examples."""
 
 
 class Examples:
-    """Rows of inputs and what comes of them, shuffled passage by passage.
+    """Rows of inputs and the rows that follow, shuffled passage by passage.
 
     Args:
-        card: the head.
-        embed: the target's embeddings.
-        norm: the weight of its last norm.
+        norm: the weight of the target's last norm.
         passages: whose last state, where the head does not read "norm", is that.
 
     Attributes:
@@ -332,12 +318,10 @@ class Examples:
 
 
 def first_row(passage: Passage) -> int:
-    """The first place that is fitted to."""
     return max(1, min(first_lesson(passage), len(passage) - 1) - _PROMPT_ROWS)
 
 
 def lengths_of(states: Floats) -> Floats:
-    """Root mean square of each state."""
     lengths: Floats = np.sqrt(np.mean(states**2, axis=-1))
     return lengths
 

@@ -1,16 +1,14 @@
 """The network that is trained: a head as its card defines it, over the packed rows of many passages, in JAX.
 
-At run time a chained head reads the target's true states up to some place, then feeds on its own. Training imitates
-exactly that ("training-time test": Li et al. 2025, EAGLE-3, arXiv:2503.01840): the row of step k that began at place p
-sees the true rows up to p and its own chain's rows, and no other chain's.
+At run time a chained head reads the target's true states up to some place, then its own. Training imitates that
+("training-time test": Li et al. 2025, EAGLE-3, arXiv:2503.01840): the row of step k that began at place p sees the true
+rows up to p and its own chain's rows, and no other chain's.
 
-The loss is the cross entropy against the target's own distribution, of which the shards keep the likeliest ids. What
-lies outside of them, or outside of the trimmed vocabulary, counts as nothing: a place weighs as much as the probability
-that the head can cover there, -Σ p(x) log q(x) over the kept x. A class for the rest would train the head to spread
-probability over tokens that are never its best guess.
-
-Most of a batch's output rows are nobody's likeliest token. So log q is taken over those that are, and a sample of the
-others, each of which stands for several in the sum (Jean et al. 2015, arXiv:1412.2007).
+The loss is the cross entropy against the target's own distribution, -Σ p(x) log q(x) over the kept x: the likeliest ids
+that the shards keep and the trimmed vocabulary has. A class for the rest would train the head to spread probability
+over tokens that are never its best guess. log q is taken over those tokens and a sample of the others, each of which
+stands
+for several in the sum (Jean et al. 2015, arXiv:1412.2007).
 """
 
 from __future__ import annotations
@@ -74,8 +72,7 @@ class HeadNetwork:
     Args:
         card: kind and sizes.
         output: the target's output rows for ``card.token_map`` [n_out, n_embd]; they are not trained.
-        half: multiply in bfloat16, sums and weights staying float32: twice as fast on CPUs that can, see
-            ``half_is_faster``.
+        half: multiply in bfloat16, sums and weights staying float32; see ``half_is_faster``.
     """
 
     def __init__(self, card: HeadCard, output: npt.NDArray[np.float32], *, half: bool = False) -> None:
@@ -97,12 +94,7 @@ class HeadNetwork:
         return isinstance(other, HeadNetwork) and self._compiled_for == other._compiled_for
 
     def gradients(self, weights: Weights, sums: Weights, batch: Batch) -> tuple[Weights, jax.Array]:
-        """Add the gradients of a batch; returns before they are computed, see ``jax.Array.is_ready``.
-
-        Args:
-            weights: the head's.
-            sums: gradients so far; consumed.
-            batch: the lessons.
+        """Add the gradients of a batch to ``sums``, which are consumed; returns before they are computed.
 
         Returns:
             The new sums, and the mean cross entropy at the places of each step [steps].
@@ -196,8 +188,8 @@ class HeadNetwork:
         return states
 
     def _attention_input(self, weights: Weights, z: jax.Array, embedded: jax.Array) -> jax.Array:
-        """What queries, keys and values are made of: the rows, normed; of an EAGLE-3 head the token's embedding and the
-        row side by side, each normed by itself [n, 2 n_embd]."""
+        """Input of queries, keys and values: the rows, normed; of an EAGLE-3 head embedding and row side by side [n, 2
+        n_embd]."""
         if self.card.kind != "eagle3":
             return self._norm(z, weights["blk.0.attn_norm.weight"])
         token = self._norm(embedded, weights["blk.0.attn_norm.weight"])
@@ -271,7 +263,6 @@ def _places(batch: Batch, step: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x · weightᵀ."""
     return x @ weight.T
 
 

@@ -1,4 +1,4 @@
-"""A run on disk: what it is to make, how far it is, its examples and checkpoint; all that it takes to go on."""
+"""A run on disk: what it is to make, how far it is, its examples and checkpoint."""
 
 from __future__ import annotations
 
@@ -29,21 +29,13 @@ KINDS: tuple[Kind, ...] = ("chained", "parallel", "medusa", "eagle3")
 MOST_MINUTES = 60.0 * 24 * 30
 
 _MARKS_SHARE = 8
-"""At most one in so many of a head's tokens is kept for being a special token: some files have thousands."""
+"""Largest share of special tokens among a head's: some files have thousands."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A head to be made.
-
-    Attributes:
-        kind: see ``head_card.Kind``.
-        steps: how many tokens ahead it learns to guess.
-        n_out: tokens that it can guess. Of what Qwen2.5-Coder 1.5B said to our tuning questions, the 16,384 that it
-            said most in 11,000 tokens of examples, and then the lowest ids, cover 0.888; 32,768 cover 0.936.
-        d_ff: width of its layer's MLP; the target's own, if that is less.
-        seed: of every random choice.
-    """
+    """A head to be made: ``n_out`` tokens that it can guess, ``steps`` ahead, with an MLP of the width ``d_ff`` at
+    most."""
 
     kind: Kind = "chained"
     steps: int = 4
@@ -65,10 +57,6 @@ class Recipe:
 
         Raises:
             UnsupportedModel: the model has too few layers.
-
-        Of a linear head of Qwen2.5-Coder 1.5B, fitted to 18,000 rows, 0.236 of guesses were right with layer 25 and the
-        last, 0.226 with the last alone, 0.212 with layer 2 and the last, 0.209 with layer 14 and the last, 0.218 with
-        all four: more inputs need more examples.
         """
         if self.kind == "eagle3":
             if n_layers < 4:
@@ -86,12 +74,12 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is done.
+    """Bounds on the work.
 
     Attributes:
-        minutes: of work: making examples, training, testing and measuring; not the time that is stepped aside.
+        minutes: of making examples, training, testing and measuring, without pauses.
         n_places, n_steps: stop making examples, and training, after so many places to learn from, and so many steps of
-            the optimiser; then the same is done however fast the machine is.
+            the optimiser; then the result does not depend on how fast the machine is.
         n_tests: of our tuning questions, whose answers the head is tested on and never trained on; one for every two
             minutes at most.
         n_questions: asked at most to measure what the head is worth.
@@ -117,11 +105,10 @@ class Effort:
 
 
 def token_map(passages: Iterable[Passage], model: Model, n_out: int) -> npt.NDArray[np.int32]:
-    """The tokens that a head can guess, ascending: those that the target says most often, those that end its turns, and
-    the other special tokens (marks of tool calls and the like), which few examples have.
+    """The tokens that a head can guess, ascending: the target's most frequent ones, those that end its turns, and other
+    special tokens, at most an eighth of all.
 
-    Special tokens take at most an eighth of the head's vocabulary, those that were said most before the lowest ids.
-    What was never seen comes in the order of ids, which is about that of frequency where merges were learned.
+    Unseen tokens come in the order of ids, about that of frequency where merges were learned.
     """
     n_vocab = model.vocab.n_tokens
     counts = np.zeros(model.n_vocab, dtype=np.int64)
@@ -146,12 +133,11 @@ class RunError(LocalspecError):
 
 @dataclass(slots=True)
 class Run:
-    """How far a run is.
+    """State of a run.
 
     Attributes:
         target: fingerprint of the target's file.
-        recipe: what is made.
-        minutes: that were asked for, all sittings together.
+        minutes: that were asked for, all calls together.
         data_seconds, training_seconds: of work so far.
         finished: whether the minutes are over and the head was measured.
         begins_with: the file name of the head that training begins with; "none" is a linear one.
@@ -173,13 +159,7 @@ class Run:
 
 
 class RunFolder:
-    """The folder of the run of one kind of head for one target.
-
-    Args:
-        target: the target's file.
-        fingerprint: of it.
-        kind: of the head.
-    """
+    """The folder of the run of one kind of head for one target."""
 
     def __init__(self, target: Path, fingerprint: str, kind: str) -> None:
         self.path = home() / "distill" / f"{target.stem[:60]}-{fingerprint[:8]}-{kind}"
@@ -188,14 +168,14 @@ class RunFolder:
         self.checkpoint = self.path / "checkpoint.npz"
         self.head = self.path / "head.gguf"
         self.earlier = self.path / "earlier.gguf"
-        """The head that training begins with, a copy; not there where it begins with a linear one."""
+        """A copy of the head that training begins with; missing where it begins with a linear one."""
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Within the block no other process works here.
+        """Keep other processes out within the block.
 
         Raises:
-            RunError: one does.
+            RunError: one works here.
         """
         from filelock import FileLock, Timeout
 
@@ -226,11 +206,6 @@ class RunFolder:
             raise RunError(f"{self.path / _STATE} is damaged ({error}); --force begins anew") from None
 
     def write(self, run: Run) -> None:
-        """Keep how far it is.
-
-        Raises:
-            OSError: the disk refuses.
-        """
         with write_atomically(self.path / _STATE, private=True) as file:
             file.write(json.dumps({"format": _FORMAT} | asdict(run), indent=1).encode())
 
@@ -245,12 +220,10 @@ class RunFolder:
         return np.asarray(found, dtype=np.int32)
 
     def keep_token_map(self, ids: npt.NDArray[np.int32]) -> None:
-        """Keep the vocabulary."""
         with write_atomically(self.path / _TOKEN_MAP, private=True) as file:
             np.save(file, ids)
 
     def clear(self) -> None:
-        """Remove everything."""
         shutil.rmtree(self.path, ignore_errors=True)
         private_folder(self.path)
 
@@ -261,19 +234,18 @@ Phase = Literal["loading", "examples", "training", "testing", "measuring", "wait
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """Where a run stands.
+class RunProgress:
+    """Progress of a run.
 
     Attributes:
-        phase: what is done now; ``waiting``: others answer, and it steps aside.
+        phase: what is done now; ``waiting``: paused while others answer.
         text: the same in words.
-        fraction: of the whole work that is done; None while that cannot be said.
+        fraction: of the whole work that is done; None while that is unknown.
         seconds_left: of work.
-        n_answers, n_places: passages on disk, and places in them.
-        n_bytes: what they take on disk.
+        n_answers, n_places, n_bytes: passages on disk, places in them, and their size.
         rate: tokens per second, of what is done now.
         tokens_seen: lessons trained on, repetitions counted.
-        curve: acceptance of held-out places so far; see ``head_card.CurvePoint``.
+        curve: acceptance of held-out places so far.
     """
 
     phase: Phase
@@ -288,17 +260,16 @@ class Standing:
     curve: tuple[CurvePoint, ...] = ()
 
 
-Report = Callable[[Standing], None]
+Report = Callable[[RunProgress], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Distilled:
-    """What came of a run.
+    """Result of a run.
 
     Attributes:
         path: the head file in the run's folder.
         kept: where it was put for drafters to find it; None where it does not pay here.
-        card: all about it, the learning curve too.
         worth: tokens per second with and without it; None where that could not be measured.
     """
 

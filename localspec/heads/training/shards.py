@@ -1,7 +1,6 @@
 """What a head learns from, on disk: texts of the target, and what it computed at every place of them.
 
-A shard is one file: a line of JSON that says what is in it, then the arrays, which are mapped and not read. It is
-complete under its name or not there, so a run that is killed loses what came after the last one.
+A shard is one file: a line of JSON, then the arrays, which are mapped and not read. It is written atomically.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from localspec.sampling.sampling import top_k_ids
 from localspec.system.files import private_folder, write_atomically
 
 TOP_K = 16
-"""Likeliest tokens whose probabilities are kept at every place. On answers of Qwen2.5-Coder 1.5B they hold 0.95 of the
-probability on average, at a hundredth of the states' bytes."""
+"""Likeliest tokens whose probabilities are kept at every place: about 0.95 of the probability."""
 
 _FORMAT = "localspec-shard 1"
 _ALIGNED = 64
@@ -63,7 +61,6 @@ class Passage:
     top_logprobs: npt.NDArray[np.float16]
 
     def __len__(self) -> int:
-        """Places."""
         return len(self.states)
 
     @property
@@ -86,17 +83,12 @@ def likeliest(logits: FloatArray) -> tuple[npt.NDArray[np.int32], npt.NDArray[np
 
 
 def as_states(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float16]:
-    """States as they are kept; a few models have single values beyond what float16 holds."""
+    """States as float16; a few models have single values beyond its range."""
     return np.clip(rows, -_LARGEST, _LARGEST).astype(np.float16)
 
 
 class Shards:
     """The passages of one run, in a folder.
-
-    Args:
-        folder: made if it is not there.
-        taps: names of the hidden states, see ``Passage.states``.
-        n_embd: their width.
 
     Attributes:
         passages: all that were written, in order; their arrays are mapped files.
@@ -126,7 +118,7 @@ class Shards:
             self.remarks.append(f"{path.name} is damaged and was left out ({error})")
 
     def adopt_unfinished(self) -> None:
-        """What was under way when the examples' time was over: every place of it is a lesson all the same."""
+        """Take unfinished passages as they are: every place of them is a lesson."""
         path, known = self.folder / _UNFINISHED, self.names
         if path.exists():
             done, self.passages = self.passages, []
@@ -138,16 +130,14 @@ class Shards:
 
     @property
     def names(self) -> set[str]:
-        """Names of all passages."""
         return {passage.name for passage in self.passages}
 
     @property
     def n_bytes(self) -> int:
-        """What the folder takes on disk [bytes]."""
         return sum(path.stat().st_size for path in self.folder.glob("*.shard"))
 
     def append(self, finished: Sequence[Passage], unfinished: Sequence[Passage] = ()) -> None:
-        """Write a shard, and in place of what was written last time what is under way.
+        """Write a shard, and replace the unfinished passages that were written last time.
 
         Raises:
             OSError: the disk refuses; what was there before stays as it was.
@@ -242,5 +232,4 @@ def _cut(facts: Sequence[Any], lengths: Sequence[int], arrays: Sequence[npt.NDAr
 
 
 def n_places(passages: Iterable[Passage]) -> int:
-    """Places of all of them."""
     return sum(map(len, passages))

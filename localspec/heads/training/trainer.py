@@ -1,4 +1,4 @@
-"""Training a head for a given time, so that it can be stopped at any moment and taken up where it was."""
+"""Training a head for a given time; it can be stopped at any moment and resumed."""
 
 from __future__ import annotations
 
@@ -56,20 +56,15 @@ class Tally:
             self._real[name] += real
 
     def rates(self) -> dict[str, tuple[float, ...]]:
-        """Category -> share of places at which the first n guesses are all what the target would say itself, for
-        n = 1, 2, …; ``ALL_TEXTS`` is all of them."""
+        """Category -> share of places at which the first n guesses are all the target's, for n = 1, 2, …; see
+        ``Rates``."""
         return {name: tuple((n / np.maximum(self._real[name], 1)).tolist()) for name, n in sorted(self._right.items())}
 
 
 class HeldOutTest:
     """The same places of held-out passages, asked again and again while a head is trained.
 
-    Args:
-        passages: held-out ones.
-        card: the head.
-        embed: the target's embeddings.
-        n_places: about how many places to ask, spread evenly; None for all. 2,000 give a share to within 0.02 (two
-            standard errors).
+    About ``n_places``, spread evenly; None for all. 2,000 give a share to within 0.02 (two standard errors).
     """
 
     def __init__(self, passages: Sequence[Passage], card: HeadCard, embed: Embed, n_places: int | None = 2000) -> None:
@@ -79,7 +74,6 @@ class HeldOutTest:
         self._groups = list(self._grouped(passages, stride))
 
     def _grouped(self, passages: Sequence[Passage], stride: int) -> Iterator[list[Stretch]]:
-        """Pieces that fit into a batch together."""
         group, rows, lessons = list[Stretch](), 0, 0
         for piece in (piece for passage in passages for piece in self._pieces(passage, stride)):
             n_rows, n = self._packer.rows_of(piece), len(places(piece))
@@ -102,10 +96,8 @@ class HeldOutTest:
     def rates(
         self, network: HeadNetwork, weights: Weights, stopping: Callable[[], bool] = lambda: False
     ) -> dict[str, tuple[float, ...]] | None:
-        """As ``Tally.rates``; None if ``stopping`` before it was done.
-
-        Places whose token lies outside of the trimmed vocabulary count, as wrong ones.
-        """
+        """As ``Tally.rates``, with tokens outside of the trimmed vocabulary counted as wrong; None if ``stopping`` came
+        first."""
         found = Tally()
         for group in self._groups:
             if stopping():
@@ -124,7 +116,6 @@ class HeldOutTest:
 
 
 def places(piece: Stretch) -> range:
-    """Places of the passage that a piece asks about."""
     return range(piece.begin, piece.end, piece.stride)
 
 
@@ -140,24 +131,19 @@ class CheckpointError(LocalspecError):
 
 
 DEFAULT_SIZE = Size(n_rows=512, n_lessons=256, n_starts=64, n_candidates=6144)
-"""Less than a second's work on two cores with a target of 1.5B; a fourth of the places goes on to further steps. Of
-32,768 output rows the loss looks at 6,144: 1.6 times as fast, and gradients differ by 0.10 to 0.16 of their length
-where those of two batches differ by 1.06."""
+"""Less than a second's work on two cores with a target of 1.5B."""
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How to train. The defaults are usual ones; no long run has compared them yet.
+    """How to train.
 
     Attributes:
-        seed: of the order of lessons, and of which go on to further steps.
-        size: of a batch, whose gradients are computed at a time: about a second's work.
+        size: of a batch, whose gradients are computed at a time.
         n_batches: batches of a step of the optimiser.
-        learning_rate: the highest.
-        warm_up: steps until it is reached.
+        learning_rate: the highest, reached after ``warm_up`` steps.
         final: share of the highest that it falls to, along a cosine, when the time is over.
-        decay: AdamW's weight decay.
-        betas: AdamW's.
+        decay, betas: AdamW's.
         clip: largest norm of a step's gradient.
         half: multiply in bfloat16; None asks the machine.
     """
@@ -183,13 +169,11 @@ class TrainingSettings:
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """Where training stands.
+    """Progress of training.
 
     Attributes:
-        step: steps of the optimiser.
-        seconds: of training so far, those of earlier runs too; testing not counted.
+        seconds: of training so far, those of earlier calls too; testing not counted.
         tokens_seen: lessons so far, repetitions counted.
-        tokens_per_second: lately.
         epochs: how often all passages were read.
         losses: cross entropy by step ahead, smoothed [nats].
         curve: acceptance so far.
@@ -205,20 +189,17 @@ class TrainingProgress:
 
 
 class Trainer:
-    """A head in training. Goes on from the checkpoint, if there is one.
+    """A head in training, from its checkpoint if there is one.
 
     Memory: five float32 of each trained weight, the trimmed output rows and some hundred megabytes for a batch. The
     checkpoint holds three float32 of each weight, and for a moment there are two of it.
 
     Args:
-        card: the head.
-        begin: what it begins with; asked where there is no checkpoint.
+        begin: what it begins with; called where there is no checkpoint.
         output: the target's output rows for ``card.token_map`` [n_out, n_embd].
         embed: the target's embeddings.
         passages: what to learn from; may grow while training goes on.
-        held_out: what to test on.
         checkpoint: the file; its folder must exist.
-        settings: how.
 
     Raises:
         CheckpointError: the file is damaged, or of another head.
@@ -264,7 +245,6 @@ class Trainer:
 
     @property
     def weights(self) -> dict[str, npt.NDArray[np.float32]]:
-        """What was learned so far; copies."""
         return {name: np.array(value) for name, value in self._weights.items()}
 
     @property
@@ -282,10 +262,10 @@ class Trainer:
         *,
         test_every: float = 300.0,
     ) -> bool:
-        """Train until it was trained for so long; test at the beginning, now and then, and at the end.
+        """Train up to so many seconds altogether; test at the beginning, now and then, and at the end.
 
         Args:
-            seconds: of training altogether; the learning rate falls towards that moment.
+            seconds: the learning rate falls towards that moment.
             report: called after every step.
             stopping: asked a hundred times a second; once it is true, this saves and returns. After an exception, a
                 ``KeyboardInterrupt`` too, only the last checkpoint is left: see ``system.interrupts``.
@@ -353,11 +333,6 @@ class Trainer:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Write the checkpoint.
-
-        Raises:
-            OSError: the disk refuses; the earlier one stays as it was.
-        """
         facts = {"format": _FORMAT, "head": self._identity(), "cursor": self._cursor.facts(), "step": self._step}
         facts |= {"tokens": self._tokens, "seconds": self._seconds, "rate": self._rate, "losses": self._losses.tolist()}
         facts["curve"] = [asdict(point) for point in self._curve]
@@ -415,8 +390,7 @@ def _adamw(
 ) -> tuple[Weights, Weights, Weights]:
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) on the mean gradient of the batches, clipped.
 
-    Vectors do not decay. Where inputs are not of about the size 1, the weights that multiply them move as much less or
-    more as if they were.
+    Vectors do not decay. Weights of inputs that are not of about the size 1 move as much less or more as if they were.
     """
     norm = jnp.sqrt(sum((gradient**2).sum() for gradient in sums.values())) / settings.n_batches
     scale = jnp.minimum(1.0, settings.clip / (norm + 1e-6)) / settings.n_batches

@@ -41,9 +41,8 @@ class Worth:
     Attributes:
         plain: without drafting.
         without: with the drafters that there are without the head, another head of the target included.
-        head: with the head besides; what ``--draft auto`` does once it is kept.
+        head: with the head added; what ``--draft auto`` does once it is kept.
         gain: speed with the head over the better of the two without it, the median over the questions.
-        n_questions: that were asked.
         drafters: those there are without the head, by name.
         interval: of the gain, at 95 %; None where too few questions were asked for one.
     """
@@ -63,7 +62,6 @@ class Worth:
 
     @property
     def is_unclear(self) -> bool:
-        """Whether the questions cannot tell the gain from none."""
         return self.interval is None or self.interval[0] <= 1 <= self.interval[1]
 
 
@@ -81,14 +79,7 @@ def measure_worth(
 ) -> Worth:
     """Ask questions in three ways of decoding that take turns: plain, as without the head, and with it.
 
-    Args:
-        target, head: the files.
-        backend, n_threads: as for ``LLM``.
-        n_questions: at most.
-        max_tokens: of an answer.
-        seconds: about how long; six questions are asked in any case.
-        report: takes what is being done, and the share that is done.
-        stop: ends it with ``Cancelled``.
+    Takes about so many ``seconds``, but asks six questions in any case.
 
     Raises:
         Cancelled: it was stopped.
