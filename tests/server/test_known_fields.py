@@ -185,6 +185,8 @@ def test_a_field_without_a_value_is_absent(kind: str) -> None:
         ("ollama generate", {"images": ["aa"]}, "images"),
         ("ollama generate", {"raw": True, "system": "S"}, "system"),
         ("ollama generate", {"raw": True, "think": True}, "think"),
+        ("ollama generate", {"raw": True, "options": {"thinking_budget": 5}}, "options.thinking_budget"),
+        ("ollama chat", {"think": 5}, "think"),
         ("infill", {"lora": [{"id": 0}]}, "lora"),
     ],
 )
