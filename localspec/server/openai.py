@@ -10,13 +10,10 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
-
 from localspec.engine.request import Reply
 from localspec.server.bodies import (
     ACCOUNT,
     CACHE,
-    FOLLOWED,
     OUTSIDE,
     REPEATED,
     STYLE,
@@ -41,6 +38,7 @@ from localspec.server.requests import (
     Effort,
     Ending,
     Function,
+    JsonSchema,
     MaxTokens,
     ServedModel,
     Shared,
@@ -72,13 +70,6 @@ class StreamOptions(Body):
 
     include_usage: Flag = False
     localspec_rounds: Flag = False
-
-
-class JsonSchema(Body):
-    IGNORED = {FOLLOWED: "strict", STYLE: "description"}
-
-    name: Any = None
-    schema_: Any = Field(None, alias="schema")
 
 
 class ResponseFormat(JsonSchema):

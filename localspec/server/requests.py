@@ -15,10 +15,12 @@ from localspec.prompts.thinking import THINK
 from localspec.sampling.sampling import SamplingParams
 from localspec.server.bodies import (
     CACHE,
+    FOLLOWED,
     LISTED,
     MAX_COUNT,
     ONLY_FUNCTIONS,
     REPEATED,
+    STYLE,
     Body,
     Flag,
     between,
@@ -385,6 +387,13 @@ def text_of(value: Any, path: str, kinds: Sequence[str] = TEXT_KINDS, between: s
             raise invalid(f"{at}.type: only text parts can be used, not {kind!r:.40}", f"{at}.type")
         texts.append(read(RefusalPart, part, at).refusal if kind == "refusal" else read(TextPart, part, at).text)
     return between.join(texts)
+
+
+class JsonSchema(Body):
+    IGNORED = {FOLLOWED: "strict", STYLE: "description"}
+
+    name: Any = None
+    schema_: Any = Field(None, alias="schema")
 
 
 class CalledFunction(Body):

@@ -378,7 +378,7 @@ def _types() -> list[tuple[type[Body], str, str]]:
         (openai.StreamOptions, chat, "ChatCompletionStreamOptionsParam"),
         (requests.Prediction, chat, "ChatCompletionPredictionContentParam"),
         (openai.ResponseFormat, "openai.types.shared_params", "ResponseFormatJSONSchema"),
-        (openai.JsonSchema, "openai.types.shared_params.response_format_json_schema", "JSONSchema"),
+        (requests.JsonSchema, "openai.types.shared_params.response_format_json_schema", "JSONSchema"),
         (responses.ResponsesBody, f"{items}.response_create_params", "ResponseCreateParamsBase"),
         (responses.ResponsesBody, f"{items}.response_create_params", "ResponseCreateParamsStreaming"),
         (responses.MessageItem, items, "EasyInputMessageParam"),
