@@ -126,7 +126,7 @@ class Rules:
             message = "this is given out on this computer only, by a server that listens there alone"
             code = "not_loopback"
             if client.kind is Kind.SITE:
-                message = "pages of other sites may not use this, not even those that --allow-origin lets in"
+                message = "pages of other sites may not use this, not even those of --allow-origin"
                 code = "origin_not_allowed"
             raise ApiError(403, message, kind="permission_error", code=code)
 

@@ -399,7 +399,7 @@ class AppRunner(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         # A thread for each client, made when first needed: what one asks for, such as a long text to be cut into
-        # tokens, keeps nobody's waiting.
+        # tokens, delays no other.
         threads = ThreadPoolExecutor(MAX_CONNECTIONS, thread_name_prefix="localspec-request")
         asyncio.get_running_loop().set_default_executor(threads)
         await super().startup(sockets)

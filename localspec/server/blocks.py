@@ -156,11 +156,11 @@ class BlockAnswer(ABC):
         return await asyncio.to_thread(self.finished)  # some APIs repeat in an answer all that was sent
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        begun = False  # what fails before there is anything to tell has its own status
+        started = False  # what fails before there is anything to tell has its own status
         async with aclosing(self._changes()) as batches:
             async for changes in batches:
-                if not begun:
-                    begun = True
+                if not started:
+                    started = True
                     for event in await asyncio.to_thread(list, self.begin()):
                         yield event
                 for change in changes:
@@ -170,11 +170,11 @@ class BlockAnswer(ABC):
             yield event
 
     async def _changes(self) -> AsyncGenerator[list[Change], None]:
-        async with aclosing(self.service.answers(self._options, [self.task])) as happenings:
-            async for happening in happenings:
-                yield list(self._reader.read(happening.delta))
-                if happening.reply is not None:
-                    self._reply, self.finish_reason = happening.reply, happening.finish_reason
+        async with aclosing(self.service.answers(self._options, [self.task])) as steps:
+            async for step in steps:
+                yield list(self._reader.read(step.delta))
+                if step.reply is not None:
+                    self._reply, self.finish_reason = step.reply, step.finish_reason
         yield list(self._reader.finish())
 
     def figures(self) -> dict[str, Any]:

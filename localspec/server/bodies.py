@@ -195,18 +195,16 @@ def must_be(rule: str, fits: Callable[[Any], bool], as_: Callable[[Any], Any] = 
     return BeforeValidator(check)
 
 
+def is_integer(value: Any, low: int, high: int) -> bool:
+    """Whether a value is a whole number within bounds, also written as 5.0."""
+    return _is_number(value) and low <= value <= high and float(value).is_integer()
+
+
 def whole(low: int, high: int) -> BeforeValidator:
-    """A whole number, also written as 5.0."""
-
-    def fits(value: Any) -> bool:
-        return _is_number(value) and low <= value <= high and float(value).is_integer()
-
-    return must_be(f"an integer in {low}..{high}", fits, int)
+    return must_be(f"an integer in {low}..{high}", lambda value: is_integer(value, low, high), int)
 
 
 def between(low: float, high: float) -> BeforeValidator:
-    """A finite number within bounds."""
-
     def fits(value: Any) -> bool:
         return _is_number(value) and low <= value <= high and math.isfinite(value)
 

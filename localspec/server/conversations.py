@@ -37,7 +37,7 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "title": str, "system": str, "settings": dict, "messages": list,
     "revision": int, "created": (int, float), "updated": (int, float),
 }  # fmt: skip
-"""What a file has besides its format and its id: it may have been edited by hand, or damaged."""
+"""What a file has apart from its format and its id: it may have been edited by hand, or damaged."""
 
 
 @dataclass(frozen=True, slots=True)

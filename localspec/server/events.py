@@ -98,7 +98,7 @@ class EventStream(Response):
         self._ending = ending
         self._wire = wire
         self._n_sent = 0
-        self._begun = False
+        self._started = False
         self._ended = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -109,14 +109,14 @@ class EventStream(Response):
         except Exception as error:
             log_failure(error)
             refusal = as_api_error(error)
-            if not self._begun:
+            if not self._started:
                 await refusal.response(scope["path"])(scope, receive, send)
             elif not self._ended:
                 await self._send(send, self._wire.failed(refusal, self._n_sent), last=True)
 
     async def _send(self, send: Send, body: bytes, *, last: bool = False) -> None:
-        if not self._begun:
-            self._begun = True
+        if not self._started:
+            self._started = True
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         self._ended = last
         await send({"type": "http.response.body", "body": body, "more_body": not last})

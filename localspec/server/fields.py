@@ -263,8 +263,8 @@ class ServerSettings:
         prefix_cache: megabytes for conversations other than the present one.
         time_limit: longest time from a request to the end of its answer [s].
         aliases: further names that requests may call the model by.
-        origins: web origins, besides the server's own, whose pages may use it.
-        hosts: names that requests may be addressed to, besides ``localhost`` and the loopback addresses.
+        origins: web origins, apart from the server's own, whose pages may use it.
+        hosts: names that requests may be addressed to, apart from ``localhost`` and the loopback addresses.
         corpora: what requests may have copied from, as ``--draft`` calls it; the others do without.
         params: sampling parameters where a request says nothing.
         system: system prompt of chats that bring none.

@@ -93,12 +93,12 @@ class Guard:
         path = scope["path"]
         origin = headers.get("origin")
         allowed = origin.lower() if origin is not None and origin.lower() in self._origins else None
-        begun = False
+        started = False
 
         async def guarded_send(message: Message) -> None:
-            nonlocal begun
+            nonlocal started
             if message["type"] == "http.response.start":
-                begun = True
+                started = True
                 _harden(MutableHeaders(scope=message), path, allowed, headers)
             await send(message)
 
@@ -113,7 +113,7 @@ class Guard:
             await self.app(scope, receive, guarded_send)
         except Exception as error:
             log_failure(error)
-            if begun:
+            if started:
                 raise
             await as_api_error(error).response(path)(scope, receive, guarded_send)
 

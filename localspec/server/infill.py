@@ -199,15 +199,15 @@ class InfillAnswer:
             return
         # The slot is taken once the queue has this request: one that is refused leaves an older one alone.
         slot = self._service.slots.newest(self._request.slot)
-        async with aclosing(self._service.answers(self.options, [self._task], slot)) as happenings:
-            async for happening in happenings:
-                if piece := self._text_of(happening):
+        async with aclosing(self._service.answers(self.options, [self._task], slot)) as steps:
+            async for step in steps:
+                if piece := self._text_of(step):
                     yield piece
 
-    def _text_of(self, happening: AnswerEvent) -> str:
-        text = self._rules.push(happening.delta.text) if not self._rules.over else ""
-        if happening.reply is not None:
-            self._reply = happening.reply
+    def _text_of(self, step: AnswerEvent) -> str:
+        text = self._rules.push(step.delta.text) if not self._rules.over else ""
+        if step.reply is not None:
+            self._reply = step.reply
             text += self._rules.finish()
         return text
 

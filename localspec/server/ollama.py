@@ -122,7 +122,9 @@ class OllamaBody(ApiBody):
         str | dict[str, Any],
         must_be('"json" or a JSON schema', lambda value: value in ("json", "") or isinstance(value, dict)),
     ] = ""
-    think: str | bool | None = None
+    think: (
+        Annotated[str | bool, must_be("true, false or an effort", lambda value: isinstance(value, str | bool))] | None
+    ) = None
     prediction: Prediction | None = None
     localspec: OwnFields | None = None
 
@@ -196,8 +198,13 @@ class OllamaGenerateBody(OllamaBody):
             return self.chat(said, ToolUse(), served)
         if self.system:
             raise invalid("system and raw or suffix exclude each other: write it into the prompt", "system")
-        if self.think not in (None, False, "off", "auto", ""):
-            raise invalid("think cannot be had: send it without raw and suffix", "think", "unsupported_parameter")
+        budget = self.options.thinking_budget
+        for path, asks in (
+            ("think", self.think not in (None, False, "off", "auto", "")),
+            ("options.thinking_budget", budget),
+        ):
+            if asks:
+                raise invalid(f"{path} cannot be had with raw or suffix", path, "unsupported_parameter")
         options = self.answer_options(served)
         return OllamaRequest(options, CompletionRequest(options, [self.prompt], suffix=self.suffix or None))
 

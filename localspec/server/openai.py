@@ -10,13 +10,10 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
-
 from localspec.engine.request import Reply
 from localspec.server.bodies import (
     ACCOUNT,
     CACHE,
-    FOLLOWED,
     OUTSIDE,
     REPEATED,
     STYLE,
@@ -41,6 +38,7 @@ from localspec.server.requests import (
     Effort,
     Ending,
     Function,
+    JsonSchema,
     MaxTokens,
     ServedModel,
     Shared,
@@ -72,13 +70,6 @@ class StreamOptions(Body):
 
     include_usage: Flag = False
     localspec_rounds: Flag = False
-
-
-class JsonSchema(Body):
-    IGNORED = {FOLLOWED: "strict", STYLE: "description"}
-
-    name: Any = None
-    schema_: Any = Field(None, alias="schema")
 
 
 class ResponseFormat(JsonSchema):
@@ -351,7 +342,7 @@ class ApiAnswer(ABC):
         self._tasks = tasks
         self._id = f"{self.prefix}-{secrets.token_hex(14)}"
         self._created = int(time.time())
-        self._begun: set[int] = set()
+        self._opened: set[int] = set()
         self._replies: list[Reply] = []
 
     @abstractmethod
@@ -364,7 +355,7 @@ class ApiAnswer(ABC):
 
     @abstractmethod
     def end(self) -> dict[str, Any]:
-        """What the last chunk of a choice says, besides the reason."""
+        """What the last chunk of a choice says, apart from the reason."""
 
     @abstractmethod
     def whole_choice(self, pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -372,9 +363,9 @@ class ApiAnswer(ABC):
 
     async def whole(self) -> dict[str, Any]:
         pieces: list[list[dict[str, Any]]] = [[] for _ in self._tasks]
-        async with aclosing(self.service.answers(self.options, self._tasks)) as happenings:
-            async for happening in happenings:
-                pieces[happening.index] += [*self._opening(happening.index), *self._choices(happening)]
+        async with aclosing(self.service.answers(self.options, self._tasks)) as steps:
+            async for step in steps:
+                pieces[step.index] += [*self._opening(step.index), *self._choices(step)]
         return await asyncio.to_thread(self._whole, pieces)
 
     def _whole(self, pieces: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
@@ -390,32 +381,32 @@ class ApiAnswer(ABC):
             return event(self._frame(self.chunk_kind) | {"choices": []} | content, name)
 
         usage = {"usage": None} if self.options.include_usage else {}
-        async with aclosing(self.service.answers(self.options, self._tasks)) as happenings:
-            async for happening in happenings:
-                for choice in self._opening(happening.index):
+        async with aclosing(self.service.answers(self.options, self._tasks)) as steps:
+            async for step in steps:
+                for choice in self._opening(step.index):
                     yield chunk(choices=[choice], **usage)
-                if happening.round is not None and self.options.rounds:
+                if step.round is not None and self.options.rounds:
                     # OpenAI's clients do not look at an event's name, so it is also a chunk without choices.
-                    own = {"choice": happening.index, "round": happening.round.as_event()}
+                    own = {"choice": step.index, "round": step.round.as_event()}
                     yield chunk(ROUND_EVENT, localspec=own)
-                for choice in self._choices(happening):
+                for choice in self._choices(step):
                     yield chunk(choices=[choice], **usage)
         if self.options.include_usage or self.options.rounds:
             yield chunk(usage=self._usage(), localspec=figures(self._replies))
 
     def _opening(self, index: int) -> Iterator[dict[str, Any]]:
-        if index not in self._begun:
-            self._begun.add(index)
+        if index not in self._opened:
+            self._opened.add(index)
             for piece in self.begin(index):
                 yield _choice(index, piece)
 
-    def _choices(self, happening: AnswerEvent) -> Iterator[dict[str, Any]]:
-        if happening.delta:
-            for piece in self.pieces(happening.index, happening.delta):
-                yield _choice(happening.index, piece)
-        if happening.reply is not None:
-            self._replies.append(happening.reply)
-            yield _choice(happening.index, self.end(), happening.finish_reason)
+    def _choices(self, step: AnswerEvent) -> Iterator[dict[str, Any]]:
+        if step.delta:
+            for piece in self.pieces(step.index, step.delta):
+                yield _choice(step.index, piece)
+        if step.reply is not None:
+            self._replies.append(step.reply)
+            yield _choice(step.index, self.end(), step.finish_reason)
 
     def _frame(self, kind: str) -> dict[str, Any]:
         return {

@@ -15,13 +15,16 @@ from localspec.prompts.thinking import THINK
 from localspec.sampling.sampling import SamplingParams
 from localspec.server.bodies import (
     CACHE,
+    FOLLOWED,
     LISTED,
     MAX_COUNT,
     ONLY_FUNCTIONS,
     REPEATED,
+    STYLE,
     Body,
     Flag,
     between,
+    is_integer,
     items,
     kind_of,
     must_be,
@@ -152,7 +155,7 @@ class Prediction(Body):
 
 
 def _is_draft_length(value: Any) -> bool:
-    return value == "auto" or (isinstance(value, int | float) and value in range(65))
+    return value == "auto" or is_integer(value, 0, 64)
 
 
 def _as_int(value: Any) -> Any:
@@ -267,7 +270,7 @@ class Shared(Body):
         except UsageError as error:
             formats = [name for name in ("response_format", "grammar") if name in given]
             name = next((name for name in given if str(error).startswith(name)), formats[0] if formats else "")
-            path = form_name if name == "response_format" else at + name
+            path = form_name if name == "response_format" else name and at + name
             raise invalid(str(error).replace("response_format", form_name, 1), path or None) from None
         prediction, own = self.prediction, self.localspec or OwnFields()
         content = None if prediction is None else prediction.content
@@ -384,6 +387,13 @@ def text_of(value: Any, path: str, kinds: Sequence[str] = TEXT_KINDS, between: s
             raise invalid(f"{at}.type: only text parts can be used, not {kind!r:.40}", f"{at}.type")
         texts.append(read(RefusalPart, part, at).refusal if kind == "refusal" else read(TextPart, part, at).text)
     return between.join(texts)
+
+
+class JsonSchema(Body):
+    IGNORED = {FOLLOWED: "strict", STYLE: "description"}
+
+    name: Any = None
+    schema_: Any = Field(None, alias="schema")
 
 
 class CalledFunction(Body):

@@ -7,14 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
-
 from localspec.prompts.folding import merged
 from localspec.server.blocks import AnswerBlock, BlockAnswer, Change, identifier
 from localspec.server.bodies import (
     ACCOUNT,
     CACHE,
-    FOLLOWED,
     MAX_COUNT,
     OUTSIDE,
     REPEATED,
@@ -38,6 +35,7 @@ from localspec.server.requests import (
     ChatRequest,
     Effort,
     Function,
+    JsonSchema,
     ServedModel,
     Shared,
     Stops,
@@ -208,12 +206,8 @@ class Reasoning(Body):
     effort: Effort = ""
 
 
-class TextFormat(Body):
-    IGNORED = {FOLLOWED: "strict", STYLE: "description"}
-
+class TextFormat(JsonSchema):
     type: Literal["text", "json_object", "json_schema"] = "text"
-    name: Any = None
-    schema_: Any = Field(None, alias="schema")
 
 
 class TextConfig(Body):

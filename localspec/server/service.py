@@ -315,7 +315,7 @@ class AnswerTask:
         params: the sampling parameters.
         tools: functions that may be called; none where a schema says what the answer is.
         prediction: token ids of a text that the answer is likely to repeat.
-        begun: the beginning of the answer that stands at the prompt's end.
+        opening: the beginning of the answer that stands at the prompt's end.
         keep_tokens: see ``Asking.rounds``.
         enough: asked after every round: whether the answer may end there.
         think: of a chat, see ``Asking.rounds``; None: a text, where thinking is not separated.
@@ -325,7 +325,7 @@ class AnswerTask:
     params: SamplingParams
     tools: ToolUse = field(default_factory=ToolUse)
     prediction: Sequence[int] = ()
-    begun: str = ""
+    opening: str = ""
     keep_tokens: int | None = None
     enough: Callable[[], bool] = lambda: False
     think: str | None = None
@@ -425,9 +425,9 @@ class Service:
             ApiError: a variable that the template does not know.
             UsageError, TemplateError: the messages cannot be.
         """
-        params, begun, think = options.params, "", options.think
+        params, opening, think = options.params, "", options.think
         if tools.required:
-            begun, params = forced_call(self.llm.template, tools, params)
+            opening, params = forced_call(self.llm.template, tools, params)
         if think == "auto" and grammar_of(params.response_format, params.grammar) is not None:
             think = "off"  # what has a given form begins at once
         for name in options.variables:
@@ -443,9 +443,9 @@ class Service:
             think=think,
             room=room,
         )
-        if begun:
-            tokens += self.llm.tokenize(begun, parse_special=True)
-        return AnswerTask(tokens, params, begun=begun, think=think)
+        if opening:
+            tokens += self.llm.tokenize(opening, parse_special=True)
+        return AnswerTask(tokens, params, opening=opening, think=think)
 
     def text_task(self, prompt: str | list[int], options: AnswerOptions) -> AnswerTask:
         """A text to continue, in which editors may have written the marks of fill-in-the-middle, or token ids.
@@ -553,7 +553,7 @@ class Service:
         self, options: AnswerOptions, task: AnswerTask, index: int, stream: AsyncRoundStream
     ) -> AsyncGenerator[AnswerEvent, None]:
         tools, logprobs = task.tools, options.logprobs is not None
-        reader = DeltaReader(tools.tools, task.begun, parallel=tools.parallel, wants_tokens=logprobs)
+        reader = DeltaReader(tools.tools, task.opening, parallel=tools.parallel, wants_tokens=logprobs)
         cut = False
         async for round_ in stream:
             yield AnswerEvent(index, reader.read(round_), round_)

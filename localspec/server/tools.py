@@ -170,16 +170,21 @@ class DeltaReader:
 
     Args:
         tools: functions that may be called; empty reads no calls.
-        begun: the beginning of the answer that the model was given, where a call is forced.
+        opening: the beginning of the answer that the model was given, where a call is forced.
         parallel: whether there may be several calls.
         wants_tokens: whether tokens are collected.
     """
 
     def __init__(
-        self, tools: Sequence[Mapping[str, Any]], begun: str = "", *, parallel: bool = True, wants_tokens: bool = False
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        opening: str = "",
+        *,
+        parallel: bool = True,
+        wants_tokens: bool = False,
     ) -> None:
         self.calls = ToolCallReader(tools, parallel=parallel)
-        self.calls.push(begun)
+        self.calls.push(opening)
         self._wants_tokens = wants_tokens
         self._waiting: deque[tuple[int, EmittedToken]] = deque()
         self._n_read = 0

@@ -185,6 +185,8 @@ def test_a_field_without_a_value_is_absent(kind: str) -> None:
         ("ollama generate", {"images": ["aa"]}, "images"),
         ("ollama generate", {"raw": True, "system": "S"}, "system"),
         ("ollama generate", {"raw": True, "think": True}, "think"),
+        ("ollama generate", {"raw": True, "options": {"thinking_budget": 5}}, "options.thinking_budget"),
+        ("ollama chat", {"think": 5}, "think"),
         ("infill", {"lora": [{"id": 0}]}, "lora"),
     ],
 )
@@ -376,7 +378,7 @@ def _types() -> list[tuple[type[Body], str, str]]:
         (openai.StreamOptions, chat, "ChatCompletionStreamOptionsParam"),
         (requests.Prediction, chat, "ChatCompletionPredictionContentParam"),
         (openai.ResponseFormat, "openai.types.shared_params", "ResponseFormatJSONSchema"),
-        (openai.JsonSchema, "openai.types.shared_params.response_format_json_schema", "JSONSchema"),
+        (requests.JsonSchema, "openai.types.shared_params.response_format_json_schema", "JSONSchema"),
         (responses.ResponsesBody, f"{items}.response_create_params", "ResponseCreateParamsBase"),
         (responses.ResponsesBody, f"{items}.response_create_params", "ResponseCreateParamsStreaming"),
         (responses.MessageItem, items, "EasyInputMessageParam"),

@@ -88,6 +88,7 @@ def tool(**function: Any) -> dict[str, Any]:
         ("localspec", {"draft": "/etc/passwd"}, "localspec.draft"),
         ("localspec", {"draft": [1]}, "localspec.draft[0]"),
         ("localspec", {"draft_length": 65}, "localspec.draft_length"),
+        ("localspec", {"draft_length": True}, "localspec.draft_length"),
         ("localspec", {"draft_length": "much"}, "localspec.draft_length"),
         ("tools", [{"type": "retrieval"}], "tools[0].type"),
         ("tools", [tool()], "tools[0].function.name"),
