@@ -3,7 +3,7 @@
 Speculation is a renewal-reward problem. The controller knows three things: what passes cost (``cost_model.Costs``), how
 likely draft tokens are accepted (``acceptance.Acceptance``), and what going on is worth (``stopping.Stopping``).
 ``AutoPlan`` decides by them, ``AutoController`` lets them learn from every round. "The replay" in a comment is
-``benchmarks/replay_traces.py``; benchmarks/RESULTS.md has its figures.
+``benchmarks/replay_traces.py``; ``benchmarks/results/priors.md`` has its figures.
 """
 
 from __future__ import annotations
