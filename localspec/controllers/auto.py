@@ -3,7 +3,7 @@
 Speculation is a renewal-reward problem. The controller knows three things: what passes cost (``cost_model.Costs``), how
 likely draft tokens are accepted (``acceptance.Acceptance``), and what going on is worth (``stopping.Stopping``).
 ``AutoPlan`` decides by them, ``AutoController`` lets them learn from every round. "The replay" in a comment is
-``benchmarks/replay_traces.py``; benchmarks/RESULTS.md has its figures.
+``benchmarks/replay_traces.py``; ``benchmarks/results/priors.md`` has its figures.
 """
 
 from __future__ import annotations
@@ -381,24 +381,17 @@ class AutoController(Controller):
     """Chooses the length of every draft.
 
     It drafts only where that is expected to pay, and what it may lose where it is wrong is bounded by a budget that
-    outlives the answer (``TimeBudget``). A round is charged at most what was expected of it: a stall of the machine is
-    not charged to drafting.
-
-    A draft model that was given up is tried again: without new evidence its estimates drift back to what is typical,
-    and it catches up once the text it has missed is worth reading on those terms and the budget covers it. What it
-    would have drafted for that text is then compared with what was emitted.
+    outlives the answer (``TimeBudget``). A round is charged at most what was expected of it. A draft model that was
+    given up is tried again: without new evidence its estimates drift back to what is typical, and it catches up once
+    the text it has missed is worth reading. What it would have drafted for that text is then compared with what was
+    emitted.
 
     Args:
-        times: the target's t(w) [ms].
-        draft_times: by source, d(w) of drafters that run a model of their own [ms]; the others draft for nothing.
-        acceptance: by source, calibrations of its most probable tokens; kept by the caller, so that they outlive a
-            request.
-        sampled: the same for tokens that a draft model samples.
+        times, draft_times, one_pass: see ``Costs``.
+        acceptance, sampled, thinking: see ``Acceptance``; kept by the caller, so that they outlive a request.
         max_draft: longest draft to consider.
         budget: what may be lost; kept by the caller too.
         predicted: whether the answer is likely to repeat a text that came with the request.
-        thinking: ``acceptance`` and ``sampled`` while the model thinks. None: as in the answer.
-        one_pass: sources whose single pass proposes all of a draft.
     """
 
     gives_way = True

@@ -107,12 +107,9 @@ DRIFT = 0.03, 0.01  # Share by which the machine's speed, and the price of a cel
 class SharedPasses:
     """The cost model of passes that answers share, and what follows from it.
 
-    A pass over w rows in a memory with c cells in use takes t(w) + w·(c - ``CALIBRATED_PAST``)·``ms_cell``.
-
-    Args:
-        times: t(w) of passes of one answer [ms]; not changed by shared ones. Where it is calibrated anew, so is this.
-        device: where the weights are, see ``Capabilities``.
-        ms_other: of a pass, outside the target, for each answer [ms].
+    A pass over w rows in a memory with c cells in use takes t(w) + w·(c - ``CALIBRATED_PAST``)·``ms_cell``. ``times``
+    is t(w) of passes of one answer, not changed by shared ones; ``ms_other`` the time outside the target for each
+    answer.
 
     Attributes:
         n_answers: answers that are decoding now, without prompts that are being read.

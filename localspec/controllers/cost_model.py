@@ -102,14 +102,9 @@ class Corrections:
     """What passes take now, as factors of what was calibrated; 1 is no correction.
 
     Reading the weights is bound by memory, further rows by arithmetic, and other programs slow each differently. What a
-    pass tells is divided among the factors by how uncertain each is (a Kalman filter): passes over two tokens alone say
-    nothing of what one takes, and one such pass then moves ``scale`` and ``rows`` apart.
-
-    Attributes:
-        scale: of all widths together.
-        rows: of all but the first.
-        trim: of one width alone, by width.
-        beyond: of widths that were not calibrated, in place of ``trim``; no part of the filter.
+    pass tells is divided among the factors by how uncertain each is (a Kalman filter): ``scale`` of all widths,
+    ``rows`` of all but the first, ``trim`` of one width alone. ``beyond``, of widths that were not calibrated, is no
+    part of the filter.
     """
 
     scale: float = 1.0
@@ -167,21 +162,13 @@ class Corrections:
 class PassTimes:
     """t(w) of one model in one engine [ms]: the calibrated curve times the corrections that follow what is observed.
 
-    A longer context makes every pass longer, by the share that reading its keys and values has in reading the weights.
-
-    Args:
-        measured: see ``Curve``.
-
     Attributes:
         growth: relative increase per token in the memory: its bytes in the KV cache over the bytes of the weights.
-        n_past: tokens in the memory now.
-        n_since_one: passes since one over one token alone was seen.
+        n_past, n_since_one: see ``PassCost``.
         noisy: whether the calibration is provisional: repeats did not agree, others used the CPU, or it is quick. It is
             repeated when there is time, and nothing is chosen for good by it.
         quick: whether it comes of a few passes only.
         others_share: of the CPUs' time, used by other programs while it was calibrated.
-        curve: as calibrated.
-        corrections: of the curve.
     """
 
     measured: InitVar[dict[int, float]]
@@ -267,12 +254,9 @@ class PassTimes:
 class Costs:
     """What passes of a target and of its drafters cost one answer [ms].
 
-    Attributes:
-        times: the target's t(w).
-        draft_times: by source, d(w) of drafters that run a model of their own; the others draft for nothing.
-        one_pass: of drafters that run a model, those whose single pass proposes all of a draft.
-        ms_other: of a round, outside the models.
-        hidden: by source, the share of its steps that overlaps with verification; see ``Controller.hide``.
+    ``times`` is the target's t(w), ``draft_times`` by source d(w) of drafters that run a model (the others draft for
+    nothing), ``one_pass`` those whose single pass proposes all of a draft, ``ms_other`` the time of a round outside the
+    models, ``hidden`` by source the share of its steps that overlaps with verification (see ``Controller.hide``).
     """
 
     def __init__(self, times: PassCost, draft_times: Mapping[str, PassCost], one_pass: Set[str] = frozenset()) -> None:

@@ -131,16 +131,11 @@ class AcceptanceStore:
         thinks: bool = False,
         rate: float | None = None,
     ) -> SourceAcceptance:
-        """The table of one source, for requests sampled like this one; what an earlier run learned is its start.
+        """The table of one drafter, for requests sampled like this one; what an earlier run learned is its start.
 
-        Args:
-            params: the request's.
-            source: the drafter's name.
-            copies: whether it copies from the text, rather than running a model.
-            sampled: for samples, rather than the most probable tokens.
-            reads_target: whether it drafts from what the target computes, as heads do.
-            thinks: in thinking blocks, rather than in answers.
-            rate: see ``of_a_head``.
+        ``copies``: from the text, rather than by a model. ``sampled``: of samples, rather than the most probable
+        tokens. ``reads_target``: it drafts from what the target computes, as heads do, right at ``rate`` (see
+        ``of_a_head``). ``thinks``: in thinking blocks, rather than in answers.
         """
         name = f"{mode_of(params)} {source}{' sample' if sampled else ''}{' thinking' if thinks else ''}"
         if name not in self._tables:

@@ -41,15 +41,9 @@ _LINEAR = 1.0 / -math.expm1(-_GRID_STEP)
 
 @dataclass(frozen=True, slots=True)
 class Prospects:
-    """What draft tokens of one source will look like.
-
-    Attributes:
-        shares: probability of each confidence bin for the next draft token, by what it follows [n_groups, n_bins].
-        group: what a token in each bin leads to, as an index of ``shares`` [n_bins].
-        acceptance: expected acceptance in each bin [n_bins].
-        step_ms: time of a step; 0 where no model is needed.
-        one_pass: whether the first step of a draft is the only one.
-    """
+    """What draft tokens of one source will look like: of each confidence bin, its share by what the token follows
+    [n_groups, n_bins], the group that it leads to [n_bins], and its expected acceptance [n_bins]. With ``one_pass``
+    only the first step of a draft takes ``step_ms`` (0: no model)."""
 
     shares: Floats
     group: npt.NDArray[np.int64]
@@ -61,15 +55,9 @@ class Prospects:
 class Continuation:
     """V and S for one cost curve and the prospects of the sources.
 
-    Args:
-        rows_ms: t(1) … t(N + 1) of the target, our own time per round included [N + 1].
-        models: draft models, each a way to buy a draft token.
-        free: a source of free draft tokens, or None.
-        rate: a rate that is close already [tokens/ms], as from an earlier solution; None looks for it.
-
-    Attributes:
-        rate: what time is worth in the tables.
-        best_rate: the rate one step of Newton's method further.
+    ``rows_ms`` are t(1) … t(N + 1) of the target, our own time per round included [N + 1]; ``models`` the ways to buy a
+    draft token; ``free`` a source of free ones, or None. ``rate`` is what time is worth in the tables [tokens/ms]; None
+    looks for it, from an earlier solution it takes two steps of Newton's method. ``best_rate`` is one step further.
     """
 
     def __init__(

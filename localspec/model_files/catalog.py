@@ -32,16 +32,12 @@ class Entry:
     """A model that can be fetched.
 
     Attributes:
-        name: what people type.
         file: path under the models folder.
-        bytes: size; exact if ``sha256`` is known, else approximate, and 0 if unknown.
-        sha256: digest of the file; "" where only the hub knows it.
+        bytes: size; exact if ``sha256`` is known ("": only the hub knows it), else approximate, and 0 if unknown.
         license: SPDX identifier, or the publisher's name for it.
         sources: places to fetch it from, as the catalogue lists them.
-        draft: catalogue names of fitting drafts, best first.
-        heads: catalogue names of heads that were published for it; the first present one is taken.
+        draft, heads: catalogue names of fitting drafts and published heads, best first.
         base: whether it continues text and was not trained to chat.
-        note: a remark for people.
         chat: system prompt and sampling that a conversation starts with.
     """
 

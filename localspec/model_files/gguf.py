@@ -101,22 +101,12 @@ _WINDOW = 1 << 20
 
 
 def string_offsets(buffer: memoryview, start: int, count: int) -> npt.NDArray[np.int64]:
-    """Where each string of a list begins: 8 bytes of length, then the bytes, ``count`` times.
+    """Where each of ``count`` strings (8 bytes of length, then the bytes) begins, and the end of the list [count + 1].
 
     Going from length to length in Python takes 0.1 s for a large vocabulary. Nearly all strings are shorter than 256
     bytes, so their length is the only place with seven zero bytes in a row: those places are found with NumPy and kept
-    only as far as each leads exactly to the next; where that breaks, single steps are taken.
-
-    Args:
-        buffer: the whole file.
-        start: where the first length begins [bytes].
-        count: number of strings.
-
-    Returns:
-        Offsets in the buffer [count + 1]; the last is the end of the list.
-
-    Raises:
-        struct.error, ValueError: a string reaches beyond the buffer.
+    only as far as each leads exactly to the next; where that breaks, single steps are taken. Raises ``struct.error`` or
+    ``ValueError`` where a string reaches beyond the buffer.
     """
     size, unpack = len(buffer), struct.Struct("<Q").unpack_from
     parts: list[npt.NDArray[np.int64]] = []
@@ -175,7 +165,6 @@ class TensorInfo:
     """One tensor of the file.
 
     Attributes:
-        name: e.g. ``blk.0.attn_q.weight``.
         shape: sizes with the fastest-varying dimension first, as ggml counts them: ``shape[0]`` is the row length.
         ggml_type: number of the tensor type; ``type_name`` is its name.
         offset: from the start of its file [bytes].
@@ -233,17 +222,10 @@ class StringArray(Sequence[str]):
 
 
 class GGUFFile:
-    """The header of a GGUF file (versions 2 and 3, little-endian); of all parts, if it is the first of several.
-
-    Opening costs milliseconds, with a vocabulary of 262,144 tokens too.
-
-    Args:
-        path: the file.
-        alone: open no other part.
+    """The header of a GGUF file (versions 2 and 3, little-endian); of all parts, if it is the first of several and not
+    ``alone``.
 
     Attributes:
-        path: the file.
-        version: GGUF version.
         metadata: key -> value. Arrays of numbers are NumPy views, arrays of strings ``StringArray``, read when used.
         kinds: key -> number of its value's type, as the format counts them.
         tensors: name -> ``TensorInfo``; every one lies inside its file.
@@ -558,12 +540,9 @@ def new_tensor(name: str, shape: tuple[int, ...], type_name: str) -> TensorInfo:
 class GGUFOutput:
     """A GGUF file being written: the header at once, then the data of its tensors in order.
 
-    Args:
-        file: a file of ``write_atomically``.
-        metadata: key -> text, number, or array of int32 or float32.
-        tensors: in their order; their offsets are computed here.
-        encoded: keys with values as bytes of another file.
-        alignment: of the tensors [bytes].
+    ``metadata`` has text, numbers, or arrays of int32 or float32; ``encoded`` are keys with values as bytes of another
+    file; offsets of ``tensors`` are computed here, with ``alignment`` [bytes]. ``file`` comes from
+    ``write_atomically``.
     """
 
     def __init__(

@@ -49,18 +49,10 @@ def fill_prompt(
     name: str | None = None,
     suffix_tokens: int = SUFFIX_TOKENS,
 ) -> FillPrompt:
-    """The prompt for the text between a prefix and a suffix.
+    """The prompt for the text between a prefix and a suffix, of at most ``room`` tokens.
 
-    Where there is not room for all, other files go first, then the text farthest from the cursor.
-
-    Args:
-        encoder: the model's.
-        prefix: the text before the cursor.
-        suffix: the text after it.
-        files: see ``ContextFiles``.
-        room: most tokens that the prompt may have.
-        name: of the file with the cursor.
-        suffix_tokens: most tokens of the suffix.
+    Where there is not room for all, other ``files`` (see ``ContextFiles``) go first, then the text farthest from the
+    cursor. ``name`` is that of the file with the cursor; of the suffix at most ``suffix_tokens`` are read.
 
     Raises:
         UsageError: the model has no tokens for that, there is nothing to fill in from, or hardly any room.

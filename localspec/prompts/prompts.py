@@ -23,18 +23,10 @@ def is_messages(prompt: Prompt) -> bool:
 
 
 class PromptEncoder:
-    """The target's tokeniser and chat template.
+    """The target's tokeniser and chat template; ``thinking`` is None where the model is not known to think.
 
     Engines tokenise from tables that never change, so no call waits for the thread that decodes: a server can count the
     tokens of one request while another runs.
-
-    Args:
-        model: the target.
-        template: its chat template.
-
-    Attributes:
-        vocab: the target's vocabulary.
-        thinking: how the model marks what it thinks before it answers; None where it is not known to think.
     """
 
     def __init__(self, model: Model, template: ChatTemplate) -> None:
@@ -86,14 +78,12 @@ class PromptEncoder:
 
         Args:
             prompt: the prompt.
-            tools: JSON schemas of functions.
-            add_generation_prompt, continue_final_message: see ``ChatTemplate.render_segments``.
+            tools, add_generation_prompt, continue_final_message: see ``ChatTemplate.render_segments``.
             variables: further variables of the template.
             think: of ``thinking.THINK``; with ``off`` a block that the template opens is closed again.
-            room: a text that must have more tokens is refused by its length alone; None takes any.
+            room: a text that must have more tokens is refused by its length alone (``PromptTooLong``); None takes any.
 
         Raises:
-            PromptTooLong: see ``room``.
             UsageError: the messages are not messages, or the ids are not the model's.
             TemplateError: the chat template failed on them.
             Closed: the model was closed.

@@ -32,14 +32,11 @@ _MANY = 192
 
 
 def best_and_certainty(row: Row, temperature: float = 1.0) -> tuple[int, float]:
-    """The most probable token (the lowest id among equals), and roughly its probability, in (0, 1].
+    """The most probable token (the lowest id among equals), and roughly its probability at a temperature, in (0, 1].
 
     That is a measure of certainty, not a law to draw from: of every block of eight logits only the largest counts, so
-    it is too large, by under 1 % on average and by up to 15 % where it is small.
-
-    Args:
-        row: logits [n]. Where one is NaN or infinite, the token is one of these, and the certainty means nothing.
-        temperature: divides them.
+    it is too large, by under 1 % on average and by up to 15 % where it is small. Where logits are NaN or infinite, the
+    token is one of these.
     """
     n = len(row) // _FEW_BEST
     if n < _BLOCK:
@@ -207,16 +204,8 @@ class Distribution:
     """A probability distribution over tokens; those that it does not name have 0.
 
     Over a large vocabulary (``of_row``) its weights are in single precision, whose rounding is that of the logits they
-    come from, about one part in a million.
-
-    Args:
-        ids: strictly increasing [n].
-        probs: float64 [n], not negative, summing to 1.
-
-    Attributes:
-        ids: as given.
-        weights: proportional to the probabilities [n].
-        total: their sum.
+    come from, about one part in a million. ``ids`` are strictly increasing [n]; the probabilities are ``weights`` [n]
+    over their sum, ``total``.
     """
 
     __slots__ = ("_reached", "ids", "total", "weights")

@@ -46,14 +46,11 @@ def decoded(data: bytes) -> str:
 
 @contextmanager
 def write_atomically(path: Path, *, private: bool = False, durable: bool = True) -> Iterator[BinaryIO]:
-    """Open a file that takes its name, or the place of an older one, when the block ends.
+    """Open a file that takes its name, or the place of an older one, when the block ends; its folder must exist.
 
-    If the block raises, Ctrl-C included, the older file stays as it was. A link keeps its target.
-
-    Args:
-        path: its name; the folder must exist.
-        private: readable by this user alone.
-        durable: survives a power failure that comes right after. Takes milliseconds, on some disks many.
+    If the block raises, Ctrl-C included, the older file stays as it was. A link keeps its target. ``private``: readable
+    by this user alone. ``durable``: survives a power failure that comes right after; takes milliseconds, on some disks
+    many.
 
     Raises:
         OSError: the disk or its permissions refuse.

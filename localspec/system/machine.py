@@ -135,13 +135,7 @@ _UNLIMITED = 1 << 60  # Version 1 of control groups writes a number of this size
 
 @dataclass(frozen=True, slots=True)
 class SystemMemory:
-    """RAM [bytes].
-
-    Attributes:
-        total: of the machine.
-        available: what a process could take now without swapping.
-        limit: a container's limit, where there is one.
-    """
+    """RAM [bytes]: of the machine, what a process could take now without swapping, and a container's limit."""
 
     total: int
     available: int
@@ -222,14 +216,8 @@ BUSY = 0.15  # Share of the CPUs' time, used by other programs, from which on ti
 
 @dataclass(frozen=True, slots=True)
 class CPUTimes:
-    """CPU time used up to a moment [seconds].
-
-    Attributes:
-        at: a clock that only goes forward.
-        busy: of the CPUs that this process may use, by all programs and other guests.
-        own: of this process and all its threads.
-        n_cpus: CPUs that this process may use.
-    """
+    """CPU time used up to a moment [seconds]: by all programs and other guests on the ``n_cpus`` that this process may
+    use, and by this process and all its threads. ``at`` is of a clock that only goes forward."""
 
     at: float
     busy: float
@@ -289,11 +277,8 @@ def measure_bandwidth(n_threads: int, *, available: int, seconds: float = 0.6) -
     """Bytes per second of the fastest pass over an array that no cache holds; None where memory is too short for one.
 
     NumPy's maximum of bytes compares 16 or 32 an instruction and releases the GIL, so that it waits for memory alone.
-
-    Args:
-        n_threads: threads that read at the same time.
-        available: free memory [bytes], an eighth of it is used at most.
-        seconds: how long to read; the array is filled before.
+    The array takes an eighth of the ``available`` memory [bytes] at most, and is filled before the ``seconds`` of
+    reading.
     """
     size = min(MOST, available // 8)
     if size < min(MOST, max(_LEAST, _CHUNK * n_threads)):

@@ -49,7 +49,7 @@ class Source(ABC):
 
     @abstractmethod
     def fetch(self, entry: Entry, where: Mapping[str, Any], folder: Path, watch: Watch, *, patient: bool) -> list[Path]:
-        """Bring an entry's files into a folder, each checked against its digest.
+        """Bring an entry's files into a folder, each checked against its digest; one file per item of ``entry.files``.
 
         Args:
             entry: what is wanted.
@@ -57,9 +57,6 @@ class Source(ABC):
             folder: for unfinished parts too; the parts of an interrupted fetch are used again.
             watch: called with progress.
             patient: whether to wait long for an answer; False while another source could be tried instead.
-
-        Returns:
-            One file per item of ``entry.files``.
 
         Raises:
             DownloadError: one line on why this source cannot deliver.
