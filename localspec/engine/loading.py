@@ -137,7 +137,7 @@ def remember(models: Sequence[Model], timers: Sequence[Timer], kv_type: str) -> 
     """Keep what nominal answers take on the engines of a file's models."""
     today, pairs = date.today(), list(zip(models, timers, strict=True))
     found = EngineTimes(
-        f"{today.day} {today:%b}",
+        f"{today.day} {today:%b %Y}",
         {model.backend: round(nominal_ms(timed.times()), 1) for model, timed in pairs},
         {model.backend: [round(nominal_ms(each), 1) for each in timed.quiet_rounds()] for model, timed in pairs},
         max(timed.times().others_share for timed in timers),

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from localspec.backends.base import Context, FloatArray, Model, Wanted
-from localspec.controllers.auto import NAMES
 from localspec.controllers.calibration import WHOLE, PassKind
 from localspec.engine.draft_sources import DraftSource, DraftWeights, FoundDraft
 from localspec.errors import LocalspecError, UsageError, shown
@@ -21,9 +20,10 @@ from localspec.heads.kinds import names_published_head
 from localspec.heads.kinds.exit import exit_head
 from localspec.heads.published import EngineHead, load_published, published_for
 from localspec.heads.trained import Head, heads_for, load_head, target_facts
+from localspec.spec_decode.drafters.names import SHOWN
 from localspec.system.files import is_same_file
 
-NAMES.update({HEAD: "Head", EARLY_EXIT: "Early exit", MTP: "The model's own MTP layer"})
+SHOWN.update({HEAD: "head", EARLY_EXIT: "early exit", MTP: "the model's own MTP layer"})
 
 EXIT_SHARE = 0.25
 """Share of the target's layers for ``early-exit`` without a number; set by hand, for models trained to be left

@@ -10,8 +10,7 @@ from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.kv_memory import kv_shape
 from localspec.model_files.vocab import Vocab
 
-CONTEXTS = (2048, 8192, 32768, 131072)
-"""Context sizes [tokens] for which the memory is listed."""
+CONTEXTS = (2048, 8192, 32768, 131072)  # Context sizes [tokens] for which the memory is listed
 
 _TEMPLATES = (
     ("<|im_start|>", "ChatML"),

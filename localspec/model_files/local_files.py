@@ -12,7 +12,6 @@ from localspec.system.files import home, models_dir
 
 
 def known_entries() -> list[Entry]:
-    """The catalogue, and what was pulled from the hub besides."""
     return [*Catalog.load().values(), *_pulled_by_address()]
 
 

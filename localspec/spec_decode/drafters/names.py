@@ -21,6 +21,25 @@ CHATS = "chats"
 ``corpus:chats``."""
 
 
+SHOWN = {
+    NGRAM: "copying from the text",
+    CORPUS: "copying from your files",
+    RECYCLED: "guesses of earlier passes",
+    "model": "draft model",
+    "grammar": "grammar",
+}
+"""What people read for a kind of drafter; plugins add theirs."""
+
+
+def shown(drafter: str) -> str:
+    """A drafter's source, or its name for ``--draft``, as people read it; a model's own name stays."""
+    if is_corpus(drafter) and drafter != CORPUS:
+        return f"copying from {drafter.partition(':')[2]}"
+    kind = kind_of(drafter)
+    number = drafter.removeprefix(kind)
+    return f"{SHOWN[kind]} {number}".rstrip() if kind in SHOWN else drafter
+
+
 def is_corpus(name: str) -> bool:
     """Whether a name for ``--draft`` is that of a corpus."""
     return name.partition(":")[0] == CORPUS

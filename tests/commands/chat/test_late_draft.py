@@ -118,8 +118,8 @@ def test_the_chat_answers_while_the_draft_is_fetched(
     chat = Chat(llm, ChatScreen(plain=True), params=GREEDY)
     late = chat.late = LateDraft(llm, [DRAFT])
     assert fetching.half.wait(SOON)
-    header(llm, chat.screen, follows=True)
-    assert "looking whether a draft model would help." in capsys.readouterr().out
+    header(llm, chat.screen, late.status)
+    assert "; fetching the draft model some-draft 50%." in capsys.readouterr().out
     assert late.status == "fetching the draft model some-draft 50%"
     assert late.status in chat.toolbar
     assert chat.ask("x")

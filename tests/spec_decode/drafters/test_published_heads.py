@@ -33,7 +33,7 @@ from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.drafters.base import Drafter
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.ngram import NgramDrafter
-from localspec.spec_decode.proposer import SamplingProposer
+from localspec.spec_decode.proposer import Proposer
 from localspec.spec_decode.rounds import Round
 from localspec.system.files import models_dir
 from tests.conftest import TinyFiles, open_backend
@@ -192,7 +192,7 @@ def drafts_as_a_fresh_one(world: World, used: ChainedHead | BlockHead, fresh: An
 
 def proposed(drafter: Drafter, tokens: list[int], n: int = 3) -> list[tuple[int, float]]:
     """What it drafts next, with its confidence."""
-    proposer, plan, found = SamplingProposer(SamplingParams(), Noise(None)), FixedPlan(n), list[tuple[int, float]]()
+    proposer, plan, found = Proposer(SamplingParams(), Noise(None)), FixedPlan(n), list[tuple[int, float]]()
     text = list(tokens)
     for _ in range(n):
         for token in drafter.draft(text, plan, proposer):
