@@ -96,6 +96,10 @@ class InfillRequest:
     body: InfillBody
 
 
+MAX_HELD = 4096
+"""Characters of white space that are held back at most."""
+
+
 class LineRules:
     """Ends an answer where a line stands further left than it may, or where several lines took long enough.
 
@@ -126,6 +130,8 @@ class LineRules:
             if len(line[1]) < self._n_indent:
                 self.over, end = True, line.start()
                 break
+        if len(self._held) - end > MAX_HELD:  # so that white space without end takes no time without bound
+            end = len(self._held)
         self._has_lines = self._has_lines or "\n" in self._held[:end]
         if self._seconds is not None and self._has_lines:
             self.over = self.over or time.monotonic() - self._started >= self._seconds

@@ -16,7 +16,7 @@ import pytest
 from localspec import LLM, SamplingParams
 from localspec.server.bodies import read
 from localspec.server.fields import ApiError
-from localspec.server.infill import InfillBody, LineRules
+from localspec.server.infill import MAX_HELD, InfillBody, LineRules
 from localspec.server.requests import ServedModel
 from localspec.server.service import MAX_CHARACTERS, MAX_WINDOWS, Slots, Windows, join
 from tests.conftest import TinyFiles
@@ -172,6 +172,12 @@ def test_what_is_held_back_comes_in_the_end() -> None:
     rules = LineRules(2, None)
     assert [rules.push(text) for text in ("a", "\n b")] == ["a", ""]
     assert rules.over
+
+
+def test_white_space_without_end_is_not_held_back_without_end() -> None:
+    rules = LineRules(2, None)
+    released = sum(len(rules.push("\n")) for _ in range(3 * MAX_HELD))
+    assert 3 * MAX_HELD - released <= MAX_HELD
 
 
 def test_what_slides_out_of_the_editor_s_window_stays(server: Server) -> None:
