@@ -22,7 +22,6 @@ import numpy.typing as npt
 
 from localspec.errors import Cancelled, Closed, ContextFull, EngineError, UsageError
 from localspec.model_files.gguf import GGUFFile
-from localspec.model_files.head_card import is_engine_file
 from localspec.model_files.vocab import Vocab
 
 FloatArray = npt.NDArray[np.float32]
@@ -228,7 +227,7 @@ class Model(_Closable):
             value = gguf.field(name, 0)
             return value if isinstance(value, int) else 0
 
-        if is_engine_file(gguf):
+        if gguf.has_rows_only:
             self.vocab = Vocab.none()
         else:
             gguf.check_generates_text()

@@ -17,37 +17,34 @@ EngineUnavailable, UsageError (a type of cache or a place for layers that the en
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
-from localspec.errors import EngineUnavailable, UsageError, shown
+from localspec.errors import EngineUnavailable, PluginError, UsageError, shown
+from localspec.system.plugins import BACKENDS, load, offered
 
-BACKENDS = {
-    "ik-llama": "localspec.backends.llama.ik_llama",
-    "llama-cpp": "localspec.backends.llama.llama_cpp",
-    "mlx": "localspec.backends.mlx",
-    "reference": "localspec.backends.reference",
-}
-"""Backend name -> module with ``load`` and, where the engine may be missing, ``binding``."""
+
+def backend_names() -> list[str]:
+    """The engines that ``--backend`` takes: plugins of the group ``localspec.backends``."""
+    return list(offered(BACKENDS))
 
 
 def unavailable_reason(backend: str) -> str | None:
     """Why an engine cannot be used here, in one line; None when it can."""
     try:
-        module = import_module(BACKENDS[backend])
+        module = engine_module(backend)
         if hasattr(module, "binding"):
             module.binding()
-    except EngineUnavailable as error:
+    except (EngineUnavailable, PluginError) as error:
         return str(error)
     return None
 
 
 def check_name(backend: str) -> None:
     """Raise UsageError for a backend that does not exist."""
-    if not isinstance(backend, str) or backend not in ("auto", *BACKENDS):
-        raise UsageError(f"unknown backend {shown(backend)}: use auto, {', '.join(BACKENDS)}")
+    if not isinstance(backend, str) or backend not in ("auto", *backend_names()):
+        raise UsageError(f"unknown backend {shown(backend)}: use auto, {', '.join(backend_names())}")
 
 
 def engine_module(backend: str) -> Any:
-    """The module of an engine: ``load`` and, where the engine may be missing, ``binding``."""
-    return import_module(BACKENDS[backend])
+    """The module of an engine; PluginError where it cannot be imported."""
+    return load(BACKENDS, backend)

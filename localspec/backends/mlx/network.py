@@ -27,8 +27,7 @@ from localspec.backends.mlx.placement import ROPE_TENSORS, fill
 from localspec.backends.mlx.weights import Format
 from localspec.errors import UnsupportedModel, UsageError
 from localspec.model_files.gguf import GGUFFile
-from localspec.model_files.head_card import is_engine_file
-from localspec.model_files.head_kinds.mtp import n_layers
+from localspec.model_files.nextn import n_layers
 
 # -- rotary position embeddings as llama.cpp computes them -------------------------------------------------------------
 
@@ -259,7 +258,7 @@ def default_dtype(file: GGUFFile) -> str:
     in a file are float16, and bfloat16 would round them. Gemma's states and the rows that heads read can outgrow
     float16, and a recurrent state gathers its rounding: float32.
     """
-    wide = file.architecture.startswith(("gemma", "mamba")) or is_engine_file(file)
+    wide = file.architecture.startswith(("gemma", "mamba")) or file.has_rows_only
     if wide or mx.default_device() == mx.Device(mx.cpu):
         return "float32"
     return "bfloat16" if "BF16" in file.bytes_by_type else "float16"
