@@ -44,7 +44,7 @@ from localspec.spec_decode.drafters.corpus import CorpusDrafter
 from localspec.spec_decode.drafters.corpus_index import DEPTH, CorpusIndex, PathSource, read_text
 from localspec.spec_decode.drafters.group import DrafterGroup
 from localspec.spec_decode.drafters.ngram import NgramDrafter
-from localspec.spec_decode.proposer import SamplingProposer
+from localspec.spec_decode.proposer import Proposer
 from localspec.spec_decode.rounds import EmittedToken, Round, Verdict
 from localspec.system.steps import exhaust
 
@@ -62,7 +62,7 @@ def replay(drafters: Sequence[Drafter], prompt: list[int], answer: list[int], cu
     times, sources = PassTimes(dict(real)), {drafter.source: SourceAcceptance(COPIED) for drafter in drafters}
     controller = AutoController(times, {}, sources, {}, WIDEST, TimeBudget())
     controller.begin(SamplingParams(), len(prompt))
-    group, proposer = DrafterGroup(drafters), SamplingProposer(SamplingParams(), Noise(0))
+    group, proposer = DrafterGroup(drafters), Proposer(SamplingParams(), Noise(0))
     group.begin(prompt)
     text, at, ms, counts = list(prompt), 0, 0.0, Counter[str]()
     while at < len(answer):

@@ -27,13 +27,13 @@ import numpy as np
 
 from localspec import LLM, SamplingParams
 from localspec.backends.base import Context, FloatArray, Forward
+from localspec.heads.drafters import HeadDrafter
 from localspec.prompts.questions import in_turns, of_categories, own_questions, read_questions
 from localspec.sampling.sampling import Distribution, Noise, distribution, top_probability
 from localspec.spec_decode.drafters.base import FreePlan
 from localspec.spec_decode.drafters.draft_model import N_HEAD, N_TAIL
-from localspec.spec_decode.drafters.head import HeadDrafter
 from localspec.spec_decode.drafters.ngram import NgramDrafter
-from localspec.spec_decode.proposer import SamplingProposer
+from localspec.spec_decode.proposer import Proposer
 from localspec.system.files import write_atomically
 
 PIECE = 128
@@ -108,7 +108,7 @@ def overlap(p: Distribution, q: Distribution) -> float:
 def ngram_trace(
     llm: LLM, target: Forward, prompt: list[int], answer: list[int], params: SamplingParams
 ) -> dict[str, list[float]]:
-    drafter, proposer = NgramDrafter(), SamplingProposer(params, Noise(0))
+    drafter, proposer = NgramDrafter(), Proposer(params, Noise(0))
     drafter.begin(prompt)
     trace: dict[str, list[float]] = {"confidence": [], "right": []}
     tokens = list(prompt)
@@ -131,7 +131,7 @@ def head_trace(
     """What a chained head would have guessed: [steps, n], by draft tokens before it and place; -1 where it has none."""
     drafter = next(draft.drafter for draft in llm._pair.state.models if draft.source == "head")
     assert isinstance(drafter, HeadDrafter)
-    proposer = SamplingProposer(replace(params, seed=None), Noise(0))
+    proposer = Proposer(replace(params, seed=None), Noise(0))
     names, steps = ("confidence", "right", "sampled"), range(drafter.head.card.steps)
     found = {name: [[-1.0] * len(answer) for _ in steps] for name in names}
     tokens = prompt + answer

@@ -29,16 +29,16 @@ import numpy as np
 
 from benchmarks.record_traces import Spy
 from localspec.backends.base import FEW_ROWS, Forward
-from localspec.backends.heads import MAX_STATES
 from localspec.controllers.acceptance import COPIED, GREEDY, MOST_PROBABLE, SAMPLE, Prior, SourceAcceptance, of_a_head
 from localspec.controllers.auto import AutoController
 from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.learned import TimeBudget
+from localspec.heads.trained import MAX_STATES
 from localspec.sampling.sampling import Distribution, Noise, SamplingParams
 from localspec.spec_decode.drafters.base import Drafter, Plan
 from localspec.spec_decode.drafters.draft_model import MAX_ABRIDGED, MAX_COUNTERFACTUAL, N_HEAD, N_TAIL
 from localspec.spec_decode.drafters.recycling import RecyclingDrafter
-from localspec.spec_decode.proposer import SamplingProposer
+from localspec.spec_decode.proposer import Proposer
 from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Verdict
 from tests.support.simulator import row_of
 
@@ -296,7 +296,7 @@ class Replay:
 def recycled_trace(drafter: Drafter, trace: dict[str, Any]) -> dict[str, list[float]]:
     """What the drafter would have guessed at each place, learning from the target's rows as it goes."""
     tokens, found = list(trace["prompt"]), {"confidence": [], "right": []}
-    proposer = SamplingProposer(SamplingParams(), Noise(0))
+    proposer = Proposer(SamplingParams(), Noise(0))
     drafter.begin(tokens)
     row = np.zeros((1, max(trace["answer"]) + 1), dtype=np.float32)
     for token in trace["answer"]:

@@ -13,6 +13,7 @@ from typer import Argument, Option
 
 from localspec._version import __version__
 from localspec.errors import MAX_COUNT, MAX_THREADS, did_you_mean
+from localspec.heads import TRAINED_KINDS
 
 if TYPE_CHECKING:
     from localspec.commands.options import RunOptions, ThinkOptions
@@ -31,9 +32,9 @@ def models(incomplete: str) -> list[tuple[str, str]]:
 
 def _drafts(incomplete: str) -> list[tuple[str, str]]:
     """Words and names for ``--draft`` that begin so."""
-    from localspec.engine.options import WORDS
+    from localspec.engine.options import draft_words
 
-    return [(word, "") for word in WORDS if word.startswith(incomplete)] + models(incomplete)
+    return [(word, "") for word in draft_words() if word.startswith(incomplete)] + models(incomplete)
 
 
 Model = Annotated[
@@ -536,7 +537,7 @@ def distill(
         list[str] | None, Option(metavar="PATH", help="File or folder of text to train on; repeatable.")
     ] = None,
     chats: Annotated[bool, Option("--chats", help="Train on the chats saved in LOCALSPEC_HOME.")] = False,
-    kind: Annotated[str, Option(metavar="chained|parallel|medusa|eagle3", help="Kind of head.")] = "chained",
+    kind: Annotated[str, Option(metavar=TRAINED_KINDS, help="Kind of head.")] = "chained",
     seed: Annotated[
         int | None, Option(help="Random seed.", show_default="0, or the seed of the starting head plus one")
     ] = None,

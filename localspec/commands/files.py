@@ -139,7 +139,7 @@ def wants_draft(entries: Sequence[Entry]) -> bool:
 
 def list_command(as_json: bool = False, everything: bool = False) -> int:
     """Print the models on this disk, with ``everything`` the whole catalogue, each with its heads."""
-    from localspec.model_files.head_list import described_heads
+    from localspec.heads.listing import described_heads
 
     entries, heads = known_entries(), described_heads()
     if as_json:
@@ -220,10 +220,12 @@ def rm_command(names: Sequence[str]) -> int:
         UnknownModel: before anything is removed.
         ModelFileError: a model is not on the disk, or is being fetched right now.
     """
+    from localspec.heads.assembly import engine_files
+
     catalog = Catalog.load()
     entries = [catalog.entry(name) for name in names]
     for entry in entries:
-        freed = remove(entry)
+        freed = remove(entry, engine_files(entry.path))
         if not freed:
             raise ModelFileError(f"{entry.name} is not on this disk, so there is nothing to remove")
         print(f"removed {entry.name} ({size_text(freed)})")
@@ -333,7 +335,7 @@ def inspect_command(model: str, as_json: bool = False) -> int:
         UnknownModel: no such name or file.
         ModelFileError: it is not a readable GGUF.
     """
-    from localspec.model_files.inspection import inspect
+    from localspec.heads.listing import inspect
 
     facts = inspect(Catalog.load().resolve(model))
     if as_json:
@@ -394,7 +396,7 @@ def _published_rows(head: dict[str, Any]) -> list[tuple[str, str]]:
     at_once = f", {block['guesses']} tokens in a pass" if (block := head["block"]) else ""
     rows.append(("guesses", f"{head['n_out']:,} of them{at_once}"))
     borrowed = " and ".join(head["borrows"])
-    engines = "llama-cpp or mlx" if head["kind"] == "eagle3" else "llama-cpp"
+    engines = " or ".join(each for each in head["engines"] if each != "reference")
     own = f"{borrowed} of the target, on {engines}" if borrowed else "nothing of the target's weights"
     return [*rows, ("takes", own), *(_training_rows(head["training"]) if head["training"] else [])]
 
@@ -436,7 +438,7 @@ def _rate_rows(acceptance: dict[str, Sequence[float]]) -> list[tuple[str, str]]:
 
 def _curve_rows(curve: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     """Learning curve: acceptance of the first tokens ahead in all texts, and of the first in each category."""
-    from localspec.model_files.head_card import ALL_TEXTS
+    from localspec.heads.card import ALL_TEXTS
 
     rates = {name: point["acceptance"][name] for point in curve for name in point["acceptance"]}
     columns = [(name, k) for name in rates for k in range(len(rates[name]) if name == ALL_TEXTS else 1)]

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from localspec.backends.llama.ggml import engine_log
 from localspec.backends.placement import Placement, read_shares
-from localspec.engine.drafts import heads_at_hand
 from localspec.engine.loading import Report
 from localspec.engine.options import DraftLength, LoadOptions, checked_length, draft_specs, with_free
 from localspec.errors import DownloadError, ModelFileError, UsageError, check_text
+from localspec.heads.sources import found_heads
 from localspec.model_files.catalog import Catalog, Entry, short_name
 from localspec.model_files.sources.base import size_text
 from localspec.sampling.sampling import CHAT_SETTINGS, SamplingParams
@@ -248,7 +248,7 @@ def _known(name: str) -> Entry | None:
 
 def _has_head(target: Entry) -> bool:
     """Whether a head on this disk drafts for a model on any engine."""
-    return next(heads_at_hand(target.path, None, mtp=False), None) is not None
+    return next(found_heads(target.path, None, mtp=False), None) is not None
 
 
 def _fetch(target: Entry, missing: Sequence[Entry]) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from localspec.backends.base import Context, FloatArray, Model, SequenceBatch, shared_prefix
+from localspec.backends.base import Context, FloatArray, Forward, Model, SequenceBatch, shared_prefix
 from localspec.backends.trust import (
     SecondOpinion,
     checking,
@@ -21,10 +21,10 @@ from localspec.backends.trust import (
     verdicts,
     why_no_branches,
 )
-from localspec.controllers.auto import FLAT_ROW, row_ms
+from localspec.controllers.auto import FLAT_ROW
 from localspec.controllers.batching import LEAST_GAIN, SharedPasses
 from localspec.controllers.calibration import WHOLE, PassKind, calibrating, curve_key, curves
-from localspec.controllers.cost_model import PassTimes
+from localspec.controllers.cost_model import PassTimes, row_ms
 from localspec.controllers.learned import AcceptanceStore
 from localspec.engine.drafts import DraftMaker, keep
 from localspec.engine.loading import Loader, Remarks, Report, compared, engines_comparing, giving_way
@@ -38,12 +38,11 @@ from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.kv_memory import KV_VALUE_BYTES, kv_shape
 from localspec.sampling.constraint import constraint_for
 from localspec.sampling.sampling import SamplingParams
-from localspec.spec_decode.decoder import SpeculativeDecoder
+from localspec.spec_decode.decoder import SpeculativeDecoder, TargetPass
 from localspec.spec_decode.detokenizer import TextAssembler, ThinkingReader
 from localspec.spec_decode.drafters.base import Controller, Drafter
 from localspec.spec_decode.drafters.grammar import GrammarDrafter
-from localspec.spec_decode.passes import Steps as RoundSteps
-from localspec.spec_decode.passes import after, left_to_caller, rounds_alone
+from localspec.spec_decode.overlapping import RoundOverlap, before_pass
 from localspec.spec_decode.rounds import Round
 from localspec.system.machine import BUSY, CPUTimes, others_share, read_memory, trim_heap
 from localspec.system.steps import Steps
@@ -552,7 +551,8 @@ class Pair:
         for draft in state.models:
             draft.times = self.loader.times(draft.model, n_ctx, report, draft.passes)
 
-    def _lost(self, drafter: Drafter, why: str) -> None:
+    def lose_drafter(self, drafter: Drafter, why: str) -> None:
+        """Say that a drafter failed, and why; it is not asked any more."""
         # The draft's file by its path: its name alone can be that of another, and of a lighter copy it says little.
         files = {draft.source: str(draft.path) for draft in self.state.models}
         line = f"the draft {files.get(drafter.source, drafter.source)} is not used any more: it {why}"
@@ -588,84 +588,23 @@ class Pair:
         on_prefilled: Callable[[int], None],
         cancelled: Callable[[], bool],
     ) -> Iterator[Round]:
-        """Prefill and decode with all drafters; see ``steps`` and ``SpeculativeDecoder``."""
+        """Prefill and decode with all drafters; see ``OpenAnswer``."""
         request = AnswerRequest(prompt, params, draft_length, n_logprobs=None, model_name="")
-        yield from rounds_alone(self.steps(Seat(self.state), prompt, request, on_prefilled, cancelled), self.context)
-
-    def steps(
-        self,
-        seat: Seat,
-        prompt: Sequence[int],
-        request: AnswerRequest,
-        on_prefilled: Callable[[int], None],
-        cancelled: Callable[[], bool],
-        thinking: ThinkingReader | None = None,
-    ) -> RoundSteps:
-        """The rounds of an answer, the passes left to the caller.
-
-        Args:
-            seat: where it is made.
-            prompt: the tokens of the request's prompt.
-            request: what was asked.
-            on_prefilled: gets the number of cached prompt tokens.
-            cancelled: whether to stop; also asked inside of long passes, such as a draft model's first reading.
-            thinking: see ``TextAssembler``.
-        """
-        self._check_usable()
-        chosen = seat.drafters_for(request.drafters, request.prediction)
-        params = request.params
-        constraint = constraint_for(params, self.target.vocab)
-        if constraint is not None and chosen:
-            chosen = [GrammarDrafter(constraint, self.target.tokenize), *chosen]
-        controller = seat.controller(
-            request.draft_length, params, chosen, predicted=bool(request.prediction), thinks=thinking is not None
-        )
-        seat.decides, last = controller, (request.draft_length, controller)
-        if self.options.idle:
-            prepare_free(self, chosen)
-        chosen = [drafter for drafter in chosen if controller.may_use(drafter.source)]
-        target = seat.state.context
-        ahead = seat.drafting_ahead
-        decoder = SpeculativeDecoder(target, chosen, controller, self._lost, ahead, overlaps=seat.overlaps)
-        conversation = list(prompt)
-        self.conversation, self._last = conversation, last
-        named = self.target.vocab.named(params.stop) if params.stop else None
-        text = TextAssembler(self.target.vocab, [*params.stop, *request.end_marks], thinking, named)
-        n_rounds, ended = 0, False
-        # A pass that is broken off leaves every context with what its `tokens` says.
-        with self._working_on(target, conversation, chosen, cancelled), suppress(Cancelled):
-            on_prefilled((yield from decoder.reading(prompt, cancelled, seat.n_chunk)))
-            steps = decoder.steps(
-                prompt, params, text, cancelled=cancelled, n_logprobs=request.n_logprobs, constraint=constraint
-            )
-            with closing(steps):
-                step = after(steps)
-                while step is not None:
-                    if not isinstance(step, Round):
-                        step = yield from left_to_caller(steps, step)
-                        continue
-                    conversation += [token.id for token in step.emitted]
-                    step.draft_texts = [self.target.vocab.display(token) for token in step.draft.ids]
-                    n_rounds, ended = step.index + 1, step.finish_reason is not None
-                    yield step
-                    step = after(steps)
-        if not ended:
-            # What was held back is verified too, and nothing follows any more that could make a stop string of it.
-            spans = text.finish()
-            if spans or text.stopped:
-                yield Round.of_rest(n_rounds, spans, "stop" if text.stopped else "cancelled")
-        if request.keep_tokens is not None:
-            conversation = list(prompt[: request.keep_tokens])
-            for context in (target, *(each.context for each in chosen if each.context and each.reads_text)):
-                self.prefix_cache.cut(context, conversation)
-        self.conversation, self._last = conversation, last  # others may have begun since this one did
+        rounds: list[Round] = []
+        answer = OpenAnswer(self, Seat(self.state), prompt, request, rounds.append, on_prefilled, cancelled)
+        with answer, suppress(Cancelled):
+            while (rows := answer.propose()) is not None:
+                answer.commit(answer.decode(rows))
+                yield from rounds
+                rounds.clear()
+        answer.finish()
+        yield from rounds
 
     @contextmanager
-    def _working_on(
-        self, target: Context, conversation: Sequence[int], drafters: Sequence[Drafter], cancelled: Callable[[], bool]
+    def working_on(
+        self, target: Context, drafts: Sequence[Context], conversation: Sequence[int], cancelled: Callable[[], bool]
     ) -> Iterator[None]:
-        """Within the block target and drafters hold one conversation, and long passes can be broken off."""
-        drafts = [drafter.context for drafter in drafters if drafter.context is not None and drafter.reads_text]
+        """Within the block contexts hold one conversation, and long passes can be broken off."""
         contexts = [target, *drafts]
         with self.prefix_cache.conversation(target, drafts, conversation):
             for context in contexts:
@@ -676,9 +615,13 @@ class Pair:
                 for context in contexts:
                     context.interrupted = None
 
+    def remember(self, conversation: list[int], last: tuple[DraftLength, Controller]) -> None:
+        """What the last answer's conversation is, how far it was asked to draft and what decided that."""
+        self.conversation, self._last = conversation, last
+
     def read(self, tokens: Sequence[int], n_chunk: int) -> Iterator[tuple[int, FloatArray]]:
         """Take tokens through the target from the start, yielding (position, logits [n, n_vocab]) chunk by chunk."""
-        self._check_usable()
+        self.check_usable()
         self.prefix_cache.put_aside(self.context)
         self.context.truncate(0)
         for start in range(0, len(tokens), n_chunk):
@@ -693,7 +636,8 @@ class Pair:
         self.refused = reason
         self.warnings.append(reason)
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
+        """Raises ``EngineMismatch`` where nothing is answered any more."""
         if self.refused is not None:
             raise EngineMismatch(self.refused)
         self.target.recover()
@@ -725,6 +669,141 @@ class Pair:
         self.loader.forget_if_wrong(draft.model, draft.times)
         self.prefix_cache.forget(draft.context)
         draft.close()
+
+
+class OpenAnswer:
+    """An answer that is being made: ``propose``, a pass of the target, ``commit``, again and again; then ``finish``.
+
+    Within the block of ``with``, which takes that loop, target and drafters hold its conversation; after it, whatever
+    happened, every context holds what its ``tokens`` says. ``Cancelled`` from any of the three ends the answer early.
+
+    Args:
+        pair: what it is made with.
+        seat: where it is made.
+        prompt: the tokens of the request's prompt.
+        request: what was asked.
+        deliver: takes every round.
+        on_prefilled: gets the number of cached prompt tokens, once the prompt is read.
+        cancelled: whether to stop; also asked inside of long passes, such as a draft model's first reading.
+        thinking: see ``TextAssembler``.
+
+    Raises:
+        LocalspecError: it cannot be begun; the pair is ready for the next one.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        seat: Seat,
+        prompt: Sequence[int],
+        request: AnswerRequest,
+        deliver: Callable[[Round], None],
+        on_prefilled: Callable[[int], None],
+        cancelled: Callable[[], bool],
+        thinking: ThinkingReader | None = None,
+    ) -> None:
+        pair.check_usable()
+        self.seat = seat
+        self._pair, self._prompt, self._request = pair, prompt, request
+        self._deliver, self._on_prefilled, self._cancelled = deliver, on_prefilled, cancelled
+        chosen = seat.drafters_for(request.drafters, request.prediction)
+        params, vocab = request.params, pair.target.vocab
+        self._constraint = constraint_for(params, vocab)
+        if self._constraint is not None and chosen:
+            chosen = [GrammarDrafter(self._constraint, pair.target.tokenize), *chosen]
+        controller = seat.controller(
+            request.draft_length, params, chosen, predicted=bool(request.prediction), thinks=thinking is not None
+        )
+        seat.decides, self._last = controller, (request.draft_length, controller)
+        if pair.options.idle:
+            prepare_free(pair, chosen)
+        chosen = [drafter for drafter in chosen if controller.may_use(drafter.source)]
+        target, ahead = seat.state.context, seat.drafting_ahead
+        overlaps = seat.overlaps and target.overlaps and ahead is None
+        self._decoder = SpeculativeDecoder(target, chosen, controller, pair.lose_drafter, ahead, learns_later=overlaps)
+        self._drafts = [each.context for each in chosen if each.context is not None and each.reads_text]
+        self._overlap = RoundOverlap([target, *self._drafts], self._hand_on) if overlaps else None
+        self._conversation = list(prompt)
+        pair.remember(self._conversation, self._last)
+        named = vocab.named(params.stop) if params.stop else None
+        self._text = TextAssembler(vocab, [*params.stop, *request.end_marks], thinking, named)
+        self._n_rounds, self._is_open = 0, False
+        self._stack = ExitStack()
+        with ExitStack() as stack:
+            stack.enter_context(pair.working_on(target, self._drafts, self._conversation, cancelled))
+            self._n_cached = self._decoder.read(prompt, seat.n_chunk)
+            self._stack = stack.pop_all()
+
+    def propose(self) -> TargetPass | None:
+        """What its next pass of the target is over; None where it has ended, or is cancelled."""
+        decoder = self._decoder
+        if not self._is_open:
+            if decoder.is_reading and not self._cancelled():
+                return decoder.propose()
+            self._is_open = True
+            self._on_prefilled(self._n_cached)
+            decoder.start(self._prompt, self._request.params, self._text, self._request.n_logprobs, self._constraint)
+        if decoder.finish_reason is not None or self._cancelled():
+            return None
+        return decoder.propose()
+
+    def decode(self, rows: TargetPass) -> Forward:
+        """Run its next pass for it alone."""
+        if self._overlap is None:
+            return self._decoder.decode(rows)
+        before_pass(self._decoder.target)
+        try:
+            return self._decoder.decode(rows)
+        finally:
+            self._overlap.settle()
+
+    def commit(self, forward: Forward) -> None:
+        """Take what the pass returned; a round that it makes is delivered, where passes overlap within the next one."""
+        round_ = self._decoder.commit(forward)
+        if round_ is None:
+            return
+        self._conversation += [token.id for token in round_.emitted]
+        self._n_rounds += 1
+        if self._overlap is not None:
+            self._overlap.hold(round_)
+        else:
+            self._show(round_)
+
+    def _hand_on(self, round_: Round) -> None:
+        self._decoder.learn(round_)
+        self._show(round_)
+
+    def _show(self, round_: Round) -> None:
+        round_.draft_texts = [self._pair.target.vocab.display(token) for token in round_.draft.ids]
+        self._deliver(round_)
+
+    def __enter__(self) -> OpenAnswer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the contexts; safe to call twice."""
+        try:
+            if self._overlap is not None:
+                self._overlap.settle()
+        finally:
+            self._decoder.close()
+            self._stack.close()
+
+    def finish(self) -> None:
+        """After ``close``, of an answer that did not fail: deliver what was held back of its text."""
+        if self._decoder.finish_reason is None:
+            # What was held back is verified too, and nothing follows any more that could make a stop string of it.
+            spans = self._text.finish()
+            if spans or self._text.stopped:
+                self._deliver(Round.of_rest(self._n_rounds, spans, "stop" if self._text.stopped else "cancelled"))
+        if self._request.keep_tokens is not None:
+            self._conversation = list(self._prompt[: self._request.keep_tokens])
+            for context in (self._decoder.target, *self._drafts):
+                self._pair.prefix_cache.cut(context, self._conversation)
+        self._pair.remember(self._conversation, self._last)  # others may have begun since this one did
 
 
 # Reading in idle time: the conversation, for draft models, and what the next prompt will begin with, for all.

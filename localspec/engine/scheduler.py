@@ -10,26 +10,24 @@ it was.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import count
 
-from localspec.backends.base import FEW_ROWS, ContextState, Forward, Piece, SequenceBatch, joined_states, shared_prefix
+from localspec.backends.base import ContextState, Forward, Piece, SequenceBatch, joined_states, shared_prefix
 from localspec.controllers.auto import MAX_DRAFT
 from localspec.controllers.batching import SharedPasses, ShareOfPass
-from localspec.controllers.cost_model import PassTimes
-from localspec.engine.pair import Pair
+from localspec.engine.pair import OpenAnswer, Pair
 from localspec.engine.prefix_cache import MIN_TOKENS, PrefixCache
 from localspec.engine.request import AnswerRequest, Reply
-from localspec.engine.state import DecodingState, DraftModel, Seat
+from localspec.engine.state import DecodingState, Seat
 from localspec.engine.worker import FairQueue, Job, Worker
 from localspec.errors import Cancelled, EngineError, LocalspecError, PromptTooLong, UsageError
 from localspec.prompts.prompts import PromptEncoder
 from localspec.sampling.sampling import ScoredToken, token_logprobs
-from localspec.spec_decode.decoder import PREFILL_CHUNK
+from localspec.spec_decode.decoder import PREFILL_CHUNK, TargetPass
 from localspec.spec_decode.detokenizer import ThinkingReader
-from localspec.spec_decode.passes import AnyPass, DraftPass, Reading, TargetPass, given, read_alone
 from localspec.spec_decode.rounds import EmittedToken, FinishReason, Round, SpecStats
 
 # What the engine's thread does for a request: answer it, or score a given text.
@@ -54,90 +52,89 @@ def never_ran(request: AnswerRequest, job: Job, pair: Pair) -> Reply:
 
 
 def answer(request: AnswerRequest, pair: Pair, encoder: PromptEncoder, job: Job) -> Reply:
-    """Answer a request, giving every Round to the job as it happens.
+    """Answer a request alone, giving every Round to the job as it happens.
 
     Raises:
         UsageError, TemplateError, EngineError: the request failed; the pair is ready for the next one.
     """
     asked = request.read(encoder, pair.context.n_ctx)
-    seat = Seat(pair.state, overlaps=True)
-    return read_alone(answering(request, pair, job, asked, seat), pair.context)
+    transcript = Transcript(request, pair, job, Seat(pair.state, overlaps=True), asked)
+    with transcript.answer as making, suppress(Cancelled):
+        while (rows := making.propose()) is not None:
+            making.commit(making.decode(rows))
+    return transcript.reply()
 
 
-def answering(
-    request: AnswerRequest,
-    pair: Pair,
-    job: Job,
-    asked: tuple[list[int], ThinkingReader | None],
-    seat: Seat,
-) -> Reading[Reply]:
-    """``answer``, the passes left to the caller.
+class Transcript:
+    """What a job's answer has said so far, until it is its Reply.
 
     Args:
-        request, pair, job: see there.
+        request, pair, job: see ``answer``.
+        seat: where it is made.
         asked: what ``AnswerRequest.read`` returned.
-        seat: where the answer is made.
+
+    Attributes:
+        answer: the answer, which tells its rounds to the transcript.
     """
-    started = job.started
-    stats = SpecStats()
-    tokens, thinking = asked
-    stats.prompt_tokens = len(tokens)
-    text: list[str] = []
-    thoughts: list[str] = []
-    emitted: list[EmittedToken] = []
-    widths: list[int] = []
-    finish: FinishReason = "cancelled"
 
-    def prefilled(cached: int) -> None:
-        stats.cached_tokens = cached
-        stats.seconds_prompt = time.perf_counter() - started
+    def __init__(
+        self, request: AnswerRequest, pair: Pair, job: Job, seat: Seat, asked: tuple[list[int], ThinkingReader | None]
+    ) -> None:
+        tokens, thinking = asked
+        self._request, self._pair, self._job, self._seat = request, pair, job, seat
+        self._stats = SpecStats()
+        self._stats.prompt_tokens = len(tokens)
+        self._text: list[str] = []
+        self._thoughts: list[str] = []
+        self._emitted: list[EmittedToken] = []
+        self._widths: list[int] = []
+        self._finish: FinishReason = "cancelled"
+        self.answer = OpenAnswer(pair, seat, tokens, request, self._take, self._prefilled, job.stopped, thinking)
 
-    def take(round_: Round) -> None:
-        nonlocal finish
-        if stats.time_to_first_token_s is None:
-            stats.time_to_first_token_s = time.perf_counter() - started
-        stats.add(round_)
-        text.append(round_.text)
-        thoughts.append(round_.thinking)
-        emitted.extend(round_.emitted)
+    def _prefilled(self, cached: int) -> None:
+        self._stats.cached_tokens = cached
+        self._stats.seconds_prompt = time.perf_counter() - self._job.started
+
+    def _take(self, round_: Round) -> None:
+        if self._stats.time_to_first_token_s is None:
+            self._stats.time_to_first_token_s = time.perf_counter() - self._job.started
+        self._stats.add(round_)
+        self._text.append(round_.text)
+        self._thoughts.append(round_.thinking)
+        self._emitted.extend(round_.emitted)
         if round_.emitted:
-            widths.append(round_.width)
-        finish = round_.finish_reason or finish
-        job.give(round_)
+            self._widths.append(round_.width)
+        self._finish = round_.finish_reason or self._finish
+        self._job.give(round_)
 
-    steps = pair.steps(
-        seat,
-        tokens,
-        request,
-        prefilled,
-        job.stopped,
-        thinking,
-    )
-    yield from given(steps, take)
-    if seat.times is not None and seat.times.has_company:
-        stats.seconds_one_token = None  # its passes were those of others too
-    elif widths and not pair.times.noisy:
-        # As this answer's own passes went: the machine may have been slower, or faster, than in the long view.
-        expected = sum(pair.times(width) for width in widths)
-        stats.seconds_plain_token = pair.times(1) / expected * stats.seconds_verify
-    assert seat.decides is not None  # the pair's last answer may be another one that shares its passes
-    explanation = seat.decides.explain()
-    if seat.times is not None and seat.times.mean_answers > 1.0:
-        explanation += f"\nShared with other answers: on average {seat.times.mean_answers:.1f} at once."
-    return Reply(
-        "".join(text),
-        [token.id for token in emitted],
-        finish,
-        stats,
-        request.model_name,
-        pair.draft_names,
-        pair.target.backend,
-        cancelled_by=job.cancelled_by if finish == "cancelled" else None,
-        tokens=emitted,
-        explanation=explanation,
-        seconds_waited=job.seconds_waited,
-        thinking="".join(thoughts),
-    )
+    def reply(self) -> Reply:
+        """The whole, once the answer was closed; what was held back of it is delivered first."""
+        self.answer.finish()
+        stats, pair, seat = self._stats, self._pair, self._seat
+        if seat.times is not None and seat.times.has_company:
+            stats.seconds_one_token = None  # its passes were those of others too
+        elif self._widths and not pair.times.noisy:
+            # As this answer's own passes went: the machine may have been slower, or faster, than in the long view.
+            expected = sum(pair.times(width) for width in self._widths)
+            stats.seconds_plain_token = pair.times(1) / expected * stats.seconds_verify
+        assert seat.decides is not None  # the pair's last answer may be another one that shares its passes
+        explanation = seat.decides.explain()
+        if seat.times is not None and seat.times.mean_answers > 1.0:
+            explanation += f"\nShared with other answers: on average {seat.times.mean_answers:.1f} at once."
+        return Reply(
+            "".join(self._text),
+            [token.id for token in self._emitted],
+            self._finish,
+            stats,
+            self._request.model_name,
+            pair.draft_names,
+            pair.target.backend,
+            cancelled_by=self._job.cancelled_by if self._finish == "cancelled" else None,
+            tokens=self._emitted,
+            explanation=explanation,
+            seconds_waited=self._job.seconds_waited,
+            thinking="".join(self._thoughts),
+        )
 
 
 def score(tokens: Sequence[int], n_top: int, pair: Pair, encoder: PromptEncoder, job: Job) -> list[ScoredToken]:
@@ -274,14 +271,14 @@ class Seating:
 
 
 @dataclass(eq=False, slots=True)
-class OpenAnswer:
-    """An answer under way.
+class SeatedAnswer:
+    """An answer that has a sequence.
 
     Attributes:
-        reading: its steps.
+        transcript: the answer, and what it has said.
         sequence: where in the memory it is made.
-        needs: room that it is reckoned with [tokens].
-        wanted: the pass that it waits for.
+        needs: tokens reserved for it.
+        rows: what its next pass is over; None between ``commit`` and ``propose``.
         n_fed: of the pass's tokens, how many it has had already.
         forwards: what they returned.
         served: number of the pass that it last had rows in.
@@ -289,35 +286,39 @@ class OpenAnswer:
     """
 
     job: Job
-    reading: Reading[Reply]
+    transcript: Transcript
     sequence: int
     needs: int
-    wanted: AnyPass
+    rows: TargetPass | None = None
     n_fed: int = 0
     forwards: list[Forward] = field(default_factory=list)
     served: int = 0
     aside: ContextState | list[int] | None = None
 
     @property
-    def decodes(self) -> bool:
-        """Whether its next pass makes tokens of the answer; else it reads its prompt."""
-        return self.target_pass.logits == "all"
+    def making(self) -> OpenAnswer:
+        return self.transcript.answer
 
     @property
-    def target_pass(self) -> TargetPass:
-        """The pass of the target that it waits for, its draft being made."""
-        assert isinstance(self.wanted, TargetPass)
-        return self.wanted
+    def decodes(self) -> bool:
+        """Whether its next pass makes tokens of the answer; else it reads its prompt."""
+        return self.next_pass.logits == "all"
+
+    @property
+    def next_pass(self) -> TargetPass:
+        """What was proposed, and not committed yet."""
+        assert self.rows is not None
+        return self.rows
 
     @property
     def reaches(self) -> list[float]:
         """For each draft token that may be left out, how likely it and those before it are accepted."""
-        wanted = self.target_pass
+        rows = self.next_pass
         reaches: list[float] = []
         reach = 1.0
-        for i, token in enumerate(wanted.draft or ()):
+        for i, token in enumerate(rows.draft or ()):
             reach *= token.expected
-            if 1 + i >= wanted.n_needed:
+            if 1 + i >= rows.n_needed:
                 reaches.append(reach)
         return reaches
 
@@ -335,7 +336,7 @@ class Prepared:
         return request
 
 
-def rank(answer: OpenAnswer | Prepared) -> tuple[int, float]:
+def rank(answer: SeatedAnswer | Prepared) -> tuple[int, float]:
     """Those first that are to go on, or begin, first."""
     return -answer.job.priority, answer.job.started
 
@@ -368,10 +369,10 @@ class Admission:
         n_prompt, most = len(prepared.asked[0]), prepared.request.params.max_tokens or RECKONED
         return min(self._batch.n_ctx, n_prompt + min(most, RECKONED) + SLACK)
 
-    def make_way(self, one: OpenAnswer | Prepared, there: Sequence[OpenAnswer]) -> list[OpenAnswer] | None:
+    def make_way(self, one: SeatedAnswer | Prepared, there: Sequence[SeatedAnswer]) -> list[SeatedAnswer] | None:
         """Which answers have to be put aside so that another can begin, or go on: the lowest, and as few as it takes.
 
-        An answer makes way only for a higher priority, and not before its draft is made.
+        An answer makes way only for a higher priority.
 
         Args:
             one: the other one.
@@ -382,7 +383,7 @@ class Admission:
         """
         if isinstance(one, Prepared) and not self._seating.has_free:
             return None
-        lower = [a for a in there if a.job.priority < one.job.priority and isinstance(a.wanted, TargetPass)]
+        lower = [a for a in there if a.job.priority < one.job.priority]
         lower.sort(key=rank)
         staying = list(there)
         while len(staying) >= self._at_once or not self._fits(one, staying):
@@ -391,11 +392,11 @@ class Admission:
             staying.remove(lower.pop())
         return [answer for answer in there if answer not in staying]
 
-    def _fits(self, one: OpenAnswer | Prepared, there: Sequence[OpenAnswer]) -> bool:
+    def _fits(self, one: SeatedAnswer | Prepared, there: Sequence[SeatedAnswer]) -> bool:
         """Whether another one has room beside answers; alone it has."""
         if not there:
             return True
-        n = self._needs_again(one) if isinstance(one, OpenAnswer) else self.needs(one)
+        n = self._needs_again(one) if isinstance(one, SeatedAnswer) else self.needs(one)
         growth = sum(max(each.needs - self.held(each), SLACK) for each in there)
         sequences, cells = [each.sequence for each in there], self._batch.cells
         if cells.n_held(sequences) + growth + n <= self._batch.n_cells:
@@ -403,144 +404,15 @@ class Admission:
         shared = self._seating.shareable(one.asked[0]) if isinstance(one, Prepared) else None
         return shared is not None and (cells.n_held(sequences, *shared) + growth + n - shared[1] <= self._batch.n_cells)
 
-    def _needs_again(self, answer: OpenAnswer) -> int:
+    def _needs_again(self, answer: SeatedAnswer) -> int:
         """Tokens that an answer is reckoned with that was put aside: anew where it is longer than was reckoned with."""
         state = answer.aside or []
         n = len(state.tokens if isinstance(state, ContextState) else state)
         return answer.needs if answer.needs >= n + SLACK else min(n + RECKONED, self._batch.n_ctx)
 
-    def held(self, answer: OpenAnswer) -> int:
+    def held(self, answer: SeatedAnswer) -> int:
         """Tokens that an answer holds, those that others hold too included."""
         return self._batch[answer.sequence].n_past
-
-
-# Steps of draft models that several answers take together: a step of four costs little more than one of one.
-
-LEARNED = 0.1
-"""Share of how many took a step together that is believed of the next one."""
-
-FORGOTTEN = 0.02
-"""In a round, of what was learned so: where nobody drafts beside others, it may be as that would cost too much."""
-
-
-class DraftSteps:
-    """The draft models whose memories hold a sequence for each answer.
-
-    Args:
-        models: as they are loaded.
-    """
-
-    def __init__(self, models: Sequence[DraftModel]) -> None:
-        self._memories = [
-            _DraftMemory(draft.source, draft.memory.batch, draft.times)
-            for draft in models
-            if draft.memory.batch is not None
-        ]
-
-    def times(self) -> Mapping[str, ShareOfPass]:
-        """What steps cost an answer, by source, for its controller: of those that answers share."""
-        return {each.source: ShareOfPass(each.passes) for each in self._memories if each.is_one_pass}
-
-    def begin(self, n_answers: int) -> None:
-        """A round of so many answers begins."""
-        for memory in self._memories:
-            memory.n_together += FORGOTTEN * (n_answers - memory.n_together)
-            memory.passes.n_answers = max(1, min(n_answers, round(memory.n_together)))
-
-    def take(self, wanted: Sequence[DraftPass]) -> list[Forward | Exception]:
-        """Run passes that different answers wait for; what they return, or how they fail."""
-        returned: dict[int, Forward | Exception] = {}
-        for memory in self._memories:
-            returned |= memory.take([each for each in wanted if memory.sequence_of(each) is not None])
-        return [returned[id(each)] if id(each) in returned else _alone(each) for each in wanted]
-
-
-class _DraftMemory:
-    """One of them.
-
-    Attributes:
-        n_together: how many take a step together, of late.
-        passes: what passes in it cost.
-    """
-
-    def __init__(self, source: str, batch: SequenceBatch, times: PassTimes) -> None:
-        self.source = source
-        self._batch = batch
-        self._sequences = {id(batch[i]): i for i in range(batch.n_sequences)}
-        self.n_together = float(batch.n_sequences)
-        self.passes = SharedPasses(times, batch.model.capabilities.device)
-
-    @property
-    def is_one_pass(self) -> bool:
-        """Whether what several take is one pass, and not one for each."""
-        return self._batch.model.capabilities.batches
-
-    def sequence_of(self, wanted: DraftPass) -> int | None:
-        return self._sequences.get(id(wanted.context))
-
-    def take(self, wanted: Sequence[DraftPass]) -> dict[int, Forward | Exception]:
-        # What reads for long is bound by arithmetic, and can be broken off alone.
-        short = [each for each in wanted if len(each.tokens) <= FEW_ROWS]
-        returned: dict[int, Forward | Exception] = {}
-        for group in self._groups(short):
-            returned |= self._together(group)
-        for each in wanted:
-            if id(each) not in returned:
-                returned[id(each)] = forward = _alone(each)
-                if isinstance(forward, Forward):
-                    self._observe([each], each.ms)
-        if short:
-            self.n_together += LEARNED * (len(short) - self.n_together)
-        return returned
-
-    def _groups(self, wanted: Sequence[DraftPass]) -> list[list[DraftPass]]:
-        """Those of one pass each: all, but that some engines pay for ever for many rows of logits."""
-        most = FEW_ROWS if self._batch.model.capabilities.keeps_rows else len(wanted) * FEW_ROWS
-        groups: list[list[DraftPass]] = []
-        n_rows = 0
-        for each in wanted:
-            n = len(each.tokens) if each.logits == "all" else int(each.logits == "last")
-            if n_rows + n > most or not groups:
-                groups.append([])
-                n_rows = 0
-            groups[-1].append(each)
-            n_rows += n
-        return groups
-
-    def _together(self, wanted: Sequence[DraftPass]) -> dict[int, Forward | Exception]:
-        fit = list(wanted)
-        while sum(len(each.tokens) for each in fit) > self._batch.free_cells:
-            fit.pop()
-        if len(fit) < 2:
-            return {}
-        pieces = [Piece(self._sequences[id(each.context)], each.tokens, each.logits) for each in fit]
-        started = time.perf_counter()
-        try:
-            forwards = self._batch.decode(pieces)
-        except Exception:  # each finds out by itself whose doing that was
-            return {}
-        ms, width = (time.perf_counter() - started) * 1e3, sum(len(each.tokens) for each in fit)
-        self._observe(fit, ms)
-        for each in fit:
-            each.ms = ms * len(each.tokens) / width
-        # They are looked at one after the other, and whoever is first may make another pass in this memory.
-        return {id(each): Forward(forward.logits.copy()) for each, forward in zip(fit, forwards, strict=True)}
-
-    def _observe(self, taken: Sequence[DraftPass], ms: float) -> None:
-        if not self.is_one_pass:
-            return
-        n_cells = self._batch.n_cells - self._batch.free_cells
-        if self._batch.model.capabilities.own_cells:
-            n_cells = sum(each.context.n_past for each in taken) // len(taken)
-        self.passes.observe(sum(len(each.tokens) for each in taken), ms, n_cells)
-
-
-def _alone(wanted: DraftPass) -> Forward | Exception:
-    try:
-        forward = wanted.run()
-    except Exception as error:
-        return error
-    return Forward(forward.logits.copy(), ids=forward.ids)
 
 
 def serve_beside(pair: Pair, encoder: PromptEncoder, worker: Worker) -> None:
@@ -560,7 +432,6 @@ class _TargetMemory:
         admission: who fits.
         states: what an answer in a sequence is decoded with, by its number; ``Pair.state`` is that of the first.
         passes: what passes cost.
-        steps: passes of draft models.
     """
 
     batch: SequenceBatch
@@ -568,7 +439,6 @@ class _TargetMemory:
     admission: Admission
     states: dict[int, DecodingState]
     passes: SharedPasses
-    steps: DraftSteps
 
     @classmethod
     def of(cls, pair: Pair) -> _TargetMemory:
@@ -578,7 +448,7 @@ class _TargetMemory:
         seating = Seating(base.batch, pair.prefix_cache, beside)
         admission = Admission(seating, pair.parallel.n)
         passes = SharedPasses(base.times, base.target.capabilities.device)
-        return cls(base.batch, seating, admission, {0: base}, passes, DraftSteps(base.models))
+        return cls(base.batch, seating, admission, {0: base}, passes)
 
 
 class Scheduler:
@@ -596,7 +466,7 @@ class Scheduler:
         self._encoder = encoder
         self._queue = queue
         self._running = running
-        self._answers: list[OpenAnswer] = []
+        self._answers: list[SeatedAnswer] = []
         self._prepared: list[Prepared] = []
         self._at = _TargetMemory.of(pair)
         self._n_passes = 0
@@ -609,10 +479,11 @@ class Scheduler:
             self._prepare(job)
             while self._answers or self._prepared:
                 self._drop_cancelled()
-                self._at.steps.begin(len(self._there))
-                self._draft()  # first, as only answers whose draft is made can make way
-                self._let_in()
-                self._pass()
+                self._admit()
+                self._propose()
+                pieces = self._pieces_that_fit()
+                for (answer, _), forward in zip(pieces, self._decode(pieces), strict=True):
+                    self._commit(answer, forward)
         except BaseException as error:  # nobody may wait for ever for what goes wrong here
             for answer in list(self._answers):
                 self._leave(answer, _raising(error))
@@ -623,7 +494,7 @@ class Scheduler:
     # -- joining and leaving ---------------------------------------------------------------------------------------
 
     @property
-    def _there(self) -> list[OpenAnswer]:
+    def _there(self) -> list[SeatedAnswer]:
         """The answers that are not put aside."""
         return [answer for answer in self._answers if answer.aside is None]
 
@@ -639,7 +510,7 @@ class Scheduler:
         except BaseException as error:
             self._end(job, _raising(error))
 
-    def _let_in(self) -> None:
+    def _admit(self) -> None:
         """As many of those that wait, or were put aside, as have a sequence and room, in the order of their rank."""
         while (first := self._first()) is not None:
             way = self._at.admission.make_way(first, self._there)
@@ -653,10 +524,10 @@ class Scheduler:
             elif not self._bring_back(first):
                 return
 
-    def _first(self) -> OpenAnswer | Prepared | None:
+    def _first(self) -> SeatedAnswer | Prepared | None:
         """Who is to begin, or go on, next; a request whose turn has come is prepared, if nothing outranks it."""
         while True:
-            waiting: list[OpenAnswer | Prepared] = [answer for answer in self._answers if answer.aside is not None]
+            waiting: list[SeatedAnswer | Prepared] = [answer for answer in self._answers if answer.aside is not None]
             waiting += self._prepared
             first = min(waiting, key=rank, default=None)
             outranked = [] if first is None else [first.job.priority]
@@ -670,21 +541,21 @@ class Scheduler:
     def _begin(self, prepared: Prepared) -> None:
         prompt = prepared.asked[0]
         sequence = self._at.seating.take(prompt)
-        try:
-            self._at.seating.make_room_for(prompt, sequence, SLACK)
-            seat = Seat(self._state_of(sequence), ShareOfPass(self._at.passes), self._at.steps.times())
-            reading = answering(prepared.request, self._pair, prepared.job, prepared.asked, seat)
-            wanted = next(reading)
-            self._at.seating.put_idle_aside()  # not before: the answer may begin with what one of them holds
-        except StopIteration as end:
-            self._at.seating.leave(sequence)
-            self._end(prepared.job, _returning(end.value))
-        except BaseException as error:
-            self._at.seating.leave(sequence)
-            self._end(prepared.job, _raising(error))
-        else:
-            needs = self._at.admission.needs(prepared)
-            self._answers.append(OpenAnswer(prepared.job, reading, sequence, needs, wanted))
+        with ExitStack() as undo:
+            try:
+                self._at.seating.make_room_for(prompt, sequence, SLACK)
+                seat = Seat(self._state_of(sequence), ShareOfPass(self._at.passes))
+                transcript = Transcript(prepared.request, self._pair, prepared.job, seat, prepared.asked)
+                undo.enter_context(transcript.answer)
+                self._at.seating.put_idle_aside()  # not before: the answer may begin with what one of them holds
+            except BaseException as error:
+                undo.close()
+                self._at.seating.leave(sequence)
+                self._end(prepared.job, _raising(error))
+            else:
+                undo.pop_all()  # it is closed when it is over
+                needs = self._at.admission.needs(prepared)
+                self._answers.append(SeatedAnswer(prepared.job, transcript, sequence, needs))
 
     def _state_of(self, sequence: int) -> DecodingState:
         """What an answer in a sequence is decoded with: drafters of its own, which go on with what is said there."""
@@ -692,21 +563,19 @@ class Scheduler:
             self._at.states[sequence] = self._pair.state.beside(sequence)
         return self._at.states[sequence]
 
-    def _go_on(self, answer: OpenAnswer, forward: Forward | Exception) -> None:
-        """Take an answer to its next pass, or to its end."""
+    def _finish(self, answer: SeatedAnswer) -> None:
+        """An answer has ended, or was cancelled: its reply has what it said until here."""
         try:
-            answer.forwards, answer.n_fed = [], 0
-            if isinstance(forward, Exception):
-                answer.wanted = answer.reading.throw(forward)
-            else:
-                answer.wanted = answer.reading.send(forward)
-        except StopIteration as end:
-            self._leave(answer, _returning(end.value))
+            answer.making.close()
+            reply = answer.transcript.reply()
         except BaseException as error:
             self._leave(answer, _raising(error))
+        else:
+            self._leave(answer, _returning(reply))
 
-    def _leave(self, answer: OpenAnswer, make: Callable[[], Reply]) -> None:
+    def _leave(self, answer: SeatedAnswer, make: Callable[[], Reply]) -> None:
         self._answers.remove(answer)
+        answer.making.close()
         self._at.seating.leave(answer.sequence)
         self._end(answer.job, make)
 
@@ -721,14 +590,14 @@ class Scheduler:
     def _drop_cancelled(self) -> None:
         for answer in list(self._answers):
             if answer.job.stopped():
-                self._go_on(answer, Cancelled("the answer was stopped"))
+                self._finish(answer)
         for waiting in [each for each in self._prepared if each.job.stopped()]:
             self._prepared.remove(waiting)
             self._end(waiting.job, _returning(never_ran(waiting.request, waiting.job, self._pair)))
 
     # -- room ------------------------------------------------------------------------------------------------------
 
-    def _put_aside(self, answer: OpenAnswer) -> None:
+    def _put_aside(self, answer: SeatedAnswer) -> None:
         """Free what an answer holds; it goes on when there is room again."""
         context = self._at.batch[answer.sequence]
         answer.aside = list(context.tokens)
@@ -737,7 +606,7 @@ class Scheduler:
                 answer.aside = context.export_state()
         context.truncate(0)
 
-    def _bring_back(self, answer: OpenAnswer) -> bool:
+    def _bring_back(self, answer: SeatedAnswer) -> bool:
         """Go on with an answer that was put aside; False if there is no room after all."""
         state = answer.aside or []
         if not self._at.seating.make_room(len(state.tokens if isinstance(state, ContextState) else state) + SLACK):
@@ -750,14 +619,47 @@ class Scheduler:
             elif state:
                 context.decode(state, "none")
         except LocalspecError as error:
-            self._go_on(answer, error)
+            self._fail(answer, error)
         return True
 
     # -- passes ----------------------------------------------------------------------------------------------------
 
-    def _pass(self) -> None:
-        """One pass over the rows of all that are under way, once what they draft is drafted."""
-        self._draft()
+    def _propose(self) -> None:
+        """Have every answer say what its next pass is over, its draft made; one that has no more passes is over."""
+        for answer in [each for each in self._there if each.rows is None]:
+            try:
+                answer.rows = answer.making.propose()
+            except BaseException as error:
+                self._fail(answer, error)
+            else:
+                if answer.rows is None:
+                    self._finish(answer)
+
+    def _commit(self, answer: SeatedAnswer, forward: Forward | Exception) -> None:
+        """Give an answer what its part of a pass returned; it makes a round of it once it has all of its rows."""
+        if isinstance(forward, Exception):
+            self._fail(answer, forward)
+            return
+        rows = answer.next_pass
+        answer.forwards.append(forward)
+        if not answer.decodes and answer.n_fed < len(rows.tokens):
+            return
+        whole = _joined(answer.forwards)
+        answer.rows, answer.forwards, answer.n_fed = None, [], 0
+        try:
+            answer.making.commit(whole)
+        except BaseException as error:
+            self._fail(answer, error)
+
+    def _fail(self, answer: SeatedAnswer, error: BaseException) -> None:
+        """A part of an answer raised: cancelled in the middle of a pass it ends as it is, else with the error."""
+        if isinstance(error, Cancelled):
+            self._finish(answer)
+        else:
+            self._leave(answer, _raising(error))
+
+    def _pieces_that_fit(self) -> list[tuple[SeatedAnswer, Piece]]:
+        """What goes into the next pass; the last in rank are put aside until there is room for it."""
         pieces = self._pieces()
         while not self._at.seating.make_room(sum(len(piece.tokens) for _, piece in pieces)):
             there = self._there
@@ -765,11 +667,16 @@ class Scheduler:
                 break  # what one alone may hold there is room for; if not, it is told so
             self._put_aside(max(there, key=rank))
             pieces = self._pieces()
+        return pieces
+
+    def _decode(self, pieces: Sequence[tuple[SeatedAnswer, Piece]]) -> Sequence[Forward | Exception]:
+        """One pass over all pieces: what each returned, or how it failed."""
         if not pieces:
-            return
+            return []
         self._n_passes += 1
         self._pair.shared.passes += 1
         for answer, piece in pieces:
+            answer.served = self._n_passes
             self._pair.shared.add(len(piece.tokens), decodes=answer.decodes)
         started = time.perf_counter()
         try:
@@ -778,26 +685,12 @@ class Scheduler:
             returned = [error] if len(pieces) == 1 else [self._alone(piece) for _, piece in pieces]
         else:
             self._observe(pieces, (time.perf_counter() - started) * 1e3)
-        # The logits of all are overwritten by the next pass in this memory, such as one that a drafter runs.
-        kept = [_kept(each) if len(pieces) > 1 else each for each in returned]
-        for (answer, piece), forward in zip(pieces, kept, strict=True):
-            answer.served = self._n_passes
-            if isinstance(forward, Exception):
-                self._go_on(answer, forward)
-                continue
-            answer.forwards.append(forward)
+        for answer, piece in pieces:
             answer.n_fed += len(piece.tokens)
-            if answer.decodes or answer.n_fed == len(answer.target_pass.tokens):
-                self._go_on(answer, _joined(answer.forwards))
+        # The logits of all are overwritten by the next pass in this memory, such as one that a drafter runs.
+        return [_kept(each) if len(pieces) > 1 else each for each in returned]
 
-    def _draft(self) -> None:
-        """Take the steps of draft models that answers wait for, those of several as one, until none does."""
-        while waiting := [answer for answer in self._answers if isinstance(answer.wanted, DraftPass)]:
-            wanted = [answer.wanted for answer in waiting if isinstance(answer.wanted, DraftPass)]
-            for answer, forward in zip(waiting, self._at.steps.take(wanted), strict=True):
-                self._go_on(answer, forward)
-
-    def _pieces(self) -> list[tuple[OpenAnswer, Piece]]:
+    def _pieces(self) -> list[tuple[SeatedAnswer, Piece]]:
         """What goes into the next pass."""
         there = self._there
         # Of one priority those first that have waited longest, so that those who have to wait take turns.
@@ -805,22 +698,22 @@ class Scheduler:
         reading = sorted((answer for answer in there if not answer.decodes), key=rank)
         passes = self._at.passes
         passes.n_answers, passes.n_under_way, passes.n_cells = len(decoding), len(there), self._cells(there)
-        unread = [len(answer.target_pass.tokens) - answer.n_fed + answer.target_pass.n_after for answer in reading]
+        unread = [len(answer.next_pass.tokens) - answer.n_fed + answer.next_pass.n_after for answer in reading]
         priorities = [answer.job.priority for answer in reading]
         lengths = passes.prompts.divide(len(decoding), unread, priorities, PREFILL_CHUNK)
-        pieces: list[tuple[OpenAnswer, Piece]] = []
+        pieces: list[tuple[SeatedAnswer, Piece]] = []
         for answer, length in zip(reading, lengths, strict=True):
             if not length:
                 continue
-            wanted, start = answer.target_pass, answer.n_fed
-            tokens = wanted.tokens[start : start + length]
-            is_end = start + len(tokens) == len(wanted.tokens)
-            pieces.append((answer, Piece(answer.sequence, tokens, wanted.logits if is_end else "none")))
+            rows, start = answer.next_pass, answer.n_fed
+            tokens = rows.tokens[start : start + length]
+            is_end = start + len(tokens) == len(rows.tokens)
+            pieces.append((answer, Piece(answer.sequence, tokens, rows.logits if is_end else "none")))
         n_other = sum(len(piece.tokens) for _, piece in pieces)
-        n_other += sum(answer.target_pass.n_needed - 1 for answer in decoding)
+        n_other += sum(answer.next_pass.n_needed - 1 for answer in decoding)
         lengths = passes.share([answer.reaches for answer in decoding], n_other)
         for answer, length in zip(decoding, lengths, strict=False):
-            tokens = answer.target_pass.tokens[: answer.target_pass.n_needed + length]
+            tokens = answer.next_pass.tokens[: answer.next_pass.n_needed + length]
             pieces.append((answer, Piece(answer.sequence, tokens)))
         return pieces
 
@@ -832,7 +725,7 @@ class Scheduler:
             return error
         return _kept(forward)
 
-    def _observe(self, pieces: Sequence[tuple[OpenAnswer, Piece]], ms: float) -> None:
+    def _observe(self, pieces: Sequence[tuple[SeatedAnswer, Piece]], ms: float) -> None:
         width = sum(len(piece.tokens) for _, piece in pieces)
         n_prompt = sum(len(piece.tokens) for answer, piece in pieces if not answer.decodes)
         self._at.passes.prompts.observe(width - n_prompt, n_prompt, ms)
@@ -842,7 +735,7 @@ class Scheduler:
                 self._pair.times.n_past = self._at.admission.held(pieces[0][0])
                 self._pair.times.observe(width, ms)
 
-    def _cells(self, answers: Sequence[OpenAnswer]) -> int:
+    def _cells(self, answers: Sequence[SeatedAnswer]) -> int:
         """Tokens that a row of one of these passes over: all in the memory, where one pass is over all of it."""
         capabilities = self._at.batch.model.capabilities
         if capabilities.batches and not capabilities.own_cells:

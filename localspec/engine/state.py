@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from localspec.backends.base import FEW_ROWS, Context, Model, SequenceBatch, SequencesInTurn
 from localspec.backends.trust import ensure_batches
-from localspec.controllers.acceptance import SourceAcceptance
+from localspec.controllers.acceptance import SourceAcceptance, Tables
 from localspec.controllers.auto import MAX_DRAFT, AutoController
 from localspec.controllers.batching import ShareOfPass
 from localspec.controllers.calibration import PassKind
 from localspec.controllers.cost_model import PassCost, PassTimes
 from localspec.controllers.fixed import FixedController
 from localspec.controllers.learned import AcceptanceStore
-from localspec.controllers.stopping import Tables
 from localspec.engine.options import MAX_PARALLEL, DraftLength
 from localspec.errors import EngineMismatch, UnsupportedModel, UsageError
 from localspec.sampling.sampling import SamplingParams
@@ -325,14 +324,12 @@ class Seat:
     Attributes:
         state: its context is the target's for this answer.
         times: what a pass costs this answer; None: as the state says, which is for passes of its own.
-        step_times: what steps of draft models cost it, by source, where it is not as the state says.
         decides: the controller of the answer that is made in it; None until that begins.
         overlaps: see ``SpeculativeDecoder``.
     """
 
     state: DecodingState
     times: ShareOfPass | None = None
-    step_times: Mapping[str, PassCost] = field(default_factory=dict)
     decides: Controller | None = None
     overlaps: bool = False
 
@@ -392,7 +389,6 @@ class Seat:
             return FixedController(0 if draft_length == "auto" else int(draft_length), target_times, drafters)
         params = params or SamplingParams()
         times: dict[str, PassCost] = {draft.source: draft.times for draft in state.models}
-        times.update(self.step_times)
 
         def table(drafter: Drafter, *, sampled: bool, thinks: bool) -> SourceAcceptance:
             return state.acceptance.source(

@@ -15,11 +15,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
 from localspec.backends.base import Context, ContextState, FloatArray, shared_prefix
+from localspec.engine.draft_sources import is_free
 from localspec.engine.options import DraftLength
 from localspec.engine.pair import Pair
 from localspec.engine.request import Reply
@@ -32,14 +33,19 @@ from localspec.model_files.kv_memory import kv_shape
 from localspec.prompts.questions import Question
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.decoder import PREFILL_CHUNK
-from localspec.spec_decode.drafters import FREE_DRAFTERS
+from localspec.spec_decode.drafters.names import CORPUS
 from localspec.spec_decode.rounds import FinishReason, Round, SpecStats
 from localspec.system.machine import CPUTimes, others_share, read_memory
+from localspec.system.plugins import DRAFTERS, offered
 
 # Arms: ``plain``, ``auto``, and drafters with a fixed length.
 
-_SOURCE = "|".join((*FREE_DRAFTERS, r"model\d*", r"head\d*", "early-exit", "mtp", r"corpus\d*"))
-_PATTERN = re.compile(rf"(?:(?P<sources>(?:{_SOURCE})(?:\+(?:{_SOURCE}))*):)?(?P<length>auto|\d{{1,4}})")
+
+@cache
+def _pattern() -> re.Pattern[str]:
+    names = "|".join(map(re.escape, (*offered(DRAFTERS), "model", CORPUS)))
+    source = rf"(?:{names})\d*"
+    return re.compile(rf"(?:(?P<sources>{source}(?:\+{source})*):)?(?P<length>auto|\d{{1,4}})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +74,7 @@ class Arm:
             raise UsageError(f"--arm {self.name} needs a drafter, and none is loaded: name one with --draft")
         for wanted in self.sources or ():
             if wanted not in sources:
-                advice = f"add --draft {wanted}" if wanted in FREE_DRAFTERS else "name one with --draft"
+                advice = f"add --draft {wanted}" if is_free(wanted) else "name one with --draft"
                 raise UsageError(f"--arm {self.name}: no drafter {wanted!r} is loaded ({', '.join(sources)}); {advice}")
 
 
@@ -85,7 +91,7 @@ def parse_arm(text: str) -> Arm:
 
     if text == "plain":
         return PLAIN
-    found = _PATTERN.fullmatch(text)
+    found = _pattern().fullmatch(text)
     if found is None:
         raise UsageError(f"no arm {text!r}: plain, auto, N, or ngram:N, head+model:N (N: guesses a round, or auto)")
     sources = tuple(dict.fromkeys(found["sources"].split("+"))) if found["sources"] else None

@@ -27,8 +27,7 @@ from functools import partial
 
 from localspec.spec_decode.drafters.base import SURE_COPY, FreePlan, Plan
 from localspec.spec_decode.drafters.group import DrafterGroup
-from localspec.spec_decode.passes import Steps
-from localspec.spec_decode.proposer import Alternatives, SamplingProposer
+from localspec.spec_decode.proposer import Alternatives, Proposer
 from localspec.spec_decode.rounds import AheadCount, Draft, DraftToken
 
 # Whether drafting while the target verifies saves time, measured while it is done.
@@ -276,7 +275,7 @@ class DraftAhead:
         self._was_left_alone = False
         self._share = HIDDEN
 
-    def begin(self, drafters: DrafterGroup, proposer: SamplingProposer, end_tokens: frozenset[int]) -> None:
+    def begin(self, drafters: DrafterGroup, proposer: Proposer, end_tokens: frozenset[int]) -> None:
         """A new answer begins."""
         self._drafters, self._proposer, self._end_tokens = drafters, proposer, end_tokens
         # What drafts from the target's states has to wait for the pass that makes them.
@@ -378,12 +377,9 @@ class DraftAhead:
         """Of the round under way."""
         return self._count
 
-    def during(self, steps: Steps) -> Steps:
-        """The steps of an answer; with the last of them, or where they are broken off, the thread ends."""
-        try:
-            yield from steps
-        finally:
-            self._beside.close()
+    def close(self) -> None:
+        """The answer is over: end the thread."""
+        self._beside.close()
 
     # -- in the thread ---------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from localspec.sampling.sampling import (
     edit_logits,
     top_k_ids,
 )
-from localspec.spec_decode.drafters.base import DrafterFailed, Rival
 from localspec.spec_decode.verification import STREAM_DRAFT, STREAM_TARGET
 
 if TYPE_CHECKING:
@@ -35,8 +34,28 @@ N_ALTERNATIVES = 3
 _NOT_NUMBERS = "computed logits that are not numbers"
 
 
-class SamplingProposer:
+class DrafterFailed(Exception):
+    """A drafter cannot go on; the answer can. ``str(error)`` says why, in a clause without a subject."""
+
+
+class Rival(NamedTuple):
+    """What else a draft model would propose at a position, drawn only once it is wanted.
+
+    Attributes:
+        confidence: its own estimate, in [0, 1], that this is right where its first proposal is not.
+        token: the token; where it is sampled, -1.
+        law: what to sample it from: the law of the first proposal, without that. None where it is not sampled.
+    """
+
+    confidence: float
+    token: int
+    law: Distribution | None
+
+
+class Proposer:
     """Turns logits into draft tokens in the way that the request's verification accepts most often.
+
+    Drafters need not know about sampling: they ask ``confidence`` of a row, and then ``choose``.
 
     * Greedy: the argmax.
     * With a fixed seed: the draft's own distribution q, drawn with the *target's* noise. Where q and p are alike, the
@@ -57,6 +76,9 @@ class SamplingProposer:
         n_vocab: how many token ids the target takes; None is as many as the draft model.
 
     Attributes:
+        n_best: how many of the largest logits of a row it needs, see ``Context.decode_best``; 0 needs whole rows.
+        rivals: by position, what else there was to choose; None does not look for it.
+        drawn: every sample that was drawn, sent or not, with the law it was drawn from; None does not keep them.
         alternatives: by position, what may come instead of the tokens drafted last; None does not look for it.
     """
 
@@ -77,7 +99,7 @@ class SamplingProposer:
         self._n_sampled = 0
 
     def n_legal(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens, from the first, may follow the draft so far."""
+        """How many of these tokens, from the first, the target takes and a grammar, if there is one, allows here."""
         if self.n_vocab is not None and tokens and not 0 <= min(tokens) <= max(tokens) < self.n_vocab:
             n_vocab = self.n_vocab
             tokens = tokens[: next(i for i, token in enumerate(tokens) if not 0 <= token < n_vocab)]
@@ -91,7 +113,19 @@ class SamplingProposer:
         return self.constraint.complete
 
     def confidence(self, row: Row, history: Sequence[int], n_known: int = 0, ids: Ids | None = None) -> float:
-        """The draft's probability for its most probable token, in [0, 1]; see ``drafters.base.Proposer``."""
+        """The draft's confidence [0, 1] in the token that ``choose`` would make; independent of fresh randomness.
+
+        0 is none at all: the request bans all that the draft model could propose.
+
+        Args:
+            row: the draft model's logits [n], which can be more or fewer than the target's.
+            history: the tokens before the one to draft.
+            n_known: how many tokens are known already from that one on; 0 drafts the next.
+            ids: the target's tokens that the logits belong to, increasing [n]; None is 0, 1, 2, …
+
+        Raises:
+            DrafterFailed: the logits are not numbers.
+        """
         if self.n_vocab is not None and len(row) > self.n_vocab:
             row = row[: self.n_vocab]
         if not self._is_greedy and self.constraint is None:
@@ -130,6 +164,7 @@ class SamplingProposer:
 
     @property
     def has_fresh_noise(self) -> bool:
+        """Whether draft tokens may be sampled with noise of their own: at a temperature, without a seed."""
         return not self._is_greedy and self.params.seed is None
 
     def choose(self, position: int, *, sampled: bool = True) -> tuple[int, Distribution | None]:

@@ -17,8 +17,8 @@ import pytest
 from localspec.commands import files
 from localspec.commands.options import ensure_model
 from localspec.errors import DownloadError, ModelFileError
+from localspec.heads.file import heads_folder
 from localspec.model_files.catalog import Catalog, Entry
-from localspec.model_files.head_folders import heads_folder
 from localspec.system.files import home
 from tests.conftest import TinyFiles
 from tests.support import ggufs

@@ -19,7 +19,7 @@ from localspec.engine import state
 from localspec.engine.pair import Pair
 from localspec.errors import EngineError, EngineMismatch
 from localspec.sampling.sampling import Noise
-from localspec.spec_decode.proposer import SamplingProposer
+from localspec.spec_decode.proposer import Proposer
 from tests.conftest import TinyFiles
 from tests.support.enumeration import law_of_two
 from tests.support.heads import write_random_head
@@ -258,7 +258,7 @@ def test_an_early_exit_drafts_nothing_where_the_targets_memory_is_full(tiny: Tin
             batch[0].decode([5, 6], "none")
             batch.cells.take(1, batch.free_cells - n_free)  # somebody else's
             drafter.attach(batch[0])
-            draft = drafter.draft([5, 6, 7], FixedPlan(2), SamplingProposer(SamplingParams(), Noise(0)))
+            draft = drafter.draft([5, 6, 7], FixedPlan(2), Proposer(SamplingParams(), Noise(0)))
             drafter.drafted()
             batch.cells.cut(1, 0)
             return len(draft)

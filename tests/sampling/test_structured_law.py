@@ -26,7 +26,6 @@ from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.grammar import GrammarDrafter
 from localspec.spec_decode.drafters.ngram import NgramDrafter
-from localspec.spec_decode.proposer import SamplingProposer
 from localspec.spec_decode.rounds import Draft, DraftToken, Verdict
 from tests.spec_decode.test_exactness import DEFECT, EXACT, Predictions, Tokens
 from tests.spec_decode.test_lossless import NosyController, TableContext
@@ -210,7 +209,7 @@ def test_the_languages_are_worth_enumerating(models: tuple[Predictions, Predicti
 # -- seeded defects ----------------------------------------------------------------------------------------------------
 
 
-def unmasked(self: SamplingProposer, row: object, history: object, n_known: int = 0, ids: object = None) -> float:
+def unmasked(self: Proposer, row: object, history: object, n_known: int = 0, ids: object = None) -> float:
     constraint, self.constraint = self.constraint, None
     try:
         return CONFIDENCE(self, row, history)  # type: ignore[arg-type]
@@ -218,7 +217,7 @@ def unmasked(self: SamplingProposer, row: object, history: object, n_known: int 
         self.constraint = constraint
 
 
-CONFIDENCE, ROW, VERIFY = SamplingProposer.confidence, MaskedRows.__getitem__, localspec.spec_decode.decoder.verify
+CONFIDENCE, ROW, VERIFY = Proposer.confidence, MaskedRows.__getitem__, localspec.spec_decode.decoder.verify
 FORCED = LANGUAGES["forced text"]
 WORDS = LANGUAGES["words that begin one another"]
 
@@ -226,7 +225,7 @@ WORDS = LANGUAGES["words that begin one another"]
 def test_a_sample_that_the_grammar_forbids_is_an_error(
     monkeypatch: pytest.MonkeyPatch, models: tuple[Predictions, Predictions]
 ) -> None:
-    monkeypatch.setattr(SamplingProposer, "confidence", unmasked)
+    monkeypatch.setattr(Proposer, "confidence", unmasked)
     with pytest.raises(EngineError, match="sampled a token that may not come"):
         drafted_law(monkeypatch, WORDS, models, SAMPLING, DRAFTERS["model"], 2)
 
@@ -237,7 +236,7 @@ def test_dropping_forbidden_samples_instead_of_masking_makes_the_law_differ(
     def drop(guesses: list[DraftToken], proposer: Proposer) -> list[DraftToken]:
         return guesses[: proposer.n_legal([guess.id for guess in guesses]) if guesses else 0]
 
-    monkeypatch.setattr(SamplingProposer, "confidence", unmasked)
+    monkeypatch.setattr(Proposer, "confidence", unmasked)
     monkeypatch.setattr(localspec.spec_decode.drafters.group, "_legal", drop)
     law = drafted_law(monkeypatch, WORDS, models, SAMPLING, DRAFTERS["model"], 2)
     assert largest_difference(plain_law(WORDS, models[0], SAMPLING, 2), law) > DEFECT

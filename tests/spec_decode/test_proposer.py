@@ -12,7 +12,7 @@ from localspec.model_files.vocab import Vocab
 from localspec.sampling.constraint import constraint_for
 from localspec.sampling.sampling import Ids, Noise, Row, SamplingParams, distribution
 from localspec.spec_decode.drafters.base import DrafterFailed
-from localspec.spec_decode.proposer import SamplingProposer
+from localspec.spec_decode.proposer import Proposer
 from tests.conftest import TinyFiles
 
 HISTORY = [5, 9, 9, 30, 31, 9]
@@ -59,7 +59,7 @@ def test_the_law_is_that_of_the_whole_vocabulary_with_the_others_banned(
         ids, row, whole = trimmed(vocab, seed)
         proposed = []
         for logits, of in ((row, ids), (whole, None)):
-            proposer = SamplingProposer(params, Noise(7), constraint_for(params, vocab), vocab.n_tokens)
+            proposer = Proposer(params, Noise(7), constraint_for(params, vocab), vocab.n_tokens)
             confidence = proposer.confidence(logits, HISTORY, ids=of)
             token, q = proposer.choose(len(HISTORY))
             proposed.append((confidence, proposer.best(), token, q))
@@ -84,12 +84,12 @@ def test_where_nothing_of_it_may_come_there_is_no_confidence(vocab: Vocab, param
     assert constraint is not None
     forbidden = np.flatnonzero(~constraint.allowed(vocab.n_tokens))[:50]
     row: Row = np.linspace(0, 1, 50, dtype=np.float32)
-    assert SamplingProposer(constrained, Noise(0), constraint).confidence(row, [], ids=forbidden) == 0.0
+    assert Proposer(constrained, Noise(0), constraint).confidence(row, [], ids=forbidden) == 0.0
     banned = replace(params, logit_bias={int(token): -np.inf for token in forbidden})
-    assert SamplingProposer(banned, Noise(0)).confidence(row, [], ids=forbidden) == 0.0
+    assert Proposer(banned, Noise(0)).confidence(row, [], ids=forbidden) == 0.0
     row[3] = np.nan
     with pytest.raises(DrafterFailed, match="not numbers"):
-        SamplingProposer(params, Noise(0)).confidence(row, [], ids=forbidden)
+        Proposer(params, Noise(0)).confidence(row, [], ids=forbidden)
 
 
 # What else there is to choose, where drafts may branch.
@@ -101,7 +101,7 @@ def test_a_rival_is_what_would_be_chosen_without_the_first(vocab: Vocab, chain: 
     params = CHAINS[chain]
     for seed in range(20):
         ids, row, whole = trimmed(vocab, seed)
-        proposer, again = (SamplingProposer(params, Noise(params.seed or 7), n_vocab=len(whole)) for _ in range(2))
+        proposer, again = (Proposer(params, Noise(params.seed or 7), n_vocab=len(whole)) for _ in range(2))
         proposer.rivals = {}
         proposer.confidence(row, HISTORY, ids=ids)
         first, law = proposer.choose(50)
@@ -128,7 +128,7 @@ def test_a_rival_is_what_would_be_chosen_without_the_first(vocab: Vocab, chain: 
 
 
 def test_the_confidence_of_a_second_best_is_its_share_of_the_rest() -> None:
-    proposer = SamplingProposer(SamplingParams(), Noise(0))
+    proposer = Proposer(SamplingParams(), Noise(0))
     proposer.rivals = {}
     proposer.confidence(np.log(np.array([0.1, 0.5, 0.1, 0.3], dtype=np.float32)), [])
     assert proposer.choose(9) == (1, None)
@@ -138,7 +138,7 @@ def test_the_confidence_of_a_second_best_is_its_share_of_the_rest() -> None:
 
 
 def test_nobody_looks_for_rivals_unasked() -> None:
-    proposer = SamplingProposer(SamplingParams(), Noise(0))
+    proposer = Proposer(SamplingParams(), Noise(0))
     proposer.confidence(np.zeros(4, dtype=np.float32), [])
     proposer.choose(9)
     assert proposer.rivals is None

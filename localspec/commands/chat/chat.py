@@ -17,7 +17,7 @@ from localspec.commands.chat.screen import ChatScreen, guessing, no_echo, only_t
 from localspec.commands.chat.typesetter import Style
 from localspec.commands.options import RunOptions, ThinkOptions, base_model_notes
 from localspec.engine import saved
-from localspec.engine.drafts import drafts_at_hand, heads_of
+from localspec.engine.drafts import found_drafts, plugin_drafts
 from localspec.engine.loading import draft_gain
 from localspec.errors import Cancelled, Closed, LocalspecError, SessionFileError, UsageError, line_of
 from localspec.llm import Session, from_text, to_text
@@ -541,7 +541,7 @@ class LateDraft:
 
     def _run(self) -> None:
         try:
-            first = self._llm.run(lambda pair: next(heads_of(pair.target), None)) if self._missing else None
+            first = self._llm.run(lambda pair: next(plugin_drafts(pair.target), None)) if self._missing else None
             if first is not None:
                 self._load("the head")
             if not self._missing or self._would_gain():
@@ -603,7 +603,7 @@ class LateDraft:
 
 def may_be_drafted_for(llm: LLM) -> bool:
     """Whether ``auto`` would load a head or draft model for the target of an LLM."""
-    return llm.run(lambda pair: next(drafts_at_hand(pair.target), None) is not None)
+    return llm.run(lambda pair: next(found_drafts(pair.target), None) is not None)
 
 
 # The project of a folder: what chats started there copy from.

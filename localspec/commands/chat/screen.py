@@ -24,7 +24,8 @@ from localspec.commands.chat.typesetter import (
     token_style,
 )
 from localspec.commands.options import called, joined
-from localspec.spec_decode.drafters.names import CORPUS, FROM_STATES, NGRAM, RECYCLED
+from localspec.heads import FROM_STATES
+from localspec.spec_decode.drafters.names import CORPUS, NGRAM, RECYCLED
 from localspec.spec_decode.rounds import Round, Span, SpecStats, TokenKind
 from localspec.system.terminal import (
     char_width,

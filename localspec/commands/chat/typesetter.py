@@ -26,7 +26,8 @@ from rich.table import Table
 from rich.text import Text
 from rich.theme import Theme
 
-from localspec.spec_decode.drafters.names import CORPUS, FROM_STATES, NGRAM, RECYCLED, kind_of
+from localspec.heads import FROM_STATES
+from localspec.spec_decode.drafters.names import CORPUS, NGRAM, RECYCLED, kind_of
 from localspec.spec_decode.rounds import TokenKind
 from localspec.system.terminal import char_width, clip, on_one_line, terminal_size, visible, width, width_is_certain
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localspec._version import __version__
-from localspec.backends.published_heads import computes_mtp
 from localspec.commands.doctor import facts, fit, ranking
 from localspec.commands.doctor.facts import (
     CostFacts,
@@ -31,17 +30,19 @@ from localspec.commands.doctor.ranking import (
     measure_costs,
 )
 from localspec.commands.options import RunOptions, called, joined
-from localspec.engine.drafts import heads_at_hand, heads_of
+from localspec.engine.draft_sources import is_free
 from localspec.engine.loading import forget
 from localspec.errors import EngineError, LocalspecError, ModelFileError, UsageError
+from localspec.heads import FROM_STATES, HEAD
+from localspec.heads.kinds import names_published_head
+from localspec.heads.published import computes_mtp
+from localspec.heads.sources import found_heads, heads_of
 from localspec.measuring.last_bench import last_bench
 from localspec.model_files.catalog import Catalog, short_name
-from localspec.model_files.head_kinds import names_published_head
 from localspec.model_files.sources.base import size_text
 from localspec.report.model import Finding, Findings, Lines, Part, Table, Text
 from localspec.report.renderers import Screen
-from localspec.spec_decode.drafters import FREE_DRAFTERS
-from localspec.spec_decode.drafters.names import CORPUS, FROM_STATES, HEAD, NGRAM, is_corpus
+from localspec.spec_decode.drafters.names import CORPUS, NGRAM, is_corpus
 from localspec.system import machine
 from localspec.system.files import is_same_file
 from localspec.system.machine import BUSY
@@ -161,7 +162,7 @@ def recommend_ranked(rank: RankFacts, target: str, drafts: Mapping[str, str]) ->
 def _draft_options(drafters: Sequence[str], specs: Mapping[str, str]) -> str:
     """Options that draft with these and no others."""
     named = "".join(f" --draft {specs.get(drafter, drafter)}" for drafter in drafters)
-    return named if set(drafters) & set(FREE_DRAFTERS) else f"{named} --draft-only"
+    return named if any(map(is_free, drafters)) else f"{named} --draft-only"
 
 
 def noise_margin(rank: RankFacts) -> float:
@@ -472,7 +473,7 @@ class Doctor:
         named: list[ExaminedModel] = []
         names = [f"{HEAD}:{path}" if (path := _published(name)) is not None else name for name in names]
         heads = tuple(name for name in names if name.partition(":")[0] in FROM_STATES)
-        for each in (fit.find_model(name) for name in names if name not in (*FREE_DRAFTERS, *heads, *corpora)):
+        for each in (fit.find_model(name) for name in names if not is_free(name) and name not in (*heads, *corpora)):
             if not any(is_same_file(each.file, other.file) for other in named):
                 named.append(each)
         return ExaminedPair(target, tuple(named), NGRAM in names, False, heads, corpora)
@@ -662,7 +663,7 @@ def _is_shown(warning: str) -> bool:
 
 def _published(name: str) -> Path | None:
     """File of a draft that is a published head, which has no vocabulary or memory to examine."""
-    if name in FREE_DRAFTERS or name.partition(":")[0] in (*FROM_STATES, CORPUS):
+    if is_free(name) or name.partition(":")[0] in (*FROM_STATES, CORPUS):
         return None
     try:
         path = Catalog.load().resolve(name)
@@ -673,4 +674,4 @@ def _published(name: str) -> Path | None:
 
 def _found_heads(target: ExaminedModel, backend: str) -> tuple[str, ...]:
     """Heads that ``auto`` would load, as far as files tell before the target is loaded."""
-    return ranking.short_head_names(heads_at_hand(target.file, backend, mtp=computes_mtp(target.file, backend)))
+    return ranking.short_head_names(found_heads(target.file, backend, mtp=computes_mtp(target.file, backend)))

@@ -10,10 +10,9 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib import import_module
 from typing import Any
 
-from localspec.backends import BACKENDS, candidates, unavailable_reason
+from localspec.backends import backend_names, candidates, unavailable_reason
 from localspec.backends.llama.ggml import (
     NATIVE_COMMAND,
     Device,
@@ -24,6 +23,7 @@ from localspec.backends.llama.ggml import (
     system_info,
     used_gpus,
 )
+from localspec.backends.registry import engine_module
 from localspec.controllers.stopping import Times, best_length, break_even, speedup, with_block
 from localspec.engine.options import LoadOptions
 from localspec.measuring.last_bench import LastBench
@@ -321,14 +321,14 @@ FOR_GPUS = ("llama-cpp", "mlx")  # engines with builds for GPUs
 
 def look_at_engines() -> list[EngineFacts]:
     """Load every engine that can be loaded."""
-    return [_look(name) for name in BACKENDS]
+    return [_look(name) for name in backend_names()]
 
 
 def _look(name: str) -> EngineFacts:
     reason = unavailable_reason(name)
     if reason is not None:
         return EngineFacts(name, False, reason=reason)
-    module = import_module(BACKENDS[name])
+    module = engine_module(name)
     if not hasattr(module, "binding"):
         return EngineFacts(name, True, built_for=["NumPy"], devices=[])
     binding = module.binding()

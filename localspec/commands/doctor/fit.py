@@ -18,9 +18,9 @@ from localspec.commands.doctor.facts import FOR_GPUS, EngineFacts, FitFacts, Mod
 from localspec.engine.options import LoadOptions
 from localspec.engine.pair import DEFAULT_CTX
 from localspec.errors import EngineError, LocalspecError, ModelFileError, UnsupportedModel
+from localspec.heads.kinds import is_published_head, read_open
 from localspec.model_files.catalog import Catalog, Entry, free_bytes
 from localspec.model_files.gguf import GGUFFile, model_bytes
-from localspec.model_files.head_kinds import is_published_head, read_open
 from localspec.model_files.kv_memory import KV_VALUE_BYTES, KVShape, kv_shape
 from localspec.model_files.local_files import known_entries
 from localspec.model_files.sources.base import size_text

@@ -19,13 +19,14 @@ from localspec.controllers.stopping import Times
 from localspec.engine.loading import ENGINES, compared
 from localspec.engine.pair import second_opinion
 from localspec.errors import Cancelled, LocalspecError
+from localspec.heads import HEAD
 from localspec.measuring.subject import PLAIN, SLICE_TOKENS, Arm, Block, EngineUnderTest, Sample, measure, places
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.sources.base import size_text
 from localspec.prompts.questions import Question, in_turns, own_questions
 from localspec.report.model import Finding
 from localspec.sampling.sampling import SamplingParams
-from localspec.spec_decode.drafters.names import HEAD, NGRAM
+from localspec.spec_decode.drafters.names import NGRAM
 from localspec.system.machine import BUSY, read_memory
 from localspec.system.process import on_interrupt
 from localspec.system.steps import exhaust

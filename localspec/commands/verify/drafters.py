@@ -12,7 +12,6 @@ import numpy as np
 from localspec.backends.base import Context, FloatArray, Forward
 from localspec.sampling.sampling import Distribution
 from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
-from localspec.spec_decode.proposer import SamplingProposer
 from localspec.spec_decode.rounds import DraftToken
 
 
@@ -167,7 +166,7 @@ class HeatedDrafter(Drafter):
         if proposer is not self._proposer:
             hot = replace(proposer.params, temperature=2 * proposer.params.temperature)
             # It counts its own samples: no other drafter may sample in such a request.
-            self._proposer, self._hot = proposer, SamplingProposer(hot, proposer.noise)
+            self._proposer, self._hot = proposer, Proposer(hot, proposer.noise)
             self._hot.drawn = proposer.drawn
         return self._drafter.draft(tokens, plan, self._hot)
 

@@ -11,17 +11,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from localspec.backends.base import Context, Forward
-from localspec.sampling.sampling import Distribution, Ids, Noise, Row, SamplingParams
-from localspec.spec_decode.passes import Drafting
+from localspec.sampling.sampling import Row, SamplingParams
+from localspec.spec_decode.proposer import DrafterFailed as DrafterFailed
+from localspec.spec_decode.proposer import Proposer as Proposer
 from localspec.spec_decode.rounds import Draft, DraftToken, Round
 from localspec.system.steps import Steps
-
-
-class DrafterFailed(Exception):
-    """A drafter cannot go on; the answer can. ``str(error)`` says why, in a clause without a subject."""
 
 
 class Plan(Protocol):
@@ -97,74 +94,6 @@ class Branching(Protocol):
         Returns:
             The probability of acceptance, given that ``parent`` is accepted, if it should be sent, else None.
         """
-
-
-class Rival(NamedTuple):
-    """What else a draft model would propose at a position, drawn only once it is wanted.
-
-    Attributes:
-        confidence: its own estimate, in [0, 1], that this is right where its first proposal is not.
-        token: the token; where it is sampled, -1.
-        law: what to sample it from: the law of the first proposal, without that. None where it is not sampled.
-    """
-
-    confidence: float
-    token: int
-    law: Distribution | None
-
-
-class Proposer(Protocol):
-    """How a draft model's logits become a draft token, so that drafters need not know about sampling.
-
-    Attributes:
-        params: the request's sampling parameters.
-        noise: the request's randomness.
-        n_vocab: how many token ids the target takes; no other may be drafted.
-        n_best: how many of the largest logits of a row it needs, see ``Context.decode_best``; 0 needs whole rows.
-        rivals: by position, what else there was to choose; None where nobody wants to know.
-        drawn: every sample that was drawn, sent or not, with the law it was drawn from; None as above.
-    """
-
-    params: SamplingParams
-    noise: Noise
-    n_vocab: int | None
-    n_best: int
-    rivals: dict[int, Rival] | None
-    drawn: list[tuple[int, Distribution]] | None
-
-    def n_legal(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens, from the first, the target takes and a grammar, if there is one, allows here."""
-
-    def extend(self, token: int) -> bool:
-        """The token is part of the draft. Returns whether no other can follow it."""
-
-    def confidence(self, row: Row, history: Sequence[int], n_known: int = 0, ids: Ids | None = None) -> float:
-        """The draft's confidence [0, 1] in the draft token that ``choose`` would make; independent of fresh randomness.
-
-        0 is none at all: the request bans all that the draft model could propose.
-
-        Args:
-            row: the draft model's logits [n], which can be more or fewer than the target's.
-            history: the tokens before the one to draft.
-            n_known: how many tokens are known already from that one on; 0 drafts the next.
-            ids: the target's tokens that the logits belong to, increasing [n]; None is 0, 1, 2, …
-
-        Raises:
-            DrafterFailed: the logits are not numbers.
-        """
-
-    def best(self) -> int:
-        """The most probable token of the row last given to ``confidence``."""
-
-    @property
-    def has_fresh_noise(self) -> bool:
-        """Whether draft tokens may be sampled with noise of their own: at a temperature, without a seed."""
-
-    def choose(self, position: int, *, sampled: bool = True) -> tuple[int, Distribution | None]:
-        """The draft token for the row last given to ``confidence``, and the law it was sampled from, if it was."""
-
-    def draw(self, rival: Rival) -> int:
-        """The token, sampled where it has a law."""
 
 
 class Drafter(ABC):
@@ -276,11 +205,6 @@ class Drafter(ABC):
         Raises:
             DrafterFailed: it cannot go on; it is not asked again.
         """
-
-    def drafting(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> Drafting[list[DraftToken]]:
-        """``draft``, passes of its own model left to the caller, who may run those of several answers as one."""
-        yield from ()
-        return self.draft(tokens, plan, proposer)
 
     def drafted(self) -> None:  # noqa: B027 - optional hook
         """The draft of this round is complete: a drafter that decoded in the target's context leaves it as it was."""

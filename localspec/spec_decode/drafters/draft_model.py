@@ -9,7 +9,7 @@ from localspec.backends.base import FEW_ROWS, Context, Forward, Wanted, shared_p
 from localspec.errors import ContextFull, EngineError
 from localspec.sampling.sampling import Ids
 from localspec.spec_decode.drafters.base import Drafter, DrafterFailed, Plan, Proposer
-from localspec.spec_decode.passes import Drafting, DraftPass, read_alone
+from localspec.spec_decode.overlapping import before_pass
 from localspec.spec_decode.rounds import DraftToken
 
 MAX_COUNTERFACTUAL = 24
@@ -49,7 +49,6 @@ class DraftModelDrafter(Drafter):
         self._n_prompt = self._n_settled = 0
         self._n_hidden = 0
         self._n_hideable = self._n_best = 0
-        self._ms_elsewhere = 0.0
         self._text: Sequence[int] | None = None
         """What is drafted for, once a step of this draft has read it: it only grows while the draft does."""
         self._n_known = 0
@@ -58,35 +57,32 @@ class DraftModelDrafter(Drafter):
         return DraftModelDrafter(context or self.context, self.source)
 
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
-        return read_alone(self.drafting(tokens, plan, proposer))
-
-    def drafting(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> Drafting[list[DraftToken]]:
         try:
-            return (yield from self._drafting(tokens, plan, proposer))
-        except ContextFull:  # others, whom a pass was to be shared with, have taken the room
+            return self._draft(tokens, plan, proposer)
+        except ContextFull:  # of a memory that holds other answers' texts too
             return []
 
-    def _drafting(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> Drafting[list[DraftToken]]:
+    def _draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         position, text = len(tokens), tokens
         if position > self.context.n_ctx:
             return []
-        tokens, known = yield from self._what_to_read(text, plan)
+        tokens, known = self._what_to_read(text, plan)
         if known is None:
             return []
         is_as_wide = proposer.n_vocab is None or self.context.model.n_vocab <= proposer.n_vocab
         self._n_best = proposer.n_best if is_as_wide else 0
-        started = self._start()
+        started = time.perf_counter()
         # What it would have drafted for the last settled tokens, read only now, shows how it is doing here.
         n_settled, n_prompt = self._n_settled - self._n_hidden, self._n_prompt - self._n_hidden
         n_counterfactual = min(n_settled - max(known, n_prompt - 1) - 1, MAX_COUNTERFACTUAL)
         n_scored = n_counterfactual if len(tokens) - known > 2 else 0
-        forward = yield from self._read(tokens, known, n_scored, plan, proposer)
+        forward = self._read(tokens, known, n_scored, plan, proposer)
         self._text, self._n_known = text if tokens is text else None, self.context.n_past
         confidence = proposer.confidence(forward.logits[-1], tokens, ids=_ids(forward, -1))
-        plan.spent(self.source, len(tokens) - known, self._ms_since(started))
+        plan.spent(self.source, len(tokens) - known, (time.perf_counter() - started) * 1e3)
         return self._proposed(confidence, position, plan, proposer)
 
-    def _what_to_read(self, tokens: Sequence[int], plan: Plan) -> Drafting[tuple[Sequence[int], int | None]]:
+    def _what_to_read(self, tokens: Sequence[int], plan: Plan) -> tuple[Sequence[int], int | None]:
         """The text as this model sees it, and how much of that it knows; None if the rest is not worth reading."""
         for n_hidden in (0, self._n_hideable) if self._n_hideable else (self._n_hidden,):
             seen = [*tokens[:N_HEAD], *tokens[N_HEAD + n_hidden :]] if n_hidden else tokens
@@ -100,15 +96,15 @@ class DraftModelDrafter(Drafter):
                 continue
             if plan.more(self.source, pending):
                 self._n_hidden, self._n_hideable = n_hidden, 0
-                return seen, known if pending == 1 else (yield from self._probe(seen, known, plan))
+                return seen, known if pending == 1 else self._probe(seen, known, plan)
         return tokens, None
 
-    def _probe(self, tokens: Sequence[int], known: int, plan: Plan) -> Drafting[int | None]:
+    def _probe(self, tokens: Sequence[int], known: int, plan: Plan) -> int | None:
         """Read first pieces, if the plan wants to see what reading costs now; None if the rest is not worth it."""
         while (piece := plan.piece(self.source, len(tokens) - known)) < len(tokens) - known:
-            started = self._start()
-            yield from self._decode(tokens[known : known + piece], "none")
-            plan.spent(self.source, piece, self._ms_since(started))
+            started = time.perf_counter()
+            self._decode(tokens[known : known + piece], "none")
+            plan.spent(self.source, piece, (time.perf_counter() - started) * 1e3)
             known += piece
             if not plan.more(self.source, len(tokens) - known):
                 return None
@@ -116,21 +112,21 @@ class DraftModelDrafter(Drafter):
 
     def _read(
         self, tokens: Sequence[int], known: int, n_counterfactual: int, plan: Plan, proposer: Proposer
-    ) -> Drafting[Forward]:
+    ) -> Forward:
         """Decode ``tokens[known:]``, the logits after the last being last; on the way, score counterfactual ones.
 
         Args:
             n_counterfactual: how many of the last settled tokens to score a draft token for; none if not positive.
         """
         if n_counterfactual <= 0:
-            return (yield from self._decode(tokens[known:], "last"))
+            return self._decode(tokens[known:], "last")
         first = (
             self._n_settled - self._n_hidden - n_counterfactual - 1
         )  # its logits predict the first token to be judged
         if first > known:
-            yield from self._decode(tokens[known:first], "none")
+            self._decode(tokens[known:first], "none")
         for start in range(first, len(tokens), FEW_ROWS):
-            forward = yield from self._decode(tokens[start : start + FEW_ROWS], "all")
+            forward = self._decode(tokens[start : start + FEW_ROWS], "all")
             for at in range(start + 1, min(start + FEW_ROWS, first + n_counterfactual) + 1):
                 row, ids = forward.logits[at - start - 1], _ids(forward, at - start - 1)
                 confidence = proposer.confidence(row, tokens[:at], n_known=len(tokens) - at, ids=ids)
@@ -138,26 +134,18 @@ class DraftModelDrafter(Drafter):
                     plan.counterfactual(self.source, confidence, proposer.best() == tokens[at])
         return forward
 
-    def _start(self) -> float:
-        self._ms_elsewhere = 0.0
-        return time.perf_counter()
-
-    def _ms_since(self, started: float) -> float:
-        """Without what others did meanwhile."""
-        return (time.perf_counter() - started) * 1e3 - self._ms_elsewhere
-
     # The answer does not need a draft model: where its engine fails, it is done without.
 
-    def _decode(self, tokens: Sequence[int], rows: Wanted) -> Drafting[Forward]:
-        wanted, started = DraftPass(self.context, tokens, rows, self._n_best), time.perf_counter()
+    def _decode(self, tokens: Sequence[int], rows: Wanted) -> Forward:
+        before_pass(self.context)
         try:
-            forward = yield wanted
+            if self._n_best and rows != "none":
+                return self.context.decode_best(tokens, self._n_best, rows)
+            return self.context.decode(tokens, rows)
         except ContextFull:
             raise
         except EngineError as error:
             raise DrafterFailed(f"failed: {error}") from error
-        self._ms_elsewhere += (time.perf_counter() - started) * 1e3 - wanted.ms
-        return forward
 
     def _reuse(self, tokens: Sequence[int]) -> int:
         try:

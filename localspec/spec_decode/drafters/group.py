@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from localspec.backends.base import Context, Forward
 from localspec.errors import EngineError
 from localspec.spec_decode.drafters.base import Branching, Drafter, DrafterFailed, FreePlan, Plan, Proposer
-from localspec.spec_decode.passes import Drafting, read_alone
 from localspec.spec_decode.rounds import Draft, DraftToken
 
 
@@ -59,8 +58,6 @@ class DrafterGroup:
     ) -> Draft:
         """Draft what follows ``tokens`` (left as it was on return), up to an end token: nothing after one counts.
 
-        ``drafting`` is the same, passes of draft models left to the caller.
-
         Args:
             tokens: everything settled.
             plan: the permission to draft.
@@ -68,20 +65,10 @@ class DrafterGroup:
             end_tokens: tokens that end an answer.
             branching: the permission to add branches, if there is one.
         """
-        return read_alone(self.drafting(tokens, plan, proposer, end_tokens, branching))
-
-    def drafting(
-        self,
-        tokens: list[int],
-        plan: Plan,
-        proposer: Proposer,
-        end_tokens: frozenset[int] = frozenset(),
-        branching: Branching | None = None,
-    ) -> Drafting[Draft]:
         settled = len(tokens)
         proposer.rivals = None if branching is None else {}
         try:
-            draft = yield from self._chain(tokens, plan, proposer, end_tokens)
+            draft = self._chain(tokens, plan, proposer, end_tokens)
             if branching is not None and draft:
                 del tokens[settled:]
                 self._branch(draft, tokens, branching, proposer, end_tokens)
@@ -91,11 +78,11 @@ class DrafterGroup:
                 drafter.drafted()
         return draft
 
-    def _chain(self, tokens: list[int], plan: Plan, proposer: Proposer, end_tokens: frozenset[int]) -> Drafting[Draft]:
+    def _chain(self, tokens: list[int], plan: Plan, proposer: Proposer, end_tokens: frozenset[int]) -> Draft:
         draft = Draft()
         while plan.room > 0:
             for drafter in self._in_order(tokens, plan):
-                found = _legal((yield from self._ask(drafter, tokens, plan, proposer)), proposer)
+                found = _legal(self._ask(drafter, tokens, plan, proposer), proposer)
                 if found:
                     break
             else:
@@ -123,7 +110,7 @@ class DrafterGroup:
                 draft.append(token, at - 1)
         for drafter in [drafter for drafter in self.drafters if drafter.copies and drafter.source != draft[0].source]:
             at = -1
-            for copy in read_alone(self._ask(drafter, tokens, _Whatever(branching.room), proposer)):
+            for copy in self._ask(drafter, tokens, _Whatever(branching.room), proposer):
                 here = [child for child in draft.children(at) if draft[child].id == copy.id]
                 if not here:
                     expected = branching.beside(draft, at, copy.source, copy.prob)
@@ -146,9 +133,9 @@ class DrafterGroup:
                 drafters[i] = drafter
         return drafters
 
-    def _ask(self, drafter: Drafter, tokens: list[int], plan: Plan, proposer: Proposer) -> Drafting[list[DraftToken]]:
+    def _ask(self, drafter: Drafter, tokens: list[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         try:
-            return (yield from drafter.drafting(tokens, plan, proposer))
+            return drafter.draft(tokens, plan, proposer)
         except DrafterFailed as error:
             drafter.drafted()
             drafter.failed = True

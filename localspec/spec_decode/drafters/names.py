@@ -20,27 +20,15 @@ CHATS = "chats"
 """What it calls files and folders that n-grams are copied from, ``corpus:PATH``, and the chats saved in this home,
 ``corpus:chats``."""
 
-HEAD = "head"
-EARLY_EXIT = "early-exit"
-MTP = "mtp"
-"""What it calls a head, also ``head:FILE``; the target's own first layers, also ``early-exit:N``; and the target's own
-layer for multi-token prediction. Any other name is that of a model, or of a published head's file."""
-
-FROM_STATES = (HEAD, EARLY_EXIT, MTP)
-"""Those of them that draft from what the target computes."""
-
 
 SHOWN = {
     NGRAM: "copying from the text",
     CORPUS: "copying from your files",
     RECYCLED: "guesses of earlier passes",
-    HEAD: "head",
-    EARLY_EXIT: "early exit",
-    MTP: "the model's own MTP layer",
     "model": "draft model",
     "grammar": "grammar",
 }
-"""What people read for a kind of drafter."""
+"""What people read for a kind of drafter; plugins add theirs."""
 
 
 def shown(drafter: str) -> str:

@@ -23,9 +23,9 @@ from localspec.engine.loading import draft_gain
 from localspec.engine.options import LoadOptions
 from localspec.engine.worker import Job
 from localspec.errors import Cancelled, DownloadError
+from localspec.heads.file import heads_folder
 from localspec.model_files import sources
 from localspec.model_files.catalog import Catalog, Entry
-from localspec.model_files.head_folders import heads_folder
 from localspec.spec_decode.drafters.names import AUTOMATIC
 from tests.conftest import TinyFiles, open_backend
 from tests.support.ggufs import write_glm, write_hybrid

@@ -489,6 +489,7 @@ def test_nothing_on_standard_input_is_a_chat_without_turns(tiny: TinyFiles) -> N
 
 
 @pytest.mark.real
+@pytest.mark.slow
 def test_the_real_pair(open_chat: Open, real_model: Any, tmp_path: Path) -> None:
     target, draft = real_model("qwen2.5-coder-1.5b"), real_model("qwen2.5-coder-0.5b")
     command = [*PROGRAM, "chat", str(target), "--draft", str(draft), "--draft", "ngram", "--draft-length", "4"]

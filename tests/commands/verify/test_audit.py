@@ -29,13 +29,13 @@ from localspec.commands.verify.samples import DrawnSamples
 from localspec.commands.verify.several import SeveralFigures, audit_several
 from localspec.controllers.fixed import FixedPlan
 from localspec.engine.options import LoadOptions
+from localspec.heads.drafters import EarlyExitDrafter
 from localspec.report.model import Findings
 from localspec.sampling.sampling import Distribution, Noise, distribution
 from localspec.spec_decode import decoder, verification
 from localspec.spec_decode.detokenizer import ThinkingReader
 from localspec.spec_decode.drafters.base import Drafter
-from localspec.spec_decode.drafters.head import EarlyExitDrafter
-from localspec.spec_decode.proposer import SamplingProposer
+from localspec.spec_decode.proposer import Proposer
 from localspec.spec_decode.rounds import Draft, DraftToken, Verdict
 from tests.commands.test_cli import localspec
 from tests.conftest import TinyFiles, open_backend
@@ -425,15 +425,15 @@ def noise_one_place_off(patch: pytest.MonkeyPatch) -> None:
 
 def lying_draft(patch: pytest.MonkeyPatch) -> None:
     """A guess is drawn evenly from the tokens of the law that is reported for it."""
-    choose = SamplingProposer.choose
+    choose = Proposer.choose
 
-    def liar(self: SamplingProposer, position: int, **options: Any) -> tuple[int, Distribution | None]:
+    def liar(self: Proposer, position: int, **options: Any) -> tuple[int, Distribution | None]:
         token, dist = choose(self, position, **options)
         if dist is not None:
             token = int(dist.ids[int(self.noise.uniform(self._n_sampled, 9) * len(dist.ids))])
         return token, dist
 
-    patch.setattr(SamplingProposer, "choose", liar)
+    patch.setattr(Proposer, "choose", liar)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from localspec.engine.loading import DraftCopy, measuring, reading
 from localspec.engine.state import Seat
 from localspec.sampling.sampling import Noise
 from localspec.spec_decode.drafters.base import DrafterFailed
-from localspec.spec_decode.proposer import SamplingProposer
+from localspec.spec_decode.proposer import Proposer
 from localspec.system.steps import exhaust
 from tests.conftest import open_backend
 from tests.support import ggufs
@@ -106,8 +106,8 @@ def test_a_wider_draft_guesses_only_what_the_target_has(engine: str, wide: ggufs
 def test_q_is_the_law_of_what_the_target_can_take(wide: ggufs.Pair) -> None:
     params = SamplingParams(temperature=1.0, logit_bias={N_VOCAB + 1: 50.0})
     row = np.random.default_rng(0).normal(0.0, 3.0, N_VOCAB + N_PADDING).astype(np.float32)
-    cut = SamplingProposer(params, Noise(1), n_vocab=N_VOCAB)
-    alone = SamplingProposer(params, Noise(1))
+    cut = Proposer(params, Noise(1), n_vocab=N_VOCAB)
+    alone = Proposer(params, Noise(1))
     assert cut.confidence(row, PROMPT) == alone.confidence(row[:N_VOCAB], PROMPT)
     (guess, q), (_, law) = cut.choose(9), alone.choose(9)
     assert q is not None
@@ -145,7 +145,7 @@ def test_a_prediction_is_made_of_the_targets_tokens(wide: ggufs.Pair) -> None:
 @pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0)])
 def test_no_guess_comes_of_a_row_that_is_not_numbers(params: SamplingParams, broken: float) -> None:
-    proposer = SamplingProposer(params, Noise(0), n_vocab=50)
+    proposer = Proposer(params, Noise(0), n_vocab=50)
     row = np.linspace(-3, 3, 60, dtype=np.float32)
     row[40:] = broken  # of -inf alone that is nothing unusual
     if broken == -np.inf:
@@ -160,7 +160,7 @@ def test_no_guess_comes_of_a_row_that_is_not_numbers(params: SamplingParams, bro
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_what_the_request_bans_is_not_the_drafts_failure(temperature: float) -> None:
     params = SamplingParams(temperature=temperature, logit_bias={i: -np.inf for i in range(20)})
-    assert SamplingProposer(params, Noise(0)).confidence(np.zeros(20, dtype=np.float32), []) == 0.0
+    assert Proposer(params, Noise(0)).confidence(np.zeros(20, dtype=np.float32), []) == 0.0
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from localspec.controllers.auto import AutoPlan
 from localspec.controllers.fixed import FixedPlan
 from localspec.sampling.sampling import Ids, Noise, Row
 from localspec.spec_decode.drafters.draft_model import MAX_ABRIDGED, MAX_COUNTERFACTUAL, N_HEAD, N_TAIL
-from localspec.spec_decode.proposer import SamplingProposer
+from localspec.spec_decode.proposer import Proposer
 from tests.conftest import TinyFiles
 
 
@@ -69,7 +69,7 @@ def test_guesses_for_missed_tokens_are_judged_and_no_others(tiny: TinyFiles, mon
 
             with monkeypatch.context() as patch:
                 patch.setattr(context, "decode", counted)
-                drafter.draft(prompt + answer[:n], plan, SamplingProposer(params, Noise(0)))
+                drafter.draft(prompt + answer[:n], plan, Proposer(params, Noise(0)))
             assert context.tokens == prompt + answer[:n]
             assert max(n_rows) <= FEW_ROWS
             return plan
@@ -94,7 +94,7 @@ def test_a_guess_is_charged_for_what_is_made_of_its_logits_too(
 ) -> None:
     now = [0.0]
 
-    class Slow(SamplingProposer):
+    class Slow(Proposer):
         def confidence(self, row: Row, history: Sequence[int], n_known: int = 0, ids: Ids | None = None) -> float:
             now[0] += 0.05
             return super().confidence(row, history, n_known, ids)
@@ -105,7 +105,6 @@ def test_a_guess_is_charged_for_what_is_made_of_its_logits_too(
         drafter.begin(prompt)
         clock = SimpleNamespace(perf_counter=lambda: now[0])
         monkeypatch.setattr("localspec.spec_decode.drafters.draft_model.time", clock)
-        monkeypatch.setattr("localspec.spec_decode.passes.time", clock)
         llm.run(lambda pair: drafter.draft(prompt, plan, Slow(SamplingParams(), Noise(0))))
         assert plan.ms == pytest.approx(50)
 
@@ -115,10 +114,10 @@ def test_counterfactual_draft_tokens_are_learned_from(tiny: TinyFiles) -> None:
         controller = llm._pair.controller("auto")
         plan = controller.plan(room=8, n_past=4)
         assert isinstance(plan, AutoPlan)
-        before = plan.estimates.acceptance["model"].expected(0.97)
+        before = plan.acceptance["model"].expected(0.97)
         for _ in range(20):
             plan.counterfactual("model", 0.97, right=False)
-        assert plan.estimates.acceptance["model"].expected(0.97) < before - 0.3
+        assert plan.acceptance["model"].expected(0.97) < before - 0.3
 
 
 def test_of_a_short_new_prompt_only_the_ends_are_read_if_all_of_it_is_not_worth_that(tiny: TinyFiles) -> None:
@@ -130,7 +129,7 @@ def test_of_a_short_new_prompt_only_the_ends_are_read_if_all_of_it_is_not_worth_
         def read(prompt: list[int], answer: list[int], worth: int = 80) -> list[int]:
             drafter.begin(prompt)
             drafter.accept(answer)
-            drafter.draft(prompt + answer, Recorder(worth), SamplingProposer(params, Noise(0)))
+            drafter.draft(prompt + answer, Recorder(worth), Proposer(params, Noise(0)))
             return list(context.tokens)
 
         def words(n: int) -> list[int]:
@@ -158,7 +157,7 @@ def test_all_of_a_prompt_is_read_once_that_has_come_to_be_worth_it(tiny: TinyFil
         context = llm._pair.contexts[1]
 
         def read() -> None:
-            proposer = SamplingProposer(SamplingParams(), Noise(0))
+            proposer = Proposer(SamplingParams(), Noise(0))
             context.truncate(0)
             drafter.begin(prompt)
             drafter.draft(prompt, Recorder(10), proposer)

@@ -19,11 +19,11 @@ from localspec.spec_decode.drafters.corpus import CorpusDrafter
 from localspec.spec_decode.drafters.corpus_index import CorpusIndex, PathSource
 from localspec.spec_decode.drafters.group import DrafterGroup
 from localspec.spec_decode.drafters.ngram import NgramDrafter
-from localspec.spec_decode.proposer import SamplingProposer
+from localspec.spec_decode.proposer import Proposer
 from localspec.system.steps import exhaust
 from tests.conftest import TinyFiles
 
-ANYTHING = SamplingProposer(SamplingParams(), Noise(0))
+ANYTHING = Proposer(SamplingParams(), Noise(0))
 KINDS = {
     "greedy": SamplingParams(max_tokens=60, ignore_eos=True),
     "seeded": SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True),

@@ -18,12 +18,13 @@ import pytest
 import localspec.spec_decode.decoder
 from localspec.backends import reference
 from localspec.backends.base import FEW_ROWS, Context, FloatArray, Forward
-from localspec.backends.draft_head import DraftHead
-from localspec.backends.heads import STATE, Head, load_head, target_facts
-from localspec.backends.published_heads import load_published
 from localspec.controllers.fixed import FixedController, FixedPlan
 from localspec.errors import EngineError, UsageError
-from localspec.model_files.exit_head import exit_head
+from localspec.heads.base import DraftHead
+from localspec.heads.drafters import HEAD_DRAFTERS, ChainedHead, HeadDrafter, StateWindow
+from localspec.heads.kinds.exit import exit_head
+from localspec.heads.published import load_published
+from localspec.heads.trained import STATE, Head, load_head, target_facts
 from localspec.sampling.constraint import constraint_for
 from localspec.sampling.sampling import Distribution, Ids, Noise, Row, SamplingParams
 from localspec.spec_decode.decoder import SpeculativeDecoder
@@ -31,9 +32,7 @@ from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.group import DrafterGroup
-from localspec.spec_decode.drafters.head import HEAD_DRAFTERS, ChainedHead, HeadDrafter, StateWindow
 from localspec.spec_decode.drafters.ngram import NgramDrafter
-from localspec.spec_decode.proposer import SamplingProposer
 from localspec.spec_decode.rounds import DraftToken, Round
 from tests.conftest import Backend, TinyFiles
 from tests.spec_decode.drafters.test_catch_up import Recorder
@@ -86,7 +85,7 @@ WINDOW = 64
 
 @pytest.fixture(autouse=True)
 def window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localspec.backends.heads.MAX_STATES", WINDOW)
+    monkeypatch.setattr("localspec.heads.trained.MAX_STATES", WINDOW)
 
 
 class HeadWorld(World):
@@ -307,13 +306,13 @@ def test_the_law_of_whole_answers_is_that_of_plain_sampling(
 def test_a_head_that_lies_about_its_law_makes_the_law_differ(
     states: States, law: Callable[[str, int], dict[Tokens, float]], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choose = SamplingProposer.choose
+    choose = Proposer.choose
 
-    def lying(self: SamplingProposer, position: int, *, sampled: bool = True) -> tuple[int, Distribution | None]:
+    def lying(self: Proposer, position: int, *, sampled: bool = True) -> tuple[int, Distribution | None]:
         token, q = choose(self, position, sampled=sampled)
         return token, q and Distribution(q.ids, q.probs**2 / (q.probs**2).sum())
 
-    monkeypatch.setattr(SamplingProposer, "choose", lying)
+    monkeypatch.setattr(Proposer, "choose", lying)
     assert largest_difference(plain_law(LAWS, states, 3), law(kind, 3)) > DEFECT
 
 
@@ -378,19 +377,17 @@ class Asked:
 def watch(monkeypatch: pytest.MonkeyPatch, drafter: Any, target: Context) -> list[Asked]:
     """All rows that a drafter asks the proposer about."""
     seen: list[Asked] = []
-    draft, confidence = drafter.draft, SamplingProposer.confidence
+    draft, confidence = drafter.draft, Proposer.confidence
     n_settled = [0]
 
     def drafting(tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         if target._partial is None:  # an early exit holds some of the draft there
             n_settled[0] = target.n_past + 1
         with monkeypatch.context() as patch:
-            patch.setattr(SamplingProposer, "confidence", asked)
+            patch.setattr(Proposer, "confidence", asked)
             return draft(tokens, plan, proposer)  # type: ignore[no-any-return]
 
-    def asked(
-        self: SamplingProposer, row: Row, history: Sequence[int], n_known: int = 0, ids: Ids | None = None
-    ) -> float:
+    def asked(self: Proposer, row: Row, history: Sequence[int], n_known: int = 0, ids: Ids | None = None) -> float:
         n = min(n_settled[0], len(history))  # less, where it is judged for what it was not asked
         seen.append(Asked(row.copy(), list(history), n, getattr(drafter, "_first", 0)))
         return confidence(self, row, history, n_known, ids)
@@ -585,7 +582,7 @@ def test_clones_take_turns_in_one_context(reader: Reader, monkeypatch: pytest.Mo
 
 def test_it_goes_on_behind_the_tokens_of_others_as_far_as_it_was_trained(reader: Reader) -> None:
     reader.answer(words(30), 1, 0)
-    proposer = SamplingProposer(SamplingParams(), Noise(0))
+    proposer = Proposer(SamplingParams(), Noise(0))
     drafter, text = reader.drafter, list(reader.drafter._text)
     for n_others, n_rows in ((0, []), (STEPS - 1, [1] * (STEPS - 1)), (STEPS, [])):
         drafter.accept([])
@@ -611,7 +608,7 @@ def test_guesses_for_tokens_that_it_was_not_asked_for_are_judged_when_it_reads_t
     plan = Recorder()
     with monkeypatch.context() as patch:
         n_rows = hand_out_best(patch, reference.ReferenceContext) if cut else []
-        reader.drafter.draft(text, plan, SamplingProposer(SamplingParams(), Noise(0)))
+        reader.drafter.draft(text, plan, Proposer(SamplingParams(), Noise(0)))
         assert n_rows == [FEW_ROWS] * cut
     oracle = Oracle(reader.path, reader.head)
     rightly = []
@@ -622,7 +619,7 @@ def test_guesses_for_tokens_that_it_was_not_asked_for_are_judged_when_it_reads_t
     assert plan.n_read == len(text) - 1
     reader.drafter.accept([])
     plan = Recorder()
-    reader.drafter.draft(text, plan, SamplingProposer(SamplingParams(), Noise(0)))
+    reader.drafter.draft(text, plan, Proposer(SamplingParams(), Noise(0)))
     assert plan.seen == []  # once
 
 
@@ -689,7 +686,7 @@ def test_an_early_exit_leaves_the_target_as_it_was(tiny: TinyFiles, tmp_path: Pa
         group.attach(target)
         text = words(12)
         target.decode(text[:-1], "none")
-        proposer = SamplingProposer(SamplingParams(), Noise(0))
+        proposer = Proposer(SamplingParams(), Noise(0))
         for _ in range(2):
             assert len(group.draft(text, FixedPlan(4), proposer)) == 4
             assert target.tokens == text[:-1]

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from localspec.backends.base import FloatArray
-from localspec.backends.published_heads import EngineHead, load_published
 from localspec.controllers.fixed import FixedPlan
+from localspec.heads.drafters import ChainedHead
+from localspec.heads.published import EngineHead, load_published
 from localspec.sampling.sampling import Noise, Row, SamplingParams
-from localspec.spec_decode.drafters.head import ChainedHead
-from localspec.spec_decode.proposer import SamplingProposer
+from localspec.spec_decode.proposer import Proposer
 from tests.conftest import TinyFiles, open_backend
 from tests.support import ggufs
 from tests.support.mlx_ggufs import TinyFile
@@ -36,7 +36,7 @@ makes it more than with other heads is not known."""
 
 
 @dataclass
-class Recorder(SamplingProposer):
+class Recorder(Proposer):
     """A greedy proposer that keeps the logits that it was given."""
 
     rows: list[FloatArray] = field(default_factory=list)

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from localspec.sampling.sampling import Noise, SamplingParams
 from localspec.spec_decode.drafters.ngram import MAX_WALK, NgramDrafter, SuffixAutomaton
-from localspec.spec_decode.proposer import SamplingProposer
+from localspec.spec_decode.proposer import Proposer
 from localspec.spec_decode.rounds import DraftToken
 
 TOKENS = st.lists(st.integers(0, 2), max_size=40)
 
-ANYTHING = SamplingProposer(SamplingParams(), Noise(0))
+ANYTHING = Proposer(SamplingParams(), Noise(0))
 """A request without a grammar: every guess is legal."""
 
 

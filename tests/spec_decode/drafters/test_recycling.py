@@ -27,11 +27,11 @@ from localspec.spec_decode.drafters.recycling import (
     RecyclingDrafter,
     SuccessorTable,
 )
-from localspec.spec_decode.proposer import SamplingProposer
+from localspec.spec_decode.proposer import Proposer
 from tests.conftest import TinyFiles
 from tests.support.heads import write_random_head
 
-ANYTHING = SamplingProposer(SamplingParams(), Noise(0))
+ANYTHING = Proposer(SamplingParams(), Noise(0))
 N_VOCAB = 64
 
 
