@@ -1,7 +1,7 @@
 """How often drafters are right, by position in the draft and by kind of question, at every place of answers.
 
     python benchmarks/draft_acceptance.py [MODEL] [--draft NAME ...] [--set report] [--tokens 256] [--length 4]
-        [--backend NAME] [--category NAME ...] [--json OUT] [--histograms]
+        [--backend NAME] [--category NAME ...] [--json OUT] [--histograms] [--write-prior KIND CHOICE]
 
 The target answers plainly and greedily. Before each of its passes every drafter drafts, and nothing of that is sent:
 so all are judged on the same text, at all places of it, those included at which no policy would ask them. "k right" is
@@ -9,9 +9,10 @@ the share of places at which the first k draft tokens are the answer's next k; w
 right. The last places of an answer, fewer tokens from its end than a draft has, do not count. "step" is the median time
 of its passes over that of a plain pass of the target; a step reads what the one before drafted, or what was said since.
 
-``--histograms`` prints what ``localspec/controllers/acceptance.py`` expects of a drafter before it has seen any of it:
-how often a draft token with each confidence is right, and how the confidences are distributed, by what they come after
-and by how certain the target is at that place.
+``--histograms`` prints what is expected of a drafter before any evidence: how often a draft token with each confidence
+is right, and how the confidences are distributed, by what they come after and by how certain the target is at that
+place. ``--write-prior head greedy`` writes that, smoothed, into ``localspec/controllers/priors.json``, as prior of a
+kind of drafter (``model``, ``head``, ``copy``) and a choice of its tokens (``greedy``, ``most_probable``, ``sample``).
 
 The speed that follows is measured by ``localspec bench``, whose arms take turns: all drafters but a head, all, a head
 alone, a draft model alone, each on the 34 report questions with 256 tokens:
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -36,7 +38,7 @@ import numpy.typing as npt
 
 from localspec import LLM, SamplingParams
 from localspec.backends.base import Context, Forward
-from localspec.controllers.acceptance import CERTAINTY_EDGES, N_BINS, START, bin_of, leads_to
+from localspec.controllers.acceptance import CERTAINTY_EDGES, N_BINS, PRIORS, START, bin_of, leads_to
 from localspec.controllers.fixed import FixedController, FixedPlan
 from localspec.engine.pair import Pair
 from localspec.prompts.questions import SETS, of_categories, own_questions
@@ -151,6 +153,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="of each answer")
     parser.add_argument("--length", type=int, default=4, help="of each draft")
     parser.add_argument("--histograms", action="store_true", help="print what is to be expected of the drafters")
+    parser.add_argument("--write-prior", nargs=2, metavar=("KIND", "CHOICE"), help="of the first drafter")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
     right: dict[str, dict[str, list[int]]] = {}  # by drafter and category: tokens right, at each place
@@ -193,8 +196,23 @@ def main() -> None:
             print(f"{title} (tokens: {', '.join(f'{n:.0f}' for n in counts.sum(axis=1))})")
             for row in counts:
                 print(_shares(row, row.sum()))
+    if args.write_prior:
+        write_prior(watched[0], *args.write_prior)
     if args.json:
         args.json.write_text(json.dumps({"model": args.model, "engine": engine, "ms": plain, "rows": results}) + "\n")
+
+
+def write_prior(watched: Watched, kind: str, choice: str) -> None:
+    """Replace one prior; half a token more in each bin keeps shares of bins that were not seen above 0."""
+    priors = json.loads(PRIORS.read_text())
+    wrong, right = watched.fates
+    tables = {"histograms": watched.after, "where_certain": watched.where_certain}
+    priors[kind][choice] |= {"acceptance": np.round((right + 0.5) / (wrong + right + 1.0), 3).tolist()} | {
+        name: np.round((counts + 0.5) / (counts + 0.5).sum(axis=1, keepdims=True), 3).tolist()
+        for name, counts in tables.items()
+    }
+    text = json.dumps(priors, indent=2)
+    PRIORS.write_text(re.sub(r"\[\s+([\d.,\s]+?)\s+\]", lambda row: f"[{' '.join(row[1].split())}]", text) + "\n")
 
 
 def _shares(counts: npt.NDArray[np.float64], of: npt.NDArray[np.float64] | float) -> str:

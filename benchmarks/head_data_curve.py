@@ -26,15 +26,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from localspec.backends.heads import target_facts
+from localspec.heads.card import ALL_TEXTS, Rates
+from localspec.heads.trained import target_facts
+from localspec.heads.training.run_folder import KINDS, Recipe, RunFolder
+from localspec.heads.training.shards import Passage, Shards
+from localspec.heads.training.trainer import Trainer, TrainingSettings
+from localspec.heads.training.warm_start import new_card, start
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.gguf import GGUFFile, tensor_rows
-from localspec.model_files.head_card import ALL_TEXTS, Rates
 from localspec.report.renderers import table
-from localspec.training.run_folder import KINDS, Recipe, RunFolder
-from localspec.training.shards import Passage, Shards
-from localspec.training.trainer import Trainer, TrainingSettings
-from localspec.training.warm_start import new_card, start
 
 MORE = 10
 """Times as many examples."""

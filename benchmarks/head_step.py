@@ -20,12 +20,12 @@ import numpy as np
 
 from localspec import backends
 from localspec.backends.base import Context, FloatArray
-from localspec.backends.draft_head import STATE
-from localspec.backends.heads import Head, heads_for, load_head
-from localspec.backends.products import NumpyProducts
+from localspec.heads.base import STATE
+from localspec.heads.file import head_weights
+from localspec.heads.products import NumpyProducts
+from localspec.heads.trained import Head, heads_for, load_head
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.gguf import GGUFFile
-from localspec.model_files.head_file import head_weights
 from localspec.system.machine import cpu_name
 
 N_PAST = 64

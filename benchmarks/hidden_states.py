@@ -10,7 +10,6 @@ looks every node up by its name, as passes of a new shape do (see ``backends.sta
 from __future__ import annotations
 
 import argparse
-import importlib
 import platform
 import tempfile
 import time
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from localspec.backends.base import Context, Model
 from localspec.backends.llama.model import LlamaContext
-from localspec.backends.registry import BACKENDS
+from localspec.backends.registry import engine_module
 from localspec.system.machine import cpu_name
 from tests.support import ggufs
 
@@ -74,7 +73,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         shape = ggufs.Shape(n_layer=28, n_embd=64, n_head=2, n_head_kv=1, n_ff=128)
         path = args.file or ggufs.write_llama(Path(folder) / "deep.gguf", shape)
-        load = importlib.import_module(BACKENDS[args.backend]).load
+        load = engine_module(args.backend).load
         with load(path, n_threads=args.threads) as model:
             print(f"{cpu_name()}, Python {platform.python_version()}, {model.engine}, {path.name}")
             measure(model, args.repeats)

@@ -27,11 +27,11 @@ import numpy as np
 
 from localspec import LLM, SamplingParams
 from localspec.backends.base import Context, FloatArray, Forward
+from localspec.heads.drafters import HeadDrafter
 from localspec.prompts.questions import in_turns, of_categories, own_questions, read_questions
 from localspec.sampling.sampling import Distribution, Noise, distribution, top_probability
 from localspec.spec_decode.drafters.base import FreePlan
 from localspec.spec_decode.drafters.draft_model import N_HEAD, N_TAIL
-from localspec.spec_decode.drafters.head import HeadDrafter
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.proposer import Proposer
 from localspec.system.files import write_atomically

@@ -29,11 +29,11 @@ import numpy as np
 
 from benchmarks.record_traces import Spy
 from localspec.backends.base import FEW_ROWS, Forward
-from localspec.backends.heads import MAX_STATES
 from localspec.controllers.acceptance import COPIED, GREEDY, MOST_PROBABLE, SAMPLE, Prior, SourceAcceptance, of_a_head
 from localspec.controllers.auto import AutoController
 from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.learned import TimeBudget
+from localspec.heads.trained import MAX_STATES
 from localspec.sampling.sampling import Distribution, Noise, SamplingParams
 from localspec.spec_decode.drafters.base import Drafter, Plan
 from localspec.spec_decode.drafters.draft_model import MAX_ABRIDGED, MAX_COUNTERFACTUAL, N_HEAD, N_TAIL

@@ -17,14 +17,13 @@ disturb least. Each sequence holds ``--past`` tokens.
 from __future__ import annotations
 
 import argparse
-import importlib
 import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from localspec.backends.base import Model, Piece
-from localspec.backends.registry import BACKENDS
+from localspec.backends.registry import engine_module
 from localspec.system.machine import cpu_name
 
 WIDTHS = (1, 2, 4, 8)
@@ -96,7 +95,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
-    load = importlib.import_module(BACKENDS[args.backend]).load
+    load = engine_module(args.backend).load
     with load(args.file, n_threads=args.threads) as model:
         print(f"{cpu_name()}, Python {platform.python_version()}, {model.engine}, {args.file.name}, {args.past} tokens")
         measure(model, args.past, args.repeats)

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
         UsageError,
         VocabularyMismatch,
     )
+    from localspec.heads.training.distill import distill
     from localspec.llm import LLM, Session
     from localspec.sampling.sampling import SamplingParams, ScoredToken, TokenLogprobs
     from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Span, SpecStats, Verdict
-    from localspec.training.distill import distill
 
 
 __all__ = [
@@ -87,7 +87,7 @@ _HOMES = {
     **dict.fromkeys(("ScoredToken", "TokenLogprobs"), "localspec.sampling.sampling"),
     "SamplingParams": "localspec.sampling.sampling",
     "Session": "localspec.llm",
-    "distill": "localspec.training.distill",
+    "distill": "localspec.heads.training.distill",
 }
 
 

@@ -1,27 +1,6 @@
-"""Every error that localspec raises on purpose, and any exception as one readable line and an exit status.
+"""Every error that localspec raises on purpose, its exit status, and checks of what callers give.
 
-::
-
-    LocalspecError                  (one readable line; the CLI exits 1)
-    ├── UsageError                  the request makes no sense (the CLI exits 2; also a ValueError)
-    │   ├── PromptTooLong           the prompt does not fit into the context
-    │   └── UnknownModel            no such catalogue name or file
-    ├── ModelFileError              the file is not a usable model
-    │   ├── NotGGUF                 empty, foreign or cut short
-    │   └── UnsupportedModel        a GGUF, but not one this engine can generate text with
-    ├── VocabularyMismatch          draft and target do not share a vocabulary
-    ├── TemplateError               the file's chat template failed, or would not end
-    ├── DownloadError               no source could deliver the file
-    │   ├── DigestMismatch          what arrived is not what was promised
-    │   └── NotEnoughSpace          the disk cannot hold the file
-    ├── EngineError                 an inference engine failed
-    │   ├── EngineUnavailable       not installed, or not for this machine
-    │   ├── EngineMismatch          the engine computes this file wrongly (see ``backends.trust``)
-    │   └── ContextFull             no room for the tokens to decode
-    ├── QueueFull                   as many requests wait as may
-    ├── Cancelled                   stopped before there was a result
-    ├── SessionFileError            the file is not a saved session
-    └── Closed                      used after ``close()``
+Each class below stands under its base; the CLI prints ``str(error)``, one readable line.
 """
 
 from __future__ import annotations
@@ -37,10 +16,8 @@ from typing import Any, NoReturn
 
 
 class LocalspecError(Exception):
-    """Base class: ``str(error)`` is one line that says what is wrong and what to do.
-
-    It may quote what files and clients say, so line breaks and control characters in it are made harmless.
-    """
+    """Base class: ``str(error)`` is one line that says what is wrong and what to do. Line breaks and control characters
+    in what it quotes are made harmless."""
 
     def __str__(self) -> str:
         text = super().__str__()
@@ -114,6 +91,10 @@ class QueueFull(LocalspecError):
     """As many requests are waiting as may: ask again later."""
 
 
+class PluginError(LocalspecError):
+    """A drafter or backend that another package offers cannot be imported, or is none."""
+
+
 class Cancelled(LocalspecError):
     """The work was stopped, by its caller or its deadline, before it had a result."""
 
@@ -127,12 +108,10 @@ class Closed(LocalspecError):
 
 
 def status_of(error: Exception) -> int:
-    """The exit status that goes with an error."""
     return 2 if isinstance(error, UsageError) else 1
 
 
 def line_of(error: Exception) -> str:
-    """What went wrong and, where we know, what to do."""
     if isinstance(error, LocalspecError):
         return str(error)
     if isinstance(error, OSError):
@@ -144,12 +123,10 @@ def line_of(error: Exception) -> str:
     return f"internal error, please report it: {kind}: {error} (LOCALSPEC_DEBUG=1 shows where)"
 
 
-# Checks of what callers give: numbers of Python or NumPy, names, token ids, JSON.
-
 MAX_COUNT = 1 << 31
 MAX_THREADS = 4096
+# JSON that is taken: how deep it is nested, how many objects and lists it has, how many digits a whole number has.
 MAX_DEPTH, MAX_CONTAINERS, MAX_DIGITS = 200, 500_000, 308
-"""JSON that is taken: how deep it is nested, how many objects and lists it has, how many digits a whole number has."""
 
 KV_CACHE_TYPES = ("f16", "f32", "q8_0", "q4_0")
 
@@ -164,14 +141,13 @@ def shown(value: object) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that begins with an unknown one, or is most like it; None if none is like it."""
+    """The known name that begins with an unknown one, or is most like it; None: none is like it."""
     names = list(known)
     longer = [each for each in names if name and each.startswith(name)]
     return next(iter(longer or get_close_matches(name, names, n=1)), None)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """What ends a message about an unknown name."""
     near = nearest(name, known)
     return f"; did you mean {near}?" if near else ""
 
@@ -195,7 +171,7 @@ def as_float(value: Any) -> float:
 
 
 def listed(values: Any) -> list[Any] | None:
-    """Anything that yields values, as a list; None for what does not, and for texts and bytes, which are one value."""
+    """Anything that yields values, as a list; None for other values, and for texts and bytes, which are one value."""
     if isinstance(values, str | bytes | bytearray | memoryview | Mapping):
         return None
     try:
@@ -205,11 +181,7 @@ def listed(values: Any) -> list[Any] | None:
 
 
 def checked_whole(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """A whole number within bounds, in Python's own type.
-
-    Raises:
-        UsageError: it is not a whole number, or is out of bounds.
-    """
+    """A whole number within bounds, in Python's own type; ``UsageError``: it is none, or out of bounds."""
     if not is_whole(value) or value < least or (most is not None and value > most):
         bounds = f"a whole number, {least} or more" if most is None else f"a whole number in {least}..{most}"
         raise UsageError(f"{name} must be {bounds}, not {shown(value)}")
@@ -217,26 +189,13 @@ def checked_whole(name: str, value: Any, least: int, most: int | None = None) ->
 
 
 def check_text(text: str | None, name: str) -> None:
-    """Refuse text from the command line that was not valid UTF-8.
-
-    Raises:
-        UsageError: it was not.
-    """
     if text is not None and any("\ud800" <= char <= "\udfff" for char in text):
         raise UsageError(f"{name} is not valid UTF-8")
 
 
 def token_ids(what: str, ids: Any, n_vocab: int | None = None) -> list[int]:
-    """Token ids, from anything that yields whole numbers.
-
-    Args:
-        what: what they are, for the message.
-        ids: whole numbers.
-        n_vocab: how many the model takes; None is any number.
-
-    Raises:
-        UsageError: they are not, or not this model's.
-    """
+    """Token ids in 0..n_vocab - 1 (None: any), from anything that yields whole numbers; ``what`` they are is for the
+    message. Raises ``UsageError``: they are not whole numbers, or not this model's."""
     tokens = listed(ids)
     if tokens is None:
         raise UsageError(f"{what} must be token ids, not {type(ids).__name__}")
@@ -258,11 +217,8 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 def parse_json(text: str | bytes) -> Any:
     """JSON in UTF-8, and only what means the same to everybody: no number that is not finite, no key twice in an
-    object, no half of a surrogate pair; within ``MAX_DEPTH``, ``MAX_CONTAINERS`` and ``MAX_DIGITS``.
-
-    Raises:
-        ValueError: it is not; the message is a clause that says what is wrong.
-    """
+    object, no half of a surrogate pair; within ``MAX_DEPTH``, ``MAX_CONTAINERS`` and ``MAX_DIGITS``. Raises
+    ``ValueError``: it is not; the message is a clause that says what is wrong."""
     try:
         body = text.encode() if isinstance(text, str) else text
         decoded = body.decode("utf-8-sig")
@@ -282,12 +238,8 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def written_json(text: str) -> Any:
-    """JSON as a model may have written it: a number that is none to others stays text, and half of a surrogate pair is
-    replaced, so that what is made of it can be sent.
-
-    Raises:
-        ValueError: it is not JSON.
-    """
+    """JSON as a model may have written it: a number that others refuse stays text, and half of a surrogate pair is
+    replaced. Raises ``ValueError``: it is not JSON."""
     try:
         value = json.loads(text, parse_float=_number, parse_constant=str)
         return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))

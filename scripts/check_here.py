@@ -30,16 +30,16 @@ CONTRACT = ["tests/backends/test_backends.py", "tests/backends/test_backends_mem
 PAIR = ["qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"]
 
 ENGINES = """
-from localspec.backends import BACKENDS, unavailable_reason
+from localspec.backends import backend_names, unavailable_reason
+from localspec.backends.registry import engine_module
 from localspec.backends.llama.ggml import system_info
 from localspec.system.machine import cpu_features, cpu_name, default_threads, visible_gpus
 print(cpu_name(), "|", *cpu_features(), "| threads", default_threads(), "| GPUs", visible_gpus())
-for name in BACKENDS:
+for name in backend_names():
     reason = unavailable_reason(name)
     print(f"{name}: {reason or 'loads'}")
     if reason is None and name in ("ik-llama", "llama-cpp"):
-        import importlib
-        found = importlib.import_module(BACKENDS[name]).binding()
+        found = engine_module(name).binding()
         print("   ", found.version, "|", system_info(found.lib).strip())
 """
 

@@ -1,13 +1,16 @@
 """Writes the pages of ``docs/`` that are made from code and data: ``make docs``.
 
-``docs/cli.md`` is what ``--help`` of every command prints; ``docs/models.md`` is ``models/catalog.toml`` as a table.
+``docs/cli.md`` is what ``--help`` of every command prints, with options that several share once; ``docs/models.md`` is
+``models/catalog.toml`` as a table.
 With ``--check`` nothing is written: the exit status is 1 if a page is not what would be written.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,8 @@ MADE = "<!-- Made by scripts/make_docs.py; change that or its sources, and run `
 CLI = """
 # The command line
 
-What `localspec COMMAND --help` prints, for every command.
+What `localspec COMMAND --help` prints, for every command; options that several commands share stand once, under
+[shared options](#shared-options).
 
 MODEL and `--draft` take a name of the [catalogue](models.md), the path of a `.gguf` file, or
 `hf:OWNER/REPO/FILE.gguf`. The options mean the same in every command that has them. [The chat](chat.md) has commands of
@@ -47,6 +51,18 @@ and logs to standard error.
 | `LOCALSPEC_DEBUG=1` | show the traceback of an internal error |
 | `NO_COLOR` | no colour |
 """
+
+SHARED = """
+## Shared options
+
+Options, and the argument MODEL, that mean the same in every command that has them.
+"""
+
+WIDTH = 118
+"""Columns of the help."""
+
+Record = tuple[str, str]
+"""Help of a parameter: its names, and what it means."""
 
 MODELS = """
 # Models
@@ -76,14 +92,59 @@ interrupted `pull` goes on where it stopped. The licences are the models' own.
 
 
 def cli_page() -> str:
-    """The help of every command, as a terminal of 80 columns shows it."""
+    """The help of every command; options that several share stand once, those of all that load a pair under a name."""
     root: Any = typer.main.get_command(app)
-    context = root.make_context("localspec", [], resilient_parsing=True, terminal_width=78)
-    parts = [MADE, CLI, "\n## localspec\n", block(root.get_help(context))]
-    for name, command in root.commands.items():
-        inner = command.make_context(name, [], parent=context, resilient_parsing=True, terminal_width=78)
-        parts += [f"\n## localspec {name}\n", block(command.get_help(inner))]
+    context = root.make_context("localspec", [], resilient_parsing=True, terminal_width=WIDTH)
+    commands = {
+        name: (command, command.make_context(name, [], parent=context, resilient_parsing=True, terminal_width=WIDTH))
+        for name, command in root.commands.items()
+    }
+    users: dict[Record, set[str]] = {}
+    for name, (command, inner) in commands.items():
+        for record in records(command, inner):
+            users.setdefault(record, set()).add(name)
+    shared = {record: names for record, names in users.items() if len(names) > 1 and len(names) < len(commands)}
+    counts = Counter(map(frozenset, shared.values()))
+    loaders = max(counts, key=lambda names: counts[names])
+    pair = [record for record, names in shared.items() if names >= loaders]
+    rest = [record for record in shared if record not in pair]
+    who = ", ".join(f"`{name}`" for name in commands if name in loaders)
+    parts = [MADE, CLI, "\n## localspec\n", block(help_without([], [], root, context)), SHARED]
+    parts += [f"\nThe *pair options*, of {who}:\n", block(listed(context, pair))]
+    parts += ["\nOthers, which commands below name:\n", block(listed(context, rest))]
+    for name, (command, inner) in commands.items():
+        parts += [f"\n## localspec {name}\n", block(help_without(pair, rest, command, inner))]
     return "".join(parts)
+
+
+def records(command: Any, context: Any) -> list[Record]:
+    """Help of the arguments and options of a command, in order, but of ``--help``."""
+    found = (each.get_help_record(context) for each in command.get_params(context) if each.name != "help")
+    return [record for record in found if record is not None]
+
+
+def listed(context: Any, rows: list[Record]) -> str:
+    formatter = context.make_formatter()
+    formatter.write_dl(rows, col_max=48)
+    return str(formatter.getvalue())
+
+
+def help_without(pair: list[Record], rest: list[Record], command: Any, context: Any) -> str:
+    """What ``--help`` prints for a command, with shared options named only."""
+    formatter = context.make_formatter()
+    command.format_usage(context, formatter)
+    command.format_help_text(context, formatter)
+    mine = records(command, context)
+    own = [record for record in mine if record not in pair and record not in rest]
+    if own:
+        formatter.write_paragraph()
+        formatter.write_dl(own, col_max=48)
+    names = [re.findall(r"--[\w-]+|^[A-Z]+", record[0])[0] for record in mine if record in rest]
+    also = ["the pair options"] * any(record in pair for record in mine) + names
+    if also:
+        formatter.write_paragraph()
+        formatter.write_text(f"Also: {', '.join(also)}.")
+    return str(formatter.getvalue())
 
 
 def block(text: str) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from localspec.backends.base import Model
-from localspec.backends.registry import BACKENDS, unavailable_reason
+from localspec.backends.registry import engine_module, unavailable_reason
 from localspec.system.files import models_dir
 from tests.support import ggufs
 from tests.support.browsing import chromium
@@ -47,7 +48,57 @@ ONCE_PER_FILE = ("calibration", "digests", "drafts", "engines", "repacked", "tri
 """Folders of a home that say nothing of what was asked, only of files and the machine."""
 
 
+ENGINES_ONCE_PER_FILE = ("calibration", "digests", "engines", "trials", "trust")
+"""Those of them that say how fast and how right an engine is, and nothing of lighter copies."""
+
+
 TERMINAL_SETTINGS = ("NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "COLUMNS", "LINES")
+
+
+REAL_SECONDS = 1800
+"""Until a test of real models is given up: it may be the one that measures and checks them, on a busy machine too."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("localspec")
+    group.addoption("--one-in", type=int, default=1, metavar="N", help="run one in N tests of a module, at least one")
+    group.addoption("--first", type=int, default=0, metavar="I", help="with --one-in: count from this test")
+    group.addoption("--failures-at-once", action="store_true", help="print each failure when it comes too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # trainings of the same shapes are compiled once, not in each run
+        folder = tempfile.TemporaryDirectory(prefix="localspec-jax-", ignore_cleanup_errors=True)
+        config.add_cleanup(folder.cleanup)
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder.name
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    if config.getoption("failures_at_once"):
+        config.pluginmanager.register(FailuresAtOnce(config))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("real") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(REAL_SECONDS))
+    one_in, first = config.getoption("one_in"), config.getoption("first")
+    if one_in > 1:
+        modules = [list(tests) for _, tests in groupby(items, lambda item: item.path)]
+        kept = [item for tests in modules for item in tests[first % len(tests) % one_in :: one_in]]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
+
+
+class FailuresAtOnce:
+    """Prints each failure when it comes: a run that is cut off has shown those until then."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self.config.pluginmanager.getplugin("terminalreporter")
+        if report.failed and terminal is not None:  # the workers of xdist have none
+            terminal.write_line(f"\nFAILED {report.nodeid} ({report.when})\n{report.longreprtext}")
 
 
 class TinyFiles:
@@ -140,7 +191,7 @@ class Backend:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.load: Callable[..., Model] = importlib.import_module(BACKENDS[name]).load
+        self.load: Callable[..., Model] = engine_module(name).load
         self.exact = name == "reference"
 
     def __repr__(self) -> str:
@@ -221,10 +272,10 @@ def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield home
 
 
-def share(home: Path, shared_home: Path) -> None:
+def share(home: Path, shared_home: Path, names: tuple[str, ...] = ONCE_PER_FILE) -> None:
     """Let a new home have what is measured and made once per file in common with others."""
     home.mkdir()
-    for name in ONCE_PER_FILE:
+    for name in names:
         (shared_home / name).mkdir(exist_ok=True)
         (home / name).symlink_to(shared_home / name)
 

@@ -25,10 +25,11 @@ ROOMS = {
     "llm": "errors system model_files backends sampling prompts engine",
     "measuring": "errors system model_files backends sampling prompts spec_decode controllers engine llm",
     "server": "errors _version system model_files backends sampling prompts spec_decode engine llm",
-    "training": "errors _version system model_files backends sampling prompts engine llm measuring",
-    "": "errors _version backends sampling spec_decode engine llm training",
+    "heads": "errors _version system model_files backends sampling prompts spec_decode controllers engine llm "
+    "measuring",
+    "": "errors _version backends sampling spec_decode engine llm heads",
     "commands": "errors _version system model_files report backends sampling prompts spec_decode controllers engine "
-    "llm measuring server training",
+    "llm measuring server heads",
     "__main__": "errors system commands",
 }
 """Each folder or module of ``localspec``, from the ground up, and what it may import from; imports for the type checker

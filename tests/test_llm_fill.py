@@ -12,6 +12,8 @@ from localspec import LLM, SamplingParams, UsageError
 from tests.conftest import TinyFiles
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.usefixtures("measured_home")
+
 BEFORE = "def area(r):\n    return the " * 8
 BEHIND = "\n\nprint(area(2))\n" * 8
 GREEDY = SamplingParams(max_tokens=12)

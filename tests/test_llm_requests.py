@@ -40,6 +40,8 @@ from tests.conftest import TinyFiles, open_backend
 from tests.support.waiting import PATIENCE, Brake, Clock, wait_until
 from tests.test_llm import draft_context
 
+pytestmark = pytest.mark.usefixtures("measured_home")
+
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 

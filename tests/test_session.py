@@ -25,6 +25,8 @@ from tests.conftest import TinyFiles, open_backend
 from tests.support import ggufs
 from tests.test_llm import draft_context
 
+pytestmark = pytest.mark.usefixtures("measured_home")
+
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 LONG_TEXT = "the cat sat on the mat and looked at the other cat, which sat on another mat. " * 8
 

@@ -10,16 +10,16 @@ from typing import Any
 from localspec.backends import trust
 from localspec.backends.base import Capabilities, Context, Forward, Model, Progress
 from localspec.backends.placement import Placement, check_engine
-from localspec.backends.registry import BACKENDS, check_name, engine_module, unavailable_reason
+from localspec.backends.registry import backend_names, check_name, engine_module, unavailable_reason
 from localspec.errors import EngineError, EngineUnavailable, LocalspecError, UnsupportedModel
 from localspec.model_files.gguf import GGUFFile
 
 __all__ = [
-    "BACKENDS",
     "Capabilities",
     "Context",
     "Forward",
     "Model",
+    "backend_names",
     "candidates",
     "check_name",
     "load",

@@ -1,9 +1,9 @@
-"""What a backend must provide: a ``Model`` (weights), a ``Context`` (one sequence's memory), a ``Forward`` (one pass).
-
-``Context`` is in ``context``, ``Forward`` in ``forward``; both can be imported from here.
+"""What a backend provides: a ``Model`` (weights), its ``Context`` (the memory of one sequence) or ``SequenceBatch`` (of
+several), and what a pass returns, ``Forward``.
 
 A backend is a module of this folder with a function ``load`` (see ``registry.LoadEngine``), and ``binding`` where the
-engine may be missing; ``localspec.backends`` knows which exist and chooses one.
+engine may be missing. Arguments are checked in the base classes here, so that every engine refuses the same in the same
+words; an engine implements the methods with an underscore.
 """
 
 from __future__ import annotations
@@ -15,126 +15,42 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from localspec.errors import Cancelled, Closed, ContextFull, EngineError, UsageError
 from localspec.model_files.gguf import GGUFFile
-from localspec.model_files.head_card import is_engine_file
 from localspec.model_files.vocab import Vocab
-
-# What a context held, as arrays that can be written to a file.
-
-
-@dataclass(frozen=True, slots=True)
-class ContextState:
-    """What a context held at some moment, copied out of the engine.
-
-    Attributes:
-        tokens: what was in the memory, in order.
-        arrays: the memory itself, in whatever arrays the engine needs; opaque to everyone else. Contiguous, of dtypes
-            that NumPy has, so that they can be written to a file (view what it lacks, such as bfloat16, as integers).
-    """
-
-    tokens: tuple[int, ...]
-    arrays: Mapping[str, npt.NDArray[Any]]
-
-    @property
-    def n_bytes(self) -> int:
-        """Size of the arrays [bytes]."""
-        return sum(array.nbytes for array in self.arrays.values())
-
-
-# What a pass returns: logits, and hidden states by name.
-#
-# A hidden state is what the residual stream holds for one token somewhere inside of the model [n_embd]. ``layer:i``
-# is the stream after block i, counted from 0; ``norm`` is what the output matrix multiplies, after the last norm;
-# ``nextn`` what a model's own layer for multi-token prediction goes on from, where it has one.
 
 FloatArray = npt.NDArray[np.float32]
 TokenIds = npt.NDArray[np.int64]
+
 Wanted = Literal["all", "last", "none"]
-"""Which rows of logits a pass returns."""
+"""Which rows of logits a pass returns: one per token, the last one, or none (prefill)."""
+
+Progress = Callable[[float], bool]
+"""Called with the loaded fraction in [0, 1]; returning False cancels the load."""
+
+FEW_ROWS = 8
+"""Rows of logits that may be asked for at no lasting cost, see ``Capabilities.keeps_rows``."""
+
+N_UNINTERRUPTED = 256
+"""Tokens decoded between two looks at ``Context.interrupted``: what the engines compute together anyway."""
 
 NORM, NEXTN = "norm", "nextn"
-_NOTHING: Mapping[str, FloatArray] = MappingProxyType({})
-
-
-class Forward:
-    """The logits of one pass, and the hidden states that its context was made to return.
-
-    Attributes:
-        logits: float array [n_rows, n_vocab]; row i predicts the token that follows the i-th row asked for. Usually a
-            view of the engine's memory: valid until the next decode on the same context; copy what must outlive it.
-        ids: the tokens that logits belong to, increasing, int64 [n_rows, k], where these are the k largest of each row
-            (``Context.decode_best``); ``logits`` is [n_rows, k] then. None: rows are whole.
-        hidden: by name, float32 [n, n_embd], copies that stay valid; empty where nothing was asked for. A ``layer:i``
-            before the last layer, and ``nextn``, have a row for every token of the call, whatever logits were wanted;
-            ``norm`` and the last layer have a row for each row of logits, because engines compute no more there.
-    """
-
-    __slots__ = ("hidden", "ids", "logits")
-
-    def __init__(
-        self, logits: FloatArray, hidden: Mapping[str, FloatArray] = _NOTHING, ids: TokenIds | None = None
-    ) -> None:
-        self.logits = logits
-        self.hidden = hidden
-        self.ids = ids
-
-    def __len__(self) -> int:
-        return len(self.logits)
-
-    def take(self, rows: Sequence[int]) -> Forward:
-        """Some of the rows, copied; of a pass that returned one of everything for every token."""
-        hidden = {name: states[list(rows)] for name, states in self.hidden.items()}
-        return Forward(self.logits[list(rows)], hidden, None if self.ids is None else self.ids[list(rows)])
-
-    def best(self) -> list[int]:
-        """The most probable token of each row (the lowest id among equals)."""
-        at = self.logits.argmax(axis=1)
-        best: list[int] = (at if self.ids is None else self.ids[np.arange(len(at)), at]).tolist()
-        return best
+"""Names of hidden states [n_embd], besides ``layer:i``, the residual stream after block i (from 0): what the output
+matrix multiplies, and what a model's own layer for multi-token prediction reads."""
 
 
 def layer_name(layer: int) -> str:
-    """The name of the state after a layer, counted from 0."""
     return f"layer:{layer}"
-
-
-def checked_names(names: Iterable[str], n_layers: int) -> tuple[str, ...]:
-    """The names of hidden states without repetitions.
-
-    Raises:
-        UsageError: a model of ``n_layers`` has no such state.
-    """
-    known = {NORM, NEXTN, *map(layer_name, range(n_layers))}
-    for name in names:
-        if name not in known:
-            raise UsageError(f"no hidden state is called {name!r}: it is {NORM!r} or layer:0 to layer:{n_layers - 1}")
-    return tuple(dict.fromkeys(names))
 
 
 def n_wanted(logits: Wanted, n: int) -> int:
     """How many rows of logits a pass over n tokens returns."""
     return {"all": n, "last": 1, "none": 0}[logits]
-
-
-def joined(forwards: Sequence[Forward]) -> Forward:
-    """What passes that continued each other returned, as of one pass."""
-    if len(forwards) == 1:
-        return forwards[0]
-    return Forward(np.concatenate([forward.logits for forward in forwards]), joined_states(forwards))
-
-
-def joined_states(forwards: Sequence[Forward]) -> dict[str, FloatArray]:
-    """The hidden states of passes that continued each other, as of one pass."""
-    return {name: np.concatenate([forward.hidden[name] for forward in forwards]) for name in forwards[0].hidden}
-
-
-# What two texts in tokens begin with alike.
 
 
 def shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:
@@ -151,509 +67,167 @@ def _first(tokens: Sequence[int], n: int) -> list[int]:
     return first if isinstance(first, list) else list(first)
 
 
-# The memory of one sequence, which every engine's own is a subclass of.
-
-N_UNINTERRUPTED = 256
-"""Tokens decoded between two looks at ``Context.interrupted``: what the engines compute together anyway."""
+# -- what a pass returns, and a memory that was copied out -------------------------------------------------------------
 
 
-class Context(ABC):
-    """The memory of one sequence.
-
-    ``tokens`` is what the memory holds, in order. Subclasses implement ``_decode`` and ``_truncate``, and what else
-    their model's ``capabilities`` promise; arguments are checked here, so that all refuse the same in the same words.
+class Forward:
+    """The logits of one pass, and the hidden states that its context was made to return.
 
     Attributes:
-        hidden: names of the hidden states that every pass returns; see ``Forward.hidden``.
-        finds_best: whether the engine can find the largest logits; it has ``_decode_best`` then, also for float rows.
-        interrupted: asked between the pieces of a long input; a true answer ends the decode with ``Cancelled``.
-        overlaps: whether a device computes passes while their caller does something else.
-        meanwhile: of one that overlaps, called within a pass once the device has begun with it, perhaps several times.
+        logits: float32 [n_rows, n_vocab]; row i predicts the token that follows the i-th row asked for. Usually a view
+            of the engine's memory, valid until the next decode on the same context.
+        ids: None where rows are whole; else ``logits`` [n_rows, k] has the k largest of each row, and these are their
+            tokens, increasing, int64 [n_rows, k]. See ``Context.decode_best``.
+        hidden: name -> float32 [n, n_embd], copies that stay valid. ``nextn`` and a ``layer:i`` before the last layer
+            have a row for every token of the call; ``norm`` and the last layer one for each row of logits.
     """
 
-    def __init__(self, model: Model, n_ctx: int, hidden: tuple[str, ...] = ()) -> None:
-        self.model = model
-        self.n_ctx = n_ctx
+    __slots__ = ("hidden", "ids", "logits")
+
+    def __init__(
+        self,
+        logits: FloatArray,
+        hidden: Mapping[str, FloatArray] = MappingProxyType({}),
+        ids: TokenIds | None = None,
+    ) -> None:
+        self.logits = logits
         self.hidden = hidden
-        self.tokens: list[int] = []
-        self.interrupted: Callable[[], bool] | None = None
-        self.finds_best = False
-        self.overlaps = False
-        self.meanwhile: Callable[[], None] | None = None
-        self._partial: tuple[int, int] | None = None  # where rows begin that only the first layers have, and how many
-        self._tree: tuple[list[int], list[int]] | None = None  # tokens and parents of rows of which none is kept yet
-        self._closed = False
+        self.ids = ids
+
+    def __len__(self) -> int:
+        return len(self.logits)
+
+    def take(self, rows: Sequence[int]) -> Forward:
+        """Some of the rows, copied, of a pass that returned a row of everything for every token."""
+        hidden = {name: states[list(rows)] for name, states in self.hidden.items()}
+        return Forward(self.logits[list(rows)], hidden, None if self.ids is None else self.ids[list(rows)])
+
+    def best(self) -> list[int]:
+        """The most probable token of each row (the lowest id among equals)."""
+        at = self.logits.argmax(axis=1)
+        best: list[int] = (at if self.ids is None else self.ids[np.arange(len(at)), at]).tolist()
+        return best
+
+
+def joined(forwards: Sequence[Forward]) -> Forward:
+    """Passes that continued each other, as one."""
+    if len(forwards) == 1:
+        return forwards[0]
+    return Forward(np.concatenate([forward.logits for forward in forwards]), joined_states(forwards))
+
+
+def joined_states(forwards: Sequence[Forward]) -> dict[str, FloatArray]:
+    return {name: np.concatenate([forward.hidden[name] for forward in forwards]) for name in forwards[0].hidden}
+
+
+@dataclass(frozen=True, slots=True)
+class ContextState:
+    """What a context held at some moment, copied out of the engine.
+
+    Attributes:
+        tokens: what was in the memory, in order.
+        arrays: the memory itself, opaque to all but the engine; contiguous, and of dtypes that NumPy can write to a
+            file.
+    """
+
+    tokens: tuple[int, ...]
+    arrays: Mapping[str, npt.NDArray[Any]]
 
     @property
-    def n_past(self) -> int:
-        """Tokens in the memory."""
-        return len(self.tokens)
+    def n_bytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays.values())
+
+
+# -- the weights -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a model's memory and engine can do."""
+
+    rollback: Literal["exact", "replay"] = "exact"
+    # ``exact`` drops rows from the KV cache; ``replay`` restores a checkpoint and decodes again (recurrent memories,
+    # wrapped windows), so that a rejected token costs another pass.
+    batch_invariant: bool = False
+    # Logits do not depend on how many tokens share a pass. Only the reference backend can promise that; only there
+    # exactness can be asserted to the bit.
+    device: str = "cpu"  # where the weights are: ``cpu``, ``gpu`` (any other device), or ``mixed``
+    saves_state: bool = False  # ``Context.export_state`` and ``import_state`` work
+    keeps_rows: bool = False  # after a pass with more than ``FEW_ROWS`` rows of logits every later one takes longer
+    hidden: bool = False  # contexts can return hidden states; see ``Forward.hidden``
+    nextn: bool = False  # contexts can return the state ``nextn``
+    mtp: bool = False  # the model's own layer for multi-token prediction is loaded
+    float_rows: bool = False  # ``Context.decode_floats`` works
+    first_layers: bool = False  # ``Context.decode_first_layers`` works, in a context that returns hidden states
+    trees: bool = False  # ``Context.decode_tree`` works, in a context made with ``branches``
+    trees_apart: bool = False  # such a context computes all passes otherwise: to be made only where trees pay
+    batches: bool = False  # ``SequenceBatch.decode`` is one pass; else one for each sequence
+    own_cells: bool = False  # a row of such a pass reads the cells of its own sequence only; else those of all
+    keeps_kv_type: bool = True  # a memory of several sequences has ``kv_type`` too; else its values have 16 bits
+
+
+class _Closable(ABC):
+    """Has engine memory until it is closed, at the latest at the end of a ``with`` block."""
+
+    _closed = False
+    _closed_error: str
 
     @property
-    def n_whole(self) -> int:
-        """Tokens in the memory whose rows went through all layers: those before rows of ``decode_first_layers``."""
-        return self.n_past if self._partial is None else self._partial[0]
-
-    @property
-    def n_free(self) -> int:
-        """Tokens that still have room."""
-        return self.n_ctx - self.n_past
-
-    @property
-    def can_branch(self) -> bool:
-        """Whether ``decode_tree`` works; see ``Model.new_context``."""
-        return self.model.capabilities.trees and type(self)._decode_tree is not Context._decode_tree
-
-    def decode(self, tokens: Sequence[int], logits: Wanted = "all") -> Forward:
-        """Feed tokens after those already in the memory.
-
-        Args:
-            tokens: at least one token id.
-            logits: which rows to return: one per token, the last one only, or none (prefill).
-
-        Raises:
-            ContextFull: they do not fit; the memory is unchanged.
-            UsageError: no tokens, an id outside the vocabulary, or behind rows of ``decode_first_layers``.
-            Cancelled: ``interrupted`` was true; the memory holds the pieces that were done.
-            Closed: the context was closed.
-        """
-        self._check_ids(tokens)
-        self._check_whole()
-        pieces: list[Forward] = []
-        if logits != "all":
-            while len(tokens) > N_UNINTERRUPTED and self.interrupted is not None:
-                piece, tokens = tokens[:N_UNINTERRUPTED], tokens[N_UNINTERRUPTED:]
-                pieces.append(self._feed(piece, partial(self._decode, piece, "none")))
-                if self.interrupted():
-                    raise Cancelled("decoding was stopped")
-        pieces.append(self._feed(tokens, partial(self._decode, tokens, logits)))
-        return Forward(pieces[-1].logits, joined_states(pieces)) if len(pieces) > 1 else pieces[0]
-
-    def decode_best(self, tokens: Sequence[int], n_best: int, logits: Literal["all", "last"] = "all") -> Forward:
-        """``decode`` of rows that may be cut: to their ``n_best`` largest logits or more, where ``finds_best``."""
-        if not self.finds_best or len(tokens) > N_UNINTERRUPTED:
-            return self.decode(tokens, logits)
-        self._check_ids(tokens)
-        self._check_whole()
-        return self._feed(tokens, partial(self._decode_best, tokens, n_best, logits, None))
-
-    def decode_floats(
-        self, rows: FloatArray, tokens: Sequence[int], logits: Wanted = "all", n_best: int = 0
-    ) -> Forward:
-        """Feed rows in the place of token embeddings.
-
-        Args:
-            rows: what the first block reads, float32 [n, n_embd], n at least 1.
-            tokens: what ``Context.tokens`` is to say of each row, so that truncate and reuse work as ever; they need
-                not be ids of this model.
-            logits: which rows to return, as for ``decode``.
-            n_best: how many of the largest logits of each row are enough, as for ``decode_best``; 0 wants whole rows.
-
-        Raises:
-            ContextFull: they do not fit; the memory is unchanged.
-            UsageError: the model cannot (``Capabilities.float_rows``), the shapes are wrong, or a row is not finite.
-            EngineError: the engine failed.
-            Closed: the context was closed.
-        """
-        self._check_room(len(tokens))
-        self._check_whole()
-        if not self.model.capabilities.float_rows:
-            raise UsageError(f"{self.model.engine} cannot be fed with rows of floats for {self.model.path.name}")
-        rows = np.ascontiguousarray(rows, dtype=np.float32)
-        if rows.shape != (len(tokens), self.model.n_embd):
-            raise UsageError(f"expected rows of shape {[len(tokens), self.model.n_embd]}, not {list(rows.shape)}")
-        if not np.isfinite(rows).all() or min(tokens) < 0:
-            raise UsageError("rows of floats must be finite, and be named by tokens of 0 or more")
-        if n_best and self.finds_best and logits != "none" and len(tokens) <= N_UNINTERRUPTED:
-            return self._feed(tokens, partial(self._decode_best, tokens, n_best, logits, rows))
-        return self._feed(tokens, partial(self._decode_floats, rows, tokens, logits))
-
-    def decode_first_layers(self, tokens: Sequence[int], n_layers: int) -> Forward:
-        """Feed tokens through the first layers only, and return the state after them.
-
-        The rows are in the memory as if they were whole, and have to be truncated before the next whole decode;
-        afterwards the context behaves as if they had never been.
-
-        Args:
-            tokens: at least one token id.
-            n_layers: how many layers, at least 1 and fewer than the model has. The context must have been made to
-                return the state after the last of them.
-
-        Returns:
-            No logits; ``hidden`` has the state after layer ``n_layers - 1``, and those before it that the context
-            returns, each with a row for every token.
-
-        Raises:
-            ContextFull: they do not fit; the memory is unchanged.
-            UsageError: the model cannot (``Capabilities.first_layers``), the context does not return that state, or
-                the memory ends with rows of another number of layers.
-            EngineError: the engine failed.
-            Closed: the context was closed.
-        """
-        self._check_ids(tokens)
-        name = layer_name(n_layers - 1)
-        if not self.model.capabilities.first_layers:
-            raise UsageError(f"{self.model.engine} cannot end a pass early for {self.model.path.name}")
-        if not 0 < n_layers < self.model.n_layers:
-            raise UsageError(f"a pass can end after 1 to {self.model.n_layers - 1} layers, not after {n_layers}")
-        if name not in self.hidden:
-            raise UsageError(f"this context was not made to return {name!r}")
-        if self._partial is not None and self._partial[1] != n_layers:
-            raise UsageError(f"the memory ends with rows of {self._partial[1]} layers: truncate them first")
-        first = self.n_past if self._partial is None else self._partial[0]
-        forward = self._feed(tokens, partial(self._decode_first_layers, tokens, n_layers))
-        self._partial = first, n_layers
-        return forward
-
-    def decode_tree(self, tokens: Sequence[int], parents: Sequence[int]) -> Forward:
-        """Feed tokens that branch behind those in the memory: each sees the memory and its own path, and no more.
-
-        They are no part of the memory until a path is kept (``keep``), and whatever comes before that drops them. Each
-        takes a place in the memory meanwhile, whatever its depth.
-
-        Args:
-            tokens: at least one token id.
-            parents: for each the index of the token that it follows, which comes before it; -1 is the last token of the
-                memory.
-
-        Returns:
-            A row of logits for each token, and of every hidden state: as ``decode`` gives it for that token's path.
-
-        Raises:
-            ContextFull: they do not fit; the memory is unchanged.
-            UsageError: the model cannot (``Capabilities.trees``), no tokens, an id outside of the vocabulary, parents
-                that do not come before, or behind rows of ``decode_first_layers``.
-            EngineError: the engine failed.
-            Closed: the context was closed.
-        """
-        self._check_ids(tokens)
-        self._check_whole()
-        if not self.can_branch:
-            raise UsageError(self.model.why_no_trees() or "this context was not made for tokens that branch")
-        if len(parents) != len(tokens) or any(not -1 <= parent < i for i, parent in enumerate(parents)):
-            raise UsageError("each token of a tree follows one before it, or the memory")
-        self._drop_tree()
-        self._tree = list(tokens), list(parents)
-        try:
-            return self._decode_tree(tokens, parents)
-        except BaseException:
-            self._drop_tree()
-            raise
-
-    def keep(self, path: Sequence[int]) -> None:
-        """Make a path of the tokens last fed to ``decode_tree`` part of the memory, and drop the others.
-
-        Args:
-            path: their indices, in order: the first follows the memory, each other one the one before it. None of them
-                leaves the memory as it was.
-
-        Raises:
-            UsageError: there is no such path, or other calls have come in between.
-            EngineError: the engine failed.
-            Closed: the context was closed.
-        """
-        self._check_open()
-        if self._tree is None:
-            raise UsageError("there is no tree to keep a path of")
-        tokens, parents = self._tree
-        if any(not 0 <= at < len(tokens) or parents[at] != before for before, at in zip([-1, *path], path)):  # noqa: B905
-            raise UsageError(f"{list(path)} is not a path of the tree")
-        if not path:
-            self._drop_tree()
-            return
-        try:
-            self._keep(path)
-        except BaseException:
-            self._drop_tree()
-            raise
-        self._tree = None
-        self.tokens.extend(tokens[at] for at in path)
-
-    def _drop_tree(self) -> None:
-        if self._tree is not None:
-            self._tree = None
-            self._truncate(self.n_past)
-
-    def _check_ids(self, tokens: Sequence[int]) -> None:
-        self._check_room(len(tokens))
-        if min(tokens) < 0 or max(tokens) >= self.model.n_vocab:
-            raise UsageError(f"token ids must lie in 0..{self.model.n_vocab - 1}")
-
-    def _check_room(self, n: int) -> None:
-        self._check_open()
-        if not n:
-            raise UsageError("decode needs at least one token")
-        if self.n_past + n > self.n_ctx:
-            raise ContextFull(f"the context holds {self.n_ctx} tokens; {self.n_past} are used and {n} more do not fit")
-
-    def _check_whole(self) -> None:
-        if self._partial is not None:
-            raise UsageError(f"the rows from {self._partial[0]} on have the first layers only: truncate them first")
-
-    def _feed(self, tokens: Sequence[int], compute: Callable[[], Forward]) -> Forward:
-        self._drop_tree()
-        n_before = self.n_past
-        try:
-            forward = compute()
-        except BaseException:
-            # A pass that broke off (Ctrl-C lands between chunks) must not leave rows that `tokens` does not name.
-            self._truncate(n_before)
-            raise
-        self.tokens.extend(tokens)
-        return forward
-
-    def truncate(self, n: int) -> None:
-        """Forget all but the first n tokens; afterwards the context behaves as a fresh one that was fed just those.
-
-        Raises:
-            UsageError: n is negative or larger than ``n_past``.
-            Closed: the context was closed.
-        """
-        self._check_open()
-        if not 0 <= n <= self.n_past:
-            raise UsageError(f"cannot truncate {self.n_past} tokens to {n}")
-        self._drop_tree()
-        if n < self.n_past:
-            self._truncate(n)
-            del self.tokens[n:]
-        if self._partial is not None and n <= self._partial[0]:
-            self._partial = None
-
-    def reuse(self, tokens: Sequence[int]) -> int:
-        """Keep the longest common prefix of the memory and ``tokens``, drop the rest, and return its length."""
-        n = shared_prefix(self.tokens, tokens)
-        self.truncate(n)
-        return n
-
-    def export_state(self) -> ContextState:
-        """A copy of what the memory holds, to be given back to this context, or to one like it, later.
-
-        Raises:
-            UsageError: the model's engine cannot (``Capabilities.saves_state``), or the memory ends with rows of
-                ``decode_first_layers``.
-            EngineError: the engine failed.
-            Closed: the context was closed.
-        """
-        self._check_saves_state()
-        self._check_whole()
-        self._drop_tree()
-        return ContextState(tuple(self.tokens), self._export() if self.tokens else {})
-
-    @property
-    def state_bytes(self) -> int:
-        """Size of what ``export_state`` would give now, or an upper bound of it [bytes]."""
-        self._check_saves_state()
-        self._drop_tree()
-        return self._state_bytes() if self.tokens else 0
-
-    def import_state(self, state: ContextState) -> None:
-        """Hold what was exported: afterwards the context behaves as the exporting one did.
-
-        The state must come from a context of the same file on the same engine and version, with the same type of cache,
-        which the caller has to see to; the size of the context may differ.
-
-        Raises:
-            ContextFull: more tokens than this context has room for; it is left as it was.
-            UsageError: the model's engine cannot.
-            EngineError: the engine refuses the state; the context is then empty.
-            Closed: the context was closed.
-        """
-        self._check_saves_state()
-        if len(state.tokens) > self.n_ctx:
-            raise ContextFull(f"the state holds {len(state.tokens)} tokens and the context has room for {self.n_ctx}")
-        try:
-            if state.tokens:
-                self._import(state)
-            else:  # engines abort the whole process on the state of an empty memory
-                self._truncate_all()
-        except BaseException:
-            self._truncate_all()
-            raise
-        self._partial = self._tree = None
-        self.tokens = list(state.tokens)
+    def closed(self) -> bool:
+        return self._closed
 
     def _check_open(self) -> None:
         if self._closed:
-            raise Closed("this context was closed")
-
-    def _truncate_all(self) -> None:
-        self.tokens, self._partial, self._tree = [], None, None
-        self._truncate(0)
-
-    def _check_saves_state(self) -> None:
-        self._check_open()
-        if not self.model.capabilities.saves_state:
-            raise UsageError(f"{self.model.engine} cannot save the state of a context")
+            raise Closed(self._closed_error)
 
     def close(self) -> None:
-        """Free the memory; safe to call twice."""
+        """Free the memory; safe to call twice. Contexts are closed before their model."""
         if not self._closed:
             self._closed = True
-            self.tokens = []
             self._close()
 
-    def __enter__(self) -> Context:
+    @abstractmethod
+    def _close(self) -> None: ...
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    @abstractmethod
-    def _decode(self, tokens: Sequence[int], logits: Wanted) -> Forward: ...
 
-    def _decode_best(self, tokens: Sequence[int], n_best: int, logits: Wanted, rows: FloatArray | None) -> Forward:
-        raise NotImplementedError
+class Model(_Closable):
+    """Immutable weights, loaded by one engine."""
 
-    @abstractmethod
-    def _truncate(self, n: int) -> None:
-        """Drop all rows from position n on, rows of a broken-off pass included.
-
-        If that fails, ``tokens`` must be left naming no more than what is still there.
-        """
-
-    def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
-        """As ``_decode``, with contiguous rows in the place of the tokens' embeddings."""
-        raise NotImplementedError
-
-    def _decode_first_layers(self, tokens: Sequence[int], n_layers: int) -> Forward:
-        raise NotImplementedError
-
-    def _decode_tree(self, tokens: Sequence[int], parents: Sequence[int]) -> Forward:
-        """Put rows behind the memory; ``_truncate`` to the memory's end drops them."""
-        raise NotImplementedError
-
-    def _keep(self, path: Sequence[int]) -> None:
-        """Of the rows that ``_decode_tree`` put behind the memory keep these, at least one, in its order."""
-        raise NotImplementedError
-
-    def _export(self) -> Mapping[str, npt.NDArray[Any]]:
-        raise NotImplementedError
-
-    def _state_bytes(self) -> int:
-        raise NotImplementedError
-
-    def _import(self, state: ContextState) -> None:
-        """Replace what the memory holds. Must refuse, with EngineError, arrays that cannot be right."""
-        raise NotImplementedError
-
-    @abstractmethod
-    def _close(self) -> None: ...
-
-
-__all__ = [
-    "FEW_ROWS",
-    "Capabilities",
-    "Context",
-    "ContextState",
-    "FloatArray",
-    "Forward",
-    "Model",
-    "Piece",
-    "Progress",
-    "SequenceBatch",
-    "shared_prefix",
-]
-
-FEW_ROWS = 8
-"""Rows of logits that may be asked for at no lasting cost.
-
-ik-llama keeps room for the most that a context was ever asked for, and every later pass pays for it: after 17 rows of
-152k logits a pass of a 1.5B model takes 2 % longer, after 64 rows 3.5 %, and one of a 0.5B draft 6 % after 24 and 9 %
-after 64 (AVX2, 2 cores); after 8 it is 1 %.
-"""
-
-Progress = Callable[[float], bool]
-"""Called with the loaded fraction in [0, 1]; returning False cancels the load."""
-
-
-@dataclass(frozen=True, slots=True)
-class Capabilities:
-    """What a model's memory and engine can do.
-
-    Attributes:
-        rollback: ``exact`` drops rows from the KV cache; ``replay`` restores a checkpoint and decodes again
-            (recurrent memories, wrapped windows): a rejected token then costs another pass.
-        batch_invariant: logits do not depend on how many tokens share a pass. False for every fast kernel; the
-            reference backend is True, and only there can exactness be asserted to the bit.
-        device: where the weights live: ``cpu``, ``gpu`` (whatever is not this machine's processor), or ``mixed``.
-        saves_state: contexts can hand out what they hold and take it back; see ``ContextState``.
-        keeps_rows: once a pass was asked for more than ``FEW_ROWS`` rows of logits, every later one takes longer.
-        hidden: contexts can return hidden states; see ``Forward.hidden``.
-        nextn: contexts can return the state ``nextn``.
-        mtp: its own layer for multi-token prediction is loaded.
-        float_rows: ``Context.decode_floats`` works.
-        first_layers: ``Context.decode_first_layers`` works, in a context that returns hidden states.
-        trees: ``Context.decode_tree`` works, in a context that was made for it (``branches``).
-        trees_apart: such a context computes otherwise than others do, and is to be asked for only where trees pay.
-        batches: a pass over several sequences is one, see ``Model.new_batch``; else there is one for each.
-        own_cells: a row of such a pass goes over the cells of its own sequence only, and not over those of all.
-        keeps_kv_type: a memory of several sequences is of the model's ``kv_type`` too; else its values are of 16 bits.
-    """
-
-    rollback: Literal["exact", "replay"] = "exact"
-    batch_invariant: bool = False
-    device: str = "cpu"
-    saves_state: bool = False
-    keeps_rows: bool = False
-    hidden: bool = False
-    nextn: bool = False
-    mtp: bool = False
-    float_rows: bool = False
-    first_layers: bool = False
-    trees: bool = False
-    trees_apart: bool = False
-    batches: bool = False
-    own_cells: bool = False
-    keeps_kv_type: bool = True
-
-
-class Model(ABC):
-    """Immutable weights, loaded by one engine.
-
-    Subclasses fill in the attributes, those that the file tells with ``_read_header``, and implement ``_new_context``,
-    ``_tokenize`` and ``_close``; arguments are checked here.
-
-    Attributes:
-        path: the GGUF file; of a model in parts, the first.
-        backend: the engine's catalogue name, e.g. ``ik-llama``.
-        engine: the engine's name, version and build, part of every cache key and report.
-        vocab: tokens, types and special ids, read from the file and so the same for every engine.
-        architecture: the file's name for it.
-        chat_template: the file's Jinja template, or None.
-        n_ctx_train: the context length the model was trained for.
-        size_bytes: size of the file; of a model in parts, of all of them.
-        n_embd: width of the residual stream, of hidden states and of rows of floats.
-        n_layers: number of blocks; those for multi-token prediction, which are no part of a pass, are not counted.
-        capabilities: see ``Capabilities``.
-        kv_type: type of the attention cache, where the engine has several: part of what a saved state has to match.
-        placement: where the weights go, as text; empty where nothing was asked: passes may cost something else then.
-    """
-
-    path: Path
-    backend: str
-    engine: str
-    vocab: Vocab
-    architecture: str
-    chat_template: str | None
-    n_ctx_train: int
-    size_bytes: int
-    n_embd: int
-    n_layers: int
+    path: Path  # the GGUF file; the first of a model in parts
+    backend: str  # the engine's catalogue name, e.g. ``ik-llama``
+    engine: str  # its name, version and build, part of every cache key and report
+    vocab: Vocab  # read from the file, and so the same for every engine
+    architecture: str  # the file's name for it
+    chat_template: str | None  # the file's Jinja template
+    n_ctx_train: int  # the context length that the model was trained for [tokens]
+    size_bytes: int  # of the file, or of all parts
+    n_embd: int  # width of the residual stream, of hidden states and of rows of floats
+    n_layers: int  # number of blocks, without those for multi-token prediction
+    n_vocab: int  # width of a row of logits; padding rows can make it exceed the number of named tokens
+    n_threads: int  # of a pass, unless a context has its own number
     capabilities: Capabilities
-    kv_type: str = ""
-    placement: str = ""
-    n_threads: int
-    n_vocab: int
-    """Width of a logits row. Can exceed the number of named tokens by padding rows."""
-    _closed = False
+    kv_type: str = ""  # of the attention cache, where the engine has several: a saved state has to match it
+    placement: str = ""  # where the weights go, as text; empty where nothing was asked
+    _closed_error = "this model was closed"
 
     def _read_header(self, gguf: GGUFFile) -> None:
-        """Fill in what the file says, whatever the engine.
+        """Fill in the attributes that the file alone decides, ``path`` to ``n_layers``.
 
         Raises:
-            UnsupportedModel: it cannot generate text, and is no head for engines either.
+            UnsupportedModel: the file cannot generate text, and is no head for engines either.
         """
-        if is_engine_file(gguf):
+
+        def number(name: str) -> int:
+            value = gguf.field(name, 0)
+            return value if isinstance(value, int) else 0
+
+        if gguf.has_rows_only:
             self.vocab = Vocab.none()
         else:
             gguf.check_generates_text()
@@ -664,24 +238,20 @@ class Model(ABC):
         self.chat_template = str(template) if template is not None else None
         self.n_ctx_train = gguf.n_ctx_train
         self.size_bytes = gguf.n_bytes
-        self.n_embd = _number(gguf, "embedding_length")
-        self.n_layers = _number(gguf, "block_count") - _number(gguf, "nextn_predict_layers")
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise Closed("this model was closed")
+        self.n_embd = number("embedding_length")
+        self.n_layers = number("block_count") - number("nextn_predict_layers")
 
     def new_context(
         self, n_ctx: int, *, n_threads: int | None = None, hidden: Sequence[str] = (), branches: bool = False
     ) -> Context:
-        """An empty memory for n_ctx tokens. Contexts of one model are independent.
+        """An empty memory of one sequence. Contexts of one model are independent.
 
         Args:
             n_ctx: its room [tokens].
-            n_threads: that passes use; those of the model by default.
-            hidden: hidden states that every pass is to return: ``norm``, ``layer:i``; see ``forward``.
-            branches: whether ``Context.decode_tree`` is to work, if it can (``why_no_trees``): with some engines it
-                does only in a context made for it, of which other passes may take longer.
+            n_threads: of its passes; None takes the model's.
+            hidden: names of the hidden states that every pass returns.
+            branches: whether ``Context.decode_tree`` is to work, where it can (``why_no_trees``). With some engines
+                (``Capabilities.trees_apart``) other passes then take longer.
 
         Raises:
             UsageError: n_ctx is not positive, there is no such state, or the engine returns none.
@@ -693,7 +263,7 @@ class Model(ABC):
         return make(n_ctx, n_threads or self.n_threads, self._check_memory(n_ctx, hidden))
 
     def why_no_trees(self) -> str | None:
-        """Why contexts cannot be made for tokens that branch; None where they can."""
+        """Why no context takes tokens that branch; None where one can."""
         if self.capabilities.trees:
             return None
         return f"{self.engine} does not take tokens that branch for {self.path.name}"
@@ -707,16 +277,16 @@ class Model(ABC):
         n_threads: int | None = None,
         hidden: Sequence[str] = (),
     ) -> SequenceBatch:
-        """An empty memory of several sequences that are fed together; see ``SequenceBatch``.
+        """An empty memory of several sequences that are fed together.
 
         Args:
             n_sequences: how many.
             n_cells: room of all together [tokens].
-            n_ctx: most tokens of one; ``n_cells`` by default.
+            n_ctx: most tokens of one; None is ``n_cells``.
             n_threads, hidden: as for ``new_context``.
 
         Raises:
-            UsageError: a number is not positive, there is no such state, or the engine returns none, or takes fewer
+            UsageError: a number is not positive, there is no such state, the engine returns none, or takes fewer
                 sequences.
             EngineError: not enough memory.
             Closed: the model was closed.
@@ -724,20 +294,24 @@ class Model(ABC):
         self._check_open()
         if n_sequences <= 0:
             raise UsageError(f"the number of sequences must be at least 1, not {n_sequences}")
-        names = self._check_memory(n_cells, hidden)
         n_ctx = n_cells if n_ctx is None else min(n_ctx, n_cells)
-        if n_ctx <= 0:
-            raise UsageError(f"the context size must be at least 1, not {n_ctx}")
+        names = self._check_memory(n_ctx, hidden)
         return self._new_batch(n_sequences, n_cells, n_ctx, n_threads or self.n_threads, names)
 
     def _check_memory(self, n_ctx: int, hidden: Sequence[str]) -> tuple[str, ...]:
+        """The names of hidden states without repetitions."""
         if n_ctx <= 0:
             raise UsageError(f"the context size must be at least 1, not {n_ctx}")
         if hidden and not self.capabilities.hidden:
             raise UsageError(f"{self.engine} returns no hidden states for {self.path.name}")
         if NEXTN in hidden and not self.capabilities.nextn:
             raise UsageError(f"{self.engine} returns no states of {self.path.name} for an MTP layer")
-        return checked_names(hidden, self.n_layers)
+        known = {NORM, NEXTN, *map(layer_name, range(self.n_layers))}
+        if unknown := [name for name in hidden if name not in known]:
+            raise UsageError(
+                f"no hidden state is called {unknown[0]!r}: it is {NORM!r} or layer:0 to layer:{self.n_layers - 1}"
+            )
+        return tuple(dict.fromkeys(hidden))
 
     def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
         """Token ids of a text.
@@ -761,18 +335,12 @@ class Model(ABC):
             raise UsageError("the text holds a lone surrogate, which is not valid Unicode") from None
         return self._tokenize(text, add_special, parse_special)
 
-    def recover(self) -> None:  # noqa: B027
-        """Be usable again after a device was gone, with empty contexts; nothing where none was.
+    def recover(self) -> None:
+        """Load again what was lost with a device; contexts are empty then. Nothing where no device was gone.
 
         Raises:
             EngineError: it is still gone.
         """
-
-    def close(self) -> None:
-        """Free the weights; safe to call twice. Contexts must be closed first."""
-        if not self._closed:
-            self._closed = True
-            self._close()
 
     @abstractmethod
     def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> Context: ...
@@ -796,127 +364,391 @@ class Model(ABC):
     @abstractmethod
     def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]: ...
 
-    @abstractmethod
-    def _close(self) -> None: ...
 
-    def __enter__(self) -> Model:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+# -- the memory of one sequence ----------------------------------------------------------------------------------------
 
 
-def _number(gguf: GGUFFile, name: str) -> int:
-    """A number of the header; 0 where it has none, or a list."""
-    value = gguf.field(name, 0)
-    return value if isinstance(value, int) else 0
+class Context(_Closable):
+    """The memory of one sequence, which passes extend and ``truncate`` cuts."""
 
+    _closed_error = "this context was closed"
 
-# Several sequences in one memory, fed in one pass: conversations side by side.
-#
-# A row of a wide pass costs a fraction of a pass of its own: 16 answers side by side made 40 tokens per second where
-# one alone made 14 (1.5B, ik-llama on two cores).
-#
-# Each sequence is a ``Context`` too (``batch[i]``): what can be done with one conversation is done with that, as if it
-# were alone. What concerns several is done with the batch: ``decode`` feeds any of them in one pass, ``copy_prefix``
-# lets one begin with what another holds. The room is one: ``free_cells`` says what is left of it.
+    def __init__(self, model: Model, n_ctx: int, hidden: tuple[str, ...] = ()) -> None:
+        self.model = model
+        self.n_ctx = n_ctx  # its room [tokens]
+        self.hidden = hidden  # names of the hidden states that every pass returns
+        self.tokens: list[int] = []  # what the memory holds, in order
+        # Asked between the pieces of a long input; True ends the decode with ``Cancelled``.
+        self.interrupted: Callable[[], bool] | None = None
+        self.finds_best = False  # whether the engine has ``_decode_best``, of tokens and of floats
+        self.overlaps = False  # whether a device computes passes while their caller does something else
+        # Where that is so: called within a pass once the device has begun, perhaps several times.
+        self.meanwhile: Callable[[], None] | None = None
+        self._partial: tuple[int, int] | None = None  # where rows of the first layers begin, and how many layers
+        self._tree: tuple[list[int], list[int]] | None = None  # tokens and parents of a tree behind the memory
 
-# Which places of a memory that several sequences share are taken.
+    @property
+    def n_past(self) -> int:
+        """Tokens in the memory."""
+        return len(self.tokens)
 
-
-class Cells:
-    """An account of a memory of ``n_cells`` tokens; one that several sequences begin with is counted once.
-
-    Engines have no function that says how much is free, and end a pass, or the process, where nothing is. Where in the
-    engine's memory a token lies is not what is kept here, only how many lie there.
-
-    Attributes:
-        n_cells: room in all [tokens].
-    """
-
-    def __init__(self, n_cells: int, n_sequences: int) -> None:
-        self.n_cells = n_cells
-        self._held: list[list[int]] = [[] for _ in range(n_sequences)]
-        self._holders: Counter[int] = Counter()
-        self._next = 0
+    @property
+    def n_whole(self) -> int:
+        """Tokens in the memory before those of ``decode_first_layers``."""
+        return self.n_past if self._partial is None else self._partial[0]
 
     @property
     def n_free(self) -> int:
         """Tokens that still have room."""
-        return self.n_cells - len(self._holders)
+        return self.n_ctx - self.n_past
 
-    def n_own(self, sequence: int) -> int:
-        """Tokens that would have room if a sequence were emptied, besides those that are free."""
-        return sum(self._holders[cell] == 1 for cell in self._held[sequence])
+    @property
+    def can_branch(self) -> bool:
+        """Whether ``decode_tree`` works."""
+        return self.model.capabilities.trees and type(self)._decode_tree is not Context._decode_tree
 
-    def n_held(self, sequences: Iterable[int], source: int = 0, n: int = 0) -> int:
-        """Room that sequences take together, and with them one that begins with the first n tokens of another."""
-        return len(set(self._held[source][:n]).union(*(self._held[each] for each in sequences)))
+    def decode(self, tokens: Sequence[int], logits: Wanted = "all") -> Forward:
+        """Feed tokens after those already in the memory.
 
-    def take(self, sequence: int, n: int) -> None:
-        """A sequence has n tokens more."""
-        self._hold(sequence, range(self._next, self._next + n))
-        self._next += n
+        Args:
+            tokens: at least one token id.
+            logits: which rows to return.
 
-    def share(self, source: int, target: int, n: int) -> None:
-        """An empty sequence has the first n tokens of another."""
-        self._hold(target, self._held[source][:n])
+        Raises:
+            ContextFull: they do not fit; the memory is unchanged.
+            UsageError: no tokens, an id outside the vocabulary, or behind rows of ``decode_first_layers``.
+            Cancelled: ``interrupted`` was true; the memory holds the pieces that were done.
+            EngineError: the engine failed; the memory is as before, or, where that cannot be, empty.
+            Closed: the context was closed.
+        """
+        self._check_ids(tokens)
+        self._check_whole()
+        pieces: list[Forward] = []
+        if logits != "all":
+            while len(tokens) > N_UNINTERRUPTED and self.interrupted is not None:
+                piece, tokens = tokens[:N_UNINTERRUPTED], tokens[N_UNINTERRUPTED:]
+                pieces.append(self._feed(piece, partial(self._decode, piece, "none")))
+                if self.interrupted():
+                    raise Cancelled("decoding was stopped")
+        pieces.append(self._feed(tokens, partial(self._decode, tokens, logits)))
+        return Forward(pieces[-1].logits, joined_states(pieces)) if len(pieces) > 1 else pieces[0]
 
-    def cut(self, sequence: int, n: int) -> None:
-        """A sequence has its first n tokens only."""
-        held = self._held[sequence]
-        for cell in held[n:]:
-            self._holders[cell] -= 1
-            if not self._holders[cell]:
-                del self._holders[cell]
-        del held[n:]
+    def decode_best(self, tokens: Sequence[int], n_best: int, logits: Literal["all", "last"] = "all") -> Forward:
+        """``decode``, of which the ``n_best`` largest logits of each row are enough; others may be left out."""
+        if not self.finds_best or len(tokens) > N_UNINTERRUPTED:
+            return self.decode(tokens, logits)
+        self._check_ids(tokens)
+        self._check_whole()
+        return self._feed(tokens, partial(self._decode_best, tokens, n_best, logits, None))
 
-    def _hold(self, sequence: int, cells: Iterable[int]) -> None:
-        cells = list(cells)
-        self._held[sequence] += cells
-        self._holders.update(cells)
+    def decode_floats(
+        self, rows: FloatArray, tokens: Sequence[int], logits: Wanted = "all", n_best: int = 0
+    ) -> Forward:
+        """Feed rows in the place of token embeddings.
+
+        Args:
+            rows: what the first block reads, float32 [n, n_embd], n at least 1.
+            tokens: what ``tokens`` is to name each row, 0 or more; they need not be ids of this model.
+            logits: which rows to return.
+            n_best: how many of the largest logits of each row are enough; 0 wants whole rows.
+
+        Raises:
+            UsageError: the model cannot (``Capabilities.float_rows``), the shapes are wrong, or a row is not finite.
+            ContextFull, EngineError, Closed: as for ``decode``.
+        """
+        self._check_room(len(tokens))
+        self._check_whole()
+        if not self.model.capabilities.float_rows:
+            raise UsageError(f"{self.model.engine} cannot be fed with rows of floats for {self.model.path.name}")
+        rows = np.ascontiguousarray(rows, dtype=np.float32)
+        if rows.shape != (len(tokens), self.model.n_embd):
+            raise UsageError(f"expected rows of shape {[len(tokens), self.model.n_embd]}, not {list(rows.shape)}")
+        if not np.isfinite(rows).all() or min(tokens) < 0:
+            raise UsageError("rows of floats must be finite, and be named by tokens of 0 or more")
+        if n_best and self.finds_best and logits != "none" and len(tokens) <= N_UNINTERRUPTED:
+            return self._feed(tokens, partial(self._decode_best, tokens, n_best, logits, rows))
+        return self._feed(tokens, partial(self._decode_floats, rows, tokens, logits))
+
+    def decode_first_layers(self, tokens: Sequence[int], n_layers: int) -> Forward:
+        """Feed tokens through the first layers only, and return the state after them.
+
+        Only such passes can follow, until ``truncate`` has dropped the rows; then the context behaves as if they had
+        never been.
+
+        Args:
+            tokens: at least one token id.
+            n_layers: how many layers, at least 1 and fewer than the model has.
+
+        Returns:
+            No logits; ``hidden`` has the state after layer ``n_layers - 1``, which the context must have been made to
+            return, and those before it that it returns, each with a row for every token.
+
+        Raises:
+            UsageError: the model cannot (``Capabilities.first_layers``), the context does not return that state, or the
+                memory ends with rows of another number of layers.
+            ContextFull, EngineError, Closed: as for ``decode``.
+        """
+        self._check_ids(tokens)
+        name = layer_name(n_layers - 1)
+        if not self.model.capabilities.first_layers:
+            raise UsageError(f"{self.model.engine} cannot end a pass early for {self.model.path.name}")
+        if not 0 < n_layers < self.model.n_layers:
+            raise UsageError(f"a pass can end after 1 to {self.model.n_layers - 1} layers, not after {n_layers}")
+        if name not in self.hidden:
+            raise UsageError(f"this context was not made to return {name!r}")
+        if self._partial is not None and self._partial[1] != n_layers:
+            raise UsageError(f"the memory ends with rows of {self._partial[1]} layers: truncate them first")
+        first = self.n_whole
+        forward = self._feed(tokens, partial(self._decode_first_layers, tokens, n_layers))
+        self._partial = first, n_layers
+        return forward
+
+    def decode_tree(self, tokens: Sequence[int], parents: Sequence[int]) -> Forward:
+        """Feed tokens that branch behind the memory: each sees the memory and its own path.
+
+        Each takes a place of the memory's room until the next call, which keeps a path (``keep``) or drops all.
+
+        Args:
+            tokens: at least one token id.
+            parents: for each the index of the token that it follows, which comes before it; -1 is the last token of the
+                memory.
+
+        Returns:
+            A row of logits for each token, and of every hidden state: as ``decode`` gives it for that token's path.
+
+        Raises:
+            UsageError: the context cannot (``can_branch``), parents do not come before, or as for ``decode``.
+            ContextFull, EngineError, Closed: as for ``decode``.
+        """
+        self._check_ids(tokens)
+        self._check_whole()
+        if not self.can_branch:
+            raise UsageError(self.model.why_no_trees() or "this context was not made for tokens that branch")
+        if len(parents) != len(tokens) or any(not -1 <= parent < i for i, parent in enumerate(parents)):
+            raise UsageError("each token of a tree follows one before it, or the memory")
+        self._drop_tree()
+        self._tree = list(tokens), list(parents)
+        try:
+            return self._decode_tree(tokens, parents)
+        except BaseException:
+            self._drop_tree()
+            raise
+
+    def keep(self, path: Sequence[int]) -> None:
+        """Make a path of the tree that was just fed part of the memory, and drop the rest of it.
+
+        Args:
+            path: indices of its tokens, in order: the first follows the memory, each other one the one before it. An
+                empty path leaves the memory as it was.
+
+        Raises:
+            UsageError: there is no such path, or other calls have come in between.
+            EngineError: the engine failed.
+            Closed: the context was closed.
+        """
+        self._check_open()
+        if self._tree is None:
+            raise UsageError("there is no tree to keep a path of")
+        tokens, parents = self._tree
+        if any(not 0 <= at < len(tokens) or parents[at] != before for before, at in zip([-1, *path], path)):  # noqa: B905
+            raise UsageError(f"{list(path)} is not a path of the tree")
+        if not path:
+            self._drop_tree()
+            return
+        try:
+            self._keep(path)
+        except BaseException:
+            self._drop_tree()
+            raise
+        self._tree = None
+        self.tokens.extend(tokens[at] for at in path)
+
+    def truncate(self, n: int) -> None:
+        """Forget all but the first n tokens; then the context behaves as a fresh one that was fed just those.
+
+        Raises:
+            UsageError: n is negative or larger than ``n_past``.
+            Closed: the context was closed.
+        """
+        self._check_open()
+        if not 0 <= n <= self.n_past:
+            raise UsageError(f"cannot truncate {self.n_past} tokens to {n}")
+        self._drop_tree()
+        if n < self.n_past:
+            self._truncate(n)
+            del self.tokens[n:]
+        if self._partial is not None and n <= self._partial[0]:
+            self._partial = None
+
+    def reuse(self, tokens: Sequence[int]) -> int:
+        """Keep the longest common prefix of the memory and ``tokens``, drop the rest, and return its length."""
+        n = shared_prefix(self.tokens, tokens)
+        self.truncate(n)
+        return n
+
+    def export_state(self) -> ContextState:
+        """A copy of what the memory holds, for ``import_state``.
+
+        Raises:
+            UsageError: the engine cannot (``Capabilities.saves_state``), or the memory ends with rows of
+                ``decode_first_layers``.
+            EngineError: the engine failed.
+            Closed: the context was closed.
+        """
+        self._check_saves_state()
+        self._check_whole()
+        self._drop_tree()
+        return ContextState(tuple(self.tokens), self._export() if self.tokens else {})
+
+    @property
+    def state_bytes(self) -> int:
+        """Size of what ``export_state`` would give now, or an upper bound of it [bytes]."""
+        self._check_saves_state()
+        self._drop_tree()
+        return self._state_bytes() if self.tokens else 0
+
+    def import_state(self, state: ContextState) -> None:
+        """Hold what was exported: then the context behaves as the exporting one did.
+
+        The caller sees to it that the state is one of the same file on the same engine and version, with the same type
+        of cache; the size of the context may differ.
+
+        Raises:
+            ContextFull: more tokens than this context has room for; it is left as it was.
+            UsageError: the engine cannot.
+            EngineError: the engine refuses the state; the context is then empty.
+            Closed: the context was closed.
+        """
+        self._check_saves_state()
+        if len(state.tokens) > self.n_ctx:
+            raise ContextFull(f"the state holds {len(state.tokens)} tokens and the context has room for {self.n_ctx}")
+        try:
+            if state.tokens:
+                self._import(state)
+            else:  # engines abort the whole process on the state of an empty memory
+                self._truncate_all()
+        except BaseException:
+            self._truncate_all()
+            raise
+        self._partial = self._tree = None
+        self.tokens = list(state.tokens)
+
+    def close(self) -> None:
+        if not self._closed:
+            self.tokens = []
+        super().close()
+
+    def _feed(self, tokens: Sequence[int], compute: Callable[[], Forward]) -> Forward:
+        self._drop_tree()
+        n_before = self.n_past
+        try:
+            forward = compute()
+        except BaseException:
+            # A pass that broke off (Ctrl-C lands between chunks) must not leave rows that `tokens` does not name.
+            self._truncate(n_before)
+            raise
+        self.tokens.extend(tokens)
+        return forward
+
+    def _drop_tree(self) -> None:
+        if self._tree is not None:
+            self._tree = None
+            self._truncate(self.n_past)
+
+    def _truncate_all(self) -> None:
+        self.tokens, self._partial, self._tree = [], None, None
+        self._truncate(0)
+
+    def _check_ids(self, tokens: Sequence[int]) -> None:
+        self._check_room(len(tokens))
+        if min(tokens) < 0 or max(tokens) >= self.model.n_vocab:
+            raise UsageError(f"token ids must lie in 0..{self.model.n_vocab - 1}")
+
+    def _check_room(self, n: int) -> None:
+        self._check_open()
+        if not n:
+            raise UsageError("decode needs at least one token")
+        if self.n_past + n > self.n_ctx:
+            raise ContextFull(f"the context holds {self.n_ctx} tokens; {self.n_past} are used and {n} more do not fit")
+
+    def _check_whole(self) -> None:
+        if self._partial is not None:
+            raise UsageError(f"the rows from {self._partial[0]} on have the first layers only: truncate them first")
+
+    def _check_saves_state(self) -> None:
+        self._check_open()
+        if not self.model.capabilities.saves_state:
+            raise UsageError(f"{self.model.engine} cannot save the state of a context")
+
+    # What an engine implements; what is not abstract only where its capabilities promise it.
+
+    @abstractmethod
+    def _decode(self, tokens: Sequence[int], logits: Wanted) -> Forward: ...
+
+    @abstractmethod
+    def _truncate(self, n: int) -> None:
+        """Drop all rows from position n on, rows of a broken-off pass and of a tree included.
+
+        If that fails, ``tokens`` must be left naming no more than what is still there.
+        """
+
+    def _decode_best(self, tokens: Sequence[int], n_best: int, logits: Wanted, rows: FloatArray | None) -> Forward:
+        raise NotImplementedError
+
+    def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
+        raise NotImplementedError
+
+    def _decode_first_layers(self, tokens: Sequence[int], n_layers: int) -> Forward:
+        raise NotImplementedError
+
+    def _decode_tree(self, tokens: Sequence[int], parents: Sequence[int]) -> Forward:
+        raise NotImplementedError
+
+    def _keep(self, path: Sequence[int]) -> None:
+        """Of the rows that ``_decode_tree`` put behind the memory keep these, at least one, in this order."""
+        raise NotImplementedError
+
+    def _export(self) -> Mapping[str, npt.NDArray[Any]]:
+        raise NotImplementedError
+
+    def _state_bytes(self) -> int:
+        raise NotImplementedError
+
+    def _import(self, state: ContextState) -> None:
+        """Replace what the memory holds. Must refuse, with EngineError, arrays that cannot be right."""
+        raise NotImplementedError
+
+
+# -- the memory of several sequences -----------------------------------------------------------------------------------
 
 
 class Piece(NamedTuple):
-    """What one sequence is fed in a pass.
-
-    Attributes:
-        sequence: its number.
-        tokens: its next ones, at least one.
-        logits: which rows to return: one per token, the last one only, or none (of a prompt that is not at its end).
-    """
+    """What one sequence is fed in a pass: its number, its next tokens (at least one), which rows to return."""
 
     sequence: int
     tokens: Sequence[int]
     logits: Wanted = "all"
 
 
-class SequenceBatch(ABC):
-    """The memories of several sequences, numbered from 0. Arguments are checked here, as in ``Context``.
+class SequenceBatch(_Closable):
+    """The memories of several sequences, numbered from 0, in one room, fed in one pass.
 
-    Attributes:
-        model: whose memories they are.
-        n_sequences: how many there are.
-        n_cells: room of all together [tokens].
-        n_ctx: most tokens of one.
-        hidden: names of the hidden states that passes return.
-        shares_prefix: whether tokens that ``copy_prefix`` gives to a second sequence take no more room.
-        interrupted: asked between the parts in which an engine computes a long pass; a true answer ends it with
-            ``Cancelled``. Each sequence has one of its own, for when it is fed alone.
+    Each sequence is a ``Context`` too (``batch[i]``), with rollback, states and everything else.
     """
 
-    shares_prefix = False
+    shares_prefix = False  # whether tokens that ``copy_prefix`` gives to a second sequence take no more room
+    _closed_error = "this batch of sequences was closed"
 
     def __init__(self, model: Model, n_sequences: int, n_cells: int, n_ctx: int, hidden: tuple[str, ...]) -> None:
         self.model = model
         self.n_sequences = n_sequences
-        self.n_cells = n_cells
-        self.n_ctx = n_ctx
+        self.n_cells = n_cells  # room of all together [tokens]
+        self.n_ctx = n_ctx  # most tokens of one
         self.hidden = hidden
+        # Asked between the parts of a long pass; each sequence has its own too, for when it is fed alone.
         self.interrupted: Callable[[], bool] | None = None
         self.cells = Cells(n_cells, n_sequences)
         self._sequences = [_Sequence(self, i) for i in range(n_sequences)]
-        self._closed = False
 
     def __getitem__(self, sequence: int) -> Context:
         """One of the sequences: the same object each time. Closing it empties it for good.
@@ -932,26 +764,25 @@ class SequenceBatch(ABC):
 
     @property
     def free_cells(self) -> int:
-        """Tokens that still have room, of whichever sequence."""
+        """Tokens that still have room, of any sequence."""
         return self.cells.n_free
 
     def decode(self, pieces: Sequence[Piece]) -> list[Forward]:
         """Feed the next tokens of some of the sequences, in one pass.
 
         Args:
-            pieces: of which sequences, each at most once.
+            pieces: at least one, and at most one of a sequence.
 
         Returns:
-            What ``Context.decode`` would return, for each piece. The logits are valid until the next pass of any of the
-            sequences.
+            What ``Context.decode`` would return, for each piece; the logits are valid until the next pass of any
+            sequence.
 
         Raises:
             ContextFull: a piece does not fit, or all together do not; nothing was fed.
-            UsageError: a sequence that there is not or that occurs twice, no tokens, an id outside of the vocabulary,
-                or behind rows of ``decode_first_layers``.
+            UsageError: a sequence that does not exist or occurs twice, or as for ``Context.decode``.
             Cancelled: ``interrupted`` was true; all memories are as before.
             EngineError: the engine failed; all memories are as before.
-            Closed: it was closed.
+            Closed: the batch was closed.
         """
         self._check_open()
         contexts = [self[piece.sequence] for piece in pieces]
@@ -975,15 +806,14 @@ class SequenceBatch(ABC):
     def copy_prefix(self, source: int, target: int, n: int) -> None:
         """Let a sequence hold the first n tokens of another, and nothing else; they go on independently.
 
-        Where the engine can (``shares_prefix``) the tokens are held once, and it takes no time to speak of. Else they
-        are copied; a memory that cannot be cut (recurrent, or a sliding window that moved on) reads them again.
+        A memory that neither shares rows nor can be cut (recurrent, or a window that moved on) reads the tokens again.
 
         Raises:
             ContextFull: there is no room for a copy; the target is then empty.
-            UsageError: no such sequence, the two are one, or the source does not hold as many; rows of
-                ``decode_first_layers`` do not count.
+            UsageError: no such sequence, the two are one, or the source does not hold as many, without those of
+                ``decode_first_layers``.
             EngineError: the engine failed; the target is then empty.
-            Closed: it was closed.
+            Closed: the batch was closed.
         """
         if source == target:
             raise UsageError(f"sequence {source} cannot be copied to itself")
@@ -1009,18 +839,11 @@ class SequenceBatch(ABC):
         """Forget all but the first n tokens of a sequence; see ``Context.truncate``."""
         self[sequence].truncate(n)
 
-    def _truncate_in(self, context: Context, sequence: int, n: int) -> None:
-        """``_truncate`` of a sequence that lies in a context of its own."""
-        try:
-            context.truncate(min(n, context.n_past))
-        finally:  # of what its context lost, nothing may be named
-            del self._sequences[sequence].tokens[context.n_past :]
-
     def check_cells(self, n: int, n_given_back: int = 0) -> None:
-        """Refuse n tokens that do not fit.
+        """Refuse n tokens that do not fit, once ``n_given_back`` are free that are not now.
 
         Raises:
-            ContextFull: so it is.
+            ContextFull: they do not.
         """
         if n > self.free_cells + n_given_back:
             raise ContextFull(
@@ -1028,41 +851,25 @@ class SequenceBatch(ABC):
                 f"and {n} more do not fit"
             )
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise Closed("this batch of sequences was closed")
-
     def close(self) -> None:
-        """Free the memories; safe to call twice."""
         if not self._closed:
             self._closed = True
             for context in self._sequences:
                 context.close()
             self._close()
 
-    @property
-    def closed(self) -> bool:
-        """Whether it was closed."""
-        return self._closed
-
-    def __enter__(self) -> SequenceBatch:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    # What an engine implements; ``_truncate`` and those below it for one sequence, as ``Context``'s.
 
     @abstractmethod
     def _decode(self, pieces: Sequence[Piece]) -> list[Forward]:
-        """Feed pieces that were checked; ``interrupted`` is to be asked between parts."""
-
-    @abstractmethod
-    def _truncate(self, sequence: int, n: int) -> None:
-        """Drop all rows of a sequence from position n on, those of a broken-off pass included; its ``tokens`` still
-        name what it held. If that fails, they must be left naming no more than what is still there."""
+        """Feed pieces that were checked, and ask ``interrupted`` between parts."""
 
     @abstractmethod
     def _copy_prefix(self, source: int, target: int, n: int) -> None:
         """Give the rows of the first n tokens to an empty sequence, whose ``tokens`` name them already."""
+
+    @abstractmethod
+    def _truncate(self, sequence: int, n: int) -> None: ...
 
     def _decode_floats(self, sequence: int, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
         raise NotImplementedError
@@ -1079,12 +886,63 @@ class SequenceBatch(ABC):
     @abstractmethod
     def _import(self, sequence: int, state: ContextState) -> None: ...
 
-    @abstractmethod
-    def _close(self) -> None: ...
+    def _truncate_in(self, context: Context, sequence: int, n: int) -> None:
+        """``_truncate`` of a sequence whose rows are in a context of its own."""
+        try:
+            context.truncate(min(n, context.n_past))
+        finally:  # of what its context lost, nothing may be named
+            del self._sequences[sequence].tokens[context.n_past :]
+
+
+class Cells:
+    """An account of a memory of ``n_cells`` tokens: how many are free; a shared prefix counts once.
+
+    Engines have no function that says so, and end a pass, or the process, where nothing is free.
+    """
+
+    def __init__(self, n_cells: int, n_sequences: int) -> None:
+        self.n_cells = n_cells
+        self._held: list[list[int]] = [[] for _ in range(n_sequences)]
+        self._holders: Counter[int] = Counter()
+        self._next = 0
+
+    @property
+    def n_free(self) -> int:
+        return self.n_cells - len(self._holders)
+
+    def n_own(self, sequence: int) -> int:
+        """Tokens that would become free if a sequence were emptied."""
+        return sum(self._holders[cell] == 1 for cell in self._held[sequence])
+
+    def n_held(self, sequences: Iterable[int], source: int = 0, n: int = 0) -> int:
+        """Room that sequences take together, and with them one that begins with the first n tokens of ``source``."""
+        return len(set(self._held[source][:n]).union(*(self._held[each] for each in sequences)))
+
+    def take(self, sequence: int, n: int) -> None:
+        """A sequence has n tokens more."""
+        self._hold(sequence, range(self._next, self._next + n))
+        self._next += n
+
+    def share(self, source: int, target: int, n: int) -> None:
+        """An empty sequence has the first n tokens of another."""
+        self._hold(target, self._held[source][:n])
+
+    def cut(self, sequence: int, n: int) -> None:
+        """A sequence has its first n tokens only."""
+        held = self._held[sequence]
+        for cell in held[n:]:
+            self._holders[cell] -= 1
+            if not self._holders[cell]:
+                del self._holders[cell]
+        del held[n:]
+
+    def _hold(self, sequence: int, cells: Sequence[int]) -> None:
+        self._held[sequence] += cells
+        self._holders.update(cells)
 
 
 class _Sequence(Context):
-    """One sequence of a batch."""
+    """One sequence of a batch: what a context does alone, done by the batch, with an account of its cells."""
 
     def __init__(self, batch: SequenceBatch, number: int) -> None:
         super().__init__(batch.model, batch.n_ctx, batch.hidden)
@@ -1143,8 +1001,7 @@ class _Sequence(Context):
 class SequencesInTurn(SequenceBatch):
     """A context for each sequence, one pass after another: for engines that compute one sequence at a time.
 
-    Nothing is shared: a prefix is copied, and each context has room for ``n_ctx`` tokens; ``n_cells`` is kept to
-    nevertheless.
+    A prefix is copied, and each context has room for ``n_ctx`` tokens; ``n_cells`` is kept to nevertheless.
     """
 
     def __init__(self, contexts: Sequence[Context], n_cells: int) -> None:

@@ -137,7 +137,7 @@ class Layer:
     """One block. The weights of the norms are folded into the matrices that follow them."""
 
     qkv: Array
-    """[(n_head + 2 n_head_kv) * d_head, n_embd]; of an EAGLE-3 head [..., 2 n_embd]"""
+    """[(n_head + 2 n_head_kv) * d_head, n_embd]; [..., 2 n_embd] where rows are wider than states"""
     qkv_bias: Array | None
     """[(n_head + 2 n_head_kv) * d_head]"""
     attn_output: Array
@@ -375,7 +375,7 @@ class ReferenceContext(Context):
             after.append(x)
         return after
 
-    # An EAGLE-3 head's row is wider than its states.
+    # A subclass may have rows that are wider than its states.
 
     def _attention_input(self, x: Array) -> Array:
         return self._normalised(x)

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
 from localspec.backends.base import Model, Progress
-from localspec.errors import EngineUnavailable, UsageError, shown
+from localspec.errors import EngineUnavailable, PluginError, UsageError, shown
+from localspec.system.plugins import BACKENDS, load, offered
 
-BACKENDS = {
-    "ik-llama": "localspec.backends.llama.ik_llama",
-    "llama-cpp": "localspec.backends.llama.llama_cpp",
-    "mlx": "localspec.backends.mlx",
-    "reference": "localspec.backends.reference",
-}
-"""Backend name -> module with ``load`` and, where the engine may be missing, ``binding``."""
+
+def backend_names() -> list[str]:
+    """The engines that ``--backend`` takes: plugins of the group ``localspec.backends``."""
+    return list(offered(BACKENDS))
 
 
 def unavailable_reason(backend: str) -> str | None:
     """Why an engine cannot be used here, in one line; None when it can."""
     try:
-        module = import_module(BACKENDS[backend])
+        module = engine_module(backend)
         if hasattr(module, "binding"):
             module.binding()
-    except EngineUnavailable as error:
+    except (EngineUnavailable, PluginError) as error:
         return str(error)
     return None
 
@@ -35,13 +32,17 @@ def check_name(backend: str) -> None:
     Raises:
         UsageError: it does not.
     """
-    if not isinstance(backend, str) or backend not in ("auto", *BACKENDS):
-        raise UsageError(f"unknown backend {shown(backend)}: use auto, {', '.join(BACKENDS)}")
+    if not isinstance(backend, str) or backend not in ("auto", *backend_names()):
+        raise UsageError(f"unknown backend {shown(backend)}: use auto, {', '.join(backend_names())}")
 
 
 def engine_module(backend: str) -> Any:
-    """The module of an engine: ``load`` and, where the engine may be missing, ``binding``."""
-    return import_module(BACKENDS[backend])
+    """The module of an engine: ``load`` and, where the engine may be missing, ``binding``.
+
+    Raises:
+        PluginError: it cannot be imported.
+    """
+    return load(BACKENDS, backend)
 
 
 class LoadEngine(Protocol):

@@ -309,14 +309,14 @@ def _patterns(pre: str) -> list[re.Pattern[str]]:
 @cache
 def _category(initial: str) -> str:
     """The inside of a character class with all of Unicode's general categories L*, N* or P*."""
-    ranges: list[list[int]] = []
-    for code in range(sys.maxunicode + 1):
-        if unicodedata.category(chr(code))[0] == initial:
-            if ranges and ranges[-1][1] == code - 1:
-                ranges[-1][1] = code
-            else:
-                ranges.append([code, code])
-    return "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in ranges)
+    runs = re.finditer(f"{initial}+", _initials())
+    return "".join(f"\\U{run.start():08x}-\\U{run.end() - 1:08x}" for run in runs)
+
+
+@cache
+def _initials() -> str:
+    """The first letter of every character's general category; one pass over Unicode takes a tenth of a second."""
+    return "".join(category[0] for category in map(unicodedata.category, map(chr, range(sys.maxunicode + 1))))
 
 
 @cache

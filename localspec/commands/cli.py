@@ -12,16 +12,17 @@ import typer
 
 from localspec._version import __version__
 from localspec.errors import MAX_COUNT, MAX_THREADS, did_you_mean
+from localspec.heads import TRAINED_KINDS
 
 if TYPE_CHECKING:
-    from localspec.commands.options import RunOptions
+    from localspec.commands.options import RunOptions, ThinkOptions
 
 
-# Options that several commands share, each written once. Nothing heavy is imported here.
+# Options that several commands share.
 
 
 def models(incomplete: str) -> list[tuple[str, str]]:
-    """Names of the catalogue that begin so, with what the shell shows beside them."""
+    """Names of the catalogue that begin so, with their notes."""
     from localspec.model_files.catalog import Catalog
 
     catalog = Catalog.load()
@@ -29,10 +30,10 @@ def models(incomplete: str) -> list[tuple[str, str]]:
 
 
 def _drafts(incomplete: str) -> list[tuple[str, str]]:
-    """What ``--draft`` takes and begins so."""
-    from localspec.engine.options import WORDS
+    """Words and names for ``--draft`` that begin so."""
+    from localspec.engine.options import draft_words
 
-    return [(word, "") for word in WORDS if word.startswith(incomplete)] + models(incomplete)
+    return [(word, "") for word in draft_words() if word.startswith(incomplete)] + models(incomplete)
 
 
 Model = Annotated[
@@ -44,86 +45,10 @@ Model = Annotated[
         show_default=False,
     ),
 ]
-Draft = Annotated[
-    list[str] | None,
-    typer.Option(
-        autocompletion=_drafts,
-        metavar="auto|none|ngram|head|corpus:PATH|MODEL",
-        help="Drafters to use, in addition to n-grams; repeatable. MODEL may be an EAGLE-3 or DFlash file. "
-        "Also head:FILE, mtp (the model's own multi-token-prediction layer), early-exit[:LAYERS].",
-        show_default="auto",
-    ),
-]
-DraftOnly = Annotated[bool, typer.Option("--draft-only", help="Use only the drafters named by --draft.")]
-DraftLength = Annotated[str, typer.Option(metavar="auto|N", help="Tokens to draft per round.")]
 Backend = Annotated[str, typer.Option(metavar="auto|llama-cpp|ik-llama|mlx|reference", help="Inference engine.")]
-DraftBackend = Annotated[
-    str | None,
-    typer.Option(metavar="auto|llama-cpp|…", help="Inference engine for draft models.", show_default="--backend"),
-]
-Temperature = Annotated[
-    float | None, typer.Option(help="Sampling temperature; 0 is greedy.", show_default="the model's")
-]
-TopK = Annotated[int | None, typer.Option(min=0, help="Sample from the N most likely tokens; 0 disables.")]
-TopP = Annotated[float | None, typer.Option(help="Sample from the most likely tokens up to this total probability.")]
-MinP = Annotated[float | None, typer.Option(help="Minimum probability, relative to the most likely token.")]
-RepeatPenalty = Annotated[
-    float | None, typer.Option(help="Penalty for repeating recent tokens; values above 1 discourage it.")
-]
-Seed = Annotated[int | None, typer.Option(help="Random seed; the same seed reproduces the same text.")]
-MaxTokens = Annotated[
-    int | None, typer.Option(min=1, help="Maximum answer tokens.", show_default="what fits the context")
-]
-Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Stop before this text; repeatable.")]
-Ctx = Annotated[int | None, typer.Option(min=1, max=MAX_COUNT, help="Context size in tokens, including the answer.")]
 Threads = Annotated[
     int | None,
-    typer.Option(min=1, max=MAX_THREADS, help="CPU threads.", show_default="the physical cores"),
-]
-KVCache = Annotated[str, typer.Option(metavar="f16|f32|q8_0|q4_0", help="Data type of the KV cache.")]
-GpuLayers = Annotated[
-    int | None,
-    typer.Option(min=0, max=MAX_COUNT, help="Layers to place on the GPU.", show_default="all, if supported"),
-]
-SplitMode = Annotated[
-    str | None,
-    typer.Option(metavar="none|layer|row", help="How to split the target model across devices.", show_default="layer"),
-]
-TensorSplit = Annotated[
-    str | None,
-    typer.Option(
-        metavar="N,N…", help="Fraction of the model for each device, e.g. 3,1.", show_default="by free memory"
-    ),
-]
-MainGpu = Annotated[int | None, typer.Option(min=0, metavar="N", help="GPU to use with --split-mode none.")]
-Device = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME,NAME…|none", help="Devices for the target model, as listed by doctor; none: CPU only."),
-]
-OverrideTensor = Annotated[
-    list[str] | None,
-    typer.Option(metavar="PATTERN=BUFFER", help="Place matching tensors in BUFFER; repeatable."),
-]
-CpuMoe = Annotated[bool, typer.Option("--cpu-moe", help="Keep all MoE experts of the target model on the CPU.")]
-NCpuMoe = Annotated[
-    int | None,
-    typer.Option(min=0, max=MAX_COUNT, metavar="N", help="Keep the MoE experts of the first N layers on the CPU."),
-]
-Rpc = Annotated[
-    list[str] | None,
-    typer.Option(metavar="HOST:PORT", help="llama.cpp RPC server, on loopback or through a tunnel; repeatable."),
-]
-AllowInsecureRpc = Annotated[
-    bool, typer.Option("--allow-insecure-rpc", help="Allow non-loopback addresses; traffic can be read and altered.")
-]
-System = Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")]
-LightDraft = Annotated[
-    bool,
-    typer.Option(help="On a CPU, draft with a requantized copy of the draft model where that is faster."),
-]
-Idle = Annotated[
-    bool,
-    typer.Option(help="Do background work while idle, but never on battery."),
+    typer.Option("--threads", min=1, max=MAX_THREADS, help="CPU threads.", show_default="the physical cores"),
 ]
 
 
@@ -142,94 +67,110 @@ Think = Annotated[
         help="Whether the model thinks before answering, if its chat template supports the choice.",
     ),
 ]
-ThinkBudget = Annotated[
-    int | None,
-    typer.Option(min=0, max=MAX_COUNT, metavar="N", help="Maximum thinking tokens."),
-]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Fetch models that are not here without asking.")]
+ThinkBudget = Annotated[int | None, typer.Option(min=0, max=MAX_COUNT, metavar="N", help="Maximum thinking tokens.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show engine logs.")]
-Names = Annotated[
-    list[str] | None,
-    typer.Argument(
-        autocompletion=models,
-        metavar="NAME...",
-        help="Catalogue names, parts of them, or hf:OWNER/REPO/FILE.gguf. Default: the default pair.",
-        show_default=False,
-    ),
-]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-LOADING = {
-    "backend": "backend",
-    "draft_backend": "draft_backend",
-    "ctx": "n_ctx",
-    "threads": "n_threads",
-    "gpu_layers": "n_gpu_layers",
-    "kv_cache": "kv_cache_type",
-    "light_draft": "light_draft",
-    "idle": "idle",
-}
-"""Names of loading options on the command line and in ``LoadOptions``."""
-
-PLACEMENT = (
-    "split_mode",
-    "tensor_split",
-    "main_gpu",
-    "device",
-    "override_tensor",
-    "cpu_moe",
-    "n_cpu_moe",
-    "rpc",
-    "allow_insecure_rpc",
-)
-"""Options that say where the target's weights go; ``Placement`` calls them the same."""
-
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed", "max_tokens")
-
-
 def _shared(
-    draft: Draft = None,
-    draft_only: DraftOnly = False,
-    draft_length: DraftLength = "auto",
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(
+            autocompletion=_drafts,
+            metavar="auto|none|ngram|head|corpus:PATH|MODEL",
+            help="Drafters to use, in addition to n-grams; repeatable. MODEL may be an EAGLE-3 or DFlash file. "
+            "Also head:FILE, mtp (the model's own multi-token-prediction layer), early-exit[:LAYERS].",
+            show_default="auto",
+        ),
+    ] = None,
+    draft_only: Annotated[bool, typer.Option("--draft-only", help="Use only the drafters named by --draft.")] = False,
+    draft_length: Annotated[str, typer.Option(metavar="auto|N", help="Tokens to draft per round.")] = "auto",
     backend: Backend = "auto",
-    draft_backend: DraftBackend = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repeat_penalty: RepeatPenalty = None,
-    seed: Seed = None,
-    max_tokens: MaxTokens = None,
-    stop: Stop = None,
-    ctx: Ctx = None,
-    threads: Threads = None,
-    gpu_layers: GpuLayers = None,
-    split_mode: SplitMode = None,
-    tensor_split: TensorSplit = None,
-    main_gpu: MainGpu = None,
-    device: Device = None,
-    override_tensor: OverrideTensor = None,
-    cpu_moe: CpuMoe = False,
-    n_cpu_moe: NCpuMoe = None,
-    rpc: Rpc = None,
-    allow_insecure_rpc: AllowInsecureRpc = False,
-    kv_cache: KVCache = "f16",
-    light_draft: LightDraft = True,
-    idle: Idle = True,
-    system: System = None,
-    yes: Yes = False,
+    draft_backend: Annotated[
+        str | None,
+        typer.Option(metavar="auto|llama-cpp|…", help="Inference engine for draft models.", show_default="--backend"),
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Sampling temperature; 0 is greedy.", show_default="the model's")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(min=0, help="Sample from the N most likely tokens; 0 disables.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample from the most likely tokens up to this total probability.")
+    ] = None,
+    min_p: Annotated[float | None, typer.Option(help="Minimum probability, relative to the most likely token.")] = None,
+    repeat_penalty: Annotated[
+        float | None, typer.Option(help="Penalty for repeating recent tokens; values above 1 discourage it.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed; the same seed reproduces the same text.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Maximum answer tokens.", show_default="what fits the context")
+    ] = None,
+    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Stop before this text; repeatable.")] = None,
+    n_ctx: Annotated[
+        int | None, typer.Option("--ctx", min=1, max=MAX_COUNT, help="Context size in tokens, including the answer.")
+    ] = None,
+    n_threads: Threads = None,
+    n_gpu_layers: Annotated[
+        int | None,
+        typer.Option(
+            "--gpu-layers", min=0, max=MAX_COUNT, help="Layers to place on the GPU.", show_default="all, if supported"
+        ),
+    ] = None,
+    split_mode: Annotated[
+        str | None,
+        typer.Option(
+            metavar="none|layer|row", help="How to split the target model across devices.", show_default="layer"
+        ),
+    ] = None,
+    tensor_split: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N…", help="Fraction of the model for each device, e.g. 3,1.", show_default="by free memory"
+        ),
+    ] = None,
+    main_gpu: Annotated[int | None, typer.Option(min=0, metavar="N", help="GPU to use with --split-mode none.")] = None,
+    device: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME,NAME…|none", help="Devices for the target model, as listed by doctor; none: CPU only."
+        ),
+    ] = None,
+    override_tensor: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN=BUFFER", help="Place matching tensors in BUFFER; repeatable.")
+    ] = None,
+    cpu_moe: Annotated[
+        bool, typer.Option("--cpu-moe", help="Keep all MoE experts of the target model on the CPU.")
+    ] = False,
+    n_cpu_moe: Annotated[
+        int | None,
+        typer.Option(min=0, max=MAX_COUNT, metavar="N", help="Keep the MoE experts of the first N layers on the CPU."),
+    ] = None,
+    rpc: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HOST:PORT", help="llama.cpp RPC server, on loopback or through a tunnel; repeatable."),
+    ] = None,
+    allow_insecure_rpc: Annotated[
+        bool,
+        typer.Option("--allow-insecure-rpc", help="Allow non-loopback addresses; traffic can be read and altered."),
+    ] = False,
+    kv_cache_type: Annotated[
+        str, typer.Option("--kv-cache", metavar="f16|f32|q8_0|q4_0", help="Data type of the KV cache.")
+    ] = "f16",
+    light_draft: Annotated[
+        bool, typer.Option(help="On a CPU, draft with a requantized copy of the draft model where that is faster.")
+    ] = True,
+    idle: Annotated[bool, typer.Option(help="Do background work while idle, but never on battery.")] = True,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Fetch models that are not here without asking.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """The shared options, in the order of ``--help``."""
+    """In the order of ``--help``."""
 
 
 def with_shared_options(function: Callable[..., int], without: Collection[str] = ()) -> Signature:
-    """The signature of a command, its ``**options`` replaced by the shared options.
+    """Signature of a command with the shared options, but those in ``without``, in place of ``**options``.
 
-    Args:
-        function: the command; a shared option that it declares itself takes the shared one's place.
-        without: shared options that make no sense for it.
+    An option that the command declares itself takes the shared one's place.
     """
     signature = signature_of(function, eval_str=True)
     own = dict(signature.parameters)
@@ -246,22 +187,26 @@ def run_options(model: str | None, given: dict[str, Any], **sampling: Any) -> Ru
     Raises:
         UsageError: a value makes no sense.
     """
+    from dataclasses import fields
+
+    from localspec.backends.placement import Placement
     from localspec.commands.options import RunOptions, placement
     from localspec.engine.options import LoadOptions
+    from localspec.sampling.sampling import SamplingParams
 
     rest = {"idle": False} | given
-    placed = {name: rest.pop(name) for name in PLACEMENT if name in rest}
-    load = LoadOptions(
-        **{keyword: rest.pop(option) for option, keyword in LOADING.items() if option in rest},
-        placement=placement(placed),
-    )
-    sampling |= {name: value for name in SAMPLING if (value := rest.pop(name)) is not None}
-    if stop := rest.pop("stop"):
-        sampling["stop"] = tuple(stop)
+
+    def taken(options: type[Any]) -> dict[str, Any]:
+        return {field.name: rest.pop(field.name) for field in fields(options) if field.name in rest}
+
+    load = LoadOptions(placement=placement(taken(Placement)), **taken(LoadOptions))
+    sampling |= {name: value for name, value in taken(SamplingParams).items() if value not in (None, [])}
+    if "stop" in sampling:
+        sampling["stop"] = tuple(sampling["stop"])
     return RunOptions(model=model, draft=rest.pop("draft") or (), load=load, sampling=sampling, **rest)
 
 
-# The application that commands are added to: what happens to a command line before one of them runs.
+# The application.
 
 Run = Callable[[], int]
 
@@ -293,10 +238,10 @@ def root(
 
 
 def command(without: Collection[str] = ()) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Make a function a command; see ``with_shared_options`` for what becomes of its ``**options``.
+    """Make a function a command; see ``with_shared_options``.
 
-    Parsing only binds the arguments. The command runs outside of Typer, which would treat Ctrl-C, a closed pipe and
-    errors in its own way.
+    Parsing only binds arguments. The command runs outside of Typer, which treats Ctrl-C, closed pipes and errors in its
+    own way.
     """
 
     def register(function: Callable[..., int]) -> Callable[..., int]:
@@ -314,10 +259,7 @@ __all__ = ["app", "parse"]
 
 
 def parse(argv: Sequence[str]) -> Run | str:
-    """Read a command line.
-
-    Returns:
-        The command, ready to run, or what is wrong with the line.
+    """Read a command line: the command, ready to run, or what is wrong with the line.
 
     Raises:
         SystemExit: all that was asked for (``--help``, ``--version``) has been printed.
@@ -338,7 +280,7 @@ def parse(argv: Sequence[str]) -> Run | str:
 
 
 def _message_of(error: Any) -> str:
-    """What is wrong with the line; for an unknown option the known one that is meant, first of all one it begins."""
+    """What is wrong with the line, with the known option nearest to an unknown one."""
     name, ctx = getattr(error, "option_name", None), getattr(error, "ctx", None)
     if name is None or ctx is None or not hasattr(error, "possibilities"):
         return str(error.format_message())
@@ -374,8 +316,8 @@ def chat(
     """Chat with a model in the terminal. If standard input is not a terminal, each line is one turn."""
     from localspec.commands.chat.command import chat_command
 
-    known = run_options(model, options)
-    return chat_command(known, project, think=think, thinking_budget=think_budget, resume=resume, keep=keep)
+    asked: ThinkOptions = {"think": think, "thinking_budget": think_budget}
+    return chat_command(run_options(model, options), project, asked, resume=resume, keep=keep)
 
 
 @command()
@@ -413,8 +355,8 @@ def generate(
 
     form = answer_form(json_schema, grammar)
     model, prompt = model_and_prompt(model, text, prompt)
-    known = run_options(model, options, **form)
-    return generate_command(known, prompt, raw=raw, format=format, think=think, thinking_budget=think_budget)
+    asked: ThinkOptions = {"think": think, "thinking_budget": think_budget}
+    return generate_command(run_options(model, options, **form), prompt, asked, raw=raw, format=format)
 
 
 @command(without=("draft_length", "idle"))
@@ -440,8 +382,7 @@ def bench(
         ),
     ] = None,
     prompts: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Questions in Spec-Bench or SPEED-Bench JSON Lines format."),
+        str | None, typer.Option(metavar="FILE", help="Questions in Spec-Bench or SPEED-Bench JSON Lines format.")
     ] = None,
     which: Annotated[
         str | None, typer.Option("--set", metavar="report|tuning", help="Built-in question set to use.")
@@ -486,23 +427,13 @@ def bench(
 ) -> int:
     """Measure the speed-up over plain decoding, interleaved on the same questions. Ctrl-C keeps finished answers."""
     from localspec.commands.bench.command import Outputs, bench_command
+    from localspec.commands.bench.runner import BenchRequest
 
     named = list(words or ())
-    request = {
-        "options": run_options(next(iter(named), None), options | {"max_tokens": max_tokens}),
-        "backends": backend or (),
-        "arms": arm or (),
-        "categories": category or (),
-        "prompts": prompts,
-        "which": which,
-        "quick": quick,
-        "full": full,
-        "minutes": minutes,
-        "repeats": repeats,
-        "slice_tokens": slice_tokens,
-        "ignore_eos": ignore_eos,
-        "resume": resume,
-    }
+    request = BenchRequest(
+        run_options(named[0] if named else None, options | {"max_tokens": max_tokens}), backend or (), arm or (),
+        category or (), prompts, which, quick, full, minutes, repeats, slice_tokens, ignore_eos, resume,
+    )  # fmt: skip
     return bench_command(named, request, Outputs(json, markdown, html, svg, force))
 
 
@@ -642,7 +573,7 @@ def distill(
         list[str] | None, typer.Option(metavar="PATH", help="File or folder of text to train on; repeatable.")
     ] = None,
     chats: Annotated[bool, typer.Option("--chats", help="Train on the chats saved in LOCALSPEC_HOME.")] = False,
-    kind: Annotated[str, typer.Option(metavar="chained|parallel|medusa|eagle3", help="Kind of head.")] = "chained",
+    kind: Annotated[str, typer.Option(metavar=TRAINED_KINDS, help="Kind of head.")] = "chained",
     seed: Annotated[
         int | None, typer.Option(help="Random seed.", show_default="0, or the seed of the starting head plus one")
     ] = None,
@@ -672,7 +603,15 @@ def distill(
 
 @command()
 def pull(
-    names: Names = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            autocompletion=models,
+            metavar="NAME...",
+            help="Catalogue names, parts of them, or hf:OWNER/REPO/FILE.gguf. Default: the default pair.",
+            show_default=False,
+        ),
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Check that models (default: all) still exist on the hub; download nothing.")
     ] = False,

@@ -1,4 +1,4 @@
-"""The commands on model files: ``pull``, ``list``, ``rm``. Remarks and progress go to standard error."""
+"""The commands on model files: ``pull``, ``list``, ``rm``, ``inspect``. Remarks and progress go to standard error."""
 
 from __future__ import annotations
 
@@ -15,17 +15,13 @@ from localspec.errors import DownloadError, ModelFileError
 from localspec.model_files.catalog import Catalog, Entry
 from localspec.model_files.local_files import known_entries, remove
 from localspec.model_files.sources.base import size_text
-from localspec.system.files import home, models_dir, offline
+from localspec.system.files import JsonStore, home, models_dir, offline
 from localspec.system.machine import read_memory
 from localspec.system.terminal import Progress, clip, on_one_line, terminal_size
 
 
 def pull(name: str) -> Path:
-    """Have a model on disk, with its progress on standard error; see ``sources.pull`` for what is raised.
-
-    Args:
-        name: a catalogue name or ``hf:OWNER/REPO/FILE.gguf``.
-    """
+    """Have a model on disk, with progress on standard error; see ``sources.pull`` for errors."""
     from localspec.model_files import sources
 
     entry = Catalog.load().entry(name)
@@ -34,7 +30,7 @@ def pull(name: str) -> Path:
 
 
 def pull_command(names: Sequence[str] = ()) -> int:
-    """Fetch models, the default pair if none is named; prints the path of each.
+    """Fetch models, by default the default pair, and print their paths.
 
     Raises:
         UnknownModel: before anything is fetched.
@@ -61,14 +57,11 @@ def pull_command(names: Sequence[str] = ()) -> int:
 
 
 SIZE_TOLERANCE = 0.05
-"""Share by which the size of an entry that was never fetched may be off: some were taken from rounded figures."""
+"""Relative error allowed in the size of an entry that was never fetched; some are rounded."""
 
 
 def check_command(names: Sequence[str] = ()) -> int:
-    """Ask the hub whether entries, the whole catalogue if none is named, are still as the catalogue has them.
-
-    Returns:
-        1 if one is not.
+    """Ask the hub whether entries, by default all, are as the catalogue has them; returns 1 if not.
 
     Raises:
         UnknownModel: before anything is asked.
@@ -97,7 +90,7 @@ def check_command(names: Sequence[str] = ()) -> int:
 
 
 def _comparison(entry: Entry, n_bytes: int | None) -> str:
-    """What the hub's size says of an entry, which is of the file that was checked if there is such."""
+    """What the hub's size says of an entry."""
     if n_bytes is None:
         return "is not on the hub: it comes from data wheels"
     if entry.sha256:
@@ -108,20 +101,14 @@ def _comparison(entry: Entry, n_bytes: int | None) -> str:
 
 
 def at_terminal() -> bool:
-    """Whether a question can be asked: input and errors are at a terminal."""
     return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
 
 
-def wants(entries: Sequence[Entry], besides: str = "") -> bool:
-    """Ask at a terminal whether models that are not on this disk are to be fetched.
-
-    Args:
-        entries: the models.
-        besides: what else may be fetched, in brackets.
-    """
+def wants(entries: Sequence[Entry], more: str = "") -> bool:
+    """Ask whether models that are not on this disk are to be fetched; ``more`` names what else may be."""
     names, size = " and ".join(entry.name for entry in entries), sum(entry.bytes for entry in entries)
     one = len(entries) == 1
-    what = f"{names} {'is' if one else 'are'} not here" + (f": {size_text(size)}" if size else "") + besides
+    what = f"{names} {'is' if one else 'are'} not here" + (f": {size_text(size)}" if size else "") + more
     while True:
         print(f"{what}. Fetch {'it' if one else 'them'}? [Y/n] ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
@@ -135,14 +122,26 @@ def wants(entries: Sequence[Entry], besides: str = "") -> bool:
             return False
 
 
-def list_command(as_json: bool = False, everything: bool = False) -> int:
-    """Print the models on this disk, each with its heads.
+DECLINED_S = 7 * 24 * 3600.0
+"""How long a draft model that was declined is not offered again [s]."""
 
-    Args:
-        as_json: print all facts of all entries.
-        everything: print the rest of the catalogue too.
-    """
-    from localspec.model_files.head_list import described_heads
+
+def wants_draft(entries: Sequence[Entry]) -> bool:
+    """``wants`` for draft models; a no is remembered for a week."""
+    store, key = JsonStore(home() / "declined", 1), {"models": " ".join(entry.name for entry in entries)}
+    declined = (store.get(key) or {}).get("when")
+    if isinstance(declined, int | float) and 0 <= time.time() - declined < DECLINED_S:
+        return False
+    if wants(entries):
+        return True
+    store.put(key, {"when": time.time()})
+    _note(f"not asked again for a week: localspec pull {key['models']} fetches it, deleting {store.folder} asks again")
+    return False
+
+
+def list_command(as_json: bool = False, everything: bool = False) -> int:
+    """Print the models on this disk, with ``everything`` the whole catalogue, each with its heads."""
+    from localspec.heads.listing import described_heads
 
     entries, heads = known_entries(), described_heads()
     if as_json:
@@ -172,17 +171,11 @@ def list_command(as_json: bool = False, everything: bool = False) -> int:
 
 
 ROOM = 1.25
-"""What a model takes in memory, in sizes of its file: a cache and buffers come besides."""
+"""Memory that a model takes over the size of its file: cache and buffers."""
 
 
 class _List:
-    """Models with their heads, as rows.
-
-    Args:
-        entries: all there are.
-        heads: see ``described_heads``.
-        everything: whether those that are not here are shown too.
-    """
+    """Models with their heads, as rows."""
 
     def __init__(self, entries: Sequence[Entry], heads: Sequence[dict[str, Any]], everything: bool) -> None:
         self.everything = everything
@@ -192,7 +185,6 @@ class _List:
         self._memory = read_memory().usable
 
     def rows(self, entry: Entry) -> Iterator[Sequence[str]]:
-        """A model, then its heads."""
         yield self._row(entry, entry.name)
         for name in entry.heads:
             if self.everything or self._by_name[name].present:
@@ -208,7 +200,7 @@ class _List:
                 yield (f"  {name}", size_text(head["bytes"]), *here, "", f"head, {head['kind']}")
 
     def left(self) -> list[Sequence[str]]:
-        """Heads on this disk of models that are not here; those that ship with localspec only if all is asked for."""
+        """Heads on this disk of models that are not; those shipped with localspec only if all is asked for."""
         rows: list[Sequence[str]] = []
         for head in self._heads:
             path = Path(head["path"])
@@ -231,17 +223,16 @@ def rm_command(names: Sequence[str]) -> int:
         UnknownModel: before anything is removed.
         ModelFileError: a model is not on the disk, or is being fetched right now.
     """
+    from localspec.heads.assembly import engine_files
+
     catalog = Catalog.load()
     entries = [catalog.entry(name) for name in names]
     for entry in entries:
-        freed = remove(entry)
+        freed = remove(entry, engine_files(entry.path))
         if not freed:
             raise ModelFileError(f"{entry.name} is not on this disk, so there is nothing to remove")
         print(f"removed {entry.name} ({size_text(freed)})")
     return 0
-
-
-# -- entries ----------------------------------------------------------------------------------------------------------
 
 
 def _described(entry: Entry) -> dict[str, Any]:
@@ -261,15 +252,12 @@ def _described(entry: Entry) -> dict[str, Any]:
     }
 
 
-# -- showing ----------------------------------------------------------------------------------------------------------
-
-
 def _note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 def _print_columns(rows: Sequence[Sequence[str]]) -> None:
-    """A table without lines: easy to read, and to cut apart with awk."""
+    """A table that awk can cut."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     limit = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1 << 16
     for row in rows:
@@ -278,11 +266,7 @@ def _print_columns(rows: Sequence[Sequence[str]]) -> None:
 
 
 class _PullProgress(Progress):
-    """A pull's progress: a line that is gone afterwards where someone watches, else a line every tenth or minute.
-
-    Args:
-        clock: the time [s].
-    """
+    """Progress of a pull: a line redrawn on a terminal, else one every tenth or minute. ``clock`` returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -293,7 +277,6 @@ class _PullProgress(Progress):
         self._recent: deque[tuple[float, int]] = deque()
 
     def say(self, line: str) -> None:
-        """A remark that stays."""
         self.clear()
         _note(line)
 
@@ -318,7 +301,7 @@ class _PullProgress(Progress):
             self.report(f"{what}: {done * 100 // total} %, {figures}", None)
 
     def _speed(self, now: float, done: int, total: int) -> str:
-        """What the last seconds say of the rest."""
+        """Speed over the last seconds, and the time left."""
         recent = self._recent
         if not recent or now - recent[-1][0] >= _WINDOW_S / 20:
             recent.append((now, done))
@@ -332,11 +315,10 @@ class _PullProgress(Progress):
 
 _MINUTE = 60.0
 _WINDOW_S = 20.0
-"""Seconds over which the speed is averaged: long enough to be read, short enough to show that a line got slow."""
+"""The speed is averaged over this time."""
 
 
 def _left(seconds: float) -> str:
-    """The time that is left, no finer than one would say it."""
     if seconds < 0.5:
         return ""
     if seconds < 100:
@@ -352,13 +334,13 @@ _CURVE_ROWS = 12
 
 
 def inspect_command(model: str, as_json: bool = False) -> int:
-    """Print what a model file says of itself; only its header is read.
+    """Print what the header of a model file says.
 
     Raises:
         UnknownModel: no such name or file.
         ModelFileError: it is not a readable GGUF.
     """
-    from localspec.model_files.inspection import inspect
+    from localspec.heads.listing import inspect
 
     facts = inspect(Catalog.load().resolve(model))
     if as_json:
@@ -419,7 +401,7 @@ def _published_rows(head: dict[str, Any]) -> list[tuple[str, str]]:
     at_once = f", {block['guesses']} tokens in a pass" if (block := head["block"]) else ""
     rows.append(("guesses", f"{head['n_out']:,} of them{at_once}"))
     borrowed = " and ".join(head["borrows"])
-    engines = "llama-cpp or mlx" if head["kind"] == "eagle3" else "llama-cpp"
+    engines = " or ".join(each for each in head["engines"] if each != "reference")
     own = f"{borrowed} of the target, on {engines}" if borrowed else "nothing of the target's weights"
     return [*rows, ("takes", own), *(_training_rows(head["training"]) if head["training"] else [])]
 
@@ -438,7 +420,6 @@ def _head_rows(head: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _training_rows(training: dict[str, Any]) -> list[tuple[str, str]]:
-    """How a head was made."""
     if not training["command"]:
         return [("training", "none")]
     rows = [("made by", training["command"])]
@@ -451,7 +432,7 @@ def _training_rows(training: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _rate_rows(acceptance: dict[str, Sequence[float]]) -> list[tuple[str, str]]:
-    """Category by category, how often it was right so many tokens ahead."""
+    """Acceptance by category and position."""
     steps, width = max(map(len, acceptance.values()), default=0), max(map(len, acceptance), default=0)
     rows = [(" " * width + "".join(f"{step:>6}" for step in range(1, steps + 1)))] if steps else []
     rows += [
@@ -461,9 +442,8 @@ def _rate_rows(acceptance: dict[str, Sequence[float]]) -> list[tuple[str, str]]:
 
 
 def _curve_rows(curve: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """The learning curve: at some moments, how often the first tokens ahead were right in all texts, and the first one
-    in each category."""
-    from localspec.model_files.head_card import ALL_TEXTS
+    """Learning curve: acceptance of the first tokens ahead in all texts, and of the first in each category."""
+    from localspec.heads.card import ALL_TEXTS
 
     rates = {name: point["acceptance"][name] for point in curve for name in point["acceptance"]}
     columns = [(name, k) for name in rates for k in range(len(rates[name]) if name == ALL_TEXTS else 1)]

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from localspec.commands.chat.screen import TextView, no_echo, only_thought
-from localspec.commands.options import RunOptions
+from localspec.commands.options import RunOptions, ThinkOptions
 from localspec.errors import ModelFileError, UnknownModel, UsageError, check_text
 from localspec.model_files.catalog import Catalog
 from localspec.system.process import on_interrupt
@@ -23,9 +23,9 @@ FORMATS = ("text", "json", "events")
 
 
 def model_and_prompt(model: str | None, text: str | None, prompt: str | None) -> tuple[str | None, str | None]:
-    """MODEL, PROMPT and ``--prompt`` as given -> the model, and the prompt; None reads standard input.
+    """MODEL, PROMPT and ``--prompt`` -> model and prompt; None reads standard input.
 
-    One argument alone is the prompt where it has more than one word and names no model.
+    A single argument is the prompt if it has several words and names no model.
 
     Raises:
         UnknownModel: one argument alone is neither.
@@ -49,23 +49,14 @@ def model_and_prompt(model: str | None, text: str | None, prompt: str | None) ->
 def generate_command(
     options: RunOptions,
     prompt: str | None,
+    asked: ThinkOptions,
     *,
     raw: bool = False,
     format: str = "text",
-    think: str = "auto",
-    thinking_budget: int | None = None,
 ) -> int:
     """Answer one prompt on standard output.
 
-    Args:
-        options: the model and how to sample.
-        prompt: None reads standard input.
-        raw: continue the prompt as it is, without the chat template.
-        think, thinking_budget: see ``LLM.rounds``; ``raw`` leaves no room for them.
-        format: ``text`` streams the answer, ``json`` prints one object, ``events`` one line per round and the object.
-
-    Returns:
-        The exit status.
+    ``format``: ``text`` streams the answer, ``json`` prints one object, ``events`` a line per round and the object.
 
     Raises:
         KeyboardInterrupt: Ctrl-C; the answer until then has been printed.
@@ -75,9 +66,8 @@ def generate_command(
         raise UsageError(f"--format must be one of {', '.join(FORMATS)}, not {format!r}")
     if raw and options.system is not None:
         raise UsageError("--system needs the chat template and cannot be combined with --raw")
-    if raw and (think != "auto" or thinking_budget is not None):
+    if raw and (asked["think"] != "auto" or asked["thinking_budget"] is not None):
         raise UsageError("--think and --think-budget need the chat template and cannot be combined with --raw")
-    asked: dict[str, Any] = {} if raw else {"think": think, "thinking_budget": thinking_budget}
     if prompt is None:
         prompt = read_all()
     check_text(prompt, "the prompt")
@@ -85,7 +75,8 @@ def generate_command(
         raise UsageError("the prompt is empty: give it as an argument, after -p or on standard input")
     with options.opened(chats=not raw) as llm:
         params = options.params({} if raw else llm.chat_defaults)
-        stream = llm.rounds(_messages(llm, options, prompt, raw), params, **asked)
+        question = prompt if raw else _messages(llm, options, prompt)
+        stream = llm.rounds(question, params) if raw else llm.rounds(question, params, **asked)
         with stream, on_interrupt(stream.close):
             _print_answer(stream, format)
             if stream.reply.finish_reason == "cancelled":
@@ -93,9 +84,7 @@ def generate_command(
     return 0
 
 
-def _messages(llm: LLM, options: RunOptions, prompt: str, raw: bool) -> str | list[dict[str, Any]]:
-    if raw:
-        return prompt
+def _messages(llm: LLM, options: RunOptions, prompt: str) -> list[dict[str, Any]]:
     system = options.system if options.system is not None else llm.chat_defaults.get("system")
     messages = [{"role": "system", "content": system}] if system else []
     return [*messages, {"role": "user", "content": prompt}]

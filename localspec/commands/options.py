@@ -8,18 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from localspec.backends.llama.ggml import engine_log
 from localspec.backends.placement import Placement, read_shares
-from localspec.engine.drafts import heads_at_hand
 from localspec.engine.loading import Report
 from localspec.engine.options import DraftLength, LoadOptions, checked_length, draft_specs, with_free
 from localspec.errors import DownloadError, ModelFileError, UsageError, check_text
-from localspec.model_files.catalog import Catalog, Entry
+from localspec.heads.sources import found_heads
+from localspec.model_files.catalog import Catalog, Entry, short_name
 from localspec.model_files.sources.base import size_text
 from localspec.sampling.sampling import CHAT_SETTINGS, SamplingParams
-from localspec.spec_decode.drafters.names import AUTOMATIC, CORPUS, is_corpus
+from localspec.spec_decode.drafters.names import AUTOMATIC, CORPUS, is_corpus, shown
 from localspec.system.files import decoded, offline
 from localspec.system.terminal import Progress
 
@@ -27,31 +27,30 @@ if TYPE_CHECKING:
     from localspec.llm import LLM
 
 
+class ThinkOptions(TypedDict):
+    """How questions are asked; see ``LLM.rounds``."""
+
+    think: str
+    thinking_budget: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What was asked of a command that runs a model.
+    """Options of a command that runs a model.
 
     Attributes:
-        model: catalogue name, path or hub address; None takes the catalogue's default pair.
-        draft: what ``--draft`` was given, in order; empty is ``auto``.
-        draft_only: whether n-grams are left out where models were named.
-        draft_length: ``auto`` or a number of tokens.
-        load: how to load.
-        system: the system prompt; None is the model's own.
-        yes: whether models that are not here are fetched without asking.
-        verbose: whether to show what the engine logs.
         sampling: what was given of temperature, top_k, top_p, min_p, repeat_penalty, seed, max_tokens and stop; the
             rest comes from the catalogue's chat defaults for the model.
     """
 
-    model: str | None = None
-    draft: Sequence[str] = ()
-    draft_only: bool = False
-    draft_length: str = "auto"
-    load: LoadOptions = field(default_factory=LoadOptions)
-    system: str | None = None
-    yes: bool = False
-    verbose: bool = False
+    model: str | None = None  # catalogue name, path or hub address; None takes the catalogue's default pair
+    draft: Sequence[str] = ()  # what ``--draft`` was given, in order; empty is ``auto``
+    draft_only: bool = False  # whether n-grams are left out where models were named
+    draft_length: str = "auto"  # ``auto`` or a number of tokens
+    load: LoadOptions = field(default_factory=LoadOptions)  # how to load
+    system: str | None = None  # the system prompt; None is the model's own
+    yes: bool = False  # whether models that are not here are fetched without asking
+    verbose: bool = False  # whether to show what the engine logs
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -64,48 +63,39 @@ class RunOptions:
         self.params({})
 
     def length(self) -> DraftLength:
-        """The draft length: ``auto`` or a number."""
         return checked_length(self.draft_length)
 
     def drafters(self) -> list[str]:
-        """The drafters: ``["auto"]``, or names of them; none is []. ``auto`` and corpora can stand together."""
+        """``["auto"]`` or names of drafters, [] for none; corpora can stand with ``auto``."""
         named = draft_specs(self.draft or "auto")
         return named if self.draft_only else with_free(named)
 
     def corpora(self) -> list[str]:
-        """Those of the drafters that are corpora."""
         return [name for name in self.drafters() if is_corpus(name)]
 
     def with_corpus(self, path: str) -> RunOptions:
-        """The same, with one corpus more; where nothing drafts, it alone does."""
+        """The same with one corpus more."""
         spec = f"{CORPUS}:{path}"
         return replace(self, draft=tuple(dict.fromkeys([*self.drafters(), spec])))
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """Sampling parameters: what was asked for, over the model's own defaults, over greedy."""
+        """Sampling parameters as asked, over the model's defaults, over greedy."""
         known = {name: value for name, value in defaults.items() if name in CHAT_SETTINGS}
         return SamplingParams(**(known | dict(self.sampling)))
 
     @property
     def draft_may_come_late(self) -> bool:
-        """Whether nothing was asked for that takes a draft model from the first token on."""
+        """Whether no option needs a draft model from the first token on."""
         return self.drafters() == ["auto", *self.corpora()] and self.length() == "auto" and self.load.idle
 
     def for_measuring(self, **load: Any) -> RunOptions:
-        """The same, with nothing from earlier runs or questions that helps, and no idle work beside what is measured.
-
-        Args:
-            load: other options of loading that change.
-        """
+        """The same with other options of loading, no idle work and nothing that earlier runs learned."""
         return replace(self, load=replace(self.load, remember=False, prefix_cache_bytes=0, idle=False, **load))
 
     def open(self, report: Report, *, late: list[Entry] | None = None) -> LLM:
-        """Load the model and its drafters; see ``ensure_model`` for where no model was named.
+        """Load the model and its drafters.
 
-        Args:
-            report: takes progress.
-            late: head and draft model are left out, for ``LateDraft`` to bring them: takes what has to be fetched for
-                that.
+        ``late`` leaves head and draft model to ``LateDraft`` and takes the entries it has to fetch.
 
         Raises:
             LocalspecError: they cannot be had.
@@ -122,10 +112,7 @@ class RunOptions:
 
     @contextmanager
     def opened(self, *, chats: bool = True) -> Iterator[LLM]:
-        """The pair, loaded with progress and remarks on standard error; closed when the block ends.
-
-        Args:
-            chats: whether it is asked questions.
+        """The loaded pair, with progress and remarks on standard error; closed when the block ends.
 
         Raises:
             LocalspecError: it cannot be had.
@@ -138,13 +125,12 @@ class RunOptions:
             yield llm
 
     def set_up_logging(self) -> None:
-        """Show what the engines log, if that was asked for."""
         if self.verbose:
             engine_log.verbose = True
 
 
 def answer_form(json_schema: str | None, grammar: str | None) -> dict[str, Any]:
-    """``--json-schema`` and ``--grammar`` as given -> the sampling parameters that say so.
+    """``--json-schema`` and ``--grammar`` as sampling parameters.
 
     Raises:
         UsageError: a file cannot be read, or the schema in it is not JSON.
@@ -172,7 +158,7 @@ def _read(path: str, option: str) -> str:
 
 
 def placement(given: Mapping[str, Any]) -> Placement:
-    """The options of ``cli_options.PLACEMENT`` as given, checked.
+    """Placement options as given, checked.
 
     Raises:
         UsageError: a value makes no sense.
@@ -182,8 +168,19 @@ def placement(given: Mapping[str, Any]) -> Placement:
     return Placement(**asked)
 
 
+def called(drafter: str) -> str:
+    """A drafter as people read it, a model by its short name."""
+    name = shown(drafter)
+    return short_name(drafter) if name == drafter else name
+
+
+def joined(names: Sequence[str]) -> str:
+    """``a, b and c``."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+
+
 def base_model_notes(llm: LLM) -> list[str]:
-    """What a person who chats with a model should know, if it was not trained for that."""
+    """A remark on a model that was not trained to chat."""
     entry = Catalog.load().of_path(llm.model_path)
     if entry is None or not entry.base:
         return []
@@ -193,24 +190,17 @@ def base_model_notes(llm: LLM) -> list[str]:
 def ensure_model(
     model: str | None, drafters: Sequence[str], *, sparing: bool = False, late: bool = False, yes: bool = False
 ) -> str:
-    """The model to load; what is not on the disk yet is fetched, after a question at a terminal.
+    """The model to load. What is not on disk is fetched, after a question at a terminal; without one, the default pair
+    is fetched and a named model is not.
 
-    Without a terminal the default pair is fetched all the same, and a model that was named is not.
-
-    Args:
-        model: what was named; None is the default pair.
-        drafters: see ``RunOptions.drafters``.
-        sparing: the draft model is not fetched where a head for the target is on this disk. Where further rows are
-            cheap it adds much to that, elsewhere nothing (benchmarks/RESULTS.md, machines A and B), and only passes
-            tell where one is: ``LateDraft`` measures that before it fetches one.
-        late: the draft model is left to ``LateDraft``.
-        yes: nothing is asked.
+    ``sparing``: no draft model where a head is on disk. ``late``: the draft model is left to ``LateDraft``. ``yes``:
+    nothing is asked.
 
     Raises:
         ModelFileError: it is not there and may not be fetched.
         DownloadError: it cannot be fetched.
     """
-    from localspec.commands.files import at_terminal, wants
+    from localspec.commands.files import at_terminal, wants, wants_draft
 
     asks = at_terminal() and not yes and not offline()
     named = [entry for name in dict.fromkeys([model, *drafters]) if name is not None and (entry := _known(name))]
@@ -230,9 +220,9 @@ def ensure_model(
                 "name a .gguf file, or pull it elsewhere and set LOCALSPEC_HOME"
             )
         at_once, perhaps = ([target], others) if sparing or late else ([target, *others], [])
-        more = size_text(sum(entry.bytes for entry in perhaps))
-        besides = f" ({more} more for a draft model, if that makes answers faster here)" if perhaps else ""
-        if asks and not wants(at_once, besides):
+        later = size_text(sum(entry.bytes for entry in perhaps))
+        more = f" ({later} more for a draft model, if that makes answers faster here)" if perhaps else ""
+        if asks and not wants(at_once, more):
             raise ModelFileError(f"{target.name} was not fetched; localspec list --all shows smaller models")
         _fetch(target, at_once)
         others = [] if late else perhaps
@@ -241,7 +231,9 @@ def ensure_model(
             line = f"a head guesses for it; localspec pull {names} fetches the draft model ({size:.1f} GB) as well"
             print(line, file=sys.stderr, flush=True)
             others = []
-    elif late or offline() or (sparing and others and _has_head(target)) or (asks and others and not wants(others)):
+    elif (
+        late or offline() or (sparing and others and _has_head(target)) or (asks and others and not wants_draft(others))
+    ):
         others = []
     if others:
         _fetch(target, others)
@@ -249,14 +241,14 @@ def ensure_model(
 
 
 def _known(name: str) -> Entry | None:
-    """The entry of a catalogue name or hub address; None for all else that a command line may name."""
+    """The entry of a catalogue name or hub address; None for other specs."""
     catalog = Catalog.load()
     return catalog.entry(name) if name in catalog or name.startswith("hf:") else None
 
 
 def _has_head(target: Entry) -> bool:
-    """Whether there is a head on this disk that can draft for a model whatever engine runs it."""
-    return next(heads_at_hand(target.path, None, mtp=False), None) is not None
+    """Whether a head on this disk drafts for a model on any engine."""
+    return next(found_heads(target.path, None, mtp=False), None) is not None
 
 
 def _fetch(target: Entry, missing: Sequence[Entry]) -> None:

@@ -1,15 +1,13 @@
-"""Passes that several answers share: what they cost, and who gets their rows.
+"""Passes that several answers share: what they cost, and how their rows are divided.
 
-Every answer that takes part has one row for its own next token, and draft tokens compete for more: a row goes to the
-draft tokens, of whichever answer, that are most likely to be emitted, as long as a millisecond of the wider pass brings
-more of them than a millisecond did without. So drafts grow shorter by themselves as answers become more. Liu et al.
-2024 (SmartSpec) choose one draft length for all by the same measure, goodput; here every token is weighed, with the
-t(w) that this machine was measured to have, its steps included. Where a wide pass costs more than two narrow ones,
-answers take turns.
+Every answer that takes part has one row for its own next token. Further rows go to the draft tokens, of whichever
+answer, that are most likely to be emitted, as long as a millisecond of the wider pass brings more of them than a
+millisecond did without; so drafts shorten by themselves as answers become more. Liu et al. 2024 (SmartSpec) choose one
+draft length for all by the same measure, goodput. Where a wide pass costs more than two narrow ones, answers take
+turns.
 
-A row passes over all cells of the memory that are in use, those of other conversations too: llama.cpp's engines compute
-the whole and mask what is not the row's own. So a row costs what t(w) says and a share of every cell, which is learned
-here. On MLX the cells are those of its own conversation.
+A row passes over all cells of the memory that are in use, those of other conversations too (llama.cpp's engines mask
+them; on MLX the cells are its own). So a row costs what t(w) says and a share of every cell, which is learned here.
 """
 
 from __future__ import annotations
@@ -21,63 +19,40 @@ import numpy as np
 
 from localspec.controllers.cost_model import CALIBRATED_PAST, NOISE, PassTimes
 
-# How much of the prompts that wait is read in a pass beside other answers.
-#
-# A prompt's row takes the place of a draft token's, and makes everybody's next token later. Read in wide pieces a
-# prompt is read sooner, in narrow ones nobody's text stalls. So a pass mostly has as much of the prompts as keeps it
-# under ``STALL`` plain ones, and now and then much more.
-#
-# By ``benchmarks/prompt_pieces.py``, which has a simulated clock, with four clients: 8.6 s to the first token at the
-# 95th percentile instead of 10.5 with narrow pieces only that prompts share alike; 61 ms between two instead of 74;
-# 37.5 tokens per second instead of 37.0. All of a prompt at once: 39.1 tokens per second, 5.0 s to the first, and
-# three seconds of silence. The constants below were tried there.
+# How much of the waiting prompts is read in a pass with other answers. A prompt's row takes the place of a draft
+# token's and delays every next token: small chunks keep other answers streaming, large ones read a prompt sooner. So a
+# pass mostly has as much of the prompts as keeps it under ``STALL`` plain ones, and now and then much more. The
+# constants were chosen with ``benchmarks/prompt_pieces.py``.
 
-STALL = 2.4
-"""A pass that somebody's next token is in takes no longer than so many plain passes because of prompts, mostly: three,
-with what comes on top. With 2.75 it was 3.2 on ik-llama, at the 95th percentile of times between pieces of text."""
+STALL = 2.4  # Most plain passes that a pass with answers takes because of prompts, mostly
+LONG_MS = 500.0  # Most time of a long pass [ms]
 
-LONG_MS = 500.0
-"""What the others may take. With 800 the 95th percentile of times to the first token is 6.9 s, at longer pauses."""
-
+# One of so many passes with answers may be a long one, so that the 95th percentile of times between tokens stays under
+# ``STALL`` plain ones.
 LONG_EVERY = 24
-"""Of so many passes beside answers one may be a long one: 4 of 100, so that the 95th percentile of times between tokens
-stays under ``STALL`` plain ones. With one of 12 and two that may come close together, 5 to 10 of 100 pieces of text
-came after 350 to 450 ms with four or eight clients; simulated, 7 of 60 short runs were so, and none with 24."""
 
-LEAST_ROWS = 4
-"""Of prompts, in a pass: else they would never be read where every row costs as much as a pass."""
-
-WIDE = 32
-"""Rows from which on engines have other kernels, and cost something else than t(w) says."""
-
-LEARNED = 0.25
-"""Share of what a pass took that is believed of the next; set by hand."""
+LEAST_ROWS = 4  # Least rows of prompts in a pass: they would never be read where every row costs as much as a pass
+WIDE = 32  # Rows from which on engines have other kernels, and cost something else than t(w) says
+LEARNED = 0.25  # Weight of one pass in what is expected of the next; set by hand
 
 
 class PromptPieces:
-    """See above.
-
-    Args:
-        times: t(w) of the passes [ms], as of rows with logits: those of prompts have none.
-    """
+    """Divides the rows of a pass among waiting prompts, by t(w) of passes with logits [ms]; rows of prompts have
+    none."""
 
     def __init__(self, times: Callable[[int], float]) -> None:
         self._times = times
-        self._dearer = {False: 1.0, True: 1.0}  # what a prompt's rows cost, narrow pieces and wide ones, beside t(w)
-        self._n_since = LONG_EVERY  # passes beside answers, after a long one
+        self._dearer = {False: 1.0, True: 1.0}  # cost of a prompt's rows over t(w): narrow, wide
+        self._n_since = LONG_EVERY  # passes with answers, since a long one
         self._is_long = False
 
     def divide(self, n_answers: int, unread: Sequence[int], priorities: Sequence[int], most: int) -> list[int]:
-        """How many tokens of each prompt the next pass has.
+        """How many tokens of each prompt the next pass of at most ``most`` tokens has, ``n_answers`` of them rows of
+        answers.
 
-        Of the rows one half is for the prompt that came first, the other for the shortest ones, which so are answered
-        soon; those of a higher priority go first.
-
-        Args:
-            n_answers: rows that answers have in it.
-            unread: of each prompt so many tokens, those first that came first.
-            priorities: theirs.
-            most: tokens in a pass.
+        Half of the rows are for the prompt that came first, the other half for the shortest ones, which so are answered
+        soon; those of a higher priority go first. ``unread`` are the tokens left of each, in the order in which they
+        came.
         """
         rows, self._is_long = most, False
         if not unread:
@@ -107,7 +82,7 @@ class PromptPieces:
         return without + self._dearer[rows >= WIDE] * (self._times(n_answers + rows) - without)
 
     def observe(self, n_answers: int, rows: int, ms: float) -> None:
-        """A pass took so long that had so many rows of answers, and of prompts."""
+        """Learn from a pass over so many rows of answers, and of prompts."""
         if n_answers:
             self._n_since += 1
         if rows and self._is_long:
@@ -119,42 +94,33 @@ class PromptPieces:
             self._dearer[rows >= WIDE] = known * (seen / known) ** LEARNED
 
 
-LEAST_GAIN = 1.05
-"""Answers take turns where that is faster by this factor; what is gained by less is noise."""
+LEAST_GAIN = 1.05  # Answers take turns where that is faster by this factor; less is noise
 
 
+# Prior of what a row pays for a cell, by where the weights are, in times of reading its keys and values at the speed at
+# which the weights are read; elsewhere 1 (``benchmarks/sequences.py``).
 CELL_READS = {"cpu": 3.0, "mixed": 3.0}
-"""What a row pays for a cell at first, by where the weights are, in times of reading its keys and values at the speed
-at which the weights are read; elsewhere 1. Qwen2.5-Coder 0.5B and 1.5B on ik-llama were measured to pay 5
-(``benchmarks/sequences.py``); where several rows read them together it is less than one. Passes over a fuller memory
-tell which it is."""
 
-DRIFT = 0.03, 0.01
-"""By what share, from pass to pass, the machine's speed and the price of a cell may have changed."""
+DRIFT = 0.03, 0.01  # Share by which the machine's speed, and the price of a cell, may change from pass to pass
 
 
 class SharedPasses:
     """The cost model of passes that answers share, and what follows from it.
 
-    A pass over w rows in a memory with c cells in use takes t(w) + w·(c - ``CALIBRATED_PAST``)·``ms_cell``.
-
-    Args:
-        times: t(w) of passes of one answer [ms]; what is learned of shared ones does not change it. Where it is
-            calibrated anew, so is this.
-        device: where the weights are, see ``Capabilities``.
-        ms_other: of a pass, outside of the target: as ``Estimates.ms_other`` for each answer [ms].
+    A pass over w rows in a memory with c cells in use takes t(w) + w·(c - ``CALIBRATED_PAST``)·``ms_cell``. ``times``
+    is t(w) of passes of one answer, not changed by shared ones; ``ms_other`` the time outside the target for each
+    answer.
 
     Attributes:
-        n_answers: how many answers are decoding now; prompts that are read do not count.
-        n_under_way: how many answers there are, those whose prompts are read included.
+        n_answers: answers that are decoding now, without prompts that are being read.
+        n_under_way: answers, those whose prompts are being read included.
         n_cells: tokens that every row passes over now.
         ms_cell: what a row pays for one of them [ms].
-        prompts: how much of those goes into a pass.
     """
 
     def __init__(self, times: PassTimes, device: str = "cpu", ms_other: float = 0.3) -> None:
         self.times = deepcopy(times)
-        self.times.n_past = CALIBRATED_PAST  # what a longer memory costs is told apart
+        self.times.n_past = CALIBRATED_PAST  # the cost of a longer memory is ``ms_cell``
         self.prompts = PromptPieces(self)
         self.n_answers = self.n_under_way = 1
         self._n_in_turn: int | None = None
@@ -169,29 +135,24 @@ class SharedPasses:
         self._covariance = np.diag([0.3, self.ms_cell]) ** 2
 
     def __call__(self, width: int) -> float:
-        """Expected milliseconds of a pass over ``width`` rows."""
         return self.times(width) + self._row_cells(width) * self.ms_cell
 
     @property
     def n_sharing(self) -> int:
-        """How many answers would share a pass without drafts, where they take turns; at least 1."""
         return max(1, min(self.n_answers, self._n_in_turn or self.n_answers))
 
     def with_overhead(self, width: int, n_answers: int) -> float:
-        """The same, and what each of so many answers takes besides."""
+        """The same, with what each of so many answers takes outside the target."""
         return self(width) + n_answers * self._ms_other
 
     def _row_cells(self, width: int) -> int:
         return width * max(0, self.n_cells - CALIBRATED_PAST)
 
     def observe(self, width: int, ms: float, n_cells: int) -> None:
-        """A pass over so many rows took so long.
+        """Learn from a pass over ``width`` rows, each over ``n_cells`` tokens.
 
         What a cell costs is learned together with how fast the machine is now, by a Kalman filter of both: passes over
         few cells tell the one, over many the other. The rest corrects t(w).
-
-        Args:
-            n_cells: tokens that every row passed over.
         """
         if self._calibrated.curve is not self._curve:
             self._curve = self._calibrated.curve
@@ -213,13 +174,9 @@ class SharedPasses:
     def share(self, drafts: Sequence[Sequence[float]], n_reading: int = 0) -> list[int]:
         """Which answers take part in the next pass, and how many of their draft tokens.
 
-        Args:
-            drafts: for each answer, in the order in which they wait, its draft tokens: for each the probability that it
-                and those before it are accepted, which does not grow.
-            n_reading: rows of prompts in the same pass.
-
-        Returns:
-            How many draft tokens of the first answers are sent; those beyond its length wait for a later pass.
+        ``drafts`` are, for each answer in the order in which they wait, the probabilities that a draft token and those
+        before it are accepted, which do not grow; ``n_reading`` rows of prompts are in the same pass. Returns how many
+        draft tokens of the first answers are sent; those beyond its length wait for a later pass.
         """
         if not drafts:
             return []
@@ -241,11 +198,8 @@ class SharedPasses:
     def _best(
         self, drafts: Sequence[Sequence[float]], n_reading: int = 0, rate: float | None = None
     ) -> tuple[float, int]:
-        """What the best number of draft tokens is worth [tokens/ms; tokens where a rate is given], and that number.
-
-        Args:
-            rate: what a millisecond is worth; None: the most that it can be worth.
-        """
+        """The worth of the best number of draft tokens [tokens/ms; tokens where a rate is given], and that number;
+        ``rate`` is what a millisecond is worth, None: the most that it can be."""
         reaches = sorted((reach for draft in drafts for reach in draft), reverse=True)
         n = len(drafts) + n_reading
         worth, best, tokens = -float("inf"), 0, float(len(drafts))
@@ -260,20 +214,12 @@ class SharedPasses:
 
 
 class ShareOfPass:
-    """What a pass costs one of the answers in it, as its controller sees it: a ``PassCost``.
+    """What a pass costs one of the answers in it: a ``PassCost``.
 
-    Its first row costs its share of a pass in which every answer has one row, and further rows what they add to that.
-    So the rate of plain decoding is that of all answers together, which the time of a draft token, and of a draft
-    model's step that all wait for, is weighed against.
-
-    Args:
-        shared: the passes.
-
-    Attributes:
-        n_past: tokens in this answer's memory; not used, as every row passes over the cells of all (``n_cells``).
-        n_since_one: passes since one over one token alone was seen.
-        has_company: whether others were under way in any of this answer's rounds, whose rows its passes had too.
-        scale: always 1: how fast the machine is shows in what the shared passes cost.
+    Its first row costs its share of a pass in which every answer has one row, further rows what they add to that. So
+    the rate of plain decoding is that of all answers together. How fast the machine is shows in what the shared passes
+    cost, so ``scale`` is 1; every row passes over the cells of all, so ``n_past`` is unused. ``has_company``: whether
+    other answers were open in any of this answer's rounds.
     """
 
     scale = 1.0
@@ -306,12 +252,11 @@ class ShareOfPass:
         self.n_since_one = 0 if width == 1 or self._shared.n_answers > 1 else self.n_since_one + 1
 
     @property
-    def ms_beside(self) -> float:
+    def ms_reading(self) -> float:
         return STALL * self._shared(1) / max(1, self._shared.n_answers)
 
     @property
     def mean_answers(self) -> float:
-        """How many answers were decoded at a time, on the average of this one's rounds."""
         return self._n_answers / self._n_rounds if self._n_rounds else 1.0
 
     @property

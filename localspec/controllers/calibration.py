@@ -1,6 +1,6 @@
 """Measuring t(w), what a pass over w tokens costs, once for each model, engine and machine; and keeping it on disk.
 
-A curve counts for good once rounds of it agree in which nobody else used the CPUs. Till then it is provisional: used,
+A curve counts for good once rounds of it agree that no other program disturbed. Until then it is provisional: used,
 measured again in idle time, and nothing is chosen for good by it.
 """
 
@@ -12,14 +12,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
-import numpy as np
-
-from localspec.backends.base import FEW_ROWS, Context, FloatArray, Model, Wanted
-from localspec.backends.heads import Head
-from localspec.backends.published_heads import EngineHead
+from localspec.backends.base import FEW_ROWS, Context, Model, Wanted
 from localspec.backends.trust import CHECK_TEXT, fingerprint
 from localspec.controllers.cost_model import CALIBRATED_PAST, Curve, PassTimes
 from localspec.errors import ModelFileError
@@ -37,7 +32,6 @@ class PassKind:
     """A kind of pass that is timed; this one: a model over tokens."""
 
     def context(self, model: Model, n_ctx: int) -> Context:
-        """A context for such passes."""
         return model.new_context(n_ctx)
 
     def tokens(self, model: Model) -> list[int]:
@@ -45,143 +39,40 @@ class PassKind:
         return model.tokenize(CHECK_TEXT, add_special=True) or [0]
 
     def feed(self, context: Context, tokens: Sequence[int], logits: Wanted = "all") -> None:
-        """Run one pass; ``logits`` as in ``Context.decode``."""
         context.decode(tokens, logits)
-
-
-@dataclass(frozen=True, slots=True)
-class HeadPasses(PassKind):
-    """Passes of a head over rows of floats.
-
-    Attributes:
-        hidden: the states that they return.
-    """
-
-    hidden: tuple[str, ...]
-
-    def context(self, model: Model, n_ctx: int) -> Context:
-        return model.new_context(n_ctx, hidden=self.hidden)
-
-    def tokens(self, model: Model) -> list[int]:
-        return [0]  # names of rows; which does not matter
-
-    def feed(self, context: Context, tokens: Sequence[int], logits: Wanted = "all") -> None:
-        context.decode_floats(_rows(len(tokens), context.model.n_embd), tokens, logits)
-
-
-@dataclass(frozen=True, slots=True)
-class BlockPasses(PassKind):
-    """Passes of a block drafter: over a number of target states, then over a whole block.
-
-    Attributes:
-        head: the drafter.
-    """
-
-    head: EngineHead
-
-    def context(self, model: Model, n_ctx: int) -> Context:
-        return self.head.new_context(n_ctx)
-
-    def tokens(self, model: Model) -> list[int]:
-        return [0]  # names of rows; which does not matter
-
-    def feed(self, context: Context, tokens: Sequence[int], logits: Wanted = "all") -> None:
-        n = context.n_past + len(tokens)
-        context.decode_floats(_rows(len(tokens), context.model.n_embd), tokens, "none")
-        if logits != "none":
-            self.head.block_logits(context, tokens[-1], self.head.steps)
-            context.truncate(n)
-
-
-@dataclass(frozen=True, slots=True)
-class ChainedPasses(HeadPasses):
-    """Passes of a head that reads true rows: building the rows from states, computing them, and the last row's logits.
-
-    Attributes:
-        head: the head.
-        n_embd: width of the target's states.
-    """
-
-    head: Head
-    n_embd: int
-
-    def feed(self, context: Context, tokens: Sequence[int], logits: Wanted = "all") -> None:
-        states = _rows(len(tokens), len(self.head.taps) * self.n_embd)
-        rows = self.head.true_rows(context, states, tokens)
-        context.decode_floats(rows, tokens, "none" if logits == "none" else "last")
-
-
-@dataclass(frozen=True, slots=True)
-class EarlyExits(PassKind):
-    """Passes of a target's first layers over tokens, then of an output matrix over the last state.
-
-    Attributes:
-        target: the target.
-        tap: the state that they end with, as ``Context.hidden`` names it.
-        output: a context of the output matrix, which is left empty.
-    """
-
-    target: Model
-    tap: str
-    output: Context
-
-    def context(self, model: Model, n_ctx: int) -> Context:
-        return self.target.new_context(n_ctx, hidden=(self.tap,))
-
-    def tokens(self, model: Model) -> list[int]:
-        return WHOLE.tokens(self.target)
-
-    def feed(self, context: Context, tokens: Sequence[int], logits: Wanted = "all") -> None:
-        context.decode_first_layers(tokens, int(self.tap.removeprefix("layer:")) + 1)
-        if logits != "none":
-            self.output.decode_floats(_rows(1, self.output.model.n_embd), [0])
-            self.output.truncate(0)
 
 
 WHOLE = PassKind()
 
 
-@lru_cache(maxsize=32)
-def _rows(n: int, n_embd: int) -> FloatArray:
-    return np.random.default_rng(0).standard_normal((n, n_embd), dtype=np.float32)
-
-
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24)
+# Widths timed three times as often: most passes are this narrow, and what a row costs is a small difference.
 NARROW = (1, 2, 3, 4)
-"""Widths timed three times as often: most passes are this narrow, and what a row costs is a small difference."""
 
+# A width at which the engines' kernels for many tokens are at work: what prefill costs, per token. Of such a pass only
+# the last row's logits are computed.
 WIDE = 64
-"""A width at which the engines' kernels for many tokens are at work: what prefill costs, per token. Of such a pass only
-the last row's logits are computed."""
 
-REPEATS = 3
-"""Rounds of timed passes; up to three times as many where they do not agree."""
+REPEATS = 3  # Rounds of timed passes; up to three times as many where they do not agree
 
+# Timings whose median exceeds the minimum by this factor were disturbed: another program had the CPU. Undisturbed
+# timings spread by 5 to 10 %. Two measurements that differ by less agree.
 NOISY = 1.15
-"""Timings whose median exceeds the minimum by this factor were disturbed: another program had the CPU. Undisturbed
-timings spread by 5 to 10 %. Two measurements that differ by less agree."""
 
+# A pass that takes this many times as long as passes over its parts, or as a wider one, is doubted: it takes twice as
+# many rounds for that to be believed. Engines have such steps where they change kernels, and outliers look the same.
 OUT_OF_LINE = 1.25
-"""A pass that takes this many times as long as passes over its parts, or as a wider one, is doubted: it takes twice as
-many rounds for that to be believed. Engines have such steps where they change kernels, and outliers look the same."""
 
-ENOUGH_S = 45.0
-"""After so many seconds nothing is timed again: engines that exist for tests take minutes otherwise."""
-
-SPAN_S = 0.25
-"""The least time over which a share of the CPUs is known: the system counts in hundredths of a second."""
+ENOUGH_S = 45.0  # After so many seconds nothing is timed again: engines that exist for tests take minutes otherwise
+SPAN_S = 0.25  # The least time over which a share of the CPUs is known: the system counts in hundredths of a second
 
 QUICK_WIDTHS = (1, 2, 1, 4, 1, 2, 8, 3, 1, 12, 6, 2, 4, 3, 24, WIDE)
-QUICK_S = 0.8
-"""How long ``calibrating_quickly`` begins new passes of widths beyond 2."""
-
-_LEAST_CTX = 16
-"""Room for passes of a few widths over a few tokens."""
+QUICK_S = 0.8  # How long ``calibrating_quickly`` begins new passes of widths beyond 2
+_LEAST_CTX = 16  # Room for passes of a few widths over a few tokens
 
 _FORMAT = 9
 
-Samples = dict[int, list[float]]
-"""Milliseconds of single passes, by width."""
+Samples = dict[int, list[float]]  # Milliseconds of single passes, by width
 
 
 def calibrating(model: Model, n_ctx: int, passes: PassKind = WHOLE) -> Steps[PassTimes]:
@@ -193,13 +84,8 @@ def calibrating(model: Model, n_ctx: int, passes: PassKind = WHOLE) -> Steps[Pas
 
 @contextmanager
 def timer(model: Model, n_ctx: int, passes: PassKind = WHOLE) -> Iterator[Timer]:
-    """A timer of a model's passes, in contexts that are freed with the block.
-
-    Args:
-        model: the model.
-        n_ctx: the size of the context it will be used with; a smaller one is enough here, and a tiny one is not.
-        passes: which passes.
-    """
+    """A timer of a model's passes, in contexts that are freed with the block; ``n_ctx`` is the size of the context the
+    model will be used with."""
     n_ctx = min(max(n_ctx, _LEAST_CTX), CALIBRATED_PAST + WIDE + FEW_ROWS)
     with passes.context(model, n_ctx) as narrow, passes.context(model, n_ctx) as wide:
         yield Timer(narrow, wide, passes.tokens(model), passes)
@@ -240,11 +126,8 @@ class Timer:
     Other programs can only make a pass longer, so the shortest third of the repeats counts, which favours no width for
     having more of them. Rounds in which others used the CPUs do not count where there are two without.
 
-    Args:
-        narrow: used and left empty.
-        wide: the same for what takes more than ``FEW_ROWS`` rows of logits; the two may be one.
-        tokens: any ordinary text's token ids; the first part fills the context, the rest is what is timed.
-        passes: which passes.
+    ``narrow`` and ``wide`` are used and left empty, the latter for more than ``FEW_ROWS`` rows of logits; the two may
+    be one. The first of the ``tokens`` of any ordinary text fill the context, the others are timed.
     """
 
     def __init__(self, narrow: Context, wide: Context, tokens: Sequence[int], passes: PassKind = WHOLE) -> None:
@@ -281,7 +164,6 @@ class Timer:
         self._rounds.append(_Round(samples, before, CPUTimes.now()))
 
     def end(self) -> None:
-        """Leave the contexts empty."""
         for each in {self._narrow, self._wide}:
             each.truncate(0)
 
@@ -298,7 +180,7 @@ class Timer:
         return len(counted[1]) >= 2 * REPEATS * self._order.count(1) or not _out_of_line(counted)
 
     def times(self) -> PassTimes:
-        """What was measured; ``noisy`` unless at least two rounds agree in which nobody else used the CPUs."""
+        """What was measured; ``noisy`` unless at least two undisturbed rounds agree."""
         counted, n_quiet = self._counted()
         curve = {width: _undisturbed(ms) for width, ms in counted.items()}
         others = others_share((each.before, each.after) for each in self._rounds) or 0.0
@@ -306,7 +188,7 @@ class Timer:
         return PassTimes(_bounded(curve) if noisy else curve, noisy=noisy, others_share=others)
 
     def quiet_rounds(self) -> list[PassTimes]:
-        """Each round by itself in which nobody else used the CPUs."""
+        """Each undisturbed round by itself."""
         curves = [{width: _undisturbed(ms) for width, ms in each.samples.items()} for each in self._quiet()]
         return [PassTimes(curve, noisy=True) for curve in curves]
 
@@ -377,7 +259,7 @@ def _agree(samples: Samples) -> bool:
 
 
 def _out_of_line(samples: Samples) -> bool:
-    """Whether a width takes longer than those beside it explain: than passes over its parts, or than a wider one."""
+    """Whether a width takes longer than passes over its parts, or than a wider one."""
     curve = {width: _undisturbed(ms) for width, ms in sorted(samples.items())}
     for width, ms in curve.items():
         parts = [-(-width // part) * curve[part] for part in curve if part < width]
@@ -419,7 +301,7 @@ class CalibrationCache:
         return PassTimes(base, noisy=noisy, quick=quick, others_share=others)
 
     def is_worth_waiting_for(self, key: Key) -> bool:
-        """Whether a provisional curve should be measured again while somebody waits.
+        """Whether a provisional curve should be measured again before an answer.
 
         Not where that was done ``REPEATS`` times, nor where it would be disturbed again.
         """
@@ -431,8 +313,8 @@ class CalibrationCache:
     def put(self, key: Key, times: PassTimes) -> None:
         """Store a curve; a full or read-only disk only means that it is measured again next time.
 
-        A provisional one takes the place of no other. Of two the shortest times are kept, and where nobody else used
-        the CPUs and they agree, they are provisional no more.
+        A provisional one replaces no other. Of two the shortest times are kept; where they agree undisturbed, the
+        result is provisional no more.
         """
         known, n_disturbed = self.get(key), 0
         if times.noisy and known is not None and not known.quick:
@@ -450,17 +332,15 @@ class CalibrationCache:
         self._store.put(key, value | {"others_share": times.others_share})
 
     def drop(self, key: Key) -> None:
-        """Forget a curve, so that it is measured again at the next load."""
         self._store.put(key, {})
 
 
 def curves() -> CalibrationCache:
-    """The curves on disk."""
     return CalibrationCache(home() / "calibration")
 
 
 def curve_key(model: Model, kv_type: str) -> dict[str, str]:
-    """What the times of a model's passes depend on; of which kind they are follows from the file."""
+    """What the times of a model's passes depend on; their kind follows from the file."""
     key = {
         "machine": cpu_name(),
         "engine": model.engine,

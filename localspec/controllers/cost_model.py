@@ -3,42 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Set
 from dataclasses import InitVar, dataclass, field
 from typing import Protocol
 
-CALIBRATED_PAST = 64
-"""Tokens in the context where passes are timed."""
-
-ONCE_MOST = math.log(2.0)
-"""One pass counts at most as if it had taken twice as long as expected, or half."""
-
-NOISE = 0.15
-"""Differences under this (of logarithms) are noise: passes of one width spread by 5 to 10 % here."""
+CALIBRATED_PAST = 64  # Tokens in the context where passes are timed
+ONCE_MOST = math.log(2.0)  # One pass counts at most as if it had taken twice as long as expected, or half
+NOISE = 0.15  # Differences under this (of logarithms) are noise: passes of one width spread by 5 to 10 % here
 
 AGREED_SHARE = 0.7
-AGREED_MOST = math.log(4.0)
-"""Of what two passes in a row agree on, the share that is believed at once, and the most."""
+AGREED_MOST = math.log(4.0)  # Of what two passes in a row agree on, the share that is believed at once, and the most
 
-# How far passes may be from what was calibrated, as standard deviations of logarithms: all of them at once (and a
-# random walk from there), further rows together, one width alone; and how far one pass is from what passes take. What
-# was learned of further rows and of a width fades where they are not seen, by half in 69 passes: a width that was found
-# slow, and is not used, is tried again. Chosen on answers to the tuning questions, replayed with costs that differ from
-# those calibrated: where passes over 2 and 3 tokens take 1.25 times as long, 2 to 9 of 100 ends of answers are under
-# 0.97 of plain; where a fixed share of every surprise went to each correction, 11 to 37 were.
+# How far passes may be from what was calibrated, as standard deviations of logarithms: all of them (and a random walk
+# from there), further rows together, one width alone, and the noise of a single pass. What was learned of rows and of a
+# width fades where they are not seen, by half in 69 passes, so that an unused width is tried again.
 ALL = 0.1
 WALK = 0.01
 ROWS = 0.15
 ALONE = 0.05
 SPREAD = 0.05
 KEPT = 0.99
-ONCE_MORE = 0.25
-"""A pass counts at most as if it had been this much longer or shorter than expected."""
+ONCE_MORE = 0.25  # Most that a pass counts for, as a logarithm of its time over the expected
 
 
 class PassCost(Protocol):
-    """What passes cost one answer, as its controller sees it.
-
-    Either the passes are its own (``PassTimes``), or several answers share them (``shared_rows.ShareOfPass``).
+    """What passes cost one answer: its own (``PassTimes``), or shared with others (``batching.ShareOfPass``).
 
     Attributes:
         n_past: tokens in the memory now.
@@ -69,21 +58,14 @@ class PassCost(Protocol):
         """Whether passes of this answer have shown what they cost now."""
 
     @property
-    def ms_beside(self) -> float:
+    def ms_reading(self) -> float:
         """How long a draft model may read in one round: others may be waiting for the passes [ms]."""
 
 
 @dataclass(slots=True)
 class Curve:
-    """t(w) as calibrated, in milliseconds.
-
-    It is kept as measured, steps and dips included, and read by linear interpolation between measured widths.
-
-    Attributes:
-        measured: milliseconds by width, with ``CALIBRATED_PAST`` tokens in the memory; at least width 1. Not changed.
-        widest: the widest of them.
-        read: milliseconds by width, as read so far: a draft asks for them a hundred times a round.
-    """
+    """t(w) as calibrated [ms], with ``CALIBRATED_PAST`` tokens in the memory: as measured at some widths (at least 1),
+    steps and dips included, and linear between them. ``read`` keeps what was interpolated."""
 
     measured: dict[int, float]
     widest: int = field(init=False, repr=False, compare=False)
@@ -93,7 +75,6 @@ class Curve:
         self.widest, self.read = max(self.measured), {}
 
     def __call__(self, width: int) -> float:
-        """Milliseconds of a pass over ``width`` tokens, at least one."""
         if (ms := self.read.get(width)) is None:
             ms = self.read[width] = self._interpolated(width)
         return ms
@@ -120,17 +101,10 @@ class Curve:
 class Corrections:
     """What passes take now, as factors of what was calibrated; 1 is no correction.
 
-    Reading the weights is bound by memory, further rows by arithmetic, and other programs take of each what they will:
-    where a neighbour took memory bandwidth while the costs were measured, a second token seemed to cost 0.08 of the
-    first, and cost 0.31 later. What a pass tells is divided among the factors by how uncertain each is (a Kalman
-    filter): while only passes over two tokens are seen, they say nothing of what one takes alone, and one such pass
-    then moves ``scale`` and ``rows`` apart.
-
-    Attributes:
-        scale: of all widths together.
-        rows: of all but the first.
-        trim: of one width alone, by width.
-        beyond: of widths that were not calibrated, in place of ``trim``; it is no part of the filter.
+    Reading the weights is bound by memory, further rows by arithmetic, and other programs slow each differently. What a
+    pass tells is divided among the factors by how uncertain each is (a Kalman filter): ``scale`` of all widths,
+    ``rows`` of all but the first, ``trim`` of one width alone. ``beyond``, of widths that were not calibrated, is no
+    part of the filter.
     """
 
     scale: float = 1.0
@@ -143,14 +117,10 @@ class Corrections:
     _unsure_alone: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
 
     def observe(self, width: int, surprise: float, believed: float) -> float:
-        """Correct by one pass over a calibrated width.
+        """Correct by one pass over a calibrated width, and return the change of the logarithm of ``scale``.
 
-        Args:
-            surprise: logarithm of the time it took over the expected one.
-            believed: of that, what is believed at once, to be the machine's speed; 0: the filter decides.
-
-        Returns:
-            By how much the logarithm of ``scale`` changed.
+        ``surprise`` is the logarithm of the time it took over the expected one, ``believed`` the part of it taken at
+        once for the machine's speed; 0: the filter decides.
         """
         self._fade(width)
         told = min(ONCE_MORE, max(-ONCE_MORE, surprise))
@@ -173,12 +143,10 @@ class Corrections:
         return change
 
     def observe_beyond(self, surprise: float) -> None:
-        """Correct by one pass over a width that was not calibrated."""
         once = min(ONCE_MOST, max(-ONCE_MOST, surprise))
         self.beyond = min(3.0, max(0.33, self.beyond * math.exp(0.3 * once)))
 
     def _fade(self, width: int) -> None:
-        """A pass later, of what was seen before less is left."""
         self._unsure += WALK**2
         if width == 1:
             self.rows **= KEPT
@@ -192,24 +160,15 @@ class Corrections:
 
 @dataclass(slots=True)
 class PassTimes:
-    """t(w) of one model in one engine, in milliseconds: a ``PassCost``.
-
-    The calibrated curve, times the corrections that follow what is observed. A longer context makes every pass longer,
-    by the share that reading its keys and values has in reading the weights.
-
-    Args:
-        measured: see ``Curve``.
+    """t(w) of one model in one engine [ms]: the calibrated curve times the corrections that follow what is observed.
 
     Attributes:
         growth: relative increase per token in the memory: its bytes in the KV cache over the bytes of the weights.
-        n_past: tokens in the memory now.
-        n_since_one: passes since one over one token alone was seen.
+        n_past, n_since_one: see ``PassCost``.
         noisy: whether the calibration is provisional: repeats did not agree, others used the CPU, or it is quick. It is
             repeated when there is time, and nothing is chosen for good by it.
-        quick: whether it comes of a few passes only, see ``calibrating_quickly``.
+        quick: whether it comes of a few passes only.
         others_share: of the CPUs' time, used by other programs while it was calibrated.
-        curve: as calibrated.
-        corrections: of the curve.
     """
 
     measured: InitVar[dict[int, float]]
@@ -230,7 +189,6 @@ class PassTimes:
         self.curve = Curve(measured)
 
     def __call__(self, width: int) -> float:
-        """Expected milliseconds of a pass over ``width`` tokens; 0 for no tokens."""
         if width <= 0:
             return 0.0
         curve, now = self.curve, self.corrections
@@ -241,15 +199,14 @@ class PassTimes:
         return ms * (now.beyond if width > curve.widest else now.trim.get(width, 1.0))
 
     def begin(self) -> None:
-        """Another answer begins."""
         self._n_recent, self._left = 0, 0.0
 
     def observe(self, width: int, ms: float) -> None:
         """Correct the curve by one measured pass.
 
-        One pass moves each correction by as much as that is uncertain, and an outlier counts as ``ONCE_MORE`` at most
-        (beyond the calibrated widths ``ONCE_MOST``). Two in a row that both differ by more than noise are another
-        machine, as when a neighbour has taken the CPU, and what they agree on is believed at once.
+        An outlier counts as ``ONCE_MORE`` at most (beyond the calibrated widths ``ONCE_MOST``). Two in a row that both
+        differ by more than noise, as when another program has taken the CPU, are believed at once in what they agree
+        on.
         """
         expected = self(width)
         if expected <= 0 or ms <= 0:
@@ -267,11 +224,10 @@ class PassTimes:
         self._left = surprise - self.corrections.observe(width, surprise, believed)
 
     def slow_down(self, factor: float) -> None:
-        """Expect all passes to take so many times as long."""
         self.corrections.scale *= factor
 
     def replace(self, measured: PassTimes) -> None:
-        """Go on from another calibration of the same passes: what was corrected in the old one does not hold for it."""
+        """Go on from another calibration of the same passes, without corrections."""
         self.curve, self.noisy, self.quick = measured.curve, measured.noisy, measured.quick
         self.others_share = measured.others_share
         self.corrections = Corrections()
@@ -279,20 +235,53 @@ class PassTimes:
 
     @property
     def scale(self) -> float:
-        """How many times as long as calibrated passes of all widths take now."""
         return self.corrections.scale
 
     @property
     def is_recent(self) -> bool:
-        """Whether passes of this answer have shown what they cost now: two, see ``observe``."""
         return self._n_recent >= 2
 
     @property
-    def ms_beside(self) -> float:
-        """No limit: nobody else waits for these passes."""
+    def ms_reading(self) -> float:
         return math.inf
 
     @property
     def fits(self) -> bool:
         """False when hundreds of passes took, on average, over 1.5 times or under two thirds of what was calibrated."""
         return self._n_observed < 300 or abs(self._drift) < math.log(1.5)
+
+
+class Costs:
+    """What passes of a target and of its drafters cost one answer [ms].
+
+    ``times`` is the target's t(w), ``draft_times`` by source d(w) of drafters that run a model (the others draft for
+    nothing), ``one_pass`` those whose single pass proposes all of a draft, ``ms_other`` the time of a round outside the
+    models, ``hidden`` by source the share of its steps that overlaps with verification (see ``Controller.hide``).
+    """
+
+    def __init__(self, times: PassCost, draft_times: Mapping[str, PassCost], one_pass: Set[str] = frozenset()) -> None:
+        self.times = times
+        self.draft_times = draft_times
+        self.one_pass = one_pass
+        self.ms_other = 0.3
+        self.hidden: Mapping[str, float] = {}
+
+    @property
+    def all_times(self) -> tuple[PassCost, ...]:
+        return self.times, *self.draft_times.values()
+
+    @property
+    def ms_plain(self) -> float:
+        """Expected time of a round of plain decoding."""
+        return self.times(1) + self.ms_other
+
+    def step_ms(self, source: str) -> float:
+        """Time that the target waits for one draft token, or for a whole draft of one pass."""
+        if source not in self.draft_times:
+            return 0.0
+        return self.draft_times[source](1) * (1.0 - self.hidden.get(source, 0.0))
+
+
+def row_ms(times: PassCost) -> float:
+    """What a further row of a pass over a few costs [ms]."""
+    return (times(8) - times(2)) / 6

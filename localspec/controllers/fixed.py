@@ -15,11 +15,8 @@ MAX_FIXED_DRAFT = 64
 
 @dataclass(slots=True)
 class FixedPlan(FreePlan):
-    """Draft up to a number of tokens, whatever they cost.
-
-    Attributes:
-        copying: sources of copies; one under ``SURE_COPY`` gives way to a draft model's token.
-    """
+    """Draft up to ``room`` tokens, whatever they cost; a copy under ``SURE_COPY`` gives way to a draft model's
+    token."""
 
     copying: Collection[str] = ()
 
@@ -31,7 +28,7 @@ class FixedPlan(FreePlan):
 
 @dataclass(slots=True)
 class FixedBranching:
-    """Let a draft branch wherever a drafter has something to say, up to a number of tokens."""
+    """Let a draft branch wherever a drafter has something to say, up to ``room`` tokens."""
 
     room: int
 
@@ -45,11 +42,8 @@ class FixedBranching:
 class FixedController(Controller):
     """Always drafts the same number of tokens; 0 is plain decoding.
 
-    Args:
-        length: tokens per draft.
-        times: the target's t(w), corrected by what is observed.
-        drafters: those that take part: an unsure copy gives way where one of them runs a model.
-        beside: tokens of a draft beside and behind those of its chain, as far as drafters have any.
+    An unsure copy gives way where one of ``drafters`` runs a model; ``beside`` is the most tokens of a draft outside of
+    its chain. ``times`` is the target's t(w), corrected by what is observed.
     """
 
     def __init__(

@@ -8,33 +8,31 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localspec.backends.base import Context, Model, SequenceBatch
-from localspec.backends.heads import Head, heads_for, target_facts
-from localspec.backends.published_heads import EngineHead, heads_beside
 from localspec.backends.trust import fingerprint
-from localspec.controllers.calibration import WHOLE, BlockPasses, ChainedPasses, EarlyExits, HeadPasses, PassKind
+from localspec.controllers.calibration import WHOLE, PassKind
 from localspec.controllers.learned import AcceptanceStore
+from localspec.engine.draft_sources import (
+    DraftSource,
+    FoundDraft,
+    draft_source,
+    draft_sources,
+    free_drafter,
+    is_free,
+)
 from localspec.engine.loading import Loader, Report
 from localspec.engine.saved_chats import SavedChats
 from localspec.engine.state import DecodingState, DraftMemory, DraftModel, taps_of, target_memory
-from localspec.errors import Cancelled, EngineError, LocalspecError, UsageError, VocabularyMismatch
+from localspec.errors import Cancelled, EngineError, LocalspecError, VocabularyMismatch
 from localspec.model_files.catalog import Catalog
-from localspec.model_files.exit_head import exit_head
-from localspec.model_files.head_kinds import names_published_head
 from localspec.model_files.sources.base import size_text
-from localspec.spec_decode.drafters import FREE_DRAFTERS
 from localspec.spec_decode.drafters.base import Drafter
 from localspec.spec_decode.drafters.corpus import CorpusDrafter
 from localspec.spec_decode.drafters.corpus_index import BYTES_PER_BYTE, CorpusIndex, PathSource
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
-from localspec.spec_decode.drafters.head import HEAD_DRAFTERS
 from localspec.spec_decode.drafters.names import (
     AUTOMATIC,
     CHATS,
     CORPUS,
-    EARLY_EXIT,
-    FROM_STATES,
-    HEAD,
-    MTP,
     is_corpus,
     kind_of,
     names_of_files,
@@ -43,47 +41,16 @@ from localspec.spec_decode.drafters.names import (
 from localspec.system.files import home, is_same_file, private_folder, write_atomically
 from localspec.system.steps import exhaust
 
-# What ``--draft auto`` loads besides what is free: asked here by whatever has to know it, loaded or not.
+
+def plugin_drafts(target: Model, warn: Callable[[str], None] = lambda line: None) -> Iterator[str]:
+    """What ``auto`` loads of plugins for a loaded target, as ``--draft`` calls it, found one by one."""
+    for source in draft_sources(warn):
+        yield from source.automatic(target)
 
 
-def head_files(target: Path, backend: str | None) -> Iterator[Path]:
-    """The heads on this disk that ``auto`` takes for a target: one that was trained here or ships, and a published one.
-
-    Of either kind the first: those trained for that very file, and those that the catalogue has for it, come first.
-    Which of the two pays is for the controller to find out; more of a kind would take memory for states and weights
-    each, and read the same states.
-
-    Args:
-        target: its file.
-        backend: the engine that it runs on; see ``heads_beside``.
-    """
-    for find in (heads_for, lambda path: heads_beside(path, backend)):
-        try:
-            yield from find(target)[:1]
-        except LocalspecError:  # of the target, whose loading says it
-            continue
-
-
-def heads_at_hand(target: Path, backend: str | None, *, mtp: bool) -> Iterator[str]:
-    """What drafts from the target's states, as ``--draft`` takes it, found one by one.
-
-    Args:
-        target, backend: as for ``head_files``.
-        mtp: whether the target's own layer for multi-token prediction is computed.
-    """
-    if mtp:
-        yield MTP
-    yield from (f"{HEAD}:{path}" for path in head_files(target, backend))
-
-
-def heads_of(target: Model) -> Iterator[str]:
-    """The same for a loaded target."""
-    return heads_at_hand(target.path, target.backend, mtp=target.capabilities.mtp)
-
-
-def drafts_at_hand(target: Model) -> Iterator[str]:
-    """All that ``auto`` loads for a loaded target, found one by one: heads as above, and a draft model's path."""
-    yield from heads_of(target)
+def found_drafts(target: Model, warn: Callable[[str], None] = lambda line: None) -> Iterator[str]:
+    """All that ``auto`` loads for a loaded target, found one by one: the above, and a draft model's path."""
+    yield from plugin_drafts(target, warn)
     draft = Catalog.load().draft_for(target.path)
     if draft is not None:
         yield str(draft)
@@ -156,13 +123,6 @@ def _path(drafter: Drafter, target: Path) -> Path:
     return home() / drafter.source / fingerprint(target)
 
 
-EXIT_SHARE = 0.25
-"""Of the target's layers, how many ``early-exit`` drafts with where no number is given: set by hand, for models that
-were trained to be left early. Of others no share pays: after 7, 14, 21, 24 and 26 of the 28 layers of Qwen2.5-Coder
-1.5B 0.01, 0.07, 0.34, 0.54 and 0.71 of the most probable tokens are the whole model's (256 places of
-``draft_choice.TEXT``)."""
-
-
 @dataclass(slots=True)
 class DraftMaker:
     """Makes the drafters that names stand for; what is loaded already is used again.
@@ -218,10 +178,10 @@ class DraftMaker:
     # -- by name ---------------------------------------------------------------------------------------------------
 
     def _drafters(self, names: Sequence[str]) -> tuple[list[Drafter], list[DraftModel]]:
-        free = [self._free(name) for name in names if name in FREE_DRAFTERS]
+        free = [self._free(name) for name in names if is_free(name)]
         models: list[DraftModel] = []
         for name in names:
-            if name not in FREE_DRAFTERS:
+            if not is_free(name):
                 models += self._model(name, models)
         return free, _named(models, free)
 
@@ -229,20 +189,20 @@ class DraftMaker:
         """What costs nothing, and what is at hand for the target."""
         target, free = self.before.target, [self._free(name) for name in AUTOMATIC]
         models: list[DraftModel] = []
-        for name in drafts_at_hand(target):
+        for name in found_drafts(target, self.loader.warnings.append):
             try:
                 models += self._model(name, models)
             except Cancelled:  # it gives way to a request, and is tried again
                 raise
             except LocalspecError as error:
-                is_head = name.partition(":")[0] in FROM_STATES
-                if not is_head and not isinstance(error, VocabularyMismatch):
+                from_plugin = draft_source(name.partition(":")[0]) is not None
+                if not from_plugin and not isinstance(error, VocabularyMismatch):
                     raise
                 self._go_without(error)
         return free, _named(models, free)
 
     def _free(self, name: str) -> Drafter:
-        drafter = FREE_DRAFTERS[name]()
+        drafter = free_drafter(name)
         if self.loader.options.remember:
             recall(drafter, self.before.target.path)
         return drafter
@@ -261,35 +221,21 @@ class DraftMaker:
     def _model(self, name: str, others: Sequence[DraftModel]) -> list[DraftModel]:
         """What a name stands for; nothing if it is one of the others under another name."""
         kind, _, rest = name.partition(":")
-        if name == MTP:
-            return [self._head(MTP, MTP, MTP, self.before.target.path)]
-        path = None if kind in (HEAD, EARLY_EXIT) else Catalog.load().resolve(name)
-        if kind == HEAD or (path is not None and names_published_head(path)):
-            path = path or self._head_file(rest)
-            heads = [each for each in others if kind_of(each.source) == HEAD]
-            if any(is_same_file(path, each.path) for each in heads):
+        source = draft_source(kind)
+        if source is None:
+            path = Catalog.load().resolve(name)
+            source = next((each for each in draft_sources(self.loader.warnings.append) if each.takes(path)), None)
+            rest = str(path)
+        if source is not None:
+            found = source.find(rest, self.before.target)
+            alike = [each for each in others if kind_of(each.source) == source.name]
+            if any(is_same_file(found.path, each.path) for each in alike):
                 return []
-            source = source_of(HEAD, len(heads))
-            return [self._head(source, source, f"{HEAD}:{path}", path)]
-        if kind == EARLY_EXIT:
-            target = self.before.target
-            n_layers = int(rest) if rest else max(1, round(EXIT_SHARE * target.n_layers))
-            name = f"{EARLY_EXIT}:{n_layers}"
-            return [self._head(EARLY_EXIT, name, name, exit_head(target.path, target_facts(target.path), n_layers))]
-        assert path is not None
+            return [self._from_plugin(source, source_of(source.name, len(alike)), found)]
         draft_models = [each for each in others if each.drafter.reads_text]
         if any(is_same_file(path, each.path) for each in draft_models):
             return []
         return [self._draft_model(path, source_of("model", len(draft_models)))]
-
-    def _head_file(self, named: str) -> Path:
-        if named:
-            return Path(named).expanduser()
-        target = self.before.target
-        found = next(head_files(target.path, target.backend), None)
-        if found is None:
-            raise UsageError(f"there is no head for {target.path.name} on this disk; localspec distill trains one")
-        return found
 
     def _draft_model(self, path: Path, source: str) -> DraftModel:
         known = self._known(path, reads_text=True)
@@ -306,28 +252,28 @@ class DraftMaker:
         drafter = DraftModelDrafter(memory.contexts[0], source)
         return self._loaded("", str(path), path, model, memory, drafter, WHOLE, model.close)
 
-    def _head(self, source: str, name: str, spec: str, path: Path) -> DraftModel:
-        known = self._known(path, reads_text=False)
+    def _from_plugin(self, kind: DraftSource, source: str, found: FoundDraft) -> DraftModel:
+        known = self._known(found.path, reads_text=False)
         if known is not None and known.source == source:
             return replace(known, drafter=known.drafter.clone(known.context))
-        target = self.before.target
-        head = self.loader.load_head(path, target, self.report)
+        options, n_ctx = self.loader.options, self.before.context.n_ctx
+        weights = kind.load(
+            found.path,
+            self.before.target,
+            backend=options.draft_backend,
+            n_threads=options.n_threads,
+            n_gpu_layers=options.n_gpu_layers,
+            say=lambda line: self.report(line, None),
+            warn=self.loader.warnings.append,
+        )
         try:
-            n_ctx = self.before.context.n_ctx
-            memory = DraftMemory.of_head(lambda: head.new_context(n_ctx), self.loader.parallel)
+            memory = DraftMemory.of_head(lambda: weights.new_context(n_ctx), self.loader.parallel)
         except BaseException:
-            head.close()
+            weights.close()
             raise
-        context = memory.contexts[0]
-        passes: PassKind = HeadPasses(context.hidden)
-        if isinstance(head, EngineHead) and head.facts.block:
-            passes = BlockPasses(head)
-        elif isinstance(head, Head) and head.kind == "chained":
-            passes = ChainedPasses(context.hidden, head, target.n_embd)
-        if head.kind == "exit":
-            passes = EarlyExits(target, head.taps[0], context)
-        drafter = HEAD_DRAFTERS[head.kind](head, context, source)
-        return self._loaded(name, spec, path, head.model, memory, drafter, passes, head.close)
+        context, name = memory.contexts[0], found.name or source
+        drafter, passes = weights.drafter(context, source), weights.passes(context)
+        return self._loaded(name, found.spec, found.path, weights.model, memory, drafter, passes, weights.close)
 
     def _known(self, path: Path, *, reads_text: bool) -> DraftModel | None:
         for draft in self.before.models:

@@ -17,9 +17,6 @@ import numpy.typing as npt
 
 from localspec import backends
 from localspec.backends.base import Model
-from localspec.backends.draft_head import DraftHead
-from localspec.backends.heads import load_head
-from localspec.backends.published_heads import load_published
 from localspec.backends.registry import engine_module, unavailable_reason
 from localspec.backends.repack import lightening, lighter_copy
 from localspec.backends.trust import fingerprint, verdict_key, verdicts
@@ -42,8 +39,7 @@ from localspec.controllers.stopping import best_speedup
 from localspec.engine.options import LoadOptions
 from localspec.engine.state import DecodingState
 from localspec.errors import Cancelled, LocalspecError, VocabularyMismatch
-from localspec.model_files.head_kinds import names_published_head
-from localspec.system.files import JsonStore, home, is_same_file
+from localspec.system.files import JsonStore, home
 from localspec.system.machine import BUSY, cpu_name, default_threads
 from localspec.system.steps import Steps, exhaust
 
@@ -141,7 +137,7 @@ def remember(models: Sequence[Model], timers: Sequence[Timer], kv_type: str) -> 
     """Keep what nominal answers take on the engines of a file's models."""
     today, pairs = date.today(), list(zip(models, timers, strict=True))
     found = EngineTimes(
-        f"{today.day} {today:%b}",
+        f"{today.day} {today:%b %Y}",
         {model.backend: round(nominal_ms(timed.times()), 1) for model, timed in pairs},
         {model.backend: [round(nominal_ms(each), 1) for each in timed.quiet_rounds()] for model, timed in pairs},
         max(timed.times().others_share for timed in timers),
@@ -464,33 +460,6 @@ class Loader:
             return published
         published.close()
         return lighter
-
-    def load_head(self, path: Path, target: Model, report: Report) -> DraftHead:
-        """Load a head on the engine of draft models, or else of its target; a published one on one that computes those.
-
-        Raises:
-            UsageError: it is for another model.
-            ModelFileError, EngineError: as when loading a model.
-        """
-        wanted = self.options.draft_backend
-        if is_same_file(path, target.path) or names_published_head(path):
-            return load_published(
-                path,
-                target,
-                engine=wanted,
-                n_threads=self.options.n_threads,
-                n_gpu_layers=self.options.n_gpu_layers,
-                say=lambda line: report(line, None),
-            )
-        return load_head(
-            path,
-            target.path,
-            target.backend if wanted in (None, "auto") else wanted,
-            n_threads=self.options.n_threads,
-            n_gpu_layers=self.options.n_gpu_layers,
-            say=lambda line: report(line, None),
-            warn=self.warnings.append,
-        )
 
     def _is_known_wrong(self, path: Path) -> bool:
         """Whether an engine was found to compute a draft wrongly: then one, or a copy, that is right is looked for."""

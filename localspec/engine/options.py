@@ -12,6 +12,7 @@ from typing import Any, TypedDict, Unpack
 from localspec.backends import check_name
 from localspec.backends.placement import Placement, check_engine
 from localspec.controllers.fixed import FixedController
+from localspec.engine.draft_sources import draft_source, is_free
 from localspec.errors import (
     KV_CACHE_TYPES,
     MAX_COUNT,
@@ -24,8 +25,8 @@ from localspec.errors import (
     shown,
 )
 from localspec.sampling.sampling import SamplingParams
-from localspec.spec_decode.drafters import FREE_DRAFTERS
-from localspec.spec_decode.drafters.names import AUTOMATIC, CORPUS, EARLY_EXIT, FROM_STATES, HEAD, is_corpus
+from localspec.spec_decode.drafters.names import AUTOMATIC, CORPUS, is_corpus
+from localspec.system.plugins import DRAFTERS, offered
 
 PREFIX_CACHE_BYTES = 512 << 20
 """Memory that put-aside conversations may take: 18,000 tokens of Qwen2.5-1.5B at f16 (28 KiB each)."""
@@ -110,10 +111,6 @@ def checked_parallel(value: Any) -> int | str:
 DraftLength = int | str
 """``auto``, or a number of tokens."""
 
-WORDS = ("auto", "none", *FREE_DRAFTERS, *FROM_STATES, CORPUS)
-"""What stands for a draft and is no model."""
-
-MAX_LAYERS = 9999
 
 MAX_CORPORA = 8
 """Each is searched apart: some 20 µs for a draft token."""
@@ -130,6 +127,11 @@ def checked_spec(name: str, value: Any) -> str:
     return text
 
 
+def draft_words() -> tuple[str, ...]:
+    """What stands for a draft and is no model."""
+    return ("auto", "none", *offered(DRAFTERS), CORPUS)
+
+
 def draft_specs(draft: Spec | Iterable[Spec] | None) -> list[str]:
     """The ``draft`` argument, or what ``--draft`` was given: names of drafters, each once; ``auto`` the first of all.
 
@@ -139,8 +141,10 @@ def draft_specs(draft: Spec | Iterable[Spec] | None) -> list[str]:
         return []
     several = listed(draft)
     specs = [checked_spec("draft", each) for each in ([draft] if several is None else several)]
-    if len({name for name in specs if name.partition(":")[0] == EARLY_EXIT}) > 1:
-        raise UsageError(f"--draft {EARLY_EXIT} can be named once")
+    for kind in {name.partition(":")[0] for name in specs}:
+        source = draft_source(kind)
+        if source and source.only_one and len({name for name in specs if name.partition(":")[0] == kind}) > 1:
+            raise UsageError(f"--draft {kind} can be named once")
     others = [name for name in specs if not is_corpus(name)]
     if (len(others) > 1 and {"auto", "none"} & set(others)) or (len(specs) > 1 and "none" in specs):
         raise UsageError(
@@ -150,7 +154,8 @@ def draft_specs(draft: Spec | Iterable[Spec] | None) -> list[str]:
     specs.sort(key=is_corpus)
     for name in specs:
         _check_parts(name)
-        close = get_close_matches(name, WORDS, n=1) if name.isalpha() and name not in WORDS else []
+        words = draft_words()
+        close = get_close_matches(name, words, n=1) if name.isalpha() and name not in words else []
         if close:
             raise UsageError(f"no draft {name!r}: did you mean {close[0]}?")
     specs = list(dict.fromkeys(specs))
@@ -161,17 +166,16 @@ def draft_specs(draft: Spec | Iterable[Spec] | None) -> list[str]:
 
 def with_free(specs: list[str]) -> list[str]:
     """The drafters that were named, and where no free ones were, n-grams too: they cost nothing."""
-    return [*AUTOMATIC, *specs] if specs and not set(specs) & {"auto", *FREE_DRAFTERS} else specs
+    return [*AUTOMATIC, *specs] if specs and not any(name == "auto" or is_free(name) for name in specs) else specs
 
 
 def _check_parts(name: str) -> None:
     kind, colon, rest = name.partition(":")
-    if kind == EARLY_EXIT and colon and not (rest.isascii() and rest.isdigit() and 0 < int(rest[:5]) <= MAX_LAYERS):
-        raise UsageError(f"--draft {EARLY_EXIT}:N takes a number of layers in 1..{MAX_LAYERS}, not {shown(rest)}")
     if kind == CORPUS and not rest:
         raise UsageError(f"--draft {CORPUS}:PATH takes a file or a folder, or {CORPUS}:chats for the saved chats")
-    if kind == HEAD and colon and not rest:
-        raise UsageError(f"--draft {HEAD}:FILE names a head file; {HEAD} alone takes the one for the model")
+    source = draft_source(kind) if colon else None
+    if source is not None:
+        source.check(rest)
 
 
 def checked_length(value: Any) -> DraftLength:

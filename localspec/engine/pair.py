@@ -21,10 +21,10 @@ from localspec.backends.trust import (
     verdicts,
     why_no_branches,
 )
-from localspec.controllers.auto import FLAT_ROW, row_ms
+from localspec.controllers.auto import FLAT_ROW
 from localspec.controllers.batching import LEAST_GAIN, SharedPasses
 from localspec.controllers.calibration import WHOLE, PassKind, calibrating, curve_key, curves
-from localspec.controllers.cost_model import PassTimes
+from localspec.controllers.cost_model import PassTimes, row_ms
 from localspec.controllers.learned import AcceptanceStore
 from localspec.engine.drafts import DraftMaker, keep
 from localspec.engine.loading import Loader, Remarks, Report, compared, engines_comparing, giving_way

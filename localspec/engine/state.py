@@ -10,14 +10,13 @@ from pathlib import Path
 
 from localspec.backends.base import FEW_ROWS, Context, Model, SequenceBatch, SequencesInTurn
 from localspec.backends.trust import ensure_batches
-from localspec.controllers.acceptance import SourceAcceptance
+from localspec.controllers.acceptance import SourceAcceptance, Tables
 from localspec.controllers.auto import MAX_DRAFT, AutoController
 from localspec.controllers.batching import ShareOfPass
 from localspec.controllers.calibration import PassKind
 from localspec.controllers.cost_model import PassCost, PassTimes
 from localspec.controllers.fixed import FixedController
 from localspec.controllers.learned import AcceptanceStore
-from localspec.controllers.stopping import Tables
 from localspec.engine.options import MAX_PARALLEL, DraftLength
 from localspec.errors import EngineMismatch, UnsupportedModel, UsageError
 from localspec.sampling.sampling import SamplingParams

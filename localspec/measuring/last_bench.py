@@ -1,4 +1,4 @@
-"""What ``bench`` last found out about a model here, by kind of question: for ``doctor``, which measures no answers."""
+"""Last speed-ups that ``bench`` measured of a model here, for ``doctor``."""
 
 from __future__ import annotations
 
@@ -15,33 +15,24 @@ from localspec.system.machine import cpu_name
 
 @dataclass(frozen=True, slots=True)
 class LastBench:
-    """Speed over plain decoding, as measured.
+    """What bench last measured of a model on an engine."""
 
-    Attributes:
-        day: when, as people write it.
-        engine: with its version.
-        drafters: what drafted.
-        speedups: kind of question -> median over its questions; ``all`` is that of all.
-        n_questions: how many in all.
-        n_guesses: draft tokens sent.
-    """
-
-    day: str
-    engine: str
-    drafters: list[str]
-    speedups: dict[str, float]
-    n_questions: int
-    n_guesses: int
+    day: str  # when, as people write it
+    engine: str  # name and version
+    drafters: list[str]  # what drafted
+    speedups: dict[str, float]  # kind of question -> median speed over plain decoding; all: over all questions
+    n_questions: int  # how many in all
+    n_guesses: int  # draft tokens sent
 
 
 def remember(path: Path, engine: str, found: Mapping[str, Any]) -> None:
-    """Keep what was found of a target's file; ``found`` has the fields of ``LastBench`` but the day."""
+    """Keep what was found of a target's file: the fields of ``LastBench`` but day and engine."""
     today = date.today()
-    _store().put(_key(path, engine), asdict(LastBench(f"{today.day} {today:%b}", engine, **found)))
+    _store().put(_key(path, engine), asdict(LastBench(f"{today.day} {today:%b %Y}", engine, **found)))
 
 
 def last_bench(path: Path, engine: str) -> LastBench | None:
-    """What was found of a target's file on an engine of this version; None where nothing was."""
+    """What was found of a target's file on an engine of this version."""
     try:
         return LastBench(**(_store().get(_key(path, engine)) or {}))
     except TypeError:

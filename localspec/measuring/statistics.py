@@ -1,14 +1,12 @@
 """Medians with exact intervals.
 
-The unit is the question. A question's value is the median over its repeats, a table's the median over its questions.
-Only questions count towards an interval: the noise between repeats is in their values already (Davison & Hinkley 1997,
-section 3.8). So intervals say what to expect of questions like these, not only of these.
+The unit is the question: its value is the median over its repeats, a table's the median over its questions. Only
+questions count towards an interval, as their values contain the noise between repeats (Davison & Hinkley 1997, section
+3.8).
 
-An interval lies between two order statistics, the k-th smallest and the k-th largest value. It covers the median of
-whatever distribution the values are drawn from with a probability that is known exactly: the sign test's. Of few
-questions no interval can promise 95 %: the median lies between the smallest and the largest of n values with
-probability 1 - 2^(1-n) only, which passes 95 % at six. With fewer, the interval is the whole range, and says for how
-much it is good.
+An interval lies between the k-th smallest and k-th largest value. Its probability of covering the median of any
+distribution is exact: the sign test's. The range of n values covers it with 1 - 2^(1-n), so 95 % takes six questions;
+with fewer the interval is the range, and says its level.
 """
 
 from __future__ import annotations
@@ -20,28 +18,26 @@ from dataclasses import dataclass
 
 LEVEL = 0.95
 FEWEST = 6
-"""Questions that an interval of this level takes; see ``range_level``."""
+"""Questions that a 95 % interval takes; see ``range_level``."""
 
 Values = Mapping[str, Sequence[float]]
-"""By question, what was measured in each repeat."""
+"""By question, the value of each repeat."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A median and how sure it is.
+    """A median and its interval.
 
     Attributes:
-        median: over the questions, of each question's median over its repeats.
         low, high: the interval; None where there is but one question.
         level: probability with which such an interval covers the true median; under 0.95 with fewer than 6 questions.
-        n: questions.
     """
 
-    median: float
+    median: float  # over the questions, of each question's median over its repeats
     low: float | None
     high: float | None
     level: float | None
-    n: int
+    n: int  # questions
 
     @property
     def is_firm(self) -> bool:
@@ -50,29 +46,24 @@ class Estimate:
 
     @property
     def half_width(self) -> float:
-        """Half the interval, relative to the median; infinite where there is none."""
+        """Relative to the median; infinite without an interval."""
         if self.low is None or self.high is None or not self.median:
             return math.inf
         return (self.high - self.low) / 2 / abs(self.median)
 
 
 def middle(values: Values) -> float:
-    """Median over questions of the medians over repeats; NaN of nothing."""
+    """Median over questions of medians over repeats; NaN of nothing."""
     return statistics.median(_medians(values)) if values else math.nan
 
 
 def range_level(n: int) -> float:
-    """Probability that the median of a population lies within the range of n values drawn from it."""
+    """Probability that the range of n values covers the median of their population."""
     return 1.0 - 2.0 ** (1 - n) if n > 1 else 0.0
 
 
 def estimate(values: Values, level: float = LEVEL) -> Estimate | None:
-    """Median and interval; None of nothing.
-
-    Args:
-        values: by question, one number for each repeat; none empty.
-        level: what the interval should promise.
-    """
+    """Median and interval at ``level``; None of nothing."""
     medians = _medians(values)
     if len(medians) < 2:
         return Estimate(medians[0], None, None, None, 1) if medians else None
@@ -81,8 +72,7 @@ def estimate(values: Values, level: float = LEVEL) -> Estimate | None:
 
 
 def order_statistics(values: Sequence[float], level: float) -> tuple[float, float]:
-    """The narrowest interval between the k-th smallest and the k-th largest value that covers the median of any
-    distribution with at least this probability; the range where none does."""
+    """Narrowest interval between order statistics that covers the median with this probability, else the range."""
     n, below, k = len(values), 0.0, 0
     while k < n // 2:
         below += math.comb(n, k) / 2**n  # P(fewer than k + 1 of n values lie under the median)
@@ -94,9 +84,9 @@ def order_statistics(values: Sequence[float], level: float) -> tuple[float, floa
 
 
 def estimate_quotient(over: Values, under: Values, level: float = LEVEL) -> Estimate | None:
-    """How much larger the median of one group is than that of another, measured on other questions.
+    """Quotient of the medians of two groups of questions.
 
-    Each median's interval may err with half of the probability, so the quotient's promises at least its level.
+    Each median's interval may err with half of the probability, so the quotient's holds at least its level.
     """
     if not over or not under:
         return None

@@ -1,8 +1,7 @@
-"""A loaded pair that decodes in one arm after the other, none of them helped by another.
+"""A loaded pair that decodes in one arm after the other, none helped by another.
 
-Each arm decodes with a state of its own: the corrections of its cost model, its acceptance tables and its n-grams' hit
-rates. Draft models forget what they have read, so that reading the prompt is in the arm that needs it. The target keeps
-the prompt in its context: its reading of it is measured once, apart, and is in no arm.
+Each arm has its own cost corrections, acceptance tables and n-gram hit rates. Draft models forget what they read, so
+reading the prompt counts in the arm that needs it. The target's reading is measured once, apart.
 """
 
 from __future__ import annotations
@@ -16,11 +15,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 from localspec.backends.base import Context, ContextState, FloatArray, shared_prefix
+from localspec.engine.draft_sources import is_free
 from localspec.engine.options import DraftLength
 from localspec.engine.pair import Pair
 from localspec.engine.request import Reply
@@ -33,14 +33,19 @@ from localspec.model_files.kv_memory import kv_shape
 from localspec.prompts.questions import Question
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.decoder import PREFILL_CHUNK
-from localspec.spec_decode.drafters import FREE_DRAFTERS
+from localspec.spec_decode.drafters.names import CORPUS
 from localspec.spec_decode.rounds import FinishReason, Round, SpecStats
 from localspec.system.machine import CPUTimes, others_share, read_memory
+from localspec.system.plugins import DRAFTERS, offered
 
-# Ways of decoding that are measured against each other: ``plain``, ``auto``, and drafters with a fixed length.
+# Arms: ``plain``, ``auto``, and drafters with a fixed length.
 
-_SOURCE = "|".join((*FREE_DRAFTERS, r"model\d*", r"head\d*", "early-exit", "mtp", r"corpus\d*"))
-_PATTERN = re.compile(rf"(?:(?P<sources>(?:{_SOURCE})(?:\+(?:{_SOURCE}))*):)?(?P<length>auto|\d{{1,4}})")
+
+@cache
+def _pattern() -> re.Pattern[str]:
+    names = "|".join(map(re.escape, (*offered(DRAFTERS), "model", CORPUS)))
+    source = rf"(?:{names})\d*"
+    return re.compile(rf"(?:(?P<sources>{source}(?:\+{source})*):)?(?P<length>auto|\d{{1,4}})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,30 +53,28 @@ class Arm:
     """One way of decoding.
 
     Attributes:
-        name: as it was asked for.
         sources: the drafters that take part (``ngram``, ``head``, ``head2``, ``model``, …); None: all that are loaded.
-        length: draft tokens a round, or ``auto``; 0 is plain decoding.
     """
 
-    name: str
+    name: str  # as it was asked for
     sources: tuple[str, ...] | None
-    length: DraftLength
+    length: DraftLength  # draft tokens a round, or ``auto``; 0 is plain decoding
 
     @property
     def is_plain(self) -> bool:
         return self.length == 0
 
     def among(self, sources: Sequence[str]) -> list[str]:
-        """The drafters that take part, of those loaded."""
+        """Those of the loaded drafters that take part."""
         return [] if self.is_plain else [each for each in sources if self.sources is None or each in self.sources]
 
     def check(self, sources: Sequence[str]) -> None:
-        """Raise ``UsageError`` where a drafter is wanted that is not among those loaded."""
+        """Raise ``UsageError`` if the arm wants a drafter that is not loaded."""
         if not self.is_plain and not sources:
             raise UsageError(f"--arm {self.name} needs a drafter, and none is loaded: name one with --draft")
         for wanted in self.sources or ():
             if wanted not in sources:
-                advice = f"add --draft {wanted}" if wanted in FREE_DRAFTERS else "name one with --draft"
+                advice = f"add --draft {wanted}" if is_free(wanted) else "name one with --draft"
                 raise UsageError(f"--arm {self.name}: no drafter {wanted!r} is loaded ({', '.join(sources)}); {advice}")
 
 
@@ -79,7 +82,7 @@ PLAIN = Arm("plain", None, 0)
 
 
 def parse_arm(text: str) -> Arm:
-    """``plain``, ``auto``, ``N``, ``ngram:N``, ``head+model:N`` (also with ``auto``) -> an arm.
+    """``plain``, ``auto``, ``N``, ``ngram:N``, ``head+model:auto`` -> an arm.
 
     Raises:
         UsageError: none of these.
@@ -88,7 +91,7 @@ def parse_arm(text: str) -> Arm:
 
     if text == "plain":
         return PLAIN
-    found = _PATTERN.fullmatch(text)
+    found = _pattern().fullmatch(text)
     if found is None:
         raise UsageError(f"no arm {text!r}: plain, auto, N, or ngram:N, head+model:N (N: guesses a round, or auto)")
     sources = tuple(dict.fromkeys(found["sources"].split("+"))) if found["sources"] else None
@@ -100,14 +103,18 @@ def parse_arm(text: str) -> Arm:
     return Arm(text, sources, length)
 
 
+def split_names(texts: Sequence[str]) -> list[str]:
+    """Names from options that may be repeated and may hold several with commas."""
+    return list(dict.fromkeys(name.strip() for text in texts for name in text.split(",") if name.strip()))
+
+
 def parse_arms(texts: Sequence[str]) -> list[Arm]:
-    """Arms as named on the command line, also several in one text with commas; ``plain`` is always among them."""
-    names = [name.strip() for text in texts for name in text.split(",") if name.strip()]
-    arms = [PLAIN, *map(parse_arm, names)]
+    """Arms from the command line, also separated by commas; ``plain`` comes first."""
+    arms = [PLAIN, *map(parse_arm, split_names(texts))]
     return list({arm.name: arm for arm in arms}.values())
 
 
-# An answer of one arm, timed: it goes on a slice at a time, and is a ``Sample`` in the end.
+# One arm's answer, timed slice by slice.
 
 _COUNTS = ("num_rounds", "num_draft_tokens", "num_accepted_tokens", "drafted_per_position", "accepted_per_position",
            "by_source")  # fmt: skip
@@ -115,12 +122,12 @@ _TIMES = ("seconds_prompt", "seconds_draft", "seconds_verify", "seconds_other")
 """Figures of ``SpecStats`` that a sample keeps."""
 
 NEAR_TIE = 0.5
-"""Logits between two tokens that rounding may swap: passes of other widths move logits by 0.1 to 0.25."""
+"""Logits that rounding may bridge: passes of other widths move logits by 0.1 to 0.25."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One answer of one arm; times are seconds unless the name says otherwise. SCHEMA.md of ``bench`` documents all."""
+    """One answer of one arm, times in seconds; SCHEMA.md of ``bench`` documents all fields."""
 
     question: str
     category: str
@@ -158,7 +165,7 @@ class Sample:
 
     @property
     def seconds(self) -> float:
-        """Decoding time, the denominator of speed: the target's reading of the prompt is not in it."""
+        """Decoding time, the denominator of speed, without the target's reading of the prompt."""
         return self.seconds_draft + self.seconds_verify + self.seconds_other
 
     @property
@@ -168,7 +175,7 @@ class Sample:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """What of ``SpecStats`` is kept of it."""
+        """Its part of ``SpecStats``."""
         return {name: getattr(self, name) for name in _COUNTS + _TIMES} | {"completion_tokens": self.tokens}
 
     @property
@@ -178,14 +185,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class ReadQuestion:
-    """A question whose prompt the target has read.
-
-    Attributes:
-        question: what is asked.
-        tokens: the prompt.
-        state: what the target's context holds after reading it; None where the engine cannot say.
-        seconds: what reading took.
-    """
+    """A question whose prompt the target has read; ``state`` is its context after that, where the engine exports it."""
 
     question: Question
     tokens: list[int]
@@ -193,10 +193,10 @@ class ReadQuestion:
     seconds: float
 
     def put_into(self, context: Context, n_states: int = 0) -> None:
-        """Have a target's context hold the prompt, and nothing else; but for its last ``n_states`` tokens.
+        """Have a context hold the prompt alone, without its last ``n_states`` tokens.
 
-        Those are left to read where a head wants the target's states after them (``Drafter.n_states``), which the arm
-        does before its time begins to count: no copy of a context holds states.
+        A head wants the target's states after those (``Drafter.n_states``), and no copy of a context holds states. The
+        arm reads them before its time counts.
         """
         prompt = self.tokens[:-1]
         n = context.reuse(prompt)
@@ -211,15 +211,8 @@ class ReadQuestion:
 
 
 class TimedAnswer:
-    """An answer of one arm; nothing is decoded before ``advance``.
-
-    Args:
-        subject: the pair.
-        arm: how to decode.
-        asked: the question.
-        params: how to sample.
-        place: the repeat, and the place in the order of arms.
-    """
+    """An answer of one arm; nothing is decoded before ``advance``. ``place`` is the repeat and the place in the order
+    of arms."""
 
     def __init__(
         self, subject: EngineUnderTest, arm: Arm, asked: ReadQuestion, params: SamplingParams, place: tuple[int, int]
@@ -238,16 +231,15 @@ class TimedAnswer:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of the answer so far."""
         return self._stats.completion_tokens
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why it ended; None while it is under way."""
+        """None until the answer ended."""
         return self._done[-1].finish_reason if self._done else None
 
     def advance(self, n_tokens: int | None) -> None:
-        """Go on by so many tokens, or a few more, as rounds are not cut; None: to the end.
+        """Decode at least ``n_tokens`` more; None: to the end.
 
         Raises:
             Cancelled: the subject was stopped.
@@ -282,23 +274,19 @@ class TimedAnswer:
         return round_
 
     def close(self) -> None:
-        """Leave the contexts as they are; nothing goes on after it."""
         rounds = self._rounds
         if rounds is not None:
             self._subject.llm.run(lambda pair: rounds.close())  # type: ignore[attr-defined]
 
     @property
     def prompt(self) -> list[int]:
-        """Tokens of the prompt."""
         return self._asked.tokens
 
     @property
     def tokens(self) -> list[int]:
-        """Tokens of the answer."""
         return [token.id for round_ in self._done for token in round_.emitted]
 
     def sample(self) -> Sample:
-        """The answer as it was measured."""
         stats, (repeat, order), question = self._stats, self._place, self._asked.question
         stats.seconds_prompt = self._asked.seconds
         ids = " ".join(map(str, self.tokens))
@@ -331,7 +319,7 @@ def _figures(round_: Round) -> list[float]:
 
 
 def _judged(round_: Round) -> list[list[Any]]:
-    """The draft tokens that the target compared with its own: all at the places of accepted ones, and at the next."""
+    """Draft tokens that the target compared with its own: at the places of accepted ones and at the next."""
     draft, path, judged = round_.draft, round_.verdict.accepted, list[list[Any]]()
     for position, at in enumerate((-1, *path)):
         for rival in draft.children(at):
@@ -345,7 +333,7 @@ Json = dict[str, Any]
 
 
 class EngineUnderTest:
-    """A loaded pair.
+    """A loaded pair that decodes in arms.
 
     Args:
         llm: the pair; ``remember=False``, so that every run starts from the same knowledge.
@@ -392,7 +380,7 @@ class EngineUnderTest:
         self._states = {arm: state.fork() for arm, state in self._untaught.items()}
 
     def become(self, arm: Arm, pair: Pair) -> None:
-        """Decode in an arm, its drafters having read nothing; on the worker."""
+        """Decode in an arm whose drafters have read nothing; on the worker."""
         state = self._states[arm]
         for drafter in state.drafters:
             drafter.begin([])
@@ -401,9 +389,9 @@ class EngineUnderTest:
         pair.use(state)
 
     def _separate_contexts(self, pair: Pair) -> bool:
-        """Contexts for every arm but one, which has the pair's own; False, and none, where memory lacks for them.
+        """Make contexts for every arm but one; returns False, without any, where memory lacks.
 
-        The one is an arm that wants the hidden states that the pair's own context returns, where there is one.
+        That one has the pair's own context, whose hidden states it wants if any arm does.
         """
         wants = {arm: set(taps_of(self._untaught[arm].drafters)) for arm in self.arms}
         last = max(self.arms, key=lambda arm: (wants[arm] == set(self.own.context.hidden), self.arms.index(arm)))
@@ -424,7 +412,7 @@ class EngineUnderTest:
         return True
 
     def restore(self) -> None:
-        """Leave the pair as it was, so that it can be closed."""
+        """Leave the pair as it was."""
 
         def put_back(pair: Pair) -> None:
             pair.use(self.own)
@@ -445,13 +433,11 @@ class EngineUnderTest:
         self.forget()
 
     def n_tokens(self, question: Question) -> int:
-        """Tokens of a question's prompt; its earlier turns count without their answers."""
+        """Tokens of a question's prompt, without answers to its earlier turns."""
         return self.llm.count_tokens([*self._system, *({"role": "user", "content": turn} for turn in question.turns)])
 
     def read(self, question: Question, params: SamplingParams) -> ReadQuestion:
-        """Read a question's prompt into an empty context.
-
-        Earlier turns are answered first, plainly and untimed, the first time that a question is met.
+        """Read a question's prompt into an empty context; earlier turns are answered once, plainly and untimed.
 
         Raises:
             Cancelled: it was stopped.
@@ -480,7 +466,7 @@ class EngineUnderTest:
         return ReadQuestion(question, tokens, state_read, reply.stats["seconds_prompt"])
 
     def row_behind(self, tokens: Sequence[int]) -> FloatArray:
-        """The target's logits [n_vocab] for what follows a text, in a pass of one token."""
+        """The target's logits [n_vocab] after a text, from a pass of one token."""
 
         def row(pair: Pair) -> FloatArray:
             context = pair.context
@@ -505,7 +491,7 @@ class EngineUnderTest:
 
 
 def kv_bytes(context: Context, kv_type: str) -> int:
-    """What a context's keys and values take; 0 where the model's file does not say."""
+    """Bytes of a context's keys and values; 0 where the model's file does not say."""
     try:
         with GGUFFile(context.model.path) as gguf:
             return kv_shape(gguf).bytes(context.n_ctx, kv_type)
@@ -513,33 +499,21 @@ def kv_bytes(context: Context, kv_type: str) -> int:
         return 0
 
 
-# Which question comes next, and when it is enough: narrow intervals, a time budget.
+# Schedule: the next question, and when it is enough.
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """All arms on one question, once.
+    """All arms on one question, once."""
 
-    Attributes:
-        repeat: from 0.
-        index: place in the repeat, from 0.
-        question: what is asked.
-        ends_cycle: whether every category that still has questions has had its turn.
-    """
-
-    repeat: int
-    index: int
-    question: Question
-    ends_cycle: bool
+    repeat: int  # from 0
+    index: int  # place in the repeat, from 0
+    question: Question  # what is asked
+    ends_cycle: bool  # whether every category that still has questions has had its turn
 
 
 def blocks(questions: Sequence[Question], repeats: int) -> Iterator[Block]:
-    """The blocks of a run, in order.
-
-    Args:
-        questions: categories in turn; see ``in_turns``.
-        repeats: most repeats.
-    """
+    """The blocks of a run in order; the questions' categories take turns (``in_turns``)."""
     for repeat in range(repeats):
         seen: set[str] = set()
         for index, question in enumerate(questions):
@@ -555,19 +529,12 @@ STOP_LEVEL = 0.999
 
 
 def is_tight(speedups: Sequence[Values], tolerance: float) -> bool:
-    """Whether every arm's overall speed-up is known well enough to end the run.
+    """Whether every arm's speed-up is known to ``tolerance`` (relative half-width) so that the run may end.
 
-    An interval that ends a run by being narrow was chosen for it, and covers the true median less often than it says.
-    So another interval than the printed one ends the run. Its level is that at which clinical trials are stopped early
-    (Haybittle 1971; Peto et al. 1976), and it comes of the first half of the questions: how narrow that half is says
-    nothing about where the other lies. Simulated, for speed-ups of which most are alike and some far off, normal,
-    lognormal and of Student's law, with 3 looks and 27 questions: where one run in 20 or more ended so, the 95 %
-    interval over all of its questions covered the median in 93 to 98 % of those runs, and in 95 % or more of all runs.
-    (With the printed interval ending the run it was 82 to 95 %.)
-
-    Args:
-        speedups: of each arm, by question, in the order in which they were asked.
-        tolerance: half-width of the interval, relative, that is narrow enough.
+    An interval that ends a run by being narrow covers the median less often than it says. So this one is another than
+    the printed: at the level of stopped clinical trials (Haybittle 1971; Peto et al. 1976), over the first half of the
+    questions, whose width says nothing about where the other half lies. Simulated, printed intervals then cover as they
+    say.
     """
     halves = [dict(islice(values.items(), (len(values) + 1) // 2)) for values in speedups]
     found = [estimate(half, STOP_LEVEL) for half in halves]
@@ -577,13 +544,7 @@ def is_tight(speedups: Sequence[Values], tolerance: float) -> bool:
 
 
 class Clock:
-    """How long a run will still take.
-
-    Args:
-        began: when, on a monotonic clock.
-        seconds: the budget; None: none.
-        n_blocks: blocks in all.
-    """
+    """Time budget of a run: ``seconds`` from ``began`` on a monotonic clock."""
 
     def __init__(self, began: float, seconds: float | None, n_blocks: int) -> None:
         self.deadline = None if seconds is None else began + seconds
@@ -591,17 +552,16 @@ class Clock:
         self._took: list[float] = []
 
     def add(self, seconds: float) -> None:
-        """A block took so long."""
         self._took.append(seconds)
 
     def has_time(self, now: float) -> bool:
-        """Whether another block fits; the first one is always begun."""
+        """Whether another block fits; the first always does."""
         if self.deadline is None or not self._took:
             return True
         return now + statistics.fmean(self._took[-8:]) <= self.deadline
 
     def left(self, now: float, n_done: int) -> float | None:
-        """Seconds until the end, None where nothing is known yet."""
+        """Seconds until the end; None while unknown."""
         by_budget = None if self.deadline is None else max(0.0, self.deadline - now)
         if not self._took:
             return by_budget
@@ -609,31 +569,24 @@ class Clock:
         return by_work if by_budget is None else min(by_work, by_budget)
 
 
-# The arms' answers to a question, in turns.
-#
-# Other programs, heat and clock move a machine's speed by more than most speed-ups, and they move it from one second to
-# the next. Arms that answer in slices, a few passes of one and a few of the other, meet the same machine. For that each
-# has contexts of its own; the weights are shared.
+# Arms by turns. Other programs, heat and clock move a machine's speed by more than most speed-ups; arms that answer in
+# slices meet the same machine. Each has contexts of its own and shares the weights.
 
 SLICE_TOKENS = 4
-"""How far an arm goes before the next has its turn. Other programs take the CPU in bursts of a second or less: with
-slices of 16 tokens, a second on a laptop, passes of one token still differed by 5 % (standard deviation) between two
-arms of a question, with 4 by 2 to 4 %, and with whole answers by 11 to 15 %. A pass reads all of the weights, so
-nothing that an arm leaves in the CPU's caches outlives its first."""
+"""Tokens before the next arm's turn: bursts of other programs last a second or less."""
 
 Place = tuple[int, EngineUnderTest, Arm]
 """Place in the order of a block, and what answers there."""
 
 
 def places(subjects: Sequence[EngineUnderTest], block: Block) -> list[Place]:
-    """Every arm of every subject, in the order of a block."""
     everything = [(subject, arm) for subject in subjects for arm in subject.arms]
     return [(place, *everything[i]) for place, i in enumerate(turns(len(everything), block))]
 
 
 def turns(n: int, block: Block) -> list[int]:
-    """The order of n arms in a block: it shifts by one from question to question, and is reversed in every other
-    repeat, so that what drifts favours none of them."""
+    """Order of n arms in a block: shifted from question to question, reversed in every other repeat, so that drift
+    favours none."""
     order = [(block.index + i) % n for i in range(n)]
     return order[::-1] if block.repeat % 2 else order
 
@@ -645,7 +598,7 @@ def measure(
     slice_tokens: int,
     report: Callable[[TimedAnswer, float], None] = lambda answer, fraction: None,
 ) -> list[Sample]:
-    """Measure one question in several arms; it counts as a whole or not at all.
+    """Measure one question in several arms, as a whole or not at all.
 
     Args:
         block: the question.
@@ -677,7 +630,7 @@ def measure(
 def _parted(
     answers: Sequence[TimedAnswer], samples: Sequence[Sample], subjects: Mapping[str, EngineUnderTest]
 ) -> list[Sample]:
-    """The samples with where greedy answers part from their engine's plain one, and how near the two tokens were."""
+    """Add to greedy samples where they part from their engine's plain answer, and how near the two tokens were."""
     plain = {answer.backend: answer.tokens for answer in answers if answer.arm.is_plain}
     found = []
     for answer, sample in zip(answers, samples, strict=True):
@@ -690,25 +643,10 @@ def _parted(
     return found
 
 
-class _Answer(Protocol):
-    @property
-    def n_tokens(self) -> int: ...
-    @property
-    def finish_reason(self) -> str | None: ...
-    def advance(self, n_tokens: int | None) -> None: ...
+def take_turns(answers: Sequence[TimedAnswer], slice_tokens: int) -> Iterator[int]:
+    """Bring answers to their ends by slices; the one with the fewest tokens is next, so all end at about the same time.
 
-
-def take_turns(answers: Sequence[_Answer], slice_tokens: int) -> Iterator[int]:
-    """Bring answers to their ends, a slice at a time: the one with the fewest tokens is always next.
-
-    So all are as far, and end at about the same time, whichever decodes faster.
-
-    Args:
-        answers: in their order.
-        slice_tokens: how far each goes at a time; 0: one after the other, each as a whole.
-
-    Yields:
-        The index of the answer that is next.
+    ``slice_tokens`` 0 takes whole answers one after the other. Yields the index of the next.
     """
     left = list(range(len(answers)))
     while left:

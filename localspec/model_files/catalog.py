@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from localspec.errors import ModelFileError, UnknownModel
+from localspec.errors import ModelFileError, UnknownModel, shown
 from localspec.model_files.gguf import part_names
 from localspec.system.files import models_dir
 from localspec.system.machine import read_memory
@@ -23,8 +23,8 @@ _HUB_SPEC = re.compile(r"hf:([\w.-]+)/([\w.-]+)/((?:[\w.-]+/)*[\w.-]+\.gguf)")
 _SUFFIX = re.compile(r"[-._](instruct|it|chat|i?q\d\w*|b?f16|f32)(?=[-._]|$).*", re.IGNORECASE)
 
 _GIB = 1 << 30
+# Memory [bytes] under which the default pair (1.6 GB of weights and their caches) would crowd a machine.
 MEMORY_FOR_DEFAULT = 3 * _GIB
-"""Memory [bytes] under which the default pair (1.6 GB of weights and their caches) would crowd a machine."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,12 @@ class Entry:
     """A model that can be fetched.
 
     Attributes:
-        name: what people type.
         file: path under the models folder.
-        bytes: size; exact if ``sha256`` is known, else approximate, and 0 if unknown.
-        sha256: digest of the file, or "" where only the hub knows it.
+        bytes: size; exact if ``sha256`` is known ("": only the hub knows it), else approximate, and 0 if unknown.
         license: SPDX identifier, or the publisher's name for it.
-        sources: where it can be had, as the catalogue lists them.
-        draft: catalogue names of fitting drafts, best first.
-        heads: catalogue names of heads that were published for it; the first that is there is taken.
+        sources: places to fetch it from, as the catalogue lists them.
+        draft, heads: catalogue names of fitting drafts and published heads, best first.
         base: whether it continues text and was not trained to chat.
-        note: a remark for people.
         chat: system prompt and sampling that a conversation starts with.
     """
 
@@ -64,7 +60,7 @@ class Entry:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """All files of the model under the models folder: several if it comes in parts."""
+        """All files of the model under the models folder, its parts included."""
         return part_names(self.file)
 
     @property
@@ -76,18 +72,13 @@ class Entry:
 
     @property
     def bytes_on_disk(self) -> int:
-        """What its files take, in bytes; 0 when there are none."""
         paths = [models_dir() / file for file in self.files]
         return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 class Catalog(Mapping[str, Entry]):
-    """Entries by name, in the catalogue's order.
-
-    Attributes:
-        default: names of the default target and its drafts.
-        fallback: the same where memory or disk is short.
-    """
+    """Entries by name, in order; ``default`` and ``fallback`` name the default target and its drafts, the latter where
+    memory or disk is short."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
         self._entries = {name: _entry(name, fields) for name, fields in data["models"].items()}
@@ -109,11 +100,8 @@ class Catalog(Mapping[str, Entry]):
         return len(self._entries)
 
     def entry(self, spec: str) -> Entry:
-        """The entry of a catalogue name or of an ``hf:OWNER/REPO/FILE.gguf`` address.
-
-        Raises:
-            UnknownModel: neither; names the nearest.
-        """
+        """The entry of a catalogue name or of an ``hf:OWNER/REPO/FILE.gguf`` address; else ``UnknownModel``, which
+        names the nearest."""
         if spec in self._entries:
             return self._entries[spec]
         if spec.startswith("hf:"):
@@ -128,11 +116,7 @@ class Catalog(Mapping[str, Entry]):
         raise UnknownModel(f"there is no model {shown(spec)}; {hint}")
 
     def find(self, part: str) -> Entry:
-        """As ``entry``, by any part of a name that no other entry has.
-
-        Raises:
-            UnknownModel: none has it, or several have; names them.
-        """
+        """As ``entry``, by any part of a name that no other entry has; else ``UnknownModel``."""
         found = [name for name in self._entries if part.lower() in name]
         if part in self._entries or not part or not found:
             return self.entry(part)
@@ -171,24 +155,19 @@ class Catalog(Mapping[str, Entry]):
         return None
 
     def draft_for(self, path: Path) -> Path | None:
-        """The best draft for a target file that is on disk, or None."""
         entry = self.of_path(path)
         for name in entry.draft if entry else ():
             draft = self._entries[name]
             if draft.present:
                 return draft.path
-            beside = path.with_name(Path(draft.file).name)
-            if draft.sha256 and _is_file(beside) and beside.stat().st_size == draft.bytes:
-                return beside
+            copy = path.with_name(Path(draft.file).name)
+            if draft.sha256 and _is_file(copy) and copy.stat().st_size == draft.bytes:
+                return copy
         return None
 
     def sort_heads(self, heads: Iterable[Path], target: Path) -> list[Path]:
-        """Head files that may be for a target, those of its entry first; models of a family can be of the same sizes.
-
-        Args:
-            heads: files whose sizes and tokens fit it.
-            target: its file. If the catalogue knows it, heads that it has for other models only are left out.
-        """
+        """Head files whose sizes and tokens fit a target, those of its entry first and without those that the catalogue
+        has for other models only: models of a family can have the same sizes."""
         known = self.of_path(target)
         if known is None:
             return list(heads)
@@ -203,7 +182,6 @@ class Catalog(Mapping[str, Entry]):
         return [path for _, path in sorted(ranked, key=lambda pair: pair[0])]
 
     def chat_defaults(self, path: Path) -> dict[str, Any]:
-        """What a conversation with this file starts with: ``system`` and sampling parameters; empty if unknown."""
         entry = self.of_path(path)
         return dict(entry.chat) if entry else {}
 
@@ -218,20 +196,14 @@ class Catalog(Mapping[str, Entry]):
 
 
 def free_bytes(folder: Path) -> int:
-    """Room on the disk that holds a folder, existing or not [bytes]."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
 
 def short_name(model: str) -> str:
-    """A model's name without what says how it was tuned and quantised, where there is little room."""
+    """A model's name without tuning and quantisation, where there is little room."""
     return _SUFFIX.sub("", model) or model
-
-
-def shown(text: str) -> str:
-    """What a person typed, fit for an error message: one line, of a bearable length."""
-    return repr(text if len(text) <= 120 else f"{text[:80]}…{text[-30:]}")
 
 
 def _is_file(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""GGUF files: the header, read from a memory map. Nothing is allocated by a number that the file names."""
+"""GGUF files: header, tensors, and writing them. Nothing is allocated by a number that the file names."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from localspec.errors import ModelFileError, NotGGUF, UnsupportedModel
-
-# Models in several files: what the others are called, as ``gguf-split`` names them.
+from localspec.errors import ModelFileError, NotGGUF, UnsupportedModel, is_whole, shown
+from localspec.system.plugins import HEAD_KINDS, offered
 
 _FIRST = re.compile(r"(.*)-00001-of-(\d{5})\.gguf", re.DOTALL)
 
 
 def part_names(first: str) -> tuple[str, ...]:
-    """The names of all files of a model, given that of the first; that name alone where it is no such one."""
+    """The names of all files of a model, given that of the first, as ``gguf-split`` names them."""
     match = _FIRST.fullmatch(first)
     rest = range(2, int(match[2]) + 1) if match else ()
     return (first, *(f"{match[1]}-{i:05}-of-{match[2]}.gguf" for i in rest if match))
 
 
 def model_files(path: Path) -> tuple[Path, ...]:
-    """The files of a model that are there: the one given, and the parts that follow it up to the first missing one."""
+    """The files of a model that are there: the one given, and the parts after it up to the first missing one."""
     found = [path]
     for name in part_names(path.name)[1:]:
         part = path.with_name(name)
@@ -42,16 +41,10 @@ def model_files(path: Path) -> tuple[Path, ...]:
 
 
 def model_bytes(path: Path) -> int:
-    """What the files of a model take together [bytes].
-
-    Raises:
-        OSError: the first cannot be looked at.
-    """
     return sum(file.stat().st_size for file in model_files(path))
 
 
-# The numbers of the GGUF format by name, and how to find the strings of a list quickly.
-
+# ggml's tensor types: number -> (name, values in a block, bytes of a block). Importing ``gguf`` would take 0.2 s.
 TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
     7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 36), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
@@ -62,23 +55,19 @@ TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
     29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
     39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
 }  # fmt: skip
-"""ggml's tensor types: number -> (name, values in a block, bytes of a block). Importing ``gguf`` would take 0.2 s."""
 
+# ``general.file_type``: the mix of tensor types a file was quantised with.
 FILE_TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S",
     12: "Q3_K_M", 13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS",
     20: "IQ2_XS", 21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M",
     28: "IQ2_S", 29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE",
 }  # fmt: skip
-"""``general.file_type``: the mix of tensor types a file was quantised with."""
 
 _EMBEDDING = (
     "bert nomic-bert nomic-bert-moe modern-bert neo-bert jina-bert-v2 jina-bert-v3 eurobert gemma-embedding llama-embed"
 )
-HEADS = {"eagle3": "eagle3", "dflash": "dflash", "dflash-draft": "dflash", "gemma4-assistant": "mtp"}
-"""The architecture that a file of a published head names -> the module of ``head_kinds`` that reads it. MTP layers in
-files of their own name that of their target."""
-
+A_HEAD = "a head that drafts for another model"
 NOT_GENERATORS = {
     **dict.fromkeys(_EMBEDDING.split(), "an embedding model"),
     "t5encoder": "an encoder",
@@ -92,19 +81,17 @@ NOT_GENERATORS = {
     "sd3": "an image model",
     "dream": "a diffusion model",
     "llada": "a diffusion model",
-    **dict.fromkeys(("localspec-head", *HEADS), "a head that drafts for another model"),
+    "localspec-head": A_HEAD,
 }
-"""Architectures that cannot continue a text token by token, and what they are."""
+"""Architectures that cannot continue a text token by token, and what they are; kinds of heads are plugins besides."""
+
+ROWS_ONLY = "localspec.head.engine_file"
+"""Metadata key of a file whose contexts are fed with rows of floats: it has no tokens."""
 
 
 def is_mtp_alone(tensors: Container[str], n_blocks: object, n_extra: object) -> bool:
-    """Whether a file has a layer for multi-token prediction without the model that it is for.
-
-    Args:
-        tensors: names of what it holds.
-        n_blocks: layers that its header counts, those of the model too.
-        n_extra: how many of these are for multi-token prediction.
-    """
+    """Whether a file holds an MTP layer without its model, by tensor names, layers counted in its header, and MTP
+    layers among these."""
     if not n_extra or not isinstance(n_blocks, int):
         return False
     return f"blk.{n_blocks - 1}.nextn.eh_proj.weight" in tensors and "blk.0.attn_norm.weight" not in tensors
@@ -114,22 +101,12 @@ _WINDOW = 1 << 20
 
 
 def string_offsets(buffer: memoryview, start: int, count: int) -> npt.NDArray[np.int64]:
-    """Where each string of a list begins: 8 bytes of length, then the bytes, ``count`` times.
+    """Where each of ``count`` strings (8 bytes of length, then the bytes) begins, and the end of the list [count + 1].
 
     Going from length to length in Python takes 0.1 s for a large vocabulary. Nearly all strings are shorter than 256
-    bytes, and then their length is the only place with seven zero bytes in a row: those places are found with NumPy
-    and kept only as far as each leads exactly to the next; where that breaks, single steps are taken.
-
-    Args:
-        buffer: the whole file.
-        start: where the first length begins [bytes].
-        count: number of strings.
-
-    Returns:
-        Offsets in the buffer [count + 1]; the last is the end of the list.
-
-    Raises:
-        struct.error, ValueError: a string reaches beyond the buffer.
+    bytes, so their length is the only place with seven zero bytes in a row: those places are found with NumPy and kept
+    only as far as each leads exactly to the next; where that breaks, single steps are taken. Raises ``struct.error`` or
+    ``ValueError`` where a string reaches beyond the buffer.
     """
     size, unpack = len(buffer), struct.Struct("<Q").unpack_from
     parts: list[npt.NDArray[np.int64]] = []
@@ -168,7 +145,7 @@ def string_offsets(buffer: memoryview, start: int, count: int) -> npt.NDArray[np
 
 
 def _links(window: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Places followed by seven zero bytes, and where a string whose length stands there would end."""
+    """Places followed by seven zero bytes, and where a string with that length would end."""
     zero = window == 0
     two = zero[:-1] & zero[1:]
     four = two[:-2] & two[2:]
@@ -179,8 +156,7 @@ def _links(window: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.int64], npt.ND
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _UINT32, _STRING, _ARRAY = 4, 8, 9
-# Far beyond any real file (the largest have some 800,000 strings and 2,000 tensors); they bound the time that a hostile
-# header can take.
+# Far beyond any real file (800,000 strings, 2,000 tensors); they bound the time that a hostile header can take.
 _MAX_KEYS, _MAX_TENSORS, _MAX_DIMS, _MAX_STRINGS = 1 << 16, 1 << 17, 4, 1 << 22
 
 
@@ -189,10 +165,9 @@ class TensorInfo:
     """One tensor of the file.
 
     Attributes:
-        name: e.g. ``blk.0.attn_q.weight``.
         shape: sizes with the fastest-varying dimension first, as ggml counts them: ``shape[0]`` is the row length.
         ggml_type: number of the tensor type; ``type_name`` is its name.
-        offset: from the start of its file, in bytes.
+        offset: from the start of its file [bytes].
         n_bytes: size of the data.
         shard: which file of a split model holds it; 0 is the first.
     """
@@ -215,12 +190,8 @@ class TensorInfo:
 
 
 class StringArray(Sequence[str]):
-    """An array of strings in the file, decoded on access.
-
-    Attributes:
-        raw: the array's bytes: 8 bytes of length and the string, one after the other.
-        offsets: where each string's length begins in ``raw``, and the end [n + 1].
-    """
+    """An array of strings in the file, decoded on access: each 8 bytes of length and the string in ``raw``, beginning
+    at ``offsets`` [n + 1], the last of which is the end."""
 
     def __init__(self, raw: memoryview, offsets: npt.NDArray[np.int64]) -> None:
         self.raw = raw
@@ -230,7 +201,6 @@ class StringArray(Sequence[str]):
         return len(self.offsets) - 1
 
     def bytes_at(self, index: int) -> bytes:
-        """The string as stored, undecoded."""
         return bytes(self.raw[int(self.offsets[index]) + 8 : int(self.offsets[index + 1])])
 
     def __getitem__(self, index: Any) -> Any:
@@ -252,19 +222,11 @@ class StringArray(Sequence[str]):
 
 
 class GGUFFile:
-    """The header of a GGUF file (versions 2 and 3, little-endian); of all parts, if it is the first of several.
-
-    Opening costs milliseconds, with a vocabulary of 262,144 tokens too.
-
-    Args:
-        path: the file.
-        alone: open no other part.
+    """The header of a GGUF file (versions 2 and 3, little-endian); of all parts, if it is the first of several and not
+    ``alone``.
 
     Attributes:
-        path: the file.
-        version: GGUF version.
-        metadata: key -> value. Arrays of numbers are NumPy views, arrays of strings ``StringArray``; both are read
-            from the map only when used.
+        metadata: key -> value. Arrays of numbers are NumPy views, arrays of strings ``StringArray``, read when used.
         kinds: key -> number of its value's type, as the format counts them.
         tensors: name -> ``TensorInfo``; every one lies inside its file.
         alignment: of the tensor data [bytes].
@@ -317,7 +279,6 @@ class GGUFFile:
 
     @property
     def buffer(self) -> memoryview:
-        """The file's bytes."""
         if self._buffer is None:
             raise ModelFileError(f"{self.path.name} was closed")
         return self._buffer
@@ -373,7 +334,7 @@ class GGUFFile:
         return at + 12
 
     def _place(self, data: int) -> None:
-        """Turn offsets in the data section into offsets in the file, and see that all of it is there."""
+        """Turn offsets in the data section into offsets in the file, and check that all of it is there."""
         starts = sorted({tensor.offset for tensor in self.tensors.values()})
         following = dict(zip(starts, [*starts[1:], max(self._size - data, 0)], strict=False))
         end = data if self.tensors else 0
@@ -459,7 +420,6 @@ class GGUFFile:
         return str(self.metadata.get("general.architecture", ""))
 
     def field(self, name: str, default: Any = None) -> Any:
-        """The value of ``<architecture>.<name>``."""
         return self.metadata.get(f"{self.architecture}.{name}", default)
 
     @property
@@ -468,7 +428,7 @@ class GGUFFile:
 
     @property
     def n_ctx_train(self) -> int:
-        """Context length the model was trained for [tokens]; 0 when the file does not say."""
+        """Context length the model was trained for [tokens]; 0: unknown."""
         value = self.field("context_length", 0)
         return int(value) if isinstance(value, int) else 0
 
@@ -485,6 +445,11 @@ class GGUFFile:
         return dict(totals.most_common())
 
     @property
+    def has_rows_only(self) -> bool:
+        """Whether its contexts are fed with rows of floats, as it has no tokens."""
+        return ROWS_ONLY in self.metadata
+
+    @property
     def quantization(self) -> str:
         """The quantisation as people call it, e.g. ``Q4_K_M``."""
         declared = self.metadata.get("general.file_type")
@@ -493,17 +458,16 @@ class GGUFFile:
         return next(iter(self.bytes_by_type), "none")
 
     def check_generates_text(self) -> None:
-        """Refuse files that no engine can generate text with.
-
-        Raises:
-            UnsupportedModel: a tokenizer alone, an embedding model, an adapter, a projector, …
-        """
+        """Refuse files that no engine can generate text with (``UnsupportedModel``): tokenizers, embedding models,
+        adapters, …"""
         name, architecture = self.path.name, self.architecture
         kind = str(self.metadata.get("general.type", "model"))
         if kind == "adapter" or "adapter.type" in self.metadata:
             raise UnsupportedModel(f"{name} is a LoRA adapter, not a model; merge it into its base model first")
-        if kind == "mmproj" or architecture in NOT_GENERATORS:
-            what = NOT_GENERATORS.get(architecture, "an image projector")
+        what = NOT_GENERATORS.get(architecture, "an image projector" if kind == "mmproj" else "")
+        if not what and architecture in offered(HEAD_KINDS):
+            what = A_HEAD
+        if what:
             raise UnsupportedModel(f"{name} is {what} ({architecture or kind}), which cannot generate text")
         number = self.metadata.get("split.no", 0)
         if isinstance(number, int) and number > 0:
@@ -558,21 +522,14 @@ class GGUFFile:
         self.close()
 
 
-# Writing GGUF files piece by piece: nothing but a header and a piece of one tensor is ever in memory.
+# Writing: no more than a header and a piece of one tensor is ever in memory.
 
 _NUMBERS = {name: number for number, (name, _, _) in TENSOR_TYPES.items()}
-_ITEMS = {"<i4": 5, "<f4": 6}
-"""Arrays that are written: NumPy's name of their items -> the format's number."""
+_ITEMS = {"<i4": 5, "<f4": 6}  # Arrays that are written: NumPy's name of their items -> the format's number
 
 
 def new_tensor(name: str, shape: tuple[int, ...], type_name: str) -> TensorInfo:
-    """A tensor to be written.
-
-    Args:
-        name: e.g. ``blk.0.attn_q.weight``.
-        shape: sizes as NumPy counts them: a matrix is (rows, columns).
-        type_name: e.g. ``Q8_0``; rows must be whole blocks of it.
-    """
+    """A tensor to be written; ``shape`` as NumPy counts sizes, (rows, columns), rows of whole blocks of the type."""
     number = _NUMBERS[type_name]
     _, block, n_bytes = TENSOR_TYPES[number]
     if shape[-1] % block:
@@ -583,12 +540,9 @@ def new_tensor(name: str, shape: tuple[int, ...], type_name: str) -> TensorInfo:
 class GGUFOutput:
     """A GGUF file being written: the header at once, then the data of its tensors in order.
 
-    Args:
-        file: where it goes; a file of ``write_atomically``.
-        metadata: key -> text, number, or array of int32 or float32.
-        tensors: what will follow; their places in the file are worked out here.
-        encoded: keys that are written as they are, as they stood in another file.
-        alignment: of the tensors [bytes].
+    ``metadata`` has text, numbers, or arrays of int32 or float32; ``encoded`` are keys with values as bytes of another
+    file; offsets of ``tensors`` are computed here, with ``alignment`` [bytes]. ``file`` comes from
+    ``write_atomically``.
     """
 
     def __init__(
@@ -615,7 +569,7 @@ class GGUFOutput:
         file.write(header + bytes(-len(header) % alignment))
 
     def write(self, data: npt.NDArray[Any]) -> None:
-        """The next bytes: of the tensor that was begun, or the first of the next one."""
+        """The next bytes: of the current tensor, or the first of the next one."""
         self._file.write(np.ascontiguousarray(data).data)
         self._since += data.nbytes
         if self._since == self._left[-1]:
@@ -627,7 +581,6 @@ class GGUFOutput:
 
     @property
     def complete(self) -> bool:
-        """Whether every tensor has all its data."""
         return not self._left
 
 
@@ -650,14 +603,11 @@ def _value(value: Any) -> bytes:
     return struct.pack("<IIQ", 9, _ITEMS[array.dtype.str], array.size) + array.tobytes()
 
 
-# Rows of a tensor as float32, and back: only the rows that are asked for are read.
-
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
 
 def n_rows(file: GGUFFile, name: str) -> int:
-    """Rows of a tensor; 1 for a vector."""
     tensor = file.tensors[name]
     return tensor.n_elements // tensor.shape[0]
 
@@ -680,11 +630,8 @@ def tensor_rows(file: GGUFFile, name: str, rows: slice | Sequence[int] | npt.NDA
 
 
 def dequantised(raw: Bytes, tensor: TensorInfo) -> Floats:
-    """Rows of a tensor [n, bytes of a row] as numbers [n, columns].
-
-    Raises:
-        NotImplementedError, ValueError: a type that the ``gguf`` package cannot unpack.
-    """
+    """Rows of a tensor [n, bytes of a row] as numbers [n, columns]; ``NotImplementedError`` or ``ValueError`` for a
+    type that the ``gguf`` package cannot unpack."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -693,13 +640,49 @@ def dequantised(raw: Bytes, tensor: TensorInfo) -> Floats:
 
 
 def as_type(values: Floats, type_name: str) -> Bytes:
-    """Rows in a tensor type of GGUF, as bytes [n, bytes of a row]; rows must be whole blocks.
-
-    Raises:
-        NotImplementedError: the ``gguf`` package cannot write that type.
-    """
+    """Rows in a tensor type, as bytes [n, bytes of a row]; whole blocks. ``NotImplementedError`` for a type that the
+    ``gguf`` package cannot write."""
     from gguf import GGMLQuantizationType
     from gguf.quants import quantize
 
     quantised = quantize(np.ascontiguousarray(values, dtype=np.float32), GGMLQuantizationType[type_name])
     return np.ascontiguousarray(quantised).view(np.uint8)
+
+
+# Checks of a header that engines would assert on.
+
+
+def whole(file: GGUFFile, name: str, default: int | None = None) -> int:
+    """A number over 0 of a header.
+
+    Raises:
+        ModelFileError: there is none, or something else.
+    """
+    value = file.field(name, default)
+    if not is_whole(value) or not 0 < value < 1 << 31:
+        raise damaged(file, f"{file.architecture}.{name} is {shown(value)}")
+    return int(value)
+
+
+def check_shapes(file: GGUFFile, shapes: dict[str, tuple[int, ...]], optional: Sequence[str] = ()) -> None:
+    """See that the tensors are there and fit together.
+
+    Args:
+        file: the open file.
+        shapes: tensor -> (rows, columns), or the length of a vector.
+        optional: those that may be missing.
+
+    Raises:
+        ModelFileError: one is missing, or has another shape.
+    """
+    for name, shape in shapes.items():
+        tensor = file.tensors.get(name)
+        if tensor is None and name not in optional:
+            raise damaged(file, f"it lacks {name}")
+        if tensor is not None and tensor.shape != shape[::-1]:
+            raise damaged(file, f"{name} is {list(tensor.shape[::-1])} and should be {list(shape)}")
+
+
+def damaged(file: GGUFFile, what: str) -> ModelFileError:
+    """The error for a file that cannot be right."""
+    return ModelFileError(f"{file.path.name} is damaged: {what}; fetch it again")

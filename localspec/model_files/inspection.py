@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from localspec.errors import ModelFileError, UnsupportedModel
+from localspec.model_files import nextn
 from localspec.model_files.gguf import GGUFFile
-from localspec.model_files.head_card import ARCHITECTURE, HeadCard
-from localspec.model_files.head_file import check_head
-from localspec.model_files.head_kinds import is_published_head, mtp, read_open
-from localspec.model_files.head_kinds.base import PublishedHead
 from localspec.model_files.kv_memory import kv_shape
 from localspec.model_files.vocab import Vocab
 
-CONTEXTS = (2048, 8192, 32768, 131072)
-"""Context sizes [tokens] for which the memory is listed."""
+CONTEXTS = (2048, 8192, 32768, 131072)  # Context sizes [tokens] for which the memory is listed
 
 _TEMPLATES = (
     ("<|im_start|>", "ChatML"),
@@ -30,43 +24,35 @@ _TEMPLATES = (
 )
 
 
-def inspect(path: Path) -> dict[str, Any]:
-    """Facts of a model file, or of a head, ready for JSON; of a head, what is told of models only is left out.
+def file_facts(gguf: GGUFFile) -> dict[str, Any]:
+    """Facts of any GGUF, ready for JSON."""
+    return {
+        "path": str(gguf.path),
+        "name": gguf.name,
+        "architecture": gguf.architecture,
+        "license": str(gguf.metadata.get("general.license", "")) or None,
+        "quantization": gguf.quantization,
+        "bytes": gguf.n_bytes,
+        "files": 1 + len(gguf.shards),
+        "gguf_version": gguf.version,
+        "n_params": gguf.n_params,
+        "n_tensors": len(gguf.tensors),
+        "bytes_by_tensor_type": gguf.bytes_by_type,
+        "cannot_generate_text": _reason(gguf),
+    }
 
-    Raises:
-        ModelFileError: it is not a readable GGUF, or a damaged head.
-    """
-    with GGUFFile(path) as gguf:
-        facts = {
-            "path": str(path),
-            "name": gguf.name,
-            "architecture": gguf.architecture,
-            "license": str(gguf.metadata.get("general.license", "")) or None,
-            "quantization": gguf.quantization,
-            "bytes": gguf.n_bytes,
-            "files": 1 + len(gguf.shards),
-            "gguf_version": gguf.version,
-            "n_params": gguf.n_params,
-            "n_tensors": len(gguf.tensors),
-            "bytes_by_tensor_type": gguf.bytes_by_type,
-            "cannot_generate_text": _reason(gguf),
-        }
-        if gguf.architecture == ARCHITECTURE:
-            return facts | {"head": _head(check_head(gguf))}
-        if is_published_head(gguf):
-            try:
-                return facts | {"published_head": _published(read_open(gguf))}
-            except UnsupportedModel as error:
-                facts["cannot_generate_text"] = str(error)
-        return facts | {
-            "context_length": gguf.n_ctx_train or None,
-            "n_layers": _number(gguf.field("block_count")),
-            "embedding_length": _number(gguf.field("embedding_length")),
-            "vocabulary": _vocabulary(gguf),
-            "chat_template": _template(gguf),
-            "memory": _memory(gguf),
-            "mtp": _mtp(gguf),
-        }
+
+def model_facts(gguf: GGUFFile) -> dict[str, Any]:
+    """Further facts of a model, ready for JSON."""
+    return {
+        "context_length": gguf.n_ctx_train or None,
+        "n_layers": _number(gguf.field("block_count")),
+        "embedding_length": _number(gguf.field("embedding_length")),
+        "vocabulary": _vocabulary(gguf),
+        "chat_template": _template(gguf),
+        "memory": _memory(gguf),
+        "mtp": _mtp(gguf),
+    }
 
 
 def _reason(gguf: GGUFFile) -> str | None:
@@ -77,34 +63,13 @@ def _reason(gguf: GGUFFile) -> str | None:
     return None
 
 
-def _head(card: HeadCard) -> dict[str, Any]:
-    facts = asdict(card)
-    del facts["token_map"], facts["license"]
-    return facts | {"n_out": card.n_out}
-
-
-def _published(head: PublishedHead) -> dict[str, Any]:
-    return {
-        "kind": head.kind,
-        "title": head.title,
-        "taps": list(head.taps),
-        "target_embedding_length": head.n_target,
-        "embedding_length": head.n_embd,
-        "n_vocab": head.n_vocab,
-        "n_out": len(head.ids),
-        "borrows": list(head.borrows),
-        "block": {"rows": head.block.size, "guesses": head.block.n_guesses} if head.block else None,
-        "training": asdict(head.training) if head.training is not None else None,
-    }
-
-
 def _mtp(gguf: GGUFFile) -> dict[str, Any] | None:
     """The layers for multi-token prediction, and why they cannot be drafted with, if they cannot."""
-    n = mtp.n_layers(gguf)
+    n = nextn.n_layers(gguf)
     if not n:
         return None
     try:
-        mtp.read(gguf)
+        nextn.check(gguf)
     except ModelFileError as error:
         return {"layers": n, "unusable": str(error)}
     return {"layers": n, "unusable": None}

@@ -13,15 +13,12 @@ from localspec.model_files.gguf import GGUFFile
 # Every n-th layer sees the whole context and the others a window, where the file does not list the layers itself.
 _GLOBAL_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3n": 5, "cohere2": 4, "gpt-oss": 2, "llama4": 4, "exaone4": 4}
 
+# Type of a KV cache -> bytes per value: the quantised types keep 2 bytes of scale with every 32. f64 is the reference
+# backend's own.
 KV_VALUE_BYTES = {"f64": 8.0, "f32": 4.0, "f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
-"""Type of a KV cache -> bytes per value: the quantised types keep 2 bytes of scale with every 32. f64 is the reference
-backend's own."""
 
-KV_BLOCK = 32
-"""Values that share a scale in a quantised KV cache, of ggml and of MLX."""
-
-_WINDOW_SLACK = 256
-"""Rows beyond the window that an engine keeps for the tokens of one pass."""
+KV_BLOCK = 32  # Values that share a scale in a quantised KV cache, of ggml and of MLX
+_WINDOW_SLACK = 256  # Rows beyond the window that an engine keeps for the tokens of one pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +27,7 @@ class KVShape:
 
     Attributes:
         values_per_token: numbers stored per token of context, for each layer with attention.
-        windowed: for each of these layers, whether it only looks at the last ``window`` tokens.
-        window: size of the sliding window [tokens]; 0 if there is none.
+        windowed: for each of these layers, whether it only looks at the last ``window`` tokens (0: no window).
         recurrent: whether some layers keep a state of fixed size instead, which is not counted here.
     """
 
@@ -41,13 +37,10 @@ class KVShape:
     recurrent: bool
 
     def bytes(self, n_ctx: int, kv_type: str = "f16", *, only_window: bool = False) -> int:
-        """Memory for a context [bytes].
+        """Memory for a context of ``n_ctx`` tokens [bytes].
 
-        Args:
-            n_ctx: tokens.
-            kv_type: a key of ``KV_VALUE_BYTES``.
-            only_window: what an engine takes that forgets what left the window. localspec keeps all, because a
-                rejected token can only be taken back exactly if nothing was forgotten for it.
+        ``only_window`` is for an engine that forgets what left the window. localspec keeps all: a rejected token can
+        only be taken back exactly if nothing was forgotten for it.
         """
         total = 0
         for values, windowed in zip(self.values_per_token, self.windowed, strict=True):
@@ -85,11 +78,8 @@ def kv_shape(gguf: GGUFFile) -> KVShape:
 
 
 def check_kv_type(gguf: GGUFFile, kv_type: str) -> None:
-    """Refuse a type of KV cache that the keys or values of a model cannot be stored in.
-
-    Raises:
-        UsageError: there is no such type, or heads are no whole number of its blocks: ik-llama aborts the process then.
-    """
+    """Refuse (``UsageError``) an unknown type of KV cache, or one whose blocks do not divide the heads: ik-llama aborts
+    the process then."""
     if kv_type not in KV_CACHE_TYPES:
         raise UsageError(f"KV cache type {kv_type!r} is not one of {', '.join(KV_CACHE_TYPES)}")
     if not kv_type.startswith("q"):
@@ -117,7 +107,6 @@ def _int(value: Any, default: int = 0) -> int:
 
 
 def _per_layer(value: Any, n_layer: int) -> list[int]:
-    """A number for each layer, from a list or from one number for all."""
     if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
         return [max(0, int(each)) for each in value[:n_layer]]
     return [_int(value)] * n_layer if _int(value) else []

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from localspec.errors import ModelFileError, UnknownModel
 from localspec.model_files.catalog import Catalog, Entry
-from localspec.model_files.head_folders import engine_folder
 from localspec.system.files import home, models_dir
 
 
 def known_entries() -> list[Entry]:
-    """The catalogue, and what was pulled from the hub besides."""
     return [*Catalog.load().values(), *_pulled_by_address()]
 
 
@@ -30,8 +29,12 @@ def _pulled_by_address() -> list[Entry]:
     return found
 
 
-def remove(entry: Entry) -> int:
+def remove(entry: Entry, made_of_it: Iterable[Path] = ()) -> int:
     """Remove an entry's files, and what an interrupted pull left of them. Returns the bytes that became free.
+
+    Args:
+        entry: what to remove.
+        made_of_it: further files that were made of its files, removed too.
 
     Raises:
         ModelFileError: they are being fetched right now, or cannot be removed.
@@ -51,7 +54,7 @@ def remove(entry: Entry) -> int:
             raise ModelFileError(f"{entry.name} is being fetched by another process; stop it first") from None
     copies = [
         *(home() / "repacked").glob(f"{entry.path.stem}.*.gguf"),
-        *engine_folder().glob(f"{entry.path.stem[:60]}.*.gguf"),
+        *made_of_it,
     ]
     try:
         for path in [*(models_dir() / file for file in entry.files), *copies]:

@@ -44,9 +44,8 @@ _FILL_IN = {
     "fim_sep": ("<|file_sep|>",),
 }  # fmt: skip
 # Qwen, StarCoder and Granite, CodeLlama, DeepSeek, GLM, Falcon-H1.
+# StarCoder 2 and CodeGemma. llama.cpp does not know these names, so they are neither hidden nor ends of an answer.
 _FILL_IN_TOO = {"fim_rep": ("<repo_name>",), "fim_sep": ("<file_sep>", "<|file_separator|>")}
-"""StarCoder 2 and CodeGemma. A token that llama.cpp knows only by its name is hidden and ends an answer; these names it
-does not know, so they fill in and no more."""
 _SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
 _NAMES = _ENDS.union(*_FILL_IN.values(), *_FILL_IN_TOO.values(), _SHOWN)
 _LONGEST_NAME = max(len(name.encode()) for name in _NAMES)
@@ -74,8 +73,8 @@ class Vocab:
         bos, eos, eot, unk, pad: special ids, or None.
         add_bos: whether a text begins with ``bos``.
         eog: ids that end a generation.
-        fim: ids of the tokens of fill-in-the-middle that there are, as ``fim_pre``, ``fim_suf``, ``fim_mid``,
-            ``fim_pad``, ``fim_rep`` and ``fim_sep``.
+        fim: ids of fill-in-the-middle tokens, by ``fim_pre``, ``fim_suf``, ``fim_mid``, ``fim_pad``, ``fim_rep``,
+            ``fim_sep``.
     """
 
     def __init__(self, tokens: StringArray, types: npt.NDArray[np.int32], kind: str, pre: str = "") -> None:
@@ -98,17 +97,14 @@ class Vocab:
 
     @classmethod
     def none(cls) -> Vocab:
-        """No tokens at all: of a head, which is fed with rows of floats."""
+        """No tokens: of a head, which reads rows of floats."""
         no_strings = StringArray(memoryview(b""), np.zeros(1, dtype=np.int64))
         return cls(no_strings, np.empty(0, dtype=np.int32), "none")
 
     @classmethod
     def from_gguf(cls, gguf: GGUFFile) -> Vocab:
-        """The vocabulary of an open file; independent of it afterwards.
-
-        Raises:
-            UnsupportedModel: no vocabulary, or of a kind that is not understood.
-        """
+        """The vocabulary of an open file, independent of it afterwards; ``UnsupportedModel`` where there is none, or of
+        an unknown kind."""
         get = gguf.metadata.get
         tokens, kind = get("tokenizer.ggml.tokens"), str(get("tokenizer.ggml.model", ""))
         if not isinstance(tokens, StringArray) or not len(tokens):
@@ -134,7 +130,7 @@ class Vocab:
         return vocab
 
     def _find_special(self, special: dict[str, int | None]) -> None:
-        """Fill in the special ids: those declared, and those that are known by their name."""
+        """Fill in the special ids: those declared, and those known by their name."""
         named = self._named()
         for what, names in {"eot": _END_OF_TURN, "eom": _END_OF_MESSAGE, **_FILL_IN}.items():
             found = next((named[name] for name in names if name in named), None)
@@ -165,7 +161,6 @@ class Vocab:
         self.eog = frozenset(ends)
 
     def _named(self) -> dict[str, int]:
-        """Ids of the tokens that llama.cpp knows by name."""
         raw, offsets = np.frombuffer(self._tokens.raw, dtype=np.uint8), self._tokens.offsets
         lengths = np.diff(offsets) - 8
         likely = np.flatnonzero((lengths >= 3) & (lengths <= _LONGEST_NAME))
@@ -177,11 +172,7 @@ class Vocab:
     # -- one token -----------------------------------------------------------------------------------------------
 
     def token_text(self, token: int) -> str:
-        """The token as the file stores it.
-
-        Raises:
-            IndexError: no such token.
-        """
+        """The token as the file stores it; ``IndexError``: no such token."""
         return str(self._tokens[token])
 
     def is_control(self, token: int) -> bool:
@@ -191,7 +182,7 @@ class Vocab:
         return token in self._hidden or int(self.types[token]) in (UNKNOWN, CONTROL, UNUSED)
 
     def show(self, texts: Iterable[str]) -> None:
-        """Let control tokens with these texts, which have no text of their own as a rule, be part of the text."""
+        """Let control tokens with these texts be part of the text."""
         wanted = set(texts)
         marks = np.flatnonzero(self.types != NORMAL).tolist()
         self._shown |= {i for i in marks if i not in self.eog and self._tokens[i] in wanted}
@@ -199,14 +190,14 @@ class Vocab:
         self._bytes.clear()
 
     def named(self, texts: Iterable[str]) -> dict[str, int]:
-        """Those of the control tokens, which have no text of their own, whose names are in one of these texts."""
+        """The control tokens whose names are in one of these texts."""
         wanted = list(texts)
         names = ((str(self._tokens[i]), i) for i in self.marks if self.is_control(i))
         return {name: i for name, i in names if name and any(name in text for text in wanted)}
 
     @property
     def longest(self) -> int:
-        """No token stands for more bytes of text than this, its name if it is a special one included."""
+        """Most bytes of text that a token stands for, names of special ones included."""
         return int(np.diff(self._tokens.offsets).max(initial=8)) - 8  # as stored, which is as long or longer
 
     def token_bytes(self, token: int) -> bytes:
@@ -217,7 +208,7 @@ class Vocab:
         return found
 
     def display(self, token: int) -> str:
-        """A token on its own, for people: half of a character shows as U+FFFD, a special token as its name."""
+        """A token on its own, for people: half of a character as U+FFFD, a special token as its name."""
         if not 0 <= token < self.n_tokens:
             return f"<{shown(token)}>"
         return self.token_bytes(token).decode("utf-8", "replace") or self.token_text(token)
@@ -239,7 +230,7 @@ class Vocab:
         return raw.replace("\u2581".encode(), b" ")
 
     def token_table(self) -> list[bytes]:
-        """``token_bytes`` of every token [n_tokens]: all at once, several times as fast."""
+        """``token_bytes`` of every token [n_tokens], several times as fast."""
         if self.kind != "gpt2":
             return [self._decode(token) for token in range(self.n_tokens)]
         table = dict.fromkeys(range(0x80, 0x100), 0xFFFD)  # of those, what stands for no byte is left to _decode
@@ -259,13 +250,11 @@ class Vocab:
 
     @property
     def marks(self) -> list[int]:
-        """Ids of control and user-defined tokens, ascending: turns, tool calls and the like, but no padding."""
         marked = np.flatnonzero((self.types == CONTROL) | (self.types == USER_DEFINED)).tolist()
         return [i for i in sorted({*marked, *self._hidden, *self._shown}) if not self._is_padding(i)]
 
     @property
     def special_texts(self) -> list[str]:
-        """Texts that a tokenizer reading special tokens would not read as text."""
         marked = set(np.flatnonzero((self.types == CONTROL) | (self.types == USER_DEFINED)).tolist())
         return [self._tokens[i] for i in sorted(marked | self._hidden | self._shown)]
 
@@ -273,7 +262,7 @@ class Vocab:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal token strings, types and special ids; 16 hexadecimal digits."""
+        """16 hexadecimal digits, equal for equal token strings, types and special ids."""
         digest = hashlib.blake2b(self._tokens.raw, digest_size=8)
         digest.update(self.types.tobytes())
         digest.update(repr((self.kind, self.bos, self.eos, sorted(self.eog))).encode())
@@ -282,14 +271,10 @@ class Vocab:
     def difference(self, other: Vocab) -> str | None:
         """The first difference that would make this target's tokens mean something else to a draft, or None.
 
-        Token strings, types and special ids must agree. Padding may differ in number and in name, and one of the two
-        may have more tokens without text at the end (marks for images), which the other must not be fed. What only
-        decides how a text is put in front of the model may differ, as the target's choice is used for both: the
-        pre-tokenizer, merges, ``add_bos``, and ``bos`` where not both files put one in front; so may ``unk`` and
-        ``pad``, which are never generated.
-
-        Args:
-            other: the draft's vocabulary.
+        Token strings, types and special ids must agree. Padding may differ in number and name, and one of the two may
+        have more tokens without text at the end (marks for images), which the other must not be fed. The pre-tokenizer,
+        merges, ``add_bos``, and ``bos`` where not both files begin with one, may differ, as the target's are used for
+        both; so may ``unk`` and ``pad``, which are never generated.
 
         Returns:
             A clause for an error message, e.g. ``token 5 is 'a' in the target and 'b' in the draft``.
@@ -319,7 +304,6 @@ class Vocab:
         return None
 
     def _first_difference(self, other: Vocab, shared: int) -> int | None:
-        """The first of the shared ids whose string or type differs, padding aside."""
         mine, its = self._tokens, other._tokens
         n_bytes = min(int(mine.offsets[shared]), int(its.offsets[shared]))
         a, b = np.frombuffer(mine.raw, np.uint8, n_bytes), np.frombuffer(its.raw, np.uint8, n_bytes)
@@ -346,7 +330,7 @@ class Vocab:
 
 
 def _check_lists(gguf: GGUFFile, n_tokens: int) -> None:
-    """Refuse what stands beside the tokens and does not fit them: engines read it without looking."""
+    """Refuse lists that do not fit the tokens: engines read them without looking."""
     for name, what, kinds in (("token_type", "token types", "iu"), ("scores", "scores", "f")):
         stored = gguf.metadata.get(f"tokenizer.ggml.{name}")
         if stored is None:
@@ -362,7 +346,7 @@ def _check_lists(gguf: GGUFFile, n_tokens: int) -> None:
 
 @cache
 def byte_of_character() -> dict[str, bytes]:
-    """GPT-2's printable stand-ins for bytes, undone."""
+    """GPT-2's printable stand-ins -> bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table: dict[str, Any] = {chr(b): bytes([b]) for b in printable}
     for n, b in enumerate(b for b in range(256) if b not in set(printable)):

@@ -1,9 +1,9 @@
 """Conversations that a chat template refuses, or prints in part only, changed so that all of them is in the prompt.
 
-Templates differ in what they know: some have no role ``system``, or only one message of it, some want users and
-assistants in turns, some print no text of a message with calls, some no results of tools. What a template does with a
-conversation is found by rendering it with a word of its own in place of each text. Where that fails, or a word is
-missing, the conversation is changed by the repairs that change the least of it: see ``_REPAIRS``.
+Some templates have no role ``system``, or only one message of it, some want users and assistants in turns, some print
+no text of a message with calls, some no results of tools. Where the texts of a conversation cannot be found in what a
+template prints, it is probed with a word of its own in place of each text. Where that fails, or a word is missing, the
+conversation is changed by the repairs that change the least of it: see ``_REPAIRS``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, combinations
 from typing import Any
@@ -19,16 +20,15 @@ from localspec.errors import TemplateError
 from localspec.prompts.templates import ChatTemplate, checked_messages
 
 Message = dict[str, Any]
-Known = MutableMapping[tuple[Any, ...], tuple[int, ...]]
-"""What conversations have in common -> the repairs that one of them took."""
+Known = MutableMapping[tuple[Any, ...], tuple[int, ...]]  # Traits of conversations -> the repairs that one of them took
 
 _KNOWS_TOOLS = re.compile(r"\btools\b")
 _KNOWS_NULL = re.compile(r"""content(['"]\])? is (not )?none""", re.IGNORECASE)
 _WORD = re.compile(r"localspec\d+(?:text|call\d+x|tool)")
-_MOST_KNOWN, _MOST_TRAITS = 256, 256
-"""Kinds of conversations that are remembered, and what one may consist of."""
+_MOST_KNOWN, _MOST_TRAITS = 256, 256  # Kinds of conversations that are remembered, and what one may consist of
+_LEAST_EVIDENT = 12  # Characters of a text that a template is not taken to print by chance
+# Messages -> how many repairs are tried together, before all of them are; one for longer conversations.
 _AT_A_TIME = ((200, 3), (1000, 2))
-"""Messages -> how many repairs are tried together, before all of them are; of longer conversations one."""
 
 _TOOLS_AS_TEXT = """# Tools
 
@@ -47,8 +47,6 @@ For each function call, return a JSON object with function name and arguments wi
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a template is given."""
-
     messages: list[Message]
     tools: Sequence[Mapping[str, Any]] | None = None
 
@@ -60,7 +58,21 @@ def folded(
     known: Known,
     **variables: Any,
 ) -> Conversation:
-    """The conversation as the template prints all of it.
+    """The conversation as the template prints all of it; arguments and errors are those of ``rendered``."""
+    asked = Conversation(checked_messages(messages), tools)
+    return _applied(asked, _repairs_for(template, asked, known, variables))
+
+
+def rendered(
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    known: Known,
+    **variables: Any,
+) -> list[tuple[str, bool]]:
+    """The pieces of ``ChatTemplate.render_segments`` for a conversation, with all of its texts.
+
+    It is rendered once where its texts are found in the result, and otherwise as a probe too.
 
     Args:
         template: the model's.
@@ -73,9 +85,46 @@ def folded(
         TemplateError: the template refuses them, or leaves something out, however they are put.
     """
     asked = Conversation(checked_messages(messages), tools)
+    if _is_evident(template, asked):
+        guess = known.get(_traits(asked), _always(template))
+        with suppress(TemplateError):
+            pieces = template.render_segments(_applied(asked, guess).messages, **variables)
+            if _says(pieces, asked):
+                return pieces
+    put = folded(template, messages, tools, known, **variables)
+    return template.render_segments(put.messages, tools=put.tools, **variables)
+
+
+def _is_evident(template: ChatTemplate, asked: Conversation) -> bool:
+    """Whether the texts can be told from what a template prints by itself: no tools, nothing short or its own."""
+    if asked.tools is not None or any(message.get("tool_calls") for message in asked.messages):
+        return False
+    texts = [message["content"].strip() for message in asked.messages if message["content"]]
+    return all(len(text) >= _LEAST_EVIDENT and text not in template.source for text in texts)
+
+
+def _says(pieces: Sequence[tuple[str, bool]], asked: Conversation) -> bool:
+    """Whether the texts of all messages are there, one after the other."""
+    whole, at = "".join(text for text, _ in pieces), 0
+    for message in asked.messages:
+        text = (message["content"] or "").strip()
+        at = whole.find(text, at) + len(text)
+        if at < len(text):
+            return False
+    return True
+
+
+def _always(template: ChatTemplate) -> tuple[int, ...]:
+    return () if knows_tools(template) else (_TOOLS,)
+
+
+def _repairs_for(
+    template: ChatTemplate, asked: Conversation, known: Known, variables: Mapping[str, Any]
+) -> tuple[int, ...]:
+    """The repairs that change least with which the template prints every part of a conversation."""
     probe = _worded(asked)
     wanted = [part for part in _parts(probe) if part.word]
-    traits = (*sorted(set(_traits(asked))), tools is not None)
+    traits = _traits(asked)
 
     def missing(repairs: tuple[int, ...]) -> list[_Part]:
         put = _applied(probe, repairs)
@@ -83,10 +132,9 @@ def folded(
         found = set(_WORD.findall(text.lower()))
         return [part for part in wanted if part.word not in found]
 
-    always = () if knows_tools(template) else (_TOOLS,)
     refusal: TemplateError | None = None
     lost: list[_Part] = []
-    for repairs in _candidates(template, probe, always, known.get(traits)):
+    for repairs in _candidates(template, probe, _always(template), known.get(traits)):
         try:
             found = missing(repairs)
         except TemplateError as error:
@@ -97,7 +145,7 @@ def folded(
                 known.clear()
             if len(traits) <= _MOST_TRAITS:
                 known[traits] = repairs
-            return _applied(asked, repairs)
+            return repairs
         lost = lost or found
     if lost:
         raise TemplateError(f"the model's chat template leaves out {lost[0].name}, and knows no other way to say it")
@@ -106,7 +154,6 @@ def folded(
 
 
 def knows_tools(template: ChatTemplate) -> bool:
-    """Whether the model's template prints tools itself."""
     return _KNOWS_TOOLS.search(template.source) is not None
 
 
@@ -125,7 +172,6 @@ def merged(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
 
 
 def _one(run: Sequence[Message]) -> Message:
-    """Messages of one role as one message."""
     whole = run[0]
     for name in ("content", "reasoning_content"):
         if texts := [message[name] for message in run if message.get(name)]:
@@ -140,14 +186,13 @@ def _one(run: Sequence[Message]) -> Message:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Something that was said, what errors call it, and the word that stands for it in a probe."""
+    """Something that was said, its name in errors, and its word in a probe."""
 
     name: str
     word: str
 
 
 def _worded(asked: Conversation) -> Conversation:
-    """The same conversation with a word in place of each text."""
     messages = []
     for i, message in enumerate(asked.messages):
         probe = dict(message)
@@ -191,14 +236,15 @@ def _parts(probe: Conversation) -> Iterator[_Part]:
         yield _Part(f"tool {i}", f"localspec{i}tool" if worded else "")
 
 
-def _traits(asked: Conversation) -> Iterator[str]:
+def _traits(asked: Conversation) -> tuple[Any, ...]:
     """What decides which repairs a template takes, as far as it is known beforehand."""
-    before = ""
+    before, traits = "", set[str]()
     for i, message in enumerate(asked.messages):
         role = message["role"]
         calls = "+calls" if message.get("tool_calls") else ""
-        yield f"{before}>{role}{calls}{'+text' if message['content'] else ''}{'' if i else '!'}"
+        traits.add(f"{before}>{role}{calls}{'+text' if message['content'] else ''}{'' if i else '!'}")
         before = role + calls
+    return (*sorted(traits), asked.tools is not None)
 
 
 def _calls(message: Mapping[str, Any]) -> list[Any]:
@@ -282,7 +328,6 @@ def _one_call_each(asked: Conversation) -> Conversation:
 
 
 def _one_system(asked: Conversation) -> Conversation:
-    """The system messages at the beginning as one."""
     n = next((i for i, message in enumerate(asked.messages) if message["role"] != "system"), len(asked.messages))
     return replace(asked, messages=[*merged(asked.messages[:n]), *asked.messages[n:]])
 
@@ -293,7 +338,6 @@ def _later_systems(asked: Conversation) -> Conversation:
 
 
 def _no_systems(asked: Conversation) -> Conversation:
-    """System messages in the user's name."""
     return _in_users_name(asked, 0)
 
 
@@ -323,7 +367,6 @@ def _add_user(messages: list[Message], text: str) -> None:
 
 
 def _in_turns(asked: Conversation) -> Conversation:
-    """Neighbours of the same role as one."""
     return replace(asked, messages=merged(asked.messages))
 
 
@@ -348,8 +391,6 @@ def _null_contents(asked: Conversation) -> Conversation:
 
 
 def _arguments_as_json(asked: Conversation) -> Conversation:
-    """Arguments as text."""
-
     def put(call: Mapping[str, Any]) -> dict[str, Any]:
         function = dict(call["function"])
         if not isinstance(function.get("arguments"), str):
@@ -392,6 +433,7 @@ def _usual_roles(asked: Conversation) -> Conversation:
     return replace(asked, messages=[m | {"role": usual.get(m["role"], m["role"])} for m in asked.messages])
 
 
+# How much each changes, and what it does; in the order in which they are applied.
 _REPAIRS: Sequence[tuple[int, Callable[[Conversation], Conversation]]] = (
     (1, _usual_roles),
     (6, _tools_as_text),
@@ -406,7 +448,6 @@ _REPAIRS: Sequence[tuple[int, Callable[[Conversation], Conversation]]] = (
     (1, _arguments_as_json),
     (1, _short_ids),
 )
-"""How much each changes, and what it does; in the order in which they are applied."""
 
 _TOOLS = next(i for i, (_, repair) in enumerate(_REPAIRS) if repair is _tools_as_text)
 _NULLS = next(i for i, (_, repair) in enumerate(_REPAIRS) if repair is _null_contents)

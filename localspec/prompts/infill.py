@@ -1,12 +1,12 @@
-"""Fill-in-the-middle prompts: what stands before and behind the cursor, and other files, as one list of token ids.
+"""Fill-in-the-middle prompts: the text before and after the cursor, and other files, as one list of token ids.
 
 The order is prefix, suffix, middle, which all models with such tokens were trained on; other files come first, in the
 form of a repository (Qwen2.5-Coder, arXiv:2409.12186, section 3.2.2) where there are tokens for it::
 
-    [repo] name ⏎ [file] path ⏎ text … [file] path ⏎ [prefix] before [suffix] behind [middle]
+    [repo] name ⏎ [file] path ⏎ text … [file] path ⏎ [prefix] before [suffix] after [middle]
 
-What an editor sends after the next key stroke differs from the cursor on. So all in front of it should be as it was,
-to the token: what has to be left out for lack of room is left out in steps, not token by token.
+After the next key stroke the prompt differs from the cursor on. So the tokens before it should stay: what is cut for
+lack of room is cut in steps, not token by token.
 """
 
 from __future__ import annotations
@@ -17,30 +17,23 @@ from dataclasses import dataclass
 from localspec.errors import UsageError, listed
 from localspec.prompts.prompts import PromptEncoder
 
+# Names and texts of other files, the nearest to the cursor last.
 ContextFiles = Mapping[str, str] | Sequence[tuple[str, str]]
-"""Names and texts of other files, the nearest to the cursor last."""
 
-FILL_TOKENS = 128
-"""Tokens of an answer that fills in where nothing else is said: some ten lines, as llama.cpp's editor plugins ask."""
+FILL_TOKENS = 128  # Default length of an answer that fills in: some ten lines, as llama.cpp's editor plugins ask
+SUFFIX_TOKENS = 256  # Tokens after the cursor that are read: about 25 lines, read anew after every key stroke
 
-SUFFIX_TOKENS = 256
-"""Tokens behind the cursor that are read: about 25 lines. They are read anew after every key stroke."""
-
+# The text far from the cursor is cut in eighths of the room, so that the beginning of the prompt seldom changes.
 STEPS = 8
-"""What stands far from the cursor goes in eighths of the room, so that it seldom changes where the prompt begins."""
 
+# Names where none is known: of the repository, and of the file with the cursor.
 REPOSITORY, CURRENT = "project", "current"
-"""Names where none is known: of the repository, and of the file with the cursor."""
 
 
 @dataclass(frozen=True, slots=True)
 class FillPrompt:
-    """A prompt for what stands at the cursor.
-
-    Attributes:
-        tokens: the token ids.
-        n_before: how many of them stand before the cursor: what the next key stroke leaves as it is.
-    """
+    """A prompt for the text at the cursor, ``n_before`` of whose tokens come before it: the next key stroke leaves
+    these unchanged."""
 
     tokens: list[int]
     n_before: int
@@ -56,18 +49,10 @@ def fill_prompt(
     name: str | None = None,
     suffix_tokens: int = SUFFIX_TOKENS,
 ) -> FillPrompt:
-    """The prompt for the text between a prefix and a suffix.
+    """The prompt for the text between a prefix and a suffix, of at most ``room`` tokens.
 
-    Where there is not room for all, other files go first, then what is farthest from the cursor.
-
-    Args:
-        encoder: the model's.
-        prefix: the text before the cursor.
-        suffix: the text behind it.
-        files: see ``ContextFiles``.
-        room: most tokens that the prompt may have.
-        name: of the file with the cursor.
-        suffix_tokens: most tokens of the suffix.
+    Where there is not room for all, other ``files`` (see ``ContextFiles``) go first, then the text farthest from the
+    cursor. ``name`` is that of the file with the cursor; of the suffix at most ``suffix_tokens`` are read.
 
     Raises:
         UsageError: the model has no tokens for that, there is nothing to fill in from, or hardly any room.
@@ -117,16 +102,8 @@ def fill_prompt(
 
 
 def marked_prompt(encoder: PromptEncoder, text: str, room: int) -> FillPrompt | None:
-    """A prompt whose author wrote the model's own marks into the text, as Zed and Continue do; None if there are none.
-
-    Args:
-        encoder: the model's.
-        text: with the marks for prefix, suffix and middle, each by the token's name.
-        room: most tokens that it may have.
-
-    Raises:
-        PromptTooLong: it has more by its length alone.
-    """
+    """A prompt of at most ``room`` tokens whose text has the model's own marks, as Zed and Continue write them; None:
+    it has none."""
     vocab = encoder.vocab
     names = [name for name in ("fim_pre", "fim_suf", "fim_mid") if name in vocab.fim]
     if len(names) < 3 or not all(vocab.token_text(vocab.fim[name]) in text for name in names):
@@ -146,7 +123,7 @@ def _behind(encoder: PromptEncoder, suffix: str) -> list[int]:
 
 
 def _whole_steps(n: int, step: int) -> int:
-    """The least number of whole steps that is no less than n; 0 if n is none."""
+    """The least multiple of ``step`` that is no less than n; 0 if n is none."""
     return -(-max(0, n) // step) * step
 
 

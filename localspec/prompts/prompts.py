@@ -1,4 +1,4 @@
-"""Prompts into tokens: for any thread, while the engine works."""
+"""Prompts into tokens: from any thread, while the engine works."""
 
 from __future__ import annotations
 
@@ -8,35 +8,25 @@ from typing import Any, cast
 
 from localspec.backends.base import Model
 from localspec.errors import Closed, PromptTooLong, UsageError, listed, shown, token_ids
-from localspec.prompts.folding import folded
+from localspec.prompts.folding import rendered
 from localspec.prompts.templates import ChatTemplate
 from localspec.prompts.thinking import N_TAIL, THINK, ThinkingFormat, ThinkingState
 from localspec.system.process import SharedLock, in_child
 
 Messages = Sequence[Mapping[str, Any]]
-Prompt = str | Messages | Sequence[int]
-"""A text to continue as it is, messages for the chat template, or token ids."""
+Prompt = str | Messages | Sequence[int]  # A text to continue as it is, messages for the chat template, or token ids
 
 
 def is_messages(prompt: Prompt) -> bool:
-    """Whether a prompt is messages, rather than a text or token ids."""
     is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
     return is_list and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 class PromptEncoder:
-    """The target's tokeniser and chat template.
+    """The target's tokeniser and chat template; ``thinking`` is None where the model is not known to think.
 
-    Engines tokenise from tables that never change, so this need not wait for the thread that decodes: a server can
-    count the tokens of one request while another runs.
-
-    Args:
-        model: the target.
-        template: its chat template.
-
-    Attributes:
-        vocab: the target's vocabulary.
-        thinking: how the model marks what it thinks before it answers; None where it is not known to think.
+    Engines tokenise from tables that never change, so no call waits for the thread that decodes: a server can count the
+    tokens of one request while another runs.
     """
 
     def __init__(self, model: Model, template: ChatTemplate) -> None:
@@ -54,7 +44,7 @@ class PromptEncoder:
         """Token ids of a text; see ``backends.base.Model.tokenize``.
 
         Raises:
-            UsageError: that is no text.
+            UsageError: not a text.
             Closed: the model was closed.
         """
         if not isinstance(text, str):
@@ -88,14 +78,12 @@ class PromptEncoder:
 
         Args:
             prompt: the prompt.
-            tools: JSON schemas of functions.
-            add_generation_prompt, continue_final_message: see ``ChatTemplate.render_segments``.
+            tools, add_generation_prompt, continue_final_message: see ``ChatTemplate.render_segments``.
             variables: further variables of the template.
             think: of ``thinking.THINK``; with ``off`` a block that the template opens is closed again.
-            room: a text that must have more tokens is refused by its length alone; None takes any.
+            room: a text that must have more tokens is refused by its length alone (``PromptTooLong``); None takes any.
 
         Raises:
-            PromptTooLong: see ``room``.
             UsageError: the messages are not messages, or the ids are not the model's.
             TemplateError: the chat template failed on them.
             Closed: the model was closed.
@@ -118,8 +106,7 @@ class PromptEncoder:
             "continue_final_message": continue_final_message,
         }
         options |= {} if self.thinking is None else self.thinking.switches(think)
-        put = folded(self.template, messages, tools, self._folded, **options)
-        segments = self.template.render_segments(put.messages, tools=put.tools, **options)
+        segments = rendered(self.template, messages, tools, self._folded, **options)
         self.check_room(room, *(text for text, _ in segments))
         for text, parse_special in segments:
             tokens += self.tokenize(text, parse_special=parse_special)
@@ -130,15 +117,10 @@ class PromptEncoder:
         return tokens
 
     def most_characters(self, n_tokens: int) -> int:
-        """How many characters so many tokens can stand for, at most."""
         return n_tokens * max(1, self.vocab.longest)
 
     def check_room(self, room: int | None, *texts: str) -> None:
-        """Refuse a text by its length, before it is cut into tokens: that takes the longer, the longer it is.
-
-        Raises:
-            PromptTooLong: it has more tokens than there is room for.
-        """
+        """Refuse a text by its length (``PromptTooLong``), before it is tokenised, which takes time in proportion."""
         n = sum(map(len, texts))
         if room is not None and n > room and n > self.most_characters(room):
             least = -(-n // max(1, self.vocab.longest))
@@ -148,17 +130,11 @@ class PromptEncoder:
             )
 
     def thinking_state(self, tokens: Sequence[int]) -> ThinkingState | None:
-        """Where a prompt leaves the model; None where it is not known to think."""
         if self.thinking is None:
             return None
         return self.thinking.state("".join(map(self.vocab.display, tokens[-N_TAIL:])))
 
     def checked_think(self, think: str) -> str:
-        """Whether, or how much, to think.
-
-        Raises:
-            UsageError: no such word, or the model is not known to think.
-        """
         if think not in THINK:
             raise UsageError(f"think must be one of {', '.join(THINK)}, not {shown(think)}")
         if self.thinking is None and think not in ("auto", "off"):
@@ -167,34 +143,24 @@ class PromptEncoder:
 
     @property
     def end_marks(self) -> list[str]:
-        """The chat template's marks of turns that are no tokens of this model: text in which its answer ends.
-
-        So it is where a base model is asked in ChatML. Where they are tokens, these end the answer, and their names in
-        a text are only that.
-        """
+        """The chat template's marks of turns that are not tokens of this model, as of a base model asked in ChatML:
+        text that ends its answer."""
         if self._end_marks is None:
             special = {*self.vocab.special_texts, *map(self.vocab.token_text, self.vocab.eog)}
             self._end_marks = [mark for mark in self.template.turn_marks() if mark not in special]
         return self._end_marks
 
     def ids(self, what: str, text: str | Iterable[int]) -> list[int]:
-        """A text, or ids that the model takes, as ids.
-
-        Raises:
-            UsageError: other ids than the model's.
-        """
         return self.tokenize(text) if isinstance(text, str) else token_ids(what, text, self._model.n_vocab)
 
     def token_text(self, token: int) -> str:
-        """A token on its own, for display."""
         (token,) = token_ids("the token", [token])
         return self.vocab.display(token)
 
     def close(self) -> None:
-        """Wait for tokenisations under way, and refuse later ones."""
+        """Wait for tokenisations that have begun, and refuse later ones."""
         with self._in_use.alone():
             self._open = False
 
     def _renounce(self) -> None:
-        """In a forked child: the lock may be held by a thread that only the parent has."""
         self._in_use = SharedLock()

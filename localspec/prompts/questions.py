@@ -1,8 +1,7 @@
 """The questions that pairs are measured and audited on: our own, or a file in the format of Spec-Bench or SPEED-Bench.
 
-All formats are JSON lines with ``category`` and ``turns``, a list of what the user says one after the other, and an id:
-``question_id``, a number in Spec-Bench and a string in SPEED-Bench, ``id`` in ours. Other fields (``reference``,
-``sub_category``, ``difficulty`` and so on) are not needed here.
+All formats are JSON lines with ``category``, ``turns`` (a list of what the user says) and an id: ``question_id`` (a
+number in Spec-Bench, a string in SPEED-Bench), ``id`` in ours. Other fields are ignored.
 """
 
 from __future__ import annotations
@@ -19,23 +18,16 @@ from typing import Any
 from localspec.errors import UsageError
 from localspec.system.files import decoded
 
-SETS = ("report", "tuning")
-"""Our own questions: those that are reported on, and those that the policy was tuned on."""
+SETS = ("report", "tuning")  # Our own questions: those that are reported on, and those that the policy was tuned on
 
 _MOST_BYTES = 512 << 20
+# The beginning of a turn in SPEED-Bench's files as distributed whose text has to be fetched from elsewhere.
 _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
-"""How SPEED-Bench's files, as they are distributed, begin a turn whose text has to be fetched from elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One conversation; the answer to its last turn is measured.
-
-    Attributes:
-        id: unique among the questions of a run.
-        category: what kind of work it is.
-        turns: what the user says, in order.
-    """
+    """One conversation, its id unique in a run; the answer to its last turn is measured."""
 
     id: str
     category: str
@@ -43,17 +35,12 @@ class Question:
 
 
 def own_questions(which: str = "report") -> list[Question]:
-    """The questions in the package: one of ``SETS``."""
     text = resources.files("localspec.measuring").joinpath("questions.jsonl").read_text(encoding="utf-8")
     return [_question(row) for row in map(json.loads, text.splitlines()) if row["set"] == which]
 
 
 def read_questions(path: Path) -> list[Question]:
-    """Questions from a file.
-
-    Raises:
-        UsageError: it cannot be read, or is none of the formats; names the line.
-    """
+    """Questions from a file. Raises ``UsageError``: it cannot be read, or is none of the formats; names the line."""
     try:
         with path.open("rb") as file:
             data = file.read(_MOST_BYTES + 1)
@@ -90,11 +77,6 @@ def read_questions(path: Path) -> list[Question]:
 
 
 def _question(row: Any) -> Question:
-    """One line.
-
-    Raises:
-        ValueError: it is no question.
-    """
     if not isinstance(row, dict):
         raise ValueError("not an object with question_id, category and turns")
     name = row.get("question_id", row.get("id"))
@@ -115,11 +97,6 @@ def _question(row: Any) -> Question:
 
 
 def of_categories(questions: Sequence[Question], wanted: Sequence[str]) -> list[Question]:
-    """Those of some categories; of all if none is named.
-
-    Raises:
-        UsageError: there is no such category.
-    """
     known = list(dict.fromkeys(question.category for question in questions))
     for category in wanted:
         if category not in known:
@@ -128,12 +105,8 @@ def of_categories(questions: Sequence[Question], wanted: Sequence[str]) -> list[
 
 
 def in_turns(questions: Iterable[Question], *, short_first: bool = False) -> list[Question]:
-    """One of each category, then the next of each: wherever a run ends, the categories are balanced.
-
-    Args:
-        questions: in the order of their file, which is kept within a category.
-        short_first: within a category, questions of one turn first, and the shorter ones first.
-    """
+    """One of each category, then the next of each, so that any beginning of a run is balanced; with ``short_first``
+    those of one turn and the shorter ones first within a category."""
     by_category: dict[str, list[Question]] = {}
     for question in questions:
         by_category.setdefault(question.category, []).append(question)
@@ -145,6 +118,5 @@ def in_turns(questions: Iterable[Question], *, short_first: bool = False) -> lis
 
 
 def digest(questions: Iterable[Question]) -> str:
-    """SHA-256 over ids, categories and texts, in order."""
     rows = [[question.id, question.category, list(question.turns)] for question in questions]
     return hashlib.sha256(json.dumps(rows, ensure_ascii=False).encode()).hexdigest()

@@ -1,10 +1,9 @@
-"""Templates that are not trusted, rendered in Jinja's sandbox with a budget.
+"""Untrusted templates, rendered in Jinja's sandbox with a budget.
 
-Jinja's sandbox keeps a template from reaching the program, not from running for ever. Here every operation that can
-take time or memory out of proportion is paid for from the budget of a ``Meter``: iterations, calls, filters, operators,
-and the values they make. A container costs what it would be written out in full, so that ``[a, a]`` nested sixty deep
-is refused when it is built, not when something compares or prints it. What is left costs at most in proportion to
-the template's own size.
+The sandbox keeps a template from reaching the program, not from running for ever. Here every operation that can take
+time or memory out of proportion is paid for from the budget of a ``Meter``: iterations, calls, filters, operators, and
+the values they make. A container costs as much as written out in full, so that ``[a, a]`` nested sixty deep is refused
+when it is built, not when something compares or prints it.
 """
 
 from __future__ import annotations
@@ -29,10 +28,9 @@ from jinja2.visitor import NodeTransformer
 
 from localspec.errors import TemplateError
 
-# Qwen2.5's template (2,500 characters) takes 5 ms for 200 messages of 2,000 characters, and spends 25 units for each
-# unit that they weigh: the limits leave sound templates room for ten times as much and more, and 10,000 messages room
-# for what is done with all that was written so far once for each of them. The units bound the work;
-# the clock is for what they might miss, so it grows with the conversation as they do.
+# Sound templates have room for ten times what Qwen2.5's spends on 200 messages of 2,000 characters, and 10,000 messages
+# for a filter over all earlier text in each. The units bound the work; the clock is for what they miss, so both grow
+# with the conversation.
 MAX_SOURCE = 80_000
 SECONDS, SECONDS_PER_INPUT_UNIT = 1.0, 5e-5
 UNITS, UNITS_PER_INPUT_UNIT = 32_000_000, 1024
@@ -53,11 +51,7 @@ class LimitReached(BaseException):
 
 
 class Meter:
-    """What one rendering may still do.
-
-    Args:
-        inputs: what the template is given; a long conversation may cost more.
-    """
+    """What one rendering may still do; a long conversation (``inputs``) may cost more."""
 
     def __init__(self, inputs: Any = None) -> None:
         given = weight(inputs, UNITS)
@@ -66,11 +60,7 @@ class Meter:
         self.deadline = time.thread_time() + SECONDS + SECONDS_PER_INPUT_UNIT * given
 
     def spend(self, units: int) -> None:
-        """Pay for an operation.
-
-        Raises:
-            LimitReached: the budget or the time is used up.
-        """
+        """Pay for an operation, or raise ``LimitReached``."""
         self.left -= units
         if self.left < 0:
             raise LimitReached("it asks for too much work or memory")
@@ -78,11 +68,7 @@ class Meter:
             raise LimitReached("it does not come to an end")
 
     def spend_text(self, size: int) -> None:
-        """Pay for a text that is made. Copying is cheap: a template may go on adding to what it has written.
-
-        Raises:
-            LimitReached: as above, or one text is too long.
-        """
+        """Pay for a text that is made. Copying is cheap: a template may go on adding to what it has written."""
         if size > UNITS:
             raise LimitReached("it asks for too much work or memory")
         self.spend(1 + size // 8)
@@ -111,11 +97,8 @@ def weight(value: Any, limit: int) -> int:
 
 
 class MeteredEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja as Hugging Face sets it up for chat templates, with a budget.
-
-    Attributes:
-        meter: the budget of the rendering under way in this thread.
-    """
+    """Jinja as Hugging Face sets it up for chat templates, with a budget: ``meter``, of the rendering in this
+    thread."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
@@ -149,7 +132,6 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         return cast(nodes.Template, _Instrument().visit(tree))
 
     def concat(self, parts: Iterable[str]) -> str:
-        """Join what a macro or block has written."""
         texts = parts if isinstance(parts, list) else list(self.metered(parts))
         self.meter.spend_text(sum(map(len, texts)))
         return "".join(texts)
@@ -194,7 +176,6 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
     # Instructions that are compiled into every template
 
     def metered(self, values: Iterable[Any]) -> Iterator[Any]:
-        """The same values; each one is paid for."""
         for value in values:
             self.meter.spend(_ELEMENT)
             yield value
@@ -217,7 +198,6 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         return self.checked(value)
 
     def written(self, *values: Any) -> str:
-        """The operator ``~``."""
         return self.concat([str(value) for value in values])
 
     # Filters
@@ -252,7 +232,6 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         return guarded
 
     def _settled(self, value: Any) -> Any:
-        """An iterator as a list: it can be looked at before it is used."""
         return self.checked(list(self.metered(value))) if isinstance(value, Iterator) else value
 
     def _check_arguments(self, owner: Any, args: Sequence[Any]) -> None:
@@ -271,14 +250,8 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
 
 
 class SandboxedTemplate:
-    """A template that runs within the budget of a ``Meter``, in several threads at a time if need be.
-
-    Args:
-        source: Jinja source.
-
-    Raises:
-        TemplateError: it is too long, or not Jinja.
-    """
+    """A template that runs within the budget of a ``Meter``, in several threads at a time if need be. Raises
+    ``TemplateError``: it is too long, or not Jinja."""
 
     def __init__(self, source: str) -> None:
         if len(source) > MAX_SOURCE:
@@ -298,11 +271,7 @@ class SandboxedTemplate:
         self._environment.meter = Meter(inputs)
 
     def run(self, variables: dict[str, Any]) -> str:
-        """Render.
-
-        Raises:
-            TemplateError: the template failed, or spent its budget.
-        """
+        """Render; raises ``TemplateError`` where the template fails or spends its budget."""
         pieces = []
         try:
             for piece in self._template.generate(variables):

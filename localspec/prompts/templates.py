@@ -16,10 +16,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from localspec.errors import TemplateError, UsageError
+from localspec.model_files.vocab import CONTROL, UNKNOWN, Vocab
 from localspec.system.process import in_child
 
 if TYPE_CHECKING:
-    from localspec.model_files.vocab import Vocab
     from localspec.prompts.template_sandbox import SandboxedTemplate
 
 
@@ -29,17 +29,14 @@ CHATML = (
 )
 
 _ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+# What templates call an answer's thinking; the first that one knows is used.
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""What templates call the thinking of an answer; the first that one knows is used."""
 
-MAX_SHARED = 200
-"""Longest special text [characters] whose beginning is compared together with others'."""
+MAX_SHARED = 200  # Longest special text [characters] whose beginning is compared together with others
 
 _MARK_OPEN, _MARK_CLOSE = "\ue0f0", "\ue0f1"
 
-
-_TURN_MARK = re.compile(r"<\|[\w-]{2,40}\|>|<(?:start|end)_of_turn>")
-"""Marks of turns that no ordinary text has."""
+_TURN_MARK = re.compile(r"<\|[\w-]{2,40}\|>|<(?:start|end)_of_turn>")  # Marks of turns that no ordinary text has
 
 
 class ChatTemplate:
@@ -70,18 +67,14 @@ class ChatTemplate:
 
     @classmethod
     def for_vocab(cls, source: str | None, vocab: Vocab) -> ChatTemplate:
-        """A template whose special tokens are those of a vocabulary."""
-        from localspec.model_files import vocab as kinds
-
         # The tokenizer reads user-defined tokens in any text, so keeping them apart would change nothing, except those
         # that end a turn: engines make control tokens of them.
-        ids = [i for i, kind in enumerate(vocab.types.tolist()) if kind in (kinds.CONTROL, kinds.UNKNOWN)]
+        ids = [i for i, kind in enumerate(vocab.types.tolist()) if kind in (CONTROL, UNKNOWN)]
         special = {vocab.token_text(i) for i in (*ids, *vocab.eog)}
         bos, eos = ("" if i is None else vocab.token_text(i) for i in (vocab.bos, vocab.eos))
         return cls(source, bos, eos, special)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """The conversation as one text; see ``render_segments``."""
         return "".join(text for text, _ in self.render_segments(messages, **variables))
 
     def render_segments(
@@ -96,15 +89,15 @@ class ChatTemplate:
         """The conversation in pieces to tokenise one by one: (text, whether special tokens may be read in it).
 
         Where no message spells a special token there is one piece, so ordinary text is tokenised as a whole. Where one
-        does, a random mark is put inside of what it spells before rendering, and the text is cut there afterwards: the
-        piece is (text, False). A template that strips, slices or splits the content leaves the mark where it is. Upper
-        and lower case are not told apart, as templates may change them. A template that deletes characters in the
-        middle of a content could still be used to build a special token; no known one does.
+        does, a random mark is put inside the spelling before rendering, and the text is cut there afterwards: the piece
+        is (text, False). A template that strips, slices or splits the content leaves the mark where it is; case is
+        ignored, as templates may change it. A template that deletes characters in the middle of a content could still
+        be used to build a special token; no known one does.
 
         Args:
             messages: mappings with ``role`` and ``content`` (a string, or a list of ``{"type": "text", "text": …}``).
-                An answer's ``reasoning_content`` is given to templates that know it, or know it by another name: they
-                say which of it the model sees again.
+                An answer's ``reasoning_content`` goes to templates that know it under this or another name: they say
+                which of it the model sees again.
             add_generation_prompt: end with the beginning of the assistant's turn.
             tools: JSON schemas of functions, for templates that know tools.
             continue_final_message: end with the text of the last message, as if it were still being written.
@@ -130,7 +123,7 @@ class ChatTemplate:
         return self._guard.cut(text, mark)
 
     def turn_marks(self) -> list[str]:
-        """What the template writes to begin and to end a turn, where that is a mark; empty where it fails on a turn."""
+        """The marks with which the template begins and ends a turn; empty where it fails on a turn."""
         try:
             turns = [{"role": "user", "content": "localspec-one"}, {"role": "assistant", "content": "localspec-two"}]
             text = self.render(turns, add_generation_prompt=False)
@@ -148,7 +141,6 @@ class ChatTemplate:
         return {self._thought: thought} | message
 
     def _renounce(self) -> None:
-        """In a forked child: the lock may be held by a thread that only the parent has."""
         self._lock = threading.Lock()
 
     def _render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
@@ -172,7 +164,7 @@ class ChatTemplate:
         return template.run({"messages": messages} | self._variables | dict(variables))
 
     def _probe(self, template: SandboxedTemplate) -> bool:
-        """Whether the template knows contents as lists of parts only: it then loses a string."""
+        """Whether the template knows contents only as lists of parts: it then loses a string."""
         if "content" not in self.source:
             return False
         word = "localspecprobe"
@@ -186,11 +178,7 @@ class ChatTemplate:
 
 
 def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as plain dicts, contents as strings.
-
-    Raises:
-        UsageError: they are malformed; says which and how.
-    """
+    """Messages as plain dicts, contents as strings. Raises ``UsageError``: they are malformed; says which and how."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise UsageError('messages must be a list of {"role": …, "content": …}')
     if not messages:
@@ -234,7 +222,7 @@ class _Guard:
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
-        """Matches the longest special text. One expression: looking for them runs no Python code per character."""
+        """Matches the longest special text, without Python code per character."""
         return re.compile(_any_of(self._texts), re.IGNORECASE)
 
     @cached_property
@@ -243,7 +231,6 @@ class _Guard:
         return re.compile(f"(?={_any_of(self._texts)})", re.IGNORECASE)
 
     def _longest(self, text: str) -> int:
-        """Length of the longest special text that this begins with; 0 if it begins with none."""
         found = self._special.match(text) if self._texts else None
         return 0 if found is None else found.end()
 
@@ -286,7 +273,7 @@ class _Guard:
 
 
 def _any_of(texts: Sequence[str]) -> str:
-    """An expression that matches the longest of several texts: what many begin with is looked at once."""
+    """An expression that matches the longest of several texts, with common beginnings factored out."""
     by_first: dict[str, list[str]] = {}
     for text in texts:
         if len(text) > MAX_SHARED:

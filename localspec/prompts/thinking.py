@@ -1,4 +1,4 @@
-"""How a model marks what it thinks before it answers: found in its chat template and its vocabulary.
+"""The marks around what a model thinks before it answers: found in its chat template and its vocabulary.
 
 =====================================================  =========================================================
 ``<think>…</think>``                                   Qwen3, DeepSeek, SmolLM3 and most others; often the
@@ -26,24 +26,23 @@ from localspec.backends.base import Model
 from localspec.backends.tokenizer import NAMED
 from localspec.model_files.vocab import CONTROL
 
+# What may be asked for: the template's own way, a switch, or how much, for templates that take an effort.
 THINK = ("auto", "on", "off", "low", "medium", "high")
-"""What may be asked for: the template's own way, a switch, or how much, for templates that take an effort."""
 
 ThinkingState = Literal["before", "inside", "over"]
 
-N_TAIL = 32
-"""Tokens at the end of a prompt that show whether it opens a block: the longest known opening takes five."""
+N_TAIL = 32  # Tokens at the end of a prompt that show whether it opens a block: the longest known opening takes five
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkingFormat:
-    """How one model marks thinking.
+    """The marks of one model.
 
     Attributes:
-        opening: what begins a block.
-        closing: what ends one.
-        dropped: what belongs to the format of an answer and is not shown.
-        end: text of what ends a block that is closed for the model.
+        opening: begin a block.
+        closing: end one.
+        dropped: marks of an answer that are not shown.
+        end: text that ends a block which is closed for the model.
         names: token id -> name after ``NAMED``, of the control tokens among the marks.
         forced: the tokens of ``end``.
         source: of the chat template.
@@ -59,12 +58,8 @@ class ThinkingFormat:
 
     @classmethod
     def found(cls, source: str, model: Model) -> ThinkingFormat | None:
-        """The format of a model, where its template names a mark, or its vocabulary has the marks as tokens.
-
-        Args:
-            source: of the chat template.
-            model: the target.
-        """
+        """The format of a model whose template (``source``) names a mark, or whose vocabulary has the marks as tokens;
+        None: none."""
         vocab = model.vocab
 
         def is_token(text: str) -> bool:
@@ -101,11 +96,7 @@ class ThinkingFormat:
         )
 
     def switches(self, think: str) -> dict[str, Any]:
-        """The template's variables that ask for this.
-
-        Args:
-            think: of ``THINK``.
-        """
+        """The template's variables for one of ``THINK``."""
         if think == "auto":
             return {}
         on = think != "off"
@@ -119,15 +110,15 @@ class ThinkingFormat:
         return switches
 
     def state(self, tail: str) -> ThinkingState:
-        """Where the end of a prompt leaves the model: before a block, inside of one, or behind one."""
+        """Where the end of a prompt leaves the model: before a block, inside one, or after one."""
         tail = tail.rstrip()
         if tail.endswith(tuple(mark.replace(NAMED, "") for mark in self.opening)):
             return "inside"
         return "over" if tail.endswith(tuple(mark.replace(NAMED, "") for mark in self.closing)) else "before"
 
 
+# A template's own variable ``thinking``, as of DeepSeek 3.1 and Granite; a message's is ``message.thinking``.
 _HAS_THINKING = re.compile(r"\b(if|and|or|not)\s+thinking\b|\bthinking is defined")
-"""A template's own variable ``thinking``, as DeepSeek 3.1 and Granite have it; a message's is ``message.thinking``."""
 
 _FORMATS = (
     ThinkingFormat(

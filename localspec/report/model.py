@@ -1,7 +1,6 @@
-"""A report as data: built once, rendered for a terminal, as Markdown or as a web page.
+"""A report as data, rendered for a terminal, as Markdown or as a web page.
 
-A part with a title begins a section. Texts are not trusted: names come from files and command lines, and each renderer
-makes them harmless for where they go.
+A part with a title begins a section. Texts are untrusted: each renderer makes them harmless for its target.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ if TYPE_CHECKING:
 
 
 Status = Literal["ok", "info", "note", "fail"]
-"""``info`` is a fact that is neither good nor bad; ``note``: it works, but not as well as it could."""
+"""``info``: neither good nor bad. ``note``: it works, but not as well as it could."""
 
 TextStyle = Literal["", "strong", "note", "muted", "small"]
-"""``note``: what a reader must not miss. ``small``: how figures were measured; a terminal leaves it out."""
+"""``note``: must not be missed. ``small``: how figures were measured, left out on a terminal."""
 
 RowStyle = Literal["strong", "bad"]
 """``bad``: not as it should be."""
@@ -26,8 +25,6 @@ RowStyle = Literal["strong", "bad"]
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A paragraph."""
-
     text: str
     style: TextStyle = ""
     title: str = ""
@@ -43,22 +40,13 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Circumstances: name -> value."""
-
     facts: Mapping[str, str]
     title: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A line of a checklist.
-
-    Attributes:
-        status: how it is.
-        name: what was looked at.
-        text: what was found.
-        advice: what to do about it, or to know.
-    """
+    """A line of a checklist: what was looked at, what was found, and advice."""
 
     status: Status
     name: str
@@ -68,15 +56,13 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """A checklist."""
-
     title: str
     rows: Sequence[Finding]
 
 
 @dataclass(frozen=True, slots=True)
 class KeyFigure:
-    """A figure to be seen first; ``text`` says it in a sentence, which is all that a terminal and Markdown show."""
+    """A figure to see first; a terminal and Markdown show its ``text`` only."""
 
     name: str
     figure: str
@@ -86,50 +72,35 @@ class KeyFigure:
 
 @dataclass(frozen=True, slots=True)
 class KeyFigures:
-    """The figures that matter most."""
-
     figures: Sequence[KeyFigure]
     title: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Words and figures.
+    """A table of words and figures.
 
     Attributes:
-        title: of the section.
         head: the columns' names, the most important first: a terminal leaves out the last ones if it is too narrow.
-        rows: as many cells as ``head`` has.
-        note: under the table.
-        left: columns of words, which come first; the others hold figures.
-        styles: of rows, by index.
     """
 
-    title: str
+    title: str  # of the section
     head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    note: str = ""
-    left: int = 1
-    styles: Mapping[int, RowStyle] = field(default_factory=dict)
+    rows: Sequence[Sequence[str]]  # as many cells as ``head`` has
+    note: str = ""  # under the table
+    left: int = 1  # columns of words, which come first; the others hold figures
+    styles: Mapping[int, RowStyle] = field(default_factory=dict)  # of rows, by index
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A plot; only a page has it.
+    """A plot, on pages only."""
 
-    Attributes:
-        title: of the section; figures that follow without one stand side by side with it.
-        draw: makes the plot, when a page is rendered.
-        caption: what it shows.
-        summary: folds it away behind these words.
-        wide: as wide as the page.
-    """
-
-    title: str
-    draw: Callable[[], Drawing]
-    caption: str = ""
-    summary: str = ""
-    wide: bool = False
+    title: str  # of the section; figures that follow without one stand side by side with it
+    draw: Callable[[], Drawing]  # makes the plot, when a page is rendered
+    caption: str = ""  # what it shows
+    summary: str = ""  # folds it away behind these words
+    wide: bool = False  # as wide as the page
 
 
 Part = Text | Lines | Facts | Findings | KeyFigures | Table | Figure
@@ -137,13 +108,7 @@ Part = Text | Lines | Facts | Findings | KeyFigures | Table | Figure
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that a command found.
-
-    Attributes:
-        command: ``bench``, ``doctor``, ``verify``, …
-        title: what was examined.
-        parts: in the order to read them.
-    """
+    """Findings of a command, in reading order."""
 
     command: str
     title: str

@@ -1,4 +1,4 @@
-"""Reports on a terminal or in a pipe, 80 columns wide or more; part by part, as they become known."""
+"""Reports on a terminal or in a pipe, as Markdown and as HTML; files that results go to."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from localspec.system.terminal import clip, moves_cursor, on_one_line, width
 
 NARROWEST, WIDEST = 40, 110
 PIPED = 80
-"""Columns where there is no terminal."""
+"""Columns without a terminal."""
 
 _SHORTEST_NAME = 14
-"""Columns that a table's names keep; before they get fewer, its last column is left out."""
+"""Columns that a table's names keep; the last column is left out first."""
 
 _MARKS: dict[Status, tuple[str, str, str]] = {
     "ok": ("✓", "ok", "green"),
@@ -33,11 +33,10 @@ _MARKS: dict[Status, tuple[str, str, str]] = {
     "note": ("!", "!", "yellow"),
     "fail": ("✗", "XX", "bold red"),
 }
-"""Status -> mark, the same in ASCII, style."""
+"""Status -> mark, its ASCII form, style."""
 
 _STYLES = {"strong": "bold", "muted": "dim", "note": "yellow", "bad": "red"}
 
-# What a character becomes where it cannot be shown.
 _PLAIN = {
     "✓": "ok", "✗": "XX", "·": "-", "→": "->", "×": "x", "…": "...", "−": "-", "–": "-", "±": "+-", "₀": "0",
     "│": "|", "⁹": "9", "≤": "<=", "≥": ">=",
@@ -45,11 +44,7 @@ _PLAIN = {
 
 
 class Screen:
-    """Prints reports, or parts of one.
-
-    Args:
-        file: standard output by default.
-    """
+    """Prints reports, or parts of one, 80 columns wide or more."""
 
     def __init__(self, file: TextIO | None = None) -> None:
         self._file = file or sys.stdout
@@ -71,7 +66,6 @@ class Screen:
 
     @property
     def width(self) -> int:
-        """Columns."""
         return self._console.width
 
     def report(self, report: Report) -> None:
@@ -90,7 +84,7 @@ class Screen:
         self._file.flush()
 
     def sentence(self, text: str) -> None:
-        """A first or last word: on a terminal wrapped, in a pipe one line, for scripts."""
+        """A first or last word: wrapped on a terminal, one line in a pipe, for scripts."""
         if self._sections:
             self._console.print()
         self._sections += 1
@@ -165,13 +159,12 @@ class Screen:
     # -- printing ------------------------------------------------------------------------------------------------
 
     def _prose(self, text: str, style: str) -> None:
-        """Sentences, wrapped between words."""
         self._print(Padding(self._text(text, style), (0, 0, 0, 2)))
 
     def _print(self, renderable: Any) -> None:
         with self._console.capture() as capture:
             self._console.print(renderable)
-        for line in capture.get().splitlines():  # columns are filled up with spaces, which nobody wants in a pipe
+        for line in capture.get().splitlines():  # columns are filled up with spaces, unwanted in a pipe
             self._file.write(line.rstrip() + "\n")
 
     def _text(self, text: str, style: str = "") -> Styled:
@@ -187,11 +180,10 @@ class Screen:
         return True
 
 
-# Reports as Markdown, aligned so that it reads well as plain text too.
+# Reports as Markdown, aligned to read well as plain text.
 
 
 def markdown(report: Report) -> str:
-    """The report but its figures."""
     sections = [f"# localspec {report.command}: {on_one_line(report.title)}"]
     for part in report.parts:
         if isinstance(part, Figure):
@@ -245,7 +237,7 @@ def _(part: Table) -> Iterator[str]:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
-    """A table, aligned as plain text too; the first columns to the left, the others to the right."""
+    """A table whose first ``left`` columns are aligned left, the others right."""
     cells = [[on_one_line(cell).replace("|", "\\|") for cell in row] for row in (head, *rows)]
     widths = [max(3, *map(width, column)) for column in zip(*cells, strict=True)]
 
@@ -260,23 +252,20 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
     return "\n".join([line(cells[0]), f"| {' | '.join(rule)} |", *map(line, cells[1:])])
 
 
-# Reports as one HTML page that needs, and reaches, nothing else: no script, no font, no picture but its own plots.
-#
-# Everything is in the markup already, so the page also works where scripts are forbidden; hovering over a mark shows
-# its figures. All text is escaped, and the page's policy holds even if some were not.
+# Reports as one HTML page without scripts or outside resources. All text is escaped, and the page's content security
+# policy holds even if some were not.
 
 STYLES = ("palette.css", "plot.css", "page.css")
 
 
 def html(report: Report) -> str:
-    """The report as a page."""
     style = "".join(asset(name) for name in STYLES)
     shown = {"report": report, "groups": _groups(report.parts), "style": style, "policy": policy([style])}
     return render("page.html", shown)
 
 
 def _groups(parts: Sequence[Part]) -> list[list[Part]]:
-    """Each part, and with a figure those that stand beside it."""
+    """Each part, and with a figure those that stand next to it."""
     groups: list[list[Part]] = []
     for part in parts:
         if groups and _is_small(groups[-1][0]) and _is_small(part) and not part.title:
@@ -290,10 +279,10 @@ def _is_small(part: Part) -> bool:
     return isinstance(part, Figure) and not part.wide and not part.summary
 
 
-# Files that results go to: refused before anything takes time, written complete or not at all.
+# Files that results go to: checked before anything takes time, written whole or not at all.
 
 STREAM = "-"
-"""The name of standard input and standard output."""
+"""Standard input or output."""
 
 
 class OutputError(LocalspecError):
@@ -301,12 +290,7 @@ class OutputError(LocalspecError):
 
 
 def checked_output(name: str, *, force: bool, otherwise: str = "") -> Path:
-    """A file that a result may go to.
-
-    Args:
-        name: as given.
-        force: whether a file that is there may be replaced.
-        otherwise: what else to do where one is there, as a clause.
+    """A file that a result may go to; ``otherwise`` is what else to do if there is one.
 
     Raises:
         UsageError: it is a folder, there is none for it, or it would be replaced.
@@ -324,7 +308,7 @@ def checked_output(name: str, *, force: bool, otherwise: str = "") -> Path:
 
 
 def write_output(path: Path, text: str) -> None:
-    """Write a file that this user alone can read: results name files and prompts, and pages hold answers.
+    """Write a file that this user alone can read.
 
     Raises:
         OutputError: the disk refuses.

@@ -1,8 +1,7 @@
 """Plots as SVG: shapes and words in a coordinate system, axes with round numbers, charts with a legend.
 
-Plots have no size of their own but a coordinate system, and no colours but the style's variables: on a page these are
-the page's, in a file of its own the style comes with it. Everything reads in light and dark, and no meaning hangs on a
-colour alone.
+Colours are variables of the style, which a file of its own includes. Plots read in light and dark, and no meaning hangs
+on colour alone.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from localspec.system.terminal import on_one_line
 
-# Markup by template, with everything escaped, and the policy of pages that need and reach nothing else.
+# Escaped markup from templates, and the policy of pages.
 
 
 def render(template: str, values: Mapping[str, Any], package: str = __package__) -> str:
-    """A template in a package's folder ``templates``; what it is given is escaped."""
+    """A template in a package's folder ``templates``, with escaped values."""
     return _environment(package).get_template(template).render(values)
 
 
@@ -44,14 +43,13 @@ def _environment(package: str) -> Environment:
 
 
 def asset(name: str, package: str = __package__) -> str:
-    """A style or script from a package's folder ``templates``, as the browser sees it: with line feeds alone."""
+    """A style or script from a package's folder ``templates``, with line feeds."""
     text = files(package).joinpath("templates", name).read_text(encoding="utf-8")
     return text.replace("\r\n", "\n")
 
 
 def policy(styles: Iterable[str], scripts: Iterable[str] = ()) -> str:
-    """A content security policy: nothing is fetched or sent, no style or script counts but these, and nothing can be
-    turned from a string into markup."""
+    """A content security policy: no requests, no other styles and scripts, and no string becomes markup."""
     return "; ".join(
         (
             "default-src 'none'",
@@ -72,7 +70,7 @@ def _digests(texts: Iterable[str]) -> str:
 
 
 N_COLOURS = 6
-"""Classes ``c0`` to ``c5`` (strokes) and ``f0`` to ``f5`` (fills) of the style."""
+"""Classes ``c0``… (strokes) and ``f0``… (fills) of the style."""
 
 _OUTLINES: tuple[list[tuple[float, float]], ...] = (
     [],
@@ -80,7 +78,7 @@ _OUTLINES: tuple[list[tuple[float, float]], ...] = (
     [(0, -1.3), (1.3, 0), (0, 1.3), (-1.3, 0)],
     [(0, -1.2), (1.2, 1), (-1.2, 1)],
 )
-"""Circle, square, diamond and triangle, so that series differ without colour."""
+"""Circle, square, diamond and triangle tell series apart without colour."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +94,7 @@ class _Element:
 
 
 class Drawing:
-    """Collects elements in a coordinate system of so many units.
-
-    Args:
-        width, height: of the coordinate system; a unit is a pixel where there is room.
-        title: what it shows, for those who cannot see it.
-    """
+    """Elements in a coordinate system of ``width`` by ``height`` units; a unit is a pixel where there is room."""
 
     def __init__(self, width: float, height: float, title: str) -> None:
         self.width, self.height, self.title = width, height, title
@@ -111,12 +104,11 @@ class Drawing:
         self.path([(x1, y1), (x2, y2)], css)
 
     def path(self, points: Sequence[tuple[float, float]], css: str) -> None:
-        """A line through points."""
         if points:
             self._elements.append(_Element(css, f"M{_joined(points)}"))
 
     def boxes(self, boxes: Iterable[tuple[float, float, float, float]], css: str) -> None:
-        """Many rectangles (x, y, width, height) as one element: a run has thousands of rounds."""
+        """Rectangles (x, y, width, height) as one element: a run has thousands of rounds."""
         drawn = "".join(f"M{_n(x)} {_n(y)}h{_n(w)}v{_n(h)}h{_n(-w)}z" for x, y, w, h in boxes if w > 0 and h > 0)
         if drawn:
             self._elements.append(_Element(css, drawn))
@@ -134,26 +126,20 @@ class Drawing:
         self._elements.append(_Element(css, text=text, x=_n(x), y=_n(y)))
 
     def legend(self, names: Sequence[str], x: float, y: float) -> None:
-        """The names of series, with their marks."""
         for i, name in enumerate(names):
             self.mark(i, x + 5, y - 4, f"f{i % N_COLOURS}", size=4)
             self.text(x + 16, y, name)
             x += _legend_width(name)
 
     def svg(self, *, alone: bool = False) -> str:
-        """The element; with its own style where it stands alone."""
+        """The element; with its style if it stands alone."""
         style = asset("palette.css") + asset("plot.css") if alone else ""
         size = {"width": _n(self.width), "height": _n(self.height)}
         return render("plot.svg", size | {"title": self.title, "style": style, "elements": self._elements})
 
 
 class Scale:
-    """Values -> coordinates, linearly; what lies outside is drawn at the end.
-
-    Args:
-        low, high: the values at both ends.
-        start, end: their coordinates.
-    """
+    """Linear map of values to coordinates; what lies outside is drawn at the end."""
 
     def __init__(self, low: float, high: float, start: float, end: float) -> None:
         self.low, self.high, self.start, self.end = low, high if high > low else low + 1.0, start, end
@@ -176,23 +162,12 @@ def ticks(low: float, high: float, most: int = 7) -> list[float]:
 
 
 def label(value: float) -> str:
-    """A number on an axis."""
     return f"{value:.10g}"
-
-
-# -- charts ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A range, and what it measures.
-
-    Attributes:
-        name: with its unit.
-        low, high: the ends.
-        ticks: value -> its text; round numbers where there are none.
-        percent: whether values are shares.
-    """
+    """A range and what it measures; ``percent`` for shares. Without ``ticks`` (value -> text), round numbers."""
 
     name: str
     low: float
@@ -202,14 +177,13 @@ class Axis:
 
     @property
     def texts(self) -> Mapping[float, str]:
-        """The ticks to draw."""
         found = ticks(self.low, self.high, most=6)
         return self.ticks or {value: f"{value:.0%}" if self.percent else label(value) for value in found}
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A measured value; ``low`` and ``high`` are its interval."""
+    """A measured value and its interval."""
 
     x: float
     y: float
@@ -220,14 +194,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Values that belong together.
-
-    Attributes:
-        name: in the legend.
-        points: in order.
-        line: whether a line joins them.
-        hollow: whether the marks are: for what is known less well.
-    """
+    """Values that belong together; ``hollow`` marks are for what is known less well."""
 
     name: str
     points: Sequence[Point]
@@ -247,15 +214,8 @@ def chart(
     reference: tuple[str, Sequence[tuple[float, float]]] | None = None,
     bars: Sequence[tuple[float, float, float]] = (),
 ) -> Drawing:
-    """Series over two axes.
-
-    Args:
-        title: for those who cannot see it.
-        x_axis, y_axis: the ranges.
-        series: each with a colour and a mark of its own.
-        reference: a name and a dashed line to compare with.
-        bars: from, to, and the height as a share of the highest, at the foot of the chart.
-    """
+    """Series over two axes, with a dashed ``reference`` line. ``bars`` (from, to, share of the highest) stand at its
+    foot."""
     begin = 30.0 + 6.2 * len(y_axis.name)
     places, x, y = [], begin, 12.0
     for name in [each.name for each in series] + ([reference[0]] if reference else []):

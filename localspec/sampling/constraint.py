@@ -1,4 +1,4 @@
-"""Where an answer stands in its grammar: one constraint per request."""
+"""The place of an answer in its grammar: one constraint per request."""
 
 from __future__ import annotations
 
@@ -21,14 +21,11 @@ if TYPE_CHECKING:
     from localspec.sampling.sampling import Ids, Row, SamplingParams
 
 
-# A model's tokens in the form that grammars are matched on: built once per vocabulary.
-
-
 class GrammarVocabulary:
     """The token texts of a vocabulary, and grammars compiled for them.
 
-    A token without a text (control tokens, padding) is never allowed, but that the ends of an answer are where the
-    grammar is satisfied.
+    A token without a text (control tokens, padding) is never allowed, except the ends of an answer where the grammar is
+    satisfied.
 
     Attributes:
         lengths: bytes of each token's text [n_tokens].
@@ -50,15 +47,11 @@ class GrammarVocabulary:
         self._compiled = lru_cache(N_COMPILED)(self._compile)
 
     def text(self, tokens: Sequence[int]) -> bytes:
-        """What tokens add to the text."""
         return bytes(self._tokenizer.decode_bytes(list(tokens)))
 
     def matcher(self, grammar: str) -> Any:
-        """A fresh ``LLMatcher`` at the beginning of a grammar.
-
-        Raises:
-            UsageError: the grammar does not compile, or no answer can begin in it.
-        """
+        """A fresh ``LLMatcher`` at the beginning of a grammar. Raises ``UsageError``: the grammar does not compile,
+        or no answer can begin in it."""
         return self._compiled(grammar).deep_copy()
 
     def _compile(self, grammar: str) -> Any:
@@ -73,13 +66,12 @@ class GrammarVocabulary:
 
 
 def _why(matcher: Any) -> str:
-    """Why a matcher cannot go on."""
     text = reason(matcher.get_error())
     return "it refers to itself without end, or contradicts itself" if text == "NoExtensionBias" else text
 
 
 class _Tokens:
-    """What the library reads of a tokenizer."""
+    """The part of a tokenizer that llguidance reads."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -97,7 +89,7 @@ _known: WeakKeyDictionary[Vocab, GrammarVocabulary] = WeakKeyDictionary()
 
 
 def vocabulary_of(vocab: Vocab) -> GrammarVocabulary:
-    """The grammar vocabulary of a model's; made at the first call, in about a second for 152,000 tokens."""
+    """The grammar vocabulary of a model; made at the first call, in about a second for 152,000 tokens."""
     found = _known.get(vocab)
     if found is None:
         found = _known[vocab] = GrammarVocabulary(vocab)
@@ -119,12 +111,8 @@ def constraint_for(params: SamplingParams, vocab: Vocab) -> Constraint | None:
 
 
 class Constraint:
-    """A place in a grammar: after the settled tokens of the answer, and then some draft tokens.
-
-    Args:
-        vocabulary: the tokens.
-        grammar: in the library's notation, see ``request.grammar_of``.
-    """
+    """A place in a grammar (in llguidance's notation, see ``grammar_of``): after the settled tokens of the answer, then
+    some draft tokens."""
 
     def __init__(self, vocabulary: GrammarVocabulary, grammar: str) -> None:
         self.vocabulary = vocabulary
@@ -141,26 +129,21 @@ class Constraint:
 
     @property
     def drafted(self) -> list[int]:
-        """The draft tokens it stands behind."""
         return self._tokens[self._n_settled :]
 
     def text(self, n_tokens: int) -> bytes:
-        """The text of the last tokens, draft tokens included."""
         return self.vocabulary.text(self._tokens[-n_tokens:])
 
     def advance(self, token: int) -> None:
-        """Go one draft token further.
-
-        Raises:
-            EngineError: the grammar forbids it, which the drafter has to look at before.
-        """
+        """Go one draft token further. Raises ``EngineError``: the grammar forbids it, which the drafter has to check
+        before."""
         if not self._matcher.consume_token(token):
             self._check()
             raise EngineError(f"token {token} breaks the grammar: {reason(self._matcher.get_error())}")
         self._tokens.append(token)
 
     def place(self, draft: Sequence[int]) -> None:
-        """Stand behind the settled tokens and these draft tokens, from wherever it stood."""
+        """Move to the place after the settled tokens and these draft tokens."""
         here = self.drafted
         n = shared_prefix(here, draft)
         if n < len(here):
@@ -188,11 +171,8 @@ class Constraint:
         return n
 
     def allowed(self, n_vocab: int) -> Mask:
-        """Which tokens may come next [n_vocab].
-
-        Raises:
-            UsageError: none may, or finding out takes more than the library's limits grant.
-        """
+        """Which tokens may come next [n_vocab]. Raises ``UsageError``: none may, or finding out takes more than the
+        library's limits grant."""
         if self.complete:
             mask = np.zeros(n_vocab, dtype=np.bool_)
             mask[[end for end in self.vocabulary.ends if end < n_vocab]] = True
@@ -204,17 +184,11 @@ class Constraint:
         return mask if n_known == n_vocab else np.concatenate([mask, np.zeros(n_vocab - n_known, dtype=np.bool_)])
 
     def n_allowed(self) -> int:
-        """How many tokens may come next."""
         return int(np.count_nonzero(self.allowed(len(self.vocabulary.lengths))))
 
     def masked(self, row: Row, behind: int = 0, ids: Ids | None = None) -> Row:
-        """A copy of a row of logits with -inf for what is forbidden.
-
-        Args:
-            row: logits [n].
-            behind: how many tokens before this place the row belongs to; its token is the first of them.
-            ids: the tokens that the logits belong to, increasing [n]; None is 0, 1, 2, …
-        """
+        """A copy of a row of logits [n] with -inf for what is forbidden at the place ``behind`` tokens before this one;
+        ``ids`` are its tokens, increasing, None is 0, 1, 2, …"""
         n_vocab = len(row) if ids is None else int(ids[-1]) + 1
         if behind:
             self._back(behind)
@@ -242,7 +216,6 @@ class Constraint:
         return forced
 
     def rows(self, logits: npt.NDArray[np.float32], draft: Sequence[int], params: SamplingParams) -> MaskedRows:
-        """The rows of a pass over a draft, masked."""
         return MaskedRows(self, logits, draft, params.greedy and not params.edits_logits)
 
     def _back(self, n: int) -> None:
@@ -257,13 +230,11 @@ class Constraint:
 
 @dataclass(slots=True)
 class MaskedRows:
-    """The target's rows over a draft, each masked by what the grammar allows there, when it is looked at.
+    """The target's rows over a draft of k tokens [k + 1, n_vocab], each masked by the grammar at its place when it is
+    read.
 
-    Attributes:
-        constraint: standing anywhere in the draft.
-        logits: [k + 1, n_vocab].
-        draft: the k draft tokens; row i comes after the first i of them.
-        best_decides: a row whose best token is allowed is left as it is: a mask could not change the choice.
+    Row i comes after the first i draft tokens. With ``best_decides`` a row whose best token is allowed stays unmasked:
+    a mask could not change the choice.
     """
 
     constraint: Constraint

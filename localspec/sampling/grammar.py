@@ -23,34 +23,29 @@ from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, NoReturn, TypeVar
 
-from localspec.errors import EngineUnavailable, UsageError
+from localspec.errors import EngineUnavailable, UsageError, shown
 
 LAST_CHARACTER = 0x10FFFF
 MAX_DEPTH = 64
 MAX_REPEAT = 10_000
 
-Ranges = tuple[tuple[int, int], ...]
-"""Sets of characters: increasing, disjoint code point ranges, both ends included."""
+Ranges = tuple[tuple[int, int], ...]  # Sets of characters: increasing, disjoint code point ranges, both ends included
 
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """One character of a set."""
-
     ranges: Ranges
 
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """One part after the other; no parts are the empty text."""
+    """Parts in order; none: the empty text."""
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of several."""
-
     options: tuple[Node, ...]
 
 
@@ -65,7 +60,7 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What another rule says."""
+    """A reference to another rule."""
 
     name: str
 
@@ -74,14 +69,8 @@ Node = Chars | Sequence | Choice | Repeat | Rule
 
 
 def parse(text: str) -> dict[str, Node]:
-    """Read a grammar.
-
-    Returns:
-        Its rules by name, ``root`` among them.
-
-    Raises:
-        UsageError: it is not one; the message names the line.
-    """
+    """Read a grammar: its rules by name, ``root`` among them. Raises ``UsageError``: it is not one; the message
+    names the line."""
     rules = dict(_Reader(text).rules())
     if "root" not in rules:
         raise UsageError("the grammar has no rule named root")
@@ -96,7 +85,7 @@ def parse(text: str) -> dict[str, Node]:
 
 
 def _ending(rules: Mapping[str, Node]) -> set[str]:
-    """The rules that say at least one text."""
+    """The rules with at least one finite text."""
     users: dict[str, set[str]] = {name: set() for name in rules}
     for name, rule in rules.items():
         for used in names_in(rule):
@@ -126,7 +115,6 @@ def _ends(node: Node, ending: set[str]) -> bool:
 
 
 def names_in(node: Node) -> Iterator[str]:
-    """The rules that a part refers to."""
     match node:
         case Rule(name):
             yield name
@@ -138,7 +126,6 @@ def names_in(node: Node) -> Iterator[str]:
 
 
 def united(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Code point ranges in any order, overlapping or not -> increasing and disjoint."""
     result: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if result and low <= result[-1][1] + 1:
@@ -149,7 +136,6 @@ def united(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def others(ranges: Ranges) -> Ranges:
-    """All characters that are not in ``ranges``."""
     result, start = [], 0
     for low, high in ranges:
         if low > start:
@@ -315,19 +301,16 @@ class _Reader:
         raise UsageError(f"the grammar, line {line}: {what}")
 
 
-# Grammars for the matching library, which reads a text in two steps: characters to lexemes, lexemes to rules.
-#
-# Its lexemes are as long as they can be, which GBNF does not know: with ``"a"+ "b" | "ab" "c"`` it would read the
-# lexeme ``ab`` in the text ``ab`` and find no rule for it. Two ways of writing a grammar keep its meaning:
-#
-# * What refers to no rule that contains itself is a regular expression, and a whole grammar like that is one lexeme.
-# * In other grammars a lexeme is a single character, or a part that nothing else can be mistaken for: no text of it
-#   begins another text of it, and no other lexeme begins with the same character. Strings in quotation marks and
-#   keywords are like that. (Long lexemes are what makes masks fast.)
+# Grammars for llguidance, which reads a text in two steps: characters to lexemes, lexemes to rules. Its lexemes are as
+# long as they can be, which GBNF does not know: with ``"a"+ "b" | "ab" "c"`` it would read the lexeme ``ab`` in the
+# text ``ab`` and find no rule for it. Two ways of writing a grammar keep its meaning:
+# * A whole grammar that is a regular expression (no rule contains itself) is one lexeme.
+# * Elsewhere a lexeme is a single character, or a part that cannot be mistaken for another: no text of it begins
+# another text of it, and no other lexeme begins with the same character. (Long lexemes, as of strings and keywords,
+# make masks fast.)
 
 
 def lark(rules: Mapping[str, Node]) -> str:
-    """The rules in the library's notation, beginning with ``start``."""
     return _Writer(rules).write()
 
 
@@ -366,7 +349,7 @@ class _Writer:
         return "\n".join([*lines, *self.definitions(n_rules, in_lexeme=True)]) + "\n"
 
     def definitions(self, start: int, *, in_lexeme: bool) -> list[str]:
-        """Of all that is referred to from the ``start``-th on; grows with what those refer to."""
+        """Definitions from the ``start``-th name on; grows with what those refer to."""
         lines: list[str] = []
         while start + len(lines) < len(self.named):
             for name, rule in list(self.named.items())[start + len(lines) :]:
@@ -429,7 +412,6 @@ class _Writer:
     # -- what texts of a regular node look like --------------------------------------------------------------------
 
     def first(self, node: Node) -> Ranges:
-        """The characters that its texts begin with."""
         if node not in self._first:
             self._first[node] = united([pair for each in self._begins(node) for pair in each])
         return self._first[node]
@@ -514,7 +496,6 @@ def _regular(rules: Mapping[str, Node]) -> list[str]:
 
 
 def _meet(a: Ranges, b: Ranges) -> bool:
-    """Whether two sets of characters share one."""
     return any(low <= its_high and its_low <= high for low, high in a for its_low, its_high in b)
 
 
@@ -541,26 +522,19 @@ def _without_surrogates(ranges: Ranges) -> Iterator[tuple[int, int]]:
             yield max(low, 0xE000), high
 
 
-# The library that matches grammars, llguidance: imported when needed, and compiling on a large stack.
-
 T = TypeVar("T")
 
+# Compiling recurses over references: a thousand in a row overflow the usual stack of a thread, which ends the process.
+# Only what is used becomes memory.
 STACK_BYTES = 512 << 20
-"""Compiling follows references by recursion: a thousand in a row overflow the usual stack of a thread, which ends the
-whole process. Of a large stack only what is used becomes memory; what is compiled needs no depth."""
 
-MAX_ITEMS = 5000
-"""Places in the grammar at which an answer may stand at once; the library's own limit is 2,000."""
+MAX_ITEMS = 5000  # Places in the grammar at which an answer may be at once; the library's own limit is 2,000
 
 _starting = threading.Lock()
 
 
 def library() -> Any:
-    """The module ``llguidance``.
-
-    Raises:
-        EngineUnavailable: it is not installed.
-    """
+    """The module ``llguidance``. Raises ``EngineUnavailable``: it is not installed."""
     try:
         import llguidance
     except ImportError as error:
@@ -570,17 +544,7 @@ def library() -> Any:
     return llguidance
 
 
-def problem_of(grammar: str) -> str | None:
-    """Why a grammar does not compile, in one line; None if it does. Needs no vocabulary."""
-    llguidance = library()
-    failed, messages = _deep(
-        lambda: llguidance.LLMatcher.validate_grammar_with_warnings(grammar, None, limits=_limits(llguidance))
-    )
-    return reason(messages[0]) if failed else None
-
-
 def compiled(tokenizer: Any, grammar: str) -> Any:
-    """An ``LLMatcher`` at the beginning of a grammar; it may be in its error state."""
     llguidance = library()
     return _deep(lambda: llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=_limits(llguidance)))
 
@@ -614,26 +578,20 @@ def reason(message: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """At most 240 characters on one line."""
     line = " ".join(text.split())
     return line if len(line) <= 240 else line[:237] + "..."
 
 
-# What a request may ask of its answer's form, checked and translated before anything is decoded.
+N_COMPILED = 32  # Grammars kept compiled, the least recently used going first
 
-N_COMPILED = 32
-"""Grammars kept, and kept compiled, the least recently used going first."""
-
+# JSON on one line, as ``json.dumps`` writes it. Free whitespace costs tokens, and small models never end it; a schema
+# that wants it says so with llguidance's key ``x-guidance``.
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as Python's ``json.dumps`` writes it: on one line. Free whitespace costs tokens and lets small models run on in
-blanks; a schema that wants it says so with llguidance's key ``x-guidance``."""
 
-MAX_SCHEMA = MAX_GRAMMAR = 1 << 18
-"""Longest schema and grammar, in characters."""
+MAX_SCHEMA = MAX_GRAMMAR = 1 << 18  # Longest schema and grammar, in characters
 
+# Most optional properties of one object: compiling takes time with their square, and each takes four of ``MAX_ITEMS``.
 MAX_OPTIONAL = 1000
-"""Most properties of one object that may be left out. Compiling takes time with their square, half a second for these,
-and each takes four of the places in a grammar that the library may be at (``compiler.MAX_ITEMS``)."""
 
 
 def grammar_of(response_format: Mapping[str, Any] | None, grammar: str | None) -> str | None:
@@ -671,11 +629,10 @@ def is_schema(response_format: Mapping[str, Any] | None) -> bool:
 
 
 def _schema_of(response_format: Mapping[str, Any] | None) -> Any:
-    """The JSON schema that a ``response_format`` stands for; None for free text."""
     if response_format is None:
         return None
     if not isinstance(response_format, Mapping):
-        raise UsageError(f"response_format must be an object with a type, not {_short(response_format)}")
+        raise UsageError(f"response_format must be an object with a type, not {shown(response_format)}")
     kind = response_format.get("type")
     if kind == "text":
         return None
@@ -684,15 +641,15 @@ def _schema_of(response_format: Mapping[str, Any] | None) -> Any:
         schema = response_format.get("schema")
         return {"type": "object"} if schema is None else _checked_schema(schema)
     if kind != "json_schema":
-        raise UsageError(f"response_format: type must be text, json_object or json_schema, not {_short(kind)}")
+        raise UsageError(f"response_format: type must be text, json_object or json_schema, not {shown(kind)}")
     wrapper = response_format.get("json_schema", response_format)
     if not isinstance(wrapper, Mapping) or "schema" not in wrapper:
         raise UsageError('response_format: json_schema must be an object with a "schema" in it')
     return _checked_schema(wrapper["schema"])
 
 
+# Formats of strings that answers are held to.
 _FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-"""Formats of strings that answers are held to."""
 
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _NO_SCHEMAS = ("const", "enum", "default", "examples", "example", "x-guidance")
@@ -715,19 +672,19 @@ def changed(schema: Any, change: Callable[[dict[str, Any]], None]) -> Any:
 
 
 def _drop_unknown_format(schema: dict[str, Any]) -> None:
-    """JSON Schema calls a format that is not known an annotation; those who make schemas write many such."""
+    """JSON Schema calls an unknown format an annotation; schemas have many such."""
     if not (isinstance(schema.get("format"), str) and schema["format"] in _FORMATS):
         schema.pop("format", None)
 
 
 def _checked_schema(schema: Any) -> Any:
     if not isinstance(schema, Mapping | bool):
-        raise UsageError(f"a JSON schema is an object, not {_short(schema)}")
+        raise UsageError(f"a JSON schema is an object, not {shown(schema)}")
     if isinstance(schema, bool):
         return schema
     chosen = schema.get("x-guidance", {})
     if not isinstance(chosen, Mapping):
-        raise UsageError(f"x-guidance in a JSON schema must be an object, not {_short(chosen)}")
+        raise UsageError(f"x-guidance in a JSON schema must be an object, not {shown(chosen)}")
     unset = {} if chosen.get("whitespace_flexible") or chosen.get("whitespace_pattern") else ONE_LINE
     return {**schema, "x-guidance": {**unset, **chosen}}
 
@@ -773,10 +730,9 @@ def _from_gbnf(grammar: str) -> str:
 
 def _check(text: str, complaint: str) -> None:
     """Refuse a grammar that does not compile; needs no vocabulary."""
-    problem = problem_of(text)
-    if problem:
-        raise UsageError(f"{complaint}: {problem}")
-
-
-def _short(value: Any) -> str:
-    return one_line(repr(value))[:60]
+    llguidance = library()
+    failed, messages = _deep(
+        lambda: llguidance.LLMatcher.validate_grammar_with_warnings(text, None, limits=_limits(llguidance))
+    )
+    if failed:
+        raise UsageError(f"{complaint}: {reason(messages[0])}")

@@ -1,11 +1,7 @@
 """Logits and history -> the probabilities a token is drawn from; stateless, sparse after truncation.
 
 The chain, in order: logit bias, penalties, temperature, top-k, top-p, min-p. Both the target's p and a draft model's q
-go through it, so exactness is with respect to what plain sampling with the same settings would do.
-
-Randomness is addressed, not consumed: the noise for a decision is a hash of (seed, position in the sequence, token id).
-So the draw at a position does not depend on how many tokens were drafted before it, and a fixed seed gives the same
-text whether or not, and however far, a draft ran ahead.
+go through it, so exactness is with respect to plain sampling with the same settings.
 """
 
 from __future__ import annotations
@@ -23,11 +19,9 @@ import numpy.typing as npt
 
 from localspec.errors import EngineError, UsageError, as_float, checked_whole, is_number, is_whole, shown
 
-# What is looked for in a row of logits of a whole vocabulary: the most probable tokens, and how certain the first is.
-#
-# The maxima of blocks come first, which NumPy finds in little more than the time of reading the row. A block is every
-# n-th logit: along that axis maxima are twenty times as fast as over neighbours, and tokens alike, which often are
-# neighbours, lie in different ones.
+# The largest of a row of logits. The maxima of blocks come first, which NumPy finds in little more than the time of
+# reading the row. A block is every n-th logit: along that axis maxima are twenty times as fast as over neighbours, and
+# similar tokens, which often are neighbours, lie in different ones.
 
 Row = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
@@ -38,16 +32,11 @@ _MANY = 192
 
 
 def best_and_certainty(row: Row, temperature: float = 1.0) -> tuple[int, float]:
-    """The most probable token (the lowest id among equals), and about its probability, in (0, 1].
+    """The most probable token (the lowest id among equals), and roughly its probability at a temperature, in (0, 1].
 
-    That is a measure of certainty, not a law to draw from: of every block of eight logits only the largest counts,
-    which makes it too large by 0.6 and 0.3 % on average (101 rows each of Qwen2.5-Coder 0.5B and 1.5B; by more than 1 %
-    in one row of ten, by up to 15 % where the probability is small). To pick out and exponentiate what is within e^-12
-    of the largest, which is no more exact, took two to four times as long.
-
-    Args:
-        row: logits [n]. Where one is NaN or infinite, it is what the token is of; the certainty then means nothing.
-        temperature: that they are divided by.
+    That is a measure of certainty, not a law to draw from: of every block of eight logits only the largest counts, so
+    it is too large, by under 1 % on average and by up to 15 % where it is small. Where logits are NaN or infinite, the
+    token is one of these.
     """
     n = len(row) // _FEW_BEST
     if n < _BLOCK:
@@ -76,20 +65,18 @@ def best_and_certainty(row: Row, temperature: float = 1.0) -> tuple[int, float]:
 
 
 def top_probability(row: Row, temperature: float = 1.0) -> float:
-    """About the probability of the most probable token: see ``best_and_certainty``."""
     return best_and_certainty(row, temperature)[1]
 
 
 def top_k_ids(row: Row, k: int) -> Ids:
-    """The ids of the k largest logits, increasing; see ``largest_ids``."""
     return np.sort(largest_ids(row, k))
 
 
 def largest_ids(row: Row, k: int) -> Ids:
-    """The ids of the k largest logits, the largest first; among equals the lower ids win. Where one is NaN, it alone.
+    """The ids of the k largest logits, the largest first; the lower id first among equals; a NaN, if any, alone.
 
-    A full partition of a 152k row costs a millisecond. The k-th largest of the maxima of blocks is a lower bound for
-    the k-th largest element, so all of these are in the few blocks whose maxima reach it.
+    The k-th largest of the maxima of blocks bounds the k-th largest element from below, so all of these are in the few
+    blocks whose maxima reach it: a full partition of 152k logits takes a millisecond.
     """
     if len(row) // _BLOCK > k:
         maxima = _maxima(row)
@@ -108,12 +95,8 @@ def largest_ids(row: Row, k: int) -> Ids:
 
 
 def likely_ids(row: Row, depth: float) -> Ids | None:
-    """The ids of the logits that are no more than ``depth`` under the largest, increasing; None where these are many.
-
-    Args:
-        row: logits [n], n at least 128.
-        depth: over 0.
-    """
+    """Increasing ids of the logits at most ``depth`` (over 0) under the largest; None where these are many. ``row`` has
+    at least 128."""
     bound = row[row.argmax()] - np.float32(depth)
     maxima = _maxima(row)
     if not bound > -np.inf or np.count_nonzero(maxima >= bound) > _MANY:
@@ -122,14 +105,12 @@ def likely_ids(row: Row, depth: float) -> Ids | None:
 
 
 def _maxima(row: Row) -> Row:
-    """Of the blocks, each every (n // 128)-th logit, without those at the end that fill none."""
     n = len(row) // _BLOCK
     maxima: Row = np.maximum.reduce(row[: n * _BLOCK].reshape(_BLOCK, n), axis=0)
     return maxima
 
 
 def _at_least(row: Row, maxima: Row, bound: np.float32) -> Ids:
-    """The ids of the logits that reach a bound, increasing."""
     n = len(maxima)
     near = np.flatnonzero(maxima >= bound)
     found = np.flatnonzero(row[: n * _BLOCK].reshape(_BLOCK, n)[:, near] >= bound)
@@ -139,29 +120,22 @@ def _at_least(row: Row, maxima: Row, bound: np.float32) -> Ids:
 
 @lru_cache(maxsize=8)
 def all_ids(n: int) -> Ids:
-    """0, 1, 2, … [n]: one array for all who want it, not to be written to."""
     ids = np.arange(n)
     ids.flags.writeable = False
     return ids
 
 
-# Randomness by address: the number for a decision is a hash of (seed, position in the text, stream, token id).
+# Randomness is addressed, not consumed: the number for a decision is a hash of (seed, position in the text, stream,
+# token id). So the draw at a position does not depend on how many tokens were drafted before it, and a fixed seed gives
+# the same text whether or not, and however far, a draft ran ahead.
 
+# Numbers worked on at a time, so that a computation in several steps over a vocabulary stays in the processor's cache.
 PIECE = 16384
-"""Numbers worked on at a time. What is computed of a whole vocabulary in several steps stays in the processor's cache
-so: 152k numbers take 0.35 ms instead of 1.8 (2 cores of an AMD EPYC)."""
 
 
 class Noise:
-    """Addressed randomness: a counter-based generator (splitmix64 finalisers over seed, position, stream and id).
-
-    Args:
-        seed: None takes one from the operating system.
-
-    Attributes:
-        seed: in use.
-        fresh: whether nobody named it, so that nobody can ask for the same draws again.
-    """
+    """A counter-based generator: splitmix64 finalisers over seed, position, stream and id. ``fresh``: no seed was
+    given, so that the same draws cannot be asked for again."""
 
     __slots__ = ("fresh", "seed")
 
@@ -174,7 +148,6 @@ class Noise:
         return _mix_int(seed + position * 0xD1342543DE82EF95 + stream * 0xDB4F0B9175AE2165)
 
     def uniform(self, position: int, stream: int) -> float:
-        """One number in (0, 1)."""
         return ((_mix_int(self._key(position, stream) ^ 0xA0761D6478BD642F) >> 12) + 0.5) * 2.0**-52
 
     def uniforms(self, position: int, ids: npt.NDArray[np.int64], stream: int = 0) -> npt.NDArray[np.float64]:
@@ -189,7 +162,7 @@ class Noise:
     def at_least(
         self, bound: float, position: int, ids: npt.NDArray[np.int64], stream: int = 0
     ) -> npt.NDArray[np.int64]:
-        """Where in ``ids`` the numbers are that reach a bound, and perhaps some that are 2^-51 less."""
+        """Places in ``ids`` whose numbers reach a bound, and perhaps some that are 2^-51 less."""
         least = np.uint64(max(0, math.floor(bound * 2.0**52) - 1))
         found = [start + np.flatnonzero(bits >= least) for start, bits in self._bits(position, ids, stream)]
         return np.concatenate(found)
@@ -197,7 +170,7 @@ class Noise:
     def _bits(
         self, position: int, ids: npt.NDArray[np.int64], stream: int
     ) -> Iterator[tuple[int, npt.NDArray[np.uint64]]]:
-        """52 bits for each token id, piece by piece: where the piece begins, and they."""
+        """52 bits for each token id, in pieces: (start of the piece, its bits)."""
         key = np.uint64(self._key(position, stream))
         for start in range(0, len(ids), PIECE):
             x = ids[start : start + PIECE].astype(np.uint64)
@@ -221,11 +194,8 @@ def _mix_int(x: int) -> int:
     return x ^ (x >> 31)
 
 
-# The probabilities of the next token, sparse or over a whole vocabulary, and how a token is drawn from them.
-
 Probs = npt.NDArray[np.float64]
 
-_BLOCK = 128
 _PIECE = 4 * PIECE
 _SHARE = 1 / 1024
 
@@ -234,16 +204,8 @@ class Distribution:
     """A probability distribution over tokens; those that it does not name have 0.
 
     Over a large vocabulary (``of_row``) its weights are in single precision, whose rounding is that of the logits they
-    come from, about one part in a million: exponentials take a third of the time so, and memory half.
-
-    Args:
-        ids: strictly increasing [n].
-        probs: float64 [n], not negative, summing to 1.
-
-    Attributes:
-        ids: as given.
-        weights: what the probabilities are in proportion to [n].
-        total: their sum.
+    come from, about one part in a million. ``ids`` are strictly increasing [n]; the probabilities are ``weights`` [n]
+    over their sum, ``total``.
     """
 
     __slots__ = ("_reached", "ids", "total", "weights")
@@ -256,14 +218,8 @@ class Distribution:
 
     @classmethod
     def of_row(cls, row: Row, top: float, temperature: float, ids: Ids | None) -> Distribution:
-        """The softmax of a row of many logits.
-
-        Args:
-            row: logits [n].
-            top: the largest of them.
-            temperature: that they are divided by, over 0.
-            ids: the tokens that they belong to [n]; None is 0, 1, 2, …
-        """
+        """The softmax of a row of many logits [n], ``top`` the largest of them, at a temperature over 0; ``ids`` None
+        is 0, 1, 2, …"""
         n = len(row)
         padded = np.empty(n + -n % _BLOCK, dtype=np.float32)
         factor = np.float32(1.0 / max(temperature, 1e-30))  # what is less is 0 in single precision
@@ -287,14 +243,12 @@ class Distribution:
 
     @property
     def probs(self) -> Probs:
-        """Of each token [n]."""
         if self._reached is None:
             return self.weights  # type: ignore[return-value] # float64, as it was given
         return self.weights / np.float64(self.total)
 
     @property
     def top(self) -> float:
-        """The largest probability."""
         return float(self.weights.max()) / self.total
 
     def prob(self, token: int) -> float:
@@ -302,7 +256,6 @@ class Distribution:
         return float(self.weights[i]) / self.total if i < len(self.ids) and self.ids[i] == token else 0.0
 
     def probs_of(self, ids: Ids) -> Probs:
-        """The probabilities of these tokens [n]."""
         at = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
         return np.where(self.ids[at] == ids, self.weights[at] / np.float64(self.total), 0.0)
 
@@ -312,10 +265,9 @@ class Distribution:
     def sample(self, noise: Noise, position: int, stream: int = 0) -> int:
         """Draw a token, with the randomness of (seed, position, stream).
 
-        With a seed by the Gumbel-max trick: argmax(log p + g), g addressed by the token id too, so that laws which are
-        alike agree on the token. Equivalently argmin of e/p with e exponential, which needs one logarithm less and
-        never takes log 0. That hashes every token; without a seed nothing is gained by it, and one number is looked up
-        in the cumulated probabilities (inverse transform sampling).
+        With a seed by the Gumbel-max trick, addressed by token id, so that similar laws agree on the token; as argmin
+        of e/p with e exponential, which needs one logarithm less and never takes log 0. Without a seed by inverse
+        transform sampling, which hashes one number rather than one per token.
         """
         if len(self.ids) == 1:
             return int(self.ids[0])
@@ -328,10 +280,9 @@ class Distribution:
         return int(ids[int(np.argmin(times))])
 
     def _not_beaten(self, noise: Noise, position: int, stream: int) -> Ids:
-        """Places, increasing, of a few tokens among which the one with the least e/p is.
+        """Increasing places of a few tokens, among them the one with the least e/p.
 
-        The most probable ones set a time to beat. As e = -log u is at least 1 - u, all others need a u so near to 1
-        that of most nothing has to be known but that it is not.
+        The most probable ones set a time to beat. As e = -log u is at least 1 - u, all others need a u close to 1.
         """
         share = self.total * _SHARE
         leaders = np.flatnonzero(self.weights >= share)
@@ -390,7 +341,8 @@ class Distribution:
 
 
 def _place(cumulated: Probs, at: float) -> int:
-    """The first at which more than ``at`` is reached, and more than before; where rounding lets none, the last such."""
+    """The first place at which more than ``at`` is reached, and more than before; the last such where rounding leaves
+    none."""
     return int(np.searchsorted(cumulated, min(at, math.nextafter(float(cumulated[-1]), 0.0)), side="right"))
 
 
@@ -400,18 +352,17 @@ def _in_blocks(padded: Row) -> Row:
 
 
 _DRAFT_DEPTH = 8.0
-_COLDEST = 1e-30
-"""Temperatures below are as this one: what is less likely at all has no probability in double precision."""
+_COLDEST = 1e-30  # Least temperature: at lower ones all but the most probable have no probability in double precision
 
 _FEW = 256
 _N_IDS = 1 << 31  # of more no engine knows
 
+# Most that may be added to a logit, and most times that it may be taken: finite in single precision, both at once.
 HUGE, MANY = 1e30, 1e6
-"""Most that may be added to a logit, and most times that it may be taken: finite in single precision, both at once."""
 
 
 class NotNumbers(EngineError):
-    """A row of logits has NaN or infinity for its maximum."""
+    """The maximum of a row of logits is NaN or infinite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,7 +384,7 @@ class SamplingParams:
         stop: strings that end the answer; neither they nor what follows is part of the text.
         ignore_eos: do not stop at end tokens (for benchmarks).
         response_format: the form of the answer, as OpenAI has it: ``{"type": "json_object"}``, ``{"type":
-            "json_schema", "json_schema": {"schema": …}}``, or ``{"type": "text"}``; see ``structured.request``.
+            "json_schema", "json_schema": {"schema": …}}``, or ``{"type": "text"}``; see ``grammar_of``.
         grammar: a GBNF grammar that the answer follows, instead of ``response_format``.
 
     Raises:
@@ -522,23 +473,20 @@ class SamplingParams:
 
     @property
     def n_best(self) -> int:
-        """How many of the largest logits of a row say which token comes next; 0 where it may take all of them."""
+        """How many of the largest logits of a row decide which token comes next; 0: possibly all."""
         return 0 if self.edits_logits else 1 if self.greedy else self.top_k
 
 
 _NOT_OF_A_CHAT = ("logit_bias", "ignore_eos", "response_format", "grammar")
+# Parameters that the catalogue may set for a model, that ``/set`` changes and that a saved chat remembers.
 CHAT_SETTINGS = tuple(each.name for each in fields(SamplingParams) if each.name not in _NOT_OF_A_CHAT)
-"""Parameters that the catalogue may set for a model, that ``/set`` changes and that a saved chat remembers."""
 
 
 def edit_logits(row: Row, history: Sequence[int], params: SamplingParams, ids: Ids | None = None) -> Row:
     """Logit bias and penalties; returns ``row`` itself, uncopied, where nothing changes it.
 
-    Args:
-        row: logits [n].
-        history: all tokens before the one to choose, the accepted draft tokens of this round included.
-        params: the sampling parameters.
-        ids: the tokens that the logits belong to, increasing [n]; None is 0, 1, 2, …
+    ``history`` is all tokens before the one to choose, the accepted draft tokens of this round included; ``ids`` are
+    the tokens of the logits, increasing [n], None is 0, 1, 2, …
     """
     if not params.edits_logits:
         return row
@@ -555,7 +503,7 @@ def edit_logits(row: Row, history: Sequence[int], params: SamplingParams, ids: I
 
 
 def _placed(by_token: Mapping[int, float], ids: Ids | None, n: int) -> tuple[Ids, Probs]:
-    """Numbers by token id: the places in a row of n logits that they belong to, and the numbers for those."""
+    """Numbers by token id: their places in a row of n logits, and the numbers there."""
     by_token = {token: number for token, number in by_token.items() if 0 <= token < _N_IDS}
     tokens = np.fromiter(by_token.keys(), dtype=np.int64, count=len(by_token))
     numbers = np.fromiter(by_token.values(), dtype=np.float64, count=len(by_token))
@@ -571,7 +519,7 @@ def greedy_token(row: Row, history: Sequence[int], params: SamplingParams, token
     """The most probable token after bias and penalties (the lowest id among equals); see ``distribution``.
 
     Raises:
-        NotNumbers: that is what the logits are.
+        NotNumbers: the largest logit is NaN or infinite.
         UsageError: every token is banned.
     """
     edited = edit_logits(row, history, params, token_ids)
@@ -581,7 +529,7 @@ def greedy_token(row: Row, history: Sequence[int], params: SamplingParams, token
 
 
 def _check_top(top: float, row: Row) -> None:
-    """Refuse to choose from edited logits whose largest is no number; ``row`` is what they were."""
+    """Refuse edited logits whose largest is no number; ``row`` is what they were."""
     if math.isfinite(top):
         return
     if top == -math.inf and math.isfinite(row.max()):
@@ -592,19 +540,17 @@ def _check_top(top: float, row: Row) -> None:
 def distribution(
     row: Row, history: Sequence[int], params: SamplingParams, token_ids: Ids | None = None
 ) -> Distribution:
-    """The distribution that plain sampling draws the next token from.
+    """The distribution that plain sampling draws the next token from; at temperature 0 the point mass on the greedy
+    token.
 
     Args:
         row: logits [n]; not modified.
         history: all tokens before the one to choose.
-        params: temperature 0 gives the point mass on the greedy token.
-        token_ids: the tokens that the logits belong to, increasing [n], where sampled; None is 0, 1, 2, …
-
-    Returns:
-        A ``Distribution`` over the tokens that survive the chain.
+        params: the sampling parameters.
+        token_ids: the tokens that the logits belong to, increasing [n]; None is 0, 1, 2, …
 
     Raises:
-        NotNumbers: that is what the logits are.
+        NotNumbers: the largest logit is NaN or infinite.
         UsageError: every token is banned.
     """
     if params.greedy:
@@ -620,12 +566,10 @@ def distribution(
 def draft_distribution(
     row: Row, history: Sequence[int], params: SamplingParams, token_ids: Ids | None = None
 ) -> Distribution:
-    """The distribution that a draft token comes from: ``distribution``, or of a large vocabulary its likely tokens.
+    """The distribution of a draft token: ``distribution``, or over a large vocabulary its likely tokens only.
 
-    A draft is verified by what it was really drawn from, so it may leave out what it likes. Without what is less than
-    e^-8 times as likely as the first, a draft token of Qwen2.5-Coder 0.5B is accepted by the 1.5B with a probability of
-    0.712 instead of 0.714 at a temperature of 0.8, and 0.713 instead of 0.716 at 1 (101 rows); where many tokens are
-    likely, all are kept. Arguments and errors are those of ``distribution``.
+    A draft is verified by what it was really drawn from, so it may leave out tokens. Without those less than e^-8 times
+    as likely as the first, the acceptance rate falls by 0.003 at most; where many tokens are likely, all are kept.
     """
     if params.greedy or params.top_k or len(row) <= PIECE:
         return distribution(row, history, params, token_ids)
@@ -683,7 +627,6 @@ def _law(row: Row, top: float, params: SamplingParams, token_ids: Ids | None) ->
 
 
 def _cut(ids: Ids, probs: Probs, min_p: float) -> Distribution:
-    """Min-p, and what has no probability at all."""
     if min_p:
         keep = np.flatnonzero(probs >= min_p * probs.max())
         ids, probs = ids[keep], probs[keep] / probs[keep].sum()
@@ -694,7 +637,7 @@ def _cut(ids: Ids, probs: Probs, min_p: float) -> Distribution:
 
 
 def _nucleus(probs: Probs | Row, top_p: float) -> Ids:
-    """Positions, increasing, of the fewest weights that sum to at least ``top_p``; among equals the first.
+    """Increasing positions of the fewest weights that sum to at least ``top_p``; the first among equals.
 
     Sorting a whole vocabulary takes 10 ms; nearly always what lies within a few powers of e of the largest suffices.
     """
@@ -710,25 +653,17 @@ def _nucleus(probs: Probs | Row, top_p: float) -> Ids:
     raise AssertionError("the last depth holds every probability")
 
 
-# How probable the target finds tokens: the logarithms that OpenAI's API calls ``logprobs``.
-#
-# They come from the target's own verified rows and from its raw logits: before logit bias, penalties, temperature,
-# truncation and any grammar. So they say what the model thinks, not what the sampler did with it, and a greedy answer
-# has the same ones as a sampled answer with the same tokens. Drafting changes them by the noise of the engine's
-# kernels only (on the reference backend not at all).
+# Logprobs come from the target's verified rows of raw logits: before logit bias, penalties, temperature, truncation and
+# any grammar. A greedy answer has the same ones as a sampled answer with the same tokens, and drafting changes them
+# only by the noise of the engine's kernels.
 
-MAX_TOP = 20
-"""Most alternatives a request may ask for, as in OpenAI's API."""
+MAX_TOP = 20  # Most alternatives a request may ask for, as in OpenAI's API
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """What the target thought of one token.
-
-    Attributes:
-        logprob: natural logarithm of its probability.
-        top: the most probable tokens at its place, best first: (token id, logprob).
-    """
+    """The natural logarithm of the probability of one token, and of the most probable ones at its place (``top``, best
+    first: token id, logprob)."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -736,14 +671,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """One token of a given text; see ``LLM.logprobs``.
-
-    Attributes:
-        id: token id.
-        text: the token on its own.
-        logprob: of this token after all before it; None for the first, which nothing predicts.
-        top: the most probable tokens at its place, best first: (token id, logprob).
-    """
+    """One token of a given text (see ``LLM.logprobs``), and its text alone; ``logprob`` is None for the first, which
+    nothing predicts, ``top`` as in ``TokenLogprobs``."""
 
     id: int
     text: str
@@ -752,13 +681,7 @@ class ScoredToken:
 
 
 def token_logprobs(row: Row, token: int, n_top: int) -> TokenLogprobs:
-    """Judge a token by the row that predicts it.
-
-    Args:
-        row: raw logits [n_vocab].
-        token: the id to judge.
-        n_top: how many of the most probable tokens to name.
-    """
+    """Logprobs of a token, and of the ``n_top`` most probable ones, by the raw logits that predict it [n_vocab]."""
     shifted = row - row.max()
     log_total = float(np.log(np.exp(shifted, dtype=np.float64).sum()))
     top: tuple[tuple[int, float], ...] = ()
@@ -770,9 +693,4 @@ def token_logprobs(row: Row, token: int, n_top: int) -> TokenLogprobs:
 
 
 def checked_top(n_top: int) -> int:
-    """The number of alternatives, if it is one that may be asked for.
-
-    Raises:
-        UsageError: it is not.
-    """
     return checked_whole("the number of most probable tokens", n_top, 0, MAX_TOP)

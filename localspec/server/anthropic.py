@@ -3,22 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from localspec.prompts.folding import merged
-from localspec.server import known_fields as known
 from localspec.server.blocks import AnswerBlock, BlockAnswer, Change, identifier
-from localspec.server.events import Wire, event
-from localspec.server.fields import Fields, invalid
-from localspec.server.requests import (
+from localspec.server.bodies import (
+    ACCOUNT,
+    CACHE,
     MAX_COUNT,
+    OUTSIDE,
+    REPEATED,
+    STYLE,
+    Body,
+    Flag,
+    items,
+    read,
+    text_or_items,
+    whole,
+)
+from localspec.server.events import Wire, event
+from localspec.server.fields import invalid
+from localspec.server.requests import (
     MAX_MESSAGES,
     MAX_TOOLS,
-    SHARED,
+    ApiBody,
     ChatRequest,
     ServedModel,
-    chat_request,
+    Shared,
+    Stops,
+    TextPart,
+    ThinkingBudget,
+    ToolName,
+    begins_answer,
+    calling,
+    required_messages,
     text_of,
+    thinking,
+    tool_use,
 )
 from localspec.server.service import Service
 
@@ -32,121 +55,202 @@ _DELTAS = {
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def messages_request(fields: Fields, served: ServedModel) -> ChatRequest:
-    """Check the body of ``/v1/messages``.
-
-    Raises:
-        ApiError: it makes no sense, or asks for what there is not.
-    """
-    if fields.known(known.MESSAGES).integer("max_tokens", 1, MAX_COUNT) is None:
-        raise invalid("max_tokens is missing", "max_tokens")
-    return chat_request(Fields(_chat_body(fields) | fields.those(("max_tokens", "stream"))), served)
+# What is asked.
 
 
-def count_request(fields: Fields, served: ServedModel) -> ChatRequest:
-    """Check the body of ``/v1/messages/count_tokens``."""
-    return chat_request(Fields(_chat_body(fields.known(known.COUNT_TOKENS))), served)
+class ToolUseBlock(Body):
+    IGNORED = {CACHE: "cache_control", REPEATED: "caller toolset_name"}
+
+    type: str
+    id: str
+    name: str
+    input: Any = None
 
 
-def _chat_body(fields: Fields) -> dict[str, Any]:
-    messages = _messages(fields)
-    body = fields.those((*SHARED, "thinking_budget")) | {"messages": messages, "stop": fields.get("stop_sequences")}
-    if messages and messages[-1]["role"] == "assistant":  # the answer's beginning
-        if messages[-1].get("tool_calls"):
-            raise invalid("messages: the last one calls tools, and their results are missing", "messages")
-        body["continue_final_message"] = bool(messages[-1]["content"])
-    body["tools"] = [_tool(Fields(item, f"tools[{i}]")) for i, item in enumerate(fields.items("tools", MAX_TOOLS))]
-    choice = fields.object("tool_choice")
-    if choice is not None:
-        body["tool_choice"] = _tool_choice(choice.known(known.ANTHROPIC_TOOL_CHOICE))
-        body["parallel_tool_calls"] = not choice.flag("disable_parallel_tool_use")
-    config = fields.object("output_config") or Fields({}, "output_config")
-    effort = config.known(known.OUTPUT_CONFIG).choice("effort", ("", "low", "medium", "high", "xhigh", "max"))
-    if (thinking := fields.object("thinking")) is not None:
-        kind = thinking.known(known.THINKING).choice("type", ("adaptive", "enabled", "disabled"))
-        if kind == "disabled":
-            effort = "none"
-        elif kind == "enabled" and not effort:
-            body["chat_template_kwargs"] = {"enable_thinking": True}
-        if (budget := thinking.integer("budget_tokens", 0, MAX_COUNT)) is not None:
-            body["thinking_budget"] = budget
-    body["reasoning_effort"] = effort
-    if (form := config.object("format")) is not None:
-        form.known(known.OUTPUT_FORMAT).choice("type", ("json_schema",))
-        body["response_format"] = {
-            "type": "json_schema",
-            "json_schema": {"name": "answer", "schema": form.get("schema")},
-        }
-    return body
+class ToolResultBlock(Body):
+    IGNORED = {CACHE: "cache_control", REPEATED: "toolset_name"}
+
+    type: str
+    tool_use_id: str
+    content: Any = ""
+    is_error: Flag = False
 
 
-def _tool(tool: Fields) -> dict[str, Any]:
-    if tool.get("type") not in (None, "custom"):
-        raise invalid(f"{tool.path('type')}: only tools with an input_schema can be used", tool.path("type"))
-    tool.known(known.ANTHROPIC_TOOL)
-    function = {"name": tool.required_text("name"), "description": tool.text("description") or ""}
-    function |= {"parameters": tool.get("input_schema")} | tool.those(("strict",))
-    return {"type": "function", "function": function}
+class ThinkingBlock(Body):
+    IGNORED = {REPEATED: "signature"}
+
+    type: str
+    thinking: str
 
 
-def _tool_choice(choice: Fields) -> Any:
-    kind = choice.choice("type", ("auto", "any", "tool", "none"))
-    if kind == "tool":
-        return {"type": "function", "function": {"name": choice.required_text("name")}}
-    return "required" if kind == "any" else kind
+class RedactedThinkingBlock(Body):
+    IGNORED = {"only the provider that encrypted it can read it": "data"}
+
+    type: str
 
 
-def _messages(fields: Fields) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    if fields.has("system"):
-        found.append({"role": "system", "content": text_of(fields.get("system"), "system", ("text",), "\n")})
-    for i, item in enumerate(fields.items("messages", MAX_MESSAGES)):
-        message = Fields(item, f"messages[{i}]").known(known.ANTHROPIC_MESSAGE)
-        role = message.required_text("role")
-        if role not in ("user", "assistant", "system"):
-            raise message.wrong("role", "user, assistant or system")
-        content = message.get("content")
-        blocks = (
-            [{"type": "text", "text": content}] if isinstance(content, str) else message.items("content", MAX_MESSAGES)
-        )
-        for j, block in enumerate(blocks):
-            found += _of_block(role, Fields(block, f"messages[{i}].content[{j}]"))
-    return merged(found)
+class AnthropicMessage(Body):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[str | list[Any], text_or_items(MAX_MESSAGES)] = []
+
+    def messages(self, path: str) -> Iterator[dict[str, Any]]:
+        """The message as messages of a chat, one for each block."""
+        if isinstance(self.content, str):
+            yield {"role": self.role, "content": self.content}
+            return
+        for i, block in enumerate(self.content):
+            yield from _of_block(self.role, block, f"{path}.content[{i}]")
 
 
-def _of_block(role: str, block: Fields) -> Iterator[dict[str, Any]]:
-    """A block of a message as messages of a chat."""
-    kind = block.get("type")
+def _of_block(role: str, block: Any, path: str) -> Iterator[dict[str, Any]]:
+    kind = block.get("type") if isinstance(block, dict) else "text"
     if kind == "text":
-        yield {"role": role, "content": block.known(known.PART).required_text("text")}
+        yield {"role": role, "content": read(TextPart, block, path).text}
     elif role == "user" and kind == "tool_result":
-        block.known(known.TOOL_RESULT)
-        content = text_of(block.get("content") or "", block.path("content"), ("text",), "\n")
-        if block.flag("is_error") and not content.lower().startswith("error"):
+        result = read(ToolResultBlock, block, path)
+        content = text_of(result.content, f"{path}.content", ("text",), "\n")
+        if result.is_error and not content.lower().startswith("error"):
             content = f"Error: {content}"
-        yield {"role": "tool", "tool_call_id": block.required_text("tool_use_id"), "content": content}
+        yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": content}
     elif role == "assistant" and kind == "tool_use":
-        block.known(known.TOOL_USE)
-        function = {"name": block.required_text("name"), "arguments": block.get("input") or {}}
-        call = {"id": block.required_text("id"), "type": "function", "function": function}
-        yield {"role": role, "content": "", "tool_calls": [call]}
+        use = read(ToolUseBlock, block, path)
+        yield calling(use.id, use.name, use.input or {})
     elif role == "assistant" and kind == "thinking":
-        thought = block.known(known.THINKING_BLOCK).required_text("thinking")
-        yield {"role": role, "content": "", "reasoning_content": thought}
+        yield {"role": role, "content": "", "reasoning_content": read(ThinkingBlock, block, path).thinking}
     elif role == "assistant" and kind == "redacted_thinking":
-        block.known(known.REDACTED_THINKING)
+        read(RedactedThinkingBlock, block, path)
     else:
-        raise invalid(
-            f"{block.path('type')}: {kind!r:.40} cannot be used here, only text and tools", block.path("type")
+        raise invalid(f"{path}.type: {kind!r:.40} cannot be used here, only text and tools", f"{path}.type")
+
+
+class AnthropicTool(Body):
+    IGNORED = {
+        CACHE: "cache_control",
+        "the client runs the calls": "allowed_callers defer_loading eager_input_streaming",
+        STYLE: "input_examples",
+    }
+
+    type: Literal["custom"] = "custom"
+    name: ToolName
+    description: str = ""
+    input_schema: dict[str, Any] | None = None
+    strict: Flag = False
+
+    def for_template(self) -> dict[str, Any]:
+        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        return {"type": "function", "function": function | self.those("strict")}
+
+
+class AnthropicToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"] = "auto"
+    name: str | None = None
+    disable_parallel_tool_use: Flag = False
+
+
+class OutputFormat(Body):
+    type: Literal["json_schema"] = "json_schema"
+    schema_: Any = Field(None, alias="schema")
+    name: Any = None
+
+
+class OutputConfig(Body):
+    REFUSED = {"cannot be had: send max_tokens": "task_budget"}
+
+    effort: Literal["", "low", "medium", "high", "xhigh", "max"] = ""
+    format: OutputFormat | None = None
+
+
+class Thinking(Body):
+    IGNORED = {"thinking is returned as it is": "display"}
+
+    type: Literal["adaptive", "enabled", "disabled"] = "adaptive"
+    budget_tokens: Annotated[int, whole(0, MAX_COUNT)] | None = None
+
+
+class CountBody(ApiBody, Shared):
+    """The body of ``/v1/messages/count_tokens``."""
+
+    IGNORED = {
+        ACCOUNT: "user_profile_id workspace_id billing_policy speed betas",
+        CACHE: "cache_control",
+        "all that was sent stays in the prompt": "context_management",
+    }
+    REFUSED = {OUTSIDE: "mcp_servers", "cannot be had: no conversation is shortened here": "compaction"}
+
+    messages: Annotated[list[AnthropicMessage], items(MAX_MESSAGES)] = []
+    system: Any = None
+    tools: Annotated[list[AnthropicTool], items(MAX_TOOLS)] = []
+    tool_choice: AnthropicToolChoice = AnthropicToolChoice()
+    thinking: Thinking | None = None
+    output_config: OutputConfig = OutputConfig()
+    thinking_budget: ThinkingBudget | None = None
+
+    def asked(self, served: ServedModel, **more: Any) -> ChatRequest:
+        messages = self._messages()
+        if messages[-1]["role"] == "assistant" and messages[-1].get("tool_calls"):
+            raise invalid("messages: the last one calls tools, and their results are missing", "messages")
+        config, budget = self.output_config, self.thinking_budget
+        effort: str = config.effort
+        if self.thinking is not None:
+            budget = budget if self.thinking.budget_tokens is None else self.thinking.budget_tokens
+            effort = {"adaptive": effort, "enabled": effort or "on", "disabled": "none"}[self.thinking.type]
+        form = config.format and {
+            "type": "json_schema",
+            "json_schema": {"name": "answer", "schema": config.format.schema_},
+        }
+        options = self.answer_options(
+            served,
+            form=form,
+            form_name="output_config.format",
+            thinking_budget=budget,
+            ending="continue" if begins_answer(messages) else "assistant",
+            **thinking(served, effort),
+            **more,
         )
+        choice = self.tool_choice
+        if choice.type == "tool" and choice.name is None:
+            raise invalid("tool_choice.name is missing", "tool_choice.name", "missing_required_parameter")
+        tools = tool_use(
+            [tool.for_template() for tool in self.tools],
+            {"any": "required", "tool": "required"}.get(choice.type, choice.type),
+            forced=choice.name if choice.type == "tool" else None,
+            parallel=not choice.disable_parallel_tool_use,
+        )
+        return ChatRequest(options, messages, tools)
+
+    def _messages(self) -> list[dict[str, Any]]:
+        system = [] if self.system is None else [text_of(self.system, "system", ("text",), "\n")]
+        found = [{"role": "system", "content": text} for text in system]
+        for i, message in enumerate(self.messages):
+            found += message.messages(f"messages[{i}]")
+        return merged(required_messages(found))
+
+
+class MessagesBody(CountBody):
+    """The body of ``/v1/messages``."""
+
+    IGNORED = {
+        ACCOUNT: "metadata service_tier inference_geo diagnostics fallback_credit_token",
+        "there is no other model": "fallbacks",
+    }
+    REFUSED = {
+        "cannot be had: no code is run here": "container",
+        "cannot be had: send the whole conversation": "thread",
+    }
+
+    max_tokens: Annotated[int, whole(1, MAX_COUNT)]
+    stop_sequences: Stops | None = None
+    stream: Flag = False
+
+    def asked(self, served: ServedModel, **more: Any) -> ChatRequest:
+        return super().asked(served, max_tokens=self.max_tokens, stop=self.stop_sequences, stream=self.stream)
+
+
+# What is answered.
 
 
 class MessagesAnswer(BlockAnswer):
-    """The answer to ``/v1/messages``. Made in a thread: templates and grammars may take a while.
-
-    Raises:
-        LocalspecError: the messages do not fit the template or the context.
-    """
+    """The answer to ``/v1/messages``."""
 
     def __init__(self, service: Service, request: ChatRequest) -> None:
         task = service.chat_task(request.messages, request.tools, request.options)
@@ -197,7 +301,7 @@ class MessagesAnswer(BlockAnswer):
         return {"stop_reason": _STOP_REASONS[self.finish_reason], "stop_sequence": None}
 
     def _usage(self) -> dict[str, Any]:
-        """Anthropic's input tokens are those that were read; the others are counted apart."""
+        """Anthropic counts cached input tokens apart."""
         stats, n = self.reply.stats, len(self.task.prompt)
         return {
             "input_tokens": n - stats.cached_tokens,
@@ -211,7 +315,7 @@ class CountAnswer:
     """The answer to ``/v1/messages/count_tokens``, also of what does not fit."""
 
     def __init__(self, service: Service, request: ChatRequest) -> None:
-        self._n = len(service.chat_tokens(request.messages, request.tools, request.options))
+        self._n = len(service.chat_prompt(request.messages, request.tools, request.options).prompt)
 
     async def whole(self) -> dict[str, Any]:
         return {"input_tokens": self._n}

@@ -10,22 +10,20 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import h11
 import uvicorn
+from prometheus_client import CollectorRegistry, Gauge, Info, generate_latest
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
-from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
+from starlette.responses import FileResponse, JSONResponse, Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from localspec._version import __version__
@@ -33,114 +31,111 @@ from localspec.engine.saved_chats import CONVERSATIONS
 from localspec.errors import LocalspecError, UsageError
 from localspec.llm import LLM
 from localspec.server import anthropic, ollama, responses
-from localspec.server.access import Client, client_of
+from localspec.server.access import ALL, SEES_OTHERS, Address, Client, client_of
+from localspec.server.bodies import read
 from localspec.server.conversations import ConversationApi, ConversationStore
 from localspec.server.events import LLAMA_SERVER, OPENAI, EventStream, Wire, while_connected
-from localspec.server.fields import ApiError, Fields, ServerSettings, on_error
-from localspec.server.guard import Guard
-from localspec.server.infill import InfillAnswer, infill_request
+from localspec.server.fields import ApiError, ServerSettings
+from localspec.server.guard import application
+from localspec.server.infill import InfillAnswer, InfillBody
 from localspec.server.ollama import OllamaModels, timestamp
-from localspec.server.openai import ChatAnswer, CompletionAnswer
-from localspec.server.requests import chat_request, completion_request
+from localspec.server.openai import ChatAnswer, ChatBody, CompletionAnswer, CompletionBody
+from localspec.server.requests import ApiBody
 from localspec.server.service import Service
 from localspec.system.files import home
 from localspec.system.machine import CPUTimes
 
 PAGE = Path(__file__).parent / "page"
 
-_ANSWERS: dict[str, tuple[Any, Any, Wire]] = {
-    "chat": (chat_request, ChatAnswer, OPENAI),
-    "completions": (completion_request, CompletionAnswer, OPENAI),
-    "infill": (infill_request, InfillAnswer, LLAMA_SERVER),
-    "responses": (responses.responses_request, responses.ResponsesAnswer, responses.WIRE),
-    "messages": (anthropic.messages_request, anthropic.MessagesAnswer, anthropic.WIRE),
-    "count_tokens": (anthropic.count_request, anthropic.CountAnswer, anthropic.WIRE),
-    "ollama_chat": (ollama.ollama_chat_request, ollama.ollama_chat, ollama.WIRE),
-    "ollama_generate": (ollama.ollama_generate_request, ollama.ollama_generate, ollama.WIRE),
-}
-"""Endpoint -> what checks a request to it, what answers it, and how events are sent."""
 
+@dataclass(frozen=True, slots=True)
+class Api:
+    """An address that answers chats, or continues texts.
 
-def build(service: Service) -> Starlette:
-    """The application.
-
-    Args:
-        service: what answers.
+    Attributes:
+        path: of the address.
+        name: in the metrics.
+        body: what is asked.
+        answer: what answers a service and a request: ``whole()``, and ``events()`` where the request asks for them.
+        wire: how events are sent.
     """
-    what_is_there, ollama_models = _WhatIsThere(service), OllamaModels(service)
+
+    path: str
+    name: str
+    body: type[ApiBody]
+    answer: Callable[[Service, Any], Any]
+    wire: Wire
+
+
+APIS = (
+    Api("/v1/chat/completions", "chat", ChatBody, ChatAnswer, OPENAI),
+    Api("/v1/completions", "completions", CompletionBody, CompletionAnswer, OPENAI),
+    Api("/infill", "infill", InfillBody, InfillAnswer, LLAMA_SERVER),
+    Api("/v1/responses", "responses", responses.ResponsesBody, responses.ResponsesAnswer, responses.WIRE),
+    Api("/v1/messages", "messages", anthropic.MessagesBody, anthropic.MessagesAnswer, anthropic.WIRE),
+    Api("/v1/messages/count_tokens", "count_tokens", anthropic.CountBody, anthropic.CountAnswer, anthropic.WIRE),
+    Api("/api/chat", "ollama_chat", ollama.OllamaChatBody, ollama.ollama_chat, ollama.WIRE),
+    Api("/api/generate", "ollama_generate", ollama.OllamaGenerateBody, ollama.ollama_generate, ollama.WIRE),
+)
+
+
+def addresses(service: Service) -> list[Address]:
+    """All addresses of a server that answers, but for the page's files."""
+    models, ollama_models = ModelEndpoints(service), OllamaModels(service)
     conversations = ConversationApi(service, ConversationStore(home() / CONVERSATIONS))
-    routes = [
-        Route("/v1/chat/completions", _answer_at(service, "chat"), methods=["POST"]),
-        Route("/v1/completions", _answer_at(service, "completions"), methods=["POST"]),
-        Route("/infill", _answer_at(service, "infill"), methods=["POST"]),
-        Route("/v1/responses", _answer_at(service, "responses"), methods=["POST"]),
-        Route("/v1/responses/{id}", what_is_there.response, methods=["GET", "DELETE"]),
-        Route("/v1/messages", _answer_at(service, "messages"), methods=["POST"]),
-        Route("/v1/messages/count_tokens", _answer_at(service, "count_tokens"), methods=["POST"]),
-        Route("/api/chat", _answer_at(service, "ollama_chat"), methods=["POST"]),
-        Route("/api/generate", _answer_at(service, "ollama_generate"), methods=["POST"]),
-        Route("/api/tags", ollama_models.tags, methods=["GET"]),
-        Route("/api/show", ollama_models.show, methods=["POST"]),
-        Route("/api/ps", ollama_models.ps, methods=["GET"]),
-        Route("/api/version", ollama_models.version, methods=["GET"]),
-        *(
-            Route(path, _no_embeddings, methods=["POST"])
-            for path in ("/v1/embeddings", "/api/embed", "/api/embeddings")
-        ),
-        Route("/v1/models", what_is_there.models, methods=["GET"]),
-        Route("/v1/models/{model:path}", what_is_there.model, methods=["GET"]),
-        Route("/v1/localspec/stats", what_is_there.stats, methods=["GET"]),
-        *conversations.routes(),
-        Route("/metrics", what_is_there.metrics, methods=["GET"]),
-        Route("/health", what_is_there.health, methods=["GET"]),
-        Route("/", _page, methods=["GET"]),
-        Mount("/page", StaticFiles(directory=PAGE, check_dir=False)),
+    embeddings = ("/v1/embeddings", "/api/embed", "/api/embeddings")
+    return [
+        *(Address(api.path, _answering(service, api), methods=("POST",)) for api in APIS),
+        Address("/v1/responses/{id}", models.response, methods=("GET", "DELETE")),
+        Address("/api/tags", ollama_models.tags),
+        Address("/api/show", ollama_models.show, methods=("POST",)),
+        Address("/api/ps", ollama_models.ps),
+        Address("/api/version", ollama_models.version),
+        *(Address(path, _no_embeddings, methods=("POST",)) for path in embeddings),
+        Address("/v1/models", models.models),
+        Address("/v1/models/{model:path}", models.model),
+        Address("/v1/localspec/stats", models.stats),  # without figures about others, for those who may not see them
+        *conversations.addresses(),
+        Address("/metrics", models.metrics, SEES_OTHERS),
+        Address("/health", models.health, ALL),
+        Address("/", _page, ALL),  # which asks for the key
     ]
-    app = Starlette(
-        routes=routes,
-        middleware=[Middleware(Guard, settings=service.settings)],
-        exception_handlers={HTTPException: on_error, ApiError: on_error, LocalspecError: on_error},
-    )
-    app.router.redirect_slashes = False
-    return app
 
 
-def _answer_at(service: Service, kind: str) -> Any:
-    """The endpoint that answers chats, or continues texts."""
-    check, answer, wire = _ANSWERS[kind]
+def _answering(service: Service, api: Api) -> Callable[[Request], Awaitable[Response]]:
 
-    def prepared(seen: Service, body: Any) -> Any:
+    def prepared(seen: Service, body: Any) -> tuple[Any, bool]:
         """What answers, and whether as events. Grammars are compiled here, templates rendered, texts cut into tokens:
         nothing that others should wait for."""
-        fields = Fields(body)
-        seen.check_model(fields.text("model"))
-        request = check(fields, seen.served())
-        return answer(seen, request), request.options.stream
+        asked = read(api.body, body)
+        seen.check_model(asked.model)
+        request = asked.asked(seen.served())
+        return api.answer(seen, request), request.options.stream
 
     async def events(answering: Any, started: float) -> AsyncGenerator[bytes, None]:
-        with service.counted(kind, started):
+        with service.counted(api.name, started):
             async with aclosing(answering.events()) as encoded:
                 async for event in encoded:
                     yield event
 
     async def endpoint(http: Request) -> Response:
         started = time.monotonic()
-        with service.counted(kind, started, goes_on=True):
+        with service.counted(api.name, started, goes_on=True):
             service.check_open()
             seen = service.seen_by(client_of(http))
             async with service.bodies.json(http) as body:
                 answering, is_stream = await asyncio.to_thread(prepared, seen, body)
         if is_stream:
-            return EventStream(events(answering, started), service.ending, wire)
-        with service.counted(kind, started):
+            return EventStream(events(answering, started), service.ending, api.wire)
+        with service.counted(api.name, started):
             whole = await while_connected(http.receive, service.ending, answering.whole())
             return await asyncio.to_thread(JSONResponse, whole)  # it repeats as much as was sent
 
     return endpoint
 
 
-class _WhatIsThere:
-    """The endpoints that only look."""
+class ModelEndpoints:
+    """What is served, and how it does."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -170,7 +165,7 @@ class _WhatIsThere:
         return JSONResponse(self._named(name, client_of(request)))
 
     async def response(self, request: Request) -> Response:
-        """An answer of ``/v1/responses`` that is kept; or no longer."""
+        """Return, or delete, an answer of ``/v1/responses`` that is kept."""
         name = request.path_params["id"]
         stored = responses.stored_response(self._service.seen_by(client_of(request)), name)
         if request.method != "DELETE":
@@ -202,16 +197,19 @@ class _WhatIsThere:
 
     async def metrics(self, request: Request) -> Response:
         service, llm = self._service.seen_by(client_of(request)), self._service.llm
-        gauges = [
-            ("localspec_requests_running", "Requests being answered.", float(llm.parallel_info()["running"])),
-            ("localspec_requests_waiting", "Requests in the queue.", float(llm.queue_length)),
-            ("localspec_queue_limit", "Most requests that may wait.", float(llm.max_queue or 0)),
-            ("localspec_plain_tokens_per_second", "Expected speed without drafting.", llm.plain_tokens_per_second),
-            ("localspec_uptime_seconds", "Since the start.", time.time() - service.started),
-        ]
+        registry = CollectorRegistry()
         names = {"version": __version__, "model": service.names[0], "backend": llm.backend_name}
-        text = service.metrics.prometheus(gauges, names | {"draft": ",".join(service.drafters)})
-        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+        registry.register(service.metrics)
+        Info("localspec", "What is served.", registry=registry).info(names | {"draft": ",".join(service.drafters)})
+        for name, about, value in (
+            ("requests_running", "Requests being answered.", llm.parallel_info()["running"]),
+            ("requests_waiting", "Requests in the queue.", llm.queue_length),
+            ("queue_limit", "Most requests that may wait.", llm.max_queue or 0),
+            ("plain_tokens_per_second", "Expected speed without drafting.", llm.plain_tokens_per_second),
+            ("uptime_seconds", "Since the start.", time.time() - service.started),
+        ):
+            Gauge(f"localspec_{name}", about, registry=registry).set(value)
+        return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
 
     async def health(self, request: Request) -> Response:
         if self._service.ending.is_set():
@@ -228,20 +226,18 @@ async def _page(request: Request) -> Response:
     return FileResponse(PAGE / "index.html")
 
 
-# uvicorn's HTTP/1.1 protocol, less patient: with clients that are slow to ask, slow to read, or too many.
-
 HEAD_SECONDS = 15.0
-"""Longest time from a connection, or the end of an answer, to the end of the next request's head."""
+"""From a connection, or the end of an answer, to the end of the next request's head, at most."""
 
 STALL_SECONDS = 30.0
-"""Longest time in which a client may take nothing of what is sent to it."""
+"""For which a client may take nothing of what is sent, at most."""
 
 MAX_CONNECTIONS = 256
 """A quarter of the 1,024 files that a process may commonly have open."""
 
 
 class ServerProtocol(H11Protocol):
-    """One connection."""
+    """uvicorn's HTTP/1.1, less patient with clients that are slow to ask, slow to read, or too many."""
 
     head_seconds = HEAD_SECONDS
     stall_seconds = STALL_SECONDS
@@ -309,8 +305,6 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
     if timer is not None:
         timer.cancel()
 
-
-# Sockets and signals around the application.
 
 BACKLOG = 256
 GRACE_SECONDS = 5
@@ -405,7 +399,7 @@ class AppRunner(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         # A thread for each client, made when first needed: what one asks for, such as a long text to be cut into
-        # tokens, keeps nobody's waiting.
+        # tokens, delays no other.
         threads = ThreadPoolExecutor(MAX_CONNECTIONS, thread_name_prefix="localspec-request")
         asyncio.get_running_loop().set_default_executor(threads)
         await super().startup(sockets)
@@ -445,7 +439,8 @@ class Runner(AppRunner):
 
     def __init__(self, llm: LLM, settings: ServerSettings, **options: Any) -> None:
         self.service = Service(llm, settings)
-        super().__init__(build(self.service), self.service.ending, **options)
+        app = application(settings, addresses(self.service), PAGE)
+        super().__init__(app, self.service.ending, **options)
 
 
 def _log_requests() -> None:

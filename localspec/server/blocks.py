@@ -1,4 +1,4 @@
-"""One answer in another API's shape, whole or as events; the other modules of this folder have the shapes."""
+"""An answer as blocks, one after the other: thinking, text and calls. OpenAI calls them items, Anthropic content."""
 
 from __future__ import annotations
 
@@ -19,21 +19,12 @@ from localspec.server.service import AnswerTask, Service
 from localspec.server.tool_calls import CallStart, TextPiece
 from localspec.server.tools import Delta
 
-# An answer as blocks, one after the other: thinking, text, and calls. OpenAI calls them items, Anthropic content.
-
 BlockKind = Literal["thinking", "text", "call"]
 
 
 @dataclass(slots=True)
 class AnswerBlock:
-    """One block.
-
-    Attributes:
-        index: its place in the answer.
-        kind: what it is.
-        text: so far; of a call the arguments, as JSON.
-        id, name: of a call and its function.
-    """
+    """One block. The text of a call are its arguments, as JSON; ``id`` and ``name`` are those of a call."""
 
     index: int
     kind: BlockKind
@@ -43,7 +34,7 @@ class AnswerBlock:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of a call; none where the answer was cut before they were whole."""
+        """Empty where the answer was cut within them."""
         try:
             value = written_json(self.text)
         except ValueError:
@@ -61,11 +52,7 @@ class Change:
 
 
 class BlockReader:
-    """Deltas -> changes of blocks. White space between thoughts and calls is no text.
-
-    Attributes:
-        blocks: all so far.
-    """
+    """Deltas -> changes of blocks. White space between thoughts and calls is no text."""
 
     def __init__(self) -> None:
         self.blocks: list[AnswerBlock] = []
@@ -85,7 +72,6 @@ class BlockReader:
                 yield self._more(piece.text)
 
     def finish(self) -> Iterator[Change]:
-        """The answer is over."""
         if self._space and not self.blocks:
             yield from self._begin(AnswerBlock(0, "text"))
             yield self._more(self._space)
@@ -118,7 +104,7 @@ class BlockReader:
 
 
 class BlockAnswer(ABC):
-    """One answer.
+    """The answer to one request; subclasses have the shape of an API.
 
     Args:
         service: what answers.
@@ -126,7 +112,6 @@ class BlockAnswer(ABC):
         task: what to answer.
 
     Attributes:
-        blocks: what was said so far.
         finish_reason: as OpenAI's chat has it; None before the end.
     """
 
@@ -145,7 +130,6 @@ class BlockAnswer(ABC):
 
     @property
     def reply(self) -> Reply:
-        """There at the end only."""
         assert self._reply is not None
         return self._reply
 
@@ -166,19 +150,17 @@ class BlockAnswer(ABC):
         """The whole answer."""
 
     async def whole(self) -> dict[str, Any]:
-        """The answer in one piece."""
         async with aclosing(self._changes()) as batches:
             async for _ in batches:
                 pass
         return await asyncio.to_thread(self.finished)  # some APIs repeat in an answer all that was sent
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer as it comes."""
-        begun = False  # what fails before there is anything to tell has its own status
+        started = False  # what fails before there is anything to tell has its own status
         async with aclosing(self._changes()) as batches:
             async for changes in batches:
-                if not begun:
-                    begun = True
+                if not started:
+                    started = True
                     for event in await asyncio.to_thread(list, self.begin()):
                         yield event
                 for change in changes:
@@ -188,15 +170,14 @@ class BlockAnswer(ABC):
             yield event
 
     async def _changes(self) -> AsyncGenerator[list[Change], None]:
-        async with aclosing(self.service.answers(self._options, [self.task])) as happenings:
-            async for happening in happenings:
-                yield list(self._reader.read(happening.delta))
-                if happening.reply is not None:
-                    self._reply, self.finish_reason = happening.reply, happening.finish_reason
+        async with aclosing(self.service.answers(self._options, [self.task])) as steps:
+            async for step in steps:
+                yield list(self._reader.read(step.delta))
+                if step.reply is not None:
+                    self._reply, self.finish_reason = step.reply, step.finish_reason
         yield list(self._reader.finish())
 
     def figures(self) -> dict[str, Any]:
-        """What ``localspec`` in an answer says."""
         return figures([self.reply])
 
 

@@ -14,40 +14,35 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from filelock import FileLock, Timeout
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import Route
 
-from localspec.server.fields import ApiError, Fields, invalid
-from localspec.server.requests import MAX_COUNT, MAX_MESSAGES
+from localspec.server.access import READS_TEXTS, Address
+from localspec.server.bodies import MAX_COUNT, Body, Flag, items, must_be, read, whole, wrong
+from localspec.server.fields import ApiError, invalid
+from localspec.server.requests import MAX_MESSAGES
 from localspec.server.service import Service
 from localspec.system.files import private_folder, write_atomically
 
 FORMAT = 1
-FINISHES = ("stop", "length", "cancelled", "broken")
-"""How an answer ended: by itself, at its longest, stopped by a person, or broken off: the server went away, or the page
-was closed in the middle. Until it has ended, an answer that is being made is kept as broken off too."""
-_LOCK_SECONDS = 10.0  # a write takes milliseconds; a server that was stopped with Ctrl-Z holds its lock for ever
+Finish = Literal["stop", "length", "cancelled", "broken"]
+"""How an answer ended: by itself, at its longest, stopped by a person, or broken off (as an unfinished one)."""
+_LOCK_SECONDS = 10.0  # a server that was stopped with Ctrl-Z holds its lock for ever
 _ID = re.compile(r"[0-9a-f]{16}")
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "title": str, "system": str, "settings": dict, "messages": list,
     "revision": int, "created": (int, float), "updated": (int, float),
 }  # fmt: skip
-"""What a file has besides its format and its id: it may have been edited by hand, or damaged."""
+"""What a file has apart from its format and its id: it may have been edited by hand, or damaged."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConversationLimits:
-    """How much is kept.
-
-    Attributes:
-        conversations: how many.
-        bytes_each: as JSON. 100,000 tokens of text are about 0.5 MB; files and thinking count too.
-        bytes_together: of all files.
-    """
+    """How many are kept, and their size as JSON [bytes]; 100,000 tokens of text are about 0.5 MB."""
 
     conversations: int = 1000
     bytes_each: int = 4 << 20
@@ -87,11 +82,7 @@ class ConversationStore:
         return sorted(found, key=lambda summary: summary["updated"], reverse=True)
 
     def get(self, name: str) -> dict[str, Any]:
-        """A conversation.
-
-        Raises:
-            ApiError: there is none of that id (404), or its file cannot be read (500).
-        """
+        """A conversation; an ``ApiError`` if there is none of that id (404), or its file cannot be read (500)."""
         path = self._path(name)
         try:
             return _read(path)
@@ -105,8 +96,7 @@ class ConversationStore:
 
         Args:
             content: what is kept.
-            name: its id, 16 hexadecimal digits, where the client has chosen it: so it may ask again after an answer
-                that it did not get, without making a second one.
+            name: its id, 16 hexadecimal digits, where the client chose it, so that it can ask again safely.
 
         Raises:
             ApiError: there is one of that id (409), a limit is reached (413, 507), or the disk refuses (507).
@@ -123,12 +113,7 @@ class ConversationStore:
             return self._write({**content, **stamps})
 
     def replace(self, name: str, revision: int, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Change one.
-
-        Args:
-            name: its id.
-            revision: of what the change was made to.
-            content: what takes its place.
+        """Change the conversation of an id and a revision.
 
         Raises:
             ApiError: it has been changed since (409), is not there (404), a limit is reached, or the disk refuses.
@@ -141,11 +126,6 @@ class ConversationStore:
             return self._write({**content, **stamps})
 
     def delete(self, name: str) -> None:
-        """Delete one, for good.
-
-        Raises:
-            ApiError: there is none of that id (404), or the disk refuses (507).
-        """
         with self._writing():
             try:
                 self._path(name).unlink()
@@ -186,7 +166,7 @@ class ConversationStore:
         return self.folder / f"{name}.json"
 
     def _summary(self, path: Path) -> dict[str, Any] | None:
-        """What the list says of a file, read again when it has changed; None of one that cannot be read."""
+        """The list's entry of a file, read again when it has changed; None of a damaged one."""
         try:
             stat = path.stat()
             stamp = (stat.st_mtime_ns, stat.st_size)
@@ -212,7 +192,7 @@ class ConversationStore:
 
 
 def as_markdown(conversation: Mapping[str, Any]) -> str:
-    """A conversation to read or to hand on; its files are named, and what was thought is left out."""
+    """A conversation as Markdown: files are named, thinking is left out."""
     parts = [f"# {conversation['title']}"]
     if conversation["system"]:
         parts.append("\n".join(f"> {line}".rstrip() for line in conversation["system"].splitlines()))
@@ -288,7 +268,7 @@ def _full(message: str) -> ApiError:
     return ApiError(507, message, kind="invalid_request_error", code="conversations_full")
 
 
-# The addresses under which the page keeps conversations: list, search, save, export, delete.
+# The addresses: list, search, save, export, delete.
 
 PATH = "/v1/localspec/conversations"
 MAX_FILES, MAX_SETTINGS, MAX_TITLE, MAX_VERSIONS = 32, 64, 200, 1000  # more than a person uses; the store bounds sizes
@@ -296,21 +276,16 @@ _STAMPS = ("id", "revision", "title", "created", "updated")
 
 
 class ConversationApi:
-    """The endpoints.
-
-    Args:
-        service: its reader reads their bodies.
-        store: where conversations are kept.
-    """
+    """The endpoints."""
 
     def __init__(self, service: Service, store: ConversationStore) -> None:
         self._service = service
         self._store = store
 
-    def routes(self) -> list[Route]:
+    def addresses(self) -> list[Address]:
         return [
-            Route(PATH, self._all, methods=["GET", "POST"]),
-            Route(PATH + "/{id}", self._one, methods=["GET", "PUT", "DELETE"]),
+            Address(PATH, self._all, READS_TEXTS, ("GET", "POST")),
+            Address(PATH + "/{id}", self._one, READS_TEXTS, ("GET", "PUT", "DELETE")),
         ]
 
     async def _all(self, http: Request) -> Response:
@@ -332,59 +307,82 @@ class ConversationApi:
         return await asyncio.to_thread(JSONResponse, conversation)
 
     async def _saved(self, http: Request, name: str | None) -> Response:
-        """Save the body as a new conversation, or in the place of one; the answer is what the store says of it."""
+        """Save the body as a new conversation, or in the place of one."""
         async with self._service.bodies.json(http) as body:
-            fields = Fields(body)
-            content = await asyncio.to_thread(conversation_of, fields)
+            asked = await asyncio.to_thread(read, ConversationBody, body)
         if name is None:
-            kept = await asyncio.to_thread(self._store.create, content, fields.text("id"))
+            kept = await asyncio.to_thread(self._store.create, asked.content(), asked.id)
+        elif asked.revision is None:
+            raise invalid("revision is missing: that of what was changed", "revision")
         else:
-            revision = fields.integer("revision", 1, MAX_COUNT)
-            if revision is None:
-                raise invalid("revision is missing: that of what was changed", "revision")
-            kept = await asyncio.to_thread(self._store.replace, name, revision, content)
+            kept = await asyncio.to_thread(self._store.replace, name, asked.revision, asked.content())
         return JSONResponse({key: kept[key] for key in _STAMPS}, 201 if name is None else 200)
 
 
-def conversation_of(fields: Fields) -> dict[str, Any]:
-    """What a client wants kept, checked.
+class KeptFile(Body):
+    name: str
+    text: str
+    edit: Flag = False
 
-    Raises:
-        ApiError: it is no conversation.
-    """
-    messages = _messages(fields.get("messages"), "messages")
-    settings = fields.get("settings") or {}
-    simple = isinstance(settings, dict) and all(
-        isinstance(value, str | int | float | bool) for value in settings.values()
+
+class KeptMessage(Body):
+    role: Literal["user", "assistant"]
+    content: str
+    reasoning_content: str = ""
+    finish: Finish | None = None
+    files: Annotated[list[KeptFile], items(MAX_FILES)] = []
+    versions: Annotated[list[KeptMessages], items(MAX_VERSIONS)] = []
+    version: Annotated[int, whole(0, MAX_VERSIONS)] = 0
+
+
+KeptMessages = Annotated[list[KeptMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+def _are_settings(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and len(value) <= MAX_SETTINGS
+        and all(isinstance(each, str | int | float | bool) for each in value.values())
+        and len(json.dumps(value)) <= 1 << 16
     )
-    if not simple or len(settings) > MAX_SETTINGS or len(json.dumps(settings)) > 1 << 16:
-        raise fields.wrong("settings", f"at most {MAX_SETTINGS} names with a string, a number, true or false")
-    title = " ".join((fields.text("title") or "").split())[:MAX_TITLE] or "Untitled"
-    return {"title": title, "system": fields.text("system") or "", "settings": settings, "messages": messages}
 
 
-def _messages(value: Any, path: str) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not 0 < len(value) <= MAX_MESSAGES:
-        raise invalid(f"{path} must be a list of 1 to {MAX_MESSAGES} messages", path)
-    return [_message(Fields(item, f"{path}[{i}]")) for i, item in enumerate(value)]
+class ConversationBody(Body):
+    """A conversation to keep."""
+
+    IGNORED = {"the server sets it": "format created updated"}
+
+    id: str | None = None
+    revision: Annotated[int, whole(1, MAX_COUNT)] | None = None
+    title: str = ""
+    system: str = ""
+    settings: Annotated[
+        dict[str, Any],
+        must_be(f"at most {MAX_SETTINGS} names with a string, a number, true or false", _are_settings),
+    ] = {}
+    messages: KeptMessages
+
+    def content(self) -> dict[str, Any]:
+        """What is kept."""
+        messages = [_kept(message, f"messages[{i}]") for i, message in enumerate(self.messages)]
+        title = " ".join(self.title.split())[:MAX_TITLE] or "Untitled"
+        return {"title": title, "system": self.system, "settings": self.settings, "messages": messages}
 
 
-def _message(fields: Fields) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": fields.required_text("role"), "content": fields.required_text("content")}
-    fields.choice("role", ("user", "assistant"))
-    if reasoning := fields.text("reasoning_content"):
-        message["reasoning_content"] = reasoning
-    if fields.has("finish"):
-        message["finish"] = fields.choice("finish", FINISHES)
-    files = []
-    for i, item in enumerate(fields.items("files", MAX_FILES)):
-        file = Fields(item, fields.path(f"files[{i}]"))
-        files.append(
-            {"name": file.required_text("name"), "text": file.required_text("text"), "edit": file.flag("edit")}
-        )
-    if files:
-        message["files"] = files
-    if versions := fields.items("versions", MAX_VERSIONS):
-        message["versions"] = [_messages(each, fields.path(f"versions[{i}]")) for i, each in enumerate(versions)]
-        message["version"] = fields.integer("version", 0, len(versions)) or 0
-    return message
+def _kept(message: KeptMessage, path: str) -> dict[str, Any]:
+    kept: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning_content:
+        kept["reasoning_content"] = message.reasoning_content
+    if message.finish is not None:
+        kept["finish"] = message.finish
+    if message.files:
+        kept["files"] = [file.model_dump() for file in message.files]
+    if message.versions:
+        if message.version > len(message.versions):
+            raise wrong(f"{path}.version", f"an integer in 0..{len(message.versions)}", message.version)
+        kept["versions"] = [
+            [_kept(each, f"{path}.versions[{i}][{j}]") for j, each in enumerate(version)]
+            for i, version in enumerate(message.versions)
+        ]
+        kept["version"] = message.version
+    return kept

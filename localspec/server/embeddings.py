@@ -6,25 +6,23 @@ import asyncio
 import base64
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from localspec._version import __version__
 from localspec.backends.llama.embedding import EmbeddingModel
-from localspec.errors import LocalspecError, PromptTooLong
-from localspec.server import known_fields as known
+from localspec.errors import PromptTooLong
+from localspec.server.access import ALL, Address
+from localspec.server.bodies import ACCOUNT, LOADED, Body, Flag, read, whole
 from localspec.server.events import while_connected
-from localspec.server.fields import ApiError, BodyReader, Fields, ServerSettings, invalid, on_error, stopping, too_busy
-from localspec.server.guard import Guard
-from localspec.server.ollama import OLLAMA_VERSION
+from localspec.server.fields import ApiError, BodyReader, ServerSettings, invalid, stopping, too_busy
+from localspec.server.guard import application
+from localspec.server.ollama import OLLAMA_VERSION, OllamaOptions
 
 Row = npt.NDArray[np.float32]
 
@@ -34,16 +32,43 @@ CHATS = (
 )  # fmt: skip
 
 
+class EmbeddingsBody(Body):
+    """The body of ``/v1/embeddings``."""
+
+    IGNORED = {ACCOUNT: "user"}
+    REFUSED = {"cannot be had: a text that is too long is refused": "truncate_prompt_tokens"}
+
+    model: str | None = None
+    input: Any = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, whole(1, 1 << 20)] | None = None
+
+
+class OllamaEmbedBody(Body):
+    """The body of ``/api/embed``."""
+
+    IGNORED = {LOADED: "keep_alive options"}
+
+    model: str | None = None
+    input: Any = None
+    truncate: Flag = True
+    dimensions: Annotated[int, whole(1, 1 << 20)] | None = None
+
+
+class OllamaEmbeddingsBody(Body):
+    """The body of ``/api/embeddings``, Ollama's older address."""
+
+    IGNORED = {LOADED: "keep_alive options"}
+
+    model: str | None = None
+    prompt: str
+
+
+AnyBody = TypeVar("AnyBody", EmbeddingsBody, OllamaEmbedBody, OllamaEmbeddingsBody)
+
+
 class EmbeddingService:
-    """What answers.
-
-    Args:
-        model: it is not closed here.
-        settings: how to behave.
-
-    Attributes:
-        ending: set once the server goes down; whatever runs then ends.
-    """
+    """What answers; ``ending`` is set once the server goes down."""
 
     def __init__(self, model: EmbeddingModel, settings: ServerSettings) -> None:
         self.settings = settings
@@ -56,43 +81,45 @@ class EmbeddingService:
         self._started = time.time()
 
     def application(self) -> Starlette:
-        """The addresses."""
-        routes = [
+        post = ("POST",)
+        addresses = [
             # llama.vscode calls every model GPT-4, and llama-server heeds no name; the answer says whose it is.
-            Route("/v1/embeddings", self._at(self._openai, any_name=True), methods=["POST"]),
-            Route("/api/embed", self._at(self._ollama), methods=["POST"]),
-            Route("/api/embeddings", self._at(self._ollama_of_old), methods=["POST"]),
-            *(Route(path, _no_chat, methods=["POST"]) for path in CHATS),
-            Route("/v1/models", self._models, methods=["GET"]),
-            Route("/api/version", self._version, methods=["GET"]),
-            Route("/health", self._health, methods=["GET"]),
+            Address("/v1/embeddings", self._at(EmbeddingsBody, self._openai, any_name=True), methods=post),
+            Address("/api/embed", self._at(OllamaEmbedBody, self._ollama), methods=post),
+            Address("/api/embeddings", self._at(OllamaEmbeddingsBody, self._ollama_of_old), methods=post),
+            *(Address(path, _no_chat, methods=post) for path in CHATS),
+            Address("/v1/models", self._models),
+            Address("/api/version", self._version),
+            Address("/health", self._health, ALL),
         ]
-        return Starlette(
-            routes=routes,
-            middleware=[Middleware(Guard, settings=self.settings)],
-            exception_handlers={HTTPException: on_error, ApiError: on_error, LocalspecError: on_error},
-        )
+        return application(self.settings, addresses)
 
     def _at(
-        self, answer: Callable[[Fields], Coroutine[Any, Any, dict[str, Any]]], *, any_name: bool = False
+        self,
+        kind: type[AnyBody],
+        answer: Callable[[AnyBody], Coroutine[Any, Any, dict[str, Any]]],
+        *,
+        any_name: bool = False,
     ) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(http: Request) -> Response:
-            async with self._bodies.json(http) as body:
-                fields = Fields(body)
-            name = fields.text("model")
+            async with self._bodies.json(http) as value:
+                body = read(kind, value)
+            if (options := value.get("options")) is not None:
+                read(OllamaOptions, options, "options")
+            name = body.model
             if name and not any_name and name.removesuffix(":latest") not in self._names:
                 message = f"there is no model {name!r:.80} here; this server answers with {self._names[0]}"
                 raise ApiError(404, message, param="model", code="model_not_found")
-            whole = await while_connected(http.receive, self.ending, answer(fields))
+            whole = await while_connected(http.receive, self.ending, answer(body))
             return await asyncio.to_thread(JSONResponse, whole)
 
         return endpoint
 
-    async def _openai(self, fields: Fields) -> dict[str, Any]:
-        form = fields.known(known.EMBEDDINGS).choice("encoding_format", ("float", "base64"))
-        self._check_dimensions(fields)
-        rows, n_tokens = await self._embedded(fields.get("input"), "input")
-        encoded = await asyncio.to_thread(lambda: [_base64(row) if form == "base64" else row.tolist() for row in rows])
+    async def _openai(self, body: EmbeddingsBody) -> dict[str, Any]:
+        self._check_dimensions(body.dimensions)
+        rows, n_tokens = await self._embedded(body.input, "input")
+        is_text = body.encoding_format == "base64"
+        encoded = await asyncio.to_thread(lambda: [_base64(row) if is_text else row.tolist() for row in rows])
         return {
             "object": "list",
             "data": [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(encoded)],
@@ -100,11 +127,10 @@ class EmbeddingService:
             "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens},
         }
 
-    async def _ollama(self, fields: Fields) -> dict[str, Any]:
-        self._check_dimensions(fields.known(known.OLLAMA_EMBED))
-        _check_options(fields)
+    async def _ollama(self, body: OllamaEmbedBody) -> dict[str, Any]:
+        self._check_dimensions(body.dimensions)
         started = time.monotonic_ns()
-        rows, n_tokens = await self._embedded(fields.get("input"), "input", fields.flag("truncate", True))
+        rows, n_tokens = await self._embedded(body.input, "input", body.truncate)
         return {
             "model": self._names[0],
             "embeddings": await asyncio.to_thread(lambda: [row.tolist() for row in rows]),
@@ -113,20 +139,19 @@ class EmbeddingService:
             "prompt_eval_count": n_tokens,
         }
 
-    async def _ollama_of_old(self, fields: Fields) -> dict[str, Any]:
-        _check_options(fields.known(known.OLLAMA_EMBEDDINGS))
-        rows, _ = await self._embedded(fields.required_text("prompt"), "prompt", True)
+    async def _ollama_of_old(self, body: OllamaEmbeddingsBody) -> dict[str, Any]:
+        rows, _ = await self._embedded(body.prompt, "prompt", True)
         return {"embedding": rows[0].tolist()}
 
-    def _check_dimensions(self, fields: Fields) -> None:
-        if fields.integer("dimensions", 1, 1 << 20) not in (None, self._model.n_embd):
+    def _check_dimensions(self, dimensions: int | None) -> None:
+        if dimensions not in (None, self._model.n_embd):
             raise invalid(f"dimensions: this model makes {self._model.n_embd} numbers", "dimensions")
 
     async def _embedded(self, value: Any, name: str, cut: bool = False) -> tuple[list[Row], int]:
-        """The embeddings of what was sent, and how many tokens that was.
+        """The embeddings of a text, token ids, or a list of either, and their number of tokens.
 
         Args:
-            value: a text, token ids, or a list of either.
+            value: what was sent.
             name: of the field.
             cut: whether texts that are too long are cut, rather than refused.
 
@@ -174,11 +199,6 @@ class EmbeddingService:
 
     async def _health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
-
-
-def _check_options(fields: Fields) -> None:
-    if (options := fields.object("options")) is not None:
-        options.known(known.OLLAMA_OPTIONS)
 
 
 async def _no_chat(request: Request) -> Response:

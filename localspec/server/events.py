@@ -1,4 +1,8 @@
-"""An answer as it comes: server-sent events, or a line of JSON for each piece."""
+"""Streamed answers: server-sent events, or a line of JSON for each piece.
+
+sse-starlette does not fit: it starts a response before its first event, so that a refusal comes with status 200, ends
+streams by polling uvicorn's signal handler, which it replaces, and knows no lines of JSON.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +19,11 @@ from starlette.types import Receive, Scope, Send
 
 from localspec.server.fields import ApiError, as_api_error, log_failure, stopping
 
-# Work for a client, for as long as the client is there.
-
 Result = TypeVar("Result")
 
 
 async def while_connected(receive: Receive, ending: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result:
-    """Do the work; a client that leaves, or a server that ends, cancels it.
-
-    Args:
-        receive: the request's; its body has been read.
-        ending: set when the server goes down.
-        work: what to do.
+    """The result of the work, which a client that leaves, or a server that ends, cancels.
 
     Raises:
         ClientDisconnect: the client is gone.
@@ -45,7 +42,7 @@ async def while_connected(receive: Receive, ending: asyncio.Event, work: Corouti
     finally:
         for each in (task, gone, ended):
             each.cancel()
-        # The engine is free when this returns: what the work cleans up is part of it.
+        # The engine is free when this returns.
         await asyncio.gather(task, gone, ended, return_exceptions=True)
 
 
@@ -89,15 +86,9 @@ LLAMA_SERVER = replace(OPENAI, end=b"")
 
 
 class EventStream(Response):
-    """A response made of events.
+    """A response made of encoded events, which are closed when the client leaves.
 
-    Nothing is sent before there is a first event, so that what fails until then has its own status; but a client that
-    waits long is given a sign of life, and an error then comes as an event.
-
-    Args:
-        events: encoded events; closed when the client leaves.
-        ending: set when the server goes down.
-        wire: how the API sends them.
+    Nothing is sent before the first event or sign of life, so that what fails until then has its own status.
     """
 
     def __init__(self, events: AsyncGenerator[bytes, None], ending: asyncio.Event, wire: Wire = OPENAI) -> None:
@@ -107,7 +98,7 @@ class EventStream(Response):
         self._ending = ending
         self._wire = wire
         self._n_sent = 0
-        self._begun = False
+        self._started = False
         self._ended = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -118,14 +109,14 @@ class EventStream(Response):
         except Exception as error:
             log_failure(error)
             refusal = as_api_error(error)
-            if not self._begun:
+            if not self._started:
                 await refusal.response(scope["path"])(scope, receive, send)
             elif not self._ended:
                 await self._send(send, self._wire.failed(refusal, self._n_sent), last=True)
 
     async def _send(self, send: Send, body: bytes, *, last: bool = False) -> None:
-        if not self._begun:
-            self._begun = True
+        if not self._started:
+            self._started = True
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         self._ended = last
         await send({"type": "http.response.body", "body": body, "more_body": not last})

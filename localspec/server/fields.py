@@ -1,4 +1,4 @@
-"""The fields of a JSON object, taken one by one and checked; an error names the field by its path."""
+"""What a server is given and refuses: settings, bodies as JSON, errors in the form of each API."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -21,27 +21,24 @@ from starlette.responses import JSONResponse
 
 from localspec import errors
 from localspec.engine.options import checked_parallel
-from localspec.errors import UsageError, check_text, nearest, parse_json
+from localspec.errors import UsageError, check_text, parse_json
 from localspec.sampling.sampling import SamplingParams
-from localspec.server.known_fields import Known
 from localspec.system.terminal import visible
-
-# What goes wrong, in the shape that the clients of each API read; OpenAI's where no other is due.
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 
 
 class ApiError(Exception):
-    """A refusal, ready to be sent.
+    """A refusal.
 
     Args:
         status: the HTTP status.
         message: one line for the person who reads the client's log.
         kind: OpenAI's ``type``; by the status if None.
-        param: the field of the request that is wrong, as a path such as ``messages[0].role``.
+        param: the field of the request that is wrong, such as ``messages[0].role``.
         code: a word for programs.
-        headers: to be sent along.
+        headers: further ones.
     """
 
     def __init__(
@@ -63,7 +60,7 @@ class ApiError(Exception):
 
     @property
     def message(self) -> str:
-        """The message as it is sent: it may quote the client, so controls are made visible, and it stays short."""
+        """The message as it is sent: short, with visible controls, as it may quote the client."""
         return " ".join(visible(str(self)).split())[:600]
 
     def as_dict(self) -> dict[str, Any]:
@@ -71,12 +68,10 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def as_anthropic(self) -> dict[str, Any]:
-        """Anthropic's form; it has a word for each status."""
         kind = _ANTHROPIC.get(self.status, INVALID if self.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
     def as_ollama(self) -> dict[str, Any]:
-        """Ollama's form."""
         return {"error": self.message}
 
     def response(self, path: str) -> JSONResponse:
@@ -97,24 +92,20 @@ _FORMS = (("/v1/messages", ApiError.as_anthropic), ("/api/", ApiError.as_ollama)
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """400: the request makes no sense."""
     return ApiError(400, message, param=param, code=code)
 
 
 def too_busy(message: str, retry_after_s: float) -> ApiError:
-    """429: come back later."""
     after = str(min(60, max(1, math.ceil(retry_after_s))))
     return ApiError(429, message, kind="rate_limit_error", code="queue_full", headers={"Retry-After": after})
 
 
 def too_late(seconds: float) -> ApiError:
-    """503: the queue was too long."""
     message = f"the request waited for {seconds:g} s and its turn did not come"
     return ApiError(503, message, code="timeout", headers={"Retry-After": "10"})
 
 
 def stopping() -> ApiError:
-    """503: the server is going down."""
     return ApiError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
 
 
@@ -139,7 +130,7 @@ _HTTP = {
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Any exception as a refusal; nothing of our insides gets into it."""
+    """Any exception as a refusal, without anything internal."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, errors.Closed):
@@ -152,7 +143,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def log_failure(error: Exception) -> None:
-    """Say on standard error what failed in here; a wrong request is no failure."""
+    """Print what failed here; a wrong request is no failure."""
     if as_api_error(error).status < 500 or isinstance(error, ApiError | errors.Closed):
         return
     line = " ".join(visible(errors.line_of(error)).split())
@@ -167,134 +158,12 @@ async def on_error(request: Request, error: Exception) -> JSONResponse:
     return as_api_error(error).response(request.url.path)
 
 
-_LONGEST_NAME = 60
-
-
-class Fields:
-    """One object of a request.
-
-    A field that is ``null`` counts as absent: OpenAI's clients send both.
-
-    Args:
-        value: what was sent.
-        path: where it stands in the request; empty is the request itself.
-
-    Raises:
-        ApiError: it is not an object.
-    """
-
-    def __init__(self, value: Any, path: str = "") -> None:
-        if not isinstance(value, Mapping):
-            raise invalid(f"{path or 'the request'} must be an object, not {kind_of(value)}", path or None)
-        self._value = value
-        self._path = path
-
-    def known(self, table: Known) -> Fields:
-        """This object, once its fields are checked: all that are not ``null`` are in the table.
-
-        Raises:
-            ApiError: a field that is unknown, or that cannot be had: ignoring it would answer another question.
-        """
-        for name, value in self._value.items():
-            if value is None or name in table.honoured or name in table.ignored:
-                continue
-            if name in table.refused:
-                if table.asks_nothing(name, value):
-                    continue
-                raise invalid(f"{self.path(name)} {table.refused[name]}", self.path(name), "unsupported_parameter")
-            near = nearest(name, table.names) if 2 < len(name) <= _LONGEST_NAME else None
-            hint = f"; did you mean {self.path(near)}?" if near else ""
-            path = self.path(f"{name:.{_LONGEST_NAME}}")
-            raise invalid(f"{path} is no field that is known here{hint}", path, "unknown_parameter")
-        return self
-
-    def path(self, name: str) -> str:
-        return f"{self._path}.{name}" if self._path else name
-
-    def wrong(self, name: str, rule: str) -> ApiError:
-        """400: the field breaks a rule."""
-        value = self._value.get(name)
-        shown = f"{value!r:.60}" if isinstance(value, str | int | float | bool) else kind_of(value)
-        return invalid(f"{self.path(name)} must be {rule}, not {shown}", self.path(name))
-
-    def has(self, name: str) -> bool:
-        return self._value.get(name) is not None
-
-    def get(self, name: str) -> Any:
-        """The field as it was sent; None if absent."""
-        return self._value.get(name)
-
-    def those(self, names: Iterable[str]) -> dict[str, Any]:
-        """The fields of these names that are there, as they were sent."""
-        return {name: self._value[name] for name in names if self.has(name)}
-
-    def _take(self, name: str, rule: str, fits: Callable[[Any], bool]) -> Any:
-        value = self._value.get(name)
-        if value is not None and not fits(value):
-            raise self.wrong(name, rule)
-        return value
-
-    def text(self, name: str) -> str | None:
-        text: str | None = self._take(name, "a string", lambda value: isinstance(value, str))
-        return text
-
-    def required_text(self, name: str) -> str:
-        value = self.text(name)
-        if value is None:
-            raise invalid(f"{self.path(name)} is missing", self.path(name), "missing_required_parameter")
-        return value
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        value = self._take(name, "true or false", lambda value: isinstance(value, bool))
-        return default if value is None else bool(value)
-
-    def integer(self, name: str, low: int, high: int) -> int | None:
-        def fits(value: Any) -> bool:
-            return _is_number(value) and low <= value <= high and float(value).is_integer()
-
-        value = self._take(name, f"an integer in {low}..{high}", fits)
-        return None if value is None else int(value)
-
-    def number(self, name: str, low: float, high: float) -> float | None:
-        def fits(value: Any) -> bool:
-            return _is_number(value) and low <= value <= high and math.isfinite(value)
-
-        value = self._take(name, f"a number in {low:g}..{high:g}", fits)
-        return None if value is None else float(value)
-
-    def choice(self, name: str, allowed: Sequence[str]) -> str:
-        """One of several words; the first if absent."""
-        return self._take(name, " or ".join(filter(None, allowed)), lambda value: value in allowed) or allowed[0]
-
-    def items(self, name: str, most: int) -> list[Any]:
-        """A list of at most so many; empty if absent."""
-        return self._take(name, f"a list of at most {most}", lambda v: isinstance(v, list) and len(v) <= most) or []
-
-    def object(self, name: str) -> Fields | None:
-        value = self._value.get(name)
-        return None if value is None else Fields(value, self.path(name))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def kind_of(value: Any) -> str:
-    """What JSON calls it."""
-    if value is None:
-        return "null"
-    names = {bool: "a boolean", str: "a string", int: "a number", float: "a number", list: "a list", dict: "an object"}
-    return names.get(type(value), type(value).__name__)
-
-
-# Reading a request's body: not too much of it, not for ever, only if it is JSON, and large ones in turns.
-
 LARGE_BYTES, N_LARGE = 256 << 10, 2
 """Of bodies with more bytes than this, so many at a time are parsed and their requests prepared."""
 
 
 class BodyReader:
-    """Reads the bodies of all requests, within bounds that hold for all of them together.
+    """Reads the bodies of all requests, large ones in turns.
 
     Args:
         max_bytes: of one body.
@@ -311,7 +180,7 @@ class BodyReader:
 
     @asynccontextmanager
     async def json(self, request: Request) -> AsyncGenerator[Any, None]:
-        """The body, parsed. What takes long with a large one belongs into the block: it has its turn until its end.
+        """The body, parsed. A large one keeps its turn until the end of the block.
 
         Raises:
             ApiError: too large (413), too slow (408), not JSON by its type (415) or by its text (400), or too much is
@@ -357,11 +226,7 @@ class BodyReader:
 
 
 def parse(body: bytes) -> Any:
-    """JSON in UTF-8, strictly; see ``parse_json``.
-
-    Raises:
-        ApiError: it is not.
-    """
+    """Strict JSON, see ``parse_json``; an ``ApiError`` if it is none."""
     try:
         return parse_json(body)
     except ValueError as error:
@@ -371,10 +236,9 @@ def parse(body: bytes) -> Any:
 def _check_type(headers: Headers) -> None:
     """Refuse a body that a page of another site could have a browser send without asking first.
 
-    Such a page can post forms, plain text and bytes without a type, but not JSON. The guard has refused what has the
-    ``Origin`` or ``Sec-Fetch-Site`` of another site, which today's browsers send with every post; an older browser is
-    known by its name and other headers. Programs may leave the type out or send that of a form, as Ollama's clients
-    and ``curl -d`` do.
+    Such a page can post forms, plain text and bytes without a type, but not JSON. Programs may leave the type out or
+    send that of a form, as Ollama's clients and ``curl -d`` do. The guard knows browsers by ``Origin`` and
+    ``Sec-Fetch-Site``; older ones are known here by other headers.
     """
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
@@ -385,9 +249,6 @@ def _check_type(headers: Headers) -> None:
     if is_browser or kind not in ("", "application/x-www-form-urlencoded"):
         message = "the body must be sent as Content-Type: application/json"
         raise ApiError(415, message, code="unsupported_media_type")
-
-
-# How a server behaves: what ``localspec serve`` is given, checked before anything is loaded.
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,8 +263,8 @@ class ServerSettings:
         prefix_cache: megabytes for conversations other than the present one.
         time_limit: longest time from a request to the end of its answer [s].
         aliases: further names that requests may call the model by.
-        origins: web origins, besides the server's own, whose pages may use it.
-        hosts: names that requests may be addressed to, besides ``localhost`` and the loopback addresses.
+        origins: web origins, apart from the server's own, whose pages may use it.
+        hosts: names that requests may be addressed to, apart from ``localhost`` and the loopback addresses.
         corpora: what requests may have copied from, as ``--draft`` calls it; the others do without.
         params: sampling parameters where a request says nothing.
         system: system prompt of chats that bring none.

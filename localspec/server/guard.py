@@ -1,9 +1,8 @@
-"""Who may come in: programs on this computer, not the web pages in its browser.
+"""Which requests are answered: those of programs on this computer, not of the web pages in its browser.
 
-A page of any site can make a browser send requests to 127.0.0.1. It is kept out by what a browser cannot be made to
-lie about: the ``Host`` it thinks it talks to (a name that an attacker let point to this computer is no name of ours),
-the ``Origin`` it speaks for, and the kinds of body it may send without asking first (see ``body``). What the others may
-see is decided in ``access``.
+A page of any site can make a browser send requests to 127.0.0.1. It is kept out by what a browser does not lie about:
+``Host`` (an attacker's name may point to this computer), ``Origin``, and the kinds of body that are sent without asking
+first (see ``BodyReader``). ``access`` decides what the others may see.
 """
 
 from __future__ import annotations
@@ -12,15 +11,23 @@ import hmac
 import ipaddress
 import re
 import socket
+from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
+from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from localspec.server.access import SCOPE_KEY, Client, Kind, is_open
-from localspec.server.fields import ApiError, ServerSettings, as_api_error, log_failure
+from localspec.errors import LocalspecError
+from localspec.server.access import ALL, SCOPE_KEY, Address, Client, Kind, Rules
+from localspec.server.fields import ApiError, ServerSettings, as_api_error, log_failure, on_error
 
 PAGE_POLICY = "; ".join(
     (
@@ -44,16 +51,34 @@ _PROXIED = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-i
 """Headers of a proxy: it may bring requests from another computer to a server that listens on this one alone."""
 
 
+def application(settings: ServerSettings, addresses: Sequence[Address], page: Path | None = None) -> Starlette:
+    """The application that answers at these addresses, and sends the files of a folder under ``/page``."""
+    routes: list[BaseRoute] = [Route(each.path, each.endpoint, methods=each.methods) for each in addresses]
+    kinds = {each.path: each.kinds for each in addresses}
+    if page is not None:
+        routes.append(Mount("/page", StaticFiles(directory=page, check_dir=False)))
+        kinds["/page/{path:path}"] = ALL
+    app = Starlette(
+        routes=routes,
+        middleware=[Middleware(Guard, settings=settings, rules=Rules(kinds))],
+        exception_handlers={HTTPException: on_error, ApiError: on_error, LocalspecError: on_error},
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
 class Guard:
     """ASGI middleware in front of everything.
 
     Args:
         app: what it guards.
         settings: the server's: key, names, origins.
+        rules: whom each address answers.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, rules: Rules) -> None:
         self.app = app
+        self._rules = rules
         self._key = settings.api_key.encode() if settings.api_key is not None else None
         ours = () if settings.local else (settings.host, socket.gethostname())
         self._hosts = {"localhost", *(host.lower() for host in (*settings.hosts, *ours))}
@@ -68,12 +93,12 @@ class Guard:
         path = scope["path"]
         origin = headers.get("origin")
         allowed = origin.lower() if origin is not None and origin.lower() in self._origins else None
-        begun = False
+        started = False
 
         async def guarded_send(message: Message) -> None:
-            nonlocal begun
+            nonlocal started
             if message["type"] == "http.response.start":
-                begun = True
+                started = True
                 _harden(MutableHeaders(scope=message), path, allowed, headers)
             await send(message)
 
@@ -84,22 +109,17 @@ class Guard:
                 await Response(status_code=204)(scope, receive, guarded_send)
                 return
             client = scope[SCOPE_KEY] = self._client(headers, path, allowed)
-            client.check(path)
+            self._rules.check(client, path)
             await self.app(scope, receive, guarded_send)
         except Exception as error:
             log_failure(error)
-            if begun:
+            if started:
                 raise
             await as_api_error(error).response(path)(scope, receive, guarded_send)
 
     def _client(self, headers: Headers, path: str, allowed: str | None) -> Client:
-        """What kind of client it is.
-
-        Raises:
-            ApiError: it needs the key.
-        """
         if self._key is not None and not self._has_key(headers):
-            if not is_open(path):
+            if not self._rules.is_open(path):
                 self._refuse_key(headers)
             return Client(Kind.KEYLESS)
         if allowed is not None:
@@ -108,7 +128,6 @@ class Guard:
         return Client(Kind.LOCAL if is_here else Kind.REMOTE)
 
     def _is_loopback(self, host: str) -> bool:
-        """Whether the request is addressed to this computer as it calls itself."""
         match = _HOST.fullmatch(host)
         name = match["name"].lower().rstrip(".") if match else ""
         return name == "localhost" or self._is_ours(name)
@@ -166,7 +185,6 @@ class Guard:
 
 
 def _key_in(headers: Headers) -> str:
-    """The key that a request carries, if any."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
     return (given if scheme.lower() == "bearer" else headers.get("x-api-key", "")).strip(" \t")  # Anthropic's clients
 

@@ -7,26 +7,92 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from localspec.engine.request import Reply
 from localspec.prompts.infill import FILL_TOKENS
-from localspec.server import known_fields as known
+from localspec.server.bodies import (
+    CACHE,
+    MAX_COUNT,
+    REPEATED,
+    Body,
+    Flag,
+    between,
+    items,
+    whole,
+)
 from localspec.server.events import event
-from localspec.server.fields import Fields
 from localspec.server.openai import figures
-from localspec.server.requests import SHARED, AnswerOptions, ServedModel, completion_request
+from localspec.server.requests import AnswerOptions, ApiBody, ServedModel, Shared, Stops
 from localspec.server.service import AnswerEvent, AnswerTask, Service
 
-MAX_FILES, MAX_SAMPLERS, MAX_FIELDS, MAX_SLOT = 1024, 64, 64, 1 << 31
-LONGEST_MS, WIDEST_INDENT = 1 << 31, 1 << 16
+MAX_FILES, MAX_SAMPLERS, MAX_FIELDS, WIDEST_INDENT = 1024, 64, 64, 1 << 16
 
 _LINE = re.compile(r"\n([ \t]*)(?=\S)")
 
 
+class InputExtra(Body):
+    IGNORED = {REPEATED: "time"}
+
+    filename: str = "snippet"
+    text: str = ""
+
+
+class InfillBody(ApiBody, Shared):
+    """The body of ``/infill``."""
+
+    IGNORED = {
+        CACHE: "cache_prompt",
+        "there is one answer": "n_cmpl",
+        "the prompt is always read to its end": "t_max_prompt_ms",
+        "every answer has its timings and usage": "timings_per_token",
+    }
+    REFUSED = {
+        "cannot be had: no adapters are loaded": "lora",
+        "cannot be had: log-probabilities are at /v1/completions": "n_probs",
+    }
+    OFF = {"n_probs": (0,)}
+
+    input_prefix: str = ""
+    input_suffix: str = ""
+    input_extra: Annotated[list[InputExtra], items(MAX_FILES)] = []
+    prompt: str = ""
+    n_predict: Annotated[int, whole(-1, MAX_COUNT)] = -1
+    samplers: Annotated[list[Any], items(MAX_SAMPLERS)] = []
+    id_slot: Annotated[int, whole(-1, MAX_COUNT)] = -1
+    n_indent: Annotated[int, whole(0, WIDEST_INDENT)] = 0
+    t_max_predict_ms: Annotated[float, between(-1, MAX_COUNT)] = 0.0
+    response_fields: Annotated[list[str], items(MAX_FIELDS)] = []
+    stop: Stops | None = None
+    stream: Flag = False
+
+    def asked(self, served: ServedModel) -> InfillRequest:
+        # A suggestion is not a conversation: the server's temperature does not hold. The samplers ``infill`` and, where
+        # no ``samplers`` name it, ``temperature`` make no choice by chance here: the most probable token is taken.
+        chooses = self.temperature is not None and (not self.samplers or "temperature" in self.samplers)
+        body = self if chooses else self.model_copy(update={"temperature": 0.0})
+        options = body.answer_options(
+            served,
+            stop=self.stop,
+            max_tokens=FILL_TOKENS if self.n_predict == 0 else self.n_predict,
+            stream=self.stream,
+        )
+        return InfillRequest(
+            options=options,
+            prefix=self.input_prefix + self.prompt,
+            suffix=self.input_suffix,
+            files=[(extra.filename or "snippet", extra.text) for extra in self.input_extra],
+            slot=None if self.id_slot == -1 else self.id_slot,
+            n_indent=self.n_indent,
+            seconds=self.t_max_predict_ms / 1e3 if self.t_max_predict_ms > 0 else None,
+            fields=self.response_fields,
+            reads_only=self.n_predict == 0,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class InfillRequest:
-    """The body of ``/infill``.
+    """A suggestion to make.
 
     Attributes:
         options: what it has in common with other requests.
@@ -50,44 +116,8 @@ class InfillRequest:
     reads_only: bool
 
 
-def infill_request(fields: Fields, served: ServedModel) -> InfillRequest:
-    """Check the body of ``/infill``.
-
-    The samplers ``infill`` and, where no ``samplers`` name it, ``temperature`` make no choice by chance here: then the
-    most probable token is taken.
-
-    Raises:
-        ApiError: it makes no sense, or asks for what there is not.
-    """
-    fields.known(known.INFILL)
-    n_predict = fields.integer("n_predict", -1, MAX_SLOT)
-    samplers = fields.items("samplers", MAX_SAMPLERS)
-    body = fields.those((*SHARED, "stop", "stream"))
-    if samplers and "temperature" not in samplers:
-        body.pop("temperature", None)
-    # A suggestion is not a conversation: what the server takes for those, where nothing is said, does not hold.
-    body = {"temperature": 0} | body | {"prompt": (fields.text("input_prefix") or "") + (fields.text("prompt") or "")}
-    if n_predict != -1:
-        body["max_tokens"] = n_predict or FILL_TOKENS
-    request = completion_request(Fields(body), served)
-    extra = enumerate(fields.items("input_extra", MAX_FILES))
-    files = [Fields(item, f"input_extra[{i}]").known(known.INPUT_EXTRA) for i, item in extra]
-    wanted = fields.items("response_fields", MAX_FIELDS)
-    if not all(isinstance(name, str) for name in wanted):
-        raise fields.wrong("response_fields", "a list of strings")
-    slot = fields.integer("id_slot", -1, MAX_SLOT)
-    milliseconds = fields.number("t_max_predict_ms", -1, LONGEST_MS) or 0.0
-    return InfillRequest(
-        options=request.options,
-        prefix=body["prompt"],
-        suffix=fields.text("input_suffix") or "",
-        files=[(file.text("filename") or "snippet", file.text("text") or "") for file in files],
-        slot=None if slot == -1 else slot,
-        n_indent=fields.integer("n_indent", 0, WIDEST_INDENT) or 0,
-        seconds=milliseconds / 1e3 if milliseconds > 0 else None,
-        fields=wanted,
-        reads_only=n_predict == 0,
-    )
+MAX_HELD = 4096
+"""Characters of white space that are held back at most."""
 
 
 class LineRules:
@@ -119,6 +149,8 @@ class LineRules:
             if len(line[1]) < self._n_indent:
                 self.over, end = True, line.start()
                 break
+        if len(self._held) - end > MAX_HELD:  # so that white space without end takes no time without bound
+            end = len(self._held)
         self._has_lines = self._has_lines or "\n" in self._held[:end]
         if self._seconds is not None and self._has_lines:
             self.over = self.over or time.monotonic() - self._started >= self._seconds
@@ -134,11 +166,7 @@ class LineRules:
 
 
 class InfillAnswer:
-    """One suggestion. Made in a thread: cutting texts into tokens may take a while.
-
-    Raises:
-        UsageError: the model has no fill-in-the-middle tokens, or there is no text at all.
-    """
+    """One suggestion."""
 
     def __init__(self, service: Service, request: InfillRequest) -> None:
         self.options = request.options
@@ -154,13 +182,11 @@ class InfillAnswer:
         self._task = AnswerTask(prompt.tokens, params, keep_tokens=prompt.n_before, enough=lambda: self._rules.over)
 
     async def whole(self) -> dict[str, Any]:
-        """The answer in one piece."""
         async with aclosing(self._pieces()) as pieces:
             content = "".join([piece async for piece in pieces])
         return self._picked(self._frame(content) | self._end(content))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer as it comes."""
         content = ""
         async with aclosing(self._pieces()) as pieces:
             async for piece in pieces:
@@ -173,15 +199,15 @@ class InfillAnswer:
             return
         # The slot is taken once the queue has this request: one that is refused leaves an older one alone.
         slot = self._service.slots.newest(self._request.slot)
-        async with aclosing(self._service.answers(self.options, [self._task], slot)) as happenings:
-            async for happening in happenings:
-                if piece := self._text_of(happening):
+        async with aclosing(self._service.answers(self.options, [self._task], slot)) as steps:
+            async for step in steps:
+                if piece := self._text_of(step):
                     yield piece
 
-    def _text_of(self, happening: AnswerEvent) -> str:
-        text = self._rules.push(happening.delta.text) if not self._rules.over else ""
-        if happening.reply is not None:
-            self._reply = happening.reply
+    def _text_of(self, step: AnswerEvent) -> str:
+        text = self._rules.push(step.delta.text) if not self._rules.over else ""
+        if step.reply is not None:
+            self._reply = step.reply
             text += self._rules.finish()
         return text
 
@@ -191,7 +217,6 @@ class InfillAnswer:
         }
 
     def _end(self, content: str) -> dict[str, Any]:
-        """What llama-server says of a finished answer."""
         llm, params, reply = self._service.llm, self.options.params, self._reply
         n_prompt = len(self._task.prompt)
         n_said = reply.stats.completion_tokens if reply else 0

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -20,27 +20,34 @@ from starlette.responses import JSONResponse, Response
 from localspec._version import __version__
 from localspec.model_files.gguf import GGUFFile
 from localspec.prompts.folding import merged
-from localspec.server import known_fields as known
 from localspec.server.access import public_name
 from localspec.server.blocks import AnswerBlock, BlockAnswer, Change
+from localspec.server.bodies import LOADED, MAX_COUNT, TEXT_ONLY, Body, Flag, items, must_be, read, whole
 from localspec.server.events import Wire
-from localspec.server.fields import Fields, invalid
+from localspec.server.fields import invalid
 from localspec.server.openai import completion_tasks
 from localspec.server.requests import (
-    MAX_COUNT,
     MAX_MESSAGES,
     MAX_TOOLS,
-    SHARED,
     AnswerOptions,
+    ApiBody,
     ChatRequest,
     CompletionRequest,
+    OwnFields,
+    Prediction,
     ServedModel,
-    chat_request,
-    completion_request,
+    Shared,
+    Stops,
+    ThinkingBudget,
+    ToolCall,
+    Tools,
+    begins_answer,
+    openai_tools,
+    thinking,
+    tool_use,
 )
 from localspec.server.service import Service
-
-_ROLES = ("system", "user", "assistant", "tool")
+from localspec.server.tools import ToolUse
 
 
 def _line(value: Any) -> bytes:
@@ -64,88 +71,153 @@ class OllamaRequest:
     asked: ChatRequest | CompletionRequest | None
 
 
-def ollama_chat_request(fields: Fields, served: ServedModel) -> OllamaRequest:
-    """Check the body of ``/api/chat``.
+class OllamaOptions(Shared):
+    """``options``."""
 
-    Raises:
-        ApiError: it makes no sense, or asks for what there is not.
-    """
-    fields.known(known.OLLAMA_CHAT)
-    items = [Fields(item, f"messages[{i}]") for i, item in enumerate(fields.items("messages", MAX_MESSAGES))]
-    body = _body(fields) | {"tools": fields.items("tools", MAX_TOOLS)}
-    messages = merged(_message(item) for item in items)
-    last = messages[-1] if messages else {}
-    # Ollama's own templates leave a last answer open too.
-    body["continue_final_message"] = (
-        last.get("role") == "assistant" and bool(last["content"]) and "tool_calls" not in last
-    )
-    return _chat(body, messages, served)
+    IGNORED = {
+        LOADED: "numa num_ctx num_batch num_gpu main_gpu low_vram f16_kv logits_all vocab_only use_mmap use_mlock "
+        "embedding_only num_thread num_gqa",
+        "a prompt that is too long is refused": "num_keep",
+        "Ollama has given it up too": "penalize_newline",
+    }
+    REFUSED = {"cannot be had: the model's own are used": "rope_frequency_base rope_frequency_scale"}
+
+    num_predict: Annotated[int, whole(-2, MAX_COUNT)] = -1
+    repeat_last_n: Annotated[int, whole(-1, MAX_COUNT)] | None = None
+    stop: Stops | None = None
+    thinking_budget: ThinkingBudget | None = None
 
 
-def ollama_generate_request(fields: Fields, served: ServedModel) -> OllamaRequest:
-    """Check the body of ``/api/generate``.
+class OllamaMessage(Body):
+    REFUSED = {TEXT_ONLY: "images"}
 
-    Raises:
-        ApiError: as above.
-    """
-    prompt, body = fields.known(known.OLLAMA_GENERATE).text("prompt") or "", _body(fields)
-    suffix, system = fields.text("suffix"), fields.text("system")
-    if suffix or (prompt and fields.flag("raw")):
-        if system:
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+    thinking: str | None = None
+    tool_calls: Annotated[list[ToolCall], items(MAX_TOOLS)] = []
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        named = {
+            "reasoning_content": self.thinking or None,
+            "tool_calls": [call.sent for call in self.tool_calls] or None,
+            "name": self.tool_name,
+            "tool_call_id": self.tool_call_id,
+        }
+        more = {name: value for name, value in named.items() if value is not None}
+        return {"role": self.role, "content": self.content} | more
+
+
+class OllamaBody(ApiBody):
+    """What both have in common."""
+
+    IGNORED = {LOADED: "keep_alive", "a prompt that is too long is refused": "truncate shift"}
+    REFUSED = {"cannot be had: log-probabilities are at /v1/chat/completions": "logprobs top_logprobs"}
+    OFF = {"top_logprobs": (0,)}
+
+    stream: Flag = True
+    options: OllamaOptions = OllamaOptions()
+    format: Annotated[
+        str | dict[str, Any],
+        must_be('"json" or a JSON schema', lambda value: value in ("json", "") or isinstance(value, dict)),
+    ] = ""
+    think: (
+        Annotated[str | bool, must_be("true, false or an effort", lambda value: isinstance(value, str | bool))] | None
+    ) = None
+    prediction: Prediction | None = None
+    localspec: OwnFields | None = None
+
+    def answer_options(self, served: ServedModel, **more: Any) -> AnswerOptions:
+        form: Any = None
+        if isinstance(self.format, dict):
+            form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": self.format}}
+        elif self.format:
+            form = {"type": "json_object"}
+        given, own = self.options, dict[str, Any]()
+        for name in ("prediction", "localspec"):
+            if (value := getattr(self, name)) is not None:
+                own[name] = value
+        if given.repeat_last_n == -1:  # all of the text
+            own["repeat_last_n"] = MAX_COUNT
+        return given.model_copy(update=own).answer_options(
+            served,
+            stop=given.stop,
+            max_tokens=given.num_predict if given.num_predict > 0 else None,
+            form=form,
+            form_name="format",
+            at="options.",
+            stream=self.stream,
+            **more,
+        )
+
+    def chat(self, messages: Sequence[Any], tools: ToolUse, served: ServedModel) -> OllamaRequest:
+        if not messages:  # how clients load a model beforehand
+            return OllamaRequest(AnswerOptions(served.params, stream=self.stream), None)
+        think = ("on" if self.think else "off") if isinstance(self.think, bool) else self.think
+        options = self.answer_options(
+            served,
+            thinking_budget=self.options.thinking_budget,
+            ending="continue" if begins_answer(messages) else "assistant",  # as Ollama's own templates have it
+            **thinking(served, think=think),
+        )
+        return OllamaRequest(options, ChatRequest(options, list(messages), tools))
+
+
+class OllamaChatBody(OllamaBody):
+    """The body of ``/api/chat``."""
+
+    messages: Annotated[list[OllamaMessage], items(MAX_MESSAGES)] = []
+    tools: Tools = []
+
+    def asked(self, served: ServedModel) -> OllamaRequest:
+        messages = merged(message.for_template() for message in self.messages)
+        return self.chat(messages, tool_use(openai_tools(self.tools)), served)
+
+
+class OllamaGenerateBody(OllamaBody):
+    """The body of ``/api/generate``."""
+
+    REFUSED = {
+        "cannot be had: the model's own is used": "template",
+        "cannot be had: send the conversation to /api/chat": "context",
+        TEXT_ONLY: "images",
+        "cannot be had: no images are made": "width height steps",
+    }
+    OFF = {"width": (0,), "height": (0,), "steps": (0,)}
+
+    prompt: str = ""
+    suffix: str | None = None
+    system: str | None = None
+    raw: Flag = False
+
+    def asked(self, served: ServedModel) -> OllamaRequest:
+        if not self.suffix and not (self.prompt and self.raw):
+            system = [{"role": "system", "content": self.system}] if self.system else []
+            said = [*system, {"role": "user", "content": self.prompt}] if self.prompt else []
+            return self.chat(said, ToolUse(), served)
+        if self.system:
             raise invalid("system and raw or suffix exclude each other: write it into the prompt", "system")
-        request = completion_request(Fields(body | {"prompt": prompt, "suffix": suffix}), served)
-        return OllamaRequest(request.options, request)
-    head = [{"role": "system", "content": system}] if system else []
-    return _chat(body, [*head, {"role": "user", "content": prompt}] if prompt else [], served)
+        budget = self.options.thinking_budget
+        for path, asks in (
+            ("think", self.think not in (None, False, "off", "auto", "")),
+            ("options.thinking_budget", budget),
+        ):
+            if asks:
+                raise invalid(f"{path} cannot be had with raw or suffix", path, "unsupported_parameter")
+        options = self.answer_options(served)
+        return OllamaRequest(options, CompletionRequest(options, [self.prompt], suffix=self.suffix or None))
 
 
-def _chat(body: dict[str, Any], messages: Sequence[Any], served: ServedModel) -> OllamaRequest:
-    if not messages:  # how clients load a model beforehand
-        return OllamaRequest(AnswerOptions(served.params, stream=body["stream"]), None)
-    request = chat_request(Fields(body | {"messages": messages}), served)
-    return OllamaRequest(request.options, request)
+class OllamaShowBody(Body):
+    IGNORED = {"the answer is always the same": "verbose"}
 
-
-def _body(fields: Fields) -> dict[str, Any]:
-    """What both have in common, as OpenAI has it."""
-    options = (fields.object("options") or Fields({}, "options")).known(known.OLLAMA_OPTIONS)
-    body = options.those((*SHARED, "stop", "thinking_budget")) | fields.those(("prediction", "localspec"))
-    budget = options.integer("num_predict", -2, MAX_COUNT) or 0
-    if fields.has("think"):  # a switch, or how much
-        think = fields.get("think")
-        body["think"] = ("on" if think else "off") if isinstance(think, bool) else think
-    body |= {"max_tokens": budget if budget > 0 else None, "stream": fields.flag("stream", True)}
-    if options.get("repeat_last_n") == -1:
-        body["repeat_last_n"] = MAX_COUNT
-    form = fields.get("format")
-    if form == "json":
-        body["response_format"] = {"type": "json_object"}
-    elif isinstance(form, dict):
-        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": form}}
-    elif form not in (None, ""):
-        raise fields.wrong("format", '"json" or a JSON schema')
-    return body
-
-
-def _message(item: Fields) -> dict[str, Any]:
-    role = item.known(known.OLLAMA_MESSAGE).required_text("role")
-    if role not in _ROLES:
-        raise item.wrong("role", " or ".join(_ROLES))
-    message: dict[str, Any] = {"role": role, "content": item.text("content") or ""}
-    if thought := item.text("thinking"):
-        message["reasoning_content"] = thought
-    if calls := item.items("tool_calls", MAX_TOOLS):
-        message["tool_calls"] = calls
-    names = {"name": item.text("tool_name"), "tool_call_id": item.text("tool_call_id")}
-    return message | {name: value for name, value in names.items() if value is not None}
+    model: str | None = None
+    name: str | None = None
 
 
 class OllamaChat(BlockAnswer):
-    """The answer to ``/api/chat``. Made in a thread: templates and grammars may take a while.
-
-    Raises:
-        LocalspecError: the messages do not fit the template or the context.
-    """
+    """The answer to ``/api/chat``."""
 
     def __init__(self, service: Service, request: OllamaRequest) -> None:
         asked = request.asked
@@ -158,7 +230,6 @@ class OllamaChat(BlockAnswer):
 
     @staticmethod
     def said(text: str, thinking: str = "", calls: Sequence[AnswerBlock] = ()) -> dict[str, Any]:
-        """What a line says."""
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if thinking:
             message["thinking"] = thinking
@@ -228,12 +299,10 @@ class _LoadedAnswer:
 
 
 def ollama_chat(service: Service, request: OllamaRequest) -> Any:
-    """What answers ``/api/chat``."""
     return _LoadedAnswer(service, OllamaChat.said("")) if request.asked is None else OllamaChat(service, request)
 
 
 def ollama_generate(service: Service, request: OllamaRequest) -> Any:
-    """What answers ``/api/generate``."""
     if request.asked is None:
         return _LoadedAnswer(service, OllamaGenerate.said(""))
     return OllamaGenerate(service, request)
@@ -261,11 +330,7 @@ OLLAMA_VERSION = "0.9.0"
 
 
 class OllamaModels:
-    """The endpoints.
-
-    Args:
-        service: whose model is shown.
-    """
+    """The endpoints."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -312,8 +377,10 @@ class OllamaModels:
 
     async def show(self, request: Request) -> Response:
         async with self._service.bodies.json(request) as body:
-            fields = Fields(body).known(known.OLLAMA_SHOW)
-        name = fields.text("model") or fields.required_text("name")
+            asked = read(OllamaShowBody, body)
+        name = asked.model or asked.name
+        if name is None:
+            raise invalid("model is missing", "model", "missing_required_parameter")
         self._service.check_model(name)
         header = await asyncio.to_thread(lambda: self._header)
         defaults = "\n".join(f"{key} {value}" for key, value in self._service.llm.chat_defaults.items())
@@ -330,7 +397,7 @@ class OllamaModels:
 
 
 def _scalar(value: Any) -> Any:
-    """A value of the header that is no list; of a path, as quantisers write that of their statistics, only its end."""
+    """A scalar of the header; of a path, which quantisers write into it, only the end."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, str):
@@ -339,7 +406,7 @@ def _scalar(value: Any) -> Any:
 
 
 def _rounded(n: int) -> str:
-    """A number of parameters as people say it, such as 1.5B."""
+    """A number of parameters, such as 1.5B."""
     for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if n >= size:
             return f"{n / size:.1f}{unit}"

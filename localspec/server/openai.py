@@ -1,4 +1,4 @@
-"""A request's answer in OpenAI's shape, whole or as events; ``chat`` and ``completions`` say how theirs differ."""
+"""OpenAI's ``POST /v1/chat/completions`` and ``/v1/completions``."""
 
 from __future__ import annotations
 
@@ -8,23 +8,316 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from localspec.engine.request import Reply
+from localspec.server.bodies import (
+    ACCOUNT,
+    CACHE,
+    OUTSIDE,
+    REPEATED,
+    STYLE,
+    TEXT_ONLY,
+    Body,
+    Flag,
+    items,
+    must_be,
+    read,
+    whole,
+    wrong,
+)
 from localspec.server.events import event
-from localspec.server.requests import AnswerOptions, ChatRequest, CompletionRequest
+from localspec.server.fields import invalid
+from localspec.server.requests import (
+    MAX_CHOICES,
+    MAX_MESSAGES,
+    AnswerOptions,
+    ApiBody,
+    ChatRequest,
+    CompletionRequest,
+    Effort,
+    Ending,
+    Function,
+    JsonSchema,
+    MaxTokens,
+    ServedModel,
+    Shared,
+    Stops,
+    ThinkingBudget,
+    ToolCall,
+    Tools,
+    openai_tools,
+    required_messages,
+    text_of,
+    thinking,
+    tool_use,
+)
 from localspec.server.service import AnswerEvent, AnswerTask, Service, repeated
 from localspec.server.tool_calls import CallStart
-from localspec.server.tools import Delta
+from localspec.server.tools import Delta, ToolUse
 from localspec.spec_decode.rounds import EmittedToken
 
 ROUND_EVENT = "localspec.round"
 
+MAX_TOP_LOGPROBS = 20  # OpenAI's own limit
+
+# What is asked.
+
+
+class StreamOptions(Body):
+    IGNORED = {"events are never padded": "include_obfuscation"}
+    REFUSED = {"cannot be had: usage comes at the end": "continuous_usage_stats"}
+
+    include_usage: Flag = False
+    localspec_rounds: Flag = False
+
+
+class ResponseFormat(JsonSchema):
+    type: Any = None
+    json_schema: JsonSchema | None = None
+
+
+class OpenAIBody(ApiBody, Shared):
+    """What both have in common, with the fields that vLLM and llama-server add."""
+
+    IGNORED = {
+        ACCOUNT: "user service_tier store metadata safety_identifier",
+        CACHE: "cache_prompt cache_salt cache_control",
+        "the order of the samplers is fixed": "samplers",
+        "every answer has its timings and usage": "timings_per_token usage",
+        "a name for logs": "request_id",
+    }
+    REFUSED = {
+        "cannot be had: send response_format or grammar": "guided_json guided_regex guided_choice guided_grammar "
+        "guided_decoding_backend structured_outputs json_schema",
+        "cannot be had: send stop, a text": "stop_token_ids bad_words",
+        "cannot be had: send logit_bias": "allowed_token_ids",
+        "cannot be had: send logprobs": "n_probs post_sampling_probs return_tokens_as_token_ids return_tokens",
+        "cannot be had: send localspec.priority": "priority",
+        "cannot be had: prompts are not scored": "prompt_logprobs",
+        "cannot be had: a prompt that is too long is refused": "truncate_prompt_tokens n_keep",
+        "cannot be had: answers have no least length": "min_tokens",
+        "cannot be had: stop strings and special tokens are no part of an answer": "include_stop_str_in_output "
+        "skip_special_tokens spaces_between_special_tokens",
+        "cannot be had: the engine chooses a slot": "id_slot",
+        "cannot be had: no adapters are loaded": "lora",
+        "cannot be had: the progress of reading is not told": "return_progress",
+        "cannot be had here": "logits_processors kv_transfer_params vllm_xargs response_fields",
+    }
+    OFF = {
+        "priority": (0,), "n_probs": (0,), "min_tokens": (0,), "n_keep": (0, -1), "skip_special_tokens": (True,),
+        "spaces_between_special_tokens": (True,), "id_slot": (-1,),
+    }  # fmt: skip
+
+    stop: Stops | None = None
+    stream: Flag = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, whole(1, MAX_CHOICES)] = 1
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
+    n_predict: MaxTokens | None = None
+    response_format: ResponseFormat | None = None
+
+    def openai_options(self, served: ServedModel, logprobs: int | None, **more: Any) -> AnswerOptions:
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options needs stream: true", "stream_options")
+        events = self.stream_options or StreamOptions()
+        bounds = (self.max_completion_tokens, self.n_predict, self.max_tokens)  # the first one that says something
+        return self.answer_options(
+            served,
+            stop=self.stop,
+            max_tokens=next((bound for bound in bounds if bound not in (None, -1)), None),
+            form=self.response_format and self.response_format.sent,
+            n=self.n,
+            stream=self.stream,
+            include_usage=events.include_usage,
+            rounds=events.localspec_rounds,
+            logprobs=logprobs,
+            **more,
+        )
+
+
+class ChatMessage(Body):
+    IGNORED = {REPEATED: "id annotations parsed reasoning_details provider_specific_fields", CACHE: "cache_control"}
+    REFUSED = {"is the old form of tool_calls": "function_call", TEXT_ONLY: "audio images"}
+
+    role: str | None = None
+    name: str | None = None
+    content: Any = None
+    tool_calls: Annotated[list[ToolCall], items(MAX_MESSAGES)] = []
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking: str | None = None
+    refusal: str | None = None
+    prefix: Flag = False
+
+    def for_template(self, path: str) -> dict[str, Any]:
+        """The message with its content as one text; None where an answer said nothing."""
+        content = self.content
+        if content is None and self.role == "assistant":
+            content = self.refusal
+        elif not isinstance(content, str):
+            content = text_of(content, f"{path}.content")
+        thought = self.reasoning_content or self.reasoning or self.thinking or None
+        own = ("reasoning", "thinking", "refusal", "prefix")
+        kept = {name: value for name, value in self.sent.items() if name not in own}
+        return kept | {"content": content, "reasoning_content": thought}
+
+
+class AllowedTools(Body):
+    mode: Literal["auto", "required"] = "auto"
+    tools: Tools = []
+
+
+class ToolChoice(Body):
+    REFUSED = {"cannot be had: only functions can be called": "custom"}
+
+    type: str | None = None
+    function: Function | None = None
+    allowed_tools: AllowedTools | None = None
+
+
+class ChatBody(OpenAIBody):
+    """The body of ``/v1/chat/completions``."""
+
+    IGNORED = {CACHE: "prompt_cache_key prompt_cache_options prompt_cache_retention", STYLE: "verbosity"}
+    REFUSED = {
+        "is the old form of tools: send tools and tool_choice": "functions",
+        "is the old form of tool_choice: send tools and tool_choice": "function_call",
+        TEXT_ONLY: "audio mm_processor_kwargs",
+        OUTSIDE: "web_search_options moderation",
+        "cannot be had: the model's own is used": "chat_template",
+        "cannot be had: write them into a message": "documents",
+        "cannot be had: the template says which special tokens there are": "add_special_tokens",
+        "cannot be had: send reasoning_effort": "reasoning thinking",
+        "cannot be had: what was thought is always told apart, as reasoning_content": "include_reasoning "
+        "separate_reasoning reasoning_format thinking_forced_open",
+        "cannot be had: calls are always told apart": "parse_tool_calls",
+        "cannot be had: an answer is what was said after the prompt": "echo",
+        "cannot be had: answers are not ranked": "best_of",
+        "cannot be had: send messages": "prompt",
+    }
+    OFF = {
+        "include_reasoning": (True,), "separate_reasoning": (True,), "reasoning_format": ("auto", "deepseek"),
+        "parse_tool_calls": (True,), "best_of": (1,),
+    }  # fmt: skip
+
+    messages: Annotated[list[ChatMessage], items(MAX_MESSAGES)] = []
+    tools: Tools = []
+    tool_choice: Any = None
+    parallel_tool_calls: Flag = True
+    logprobs: Flag = False
+    top_logprobs: Annotated[int, whole(0, MAX_TOP_LOGPROBS)] | None = None
+    modalities: Annotated[list[str], must_be('["text"]', lambda value: value in ([], ["text"]))] = []
+    think: str | None = None
+    reasoning_effort: Effort = ""
+    thinking_budget: ThinkingBudget | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: Flag | None = None
+    continue_final_message: Flag = False
+
+    def asked(self, served: ServedModel) -> ChatRequest:
+        messages = required_messages([each.for_template(f"messages[{i}]") for i, each in enumerate(self.messages)])
+        if self.top_logprobs and not self.logprobs:
+            raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
+        options = self.openai_options(
+            served,
+            (self.top_logprobs or 0) if self.logprobs else None,
+            thinking_budget=self.thinking_budget,
+            ending=self._ending(),
+            **thinking(served, self.reasoning_effort, self.chat_template_kwargs, self.think),
+        )
+        return ChatRequest(options, messages, self._tools())
+
+    def _ending(self) -> Ending:
+        *earlier, last = self.messages
+        path = f"messages[{len(earlier)}]"
+        for i, message in enumerate(earlier):
+            if message.prefix:
+                raise wrong(f"messages[{i}].prefix", "of the last message", True)
+        asked = "continue_final_message" if self.continue_final_message else f"{path}.prefix" if last.prefix else ""
+        if not asked:
+            return "none" if self.add_generation_prompt is False else "assistant"
+        if self.add_generation_prompt:
+            raise invalid(f"{asked} and add_generation_prompt exclude each other", asked)
+        if last.role != "assistant" or last.tool_calls or not last.content:
+            raise invalid(f"{asked}: the last message must be an answer of the assistant with a text", asked)
+        return "continue"
+
+    def _tools(self) -> ToolUse:
+        tools, choice, forced, allowed = openai_tools(self.tools), self.tool_choice or "auto", None, None
+        if isinstance(choice, dict):
+            given = read(ToolChoice, choice, "tool_choice")
+            if given.type == "allowed_tools":
+                some = given.allowed_tools or AllowedTools()
+                choice, allowed = some.mode, [tool.function.name for tool in some.tools]
+            elif given.function is None:
+                raise invalid("tool_choice.function is missing", "tool_choice")
+            else:
+                choice, forced = "required", given.function.name
+        elif choice not in ("auto", "none", "required"):
+            rule = '"auto", "none", "required" or {"type": "function", "function": {"name": …}}'
+            raise wrong("tool_choice", rule, choice)
+        return tool_use(tools, choice, forced=forced, allowed=allowed, parallel=self.parallel_tool_calls)
+
+
+class CompletionBody(OpenAIBody):
+    """The body of ``/v1/completions``."""
+
+    REFUSED = {
+        "cannot be had: a prompt begins as the model's texts do": "add_special_tokens",
+        "cannot be had: send them to /v1/chat/completions": "messages tools tool_choice think reasoning_effort "
+        "chat_template_kwargs",
+    }
+    OFF = {"add_special_tokens": (True,), "think": ("off", "auto")}
+
+    prompt: Any = None
+    suffix: str | None = None
+    echo: Flag = False
+    best_of: Annotated[int, whole(1, MAX_CHOICES)] | None = None
+    logprobs: Annotated[int, whole(0, MAX_TOP_LOGPROBS)] | None = None
+
+    def asked(self, served: ServedModel) -> CompletionRequest:
+        options = self.openai_options(served, self.logprobs)
+        if self.best_of is not None and self.best_of != self.n:
+            raise invalid("best_of must equal n: answers are not ranked", "best_of", "unsupported_parameter")
+        prompts = self._prompts(served.n_vocab)
+        if len(prompts) * self.n > MAX_CHOICES:
+            raise invalid(f"n times the number of prompts must be at most {MAX_CHOICES}", "prompt")
+        if self.echo and self.logprobs is not None:
+            raise invalid("echo with logprobs cannot be had: prompts are not scored", "echo", "unsupported_parameter")
+        if self.suffix and not all(isinstance(prompt, str) for prompt in prompts):
+            raise invalid("prompt must be a text where there is a suffix", "prompt")
+        # An empty suffix asks for what a prompt alone asks for.
+        return CompletionRequest(options, prompts, self.echo, self.suffix or None)
+
+    def _prompts(self, n_vocab: int) -> list[str | list[int]]:
+        """A text, several, token ids, or several lists of them."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if isinstance(prompt, list) and prompt:
+            if all(isinstance(item, str) for item in prompt):
+                return list(prompt)
+            if _are_tokens(prompt, n_vocab):
+                return [prompt]
+            if all(isinstance(item, list) and item and _are_tokens(item, n_vocab) for item in prompt):
+                return list(prompt)
+        raise wrong("prompt", f"a string, strings, or token ids under {n_vocab}", prompt)
+
+
+def _are_tokens(ids: list[Any], n_vocab: int) -> bool:
+    return all(isinstance(id, int) and not isinstance(id, bool) and 0 <= id < n_vocab for id in ids)
+
+
+# What is answered.
+
 
 class ApiAnswer(ABC):
-    """One request's answer; it may have several choices.
+    """The answer to one request, of one or several choices: chunks, streamed or added up.
 
-    The choices of its chunks are what everything is made of: streamed as they are, or added up to whole choices.
+    Made in a thread, as all answers are: templates, grammars and tokenization take time.
 
     Args:
         service: what answers.
@@ -34,6 +327,9 @@ class ApiAnswer(ABC):
     Attributes:
         prefix: of the identifier, as OpenAI has it.
         kind, chunk_kind: ``object`` of a whole answer, and of a piece of one.
+
+    Raises:
+        LocalspecError: the request does not fit the template, the context or the model.
     """
 
     prefix: ClassVar[str]
@@ -46,7 +342,7 @@ class ApiAnswer(ABC):
         self._tasks = tasks
         self._id = f"{self.prefix}-{secrets.token_hex(14)}"
         self._created = int(time.time())
-        self._begun: set[int] = set()
+        self._opened: set[int] = set()
         self._replies: list[Reply] = []
 
     @abstractmethod
@@ -59,18 +355,17 @@ class ApiAnswer(ABC):
 
     @abstractmethod
     def end(self) -> dict[str, Any]:
-        """What the last chunk of a choice says, besides the reason."""
+        """What the last chunk of a choice says, apart from the reason."""
 
     @abstractmethod
     def whole_choice(self, pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """All that the chunks of a choice said, as one."""
 
     async def whole(self) -> dict[str, Any]:
-        """The answer in one piece."""
         pieces: list[list[dict[str, Any]]] = [[] for _ in self._tasks]
-        async with aclosing(self.service.answers(self.options, self._tasks)) as happenings:
-            async for happening in happenings:
-                pieces[happening.index] += [*self._opening(happening.index), *self._choices(happening)]
+        async with aclosing(self.service.answers(self.options, self._tasks)) as steps:
+            async for step in steps:
+                pieces[step.index] += [*self._opening(step.index), *self._choices(step)]
         return await asyncio.to_thread(self._whole, pieces)
 
     def _whole(self, pieces: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
@@ -82,38 +377,36 @@ class ApiAnswer(ABC):
         }
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer as it comes."""
-
         def chunk(name: str | None = None, **content: Any) -> bytes:
             return event(self._frame(self.chunk_kind) | {"choices": []} | content, name)
 
         usage = {"usage": None} if self.options.include_usage else {}
-        async with aclosing(self.service.answers(self.options, self._tasks)) as happenings:
-            async for happening in happenings:
-                for choice in self._opening(happening.index):
+        async with aclosing(self.service.answers(self.options, self._tasks)) as steps:
+            async for step in steps:
+                for choice in self._opening(step.index):
                     yield chunk(choices=[choice], **usage)
-                if happening.round is not None and self.options.rounds:
+                if step.round is not None and self.options.rounds:
                     # OpenAI's clients do not look at an event's name, so it is also a chunk without choices.
-                    own = {"choice": happening.index, "round": happening.round.as_event()}
+                    own = {"choice": step.index, "round": step.round.as_event()}
                     yield chunk(ROUND_EVENT, localspec=own)
-                for choice in self._choices(happening):
+                for choice in self._choices(step):
                     yield chunk(choices=[choice], **usage)
         if self.options.include_usage or self.options.rounds:
             yield chunk(usage=self._usage(), localspec=figures(self._replies))
 
     def _opening(self, index: int) -> Iterator[dict[str, Any]]:
-        if index not in self._begun:
-            self._begun.add(index)
+        if index not in self._opened:
+            self._opened.add(index)
             for piece in self.begin(index):
                 yield _choice(index, piece)
 
-    def _choices(self, happening: AnswerEvent) -> Iterator[dict[str, Any]]:
-        if happening.delta:
-            for piece in self.pieces(happening.index, happening.delta):
-                yield _choice(happening.index, piece)
-        if happening.reply is not None:
-            self._replies.append(happening.reply)
-            yield _choice(happening.index, self.end(), happening.finish_reason)
+    def _choices(self, step: AnswerEvent) -> Iterator[dict[str, Any]]:
+        if step.delta:
+            for piece in self.pieces(step.index, step.delta):
+                yield _choice(step.index, piece)
+        if step.reply is not None:
+            self._replies.append(step.reply)
+            yield _choice(step.index, self.end(), step.finish_reason)
 
     def _frame(self, kind: str) -> dict[str, Any]:
         return {
@@ -125,11 +418,7 @@ class ApiAnswer(ABC):
         }
 
     def _usage(self) -> dict[str, Any]:
-        """OpenAI's usage. Predictions are draft tokens of any drafter; what the client sent as one is among them.
-
-        Accepted are those that are in the answer, rejected those that the target refused. Neither is part of
-        ``completion_tokens`` twice: an accepted one is a token of the answer, a rejected one is none.
-        """
+        """OpenAI's usage. Predictions are the draft tokens of all drafters."""
         prompts = {id(task.prompt): len(task.prompt) for task in self._tasks}  # several answers to one count it once
         prompt = sum(prompts.values())
         completion = sum(reply.stats.completion_tokens for reply in self._replies)
@@ -154,7 +443,7 @@ class ApiAnswer(ABC):
 
 
 def figures(replies: Sequence[Reply]) -> dict[str, Any]:
-    """Our own part of an answer: its statistics, or a list of them where there are several replies."""
+    """``localspec`` in an answer: statistics, a list of them where there are several replies."""
     first, last = replies[0], replies[-1]
     stats = [reply.stats.as_dict() for reply in replies]
     return {
@@ -174,15 +463,8 @@ def finite(logprob: float) -> float:
     return max(logprob, -9999.0)  # OpenAI's own figure for "never"; JSON has no infinity
 
 
-# ``POST /v1/chat/completions``.
-
-
 class ChatAnswer(ApiAnswer):
-    """The answer to a chat. Made in a thread: templates and grammars may take a while.
-
-    Raises:
-        LocalspecError: the messages do not fit the template or the context.
-    """
+    """The answer to ``/v1/chat/completions``."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -237,7 +519,6 @@ class ChatAnswer(ApiAnswer):
         return {"message": message, "logprobs": {"content": tokens, "refusal": None}}
 
     def _entry(self, token: EmittedToken) -> dict[str, Any]:
-        """``logprobs.content`` for one token."""
         assert token.logprobs is not None
         top = [self._named(id, logprob) for id, logprob in token.logprobs.top]
         return self._named(token.id, token.logprobs.logprob) | {"top_logprobs": top}
@@ -248,17 +529,11 @@ class ChatAnswer(ApiAnswer):
         return {"token": llm.token_text(token), "logprob": finite(logprob), "bytes": raw}
 
 
-# ``POST /v1/completions``: a text continued as it is, or filled in before a suffix.
-
 _LOGPROBS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 class CompletionAnswer(ApiAnswer):
-    """The texts continued. Made in a thread: cutting long texts into tokens may take a while.
-
-    Raises:
-        UsageError: a prompt is empty, or does not fit into the context, or the model cannot fill in.
-    """
+    """The answer to ``/v1/completions``: texts continued as they are, or filled in before a suffix."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
@@ -304,11 +579,6 @@ class CompletionAnswer(ApiAnswer):
 
 
 def completion_tasks(service: Service, request: CompletionRequest) -> list[AnswerTask]:
-    """What to answer, for each prompt.
-
-    Raises:
-        UsageError: a prompt is empty, or does not fit into the context, or the model cannot fill in.
-    """
     if request.suffix is None:
         return [service.text_task(prompt, request.options) for prompt in request.prompts]
     return [service.fill_task(str(prompt), request.suffix, request.options) for prompt in request.prompts]

@@ -1,69 +1,52 @@
-"""What a client may ask: the bodies of ``/v1/chat/completions`` and ``/v1/completions``, checked."""
+"""What the requests of all APIs have in common: sampling, drafting, thinking, messages and tools."""
 
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from localspec.errors import UsageError
 from localspec.prompts.thinking import THINK
 from localspec.sampling.sampling import SamplingParams
-from localspec.server import known_fields as known
-from localspec.server.fields import Fields, invalid, kind_of
+from localspec.server.bodies import (
+    CACHE,
+    FOLLOWED,
+    LISTED,
+    MAX_COUNT,
+    ONLY_FUNCTIONS,
+    REPEATED,
+    STYLE,
+    Body,
+    Flag,
+    between,
+    is_integer,
+    items,
+    kind_of,
+    must_be,
+    read,
+    whole,
+    wrong,
+)
+from localspec.server.fields import invalid
 from localspec.server.tools import ToolUse
 
-MAX_CHOICES, MAX_STOPS, MAX_STOP, MAX_MESSAGES, MAX_COUNT = 16, 16, 1024, 10_000, 1 << 31
-MAX_TOP_LOGPROBS, MAX_TOOLS = 20, 128  # OpenAI's own limits
+MAX_CHOICES, MAX_STOPS, MAX_STOP, MAX_MESSAGES = 16, 16, 1024, 10_000
+MAX_TOOLS = 128  # OpenAI's own limit
 MAX_BIASES = 1024  # they are added to every row of logits
-
-# The sampling parameters, under OpenAI's names and those that local servers add to them, and what each may be.
-_NUMBERS = {
-    "temperature": (0, 100),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-    "repetition_penalty": (0, 100),
-    "repeat_penalty": (0, 100),
-}
-_INTEGERS = {
-    "seed": (-(2**63), 2**64 - 1),
-    "max_tokens": (-1, MAX_COUNT),
-    "max_completion_tokens": (-1, MAX_COUNT),
-    "n_predict": (-1, MAX_COUNT),
-    "top_k": (-1, MAX_COUNT),
-    "repeat_last_n": (0, MAX_COUNT),
-}
-_SYNONYMS = {
-    "n_predict": "max_tokens",
-    "max_completion_tokens": "max_tokens",
-    "repetition_penalty": "repeat_penalty",
-}
-"""Name of a field -> what ``SamplingParams`` calls it; it goes before a field of that name."""
-
-SHARED = tuple(known.SHARED.honoured)
-"""Fields that other APIs have under the same names, or that we add to all of them."""
-
-TEXT_KINDS = ("text", "input_text", "output_text", "refusal")
-"""Types of the parts of a message that are text."""
-
-_EFFORTS = {"none": "off", "minimal": "low", "xhigh": "high", "max": "high"}
-"""Efforts that ``THINK`` has no word for -> the nearest that it has."""
+MAX_TOOL_NAME = 128  # the Model Context Protocol's and Anthropic's; OpenAI's is 64
 
 Ending = Literal["assistant", "none", "continue"]
 """What the prompt of a chat ends with: the beginning of an answer, the last message, or the middle of it."""
 
-_VARIABLES_OF_OURS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token")
-
-MAX_TOOL_NAME = 128  # the Model Context Protocol's and Anthropic's; OpenAI's is 64
-_NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_TOOL_NAME}}}")
-
 
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
-    """What both kinds of request have in common.
+    """How to answer, whichever the API.
 
     Attributes:
         params: how tokens are chosen; the server's defaults where the request says nothing.
@@ -94,14 +77,10 @@ class AnswerOptions:
     ending: Ending = "assistant"
     variables: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def speculate(self) -> bool:
-        return self.drafters != ()
-
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """The body of ``/v1/chat/completions``."""
+    """A chat to answer, with messages and tools as OpenAI has them."""
 
     options: AnswerOptions
     messages: list[Any]
@@ -110,12 +89,12 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """The body of ``/v1/completions``; every prompt is a text or token ids, before a suffix a text."""
+    """Texts to continue; every prompt is a text or token ids, before a suffix a text."""
 
     options: AnswerOptions
-    prompts: list[str | list[int]]
-    echo: bool
-    suffix: str | None
+    prompts: Sequence[str | list[int]]
+    echo: bool = False
+    suffix: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,197 +125,245 @@ class ServedModel:
         return tuple(name for name in self.drafters if name not in self.on_request)
 
 
-def chat_request(fields: Fields, served: ServedModel) -> ChatRequest:
-    """Check the body of ``/v1/chat/completions``.
+class ApiBody(Body):
+    """The body of an endpoint that answers."""
 
-    Raises:
-        ApiError: it makes no sense, or asks for what there is not.
-    """
-    fields.known(known.CHAT)
-    if any(kind != "text" for kind in fields.items("modalities", 8)):
-        raise fields.wrong("modalities", '["text"]')
-    messages = _messages(fields)
-    wants = fields.flag("logprobs")
-    top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
-    if top and not wants:
-        raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
-    options = _answer_options(fields, served, (top or 0) if wants else None)
-    budget = fields.integer("thinking_budget", 0, MAX_COUNT)
-    think, variables = _think(fields, served)
-    ending = _ending(fields, messages)
-    options = replace(options, think=think, thinking_budget=budget, ending=ending, variables=variables)
-    return ChatRequest(options, messages, _tools(fields))
+    model: str | None = None
+
+    @abstractmethod
+    def asked(self, served: ServedModel) -> Any:
+        """The request, checked against the model; its ``options`` are ``AnswerOptions``.
+
+        Raises:
+            ApiError: it makes no sense, or asks for what there is not.
+        """
 
 
-def completion_request(fields: Fields, served: ServedModel) -> CompletionRequest:
-    """Check the body of ``/v1/completions``.
-
-    Raises:
-        ApiError: it makes no sense, or asks for what there is not.
-    """
-    fields.known(known.COMPLETIONS)
-    best_of = fields.integer("best_of", 1, MAX_CHOICES)
-    options = _answer_options(fields, served, fields.integer("logprobs", 0, MAX_TOP_LOGPROBS))
-    if best_of is not None and best_of != options.n:
-        raise invalid("best_of must equal n: answers are not ranked", "best_of", "unsupported_parameter")
-    prompts = _prompts(fields, served)
-    if len(prompts) * options.n > MAX_CHOICES:
-        raise invalid(f"n times the number of prompts must be at most {MAX_CHOICES}", "prompt")
-    echo = fields.flag("echo")
-    if echo and options.logprobs is not None:
-        raise invalid("echo with logprobs cannot be had: prompts are not scored", "echo", "unsupported_parameter")
-    suffix = fields.text("suffix") or None  # an empty one asks for what a prompt alone asks for
-    if suffix is not None and not all(isinstance(prompt, str) for prompt in prompts):
-        raise invalid("prompt must be a text where there is a suffix", "prompt")
-    return CompletionRequest(options, prompts, echo, suffix)
+# -- sampling and drafting ---------------------------------------------------------------------------------------------
 
 
-def _answer_options(fields: Fields, served: ServedModel, logprobs: int | None) -> AnswerOptions:
-    stream = fields.flag("stream")
-    options = fields.object("stream_options")
-    if options is not None:
-        options.known(known.STREAM_OPTIONS)
-        if not stream:
-            raise invalid("stream_options needs stream: true", "stream_options")
-    drafters, draft_length, priority = _own(fields, served)
-    return AnswerOptions(
-        params=_params(fields, served),
-        n=fields.integer("n", 1, MAX_CHOICES) or 1,
-        stream=stream,
-        include_usage=options is not None and options.flag("include_usage"),
-        rounds=options is not None and options.flag("localspec_rounds"),
-        logprobs=logprobs,
-        prediction=_prediction(fields),
-        drafters=drafters,
-        draft_length=draft_length,
-        priority=priority,
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
+Stops = Annotated[list[Stop], items(MAX_STOPS), LISTED]
+
+_BOUND = whole(-1, MAX_COUNT)
+MaxTokens = Annotated[int, _BOUND, must_be("at least 1, or -1 for no bound of the request's own", lambda n: n != 0)]
+
+
+class Prediction(Body):
+    type: Literal["content"] = "content"
+    content: Any = None
+
+
+def _is_draft_length(value: Any) -> bool:
+    return value == "auto" or is_integer(value, 0, 64)
+
+
+def _as_int(value: Any) -> Any:
+    return value if isinstance(value, str) else int(value)
+
+
+_DRAFT_LENGTH = must_be('"auto" or an integer in 0..64', _is_draft_length, _as_int)
+
+
+class OwnFields(Body):
+    """``localspec``: which drafters take part, how far they draft, and the request's priority."""
+
+    draft: Annotated[list[str], LISTED] = []
+    draft_length: Annotated[int | str, must_be('"auto" or an integer in 0..64', _is_draft_length, _as_int)] | None = (
+        None
     )
+    off: Flag = False
+    priority: Annotated[int, whole(-MAX_COUNT, MAX_COUNT)] | None = None
 
-
-def _params(fields: Fields, served: ServedModel) -> SamplingParams:
-    given: dict[str, Any] = {name: fields.number(name, *within) for name, within in _NUMBERS.items()}
-    given |= {name: fields.integer(name, *within) for name, within in _INTEGERS.items()}
-    for name in ("max_tokens", "max_completion_tokens", "n_predict"):
-        if given[name] == 0:
-            raise fields.wrong(name, "at least 1, or -1 for no bound of the request's own")
-        if given[name] == -1:  # llama-server's word for that, and llama.vscode's
-            given[name] = None
-    for synonym, name in _SYNONYMS.items():
-        if (value := given.pop(synonym)) is not None:
-            given[name] = value
-    if given["top_p"] is not None:
-        given["top_p"] = max(given["top_p"], 1e-9)  # OpenAI's 0 leaves the likeliest token
-    if given["top_k"] == -1:
-        given["top_k"] = 0
-    given["stop"] = _stops(fields)
-    given["logit_bias"] = _logit_bias(fields, served)
-    given["response_format"] = _response_format(fields)
-    given["grammar"] = fields.text("grammar")
-    given["ignore_eos"] = fields.flag("ignore_eos") or None
-    given = {name: value for name, value in given.items() if value is not None}
-    try:
-        return replace(served.params, **given)
-    except UsageError as error:
-        formats = [name for name in ("response_format", "grammar") if name in given]
-        param = next((name for name in given if str(error).startswith(name)), formats[0] if formats else None)
-        raise invalid(str(error), param) from None
-
-
-def _response_format(fields: Fields) -> Any:
-    form = fields.get("response_format")
-    if isinstance(form, Mapping):
-        inner = Fields(form, "response_format").known(known.RESPONSE_FORMAT)
-        if isinstance(form.get("json_schema"), Mapping):
-            Fields(form["json_schema"], inner.path("json_schema")).known(known.JSON_SCHEMA)
-    return form
-
-
-def _stops(fields: Fields) -> list[str] | None:
-    value = fields.get("stop")
-    if value is None:
-        return None
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(s, str) and s for s in stops):
-        raise fields.wrong("stop", f"a string, or a list of at most {MAX_STOPS} strings, none empty")
-    if (longest := max(map(len, stops), default=0)) > MAX_STOP:
-        raise invalid(f"stop must be of strings of at most {MAX_STOP} characters, not of {longest}", "stop")
-    return stops
-
-
-def _logit_bias(fields: Fields, served: ServedModel) -> dict[int, float] | None:
-    biases = fields.object("logit_bias")
-    if biases is None:
-        return None
-    found: dict[int, float] = {}
-    if len(fields.get("logit_bias")) > MAX_BIASES:
-        raise fields.wrong("logit_bias", f"an object of at most {MAX_BIASES} token ids")
-    for key in fields.get("logit_bias"):
-        if not (isinstance(key, str) and key.isdecimal() and len(key) < 10 and int(key) < served.n_vocab):
-            raise invalid(f"logit_bias: {key!r:.40} is not a token id under {served.n_vocab}", "logit_bias")
-        found[int(key)] = biases.number(key, -100, 100) or 0.0
-    return found
-
-
-def _prediction(fields: Fields) -> str:
-    prediction = fields.object("prediction")
-    if prediction is None:
-        return ""
-    prediction.known(known.PREDICTION).choice("type", ("content",))
-    content = prediction.get("content")
-    return "" if content is None else text_of(content, prediction.path("content"))
-
-
-def _own(fields: Fields, served: ServedModel) -> tuple[tuple[str, ...] | None, int | str | None, int | None]:
-    """Our own field ``localspec``: which drafters take part, how far they draft, and the request's priority."""
-    own = fields.object("localspec")
-    if own is None:
-        return None, None, None
-    own.known(known.LOCALSPEC)
-    length = own.get("draft_length")
-    if length is not None and length != "auto":
-        length = own.integer("draft_length", 0, 64)
-    drafters: tuple[str, ...] | None = None
-    draft = own.get("draft")
-    names: Any = [draft] if isinstance(draft, str) else draft or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise own.wrong("draft", '"auto", "none", or names of loaded drafters')
-    if names and names != ["auto"]:
-        drafters = () if names == ["none"] else tuple(served.as_loaded.get(name, name) for name in names)
-        if "auto" in drafters:
-            drafters = tuple(dict.fromkeys([*served.usual, *(name for name in drafters if name != "auto")]))
-        # Only what is loaded: a request cannot make the server open files.
-        for name in drafters:
+    def drafters(self, served: ServedModel) -> tuple[str, ...] | None:
+        """As ``AnswerOptions`` has them. Only what is loaded: a request cannot make the server open files."""
+        given = [name for name in self.draft if name]
+        if given == ["none"]:
+            return ()
+        if not given or given == ["auto"]:
+            return () if self.off else None
+        names = [served.as_loaded.get(name, name) for name in given]
+        if "auto" in names:
+            names = list(dict.fromkeys([*served.usual, *(name for name in names if name != "auto")]))
+        for name in names:
             if name not in served.drafters:
                 there = ", ".join(served.drafters) or "none"
                 raise invalid(f"no drafter {name!r:.80} is loaded; there is {there}", "localspec.draft")
-    return () if own.flag("off") else drafters, length, own.integer("priority", -MAX_COUNT, MAX_COUNT)
+        return () if self.off else tuple(names)
 
 
-def _messages(fields: Fields) -> list[dict[str, Any]]:
-    """The messages, the content of each as one text; None where an answer said nothing."""
-    messages = []
-    items = fields.items("messages", MAX_MESSAGES)
-    for i, item in enumerate(items):
-        message = Fields(item, f"messages[{i}]").known(known.CHAT_MESSAGE)
-        if message.flag("prefix") and i < len(items) - 1:
-            raise message.wrong("prefix", "of the last message")
-        content = message.get("content")
-        if content is None and item.get("role") == "assistant":
-            content = message.text("refusal")
-        elif not isinstance(content, str):
-            content = text_of(content, message.path("content"))
-        for j, call in enumerate(message.items("tool_calls", MAX_MESSAGES)):
-            function = Fields(call, message.path(f"tool_calls[{j}]")).known(known.TOOL_CALL).object("function")
-            if function is not None:
-                function.known(known.CALLED_FUNCTION)
-        thoughts = (message.text(name) for name in ("reasoning_content", "reasoning", "thinking"))
-        kept = {
-            name: value for name, value in item.items() if name not in ("reasoning", "thinking", "refusal", "prefix")
+_Bias = Annotated[float, between(-100, 100)] | None
+_FEW_BIASES = must_be(
+    f"an object of at most {MAX_BIASES} token ids", lambda value: isinstance(value, dict) and len(value) <= MAX_BIASES
+)  # before each of them is looked at
+
+
+class Shared(Body):
+    """The fields that all APIs take: sampling parameters, under OpenAI's names and those of local servers, and ours."""
+
+    IGNORED = {
+        "sets a sampler that is off": "mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold dry_base "
+        "dry_allowed_length dry_penalty_last_n dry_sequence_breakers",
+    }
+    REFUSED = {
+        "cannot be had: there is no such sampler": "mirostat typical_p typ_p tfs_z top_a dynatemp_range "
+        "xtc_probability dry_multiplier top_n_sigma length_penalty min_keep use_beam_search early_stopping",
+    }
+    OFF = {
+        "mirostat": (0,), "typical_p": (1,), "typ_p": (1,), "tfs_z": (1,), "top_a": (0,), "dynatemp_range": (0,),
+        "xtc_probability": (0,), "dry_multiplier": (0,), "top_n_sigma": (-1, 0), "length_penalty": (1,),
+        "min_keep": (0,),
+    }  # fmt: skip
+
+    temperature: Annotated[float, between(0, 100)] | None = None
+    top_k: Annotated[int, whole(-1, MAX_COUNT)] | None = None
+    top_p: Annotated[float, between(0, 1)] | None = None
+    min_p: Annotated[float, between(0, 1)] | None = None
+    presence_penalty: Annotated[float, between(-2, 2)] | None = None
+    frequency_penalty: Annotated[float, between(-2, 2)] | None = None
+    repetition_penalty: Annotated[float, between(0, 100)] | None = None
+    repeat_penalty: Annotated[float, between(0, 100)] | None = None
+    repeat_last_n: Annotated[int, whole(0, MAX_COUNT)] | None = None
+    seed: Annotated[int, whole(-(2**63), 2**64 - 1)] | None = None
+    logit_bias: Annotated[dict[str, _Bias], _FEW_BIASES] | None = None
+    grammar: str | None = None
+    ignore_eos: Flag | None = None
+    prediction: Prediction | None = None
+    localspec: OwnFields | None = None
+
+    def answer_options(
+        self,
+        served: ServedModel,
+        *,
+        stop: Sequence[str] | None = None,
+        max_tokens: int | None = None,
+        form: Any = None,
+        form_name: str = "response_format",
+        at: str = "",
+        **more: Any,
+    ) -> AnswerOptions:
+        """How to answer.
+
+        Args:
+            served: what it is checked against.
+            stop, max_tokens: as ``SamplingParams`` has them; -1 or None tokens are the server's.
+            form: OpenAI's ``response_format``; ``form_name``: the field that it comes from.
+            at: where these fields stand in the request, such as ``options.``.
+            more: further attributes of the options.
+
+        Raises:
+            ApiError: a value that no single field shows to be wrong.
+        """
+        given = {name: getattr(self, name) for name in _SAMPLING} | {
+            "repeat_penalty": self.repeat_penalty if self.repetition_penalty is None else self.repetition_penalty,
+            "top_p": None if self.top_p is None else max(self.top_p, 1e-9),  # OpenAI's 0 leaves the likeliest token
+            "top_k": 0 if self.top_k == -1 else self.top_k,
+            "stop": stop,
+            "max_tokens": None if max_tokens == -1 else max_tokens,
+            "response_format": form,
+            "logit_bias": self._biases(served.n_vocab, at),
+            "ignore_eos": self.ignore_eos or None,
         }
-        messages.append(kept | {"content": content, "reasoning_content": next(filter(None, thoughts), None)})
-    if not messages:
-        raise invalid("messages is missing or empty", "messages", "missing_required_parameter")
-    return messages
+        given = {name: value for name, value in given.items() if value is not None}
+        try:
+            params = replace(served.params, **given)
+        except UsageError as error:
+            formats = [name for name in ("response_format", "grammar") if name in given]
+            name = next((name for name in given if str(error).startswith(name)), formats[0] if formats else "")
+            path = form_name if name == "response_format" else name and at + name
+            raise invalid(str(error).replace("response_format", form_name, 1), path or None) from None
+        prediction, own = self.prediction, self.localspec or OwnFields()
+        content = None if prediction is None else prediction.content
+        where = at if "prediction" in self.sent else ""  # Ollama's top level has it too
+        return AnswerOptions(
+            params,
+            prediction="" if content is None else text_of(content, f"{where}prediction.content"),
+            drafters=own.drafters(served),
+            draft_length=own.draft_length,
+            priority=own.priority,
+            **more,
+        )
+
+    def _biases(self, n_vocab: int, at: str) -> dict[int, float] | None:
+        if self.logit_bias is None:
+            return None
+        for key in self.logit_bias:
+            if not (key.isdecimal() and len(key) < 10 and int(key) < n_vocab):
+                raise invalid(f"{at}logit_bias: {key!r:.40} is not a token id under {n_vocab}", f"{at}logit_bias")
+        return {int(key): bias or 0.0 for key, bias in self.logit_bias.items()}
+
+
+_SAMPLING = (
+    "temperature", "min_p", "presence_penalty", "frequency_penalty", "repeat_last_n", "seed", "grammar",
+)  # fmt: skip
+
+_EFFORTS = {"none": "off", "minimal": "low", "xhigh": "high", "max": "high"}
+"""Efforts that ``THINK`` has no word for -> the nearest that it has."""
+
+Effort = Literal["", "none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+_OF_THE_SERVER = ("messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token")
+
+
+ThinkingBudget = Annotated[int, whole(0, MAX_COUNT)]
+
+
+def thinking(
+    served: ServedModel, effort: str = "", variables: Mapping[str, Any] | None = None, think: str | None = None
+) -> dict[str, Any]:
+    """Whether, or how much, to think, and further variables of the template, as ``AnswerOptions`` has them.
+
+    Args:
+        served: the model.
+        effort: an effort; ``on``; empty is the template's own way. Models that do not think are sent it too.
+        variables: ``chat_template_kwargs``, as vLLM and llama-server pass them on; some of them ask for thinking.
+        think: our own field, which goes before both.
+
+    Raises:
+        ApiError: there is no such effort, or the server gives this variable.
+    """
+    left, path = dict(variables or {}), "chat_template_kwargs"
+    for name in left:
+        if name in _OF_THE_SERVER:
+            raise invalid(f"{path}.{name} is given by the server", f"{path}.{name}")
+    for name in ("enable_thinking", "thinking"):
+        if (switch := left.pop(name, None)) is not None:
+            if not isinstance(switch, bool):
+                raise wrong(f"{path}.{name}", "true or false", switch)
+            effort = "on" if switch else "none"
+    effort = _checked_effort(left.pop("reasoning_effort", None), f"{path}.reasoning_effort") or effort
+    if think is not None:
+        if not served.thinks and think not in ("auto", "off"):
+            raise invalid("think cannot be had: this model is not known to think before it answers", "think")
+        effort = _checked_effort(think, "think")
+    elif not served.thinks:
+        effort = ""
+    return {"think": _EFFORTS.get(effort, effort) or "auto", "variables": left}
+
+
+def _checked_effort(value: Any, path: str) -> str:
+    if value not in (None, "", *THINK, *_EFFORTS):
+        raise wrong(path, f"one of {', '.join((*THINK, *_EFFORTS))}", value)
+    return value or ""
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+class TextPart(Body):
+    IGNORED = {CACHE: "prompt_cache_breakpoint cache_control", REPEATED: "annotations logprobs citations"}
+
+    type: str
+    text: str
+
+
+class RefusalPart(Body):
+    type: str
+    refusal: str
+
+
+TEXT_KINDS = ("text", "input_text", "output_text", "refusal")
+"""Types of the parts of a message that are text."""
 
 
 def text_of(value: Any, path: str, kinds: Sequence[str] = TEXT_KINDS, between: str = "") -> str:
@@ -350,122 +377,128 @@ def text_of(value: Any, path: str, kinds: Sequence[str] = TEXT_KINDS, between: s
     if not isinstance(value, list):
         raise invalid(f"{path} must be a text or a list of parts, not {kind_of(value)}", path)
     texts = []
-    for i, item in enumerate(value):
-        if isinstance(item, str):
-            texts.append(item)
+    for i, part in enumerate(value):
+        at = f"{path}[{i}]"
+        if isinstance(part, str):
+            texts.append(part)
             continue
-        part = Fields(item, f"{path}[{i}]")
-        kind = part.get("type")
-        if kind not in kinds:
-            raise invalid(f"{path}[{i}].type: only text parts can be used, not {kind!r:.40}", f"{path}[{i}].type")
-        table = known.REFUSAL_PART if kind == "refusal" else known.PART
-        texts.append(part.known(table).required_text("refusal" if kind == "refusal" else "text"))
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(part, dict) and kind not in kinds:
+            raise invalid(f"{at}.type: only text parts can be used, not {kind!r:.40}", f"{at}.type")
+        texts.append(read(RefusalPart, part, at).refusal if kind == "refusal" else read(TextPart, part, at).text)
     return between.join(texts)
 
 
-def _ending(fields: Fields, messages: Sequence[Mapping[str, Any]]) -> Ending:
-    begins = fields.flag("add_generation_prompt", True)
-    asked = "continue_final_message" if fields.flag("continue_final_message") else ""
-    last = Fields(messages[-1], f"messages[{len(messages) - 1}]")
-    if Fields(fields.get("messages")[-1]).flag("prefix"):  # the name that DeepSeek and Mistral gave it
-        asked = asked or last.path("prefix")
-    if not asked:
-        return "assistant" if begins else "none"
-    if fields.has("add_generation_prompt") and begins:
-        raise invalid(f"{asked} and add_generation_prompt exclude each other", asked)
-    if last.get("role") != "assistant" or last.get("tool_calls") or not last.get("content"):
-        raise invalid(f"{asked}: the last message must be an answer of the assistant with a text", asked)
-    return "continue"
+class JsonSchema(Body):
+    IGNORED = {FOLLOWED: "strict", STYLE: "description"}
+
+    name: Any = None
+    schema_: Any = Field(None, alias="schema")
 
 
-def _think(fields: Fields, served: ServedModel) -> tuple[str, dict[str, Any]]:
-    """Whether, or how much, to think, and further variables of the template.
+class CalledFunction(Body):
+    IGNORED = {REPEATED: "index parsed_arguments"}
 
-    The first is our own field, OpenAI's, or among the variables that vLLM and llama-server pass on.
+    name: str
+    arguments: Any = None
+
+
+class ToolCall(Body):
+    IGNORED = {REPEATED: "index"}
+    REFUSED = {ONLY_FUNCTIONS: "custom"}
+
+    id: str | None = None
+    type: str | None = None
+    function: CalledFunction
+
+
+def calling(id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """A message that is a tool call, as OpenAI has it."""
+    call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def begins_answer(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the last message is the beginning of the answer, as it is in Anthropic's and Ollama's API."""
+    last = messages[-1] if messages else {}
+    return last.get("role") == "assistant" and bool(last["content"]) and not last.get("tool_calls")
+
+
+def required_messages(messages: list[dict[str, Any]], name: str = "messages") -> list[dict[str, Any]]:
+    """The messages, if there are any.
+
+    Raises:
+        ApiError: there are none.
     """
-    effort = fields.choice("reasoning_effort", ("", "none", "minimal", "low", "medium", "high", "xhigh", "max"))
-    variables = dict(fields.get("chat_template_kwargs") or {}) if fields.object("chat_template_kwargs") else {}
-    given = Fields(variables, "chat_template_kwargs")
-    for name in variables:
-        if name in _VARIABLES_OF_OURS:
-            raise invalid(f"{given.path(name)} is given by the server", given.path(name))
-    for name in ("enable_thinking", "thinking"):
-        if given.has(name):
-            effort = "on" if given.flag(name) else "none"
-    effort = given.text("reasoning_effort") or effort
-    for name in ("enable_thinking", "thinking", "reasoning_effort"):
-        variables.pop(name, None)
-    if fields.has("think"):
-        if not served.thinks and fields.get("think") not in ("auto", "off"):
-            raise invalid("think cannot be had: this model is not known to think before it answers", "think")
-        effort = fields.choice("think", (*THINK, *_EFFORTS))
-    elif not served.thinks:  # clients send the others to any model
-        effort = ""
-    think = _EFFORTS.get(effort, effort) or "auto"
-    if think not in THINK:
-        raise given.wrong("reasoning_effort", "an effort such as low, medium or high")
-    return think, variables
+    if not messages:
+        raise invalid(f"{name} is missing or empty", name, "missing_required_parameter")
+    return messages
 
 
-def _tools(fields: Fields) -> ToolUse:
-    tools = []
-    for i, item in enumerate(fields.items("tools", MAX_TOOLS)):
-        tool = Fields(item, f"tools[{i}]").known(known.TOOL)
-        tool.choice("type", ("function",))
-        function = tool.object("function")
-        if function is None or not _NAME.fullmatch(function.required_text("name")):
-            path = f"tools[{i}].function.name"
-            raise invalid(f"{path} must be 1 to {MAX_TOOL_NAME} letters, digits, _ . and -", path)
-        function.known(known.FUNCTION).text("description")
-        function.object("parameters")
-        function.flag("strict")
-        tools.append(dict(item) | {"type": "function"})
-    choice = fields.get("tool_choice") or "auto"
-    forced: str | None = None
-    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-        tools, choice = _allowed(Fields(choice, "tool_choice").known(known.TOOL_CHOICE), tools)
-    if isinstance(choice, Mapping):
-        inner = Fields(choice, "tool_choice").known(known.TOOL_CHOICE).object("function")
-        forced = inner.required_text("name") if inner is not None else None
-        if forced not in [tool["function"]["name"] for tool in tools]:
-            raise invalid("tool_choice.function must name one of the tools", "tool_choice")
-        choice = "required"
-    elif choice not in ("auto", "none", "required"):
-        raise fields.wrong("tool_choice", '"auto", "none", "required" or {"type": "function", "function": {"name": …}}')
+# -- tools -------------------------------------------------------------------------------------------------------------
+
+_NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_TOOL_NAME}}}")
+
+ToolName = Annotated[
+    str,
+    must_be(
+        f"1 to {MAX_TOOL_NAME} letters, digits, _ . and -",
+        lambda value: isinstance(value, str) and _NAME.fullmatch(value) is not None,
+    ),
+]
+
+
+class Function(Body):
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Flag = False
+
+
+class Tool(Body):
+    IGNORED = {CACHE: "cache_control"}
+    REFUSED = {ONLY_FUNCTIONS: "custom"}
+
+    type: Literal["function"] = "function"
+    function: Function
+
+
+Tools = Annotated[list[Tool], items(MAX_TOOLS)]
+
+
+def openai_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Tools as they were sent: templates print them in the order of their names."""
+    return [tool.sent | {"type": "function"} for tool in tools]
+
+
+def tool_use(
+    tools: list[dict[str, Any]],
+    choice: str = "auto",
+    *,
+    forced: str | None = None,
+    allowed: Sequence[str] | None = None,
+    parallel: bool = True,
+) -> ToolUse:
+    """The tools of a request.
+
+    Args:
+        tools: as OpenAI has them.
+        choice: ``auto``, ``none`` or ``required``.
+        forced: the function that must be called.
+        allowed: the functions that may be.
+        parallel: whether there may be several calls.
+
+    Raises:
+        ApiError: ``tool_choice`` asks for what there is not.
+    """
+    names = [tool["function"]["name"] for tool in tools]
+    for name in (*(allowed or ()), *([] if forced is None else [forced])):
+        if name not in names:
+            raise invalid(f"tool_choice must name one of the tools, not {name!r:.80}", "tool_choice")
+    if allowed is not None:
+        tools = [tool for tool in tools if tool["function"]["name"] in allowed]
     if choice == "required" and not tools:
         raise invalid("tool_choice asks for a call, and there are no tools", "tool_choice")
     if choice == "none":
         return ToolUse()
-    return ToolUse(tools, choice == "required", forced, fields.flag("parallel_tool_calls", True))
-
-
-def _allowed(choice: Fields, tools: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """The tools that ``allowed_tools`` leaves, and whether one of them must be called."""
-    allowed = choice.object("allowed_tools") or Fields({}, choice.path("allowed_tools"))
-    mode = allowed.known(known.ALLOWED_TOOLS).choice("mode", ("auto", "required"))
-    names = []
-    for i, item in enumerate(allowed.items("tools", MAX_TOOLS)):
-        function = Fields(item, allowed.path(f"tools[{i}]")).known(known.TOOL).object("function")
-        names.append(None if function is None else function.text("name"))
-        if names[-1] not in [tool["function"]["name"] for tool in tools]:
-            raise invalid(f"{allowed.path('tools')} must name some of the tools", allowed.path("tools"))
-    return [tool for tool in tools if tool["function"]["name"] in names], mode
-
-
-def _prompts(fields: Fields, served: ServedModel) -> list[str | list[int]]:
-    """A text, several, token ids, or several lists of them."""
-    prompt = fields.get("prompt")
-    if isinstance(prompt, str):
-        return [prompt]
-    if isinstance(prompt, list) and prompt:
-        if all(isinstance(item, str) for item in prompt):
-            return list(prompt)
-        if _are_tokens(prompt, served.n_vocab):
-            return [prompt]
-        if all(isinstance(item, list) and item and _are_tokens(item, served.n_vocab) for item in prompt):
-            return list(prompt)
-    raise fields.wrong("prompt", f"a string, strings, or token ids under {served.n_vocab}")
-
-
-def _are_tokens(items: list[Any], n_vocab: int) -> bool:
-    return all(isinstance(item, int) and not isinstance(item, bool) and 0 <= item < n_vocab for item in items)
+    return ToolUse(tools, choice == "required" or forced is not None, forced, parallel)

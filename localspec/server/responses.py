@@ -2,32 +2,55 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from localspec.prompts.folding import merged
-from localspec.server import known_fields as known
 from localspec.server.blocks import AnswerBlock, BlockAnswer, Change, identifier
-from localspec.server.events import Wire, event
-from localspec.server.fields import ApiError, Fields, invalid
-from localspec.server.requests import (
+from localspec.server.bodies import (
+    ACCOUNT,
+    CACHE,
     MAX_COUNT,
+    OUTSIDE,
+    REPEATED,
+    STYLE,
+    Body,
+    Flag,
+    items,
+    must_be,
+    read,
+    text_or_items,
+    whole,
+    wrong,
+)
+from localspec.server.events import Wire, event
+from localspec.server.fields import ApiError, invalid
+from localspec.server.requests import (
     MAX_MESSAGES,
     MAX_TOOLS,
-    SHARED,
-    TEXT_KINDS,
     AnswerOptions,
+    ApiBody,
     ChatRequest,
+    Effort,
+    Function,
+    JsonSchema,
     ServedModel,
-    chat_request,
+    Shared,
+    Stops,
+    ThinkingBudget,
+    calling,
+    required_messages,
     text_of,
+    thinking,
+    tool_use,
 )
 from localspec.server.service import Service, StoredResponse
+from localspec.server.tools import ToolUse, usual_role
 
 MAX_METADATA, MAX_NAME, MAX_VALUE = 16, 64, 512
 
-_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _INCLUDES = (
     "reasoning.encrypted_content",
     "file_search_call.results",
@@ -52,7 +75,7 @@ WIRE = Wire("text/event-stream", _failed, b": waiting\n\n")
 
 @dataclass(frozen=True, slots=True)
 class ResponsesRequest:
-    """The body of ``/v1/responses``.
+    """A request for an answer.
 
     Attributes:
         chat: its input as a chat, without what went before.
@@ -73,136 +96,262 @@ class ResponsesRequest:
         return self.chat.options
 
 
-def responses_request(fields: Fields, served: ServedModel) -> ResponsesRequest:
-    """Check the body of ``/v1/responses``.
-
-    Tools that OpenAI's servers would run are left out: a model that is not offered one answers without.
-
-    Raises:
-        ApiError: it makes no sense, or asks for what there is not.
-    """
-    fields.known(known.RESPONSES)
-    for include in fields.items("include", MAX_TOOLS):
-        if include not in _INCLUDES:
-            message = f"include: {include!r:.60} cannot be had; log-probabilities are at /v1/chat/completions"
-            raise invalid(message, "include", "unsupported_parameter")
-    _check_metadata(fields)
-    if (options := fields.object("stream_options")) is not None:
-        options.known(known.RESPONSES_STREAM_OPTIONS)
-    body = fields.those((*SHARED, "stream", "stop", "parallel_tool_calls", "thinking_budget", "chat_template_kwargs"))
-    body |= {"messages": _input(fields, served), "max_tokens": fields.integer("max_output_tokens", 1, MAX_COUNT)}
-    if (reasoning := fields.object("reasoning")) is not None:
-        body["reasoning_effort"] = reasoning.known(known.REASONING).text("effort")
-    tools = [Fields(item, f"tools[{i}]") for i, item in enumerate(fields.items("tools", MAX_TOOLS))]
-    body["tools"] = [_tool(tool) for tool in tools if tool.required_text("type") == "function"]
-    choice = fields.get("tool_choice")
-    if isinstance(choice, dict):
-        choice = _tool_choice(Fields(choice, "tool_choice").known(known.RESPONSES_TOOL_CHOICE))
-    body["tool_choice"] = choice
-    text = fields.object("text")
-    if text is not None and (form := text.known(known.TEXT).object("format")) is not None:
-        kind = form.known(known.TEXT_FORMAT).choice("type", ("text", "json_object", "json_schema"))
-        body["response_format"] = {"type": kind}
-        if kind == "json_schema":
-            body["response_format"]["json_schema"] = form.those(("name", "schema", "strict"))
-    return ResponsesRequest(
-        chat_request(Fields(body), served),
-        fields.text("instructions"),
-        fields.text("previous_response_id"),
-        fields.flag("store", True),
-        fields.those(_ECHOED) | {"tools": fields.items("tools", MAX_TOOLS)},
-    )
+# Items of the input.
 
 
-def _tool_choice(choice: Fields) -> dict[str, Any]:
-    def named(tool: Fields) -> dict[str, Any]:
-        return {"type": "function", "function": {"name": tool.required_text("name")}}
+class Item(Body):
+    """An item of the input."""
 
-    kind = choice.choice("type", ("function", "allowed_tools"))
-    if kind == "function":
-        return named(choice)
-    tools = [Fields(item, choice.path(f"tools[{i}]")) for i, item in enumerate(choice.items("tools", MAX_TOOLS))]
-    return {"type": kind, "allowed_tools": {"mode": choice.get("mode"), "tools": [named(tool) for tool in tools]}}
+    type: str = "message"
 
-
-def _check_metadata(fields: Fields) -> None:
-    """It is only repeated, within OpenAI's own limits."""
-    metadata = fields.get("metadata") or {}
-    fits = isinstance(metadata, dict) and len(metadata) <= MAX_METADATA
-    for name, value in metadata.items() if fits else ():
-        is_simple = value is None or isinstance(value, str | bool | int | float)
-        fits = fits and is_simple and len(name) <= MAX_NAME and len(str(value)) <= MAX_VALUE
-    if not fits:
-        rule = f"at most {MAX_METADATA} names of {MAX_NAME} characters, with texts of at most {MAX_VALUE}"
-        raise fields.wrong("metadata", rule)
+    @abstractmethod
+    def messages(self, path: str) -> Iterator[dict[str, Any]]:
+        """The item as messages of a chat."""
 
 
-def _tool(tool: Fields) -> dict[str, Any]:
-    tool.known(known.RESPONSES_TOOL)
-    return {"type": "function", "function": tool.those(("name", "description", "parameters", "strict"))}
+class MessageItem(Item):
+    IGNORED = {REPEATED: "id status phase end_turn"}
+
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Any = None
+
+    def messages(self, path: str) -> Iterator[dict[str, Any]]:
+        yield {"role": usual_role(self.role), "content": text_of(self.content, f"{path}.content", between="\n")}
 
 
-def _input(fields: Fields, served: ServedModel) -> list[dict[str, Any]]:
-    if isinstance(fields.get("input"), str):
-        return [{"role": "user", "content": fields.get("input")}]
-    items = [Fields(item, f"input[{i}]") for i, item in enumerate(fields.items("input", MAX_MESSAGES))]
-    messages = [message for item in items for message in _of_item(_referred(item, served))]
-    if not messages:
-        raise invalid("input is missing or empty", "input", "missing_required_parameter")
-    return messages
+class FunctionCallItem(Item):
+    IGNORED = {REPEATED: "id status caller namespace async"}
+
+    call_id: str
+    name: str
+    arguments: str = ""
+
+    def messages(self, path: str) -> Iterator[dict[str, Any]]:
+        yield calling(self.call_id, self.name, self.arguments or "{}")
 
 
-def _referred(item: Fields, served: ServedModel) -> Fields:
+class FunctionCallOutputItem(Item):
+    IGNORED = {REPEATED: "id status caller namespace name"}
+
+    call_id: str
+    output: Any = None
+
+    def messages(self, path: str) -> Iterator[dict[str, Any]]:
+        content = text_of(self.output, f"{path}.output", between="\n")
+        yield {"role": "tool", "tool_call_id": self.call_id, "content": content}
+
+
+class ReasoningItem(Item):
+    """Thinking. OpenAI's own has no content: it is encrypted, or not sent at all."""
+
+    IGNORED = {REPEATED: "id status", "only the provider that encrypted it can read it": "encrypted_content"}
+
+    content: Any = ""
+    summary: Any = ""
+
+    def messages(self, path: str) -> Iterator[dict[str, Any]]:
+        thought = text_of(self.content, f"{path}.content", ("reasoning_text",), "\n")
+        thought = thought or text_of(self.summary, f"{path}.summary", ("summary_text",), "\n")
+        if thought:
+            yield {"role": "assistant", "content": "", "reasoning_content": thought}
+
+
+ITEMS: dict[Any, type[Item]] = {
+    "message": MessageItem,
+    "function_call": FunctionCallItem,
+    "function_call_output": FunctionCallOutputItem,
+    "reasoning": ReasoningItem,
+}
+
+
+class ItemReference(Body):
+    type: str = "item_reference"
+    id: str
+
+
+def messages_of(item: Any, path: str) -> list[dict[str, Any]]:
+    """An item as messages of a chat; an ``ApiError`` if it is of another kind."""
+    kind = (item.get("type") or "message") if isinstance(item, dict) else "message"
+    if not isinstance(kind, str) or kind not in ITEMS:
+        raise invalid(f"{path}.type: {kind!r:.40} cannot be used here", f"{path}.type")
+    return list(read(ITEMS[kind], item, path).messages(path))
+
+
+def _referred(item: Any, path: str, served: ServedModel) -> tuple[Any, str]:
     """The item of an answer that is kept, where an item of the input only names it; else the item itself."""
-    if item.get("type") != "item_reference" and (item.has("type") or item.has("role")):
-        return item
-    name = item.known(known.ITEM_REFERENCE).required_text("id")
+    is_reference = isinstance(item, dict) and item.get("type") == "item_reference"
+    if not is_reference and not (isinstance(item, dict) and item.get("type") is None and item.get("role") is None):
+        return item, path
+    name, path = read(ItemReference, item, path).id, f"{path}.id"
     found = served.item(name)
     if found is None:
         message = (
-            f"{item.path('id')}: there is no item {name!r:.80}: they are kept in memory with their answers, the latest "
-            "only, and unless store is false"
+            f"{path}: there is no item {name!r:.80}: they are kept in memory with their answers, the latest only, and "
+            "unless store is false"
         )
-        raise invalid(message, item.path("id"), "item_not_found")
-    return Fields(found, item.path("id"))
+        raise invalid(message, path, "item_not_found")
+    return found, path
 
 
-def _of_item(item: Fields) -> Iterator[dict[str, Any]]:
-    """An item of the input as messages of a chat."""
-    kind = item.get("type") or "message"
-    if kind == "message":
-        role = item.required_text("role")
-        if role not in _ROLES:
-            raise item.wrong("role", " or ".join(_ROLES))
-        item.known(known.RESPONSES_MESSAGE)
-        content = text_of(item.get("content"), item.path("content"), TEXT_KINDS, "\n")
-        yield {"role": _ROLES[role], "content": content}
-    elif kind == "function_call":
-        item.known(known.FUNCTION_CALL)
-        function = {"name": item.required_text("name"), "arguments": item.text("arguments") or "{}"}
-        call = {"id": item.required_text("call_id"), "type": "function", "function": function}
-        yield {"role": "assistant", "content": "", "tool_calls": [call]}
-    elif kind == "function_call_output":
-        item.known(known.FUNCTION_CALL_OUTPUT)
-        content = text_of(item.get("output"), item.path("output"), TEXT_KINDS, "\n")
-        yield {"role": "tool", "tool_call_id": item.required_text("call_id"), "content": content}
-    elif kind == "reasoning":  # OpenAI's own have no content: it is encrypted, or not sent at all
-        item.known(known.REASONING_ITEM)
-        thought = text_of(item.get("content") or "", item.path("content"), ("reasoning_text",), "\n")
-        thought = thought or text_of(item.get("summary") or "", item.path("summary"), ("summary_text",), "\n")
-        if thought:
-            yield {"role": "assistant", "content": "", "reasoning_content": thought}
-    else:
-        raise invalid(f"{item.path('type')}: {kind!r:.40} cannot be used here", item.path("type"))
+# The request.
+
+
+class ResponsesStreamOptions(Body):
+    IGNORED = {"events are never padded": "include_obfuscation"}
+
+
+class Reasoning(Body):
+    IGNORED = {"thinking is returned as it is": "summary generate_summary context", STYLE: "mode"}
+
+    effort: Effort = ""
+
+
+class TextFormat(JsonSchema):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+
+
+class TextConfig(Body):
+    IGNORED = {STYLE: "verbosity"}
+
+    format: TextFormat | None = None
+
+
+class ResponsesTool(Function):
+    IGNORED = {"the client runs the calls": "async allowed_callers defer_loading output_schema"}
+
+    type: Literal["function"]
+
+
+class NamedTool(Body):
+    type: Literal["function"] = "function"
+    name: str
+
+
+class ResponsesToolChoice(Body):
+    type: Literal["function", "allowed_tools"] = "function"
+    name: str | None = None
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[NamedTool], items(MAX_TOOLS)] = []
+
+
+def _is_metadata(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and len(value) <= MAX_METADATA
+        and all(
+            (each is None or isinstance(each, str | bool | int | float))
+            and len(name) <= MAX_NAME
+            and len(str(each)) <= MAX_VALUE
+            for name, each in value.items()
+        )
+    )
+
+
+class ResponsesBody(ApiBody, Shared):
+    """The body of ``/v1/responses``."""
+
+    IGNORED = {
+        ACCOUNT: "user service_tier safety_identifier client_metadata",
+        CACHE: "prompt_cache_key prompt_cache_options prompt_cache_retention",
+        "all that was sent stays in the prompt": "context_management",
+        "there are no tools that run here": "max_tool_calls",
+        "for answers in the background; this server has none": "background_options",
+        "for images, which are refused": "image",
+    }
+    REFUSED = {
+        "cannot be had: send previous_response_id, or the whole input": "conversation",
+        "cannot be had: there are no stored prompts": "prompt",
+        "cannot be had: answers are not kept beyond their request": "background",
+        "cannot be had: log-probabilities are at /v1/chat/completions": "top_logprobs",
+        "cannot be had: a prompt that is too long is refused": "truncation",
+        OUTSIDE: "moderation access_programs",
+    }
+    OFF = {"top_logprobs": (0,), "truncation": ("disabled",)}
+
+    input: Annotated[str | list[Any], text_or_items(MAX_MESSAGES)] = []
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, whole(1, MAX_COUNT)] | None = None
+    metadata: Annotated[
+        dict[str, Any],
+        must_be(
+            f"at most {MAX_METADATA} names of {MAX_NAME} characters, with texts of at most {MAX_VALUE}", _is_metadata
+        ),
+    ] = {}
+    parallel_tool_calls: Flag = True
+    previous_response_id: str | None = None
+    reasoning: Reasoning | None = None
+    store: Flag = True
+    stream: Flag = False
+    stream_options: ResponsesStreamOptions | None = None
+    stop: Stops | None = None
+    text: TextConfig | None = None
+    tools: Annotated[list[Any], items(MAX_TOOLS)] = []
+    tool_choice: Any = None
+    include: Annotated[list[Any], items(MAX_TOOLS)] = []
+    thinking_budget: ThinkingBudget | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def asked(self, served: ServedModel) -> ResponsesRequest:
+        for include in self.include:
+            if include not in _INCLUDES:
+                message = f"include: {include!r:.60} cannot be had; log-probabilities are at /v1/chat/completions"
+                raise invalid(message, "include", "unsupported_parameter")
+        if isinstance(self.input, str):
+            messages = [{"role": "user", "content": self.input}]
+        else:
+            given = [_referred(item, f"input[{i}]", served) for i, item in enumerate(self.input)]
+            messages = required_messages([each for item, path in given for each in messages_of(item, path)], "input")
+        form = self.text.format if self.text else None
+        options = self.answer_options(
+            served,
+            stop=self.stop,
+            max_tokens=self.max_output_tokens,
+            form=form and _response_format(form),
+            form_name="text.format",
+            stream=self.stream,
+            thinking_budget=self.thinking_budget,
+            **thinking(served, self.reasoning.effort if self.reasoning else "", self.chat_template_kwargs),
+        )
+        return ResponsesRequest(
+            ChatRequest(options, messages, self._tools()),
+            self.instructions,
+            self.previous_response_id,
+            self.store,
+            self.those(*_ECHOED) | {"tools": self.tools},
+        )
+
+    def _tools(self) -> ToolUse:
+        tools = []
+        for i, tool in enumerate(self.tools):
+            if isinstance(tool, dict) and isinstance(kind := tool.get("type"), str) and kind != "function":
+                continue  # one that OpenAI's servers would run: a model that is not offered it answers without
+            function = read(ResponsesTool, tool, f"tools[{i}]")
+            kept = function.those("name", "description", "parameters", "strict")
+            tools.append({"type": "function", "function": kept})
+        choice, forced, allowed = self.tool_choice or "auto", None, None
+        if isinstance(choice, dict):
+            given = read(ResponsesToolChoice, choice, "tool_choice")
+            if given.type == "allowed_tools":
+                choice, allowed = given.mode, [tool.name for tool in given.tools]
+            elif given.name is None:
+                raise invalid("tool_choice.name is missing", "tool_choice.name", "missing_required_parameter")
+            else:
+                choice, forced = "required", given.name
+        elif choice not in ("auto", "none", "required"):
+            raise wrong("tool_choice", '"auto", "none", "required" or {"type": "function", "name": …}', choice)
+        return tool_use(tools, choice, forced=forced, allowed=allowed, parallel=self.parallel_tool_calls)
+
+
+def _response_format(form: TextFormat) -> dict[str, Any]:
+    schema = {"json_schema": form.those("name", "schema", "strict")} if form.type == "json_schema" else {}
+    return {"type": form.type} | schema
+
+
+# The answer.
 
 
 class ResponsesAnswer(BlockAnswer):
-    """The answer to ``/v1/responses``. Made in a thread: templates and grammars may take a while.
-
-    Raises:
-        ApiError: the answer to go on from is not there any more.
-        LocalspecError: the messages do not fit the template or the context.
-    """
+    """The answer to ``/v1/responses``."""
 
     def __init__(self, service: Service, request: ResponsesRequest) -> None:
         self._request = request
@@ -261,7 +410,8 @@ class ResponsesAnswer(BlockAnswer):
             "localspec": self.figures(),
         }
         if self._request.store:
-            messages = [message for block in self.blocks for message in _of_item(Fields(self._item(block)))]
+            items = [self._item(block) for block in self.blocks]
+            messages = [message for item in items for message in messages_of(item, "output")]
             owner = self.service.client.owner
             self.service.responses.put(self._id, StoredResponse(response, [*self._messages, *messages], owner))
         return response
@@ -320,11 +470,7 @@ class ResponsesAnswer(BlockAnswer):
 
 
 def stored_response(service: Service, name: str, status: int = 404, param: str | None = None) -> StoredResponse:
-    """An answer that is kept.
-
-    Raises:
-        ApiError: it is not.
-    """
+    """An answer that is kept; an ``ApiError`` of this status and field if it is not."""
     stored = service.responses.get(name)
     if stored is None or not service.client.may_read(stored.owner):
         message = (

@@ -8,7 +8,6 @@ import json
 import re
 import threading
 import time
-from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, aclosing, contextmanager
@@ -17,6 +16,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from prometheus_client import Histogram, Metric
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 from starlette.requests import ClientDisconnect
 
 from localspec._version import __version__
@@ -50,13 +52,7 @@ MAX_RESPONSES, MAX_BYTES = 1000, 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """One answer.
-
-    Attributes:
-        response: as it was sent.
-        messages: the conversation up to and with it, without instructions.
-        owner: whose it is, see ``access.Client``.
-    """
+    """An answer as it was sent, the conversation up to and with it (without instructions), and whose it is."""
 
     response: dict[str, Any]
     messages: Sequence[dict[str, Any]]
@@ -64,12 +60,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Keeps answers in memory; those used least recently go first. Used from any thread.
-
-    Args:
-        max_responses: how many.
-        max_bytes: of all of them together, as JSON.
-    """
+    """Keeps so many answers in memory, of so many bytes as JSON; those used least recently go first. Thread-safe."""
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._max = max_responses, max_bytes
@@ -93,13 +84,12 @@ class ResponseStore:
             return self._kept[name][0]
 
     def item(self, name: str, may_read: Callable[[str], bool]) -> dict[str, Any] | None:
-        """An item of an answer that is kept, by its id, which is made of the answer's; ``may_read``: of its owner."""
+        """An item of an answer that is kept, by its id, which is made of the answer's; ``may_read`` asks the owner."""
         stored = self.get(f"resp_{name.partition('_')[2][:-4]}")
         items = stored.response["output"] if stored is not None and may_read(stored.owner) else ()
         return next((item for item in items if item["id"] == name), None)
 
     def remove(self, name: str) -> bool:
-        """Whether it was there."""
         with self._lock:
             if name not in self._kept:
                 return False
@@ -107,7 +97,7 @@ class ResponseStore:
             return True
 
 
-# What the server counts, for ``/v1/localspec/stats`` and, in Prometheus' text format, for ``/metrics``.
+# What the server counts, for ``/v1/localspec/stats`` and ``/metrics``.
 
 OUTCOMES = ("answered", "cancelled", "invalid", "rejected", "failed")
 """How a request ends: answered, its client left, a wrong request (4xx), turned away (429, 503), failed (500)."""
@@ -115,132 +105,89 @@ OUTCOMES = ("answered", "cancelled", "invalid", "rejected", "failed")
 _OF_ONE_ANSWER = ("time_to_first_token_s", "estimated_plain_tokens_per_second", "estimated_speedup", "reason")
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
-_ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
-class Histogram:
-    """Counts of values in ranges, cumulative when written, as Prometheus has them."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = tuple(bounds)
-        self.counts = [0] * (len(self.bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
-
-    def lines(self, name: str) -> Iterator[str]:
-        below = 0
-        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
-            below += count
-            le = "+Inf" if bound == float("inf") else f"{bound:g}"
-            yield f'{name}_bucket{{le="{le}"}} {below}'
-        yield f"{name}_sum {self.total:.6f}"
-        yield f"{name}_count {below}"
-
-
-class Metrics:
+class Metrics(Collector):
     """Totals since the start. Used from the event loop only."""
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, str]] = Counter()
         self.stats = SpecStats()
-        self.request_seconds = Histogram(_SECONDS)
-        self.first_token_seconds = Histogram(_SECONDS)
-        self.token_seconds = Histogram(_TOKEN_SECONDS)
+        self._seconds_answered = 0.0
+
+        def seconds(stem: str, about: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(f"localspec_{stem}_seconds", about, buckets=buckets, registry=None)
+
+        self._request = seconds("request", "From a request to the end of its answer.", _SECONDS)
+        self._first_token = seconds("time_to_first_token", "From its turn to the first token.", _SECONDS)
+        self._token = seconds("time_per_output_token", "Decoding time over tokens.", _TOKEN_SECONDS)
 
     def finished(self, endpoint: str, outcome: str, seconds: float) -> None:
-        """A request is over, one way or the other."""
         self.requests[endpoint, outcome] += 1
         if outcome == "answered":
-            self.request_seconds.observe(seconds)
+            self._seconds_answered += seconds
+            self._request.observe(seconds)
 
     def count(self, reply: Reply) -> None:
-        """An answer is complete, or was cut short."""
         stats = reply.stats
         self.stats = SpecStats.total([self.stats, stats])
         if stats.time_to_first_token_s is not None:
-            self.first_token_seconds.observe(stats.time_to_first_token_s)
+            self._first_token.observe(stats.time_to_first_token_s)
         if stats.completion_tokens:
-            self.token_seconds.observe(stats.seconds_decode / stats.completion_tokens)
+            self._token.observe(stats.seconds_decode / stats.completion_tokens)
 
     @property
     def mean_request_seconds(self) -> float:
         """How long a request takes, by those that were answered."""
-        n = sum(self.request_seconds.counts)
-        return self.request_seconds.total / n if n else 2.0
+        n = self._by_outcome()["answered"]
+        return self._seconds_answered / n if n else 2.0
+
+    def _by_outcome(self) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for (_, outcome), count in self.requests.items():
+            found[outcome] += count
+        return found
 
     def as_dict(self) -> dict[str, Any]:
         """The totals under the names of ``SpecStats``."""
-        by_outcome: Counter[str] = Counter()
-        for (_, outcome), count in self.requests.items():
-            by_outcome[outcome] += count
+        by_outcome = self._by_outcome()
         totals = {name: value for name, value in self.stats.items() if name not in _OF_ONE_ANSWER}
         return {"requests": {outcome: by_outcome[outcome] for outcome in OUTCOMES}, **totals}
 
-    def prometheus(self, gauges: Sequence[tuple[str, str, float]], info: dict[str, str]) -> str:
-        """The text exposition format, version 0.0.4.
-
-        Args:
-            gauges: (name, what it is, value) of what is known elsewhere.
-            info: labels of ``localspec_info``.
-        """
-        lines: list[str] = []
-
-        def family(name: str, kind: str, about: str, samples: Iterable[str]) -> None:
-            lines.extend((f"# HELP {name} {about}", f"# TYPE {name} {kind}", *samples))
-
+    def collect(self) -> Iterator[Metric]:
+        """The totals as families of Prometheus."""
         stats = self.stats
-        family("localspec_info", "gauge", "What is served.", [_sample("localspec_info", info, 1)])
-        for name, about, value in gauges:
-            family(name, "gauge", about, [_sample(name, {}, value)])
-        requests = [({"endpoint": e, "outcome": o}, n) for (e, o), n in sorted(self.requests.items())]
-        sources = sorted(stats.by_source.items())
-        positions = [({"position": str(i)}, n) for i, n in enumerate(stats.accepted_per_position)]
-        phases = [({"phase": phase}, stats[f"seconds_{phase}"]) for phase in ("draft", "other", "prompt", "verify")]
-        counters: tuple[tuple[str, str, Sequence[tuple[dict[str, str], float]]], ...] = (
-            ("requests", "Requests by how they ended.", requests),
-            ("prompt_tokens", "Tokens of prompts.", [({}, stats.prompt_tokens)]),
-            ("cached_prompt_tokens", "Those that were in memory.", [({}, stats.cached_tokens)]),
-            ("completion_tokens", "Tokens of answers.", [({}, stats.completion_tokens)]),
-            ("rounds", "Passes of the target that emitted tokens.", [({}, stats.num_rounds)]),
-            (
-                "draft_tokens",
-                "Draft tokens sent to the target, by drafter.",
-                [({"source": source}, counts["num_draft_tokens"]) for source, counts in sources],
-            ),
-            (
-                "accepted_tokens",
-                "Draft tokens it accepted, by drafter.",
-                [({"source": source}, counts["num_accepted_tokens"]) for source, counts in sources],
-            ),
-            ("accepted_tokens_per_position", "Accepted draft tokens by place in the draft.", positions),
-            ("seconds", "Time by what it went into.", phases),
+        of_source = sorted(stats.by_source.items())
+        drafted = [((source,), counts["num_draft_tokens"]) for source, counts in of_source]
+        accepted = [((source,), counts["num_accepted_tokens"]) for source, counts in of_source]
+        positions = [((str(i),), n) for i, n in enumerate(stats.accepted_per_position)]
+        phases = [((phase,), stats[f"seconds_{phase}"]) for phase in ("draft", "other", "prompt", "verify")]
+        counters: tuple[tuple[str, str, str, Iterable[tuple[tuple[str, ...], float]]], ...] = (
+            ("requests", "Requests by how they ended.", "endpoint outcome", sorted(self.requests.items())),
+            ("prompt_tokens", "Tokens of prompts.", "", [((), stats.prompt_tokens)]),
+            ("cached_prompt_tokens", "Those that were in memory.", "", [((), stats.cached_tokens)]),
+            ("completion_tokens", "Tokens of answers.", "", [((), stats.completion_tokens)]),
+            ("rounds", "Passes of the target that emitted tokens.", "", [((), stats.num_rounds)]),
+            ("draft_tokens", "Draft tokens sent to the target, by drafter.", "source", drafted),
+            ("accepted_tokens", "Draft tokens it accepted, by drafter.", "source", accepted),
+            ("accepted_tokens_per_position", "Accepted by place in the draft.", "position", positions),
+            ("seconds", "Time by what it went into.", "phase", phases),
         )
-        for stem, about, samples in counters:
-            name = f"localspec_{stem}_total"
-            family(name, "counter", about, [_sample(name, labels, value) for labels, value in samples])
-        for stem, about, histogram in (
-            ("request", "From a request to the end of its answer.", self.request_seconds),
-            ("time_to_first_token", "From its turn to the first token.", self.first_token_seconds),
-            ("time_per_output_token", "Decoding time over tokens.", self.token_seconds),
-        ):
-            name = f"localspec_{stem}_seconds"
-            family(name, "histogram", about, histogram.lines(name))
-        return "\n".join(lines) + "\n"
+        for stem, about, labels, samples in counters:
+            family = CounterMetricFamily(f"localspec_{stem}", about, labels=labels.split())
+            for values, number in samples:
+                family.add_metric(values, number)
+            yield family
+        for histogram in (self._request, self._first_token, self._token):
+            for metric in histogram.collect():
+                metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+                yield metric
 
 
-def _sample(name: str, labels: dict[str, str], value: float) -> str:
-    inner = ",".join(f'{key}="{text.translate(_ESCAPES)}"' for key, text in labels.items())
-    number = str(int(value)) if float(value).is_integer() else f"{value:.6f}"
-    return f"{name}{{{inner}}} {number}" if inner else f"{name} {number}"
-
-
-# Slots of ``/infill``: an editor has one, in which its newest request takes the place of the one before.
+# Slots of ``/infill``: an editor has one, in which its newest request replaces the one before.
 #
-# An editor sends a window of so many lines before the cursor. With every line that is typed one slides out of it, and a
-# prompt that begins one line later has nothing in common with what was read. So what slid out is put in front again.
+# An editor sends a window of lines before the cursor. What slides out of it is put in front again, so that prompts have
+# a common prefix.
 
 MAX_WINDOWS, MAX_CHARACTERS = 64, 1 << 18
 """Editors whose windows are remembered, the latest, and the longest window [characters]: 16 MB together."""
@@ -266,10 +213,7 @@ class Slots:
 
     @contextmanager
     def newest(self, slot: int | None) -> Iterator[None]:
-        """Within the block the task has the slot; one that had it before is cancelled, as nobody waits for it.
-
-        Args:
-            slot: its number; None is one of its own.
+        """Within the block the task has the slot (None: one of its own); the one that had it before is cancelled.
 
         Raises:
             ApiError: a newer request took the slot.
@@ -286,7 +230,7 @@ class Slots:
         try:
             yield
         except asyncio.CancelledError:
-            # As asyncio.timeout does it: only if nobody else cancels the task as well.
+            # As asyncio.timeout does it: only if the task was cancelled here alone.
             if turn.superseded and task.uncancel() == 0:
                 raise ApiError(409, f"a newer request took slot {slot}", code="superseded") from None
             raise
@@ -296,9 +240,9 @@ class Slots:
 
 
 class Windows:
-    """What each editor showed before the cursor, from as far up as it was read. From any thread.
+    """What each editor showed before the cursor, from as far up as it was read. Thread-safe.
 
-    Not every plugin names a slot. A window without one goes on from that without one which it is most like.
+    A window without a slot continues the one without a slot that it overlaps with most.
     """
 
     def __init__(self) -> None:
@@ -320,7 +264,6 @@ class Windows:
         return whole
 
     def _most_alike(self, prefix: str) -> int:
-        """Under what number the window without a slot is that overlaps most with this one; a new one if none does."""
         found, most = None, 0
         for key, before in self._shown.items():
             if key < 0 and (start := _place(before, prefix)) >= 0:
@@ -339,11 +282,7 @@ def join(before: str, prefix: str) -> str:
 
 
 def _place(before: str, prefix: str) -> int:
-    """Where in an earlier window this one begins; -1 if they are not of one text.
-
-    That is where the window's beginning stands in the earlier one, and half of what follows is the same in both:
-    something else may have been typed at the end.
-    """
+    """Where in an earlier window this one begins, with at least half of what follows in common; -1 if nowhere."""
     start = before.find(prefix[:HEAD_CHARACTERS])
     if start < 0:
         return -1
@@ -352,7 +291,7 @@ def _place(before: str, prefix: str) -> int:
 
 
 def _n_alike(one: str, other: str) -> int:
-    """How many characters two texts have in common from their beginnings on; by halving, as windows are long."""
+    """Length of the common prefix of two texts, by halving."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -364,7 +303,7 @@ def _n_alike(one: str, other: str) -> int:
 
 
 FILL_PRIORITY = 1
-"""Of a completion at a cursor, where the request says nothing: it is short, and somebody has just stopped typing."""
+"""Priority of a completion at a cursor where the request names none: it is short, and a person waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,7 +315,7 @@ class AnswerTask:
         params: the sampling parameters.
         tools: functions that may be called; none where a schema says what the answer is.
         prediction: token ids of a text that the answer is likely to repeat.
-        begun: the beginning of the answer that stands at the prompt's end.
+        opening: the beginning of the answer that stands at the prompt's end.
         keep_tokens: see ``Asking.rounds``.
         enough: asked after every round: whether the answer may end there.
         think: of a chat, see ``Asking.rounds``; None: a text, where thinking is not separated.
@@ -386,7 +325,7 @@ class AnswerTask:
     params: SamplingParams
     tools: ToolUse = field(default_factory=ToolUse)
     prediction: Sequence[int] = ()
-    begun: str = ""
+    opening: str = ""
     keep_tokens: int | None = None
     enough: Callable[[], bool] = lambda: False
     think: str | None = None
@@ -444,14 +383,13 @@ class Service:
         return list(dict.fromkeys([public_name(self.llm.model_name), *self.settings.aliases]))
 
     def check_model(self, name: str | None) -> None:
-        """Refuse requests to a model that is not this one; Ollama's clients may add ``:latest``."""
+        """Refuse another model's name; Ollama's clients add ``:latest``."""
         if name and name.removesuffix(":latest") not in (*self.names, self.llm.model_name):
             message = f"there is no model {name!r:.80} here; this server answers with {self.names[0]}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     @property
     def drafters(self) -> dict[str, str]:
-        """The drafters that may draft for the client, by what it calls them; see ``Client.drafters``."""
         return self.client.drafters(self.llm.draft_names)
 
     def served(self) -> ServedModel:
@@ -466,57 +404,51 @@ class Service:
     # -- prompts -------------------------------------------------------------------------------------------------------
 
     def chat_task(self, messages: Sequence[Any], tools: ToolUse, options: AnswerOptions) -> AnswerTask:
-        """Messages through the chat template. It may take a while: not for the event loop.
+        """Messages through the chat template. As all that makes a task, it takes time: not for the event loop.
 
         Raises:
-            UsageError, TemplateError: they cannot be.
+            UsageError, TemplateError: the messages fit neither template nor context.
         """
-        params, begun, think = options.params, "", options.think
-        if tools.required:
-            begun, params = forced_call(self.llm.template, tools, params)
-        is_form = grammar_of(params.response_format, params.grammar) is not None
-        if is_form and think == "auto":  # what has a given form begins at once
-            think = "off"
-        tokens = self.chat_tokens(messages, tools, options, think, self.llm.n_ctx)
-        constraint_for(params, self.llm.vocab)  # compiled here, and not while the engine waits
-        if not tools.required and is_schema(params.response_format):
+        task = self.chat_prompt(messages, tools, options, self.llm.n_ctx)
+        constraint_for(task.params, self.llm.vocab)  # compiled here, and not while the engine waits
+        if not tools.required and is_schema(task.params.response_format):
             tools = ToolUse()
-        if begun:
-            tokens += self.llm.tokenize(begun, parse_special=True)
-        return AnswerTask(self._fitting(tokens), params, tools, self._prediction(options), begun, think=think)
+        prediction = self._prediction(options)
+        return replace(task, prompt=self._fitting(task.prompt), tools=tools, prediction=prediction)
 
-    def chat_tokens(
-        self,
-        messages: Sequence[Any],
-        tools: ToolUse,
-        options: AnswerOptions,
-        think: str | None = None,
-        room: int | None = None,
-    ) -> list[int]:
-        """What the target would read, whether it fits or not (but see ``LLM.encode``); it may take a while too.
+    def chat_prompt(
+        self, messages: Sequence[Any], tools: ToolUse, options: AnswerOptions, room: int | None = None
+    ) -> AnswerTask:
+        """The prompt of a chat, and how its answer begins; ``room``: see ``LLM.encode``. It may take a while too.
 
         Raises:
             ApiError: a variable that the template does not know.
             UsageError, TemplateError: the messages cannot be.
         """
+        params, opening, think = options.params, "", options.think
+        if tools.required:
+            opening, params = forced_call(self.llm.template, tools, params)
+        if think == "auto" and grammar_of(params.response_format, params.grammar) is not None:
+            think = "off"  # what has a given form begins at once
         for name in options.variables:
             if not re.search(rf"\b{re.escape(name)}\b", self.llm.template.source):
                 path = f"chat_template_kwargs.{name:.60}"
                 raise invalid(f"{path}: the model's chat template has no such variable", path)
-        return self.llm.encode(
+        tokens = self.llm.encode(
             messages_for(messages, self.settings.system),
             tools=list(tools.tools) or None,
             add_generation_prompt=options.ending == "assistant",
             continue_final_message=options.ending == "continue",
             variables=options.variables,
-            think=think or options.think,
+            think=think,
             room=room,
         )
+        if opening:
+            tokens += self.llm.tokenize(opening, parse_special=True)
+        return AnswerTask(tokens, params, opening=opening, think=think)
 
     def text_task(self, prompt: str | list[int], options: AnswerOptions) -> AnswerTask:
-        """A text to continue as it is, or token ids. It may take a while: not for the event loop.
-
-        Editors write the marks of fill-in-the-middle into the text themselves.
+        """A text to continue, in which editors may have written the marks of fill-in-the-middle, or token ids.
 
         Raises:
             UsageError: it is empty, or too long.
@@ -531,10 +463,10 @@ class Service:
         return AnswerTask(self._fitting(tokens), options.params, prediction=prediction)
 
     def fill_task(self, prefix: str, suffix: str, options: AnswerOptions) -> AnswerTask:
-        """A text to fill in between two. It may take a while: not for the event loop.
+        """A text to fill in between two.
 
         Raises:
-            UsageError: it cannot be.
+            UsageError: the model has no fill-in-the-middle tokens, or the text is too long.
         """
         prompt = self.llm.fill_prompt(prefix, suffix, max_tokens=options.params.max_tokens)
         prediction = self._prediction(options)
@@ -542,7 +474,7 @@ class Service:
         return AnswerTask(prompt.tokens, options.params, prediction=prediction, keep_tokens=prompt.n_before)
 
     def _prediction(self, options: AnswerOptions) -> list[int]:
-        # No answer is longer than the context, so what lies behind cannot be copied.
+        # No answer is longer than the context.
         n_ctx = self.llm.n_ctx
         text = options.prediction[: n_ctx * self.llm.vocab.longest]
         return self.llm.tokenize(text)[:n_ctx] if text else []
@@ -594,7 +526,6 @@ class Service:
                         yield event
 
     def _submitter(self, options: AnswerOptions, task: AnswerTask, conversation: object) -> Submit:
-        """What queues a task."""
         drafters, names = self.drafters, options.drafters
         if names is None and len(usual := self.served().usual) < len(self.llm.draft_names):
             names = usual
@@ -622,7 +553,7 @@ class Service:
         self, options: AnswerOptions, task: AnswerTask, index: int, stream: AsyncRoundStream
     ) -> AsyncGenerator[AnswerEvent, None]:
         tools, logprobs = task.tools, options.logprobs is not None
-        reader = DeltaReader(tools.tools, task.begun, parallel=tools.parallel, wants_tokens=logprobs)
+        reader = DeltaReader(tools.tools, task.opening, parallel=tools.parallel, wants_tokens=logprobs)
         cut = False
         async for round_ in stream:
             yield AnswerEvent(index, reader.read(round_), round_)
@@ -642,7 +573,6 @@ class Service:
         yield AnswerEvent(index, last, reply=reply, finish_reason=finish_reason)
 
     def check_open(self) -> None:
-        """Refuse what comes while the server goes down."""
         if self.ending.is_set():
             raise stopping()
 

@@ -1,4 +1,4 @@
-"""Tools on their way to the model: in its own chat template, or in the system prompt where that knows no tools."""
+"""Messages and tools as templates take them, forced calls, and rounds as text and calls."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ from localspec.spec_decode.rounds import EmittedToken, Round
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of a request.
+    """The tools of a request, as OpenAI has them; empty if none may be called.
 
     Attributes:
-        tools: as OpenAI has them; empty if none may be called.
-        required: the answer must be a call.
-        forced: of this function.
+        required: the answer must be a call; ``forced``: of this function.
         parallel: whether there may be several calls.
     """
 
@@ -31,6 +29,11 @@ class ToolUse:
     required: bool = False
     forced: str | None = None
     parallel: bool = True
+
+
+def usual_role(role: str) -> str:
+    """OpenAI's newest name of the system prompt as the usual one."""
+    return "system" if role == "developer" else role
 
 
 def messages_for(messages: Sequence[Any], system: str | None = None) -> list[dict[str, Any]]:
@@ -48,8 +51,7 @@ def messages_for(messages: Sequence[Any], system: str | None = None) -> list[dic
     prepared: list[dict[str, Any]] = []
     for i, message in enumerate(checked_messages(messages)):
         message = {name: value for name, value in message.items() if value is not None}
-        if message["role"] == "developer":
-            message["role"] = "system"
+        message["role"] = usual_role(message["role"])
         message.setdefault("content", "")
         if "tool_calls" in message:
             message["tool_calls"] = [_call(call, i) for call in _list(message["tool_calls"], i)]
@@ -78,13 +80,8 @@ def _call(call: Any, i: int) -> dict[str, Any]:
     return dict(call) | {"type": "function", "function": dict(function) | {"arguments": arguments}}
 
 
-# -- a call that must be made ------------------------------------------------------------------------------------------
-
-
 def forced_call(template: ChatTemplate, use: ToolUse, params: SamplingParams) -> tuple[str, SamplingParams]:
-    """How an answer is made to be a call, as ``tool_choice`` asks: it begins for the model, and follows a schema.
-
-    A format that the request asks for is one of texts, which this answer is not.
+    """How an answer is made to be a call: its beginning is given, and a schema followed instead of the request's.
 
     Returns:
         The beginning of the answer, to be put behind the prompt; the request's parameters, with the schema.
@@ -108,7 +105,6 @@ def forced_call(template: ChatTemplate, use: ToolUse, params: SamplingParams) ->
 
 
 def _followed(function: Mapping[str, Any], key: str, params: SamplingParams) -> Mapping[str, Any]:
-    """A function with a schema that calls can be held to."""
     try:
         _held_to([function], key, params)
     except UsageError as error:
@@ -119,7 +115,6 @@ def _followed(function: Mapping[str, Any], key: str, params: SamplingParams) -> 
 
 
 def _held_to(functions: Sequence[Mapping[str, Any]], key: str, params: SamplingParams) -> SamplingParams:
-    """Parameters for an answer that calls one of these functions."""
     calls: list[dict[str, Any]] = []
     definitions: dict[str, Any] = {}
     for i, function in enumerate(functions):
@@ -138,13 +133,10 @@ def _held_to(functions: Sequence[Mapping[str, Any]], key: str, params: SamplingP
 
 
 def _move(place: str, schema: dict[str, Any]) -> None:
-    """What a schema refers to within itself is where it stands now."""
+    """References within a schema follow it to its new place."""
     schema.pop("$id", None)
     if isinstance(schema.get("$ref"), str) and schema["$ref"].startswith("#"):
         schema["$ref"] = place + schema["$ref"].removeprefix("#")
-
-
-# One answer of a request, from rounds to deltas: text, tool calls, and the tokens that log-probabilities belong to.
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +145,8 @@ class Delta:
 
     Attributes:
         pieces: verified text, and beginnings and arguments of tool calls, in their order.
-        thinking: what was thought before it.
-        tokens: tokens whose text has been released, calls included, thinking not.
+        thinking: the thinking before it.
+        tokens: those whose text has been released, calls included, thinking not.
     """
 
     pieces: Sequence[Piece] = ()
@@ -166,7 +158,6 @@ class Delta:
 
     @property
     def text(self) -> str:
-        """All that is no tool call."""
         return "".join(piece.text for piece in self.pieces if isinstance(piece, TextPiece))
 
     @property
@@ -175,30 +166,31 @@ class Delta:
 
 
 class DeltaReader:
-    """Reads rounds.
+    """Rounds -> deltas.
 
     Args:
         tools: functions that may be called; empty reads no calls.
-        begun: the beginning of the answer that the model was given, where a call is forced.
+        opening: the beginning of the answer that the model was given, where a call is forced.
         parallel: whether there may be several calls.
         wants_tokens: whether tokens are collected.
-
-    Attributes:
-        calls: reads the tool calls.
     """
 
     def __init__(
-        self, tools: Sequence[Mapping[str, Any]], begun: str = "", *, parallel: bool = True, wants_tokens: bool = False
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        opening: str = "",
+        *,
+        parallel: bool = True,
+        wants_tokens: bool = False,
     ) -> None:
         self.calls = ToolCallReader(tools, parallel=parallel)
-        self.calls.push(begun)
+        self.calls.push(opening)
         self._wants_tokens = wants_tokens
         self._waiting: deque[tuple[int, EmittedToken]] = deque()
         self._n_read = 0
         self._n_released = 0
 
     def read(self, round_: Round) -> Delta:
-        """The delta that a round makes."""
         self._n_released += sum(len(span.text) for span in round_.spans)
         return Delta(self.calls.push(round_.text), round_.thinking, self._released(round_))
 

@@ -1,4 +1,4 @@
-"""Files that are complete under their name, or not there."""
+"""Files that are complete under their name or not there; folders of localspec; small facts kept as JSON."""
 
 from __future__ import annotations
 
@@ -17,55 +17,40 @@ from typing import Any, BinaryIO
 
 from localspec.errors import UsageError
 
+# Virus scanners and indexers hold a file that was just written for some milliseconds, and it cannot be replaced then.
 _TRIES = 20
-"""Virus scanners and indexers look at what was just written, for some milliseconds, and nobody can replace it then."""
 
-_STALE_SECONDS = 3600.0
-"""A temporary file this old was left by a process that was killed: nothing here is written for an hour."""
+_STALE_SECONDS = 3600.0  # Age of a temporary file that a killed process must have left: no write takes an hour
 
 
 def is_same_file(one: str | Path, other: str | Path) -> bool:
-    """Whether two names stand for one place; neither has to be there.
-
-    By a link too, or with other capitals where those make no difference.
-    """
+    """Whether two names stand for one place, by a link too, or with other capitals where those make no difference."""
     with suppress(OSError):  # one is not there, or is gone meanwhile
         return os.path.samefile(one, other)
     return os.path.realpath(one) == os.path.realpath(other)
 
 
 def private_folder(path: Path) -> None:
-    """Make a folder for what only this user may read; one that is there already is closed to others.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """Make a folder that only this user may read; an existing one is closed to others."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.stat().st_mode & 0o077:
-        with suppress(OSError):  # it is somebody else's
+        with suppress(OSError):  # another user's
             path.chmod(0o700)
 
 
 def decoded(data: bytes) -> str:
-    """The text of a file that a user wrote: UTF-8, or UTF-16 with its mark, as Windows' programs write it; a byte order
-    mark is no part of it.
-
-    Raises:
-        UnicodeDecodeError: it is neither.
-    """
+    """The text of a user's file: UTF-8, or UTF-16 with its mark, as Windows' programs write it; without a byte order
+    mark."""
     return data.decode("utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig")
 
 
 @contextmanager
 def write_atomically(path: Path, *, private: bool = False, durable: bool = True) -> Iterator[BinaryIO]:
-    """Open a file that takes its name, or the place of an older one, when the block ends.
+    """Open a file that takes its name, or the place of an older one, when the block ends; its folder must exist.
 
-    If the block raises, Ctrl-C included, what was there before stays as it was. A link keeps pointing where it does.
-
-    Args:
-        path: its name; the folder must exist.
-        private: readable by this user alone.
-        durable: survives a power failure that comes right after. Takes milliseconds, on some disks many.
+    If the block raises, Ctrl-C included, the older file stays as it was. A link keeps its target. ``private``: readable
+    by this user alone. ``durable``: survives a power failure that comes right after; takes milliseconds, on some disks
+    many.
 
     Raises:
         OSError: the disk or its permissions refuse.
@@ -116,17 +101,12 @@ def _remove_stale(path: Path) -> None:
                 temporary.unlink()
 
 
-# Where localspec keeps its files, and what the environment says about fetching them.
-
-SOURCES = ("hf", "wheels")
-"""Kinds of places that files come from, in the order in which ``pull`` tries them."""
+SOURCES = ("hf", "wheels")  # Kinds of places that files come from, in the order in which ``pull`` tries them
 
 
 def home() -> Path:
-    """The folder for weights, calibration and sessions: ``LOCALSPEC_HOME``, or the platform's cache folder.
-
-    It is not created here.
-    """
+    """The folder for weights, calibration and sessions: ``LOCALSPEC_HOME``, or the platform's cache folder. It is not
+    created here."""
     chosen = os.environ.get("LOCALSPEC_HOME", "").strip()
     if chosen:
         return Path(chosen).expanduser().absolute()
@@ -136,21 +116,16 @@ def home() -> Path:
 
 
 def models_dir() -> Path:
-    """The folder that holds the weights."""
     return home() / "models"
 
 
 def offline() -> bool:
-    """Whether ``LOCALSPEC_OFFLINE`` forbids the network."""
     return os.environ.get("LOCALSPEC_OFFLINE", "").strip().lower() not in ("", "0", "false", "no", "off")
 
 
 def source_order() -> tuple[str, ...]:
-    """The kinds of sources in the order to try them: the one that ``LOCALSPEC_SOURCE`` names comes first.
-
-    Raises:
-        UsageError: ``LOCALSPEC_SOURCE`` names none that exists.
-    """
+    """The kinds of sources in the order to try them: the one that ``LOCALSPEC_SOURCE`` names first; ``UsageError`` if
+    there is no such kind."""
     first = os.environ.get("LOCALSPEC_SOURCE", "").strip().lower()
     if not first:
         return SOURCES
@@ -160,23 +135,18 @@ def source_order() -> tuple[str, ...]:
 
 
 def printable(name: str) -> str:
-    """A file's name as text that can be written anywhere: what is no UTF-8 in it becomes U+FFFD."""
+    """A file's name as text: invalid UTF-8 in it becomes U+FFFD."""
     return os.fsencode(name).decode("utf-8", "replace")
 
-
-# Small facts kept on disk between runs: verdicts, measured times, what was learned. Losing one only costs time.
 
 Key = Mapping[str, str]
 
 
 class JsonStore:
-    """One JSON file per key, in a folder.
+    """Small facts kept between runs, one JSON file per key; losing one only costs time.
 
-    The whole key is stored with the value, so that a chance agreement of file names shows nothing foreign.
-
-    Args:
-        folder: where the files lie; made when first needed.
-        format: version of the values; those of another one are not seen.
+    The whole key is stored with the value, against chance agreement of file names; values of another ``format`` are not
+    seen.
     """
 
     def __init__(self, folder: Path, format: int) -> None:
@@ -184,7 +154,7 @@ class JsonStore:
         self.format = format
 
     def get(self, key: Key) -> dict[str, Any] | None:
-        """The stored value, or None where there is none or it cannot be read."""
+        """The stored value; None: none that can be read."""
         try:
             stored = json.loads(self._path(key).read_text())
         except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What the machine has: threads to use, instruction sets, a name for reports and cache keys, graphics hardware."""
+"""This machine: threads, instruction sets, graphics hardware, memory, bandwidth, load, and what slows it."""
 
 from __future__ import annotations
 
@@ -37,39 +37,34 @@ _X86 = {
 _ARM = {"asimd": "NEON", "asimdhp": "FP16", "asimddp": "DOTPROD", "i8mm": "I8MM", "bf16": "BF16", "sve": "SVE"}
 _APPLE = {"FEAT_FP16": "FP16", "FEAT_DotProd": "DOTPROD", "FEAT_I8MM": "I8MM", "FEAT_BF16": "BF16", "FEAT_SME": "SME"}
 _APPLE_INTEL = {"AVX1.0": "AVX", "AVX2": "AVX2", "FMA": "FMA", "F16C": "F16C", "AVX512F": "AVX-512"}
+# PF_AVX…, PF_AVX2…, PF_AVX512F… and PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE of winnt.h
 _WINDOWS = {39: "AVX", 40: "AVX2", 41: "AVX-512", 43: "DOTPROD"}
-"""PF_AVX…, PF_AVX2…, PF_AVX512F… and PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE of winnt.h"""
 
+# Instruction sets that ready-made wheels use, by system and processor.
 _WHEELS_USE = {
     ("linux", "x86_64"): {"AVX2": "AVX2", "FMA": "FMA", "F16C": "F16C"},
     ("linux", "aarch64"): {"DOTPROD": "dot products (ARMv8.2)", "FP16": "half floats (ARMv8.2)"},
     ("win32", "amd64"): {"AVX2": "AVX2"},
 }
-"""Instruction sets that ready-made wheels use, by system and processor."""
 
 
 def prepare_threads() -> None:
     """Let the engines' threads spin at their barriers only briefly; call before an engine's library is loaded.
 
-    GNU OpenMP spins for milliseconds by default. A spinning thread whose partner has lost its core to another program
-    burns whole time slices: on 2 cores shared with other work, single passes of 50 ms were measured at over 2 s, and
-    at 50 to 90 ms with 1,000 spins. Not spinning at all doubles the time of a pass on an idle machine; 1,000 spins
-    cost nothing there. Whatever the user has set stands.
+    GNU OpenMP spins for milliseconds by default, and a spinning thread whose partner has lost its core to another
+    program burns whole time slices. 1,000 spins cost nothing on an idle machine. The user's own setting stands.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def usable_cpus() -> int:
-    """Logical CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @cache
 def default_threads() -> int:
     """Physical cores this process may use: hyper-threads share the units that decoding is bound by."""
-    import psutil
-
     available = usable_cpus()
     if sys.platform == "darwin":
         # Efficiency cores make every barrier wait for them.
@@ -81,14 +76,14 @@ def default_threads() -> int:
 
 @cache
 def missing_cpu_features() -> list[str]:
-    """What this CPU lacks of the instructions that ready-made wheels use; empty too where that cannot be found out."""
+    """What this CPU lacks of the instructions that ready-made wheels use; empty too where that is unknown."""
     wanted = _WHEELS_USE.get((sys.platform, platform.machine().lower()), {})
     found = _features(_ROOT)
     return [] if found is None else [label for feature, label in wanted.items() if feature not in found]
 
 
 def cpu_features(root: Path = _ROOT) -> list[str]:
-    """Instruction sets that matter for inference; empty where that cannot be found out."""
+    """Instruction sets that matter for inference; empty where unknown."""
     return _features(root) or []
 
 
@@ -102,8 +97,6 @@ def _features(root: Path) -> list[str] | None:
         names = f"{_sysctl('machdep.cpu.features')} {_sysctl('machdep.cpu.leaf7_features')}".upper().split()
         return [label for name, label in _APPLE_INTEL.items() if name in names]
     if sys.platform == "win32":
-        import ctypes
-
         present = ctypes.windll.kernel32.IsProcessorFeaturePresent
         return [label for bit, label in _WINDOWS.items() if present(bit)]
     return None
@@ -111,7 +104,6 @@ def _features(root: Path) -> list[str] | None:
 
 @cache
 def cpu_name() -> str:
-    """The CPU's marketing name."""
     if sys.platform == "linux":
         for line in read_text(_ROOT / "proc/cpuinfo").splitlines():
             if line.startswith("model name"):
@@ -138,23 +130,12 @@ def _sysctl(key: str) -> str:
     return output("sysctl", "-n", key)
 
 
-# Memory that can be had now. A container's limit counts, with what its processes already use.
-
-_UNLIMITED = 1 << 60
-"""Version 1 of control groups writes a number of this size where there is no limit."""
-
-_ROOT = Path("/")
+_UNLIMITED = 1 << 60  # Version 1 of control groups writes a number of this size where there is no limit
 
 
 @dataclass(frozen=True, slots=True)
 class SystemMemory:
-    """RAM, in bytes.
-
-    Attributes:
-        total: what the machine has.
-        available: what a process could take now without swapping.
-        limit: a container's limit, where there is one.
-    """
+    """RAM [bytes]: of the machine, what a process could take now without swapping, and a container's limit."""
 
     total: int
     available: int
@@ -162,18 +143,12 @@ class SystemMemory:
 
     @property
     def usable(self) -> int:
-        """What this process may use of it at most."""
         return self.limit or self.total
 
 
 def read_memory(root: Path = _ROOT) -> SystemMemory:
-    """Read it from the system.
-
-    Args:
-        root: where ``/proc`` and ``/sys`` are, with what is said of containers.
-    """
-    import psutil
-
+    """Memory by the system, and by a container's limit with what its processes use; ``root`` is where ``/proc`` and
+    ``/sys`` are."""
     found = psutil.virtual_memory()
     limit, room = _container(root)
     available = found.available if room is None else min(found.available, room)
@@ -181,7 +156,7 @@ def read_memory(root: Path = _ROOT) -> SystemMemory:
 
 
 def cpu_quota(root: Path = _ROOT) -> float | None:
-    """CPUs' worth of time that a container may use; None where it is not limited."""
+    """CPUs' worth of time that a container may use; None: no limit."""
     shares = []
     for folder in _groups(root, "cpu"):
         version_1 = f"{read_text(folder / 'cpu.cfs_quota_us')} {read_text(folder / 'cpu.cfs_period_us')}"
@@ -210,10 +185,10 @@ def _container(root: Path) -> tuple[int | None, int | None]:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """The control groups this process is in, for a controller, the innermost first.
+    """The control groups of this process for a controller, the innermost first.
 
-    Inside a container the path that the kernel gives may be the host's, while the container's own group is mounted as
-    the root: every ancestor that exists is looked at.
+    Inside a container the kernel's path may be the host's, while the container's own group is mounted as the root:
+    every ancestor that exists is looked at.
     """
     for line in read_text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
@@ -230,31 +205,19 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def process_bytes() -> int:
-    """What this process keeps in memory, mapped files included."""
-    import psutil
-
     return int(psutil.Process().memory_info().rss)
 
 
-# What this process and others take of the machine.
-
+# Of what psutil counts, where a system counts it; guests' time is in the user's already.
 _BUSY = ("user", "nice", "system", "irq", "softirq", "steal")
-"""Of what psutil counts, where a system counts it; guests' time is in the user's already."""
 
-BUSY = 0.15
-"""Share of the CPUs' time, used by other programs, from which on timings are not trusted."""
+BUSY = 0.15  # Share of the CPUs' time, used by other programs, from which on timings are not trusted
 
 
 @dataclass(frozen=True, slots=True)
 class CPUTimes:
-    """CPU time used up to a moment [seconds].
-
-    Attributes:
-        at: a clock that only goes forward.
-        busy: of the CPUs that this process may use, by anybody; stolen by other guests included.
-        own: of this process and all its threads.
-        n_cpus: CPUs that this process may use.
-    """
+    """CPU time used up to a moment [seconds]: by all programs and other guests on the ``n_cpus`` that this process may
+    use, and by this process and all its threads. ``at`` is of a clock that only goes forward."""
 
     at: float
     busy: float
@@ -263,7 +226,6 @@ class CPUTimes:
 
     @classmethod
     def now(cls) -> CPUTimes:
-        """Read the counters."""
         every = psutil.cpu_times(percpu=True)
         allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(every))
         ours = [times for number, times in enumerate(every) if number in allowed]
@@ -273,7 +235,7 @@ class CPUTimes:
 
 
 def others_share(spans: Iterable[tuple[CPUTimes, CPUTimes]]) -> float | None:
-    """Share of the CPUs' time that others used in some spans, each between two readings; None of no time."""
+    """Share of the CPUs' time that others used in spans between two readings; None of no time."""
     spans = list(spans)
     seconds = sum((after.at - before.at) * after.n_cpus for before, after in spans)
     others = sum((after.busy - before.busy) - (after.own - before.own) for before, after in spans)
@@ -281,7 +243,7 @@ def others_share(spans: Iterable[tuple[CPUTimes, CPUTimes]]) -> float | None:
 
 
 def busy_share(seconds: float = 0.25) -> float:
-    """Share of all CPUs' time that others use, this process sleeping meanwhile; stolen by other guests included."""
+    """Share of all CPUs' time that others use while this process sleeps for so many seconds."""
     return psutil.cpu_percent(seconds) / 100
 
 
@@ -293,7 +255,7 @@ def lower_priority() -> None:
 
 
 def peak_memory_bytes() -> int | None:
-    """The most memory that this process has had resident, mapped weights included; None where nobody counts it."""
+    """The most memory that this process has had resident, mapped weights included; None: unknown."""
     try:
         import resource
     except ImportError:
@@ -302,28 +264,21 @@ def peak_memory_bytes() -> int | None:
     return int(most if sys.platform == "darwin" else most * 1024)
 
 
-# Memory bandwidth, measured: what decoding one token at a time is bound by.
+# Memory bandwidth bounds decoding one token at a time.
 
+# Bytes that a thread reads in one call; small ones spend their time between calls, large ones end unevenly.
 _CHUNK = 8 << 20
-"""Bytes that a thread reads in one call; small ones spend their time between calls, large ones end unevenly."""
 
+# Bytes that are read: several times what the last-level caches of personal computers hold (up to 128 MB).
 MOST, _LEAST = 512 << 20, 256 << 20
-"""Bytes that are read: several times what the last-level caches of personal computers hold (up to 128 MB)."""
 
 
 def measure_bandwidth(n_threads: int, *, available: int, seconds: float = 0.6) -> float | None:
-    """Read an array that no cache holds, and take the fastest pass.
+    """Bytes per second of the fastest pass over an array that no cache holds; None where memory is too short for one.
 
-    NumPy's maximum of bytes compares 16 or 32 of them an instruction and releases the GIL, so that it waits for memory
-    and for nothing else.
-
-    Args:
-        n_threads: threads that read at the same time.
-        available: free memory [bytes], of which an eighth is used at most.
-        seconds: how long to read; the array is filled before.
-
-    Returns:
-        Bytes per second, or None where memory is too short for such an array.
+    NumPy's maximum of bytes compares 16 or 32 an instruction and releases the GIL, so that it waits for memory alone.
+    The array takes an eighth of the ``available`` memory [bytes] at most, and is filled before the ``seconds`` of
+    reading.
     """
     size = min(MOST, available // 8)
     if size < min(MOST, max(_LEAST, _CHUNK * n_threads)):
@@ -351,16 +306,9 @@ def measure_bandwidth(n_threads: int, *, available: int, seconds: float = 0.6) -
     return best
 
 
-# What makes a machine slower than it could be: a battery, a setting, heat.
-
-_ROOT = Path("/")
-
-
 def on_battery(root: Path = _ROOT) -> bool | None:
-    """Whether the machine runs on battery; None where there is none, or the system does not say."""
+    """Whether the machine runs on battery; None: it has none, or that is unknown."""
     if sys.platform != "linux":
-        import psutil
-
         battery = psutil.sensors_battery()
         return None if battery is None or battery.power_plugged is None else not battery.power_plugged
     # psutil takes the battery of a wireless mouse for the machine's.
@@ -377,7 +325,7 @@ def on_battery(root: Path = _ROOT) -> bool | None:
 
 
 def slow_clock(root: Path = _ROOT) -> str | None:
-    """A setting that keeps the clock low, in words; None where there is none."""
+    """A setting that keeps the clock low, in words; None: none."""
     if sys.platform == "darwin":
         return "low power mode is on" if re.search(r"lowpowermode\s+1", output("pmset", "-g")) else None
     if (profile := read_text(root / "sys/firmware/acpi/platform_profile")) in ("low-power", "quiet", "cool"):
@@ -395,7 +343,7 @@ def slow_clock(root: Path = _ROOT) -> str | None:
 
 
 def throttle_count(root: Path = _ROOT) -> int | None:
-    """How often heat or a power limit slowed a CPU since boot; on macOS 1 while it does. None where that is unknown."""
+    """How often heat or a power limit slowed a CPU since boot; on macOS 1 while it does. None: unknown."""
     if sys.platform == "darwin":
         limit = re.search(r"CPU_Speed_Limit\s*=\s*(\d+)", output("pmset", "-g", "therm"))
         return int(int(limit[1]) < 100) if limit else None
@@ -405,20 +353,14 @@ def throttle_count(root: Path = _ROOT) -> int | None:
 
 
 def throttled(before: int | None, after: int | None) -> bool | None:
-    """Whether the CPU was slowed between two readings of ``throttle_count``."""
     if before is None or after is None:
         return None
     return after > 0 if sys.platform == "darwin" else after > before
 
 
-# What the C library keeps of freed memory, handed back to the system.
-
-
 def trim_heap() -> None:
-    """Give freed memory back; glibc keeps it for the process otherwise, 20 to 80 MB after an engine was closed.
-
-    Does nothing where the C library is another one.
-    """
+    """Give freed memory back: glibc keeps 20 to 80 MB after an engine was closed. Does nothing with another C
+    library."""
     if sys.platform.startswith("linux"):
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
         if trim is not None:

@@ -1,4 +1,4 @@
-"""Ctrl-C during an answer: a request to stop, not an exception at a random place."""
+"""Processes: interrupts, ends, forks, other localspec processes, locks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ def on_interrupt(stop: Callable[[], None], *, ended_too: bool = False) -> Iterat
 
     Args:
         stop: called in the main thread, wherever it is.
-        ended_too: likewise when the process is told to end, or its terminal is closed and that is not ignored (nohup):
-            a long job without a terminal would die without a word.
+        ended_too: likewise when the process is asked to end, or its terminal is closed and that is not ignored (nohup).
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -63,12 +62,9 @@ def interrupts_left_to_others() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-# What has to end before the interpreter does, and in which order.
-#
-# A thread that is inside of a C++ library while the interpreter or that library is taken down aborts the process
-# ("terminate called without an active exception"), after all is said and done. So the threads that ask engines are
-# ended first, then the threads of the engines. ``atexit`` alone runs what was registered last first, which is the
-# engines.
+# A thread inside a C++ library while the interpreter or that library is taken down aborts the process. So the threads
+# that call engines end first, then the threads of the engines; ``atexit`` alone runs what was registered last first,
+# which is the engines.
 
 Stage = Literal["workers", "engines"]
 
@@ -87,10 +83,9 @@ def _end() -> None:
             functions.pop()()
 
 
-# What holds in the child of a fork: it has a copy of all that its parent has loaded, and none of the threads.
-#
-# An engine waits for its threads when it computes, and when it is freed. So in the child what was loaded before the
-# fork is refused with one clear line, and never freed; the parent goes on with it.
+# The child of a fork has a copy of all that its parent has loaded, and none of the threads. An engine waits for its
+# threads when it computes, and when it is freed. So in the child a loaded engine is refused with one clear line, and
+# never freed; the parent goes on with it.
 
 REFUSAL = "this LLM was loaded before the process was forked, and belongs to the parent: load one in the child"
 
@@ -100,8 +95,8 @@ _KNOWN: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyD
 def in_child(owner: Any, renounce: Callable[[Any], None]) -> None:
     """Have ``renounce(owner)`` called in children that are forked while the owner lives.
 
-    It runs before anything else there. Locks may be held for ever by threads that only the parent has, so it takes
-    none, and makes new ones. The owner is not kept alive by this.
+    It runs before anything else there. Locks may be held for ever by threads of the parent, so it takes none, and makes
+    new ones. The owner is not kept alive by this.
     """
     _KNOWN[owner] = renounce
 
@@ -117,13 +112,10 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
 
 
-# Who of us answers somebody now: work that nobody waits for, in another process, steps aside meanwhile.
-#
-# A process that works for somebody has a file named by its number in a folder of the home. It is removed afterwards;
-# that of a process that was killed counts for nothing.
+# Pauses background work while another process answers. A process that answers has a file named by its number in a
+# folder of the home; the file of a killed process is ignored.
 
-QUIET_SECONDS = 5.0
-"""Between answers that follow each other, as those of a program, there is no use in starting."""
+QUIET_SECONDS = 5.0  # Between answers that follow each other, as those of a program, there is no use in starting
 
 _POLL_SECONDS = 0.25
 
@@ -134,9 +126,9 @@ def _folder() -> Path:
 
 @contextmanager
 def answering() -> Iterator[None]:
-    """Within the block this process works for somebody who waits."""
+    """Within the block this process answers a request."""
     mark = _folder() / str(os.getpid())
-    with suppress(OSError):  # no home yet, or one that cannot be written: then nobody can see it
+    with suppress(OSError):  # no home yet, or one that cannot be written
         mark.parent.mkdir(exist_ok=True)
         mark.touch()
     try:
@@ -146,8 +138,8 @@ def answering() -> Iterator[None]:
             mark.unlink()
 
 
-def somebody_answers() -> bool:
-    """Whether another process with this home works for somebody."""
+def another_answers() -> bool:
+    """Whether another process with this home answers a request."""
     try:
         marks = list(os.scandir(_folder()))
     except OSError:
@@ -174,15 +166,8 @@ def _counts(mark: os.DirEntry[str]) -> bool:
 
 
 class Courtesy:
-    """Steps aside while others answer.
-
-    Args:
-        waiting: called with True when it begins to wait, and with False when it goes on.
-        stopped: whether to go on at once, as everything is to end.
-
-    Attributes:
-        seconds: waited so far.
-    """
+    """Pauses background work while other processes answer: ``waiting`` is called with True when it begins to wait, and
+    with False when it goes on; ``stopped`` says to go on at once. ``seconds`` were waited so far."""
 
     def __init__(self, waiting: Callable[[bool], None], stopped: Callable[[], bool]) -> None:
         self._waiting = waiting
@@ -191,28 +176,25 @@ class Courtesy:
         self.seconds = 0.0
 
     def __call__(self) -> None:
-        """Return when nobody has answered for ``QUIET_SECONDS``; at once where nobody does. Cheap: call it often."""
+        """Return when no process has answered for ``QUIET_SECONDS``; at once where none does. Cheap: call it often."""
         began = time.monotonic()
         if began - self._looked < _POLL_SECONDS:
             return
         self._looked = began
-        if not somebody_answers():
+        if not another_answers():
             return
         self._waiting(True)
         seen = time.monotonic()
         while time.monotonic() - seen < QUIET_SECONDS and not self._stopped():
             time.sleep(_POLL_SECONDS)
-            if somebody_answers():
+            if another_answers():
                 seen = time.monotonic()
         self.seconds += time.monotonic() - began
         self._waiting(False)
 
 
-# What the system says of itself, in small files and by its programs; empty where it says nothing.
-
-
 def read_text(path: Path) -> str:
-    """A small file, as those of ``/proc`` and ``/sys``, without white space around it."""
+    """A small file, as those of ``/proc`` and ``/sys``, stripped; empty where it cannot be read."""
     try:
         return path.read_text().strip()
     except (OSError, ValueError):
@@ -220,15 +202,12 @@ def read_text(path: Path) -> str:
 
 
 def output(*command: str) -> str:
-    """What a program prints."""
+    """What a program prints, stripped; empty where it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
-
-
-# A lock that many hold together and one alone: readers do not wait for each other.
 
 
 class SharedLock:

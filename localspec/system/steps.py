@@ -1,7 +1,5 @@
-"""Long work in steps: a generator that yields after every pass of a model, or about so much, and returns a result.
-
-A command takes all steps at once; in idle time they are taken one at a time, see ``runtime.preparation``.
-"""
+"""Long work in steps: a generator that yields after about every pass of a model, and returns a result. A command takes
+all steps at once; idle time takes one at a time."""
 
 from __future__ import annotations
 
@@ -13,12 +11,7 @@ Steps = Generator[None, None, T]
 
 
 def exhaust(steps: Steps[T], tick: Callable[[], None] = lambda: None) -> T:
-    """Take all steps and return the result.
-
-    Args:
-        steps: the work.
-        tick: called between steps; whatever it raises ends the work.
-    """
+    """Take all steps and return the result; ``tick`` is called between them, and what it raises ends the work."""
     try:
         while True:
             next(steps)

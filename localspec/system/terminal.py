@@ -1,4 +1,4 @@
-"""Text on its way to a terminal: nothing in it may act on the terminal, and its width in cells; the terminal's own."""
+"""Text for a terminal: made harmless, measured in cells, wrapped; progress lines; standard input."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ del _VISIBLE[ord("\n")], _VISIBLE[ord("\t")]
 
 
 def terminal_size() -> tuple[int, int]:
-    """Columns and lines."""
     size = shutil.get_terminal_size((80, 24))
     return max(2, size.columns), max(1, size.lines)
 
@@ -39,7 +38,7 @@ def moves_cursor(file: TextIO) -> bool:
 
 
 def _console_takes_escapes(file: TextIO) -> bool:
-    """Have a console of Windows act on escape sequences, which it prints as they are until it is told to.
+    """Have a console of Windows act on escape sequences, which it prints as they are by default.
 
     Consoles before Windows 10 cannot. What is no console but says that it is a terminal (mintty) understands them.
     """
@@ -99,7 +98,7 @@ def clip(text: str, cells: int) -> str:
 
 
 def wrapped(text: str, columns: int) -> list[str]:
-    """Lines of no more than so many cells, broken between words; a word that is longer stays whole."""
+    """Lines of at most so many cells, broken between words; a longer word stays whole."""
     lines = []
     for line in text.split("\n"):
         row = ""
@@ -119,17 +118,14 @@ def width_is_certain(char: str) -> bool:
     return code < 0x300 or 0x2500 <= code < 0x2580 or 0x3041 <= code < 0xA000 or 0xAC00 <= code < 0xD7A4
 
 
-# What is being done before the first answer, on standard error.
-
-INTERVAL = 0.1
-"""Seconds between two updates of a line."""
+INTERVAL = 0.1  # Seconds between two updates of a line
 
 
 class Progress:
-    """One line that shows what is going on and is gone afterwards; where nobody watches, one line per remark.
+    """One line of progress that is gone afterwards; without a terminal, one line per remark.
 
     Attributes:
-        live: whether someone watches: a terminal on which a line can be written again.
+        live: whether it writes to a terminal on which a line can be written again.
     """
 
     def __init__(self, file: TextIO | None = None) -> None:
@@ -170,22 +166,14 @@ class Progress:
         self._shown = True
 
     def clear(self) -> None:
-        """Remove the line."""
         if self._shown:
             self._file.write("\r\x1b[K")
             self._file.flush()
             self._shown = False
 
 
-# Text from standard input.
-
-
 def decode(data: bytes, where: str) -> str:
-    """Bytes as text; a byte order mark is dropped.
-
-    Raises:
-        UsageError: they are not UTF-8.
-    """
+    """Bytes as text without byte order mark; ``UsageError``: not UTF-8."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -196,11 +184,7 @@ def decode(data: bytes, where: str) -> str:
 
 
 def read_all() -> str:
-    """All of standard input, without the newline that ends it.
-
-    Raises:
-        UsageError: it is not UTF-8.
-    """
+    """All of standard input, without the newline that ends it; ``UsageError``: not UTF-8."""
     if sys.stdin is None:
         return ""
     if sys.stdin.isatty():

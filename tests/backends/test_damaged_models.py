@@ -12,8 +12,8 @@ import pytest
 
 from localspec.backends import reference
 from localspec.errors import LocalspecError, ModelFileError, NotGGUF, UnsupportedModel
+from localspec.heads.listing import inspect
 from localspec.model_files.gguf import GGUFFile
-from localspec.model_files.inspection import inspect
 from localspec.model_files.vocab import Vocab
 from tests.conftest import open_backend
 from tests.fuzz.engines import Engine

@@ -12,10 +12,12 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from localspec import LLM
+from localspec.server.service import AnswerTask, Service
 from tests.conftest import TinyFiles
 from tests.support.serving import Server, serve
 from tests.support.waiting import PATIENCE
@@ -29,6 +31,19 @@ def server(tiny: TinyFiles, module_home: Path) -> Iterator[Server]:
     pytest.importorskip("llguidance")
     with LLM(tiny.quick.target, draft="ngram", backend="reference", n_ctx=8192, idle=False) as llm, serve(llm) as made:
         yield made
+
+
+@pytest.fixture(autouse=True)
+def held_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse requests whose answer nothing holds: what a random model says, and when it ends, depends on the CPU."""
+    made = Service.chat_task
+
+    def held(service: Service, *asked: Any) -> AnswerTask:
+        task = made(service, *asked)
+        assert task.params.grammar or task.params.response_format, "neither grammar, schema nor forced call"
+        return task
+
+    monkeypatch.setattr(Service, "chat_task", held)
 
 
 def run(server: Server, *command: str, cwd: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asking import MODEL, URL, Weather
+from asking import MODEL, TEXT, URL, Weather, says
 from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_ollama import ChatOllama
@@ -18,9 +18,10 @@ MODELS = {
 }
 
 for name, model in MODELS.items():
-    whole = model.invoke(ASK)
-    pieces = list(model.stream(ASK))
-    assert "".join(piece.text for piece in pieces) == whole.text != "", name
+    held = {"options": says(TEXT)} if name == "ollama" else {"extra_body": says(TEXT)}
+    whole = model.invoke(ASK, **held)
+    pieces = list(model.stream(ASK, **held))
+    assert "".join(piece.text for piece in pieces) == whole.text == TEXT, name
     assert whole.usage_metadata["output_tokens"] > 0, (name, whole)
 
     if name != "ollama":  # which has no way to ask for a call
@@ -28,10 +29,11 @@ for name, model in MODELS.items():
         (call,) = asked.tool_calls
         Weather.model_validate(call["args"])
         result = ToolMessage("sunny", tool_call_id=call["id"])
-        assert model.bind_tools([Weather]).invoke([HumanMessage(ASK), asked, result]) is not None, name
-        held = model.with_structured_output(Weather, method="function_calling")
-        assert isinstance(held.invoke(ASK), Weather), name
+        last = model.bind_tools([Weather]).invoke([HumanMessage(ASK), asked, result], **held)
+        assert last.text == TEXT, name
+        form = model.with_structured_output(Weather, method="function_calling")
+        assert isinstance(form.invoke(ASK), Weather), name
     if name != "messages":
-        held = model.with_structured_output(Weather, method="json_schema")
-        assert isinstance(held.invoke(ASK), Weather), name
-        assert isinstance(list(held.stream(ASK))[-1], Weather), name
+        form = model.with_structured_output(Weather, method="json_schema")
+        assert isinstance(form.invoke(ASK), Weather), name
+        assert isinstance(list(form.stream(ASK))[-1], Weather), name

@@ -13,7 +13,7 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
-from asking import MODEL, URL, Weather
+from asking import MODEL, TEXT, URL, Weather, says
 from openai import AsyncOpenAI
 
 set_tracing_disabled(True)
@@ -31,17 +31,17 @@ def weather(where: Weather) -> str:
 
 async def main() -> None:
     for model in (OpenAIChatCompletionsModel(MODEL, client), OpenAIResponsesModel(MODEL, client)):
-        brief = ModelSettings(max_tokens=24, temperature=0)
+        brief = ModelSettings(max_tokens=100, temperature=0, extra_body=says(TEXT))
         plain = Agent(name="plain", instructions="Be brief.", model=model, model_settings=brief)
         first = await Runner.run(plain, ASK)
-        assert first.final_output, model
+        assert first.final_output == TEXT, model
         again = [*first.to_input_list(), {"role": "user", "content": "And tomorrow?"}]
-        assert (await Runner.run(plain, again)).final_output, model
+        assert (await Runner.run(plain, again)).final_output == TEXT, model
 
         streamed = Runner.run_streamed(plain, ASK)
         async for _ in streamed.stream_events():
             pass
-        assert streamed.final_output == first.final_output, model
+        assert streamed.final_output == TEXT, model
 
         held = Agent(name="held", model=model, output_type=Weather, model_settings=ModelSettings(max_tokens=200))
         assert isinstance((await Runner.run(held, ASK)).final_output, Weather), model

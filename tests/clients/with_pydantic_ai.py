@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asking import CALL, MODEL, URL, Weather, says
+from asking import CALL, MODEL, TEXT, URL, Weather, says
 from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
@@ -18,11 +18,12 @@ MODELS = {
 ASK = "How is the weather in Rome?"
 
 for name, model in MODELS.items():
-    plain = Agent(model, instructions="Be brief.", model_settings={"max_tokens": 24, "temperature": 0})
+    brief = {"max_tokens": 100, "temperature": 0, "extra_body": says(TEXT)}
+    plain = Agent(model, instructions="Be brief.", model_settings=brief)
     first = plain.run_sync(ASK)
-    assert first.output, name
-    assert plain.run_sync("And tomorrow?", message_history=first.all_messages()).output, name
-    assert plain.run_stream_sync(ASK).get_output() == first.output, name
+    assert first.output == TEXT, name
+    assert plain.run_sync("And tomorrow?", message_history=first.all_messages()).output == TEXT, name
+    assert plain.run_stream_sync(ASK).get_output() == TEXT, name
     assert first.usage.output_tokens > 0, (name, first.usage)
 
     for kind in (ToolOutput(Weather), NativeOutput(Weather)):
@@ -44,6 +45,6 @@ def weather(city: str, days: int) -> str:
     return "sunny"
 
 
-with agent.override(model_settings=lambda run: {"max_tokens": 200, "extra_body": says("fine" if heard else CALL)}):
-    assert agent.run_sync(ASK).output == "fine"
+with agent.override(model_settings=lambda run: {"max_tokens": 200, "extra_body": says(TEXT if heard else CALL)}):
+    assert agent.run_sync(ASK).output == TEXT
 assert heard == [Weather(city="Rome", days=2)]

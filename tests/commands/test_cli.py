@@ -17,8 +17,9 @@ import pytest
 from localspec.commands import files
 from localspec.commands.options import ensure_model
 from localspec.errors import DownloadError, ModelFileError
+from localspec.heads.file import heads_folder
 from localspec.model_files.catalog import Catalog, Entry
-from localspec.model_files.head_folders import heads_folder
+from localspec.system.files import home
 from tests.conftest import TinyFiles
 from tests.support import ggufs
 from tests.support.endless import write_endless
@@ -383,6 +384,11 @@ def test_what_is_not_to_be_fetched_is_not_spoken_of(
         assert ensure_model(None, ["auto"]) == target
         assert f"{draft} is not here: 491 MB. Fetch it?" in capsys.readouterr().err
         assert pull.names == fetched
+        if not fetched:  # a no is remembered, and the way to be asked again is said
+            terminal("")
+            assert ensure_model(None, ["auto"]) == target
+            assert capsys.readouterr().err == ""
+            shutil.rmtree(home() / "declined")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals")

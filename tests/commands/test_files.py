@@ -16,11 +16,11 @@ from localspec.commands import files
 from localspec.commands.cli import parse
 from localspec.commands.files import inspect_command, list_command, pull_command, rm_command
 from localspec.errors import DownloadError, ModelFileError, NotGGUF, UnknownModel
+from localspec.heads.card import CurvePoint, Training
+from localspec.heads.file import engine_folder, heads_folder
+from localspec.heads.listing import inspect
 from localspec.model_files.catalog import Catalog, Entry
 from localspec.model_files.gguf import GGUFFile, part_names
-from localspec.model_files.head_card import CurvePoint, Training
-from localspec.model_files.head_folders import engine_folder, heads_folder
-from localspec.model_files.inspection import inspect
 from localspec.model_files.kv_memory import kv_shape
 from localspec.model_files.sources import parts_folder
 from localspec.system.files import home, models_dir

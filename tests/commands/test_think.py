@@ -20,6 +20,8 @@ from tests.commands.test_cli import localspec
 from tests.support.scripted_llm import ScriptedLLM, make_round, speak, think_round
 from tests.support.thinkers import write_thinker
 
+pytestmark = pytest.mark.usefixtures("measured_home")
+
 
 def test_generate_prints_the_answer_and_its_json_has_both(tmp_path: Path) -> None:
     path = write_thinker(tmp_path, "deepseek")

@@ -36,15 +36,15 @@ def test_what_was_learned_outlives_the_process_and_stays_with_its_way_of_samplin
 def test_how_often_second_tokens_are_right_is_kept_too(tmp_path: Path) -> None:
     first = AcceptanceStore(tmp_path, KEY)
     table = first.source(SamplingParams(), "model", copies=False)
-    before = table.beside(0.6)
+    before = table.sibling(0.6)
     for _ in range(50):
-        table.observe_beside(0.6, 1.0)
+        table.observe_sibling(0.6, 1.0)
     first.save()
     restored = AcceptanceStore(tmp_path, KEY).source(SamplingParams(), "model", copies=False)
-    assert table.beside(0.6) > restored.beside(0.6) > before + 0.2
+    assert table.sibling(0.6) > restored.sibling(0.6) > before + 0.2
     former = {name: value for name, value in table.as_dict().items() if name != "beside"}
     restored.restore(former)  # of a version that had none
-    assert restored.beside(0.6) > before
+    assert restored.sibling(0.6) > before
     for nonsense in ([], [[1, 2, 3]] * 12, [[5, 1]] * 12, 7):
         unchanged = restored.as_dict()
         restored.restore(table.as_dict() | {"beside": nonsense})

@@ -71,16 +71,16 @@ def test_no_more_than_there_is_room_for() -> None:
 def test_what_becomes_of_second_tokens_is_learned_apart() -> None:
     """Only where the first was rejected does the second count, and never for the first ones' estimates."""
     controller = controller_on("gpu")
-    acceptance = controller.estimates.acceptance["model"]
-    before, first = acceptance.beside(0.6), acceptance.expected(0.6)
+    acceptance = controller.acceptance["model"]
+    before, first = acceptance.sibling(0.6), acceptance.expected(0.6)
     draft = Draft([DraftToken(1, "model", 0.99), DraftToken(2, "model", 0.6)], [-1, -1])
     for verdict in [Verdict(1, 3, "bonus", (0,))] * 20:
         controller.plan(room=100, n_past=64)
         controller.update(Round(0, draft, verdict, [EmittedToken(1, "accepted"), EmittedToken(3, "bonus")], 1.0, 10.0))
-    assert acceptance.beside(0.6) == before
+    assert acceptance.sibling(0.6) == before
     for verdict in [Verdict(1, 3, "bonus", (1,))] * 20:
         controller.plan(room=100, n_past=64)
         controller.update(Round(0, draft, verdict, [EmittedToken(2, "accepted"), EmittedToken(3, "bonus")], 1.0, 10.0))
-    assert acceptance.beside(0.6) > 0.8
+    assert acceptance.sibling(0.6) > 0.8
     assert acceptance.expected(0.6) == first
     assert acceptance.expected(0.99) < 0.8

@@ -183,9 +183,9 @@ def test_a_step_is_an_option_on_its_guess() -> None:
 def test_break_even_is_where_the_theory_says() -> None:
     times = PassTimes({1: 10.0, 2: 15.0, 3: 40.0, 16: 400.0})
     controller = AutoController(times, {"model": PassTimes({1: 2.0})}, {"model": SourceAcceptance(GREEDY)})
-    controller.estimates.ms_other = 0.0
+    controller.costs.ms_other = 0.0
     # One guess: 1 + a tokens in 15 + 2 ms against one in 10: a = 0.7.
-    assert controller.estimates.break_even("model") == pytest.approx(0.7, abs=0.01)
+    assert controller.stopping.break_even("model") == pytest.approx(0.7, abs=0.01)
 
 
 def test_a_sample_or_the_most_probable_token_by_what_the_rates_say() -> None:
@@ -229,7 +229,7 @@ def test_absurd_lengths_are_refused(length: int) -> None:
 def test_explains_itself() -> None:
     here = world("ik", 0.6, "stationary 0.4")
     controller = auto(here)
-    controller.estimates.acceptance["model"].histograms[START][:] = [1.0] + [0.0] * (N_BINS - 1)
+    controller.acceptance["model"].histograms[START][:] = [1.0] + [0.0] * (N_BINS - 1)
     assert re.fullmatch(
         r"Draft model: off, too few guesses are right in this text \(\d+ % must be right\)\.", controller.explain()
     )
@@ -261,7 +261,7 @@ def test_the_account_is_charged_for_drafting_and_not_for_a_slow_machine() -> Non
         finish(controller, rounds_of(3 * 52.0, 0, 0))  # plain, on a machine that has become three times slower
     assert controller.time_budget.balance >= start
     before = controller.time_budget.balance
-    times, draft_times = controller.estimates.times, controller.estimates.draft_times["model"]
+    times, draft_times = controller.costs.times, controller.costs.draft_times["model"]
     controller.plan(room=500, n_past=60).spent("model", 4, 1.0 * draft_times(4))
     lost = times(4) + draft_times(4) - times(1)
     finish(controller, rounds_of(times(4), 3, 0))
@@ -271,12 +271,12 @@ def test_the_account_is_charged_for_drafting_and_not_for_a_slow_machine() -> Non
 def test_a_stall_is_charged_no_more_than_was_expected() -> None:
     """A pass of 9 s, of the target or of a draft model, as when the process was stopped or swapped out."""
     controller = auto(world("ik", 0.2, "stationary 0.8"))
-    stopping_module = controller.estimates
-    step = stopping_module.draft_times["model"](1)
+    costs = controller.costs
+    step = costs.draft_times["model"](1)
     for ms_draft, ms_verify in ((step, 9000.0), (9000.0, 60.0)):
         before = controller.time_budget.balance
         controller.plan(room=500, n_past=60).spent("model", 1, ms_draft)
-        most = (stopping_module.times(2) + step + stopping_module.ms_other) / stopping_module.ms_plain
+        most = (costs.times(2) + step + costs.ms_other) / costs.ms_plain
         finish(controller, rounds_of(ms_verify, 1, 0))
         assert before - controller.time_budget.balance <= most
     assert controller.time_budget.for_drafts > -2.5
@@ -371,9 +371,9 @@ def test_on_a_machine_that_has_become_slower_a_prompt_is_read_a_piece_first() ->
     assert plan.more("model", 80)
     assert plan.piece("model", 80) == PROBE_TOKENS
     in_answer = busy.time_budget.in_answer
-    plan.spent("model", PROBE_TOKENS, 6 * busy.estimates.draft_times["model"](PROBE_TOKENS))
+    plan.spent("model", PROBE_TOKENS, 6 * busy.costs.draft_times["model"](PROBE_TOKENS))
     assert plan.more("model", 80 - PROBE_TOKENS)  # one pass may be a stall
-    plan.spent("model", PROBE_TOKENS, 6 * busy.estimates.draft_times["model"](PROBE_TOKENS))
+    plan.spent("model", PROBE_TOKENS, 6 * busy.costs.draft_times["model"](PROBE_TOKENS))
     assert not plan.more("model", 80 - 2 * PROBE_TOKENS)
     finish(busy, rounds_of(2 * 52.0, 0, 0))
     assert busy.time_budget.in_answer == pytest.approx(in_answer, abs=0.1)  # an investment, if a bad one
@@ -381,7 +381,7 @@ def test_on_a_machine_that_has_become_slower_a_prompt_is_read_a_piece_first() ->
 
 def test_a_slow_machine_is_expected_to_slow_a_draft_model_that_is_not_running_too() -> None:
     controller = auto(world("ik", 0.2, "stationary 0.8"))
-    times, draft_times = controller.estimates.times, controller.estimates.draft_times["model"]
+    times, draft_times = controller.costs.times, controller.costs.draft_times["model"]
     before = draft_times(1) / times(1)
     for _ in range(50):
         finish(controller, rounds_of(2 * 52.0, 0, 0))
@@ -411,9 +411,9 @@ def test_copies_that_failed_do_not_cost_a_draft_model_its_chance() -> None:
     here = world("ik", 0.2, "stationary 0.9")
     controller = auto(here)
     for _ in range(20):
-        finish(controller, rounds_of(controller.estimates.times(1), 0, 0))
+        finish(controller, rounds_of(controller.costs.times(1), 0, 0))
     while controller.time_budget.for_drafts > 0:  # copies lose all that they may in this answer
-        finish(controller, rounds_of(controller.estimates.times(2), 1, 0))
+        finish(controller, rounds_of(controller.costs.times(2), 1, 0))
     assert controller.plan(room=500, n_past=60).more("model", pending=2) is False
     balance = controller.time_budget.balance
     assert balance > 4
@@ -512,8 +512,8 @@ def test_a_model_that_would_not_pay_if_always_right_costs_no_thought_until_it_wo
     assert sum(solved) <= 2
     # Another machine, as it were: passes over more tokens are nearly free.
     here.curve = CURVES["gpu"]
-    controller.estimates.times.curve = Curve(dict(here.curve))
-    steps = controller.estimates.draft_times["model"]
+    controller.costs.times.curve = Curve(dict(here.curve))
+    steps = controller.costs.draft_times["model"]
     steps.curve = Curve(dict.fromkeys(steps.curve.measured, 1.0))
     here.sources["model"].step_ms = here.sources["model"].prefill_ms = 1.0
     assert "too slow" not in controller.explain()
@@ -575,16 +575,16 @@ def test_of_two_models_the_one_that_pays_more_is_asked_first(head: float, model:
 
 def test_what_another_might_gain_is_no_reason_to_read() -> None:
     """Of two draft models that lag, each is weighed with what is at hand, and not with the other."""
-    stopping_module = auto(two_models(0.3, 0.9)).estimates
-    assert stopping_module.lagging == {"head", "model"}
+    stopping = auto(two_models(0.3, 0.9)).stopping
+    assert stopping.lagging == {"head", "model"}
     for source in ("head", "model"):
-        assert stopping_module.joined(source).rate == pytest.approx(stopping_module.solve(source).rate)
-        assert stopping_module.rank(source) == 0
-    assert stopping_module.joined("head").rate < stopping_module.prospect.rate
-    stopping_module.set_lagging("head", False)
-    assert stopping_module.joined("head") is stopping_module.at_hand
-    assert stopping_module.joined("model") is stopping_module.prospect
-    assert stopping_module.rank("model") == 1
+        assert stopping.joined(source).rate == pytest.approx(stopping.solve(source).rate)
+        assert stopping.rank(source) == 0
+    assert stopping.joined("head").rate < stopping.prospect.rate
+    stopping.set_lagging("head", False)
+    assert stopping.joined("head") is stopping.current
+    assert stopping.joined("model") is stopping.prospect
+    assert stopping.rank("model") == 1
 
 
 def test_steps_that_are_hidden_behind_the_targets_passes_cost_as_much_less() -> None:
@@ -592,13 +592,13 @@ def test_steps_that_are_hidden_behind_the_targets_passes_cost_as_much_less() -> 
     here = world("gpu", 0.99, "stationary 0.8")
     controller = auto(here)
     assert here.run(controller, N_TOKENS) == pytest.approx(here.plain_rate(), rel=0.03)
-    needed = controller.estimates.break_even("model")
+    needed = controller.stopping.break_even("model")
     controller.hide({"model": 0.7})
-    controller.estimates.stale = True
-    assert controller.estimates.step_ms("model") == pytest.approx(0.3 * controller.estimates.draft_times["model"](1))
-    assert controller.estimates.break_even("model") < 0.5 < needed
+    controller.stopping.stale = True
+    assert controller.costs.step_ms("model") == pytest.approx(0.3 * controller.costs.draft_times["model"](1))
+    assert controller.stopping.break_even("model") < 0.5 < needed
     controller.hide({"another": 0.7})
-    assert controller.estimates.break_even("model") == needed
+    assert controller.stopping.break_even("model") == needed
 
 
 def explained(mean: float, curve: Mapping[int, float], *, step_ms: float | None = None) -> str:

@@ -14,6 +14,8 @@ from localspec.spec_decode.ahead import DraftAhead
 from tests.conftest import Backend, TinyFiles
 from tests.support.waiting_engine import Timing, waiting
 
+pytestmark = pytest.mark.usefixtures("measured_home")
+
 PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
 
 

@@ -16,10 +16,16 @@ from localspec.engine import loading as loading_module
 from localspec.engine.loading import DraftCopy, reading
 from localspec.model_files.gguf import GGUFFile
 from localspec.system.steps import Steps, exhaust
-from tests.conftest import TinyFiles
+from tests.conftest import ENGINES_ONCE_PER_FILE, TinyFiles, share
 from tests.support import ggufs
 
 GREEDY = SamplingParams(max_tokens=12)
+
+
+@pytest.fixture(autouse=True)
+def known_engines(isolated_home: Path, shared_home: Path) -> None:
+    """A home where the engines are measured and checked once, and copies made and chosen by each test."""
+    share(isolated_home, shared_home, ENGINES_ONCE_PER_FILE)
 
 
 def test_the_copy_is_lighter_and_says_nearly_the_same(fast_backend: Any, tiny: TinyFiles) -> None:

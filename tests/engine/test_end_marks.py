@@ -13,6 +13,8 @@ from localspec.prompts.templates import ChatTemplate
 from tests.conftest import TinyFiles
 from tests.support import ggufs
 
+pytestmark = pytest.mark.usefixtures("measured_home")
+
 pytest.importorskip("llguidance")
 
 TEMPLATE = (

@@ -18,8 +18,8 @@ from localspec.controllers.acceptance import MOST_PROBABLE, SAMPLE, Prior, Sourc
 from localspec.controllers.calibration import curve_key, curves
 from localspec.engine.pair import Pair
 from localspec.errors import EngineError
-from localspec.model_files.head_card import Training
-from localspec.model_files.head_folders import engine_folder, heads_folder
+from localspec.heads.card import Training
+from localspec.heads.file import engine_folder, heads_folder
 from localspec.spec_decode.drafters.names import AUTOMATIC
 from localspec.spec_decode.rounds import Round
 from tests.conftest import Backend, TinyFiles, open_backend
@@ -343,7 +343,7 @@ def test_a_head_is_expected_to_be_right_as_often_as_its_card_says(tiny: TinyFile
     for name in ("good", "unknown"):
         with open_llm(tiny, f"head:{heads_folder() / name}.gguf", draft_length="auto") as llm:
             pair = llm._pair
-            expected[name] = pair.controller("auto", GREEDY).estimates.acceptance["head"].mean()  # type: ignore[attr-defined]
+            expected[name] = pair.controller("auto", GREEDY).acceptance["head"].mean()  # type: ignore[attr-defined]
     assert expected["good"] == pytest.approx(0.6, abs=0.005)
     assert expected["unknown"] == SourceAcceptance(of_a_head(GREEDY_PRIOR)).mean()
 

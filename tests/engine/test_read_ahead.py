@@ -12,6 +12,8 @@ from localspec.backends.base import Context, Forward, shared_prefix
 from localspec.engine.pair import DRAFT_PIECE, TARGET_PIECE, ReadAhead
 from tests.conftest import TinyFiles
 
+pytestmark = pytest.mark.usefixtures("measured_home")
+
 SOON = 60.0
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 SYSTEM = {"role": "system", "content": "You are terse, and you like boats, harbours, lanterns and crates of oranges."}

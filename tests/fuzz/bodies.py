@@ -17,7 +17,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from localspec import LLM
-from localspec.server import known_fields as known
+from localspec.server import anthropic, ollama, openai, responses
 from tests.fuzz.target import Check, Target, Timed, words
 from tests.support import ggufs
 from tests.support.serving import Server, serve
@@ -213,22 +213,22 @@ SHAPED: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-TABLES = {
-    "/v1/chat/completions": known.CHAT,
-    "/v1/completions": known.COMPLETIONS,
-    "/v1/responses": known.RESPONSES,
-    "/v1/messages": known.MESSAGES,
-    "/v1/messages/count_tokens": known.COUNT_TOKENS,
-    "/api/chat": known.OLLAMA_CHAT,
-    "/api/generate": known.OLLAMA_GENERATE,
-    "/api/show": known.OLLAMA_SHOW,
+BODIES = {
+    "/v1/chat/completions": openai.ChatBody,
+    "/v1/completions": openai.CompletionBody,
+    "/v1/responses": responses.ResponsesBody,
+    "/v1/messages": anthropic.MessagesBody,
+    "/v1/messages/count_tokens": anthropic.CountBody,
+    "/api/chat": ollama.OllamaChatBody,
+    "/api/generate": ollama.OllamaGenerateBody,
+    "/api/show": ollama.OllamaShowBody,
 }
 
 
 @st.composite
 def objects(draw: Any, path: str) -> dict[str, Any]:
     """A request with a few fields that are nearly right or quite wrong; mostly fields that the address knows."""
-    honoured = TABLES[path].honoured
+    honoured = BODIES[path].KNOWN.honoured
     are_known = draw(st.integers(0, 9)) > 0
     names = draw(st.lists(st.sampled_from(sorted(honoured) if are_known else FIELDS), max_size=5, unique=True))
     body = {name: draw(SHAPED[name] if name in SHAPED and draw(st.integers(0, 3)) else VALUES) for name in names}

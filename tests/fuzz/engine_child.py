@@ -9,7 +9,6 @@ import json
 import os
 import resource
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ MAX_ADDRESSES = 24 << 30
 
 def load_and_decode(backend: str, path: Path) -> None:
     """What the first request would do with the file."""
-    from localspec.backends import BACKENDS
+    from localspec.backends.registry import engine_module
 
-    with import_module(BACKENDS[backend]).load(path, n_threads=1) as model:
+    with engine_module(backend).load(path, n_threads=1) as model:
         tokens = model.tokenize(TEXT, add_special=True, parse_special=True)
         tokens = [token for token in tokens if 0 <= token < model.n_vocab]
         with model.new_context(64) as context:

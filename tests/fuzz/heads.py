@@ -13,10 +13,10 @@ from unittest import mock
 import numpy as np
 from hypothesis import strategies as st
 
-from localspec.backends.heads import Head, load_head
 from localspec.errors import LocalspecError, ModelFileError
-from localspec.model_files.head_file import read_card
-from localspec.model_files.head_list import head_facts
+from localspec.heads.file import read_card
+from localspec.heads.listing import head_facts
+from localspec.heads.trained import Head, load_head
 from tests.fuzz.gguf_cases import SMALL, Builder, changes
 from tests.fuzz.headers import MAX_BYTES, inspect_it
 from tests.fuzz.target import Check, Target, Timed, one_line, peak_bytes, words

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from localspec.backends import reference
-from localspec.backends.heads import load_head, target_facts
 from localspec.errors import UnsupportedModel, UsageError
-from localspec.model_files import exit_head as module
-from localspec.model_files.exit_head import exit_head
+from localspec.heads.file import read_card
+from localspec.heads.kinds import exit as module
+from localspec.heads.kinds.exit import exit_head
+from localspec.heads.trained import load_head, target_facts
 from localspec.model_files.gguf import GGUFFile, tensor_rows
-from localspec.model_files.head_file import read_card
 from localspec.model_files.vocab import Vocab
 from tests.conftest import TinyFiles
 from tests.support import ggufs

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from localspec.errors import ModelFileError, UnsupportedModel, UsageError
+from localspec.heads.card import CurvePoint, HeadCard, Kind, TargetFacts, Training, fit
+from localspec.heads.file import TYPES, check_head, head_weights, read_card, write_head
 from localspec.model_files.gguf import GGUFFile
-from localspec.model_files.head_card import CurvePoint, HeadCard, Kind, TargetFacts, Training
-from localspec.model_files.head_file import TYPES, check_head, head_weights, read_card, write_head
-from localspec.model_files.head_fit import fit
 from tests.conftest import TinyFiles
 from tests.fuzz.gguf_cases import take_apart
 from tests.support.heads import write_random_head
@@ -71,7 +70,7 @@ def test_the_most_exact_type_that_can_be_shipped_is_taken(tmp_path: Path, monkey
         sizes.append(write_head(tmp_path / type_name, CARD, weights, type_name).stat().st_size)
     assert sizes == sorted(sizes, reverse=True)
     for type_name, size in zip(TYPES, sizes, strict=True):
-        monkeypatch.setattr("localspec.model_files.head_file.SHIPPED_BYTES", size)
+        monkeypatch.setattr("localspec.heads.file.SHIPPED_BYTES", size)
         with GGUFFile(write_head(tmp_path / "head.gguf", CARD, weights)) as file:
             assert type_name in file.bytes_by_type
 

@@ -13,7 +13,7 @@ import pytest
 from localspec.errors import UnsupportedModel
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.vocab import Vocab
-from tests.conftest import Backend, TinyFiles
+from tests.conftest import TinyFiles, open_backend
 from tests.support.gguf_vocabs import (  # fmt: skip
     BYTE,
     CONTROL,
@@ -79,19 +79,24 @@ def engine_view(name: str, path: Path) -> tuple[list[bytes], set[int]]:
     return pieces, ends
 
 
+@pytest.mark.parametrize("engine", ["llama-cpp", "ik-llama"])
 @pytest.mark.parametrize("file", ["spm", "bpe", "sliding"])
-def test_equals_the_engines_on_every_token(fast_backend: Backend, tiny: TinyFiles, file: str) -> None:
+def test_equals_the_engines_on_every_token(engine: str, tiny: TinyFiles, file: str) -> None:
+    open_backend(engine)
     vocab = read(getattr(tiny, file))
-    pieces, ends = engine_view(fast_backend.name, getattr(tiny, file))
+    pieces, ends = engine_view(engine, getattr(tiny, file))
     assert [vocab.token_bytes(i) for i in range(vocab.n_tokens)] == pieces[: vocab.n_tokens]
     assert vocab.eog == ends
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"])
-def test_equals_the_engines_on_real_files(fast_backend: Backend, real_model: Callable[[str], Path], name: str) -> None:
+@pytest.mark.parametrize("engine", ["llama-cpp", "ik-llama"])
+@pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m", "qwen2.5-coder-0.5b"])
+def test_equals_the_engines_on_real_files(engine: str, real_model: Callable[[str], Path], name: str) -> None:
+    """The vocabulary of the larger Qwen is compared with the smaller one's below."""
+    open_backend(engine)
     vocab = read(real_model(name))
-    pieces, ends = engine_view(fast_backend.name, real_model(name))
+    pieces, ends = engine_view(engine, real_model(name))
     assert vocab.n_tokens == len(pieces)
     assert [i for i in range(len(pieces)) if vocab.token_bytes(i) != pieces[i]] == []
     assert vocab.eog == ends

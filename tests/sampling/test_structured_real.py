@@ -83,13 +83,14 @@ def is_whole(name: str, reply: Reply) -> bool:
     return True
 
 
-@pytest.fixture(scope="module", params=["smollm2-135m", "qwen2.5-coder-1.5b"])
+@pytest.fixture(scope="module", params=["smollm2-135m", "qwen2.5-coder-0.5b"])
 def llm(request: pytest.FixtureRequest, real_model: Callable[[str], Path]) -> Iterator[LLM]:
-    draft = ["ngram"]
+    """Two vocabularies. Qwen also drafts for itself: what a grammar forbids is masked in both models' rows."""
+    path, draft = real_model(request.param), ["ngram"]
     if request.param.startswith("qwen"):
-        draft.append(str(real_model("qwen2.5-coder-0.5b")))
+        draft.append(str(path))
     open_backend("ik-llama")
-    with LLM(real_model(request.param), draft=draft, n_ctx=1024, idle=False) as loaded:
+    with LLM(path, draft=draft, n_ctx=1024, idle=False, light_draft=False) as loaded:
         yield loaded
 
 
@@ -120,7 +121,7 @@ def allowed(llm: LLM, params: SamplingParams, rows: FloatArray, answer: list[int
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_sampled_answers_are_valid(llm: LLM, name: str) -> None:
-    for temperature, seed in ((0.6, None), (1.0, 7), (1.5, None)):
+    for temperature, seed in ((1.0, 7), (1.5, None)):
         reply = llm.chat(QUESTION, params(name, temperature=temperature, seed=seed, top_p=0.95))
         is_whole(name, reply)
 

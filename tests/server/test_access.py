@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from starlette.routing import Mount, Route
 
 from localspec import LLM, SamplingParams
 from localspec.engine.saved_chats import CONVERSATIONS
-from localspec.server.access import RULES, Client, Kind, public_names
-from localspec.server.app import build
-from localspec.server.embeddings import EmbeddingService
-from localspec.server.fields import ServerSettings
+from localspec.server.access import ALL, Client, Kind, public_names
+from localspec.server.app import addresses
 from tests.conftest import TinyFiles
 from tests.support.serving import Server, serve
 from tests.support.waiting import PATIENCE
@@ -118,16 +114,11 @@ def house(tiny: TinyFiles, module_home: Path, tmp_path_factory: pytest.TempPathF
         yield House(llm, local, remote, said, folder)
 
 
-def addresses(house: House) -> list[tuple[str, str]]:
-    """Method and address of all routes that the application has."""
-    found = []
-    for route in build(house._local.service).routes:
-        if isinstance(route, Mount):
-            found.append(("GET", f"{route.path}/{{path:path}}"))
-        else:
-            assert isinstance(route, Route)
-            found += [(method, route.path) for method in sorted((route.methods or set()) - {"HEAD"})]
-    return found
+def asked_at(house: House) -> list[tuple[str, str, Collection[Kind]]]:
+    """Method and address of all routes that the application has, and the kinds of client that are answered."""
+    all_of_them = addresses(house._local.service)
+    found = [(method, each.path, each.kinds) for each in all_of_them for method in each.methods]
+    return [*found, ("GET", "/page/{path:path}", ALL)]
 
 
 def filled(path: str) -> str:
@@ -147,23 +138,27 @@ def body_for(method: str, path: str) -> Any:
     return BODIES[path] | ({} if path.endswith(("/show", "/conversations")) else own)
 
 
-def test_every_address_has_a_rule_and_every_rule_an_address(house: House, tiny: TinyFiles) -> None:
-    paths = {path for _, path in addresses(house)}
-    embedder: Any = SimpleNamespace(path=Path("x.gguf"))
-    of_embeddings = {route.path for route in EmbeddingService(embedder, ServerSettings()).application().routes}  # type: ignore[attr-defined]
-    assert of_embeddings <= set(RULES)
-    assert paths == set(RULES)
+def test_only_this_computer_reads_texts_and_only_the_page_needs_no_key(house: House) -> None:
+    kinds = {path: set(kinds) for _, path, kinds in asked_at(house)}
+    assert {path for path, answered in kinds.items() if Kind.KEYLESS in answered} == {
+        "/",
+        "/page/{path:path}",
+        "/health",
+    }
+    private = {"/v1/localspec/conversations", "/v1/localspec/conversations/{id}"}
+    assert {path for path, answered in kinds.items() if answered == {Kind.LOCAL}} == private
+    assert {path for path, answered in kinds.items() if answered == {Kind.LOCAL, Kind.REMOTE}} == {"/metrics"}
 
 
 @pytest.mark.parametrize("who", HEADERS)
 def test_who_is_answered(house: House, who: str) -> None:
-    for method, path in addresses(house):
+    for method, path, kinds in asked_at(house):
         status, headers, answer = house.ask(who, method, filled(path), body_for(method, path))
         what = (method, path, status, answer[:200])
         if who in ("foreign page", "rebound"):
             assert status == 403, what
             assert "access-control-allow-origin" not in headers
-        elif KINDS[who] in RULES[path]:
+        elif KINDS[who] in kinds:
             assert status not in (401, 403), what
             assert status < 300 or path not in BODIES or path == "/infill", what  # which this model cannot
         else:

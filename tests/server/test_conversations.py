@@ -132,6 +132,12 @@ def test_versions_within_versions_have_the_bound_of_json_and_what_is_in_it_works
         (content() | {"settings": {"a": {"b": 1}}}, "settings"),
         (content() | {"settings": {str(i): i for i in range(65)}}, "settings"),
         (content() | {"title": 1}, "title"),
+        (content() | {"titel": "x"}, "titel"),
+        ({"messages": [{"role": "user", "content": "x", "contents": "y"}]}, "messages[0].contents"),
+        (
+            {"messages": [{"role": "user", "content": "x", "files": [{"name": "a", "text": "", "t": 1}]}]},
+            "messages[0].files[0].t",
+        ),
         (content() | {"id": "../x"}, "id"),
         (content() | {"id": 7}, "id"),
         ({"messages": [{"role": "user", "content": "x", "finish": "maybe"}]}, "messages[0].finish"),

@@ -14,8 +14,9 @@ import openai
 import pytest
 
 from localspec import LLM, SamplingParams
-from localspec.server.fields import ApiError, Fields
-from localspec.server.infill import LineRules, infill_request
+from localspec.server.bodies import read
+from localspec.server.fields import ApiError
+from localspec.server.infill import MAX_HELD, InfillBody, LineRules
 from localspec.server.requests import ServedModel
 from localspec.server.service import MAX_CHARACTERS, MAX_WINDOWS, Slots, Windows, join
 from tests.conftest import TinyFiles
@@ -171,6 +172,12 @@ def test_what_is_held_back_comes_in_the_end() -> None:
     rules = LineRules(2, None)
     assert [rules.push(text) for text in ("a", "\n b")] == ["a", ""]
     assert rules.over
+
+
+def test_white_space_without_end_is_not_held_back_without_end() -> None:
+    rules = LineRules(2, None)
+    released = sum(len(rules.push("\n")) for _ in range(3 * MAX_HELD))
+    assert 3 * MAX_HELD - released <= MAX_HELD
 
 
 def test_what_slides_out_of_the_editor_s_window_stays(server: Server) -> None:
@@ -336,22 +343,24 @@ def test_an_editor_that_hangs_up_frees_the_engine(server: Server) -> None:
         ("id_slot", "a", "id_slot"),
         ("t_max_predict_ms", "long", "t_max_predict_ms"),
         ("samplers", "infill", "samplers"),
-        ("stop", [1], "stop"),
+        ("stop", [1], "stop[0]"),
         ("lora", [{"id": 0}], "lora"),
     ],
 )
 def test_wrong_requests_are_told_where(field: str, value: Any, param: str) -> None:
     with pytest.raises(ApiError) as error:
-        infill_request(Fields(VIM | {field: value}), ServedModel(SamplingParams(), ["ngram"], 100))
+        read(InfillBody, VIM | {field: value}).asked(ServedModel(SamplingParams(), ["ngram"], 100))
     assert (error.value.status, error.value.param) == (400, param)
 
 
 def test_temperature_counts_where_it_is_a_sampler() -> None:
     def temperature(**changes: Any) -> float:
         body = VIM | {"temperature": 0.7} | changes
-        return infill_request(
-            Fields(body), ServedModel(SamplingParams(temperature=1.0), [], 100)
-        ).options.params.temperature
+        return (
+            read(InfillBody, body)
+            .asked(ServedModel(SamplingParams(temperature=1.0), [], 100))
+            .options.params.temperature
+        )
 
     assert temperature() == 0
     assert temperature(samplers=["top_k", "temperature"]) == 0.7

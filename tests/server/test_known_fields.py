@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -13,14 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localspec import SamplingParams
-from localspec.server import known_fields as known
-from localspec.server.anthropic import count_request, messages_request
-from localspec.server.fields import ApiError, Fields
-from localspec.server.infill import infill_request
-from localspec.server.known_fields import Known
-from localspec.server.ollama import ollama_chat_request, ollama_generate_request
-from localspec.server.requests import ServedModel, chat_request, completion_request
-from localspec.server.responses import responses_request
+from localspec.server import anthropic, embeddings, infill, ollama, openai, requests, responses
+from localspec.server.bodies import Body, read
+from localspec.server.fields import ApiError
+from localspec.server.requests import ApiBody, ServedModel
 
 SERVED = ServedModel(SamplingParams(temperature=0.7, max_tokens=99, seed=5), ["ngram"], 1000)
 THINKER = ServedModel(SamplingParams(), ["ngram"], 1000, thinks=True)
@@ -30,31 +26,29 @@ TOOL = {"type": "function", "function": FUNCTION}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 SCHEMA = {"type": "object"}
 
-Check = Callable[[Fields, ServedModel], Any]
-REQUESTS: dict[str, tuple[Check, dict[str, Any]]] = {
-    "chat": (chat_request, {"messages": [USER]}),
-    "completions": (completion_request, {"prompt": "hi"}),
-    "responses": (responses_request, {"input": "hi"}),
-    "messages": (messages_request, {"max_tokens": 9, "messages": [USER]}),
-    "count": (count_request, {"messages": [USER]}),
-    "ollama chat": (ollama_chat_request, {"messages": [USER]}),
-    "ollama generate": (ollama_generate_request, {"prompt": "hi"}),
-    "infill": (infill_request, {"input_prefix": "a", "input_suffix": "b"}),
+REQUESTS: dict[str, tuple[type[ApiBody], dict[str, Any]]] = {
+    "chat": (openai.ChatBody, {"messages": [USER]}),
+    "completions": (openai.CompletionBody, {"prompt": "hi"}),
+    "responses": (responses.ResponsesBody, {"input": "hi"}),
+    "messages": (anthropic.MessagesBody, {"max_tokens": 9, "messages": [USER]}),
+    "count": (anthropic.CountBody, {"messages": [USER]}),
+    "ollama chat": (ollama.OllamaChatBody, {"messages": [USER]}),
+    "ollama generate": (ollama.OllamaGenerateBody, {"prompt": "hi"}),
+    "infill": (infill.InfillBody, {"input_prefix": "a", "input_suffix": "b"}),
 }
 
 
+def asked(kind: str, change: Mapping[str, Any], served: ServedModel = SERVED) -> Any:
+    body, least = REQUESTS[kind]
+    return read(body, {**least, **change}).asked(served)
+
+
 def refusal(kind: str, change: Mapping[str, Any], served: ServedModel = SERVED) -> ApiError:
-    check, body = REQUESTS[kind]
     with pytest.raises(ApiError) as caught:
-        check(Fields({**body, **change}), served)
+        asked(kind, change, served)
     assert caught.value.status == 400
     assert "\n" not in caught.value.message
     return caught.value
-
-
-def asked(kind: str, change: Mapping[str, Any], served: ServedModel = SERVED) -> Any:
-    check, body = REQUESTS[kind]
-    return check(Fields({**body, **change}), served)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +155,7 @@ def test_a_field_without_a_value_is_absent(kind: str) -> None:
         ("completions", {"messages": [USER]}, "messages"),
         ("completions", {"best_of": 2}, "best_of"),
         ("completions", {"echo": True, "logprobs": 1}, "echo"),
-        ("infill", {"response_fields": ["content", 5]}, "response_fields"),
+        ("infill", {"response_fields": ["content", 5]}, "response_fields[1]"),
         ("responses", {"truncation": "auto"}, "truncation"),
         ("responses", {"background": True}, "background"),
         ("responses", {"conversation": "conv_1"}, "conversation"),
@@ -171,11 +165,18 @@ def test_a_field_without_a_value_is_absent(kind: str) -> None:
         ("responses", {"input": [{"type": "image_generation_call", "id": "x"}]}, "input[0].type"),
         ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ("responses", {"tool_choice": {"type": "web_search_preview"}}, "tool_choice.type"),
+        ("responses", {"reasoning": {"effort": "much"}}, "reasoning.effort"),
+        ("responses", {"text": {"format": {"type": "json_schema"}}}, "text.format"),
         ("messages", {"container": "x"}, "container"),
+        ("messages", {"stop_sequences": [""]}, "stop_sequences[0]"),
+        ("messages", {"tools": [{"name": "a b"}]}, "tools[0].name"),
         ("messages", {"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ("messages", {"thinking": {"type": "sometimes"}}, "thinking.type"),
         ("ollama chat", {"options": {"mirostat": 1}}, "options.mirostat"),
         ("ollama chat", {"options": {"tfs_z": 0.5}}, "options.tfs_z"),
+        ("ollama chat", {"options": {"temperature": "hot"}}, "options.temperature"),
+        ("ollama chat", {"options": {"prediction": {"content": 5}}}, "options.prediction.content"),
+        ("ollama chat", {"prediction": {"content": 5}}, "prediction.content"),
         ("ollama chat", {"logprobs": True}, "logprobs"),
         ("ollama chat", {"format": "xml"}, "format"),
         ("ollama chat", {"messages": [USER | {"images": ["aa"]}]}, "messages[0].images"),
@@ -184,6 +185,8 @@ def test_a_field_without_a_value_is_absent(kind: str) -> None:
         ("ollama generate", {"images": ["aa"]}, "images"),
         ("ollama generate", {"raw": True, "system": "S"}, "system"),
         ("ollama generate", {"raw": True, "think": True}, "think"),
+        ("ollama generate", {"raw": True, "options": {"thinking_budget": 5}}, "options.thinking_budget"),
+        ("ollama chat", {"think": 5}, "think"),
         ("infill", {"lora": [{"id": 0}]}, "lora"),
     ],
 )
@@ -346,125 +349,124 @@ def test_items_of_responses() -> None:
 # -- the clients' own types, and the documentation ---------------------------------------------------------------------
 
 
-def _types() -> list[tuple[Known, str, str]]:
-    chat, responses, anthropic = "openai.types.chat", "openai.types.responses", "anthropic.types"
+def _types() -> list[tuple[type[Body], str, str]]:
+    chat, items, blocks = "openai.types.chat", "openai.types.responses", "anthropic.types"
     return [
-        (known.CHAT, f"{chat}.completion_create_params", "CompletionCreateParamsBase"),
-        (known.CHAT, f"{chat}.completion_create_params", "CompletionCreateParamsStreaming"),
-        (known.COMPLETIONS, "openai.types.completion_create_params", "CompletionCreateParamsBase"),
-        (known.EMBEDDINGS, "openai.types.embedding_create_params", "EmbeddingCreateParams"),
-        (known.CHAT_MESSAGE, chat, "ChatCompletionDeveloperMessageParam"),
-        (known.CHAT_MESSAGE, chat, "ChatCompletionSystemMessageParam"),
-        (known.CHAT_MESSAGE, chat, "ChatCompletionUserMessageParam"),
-        (known.CHAT_MESSAGE, chat, "ChatCompletionAssistantMessageParam"),
-        (known.CHAT_MESSAGE, chat, "ChatCompletionToolMessageParam"),
-        (known.PART, chat, "ChatCompletionContentPartTextParam"),
-        (known.REFUSAL_PART, chat, "ChatCompletionContentPartRefusalParam"),
-        (known.TOOL_CALL, f"{chat}.chat_completion_message_function_tool_call_param",
+        (openai.ChatBody, f"{chat}.completion_create_params", "CompletionCreateParamsBase"),
+        (openai.ChatBody, f"{chat}.completion_create_params", "CompletionCreateParamsStreaming"),
+        (openai.CompletionBody, "openai.types.completion_create_params", "CompletionCreateParamsBase"),
+        (embeddings.EmbeddingsBody, "openai.types.embedding_create_params", "EmbeddingCreateParams"),
+        (openai.ChatMessage, chat, "ChatCompletionDeveloperMessageParam"),
+        (openai.ChatMessage, chat, "ChatCompletionSystemMessageParam"),
+        (openai.ChatMessage, chat, "ChatCompletionUserMessageParam"),
+        (openai.ChatMessage, chat, "ChatCompletionAssistantMessageParam"),
+        (openai.ChatMessage, chat, "ChatCompletionToolMessageParam"),
+        (requests.TextPart, chat, "ChatCompletionContentPartTextParam"),
+        (requests.RefusalPart, chat, "ChatCompletionContentPartRefusalParam"),
+        (requests.ToolCall, f"{chat}.chat_completion_message_function_tool_call_param",
          "ChatCompletionMessageFunctionToolCallParam"),
-        (known.TOOL_CALL, f"{chat}.chat_completion_message_custom_tool_call_param",
+        (requests.ToolCall, f"{chat}.chat_completion_message_custom_tool_call_param",
          "ChatCompletionMessageCustomToolCallParam"),
-        (known.CALLED_FUNCTION, f"{chat}.chat_completion_message_function_tool_call_param", "Function"),
-        (known.TOOL, chat, "ChatCompletionFunctionToolParam"),
-        (known.TOOL, chat, "ChatCompletionCustomToolParam"),
-        (known.FUNCTION, "openai.types.shared_params", "FunctionDefinition"),
-        (known.TOOL_CHOICE, chat, "ChatCompletionNamedToolChoiceParam"),
-        (known.TOOL_CHOICE, chat, "ChatCompletionAllowedToolChoiceParam"),
-        (known.TOOL_CHOICE, chat, "ChatCompletionNamedToolChoiceCustomParam"),
-        (known.ALLOWED_TOOLS, chat, "ChatCompletionAllowedToolsParam"),
-        (known.STREAM_OPTIONS, chat, "ChatCompletionStreamOptionsParam"),
-        (known.PREDICTION, chat, "ChatCompletionPredictionContentParam"),
-        (known.RESPONSE_FORMAT, "openai.types.shared_params", "ResponseFormatJSONSchema"),
-        (known.JSON_SCHEMA, "openai.types.shared_params.response_format_json_schema", "JSONSchema"),
-        (known.RESPONSES, f"{responses}.response_create_params", "ResponseCreateParamsBase"),
-        (known.RESPONSES, f"{responses}.response_create_params", "ResponseCreateParamsStreaming"),
-        (known.RESPONSES_MESSAGE, responses, "EasyInputMessageParam"),
-        (known.RESPONSES_MESSAGE, responses, "ResponseOutputMessageParam"),
-        (known.PART, responses, "ResponseInputTextParam"),
-        (known.PART, responses, "ResponseOutputTextParam"),
-        (known.REFUSAL_PART, responses, "ResponseOutputRefusalParam"),
-        (known.FUNCTION_CALL, responses, "ResponseFunctionToolCallParam"),
-        (known.FUNCTION_CALL_OUTPUT, f"{responses}.response_input_item_param", "FunctionCallOutput"),
-        (known.REASONING_ITEM, responses, "ResponseReasoningItemParam"),
-        (known.ITEM_REFERENCE, f"{responses}.response_input_item_param", "ItemReference"),
-        (known.RESPONSES_TOOL, responses, "FunctionToolParam"),
-        (known.RESPONSES_TOOL_CHOICE, responses, "ToolChoiceFunctionParam"),
-        (known.RESPONSES_TOOL_CHOICE, responses, "ToolChoiceAllowedParam"),
-        (known.REASONING, "openai.types.shared_params", "Reasoning"),
-        (known.TEXT, responses, "ResponseTextConfigParam"),
-        (known.TEXT_FORMAT, responses, "ResponseFormatTextJSONSchemaConfigParam"),
-        (known.MESSAGES, f"{anthropic}.message_create_params", "MessageCreateParamsBase"),
-        (known.MESSAGES, f"{anthropic}.message_create_params", "MessageCreateParamsStreaming"),
-        (known.MESSAGES, f"{anthropic}.beta.message_create_params", "MessageCreateParamsBase"),
-        (known.COUNT_TOKENS, f"{anthropic}.message_count_tokens_params", "MessageCountTokensParams"),
-        (known.COUNT_TOKENS, f"{anthropic}.beta.message_count_tokens_params", "MessageCountTokensParams"),
-        (known.ANTHROPIC_MESSAGE, f"{anthropic}.user_message_param", "UserMessageParam"),
-        (known.ANTHROPIC_MESSAGE, f"{anthropic}.assistant_message_param", "AssistantMessageParam"),
-        (known.ANTHROPIC_MESSAGE, f"{anthropic}.system_message_param", "SystemMessageParam"),
-        (known.PART, anthropic, "TextBlockParam"),
-        (known.TOOL_USE, anthropic, "ToolUseBlockParam"),
-        (known.TOOL_RESULT, anthropic, "ToolResultBlockParam"),
-        (known.THINKING_BLOCK, anthropic, "ThinkingBlockParam"),
-        (known.REDACTED_THINKING, anthropic, "RedactedThinkingBlockParam"),
-        (known.ANTHROPIC_TOOL, anthropic, "ToolParam"),
-        (known.ANTHROPIC_TOOL_CHOICE, anthropic, "ToolChoiceToolParam"),
-        (known.OUTPUT_CONFIG, anthropic, "OutputConfigParam"),
-        (known.OUTPUT_CONFIG, f"{anthropic}.beta", "BetaOutputConfigParam"),
-        (known.THINKING, anthropic, "ThinkingConfigEnabledParam"),
-        (known.THINKING, anthropic, "ThinkingConfigAdaptiveParam"),
-        (known.OUTPUT_FORMAT, anthropic, "JSONOutputFormatParam"),
+        (requests.CalledFunction, f"{chat}.chat_completion_message_function_tool_call_param", "Function"),
+        (requests.Tool, chat, "ChatCompletionFunctionToolParam"),
+        (requests.Tool, chat, "ChatCompletionCustomToolParam"),
+        (requests.Function, "openai.types.shared_params", "FunctionDefinition"),
+        (openai.ToolChoice, chat, "ChatCompletionNamedToolChoiceParam"),
+        (openai.ToolChoice, chat, "ChatCompletionAllowedToolChoiceParam"),
+        (openai.ToolChoice, chat, "ChatCompletionNamedToolChoiceCustomParam"),
+        (openai.AllowedTools, chat, "ChatCompletionAllowedToolsParam"),
+        (openai.StreamOptions, chat, "ChatCompletionStreamOptionsParam"),
+        (requests.Prediction, chat, "ChatCompletionPredictionContentParam"),
+        (openai.ResponseFormat, "openai.types.shared_params", "ResponseFormatJSONSchema"),
+        (requests.JsonSchema, "openai.types.shared_params.response_format_json_schema", "JSONSchema"),
+        (responses.ResponsesBody, f"{items}.response_create_params", "ResponseCreateParamsBase"),
+        (responses.ResponsesBody, f"{items}.response_create_params", "ResponseCreateParamsStreaming"),
+        (responses.MessageItem, items, "EasyInputMessageParam"),
+        (responses.MessageItem, items, "ResponseOutputMessageParam"),
+        (requests.TextPart, items, "ResponseInputTextParam"),
+        (requests.TextPart, items, "ResponseOutputTextParam"),
+        (requests.RefusalPart, items, "ResponseOutputRefusalParam"),
+        (responses.FunctionCallItem, items, "ResponseFunctionToolCallParam"),
+        (responses.FunctionCallOutputItem, f"{items}.response_input_item_param", "FunctionCallOutput"),
+        (responses.ReasoningItem, items, "ResponseReasoningItemParam"),
+        (responses.ItemReference, f"{items}.response_input_item_param", "ItemReference"),
+        (responses.ResponsesTool, items, "FunctionToolParam"),
+        (responses.ResponsesToolChoice, items, "ToolChoiceFunctionParam"),
+        (responses.ResponsesToolChoice, items, "ToolChoiceAllowedParam"),
+        (responses.Reasoning, "openai.types.shared_params", "Reasoning"),
+        (responses.TextConfig, items, "ResponseTextConfigParam"),
+        (responses.TextFormat, items, "ResponseFormatTextJSONSchemaConfigParam"),
+        (anthropic.MessagesBody, f"{blocks}.message_create_params", "MessageCreateParamsBase"),
+        (anthropic.MessagesBody, f"{blocks}.message_create_params", "MessageCreateParamsStreaming"),
+        (anthropic.MessagesBody, f"{blocks}.beta.message_create_params", "MessageCreateParamsBase"),
+        (anthropic.CountBody, f"{blocks}.message_count_tokens_params", "MessageCountTokensParams"),
+        (anthropic.CountBody, f"{blocks}.beta.message_count_tokens_params", "MessageCountTokensParams"),
+        (anthropic.AnthropicMessage, f"{blocks}.user_message_param", "UserMessageParam"),
+        (anthropic.AnthropicMessage, f"{blocks}.assistant_message_param", "AssistantMessageParam"),
+        (anthropic.AnthropicMessage, f"{blocks}.system_message_param", "SystemMessageParam"),
+        (requests.TextPart, blocks, "TextBlockParam"),
+        (anthropic.ToolUseBlock, blocks, "ToolUseBlockParam"),
+        (anthropic.ToolResultBlock, blocks, "ToolResultBlockParam"),
+        (anthropic.ThinkingBlock, blocks, "ThinkingBlockParam"),
+        (anthropic.RedactedThinkingBlock, blocks, "RedactedThinkingBlockParam"),
+        (anthropic.AnthropicTool, blocks, "ToolParam"),
+        (anthropic.AnthropicToolChoice, blocks, "ToolChoiceToolParam"),
+        (anthropic.OutputConfig, blocks, "OutputConfigParam"),
+        (anthropic.OutputConfig, f"{blocks}.beta", "BetaOutputConfigParam"),
+        (anthropic.Thinking, blocks, "ThinkingConfigEnabledParam"),
+        (anthropic.Thinking, blocks, "ThinkingConfigAdaptiveParam"),
+        (anthropic.OutputFormat, blocks, "JSONOutputFormatParam"),
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("table", "module", "name"), [pytest.param(*row, id=row[2]) for row in _types()])
-def test_all_that_openai_s_and_anthropic_s_packages_can_send_is_known(table: Known, module: str, name: str) -> None:
+@pytest.mark.parametrize(("body", "module", "name"), [pytest.param(*row, id=row[2]) for row in _types()])
+def test_all_that_openai_s_and_anthropic_s_packages_can_send_is_known(body: type[Body], module: str, name: str) -> None:
     package = pytest.importorskip(module)
     if not hasattr(package, name):
         pytest.skip(f"this version of the package has no {name}")
     sent = set(get_type_hints(getattr(package, name)))
     assert sent
-    assert sent - set(table.names) == set()
+    assert sent - set(body.KNOWN.names) == set()
 
 
 def test_all_that_ollama_s_package_can_send_is_known() -> None:
     types = pytest.importorskip("ollama._types")
-    for table, model in (
-        (known.OLLAMA_CHAT, types.ChatRequest),
-        (known.OLLAMA_GENERATE, types.GenerateRequest),
-        (known.OLLAMA_EMBED, types.EmbedRequest),
-        (known.OLLAMA_EMBEDDINGS, types.EmbeddingsRequest),
-        (known.OLLAMA_SHOW, types.ShowRequest),
-        (known.OLLAMA_OPTIONS, types.Options),
-        (known.OLLAMA_MESSAGE, types.Message),
-        (known.TOOL, types.Tool),
-        (known.CALLED_FUNCTION, types.Message.ToolCall.Function),
+    for body, model in (
+        (ollama.OllamaChatBody, types.ChatRequest),
+        (ollama.OllamaGenerateBody, types.GenerateRequest),
+        (embeddings.OllamaEmbedBody, types.EmbedRequest),
+        (embeddings.OllamaEmbeddingsBody, types.EmbeddingsRequest),
+        (ollama.OllamaShowBody, types.ShowRequest),
+        (ollama.OllamaOptions, types.Options),
+        (ollama.OllamaMessage, types.Message),
+        (requests.Tool, types.Tool),
+        (requests.CalledFunction, types.Message.ToolCall.Function),
     ):
-        assert set(model.model_fields) - set(table.names) == set(), model
+        assert set(model.model_fields) - set(body.KNOWN.names) == set(), model
 
 
-def _tables() -> list[Known]:
-    return [table for table in vars(known).values() if isinstance(table, Known)]
+def _bodies(kind: type[Body] = Body) -> set[type[Body]]:
+    return {kind}.union(*map(_bodies, kind.__subclasses__()))
 
 
 def test_the_documentation_lists_what_is_ignored() -> None:
     reasons: dict[str, set[str]] = {}
-    for table in _tables():
-        for name, reason in table.ignored.items():
+    for body in _bodies():
+        for name, reason in body.KNOWN.ignored.items():
             reasons.setdefault(reason, set()).add(name)
     page = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (.+?) \| ((?:`\w+`(?:, )?)+) \|$", page.partition("## Ignored fields")[2], re.MULTILINE)
     assert {reason: set(re.findall(r"`(\w+)`", names)) for reason, names in rows} == reasons
 
 
-def test_no_field_is_in_a_table_twice() -> None:
-    for table in _tables():
-        assert len(table.names) == len(table.honoured) + len(table.ignored) + len(table.refused)
-        assert set(table.off) <= set(table.refused) | table.honoured | set(table.ignored)
+def test_a_value_that_asks_for_nothing_is_of_a_field_that_is_known() -> None:
+    for body in _bodies():
+        assert set(body.KNOWN.off) <= set(body.KNOWN.names), body
 
 
 # -- anything at all ---------------------------------------------------------------------------------------------------
 
-_NAMES = sorted({name for table in _tables() for name in table.names})
+_NAMES = sorted({name for body in _bodies() for name in body.KNOWN.names})
 _VALUES = st.recursive(
     st.none()
     | st.booleans()
@@ -479,10 +481,7 @@ _VALUES = st.recursive(
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(sorted(REQUESTS)), st.data())
 def test_no_body_is_an_internal_error(kind: str, data: st.DataObject) -> None:
-    check, body = REQUESTS[kind]
-    table = {"chat": known.CHAT, "completions": known.COMPLETIONS, "responses": known.RESPONSES, "infill": known.INFILL,
-             "messages": known.MESSAGES, "count": known.COUNT_TOKENS, "ollama chat": known.OLLAMA_CHAT,
-             "ollama generate": known.OLLAMA_GENERATE}[kind]  # fmt: skip
-    change = data.draw(st.dictionaries(st.sampled_from(sorted(table.honoured)), _VALUES, max_size=4))
+    honoured = REQUESTS[kind][0].KNOWN.honoured
+    change = data.draw(st.dictionaries(st.sampled_from(sorted(honoured)), _VALUES, max_size=4))
     with suppress(ApiError):
-        check(Fields({**body, **change}), THINKER)
+        asked(kind, change, THINKER)

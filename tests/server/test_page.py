@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from localspec import LLM, SamplingParams
-from localspec.spec_decode.drafters import FREE_DRAFTERS
-from localspec.spec_decode.drafters.names import FROM_STATES
+from localspec.heads import FROM_STATES
 from tests.conftest import TinyFiles
 from tests.support.browsing import CONTRAST
 from tests.support.serving import Server, serve
@@ -104,7 +103,8 @@ def test_an_answer_shows_every_token_in_the_style_of_its_origin(
 
 def test_every_drafter_has_a_name_and_a_style_of_the_legend(tab: Callable[..., Tab], server: Server) -> None:
     it = tab(server.url)
-    kinds = ["model", "grammar", "corpus", *FREE_DRAFTERS, *FROM_STATES]
+    free = ("ngram", "recycled")
+    kinds = ["model", "grammar", "corpus", *free, *FROM_STATES]
     script = """async (sources) => {
         const {slot, sourceName} = await import("/page/words.js");
         return sources.map((source) => [slot(source), sourceName(source)]);
@@ -114,8 +114,8 @@ def test_every_drafter_has_a_name_and_a_style_of_the_legend(tab: Callable[..., T
     assert len({name for _, name in looks.values()}) == len(kinds)
     assert [kind for kind, (_, name) in looks.items() if name == kind] == ["grammar", "head"]  # those are its names
     # Those that read the target's states look alike, those that cost nothing too, and no others.
-    assert len({slot for slot, _ in looks.values()}) == len(kinds) - len(FROM_STATES) + 1 - len(FREE_DRAFTERS) + 1
-    for group in (FROM_STATES, FREE_DRAFTERS):
+    assert len({slot for slot, _ in looks.values()}) == len(kinds) - len(FROM_STATES) + 1 - len(free) + 1
+    for group in (FROM_STATES, free):
         assert len({looks[kind][0] for kind in group}) == 1
     for slot, _ in looks.values():
         assert it.page.locator(f"#legend .accepted.s{slot}").count() == 1

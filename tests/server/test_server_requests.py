@@ -17,8 +17,10 @@ from localspec import LLM, SamplingParams, TemplateError, UsageError
 from localspec.prompts.folding import folded
 from localspec.prompts.templates import ChatTemplate
 from localspec.server.blocks import AnswerBlock
-from localspec.server.fields import ApiError, Fields, as_api_error, parse
-from localspec.server.requests import ServedModel, chat_request, completion_request
+from localspec.server.bodies import read
+from localspec.server.fields import ApiError, as_api_error, parse
+from localspec.server.openai import ChatBody, CompletionBody
+from localspec.server.requests import ServedModel
 from localspec.server.tools import messages_for
 from tests.conftest import TinyFiles
 from tests.support.serving import Server, serve
@@ -57,8 +59,8 @@ def tool(**function: Any) -> dict[str, Any]:
         ("max_tokens", 10**30, "max_tokens"),
         ("seed", "x", "seed"),
         ("seed", 2**64, "seed"),
-        ("stop", "", "stop"),
-        ("stop", [1], "stop"),
+        ("stop", "", "stop[0]"),
+        ("stop", [1], "stop[0]"),
         ("stop", ["x"] * 17, "stop"),
         ("stream", "yes", "stream"),
         ("stream_options", {"include_usage": True}, "stream_options"),
@@ -66,6 +68,7 @@ def tool(**function: Any) -> dict[str, Any]:
         ("logit_bias", {"1000": 1}, "logit_bias"),
         ("logit_bias", {"1": 101}, "logit_bias.1"),
         ("logit_bias", [1], "logit_bias"),
+        ("logit_bias", {str(i): "x" for i in range(2000)}, "logit_bias"),  # not one by one
         ("top_logprobs", 3, "top_logprobs"),
         ("top_logprobs", 21, "top_logprobs"),
         ("logprobs", 2, "logprobs"),
@@ -83,8 +86,9 @@ def tool(**function: Any) -> dict[str, Any]:
         ("localspec", {"speed": 9}, "localspec.speed"),
         ("localspec", {"off": 1}, "localspec.off"),
         ("localspec", {"draft": "/etc/passwd"}, "localspec.draft"),
-        ("localspec", {"draft": [1]}, "localspec.draft"),
+        ("localspec", {"draft": [1]}, "localspec.draft[0]"),
         ("localspec", {"draft_length": 65}, "localspec.draft_length"),
+        ("localspec", {"draft_length": True}, "localspec.draft_length"),
         ("localspec", {"draft_length": "much"}, "localspec.draft_length"),
         ("tools", [{"type": "retrieval"}], "tools[0].type"),
         ("tools", [tool()], "tools[0].function.name"),
@@ -97,7 +101,7 @@ def tool(**function: Any) -> dict[str, Any]:
 )
 def test_wrong_chat_requests_are_told_where(field: str, value: Any, param: str) -> None:
     with pytest.raises(ApiError) as error:
-        chat_request(Fields({"messages": CHAT} | {field: value}), SERVED)
+        read(ChatBody, {"messages": CHAT} | {field: value}).asked(SERVED)
     assert (error.value.status, error.value.param) == (400, param)
     assert str(error.value)
 
@@ -120,12 +124,12 @@ def test_wrong_chat_requests_are_told_where(field: str, value: Any, param: str) 
 )
 def test_wrong_completion_requests_are_told_where(field: str, value: Any, param: str) -> None:
     with pytest.raises(ApiError) as error:
-        completion_request(Fields({"prompt": "x"} | {field: value}), SERVED)
+        read(CompletionBody, {"prompt": "x"} | {field: value}).asked(SERVED)
     assert (error.value.status, error.value.param) == (400, param)
 
 
 def test_what_is_not_said_is_the_server_s() -> None:
-    asked = chat_request(Fields({"messages": CHAT, "temperature": None, "stop": None, "n": None}), SERVED)
+    asked = read(ChatBody, {"messages": CHAT, "temperature": None, "stop": None, "n": None}).asked(SERVED)
     assert asked.options.params == SERVED.params
     assert (asked.options.n, asked.options.stream, asked.options.drafters, asked.options.logprobs) == (
         1,
@@ -154,25 +158,25 @@ def test_what_is_said_holds() -> None:
         "store": True,
         "metadata": {"a": "b"},
     }
-    asked = chat_request(Fields(body), SERVED).options
+    asked = read(ChatBody, body).asked(SERVED).options
     params = asked.params
     assert (params.temperature, params.top_k, params.min_p, params.seed, params.stop) == (0, 0, 0.1, 5, ("x",))
     assert 0 < params.top_p < 1e-6
     assert (params.repeat_penalty, params.presence_penalty, params.frequency_penalty) == (1.1, 1, -1)
     assert (params.logit_bias, params.max_tokens) == ({7: -100.0}, 3)
-    assert (asked.drafters, asked.draft_length, asked.speculate) == (("small",), 3, True)
+    assert (asked.drafters, asked.draft_length) == (("small",), 3)
     for off in ({"off": True, "draft": "small"}, {"draft": "none"}):
-        assert not chat_request(Fields({"messages": CHAT, "localspec": off}), SERVED).options.speculate
+        assert read(ChatBody, {"messages": CHAT, "localspec": off}).asked(SERVED).options.drafters == ()
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 def test_a_length_of_minus_one_is_no_bound_of_the_request(name: str) -> None:
     served = replace(SERVED, params=SamplingParams(max_tokens=77))
     for bound, expected in ((-1, 77), (5, 5)):
-        assert chat_request(Fields({"messages": CHAT, name: bound}), served).options.params.max_tokens == expected
+        assert read(ChatBody, {"messages": CHAT, name: bound}).asked(served).options.params.max_tokens == expected
     for wrong in (0, -2):
         with pytest.raises(ApiError) as error:
-            chat_request(Fields({"messages": CHAT, name: wrong}), served)
+            read(ChatBody, {"messages": CHAT, name: wrong}).asked(served)
         assert (error.value.status, error.value.param) == (400, name)
 
 
@@ -279,9 +283,9 @@ FIELDS += ["localspec", "modalities", "best_of", "echo", "presence_penalty", "to
 @settings(max_examples=80, deadline=None)
 @given(st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5))
 def test_no_body_is_an_internal_error(body: dict[str, Any]) -> None:
-    for check, least in ((chat_request, {"messages": CHAT}), (completion_request, {"prompt": "x"})):
+    for kind, least in ((ChatBody, {"messages": CHAT}), (CompletionBody, {"prompt": "x"})):
         with suppress(ApiError):
-            check(Fields(least | body), SERVED)
+            read(kind, least | body).asked(SERVED)
 
 
 @settings(max_examples=80, deadline=None)

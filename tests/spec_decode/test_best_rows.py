@@ -11,6 +11,8 @@ from localspec.backends.reference import ReferenceContext
 from tests.conftest import TinyFiles
 from tests.support.best_rows import hand_out_best
 
+pytestmark = pytest.mark.usefixtures("measured_home")
+
 PROMPTS = ("one two three one two three", "four five")
 
 

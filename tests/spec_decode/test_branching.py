@@ -26,6 +26,8 @@ from tests.spec_decode.test_exactness import EXACT, PROMPT, SAMPLING, Prediction
 from tests.spec_decode.test_lossless import N_CTX, Answer, TableContext, World, run
 from tests.support.enumeration import Branches, BranchingNoise, branching_samples, explore, largest_difference
 
+pytestmark = pytest.mark.usefixtures("measured_home")
+
 
 @dataclass
 class Everywhere:

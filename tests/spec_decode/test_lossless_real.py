@@ -43,17 +43,17 @@ def llm(request: pytest.FixtureRequest, real_model: Callable[[str], Path]) -> It
         yield loaded
 
 
-@pytest.mark.parametrize("draft_length", [7, "auto"])
-def test_greedy_answers_hold_when_replayed_at_width_one(llm: LLM, draft_length: int | str) -> None:
-    params = SamplingParams(max_tokens=64)
-    for prompt in PROMPTS:
-        messages = [{"role": "user", "content": prompt}]
-        answer = llm.chat(messages, params, draft_length=draft_length).token_ids
-        tokens = llm.encode(messages)
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_greedy_answers_hold_when_replayed_at_width_one(llm: LLM, prompt: str) -> None:
+    """At a fixed draft length and with the controller; both say the same but for ties, and then one replay does."""
+    params, messages = SamplingParams(max_tokens=64), [{"role": "user", "content": prompt}]
+    answers = {tuple(llm.chat(messages, params, draft_length=length).token_ids) for length in (7, "auto")}
+    tokens = llm.encode(messages)
+    for answer in map(list, answers):
         single = rows_at_width(1, llm, tokens, answer)
         off = margins(single, answer)
         assert off.max() <= 2 * width_noise(llm, tokens, answer, single), (
-            f"token {off.argmax()} of {prompt!r} is {off.max():.2f} from the argmax"
+            f"token {off.argmax()} is {off.max():.2f} from the argmax"
         )
         assert (off == 0).mean() >= 0.9
 
@@ -83,14 +83,18 @@ def test_a_wrong_rollback_would_be_seen(llm: LLM, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("rule", ["sampled", "deterministic"])
-def test_the_law_of_verification_on_real_distributions(llm: LLM, rule: str) -> None:
+def test_the_law_of_verification_on_real_distributions(real_model: Callable[[str], Path], rule: str) -> None:
     """Chi-square of 20,000 draws at one real position: statistic over tokens with expected count 5 or more (the rest
-    pooled), false-alarm rate 1e-4 for each of the two rules and engines, seeds fixed."""
+    pooled), false-alarm rate 1e-4 for each of the two rules, seeds fixed. Any engine's rows will do."""
     params = SamplingParams(temperature=0.9, top_k=40)
-    target = llm._pair.target
-    draft = llm._pair.state.models[0].model
-    tokens = target.tokenize("The best thing about a rainy day is", add_special=True)
-    with target.new_context(64) as a, draft.new_context(64) as b:
+    load = open_backend("ik-llama").load
+    with (
+        load(real_model("qwen2.5-coder-1.5b")) as target,
+        load(real_model("qwen2.5-coder-0.5b")) as draft,
+        target.new_context(64) as a,
+        draft.new_context(64) as b,
+    ):
+        tokens = target.tokenize("The best thing about a rainy day is", add_special=True)
         row = a.decode(tokens, "last").logits[0].copy()
         guess_row = b.decode(tokens, "last").logits[0].copy()
     p = distribution(row, tokens, params)

@@ -25,6 +25,8 @@ from tests.conftest import Backend, TinyFiles
 from tests.support.overlapping import overlap
 from tests.support.waiting_engine import Timing, WaitingContext, waiting
 
+pytestmark = pytest.mark.usefixtures("measured_home")
+
 PROMPT = "one two three one two three"
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True)

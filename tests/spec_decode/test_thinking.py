@@ -204,6 +204,6 @@ def test_acceptance_is_learned_apart_where_a_model_thinks(tiny: TinyFiles, tmp_p
             llm.chat(ASKED, SETTINGS[0], thinking_budget=13)
             controller = llm.run(lambda pair: pair._last[1])
         controller.enter(thinks=False)
-        of_answers = controller.estimates.acceptance
+        of_answers = controller.acceptance
         controller.enter(thinks=True)
-        assert (controller.estimates.acceptance is not of_answers) == thinks
+        assert (controller.acceptance is not of_answers) == thinks

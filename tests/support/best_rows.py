@@ -10,7 +10,7 @@ import pytest
 
 from localspec.backends.base import Context, Forward
 from localspec.backends.llama.model import LlamaModel
-from localspec.backends.llama_heads import LlamaHeadModel
+from localspec.heads.llama import LlamaHeadModel
 from localspec.sampling.sampling import top_k_ids
 
 
@@ -25,9 +25,10 @@ def force_best(patch: pytest.MonkeyPatch, engine: str, finds_best: bool) -> list
     they come."""
     cut: list[Context] = []
     if engine == "mlx":
-        from localspec.backends.mlx import heads, model
+        from localspec.backends.mlx import model
+        from localspec.heads import mlx as mlx_module
 
-        kinds: tuple[type[Any], ...] = (model.MLXModel, heads.MLXHeadModel)
+        kinds: tuple[type[Any], ...] = (model.MLXModel, mlx_module.MLXHeadModel)
     else:
         kinds = (LlamaModel, LlamaHeadModel)
     for kind in kinds:

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.backends.trust import fingerprint
+from localspec.heads.card import HeadCard, Kind, TargetFacts, Training
+from localspec.heads.file import write_head
 from localspec.model_files.gguf import GGUFFile, n_rows, tensor_rows
-from localspec.model_files.head_card import HeadCard, Kind, TargetFacts, Training
-from localspec.model_files.head_file import write_head
 
 Weights = dict[str, npt.NDArray[np.float32]]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from localspec.backends import reference
-from localspec.training.shards import Passage, as_states
+from localspec.heads.training.shards import Passage, as_states
 
 
 def written_by(

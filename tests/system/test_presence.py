@@ -17,7 +17,7 @@ import pytest
 from localspec import LLM
 from localspec.backends.base import Forward
 from localspec.system import process as process_module
-from localspec.system.process import Courtesy, answering, somebody_answers
+from localspec.system.process import Courtesy, another_answers, answering
 from tests.conftest import TinyFiles
 
 ANSWERING = """
@@ -53,11 +53,11 @@ def tell(process: subprocess.Popen[str]) -> None:
 
 def test_another_process_that_answers_is_seen_until_it_ends(isolated_home: Path) -> None:
     isolated_home.mkdir()
-    assert not somebody_answers()
+    assert not another_answers()
     with another_process() as process:
-        assert somebody_answers()
+        assert another_answers()
         tell(process)
-        assert not somebody_answers()
+        assert not another_answers()
 
 
 def test_a_process_that_was_killed_counts_for_nothing(isolated_home: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_process_that_was_killed_counts_for_nothing(isolated_home: Path) -> No
         process.kill()
         process.wait()
         assert list((isolated_home / "answering").iterdir())
-        assert not somebody_answers()
+        assert not another_answers()
         assert not list((isolated_home / "answering").iterdir())
 
 
@@ -77,7 +77,7 @@ def test_ones_own_answers_do_not_count_and_leave_nothing(isolated_home: Path) ->
     isolated_home.mkdir()
     with answering():
         assert [path.name for path in (isolated_home / "answering").iterdir()] == [str(os.getpid())]
-        assert not somebody_answers()
+        assert not another_answers()
     assert not list((isolated_home / "answering").iterdir())
 
 

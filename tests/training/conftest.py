@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from localspec.training import head_maker as head_maker_module
+from localspec.heads.training import head_maker as head_maker_module
 
 
 @pytest.fixture

@@ -18,15 +18,14 @@ import pytest
 
 import localspec
 from localspec import Cancelled, EngineError, UsageError
+from localspec.heads.card import Training
+from localspec.heads.file import find_heads, head_weights, heads_folder, read_card
+from localspec.heads.training.distill import distill
+from localspec.heads.training.examples import is_held_out
+from localspec.heads.training.lessons import n_lessons
+from localspec.heads.training.run_folder import Distilled, Effort, Recipe, RunError, RunProgress, token_map
+from localspec.heads.training.shards import Shards
 from localspec.model_files.gguf import GGUFFile
-from localspec.model_files.head_card import Training
-from localspec.model_files.head_file import head_weights, read_card
-from localspec.model_files.head_folders import find_heads, heads_folder
-from localspec.training.distill import distill
-from localspec.training.examples import is_held_out
-from localspec.training.lessons import n_lessons
-from localspec.training.run_folder import Distilled, Effort, Recipe, RunError, Standing, token_map
-from localspec.training.shards import Shards
 from tests.conftest import Backend, TinyFiles
 from tests.support import ggufs
 from tests.support.heads import write_random_head
@@ -61,7 +60,7 @@ def shards_of(home: Path) -> Shards:
 
 
 def test_a_run_makes_a_head_and_says_what_it_is_worth(target: Path, isolated_home: Path) -> None:
-    standings: list[Standing] = []
+    standings: list[RunProgress] = []
     lines: list[str] = []
     text = "A sentence about rivers, and then another one. " * 20
     (isolated_home.parent / "text").mkdir()
@@ -112,7 +111,7 @@ def test_cancelled_at_any_moment_it_goes_on_from_there(target: Path, isolated_ho
     for phase in ("examples", "training"):
         cancel = threading.Event()
 
-        def report(standing: Standing, phase: str = phase, stop: threading.Event = cancel) -> None:
+        def report(standing: RunProgress, phase: str = phase, stop: threading.Event = cancel) -> None:
             if standing.phase == phase and (standing.n_places if phase == "examples" else standing.tokens_seen):
                 stop.set()
 
@@ -131,14 +130,14 @@ def test_cancelled_at_any_moment_it_goes_on_from_there(target: Path, isolated_ho
 
 KILLED = """
 import os, signal, sys
-from localspec.training import examples, head_maker
-from localspec.training.distill import distill
-from localspec.training.run_folder import Effort, Recipe
+from localspec.heads.training import examples, head_maker
+from localspec.heads.training.distill import distill
+from localspec.heads.training.run_folder import Effort, Recipe
 
 target, what, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
 head_maker.SECONDS_BETWEEN_WRITES = 0.0
 if what == "training":
-    from localspec.training import trainer
+    from localspec.heads.training import trainer
 
     trainer.CHECKPOINT_SECONDS = 0.0
     owner, name = trainer.Trainer, "_one_step"
@@ -203,7 +202,7 @@ def test_a_full_disk_is_one_line_and_what_was_written_is_whole(target: Path, iso
 
 FULL = """
 import resource, signal, sys
-from localspec.training import head_maker
+from localspec.heads.training import head_maker
 
 # What is written beyond is refused, as by a full disk.
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -217,7 +216,7 @@ main(sys.argv[1:])
 def test_another_run_of_the_same_head_is_refused(target: Path, isolated_home: Path) -> None:
     refused: list[str] = []
 
-    def report(standing: Standing) -> None:
+    def report(standing: RunProgress) -> None:
         if standing.phase == "examples" and not refused:
             with pytest.raises(RunError) as error:
                 run(target, resume=True)
@@ -250,7 +249,7 @@ def test_it_steps_aside_while_another_process_answers(target: Path, isolated_hom
     phases: list[str] = []
     cancel = threading.Event()
 
-    def report(standing: Standing) -> None:
+    def report(standing: RunProgress) -> None:
         phases.append(standing.phase)
         if standing.phase == "examples" and standing.n_places > 50 and "waiting" not in phases:
             mark.parent.mkdir(exist_ok=True)

@@ -12,29 +12,28 @@ import pytest
 
 from localspec import LLM, SamplingParams, UsageError
 from localspec.backends.base import Model
-from localspec.backends.published_heads import load_published
 from localspec.backends.trust import fingerprint
 from localspec.errors import UnsupportedModel
-from localspec.model_files.eagle3_file import write_eagle3
+from localspec.heads.card import HeadCard
+from localspec.heads.kinds import read_published
+from localspec.heads.kinds.eagle3 import write_eagle3
+from localspec.heads.listing import described_heads, inspect
+from localspec.heads.published import load_published
 from localspec.model_files.gguf import GGUFFile, n_rows, tensor_rows
-from localspec.model_files.head_card import HeadCard
-from localspec.model_files.head_kinds import read_published
-from localspec.model_files.head_list import described_heads
-from localspec.model_files.inspection import inspect
 from tests.conftest import open_backend
 from tests.support import ggufs
 from tests.support.lessons import written_by
 
 jax = pytest.importorskip("jax", reason="the trainer needs jax: pip install 'localspec[distill]'")
 
-from localspec.training import eagle3_start  # noqa: E402
-from localspec.training.distill import distill  # noqa: E402
-from localspec.training.export import check, engine_logits  # noqa: E402
-from localspec.training.lessons import Packer, Size, Stretch, first_lesson, n_lessons  # noqa: E402
-from localspec.training.network import HeadNetwork  # noqa: E402
-from localspec.training.run_folder import Effort, Recipe  # noqa: E402
-from localspec.training.shards import Passage  # noqa: E402
-from localspec.training.warm_start import new_card, start  # noqa: E402
+from localspec.heads.training import eagle3_start  # noqa: E402
+from localspec.heads.training.distill import distill  # noqa: E402
+from localspec.heads.training.export import check, engine_logits  # noqa: E402
+from localspec.heads.training.lessons import Packer, Size, Stretch, first_lesson, n_lessons  # noqa: E402
+from localspec.heads.training.network import HeadNetwork  # noqa: E402
+from localspec.heads.training.run_folder import Effort, Recipe  # noqa: E402
+from localspec.heads.training.shards import Passage  # noqa: E402
+from localspec.heads.training.warm_start import new_card, start  # noqa: E402
 
 SHAPE = ggufs.Shape(n_layer=5, n_embd=64, n_head=4, n_head_kv=2, n_ff=96, residual=0.4)
 RECIPE = Recipe(kind="eagle3", steps=3, n_out=200, d_ff=64, seed=3)

@@ -11,8 +11,7 @@ import pytest
 
 from localspec.backends.base import Model
 from localspec.errors import UsageError
-from localspec.prompts.questions import own_questions
-from localspec.training.examples import (
+from localspec.heads.training.examples import (
     TEST,
     Asked,
     ChatFormat,
@@ -30,7 +29,8 @@ from localspec.training.examples import (
     read_texts,
     without,
 )
-from localspec.training.shards import Passage
+from localspec.heads.training.shards import Passage
+from localspec.prompts.questions import own_questions
 from tests.conftest import Backend, TinyFiles
 from tests.support import ggufs
 

@@ -14,20 +14,19 @@ import numpy as np
 import pytest
 
 from localspec import LLM, Cancelled, SamplingParams, UsageError
-from localspec.backends.heads import MAX_STATES
+from localspec.heads.card import HeadCard, Kind
+from localspec.heads.file import SHIPPED_BYTES, find_heads, read_card, write_head
+from localspec.heads.listing import inspect
+from localspec.heads.trained import MAX_STATES
+from localspec.heads.training.distill import card_command, distill
+from localspec.heads.training.export import evenly
+from localspec.heads.training.lessons import EAGLE3_MEMORY, Stretch, first_lesson, memory_of
+from localspec.heads.training.run_folder import Distilled, Effort, Recipe, Run, token_map
+from localspec.heads.training.shards import Passage
+from localspec.heads.training.warm_start import new_card
+from localspec.heads.training.worth import Worth, gain_of
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.gguf import GGUFFile
-from localspec.model_files.head_card import HeadCard, Kind
-from localspec.model_files.head_file import SHIPPED_BYTES, read_card, write_head
-from localspec.model_files.head_folders import find_heads
-from localspec.model_files.inspection import inspect
-from localspec.training.distill import card_command, distill
-from localspec.training.export import evenly
-from localspec.training.lessons import EAGLE3_MEMORY, Stretch, first_lesson, memory_of
-from localspec.training.run_folder import Distilled, Effort, Recipe, Run, token_map
-from localspec.training.shards import Passage
-from localspec.training.warm_start import new_card
-from localspec.training.worth import Worth, gain_of
 from tests.support import ggufs
 from tests.training.test_shards import passage
 
@@ -75,7 +74,7 @@ def test_a_head_is_kept_only_if_its_gain_is_more_than_noise(
     target: Path, isolated_home: Path, monkeypatch: pytest.MonkeyPatch, interval: tuple[float, float] | None, pays: bool
 ) -> None:
     measured = Worth(1.0, 1.0, 1.1, 1.1, 6, ("ngram",), interval)
-    monkeypatch.setattr("localspec.training.distill.measure_worth", lambda *given, **options: measured)
+    monkeypatch.setattr("localspec.heads.training.distill.measure_worth", lambda *given, **options: measured)
     made = run(target)
     assert (made.kept in find_heads()) == pays
     assert made.path.exists()

@@ -8,19 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localspec.backends.heads import load_head
+from localspec.heads.card import Kind
+from localspec.heads.file import head_weights
+from localspec.heads.trained import load_head
 from localspec.model_files.gguf import GGUFFile, tensor_rows
-from localspec.model_files.head_card import Kind
-from localspec.model_files.head_file import head_weights
 from tests.conftest import TinyFiles
 from tests.support.heads import write_random_head
 from tests.support.lessons import written_by
 
 jax = pytest.importorskip("jax", reason="the trainer needs jax: pip install 'localspec[distill]'")
 
-from localspec.training.export import check, engine_logits  # noqa: E402
-from localspec.training.lessons import Packer, Size, Stretch, first_lesson, n_lessons  # noqa: E402
-from localspec.training.network import HeadNetwork  # noqa: E402
+from localspec.heads.training.export import check, engine_logits  # noqa: E402
+from localspec.heads.training.lessons import Packer, Size, Stretch, first_lesson, n_lessons  # noqa: E402
+from localspec.heads.training.network import HeadNetwork  # noqa: E402
 
 TAPS = ("layer:0", "norm")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from localspec import LLM, SamplingParams
-from localspec.model_files.head_file import read_card
+from localspec.heads.file import read_card
 from tests.support.heads import write_random_head
 from tests.support.replaying import margins, rows_at_width, width_noise
 from tests.support.trained_heads import trained_head

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localspec.training.shards import Passage, ShardError, Shards, as_states
+from localspec.heads.training.shards import Passage, ShardError, Shards, as_states
 
 TAPS, WIDTH = ("layer:0", "norm"), 8
 

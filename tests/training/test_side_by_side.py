@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from localspec.backends.base import Model, Piece
+from localspec.heads.training import head_maker as head_maker_module
+from localspec.heads.training.head_maker import open_batch, sequence_bytes
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.kv_memory import kv_shape
-from localspec.training import head_maker as head_maker_module
-from localspec.training.head_maker import open_batch, sequence_bytes
 from tests.conftest import Backend, TinyFiles
 
 

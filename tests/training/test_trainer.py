@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 
 from localspec.backends.trust import fingerprint
+from localspec.heads.card import Kind
+from localspec.heads.training.shards import Passage
 from localspec.model_files.gguf import GGUFFile, tensor_rows
-from localspec.model_files.head_card import Kind
-from localspec.training.shards import Passage
 from tests.conftest import TinyFiles
 from tests.support.ggufs import Shape, write_llama
 from tests.support.lessons import written_by
 
 pytest.importorskip("jax", reason="the trainer needs jax: pip install 'localspec[distill]'")
 
-from localspec.training import warm_start
-from localspec.training.lessons import Cursor, Packer, Reading, Size, first_lesson, n_lessons
-from localspec.training.trainer import CheckpointError, Trainer, TrainingProgress, TrainingSettings
-from localspec.training.warm_start import Start, neighbours, new_card, start
+from localspec.heads.training import warm_start
+from localspec.heads.training.lessons import Cursor, Packer, Reading, Size, first_lesson, n_lessons
+from localspec.heads.training.trainer import CheckpointError, Trainer, TrainingProgress, TrainingSettings
+from localspec.heads.training.warm_start import Start, neighbours, new_card, start
 
 TAPS = ("layer:0", "norm")
 STEADY = TrainingSettings(size=Size(210, 64, 20), n_batches=2, learning_rate=3e-3, warm_up=1, final=1.0, half=False)

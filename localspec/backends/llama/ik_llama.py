@@ -33,7 +33,6 @@ from localspec.backends.placement import Placement
 from localspec.backends.soundness import has_usual_sizes
 from localspec.errors import EngineError, EngineUnavailable, UnsupportedModel, UsageError
 from localspec.model_files.gguf import GGUFFile, TensorInfo
-from localspec.model_files.head_card import is_engine_file
 from localspec.model_files.kv_memory import check_kv_type
 from localspec.system.machine import cpu_features, default_threads, missing_cpu_features, prepare_threads
 
@@ -381,7 +380,7 @@ def load(
         raise UsageError("ik-llama has no KV cache of type f32; use f16, q8_0 or q4_0")
     path, n_threads, engine = Path(path), n_threads or default_threads(), binding()
     with GGUFFile(path) as gguf:
-        if not is_engine_file(gguf):
+        if not gguf.has_rows_only:
             gguf.check_generates_text()
         check_kv_type(gguf, kv_type)
         architecture, familiar = gguf.architecture, is_familiar(gguf)

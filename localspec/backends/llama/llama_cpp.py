@@ -18,9 +18,8 @@ from localspec.backends.llama.staging import staging
 from localspec.backends.placement import Placement
 from localspec.backends.soundness import has_usual_sizes
 from localspec.errors import EngineError, EngineUnavailable, UnsupportedModel
+from localspec.model_files import nextn
 from localspec.model_files.gguf import GGUFFile
-from localspec.model_files.head_card import is_engine_file
-from localspec.model_files.head_kinds import mtp
 from localspec.system.machine import default_threads, prepare_threads
 
 NAME = "llama-cpp"
@@ -81,10 +80,10 @@ class LlamaCppBinding(Binding):
         return Places([*far, *devices.values()], [*far, *usual], buffers, int(self.lib.llama_max_devices()), links)
 
     def has_mtp(self, gguf: GGUFFile) -> bool:
-        return mtp.has_layer(gguf) and self.has_nextn(gguf.architecture)
+        return nextn.has_layer(gguf) and self.has_nextn(gguf.architecture)
 
     def has_nextn(self, architecture: str) -> bool:
-        if architecture not in mtp.ARCHITECTURES:
+        if architecture not in nextn.ARCHITECTURES:
             return False
         try:
             staging()
@@ -172,7 +171,7 @@ def load(
     path, n_threads, engine = Path(path), n_threads or default_threads(), binding()
     on_devices = placement is not None and bool(placement.rpc)
     with GGUFFile(path) as gguf:
-        usual = has_usual_sizes(gguf) or is_engine_file(gguf)
+        usual = has_usual_sizes(gguf) or gguf.has_rows_only
     # Weights on other machines may be more than this one can hold.
     if not (usual or on_devices or trial.survives(path, f"{NAME} {engine.version}", kv_type, n_threads, progress)):
         raise UnsupportedModel(

@@ -12,15 +12,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from localspec.backends.base import (
-    Context,
-    ContextState,
-    FloatArray,
-    Forward,
-    SequenceBatch,
-    Wanted,
-    layer_name,
-)
+from localspec.backends.base import Context, ContextState, FloatArray, Forward, SequenceBatch, Wanted, layer_name
 from localspec.backends.best_rows import best_pays
 from localspec.backends.llama.batch import LlamaSequences, SequencesOrOne
 from localspec.backends.llama.binding import MAX_SEQUENCES, N_BATCH, Binding, Bytes

@@ -49,8 +49,8 @@ from localspec.errors import (
     UsageError,
 )
 from localspec.model_files.gguf import GGUFFile
-from localspec.model_files.head_kinds.mtp import has_layer
 from localspec.model_files.kv_memory import check_kv_type
+from localspec.model_files.nextn import has_layer
 
 # The largest logits of each row, found by MLX where it computes them; see ``backends.best_rows``.
 

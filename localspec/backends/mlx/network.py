@@ -27,8 +27,7 @@ from localspec.backends.mlx.placement import ROPE_TENSORS, fill
 from localspec.backends.mlx.weights import Format
 from localspec.errors import UnsupportedModel, UsageError
 from localspec.model_files.gguf import GGUFFile
-from localspec.model_files.head_card import is_engine_file
-from localspec.model_files.head_kinds.mtp import n_layers
+from localspec.model_files.nextn import n_layers
 
 # Rotary position embeddings as llama.cpp computes them, with every kind of scaling that a GGUF can ask for.
 
@@ -284,7 +283,7 @@ def default_dtype(file: GGUFFile) -> str:
     float16 3e-6 at most). Gemma's states outgrow float16, and a recurrent state gathers its rounding: float32. So do
     heads: how large the rows are that they are fed with, no probe of their file can tell.
     """
-    wide = file.architecture.startswith(("gemma", "mamba")) or is_engine_file(file)
+    wide = file.architecture.startswith(("gemma", "mamba")) or file.has_rows_only
     if wide or mx.default_device() == mx.Device(mx.cpu):
         return "float32"
     return "bfloat16" if "BF16" in file.bytes_by_type else "float16"

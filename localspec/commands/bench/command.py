@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from localspec.commands.bench.record import Record, RecordError, read_record, to_json
 from localspec.commands.bench.report import bench_report, comparison, comparison_json, comparison_report, speedup_plot
@@ -28,13 +27,8 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Where results go besides the terminal.
-
-    Attributes:
-        json, markdown: a file, or ``-`` for standard output, which then gets nothing else.
-        html, svg: a file: the page, and the plot of speed-ups.
-        force: replace files that are there.
-    """
+    """Where results go besides the terminal: files, or ``-`` (standard output, which then gets nothing else) for
+    ``json`` and ``markdown``. ``force`` overwrites."""
 
     json: str | None = None
     markdown: str | None = None
@@ -43,10 +37,7 @@ class Outputs:
     force: bool = False
 
     def check(self, mine: str | None = None) -> None:
-        """Refuse, before anything takes time, what could not be written in the end.
-
-        Args:
-            mine: a file that may be replaced, as it is gone on with.
+        """Refuse what could not be written in the end; ``mine`` is the resumed file, which may be replaced.
 
         Raises:
             UsageError: a file is there, its folder is not, or two things go to one place.
@@ -65,24 +56,15 @@ class Outputs:
                 checked_output(each, force=self.force or resumed, otherwise=otherwise)
 
 
-def bench_command(words: Sequence[str], request: dict[str, Any], outputs: Outputs) -> int:
-    """Measure a pair; or, where the first word is ``show`` or ``compare``, read what was measured before.
-
-    Args:
-        words: ``[MODEL]``, ``show FILE`` or ``compare A B``.
-        request: the fields of ``BenchRequest``.
-        outputs: where results go.
-
-    Returns:
-        The exit status.
-    """
+def bench_command(words: Sequence[str], request: BenchRequest, outputs: Outputs) -> int:
+    """``bench [MODEL]``, ``bench show FILE`` or ``bench compare A B``."""
     if words[:1] == ["compare"]:
         return compare_command(words[1:], outputs)
     if words[:1] == ["show"]:
         return show_command(words[1:], outputs)
     if len(words) > 1:
         raise UsageError(f"one model at a time, not {len(words)}: measure each with --json, then bench compare A B")
-    return measure_command(BenchRequest(**request), outputs)
+    return measure_command(request, outputs)
 
 
 def measure_command(request: BenchRequest, outputs: Outputs) -> int:
@@ -109,7 +91,6 @@ def measure_command(request: BenchRequest, outputs: Outputs) -> int:
 
 
 def show_command(words: Sequence[str], outputs: Outputs) -> int:
-    """Print and write what a stored run says."""
     if len(words) != 1:
         raise UsageError("bench show takes one bench --json file")
     outputs.check()
@@ -118,7 +99,6 @@ def show_command(words: Sequence[str], outputs: Outputs) -> int:
 
 
 def compare_command(words: Sequence[str], outputs: Outputs) -> int:
-    """Set two stored runs against each other."""
     if len(words) != 2:
         raise UsageError("bench compare takes two bench --json files: the baseline, then the run to compare with it")
     if outputs.html or outputs.svg:
@@ -134,7 +114,7 @@ def compare_command(words: Sequence[str], outputs: Outputs) -> int:
 
 
 def deliver(record: Record, outputs: Outputs) -> None:
-    """Write the files that were asked for, and print the table unless one of them is standard output."""
+    """Write the files that were asked for, and print the report unless one of them is standard output."""
     if not record.samples:
         raise RecordError("nothing was measured in this run")
     results = analyse(record)
@@ -148,7 +128,7 @@ def deliver(record: Record, outputs: Outputs) -> None:
 
 
 def _remember(record: Record) -> None:
-    """Let doctor say how much faster ``auto`` was; see ``last_bench``."""
+    """Keep the speed-ups of ``auto`` for doctor, see ``last_bench``."""
     results = analyse(record)
     for engine in record.engines:
         own = [row for row in results.rows if row.backend == engine.backend and row.arm == AUTO and row.speedup]

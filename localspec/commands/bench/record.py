@@ -1,4 +1,4 @@
-"""Everything that a run measured, as data; SCHEMA.md, next to this file, documents every field."""
+"""Everything that a run measured; SCHEMA.md documents every field."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from localspec.system.terminal import on_one_line
 
 SCHEMA_VERSION = 2
 READABLE_VERSIONS = (1, 2)
-"""1 had figures besides that are no longer measured: energy, clock, temperature, load average."""
+"""1 also had energy, clock, temperature and load average."""
 TYPE = "localspec bench"
 
 Ending = Literal["running", "complete", "tight", "time", "interrupted"]
@@ -37,7 +37,7 @@ class ModelFile:
 
 @dataclass(slots=True)
 class Engine:
-    """One engine with its models, loaded."""
+    """One engine with its models."""
 
     backend: str
     version: str  # its own name and version
@@ -55,7 +55,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What decides what is measured; a run is only resumed with the same."""
+    """What decides what is measured; only a run with the same settings can be resumed."""
 
     model: str
     draft: list[str]  # as given; empty is auto
@@ -126,20 +126,19 @@ class Record:
 
     @property
     def seconds(self) -> float:
-        """How long it took, all sessions together."""
+        """Duration of all sittings."""
         return sum(session.seconds for session in self.sessions)
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON values, without the conclusions."""
         return {"type": TYPE, "schema_version": SCHEMA_VERSION, **asdict(self)}
 
 
 _NAMES = ("mode", "model", "draft", "questions", "ctx", "threads")
-"""Settings that only name something: what they come to is compared, by digest where it is a file."""
+"""Settings that only name something; what they come to is compared instead."""
 
 
 def differences(a: Record, b: Record) -> Iterator[tuple[str, Any, Any]]:
-    """What is not the same in two runs: its name, and what it is in each."""
+    """What is not the same in two runs: its name, and its value in each."""
     old, new = asdict(a.settings), asdict(b.settings)
     pairs: list[tuple[str, Any, Any]] = [
         ("processor", a.machine.get("cpu"), b.machine.get("cpu")),
@@ -164,7 +163,7 @@ def _models(record: Record) -> list[str]:
     return [f"{model.file} ({model.sha256[:8]})" for engine in record.engines for model in engine.models]
 
 
-# Records as files: what ``--json`` writes, and ``--resume``, ``show`` and ``compare`` read.
+# Records as files: written by ``--json``, read by ``--resume``, ``show`` and ``compare``.
 
 _MOST_BYTES = 1 << 30
 
@@ -174,7 +173,7 @@ class RecordError(LocalspecError):
 
 
 def to_json(record: Record, results: dict[str, Any] | None = None) -> str:
-    """A run as text: the samples come last, one a line."""
+    """A run as text, one sample a line."""
     head = record.as_dict()
     samples = head.pop("samples")
     if results is not None:

@@ -1,4 +1,4 @@
-"""What a run says, as a report: the verdict first, then what it rests on."""
+"""A run as a report, and two runs compared."""
 
 from __future__ import annotations
 
@@ -43,23 +43,17 @@ from localspec.report.svg import N_COLOURS, Axis, Drawing, Point, Scale, Series,
 # The plots of a run.
 
 _LABELS = 96
-"""Width of the column with the categories' names."""
+"""Width of the column of categories."""
 
 _LEAST_REACH = 2.0
-"""The axis of speed-ups reaches to twice and half of plain's speed at least, so that noise does not look like more."""
+"""The axis of speed-ups reaches at least to this multiple and fraction of plain, so that noise looks small."""
 
 _CEILING = 4.0
-"""Range of the axis of speed-ups, in multiples of the largest median: an interval of few questions can be enormous."""
+"""Upper end of that axis in multiples of the largest median: intervals of few questions can be huge."""
 
 
 def speedup_plot(record: Record, results: Results, *, heading: bool = False) -> Drawing:
-    """Speed over plain by category, each arm with its interval.
-
-    Args:
-        record: what was measured.
-        results: what it says.
-        heading: with the models' names, for a file of its own.
-    """
+    """Speed over plain by category, each arm with its interval; ``heading`` for a file of its own."""
     arms = results.arms
     rows = [row for row in results.rows if row.speedup is not None]
     categories = list(dict.fromkeys(row.category for row in rows))
@@ -112,7 +106,7 @@ def _draw_speedup(drawing: Drawing, record: Record, row: Row, x: Scale, y: float
 
 
 def pass_plot(passes: Passes) -> Drawing:
-    """t(w): as calibrated, as observed in the run, and what as many single passes would take."""
+    """t(w): calibrated, observed, and as many single passes."""
     widths = [each for each in passes.widths if each.width <= 17]
     known = [(each.width, each.calibrated_ms) for each in widths if each.calibrated_ms is not None]
     seen = [(each.width, each.observed_ms, each.n_observed) for each in widths if each.observed_ms is not None]
@@ -139,7 +133,6 @@ def pass_plot(passes: Passes) -> Drawing:
 
 
 def break_even_plot(passes: Passes) -> Drawing:
-    """The acceptance that a draft of each length needs, by drafter."""
     lengths = list(next(iter(passes.break_even.values())))
     series = []
     for source, even in passes.break_even.items():
@@ -156,7 +149,6 @@ def break_even_plot(passes: Passes) -> Drawing:
 
 
 def position_plot(record: Record, rows: Sequence[Row]) -> Drawing:
-    """Acceptance by position in the draft of arms that drafted, with 95 % intervals."""
     longest = min(16, max(len(row.by_position) for row in rows))
     series = []
     for k, row in enumerate(rows):
@@ -173,7 +165,7 @@ def position_plot(record: Record, rows: Sequence[Row]) -> Drawing:
 
 
 def reliability_plot(judgements: Sequence[PredictionQuality]) -> Drawing:
-    """Predicted against observed acceptance of the first arm that predicts: all its drafters together, and each."""
+    """Predicted against observed acceptance of the first arm that predicts, for all its drafters and each."""
     found = [each for each in judgements if (each.backend, each.arm) == (judgements[0].backend, judgements[0].arm)]
     bins = found[0].reliability.bins
     series = []
@@ -191,16 +183,13 @@ def reliability_plot(judgements: Sequence[PredictionQuality]) -> Drawing:
         ]
         series.append(Series(each.source, points, line=False, hollow=not whole))
     most = max(each.n for each in bins)
-    axes = (
-        Axis("predicted acceptance (bars: guesses)", 0, 1, percent=True),
-        Axis("observed", 0, 1, percent=True),
-    )
+    axes = (Axis("predicted acceptance (bars: guesses)", 0, 1, percent=True), Axis("observed", 0, 1, percent=True))
     return chart("Reliability of the predicted acceptance", *axes, series, reference=("as predicted", [(0, 0), (1, 1)]),
                  bars=[(each.low, each.high, each.n / most) for each in bins])  # fmt: skip
 
 
 def timelines(record: Record, question: str, repeat: int) -> Drawing:
-    """All arms on one question, round by round: where the time went, and how many tokens came of each round."""
+    """All arms on one question, round by round: time, and tokens of each round."""
     samples = [s for s in record.samples if (s.question, s.repeat) == (question, repeat)]
     order = [(backend, arm) for backend in record.settings.backends for arm in record.settings.arms]
     samples.sort(key=lambda sample: order.index((sample.backend, sample.arm)))
@@ -252,7 +241,6 @@ _ENDINGS = {
 
 
 def bench_report(record: Record, results: Results) -> Report:
-    """Everything that a run says."""
     parts: list[Part] = [
         Facts(
             {
@@ -276,9 +264,6 @@ def bench_report(record: Record, results: Results) -> Report:
         *_methods(record),
     ]
     return Report("bench", title(record), parts)
-
-
-# -- circumstances -----------------------------------------------------------------------------------------------------
 
 
 def _machine(record: Record) -> str:
@@ -336,11 +321,8 @@ def _methods(record: Record) -> Iterator[Part]:
     yield Text(f"localspec {session.localspec}, Python {session.python}: {session.command}", "small")
 
 
-# -- speed -------------------------------------------------------------------------------------------------------------
-
-
 def _verdict(record: Record, results: Results, row: Row) -> KeyFigure:
-    """An arm's overall speed-up: first a verdict in words; a figure of its own only where the interval allows one."""
+    """Overall speed-up of an arm in words, with a figure only where the interval allows one."""
     name, found = arm_name(record, row.backend, row.arm), row.speedup
     if found is None:
         return KeyFigure(name, "–", f"{name}: there is no plain answer to compare with.")
@@ -359,7 +341,7 @@ def _verdict(record: Record, results: Results, row: Row) -> KeyFigure:
 
 
 def _nothing_drafted(record: Record, results: Results, row: Row) -> str:
-    """Why, what that comes to, and which engine to try, if one of this run drafted and was faster for it."""
+    """Why nothing was drafted, what that comes to, and an engine of this run that drafted and was faster."""
     backend, found = row.backend, row.speedup
     what = f"no guess pays on {backend} here" if row.arm.endswith("auto") else f"{row.arm} had no guess"
     text = f"Nothing was drafted: {what}, so {row.arm} did the same work as plain"
@@ -376,7 +358,6 @@ def _span(found: Estimate) -> str:
 
 
 def _status(row: Row) -> Status:
-    """Good or bad only where the interval says so."""
     verdicts: dict[str | None, Status] = {"faster": "ok", "slower": "fail"}
     return verdicts.get(row.verdict, "info")
 
@@ -464,9 +445,6 @@ def _time(record: Record, results: Results) -> Part:
     return Table("Where the time went", head, rows, note)
 
 
-# -- costs -------------------------------------------------------------------------------------------------------------
-
-
 def _passes(record: Record, passes: Passes) -> Iterator[Part]:
     name = f" · {passes.backend}" if len(record.settings.backends) > 1 else ""
     widths = [each for each in passes.widths if each.width <= 9 or each.width in (10, 12, 16)]
@@ -498,9 +476,6 @@ def _passes(record: Record, passes: Passes) -> Iterator[Part]:
         )
 
 
-# -- acceptance --------------------------------------------------------------------------------------------------------
-
-
 def _acceptance(record: Record, results: Results) -> Iterator[Part]:
     rows = [row for arm in results.arms if (row := results.row(ALL, *arm)) and row.by_position]
     if not rows:
@@ -528,7 +503,7 @@ def _acceptance(record: Record, results: Results) -> Iterator[Part]:
 
 
 def _predictions(record: Record, results: Results) -> Iterator[Part]:
-    """Predicted acceptance beside what the target did, in ten bins."""
+    """Predicted and observed acceptance, in ten bins."""
     for arm in dict.fromkeys((each.backend, each.arm) for each in results.judgements):
         found = [each for each in results.judgements if (each.backend, each.arm) == arm]
         lows = sorted({one.low for each in found for one in each.reliability.bins})
@@ -570,13 +545,9 @@ def _rounds(record: Record) -> Iterator[Part]:
             yield Figure("", draw, summary=name)
 
 
-# Two runs against each other: a verdict only where the intervals allow one.
-#
-# Where both runs have asked the same questions, each question is its own control: what is estimated is the median
-# over questions of B's figure over A's. Else the medians of the two runs are divided, each with its own uncertainty.
-# The interval shown is a 95 % one. A verdict takes more: an interval at the level that keeps the probability of any
-# false verdict under 5 % (Bonferroni), among the rows over all categories and among the rows of single ones, so that
-# looking at many figures finds nothing by chance.
+# Two runs compared. If both asked the same questions, the median over questions of B/A is estimated, else the quotient
+# of the medians. Intervals shown are 95 %; a verdict takes one at the level that keeps the probability of any false
+# verdict under 5 % (Bonferroni), among the rows over all categories and among those of single ones.
 
 SCHEMA_VERSION = 1
 
@@ -608,7 +579,7 @@ class Comparison:
 
 
 def comparison(a: Record, b: Record, names: tuple[str, str]) -> Comparison:
-    """Set B against A.
+    """Compare B with A.
 
     Raises:
         UsageError: they have nothing in common that could be compared.
@@ -646,7 +617,7 @@ def comparison(a: Record, b: Record, names: tuple[str, str]) -> Comparison:
 
 
 def _engine_rows(a: Record, b: Record) -> list[tuple[str, str]]:
-    """Engines to compare: those of the same name, else each run's only one."""
+    """Engines of the same name, else each run's first."""
     both = [name for name in a.settings.backends if name in b.settings.backends]
     if both:
         return [(name, name) for name in both]
@@ -666,7 +637,7 @@ _Measured = tuple[str, str, str, Ratios, Ratios]
 
 
 def _figures(a: Record, b: Record, arm: str, engine: tuple[str, str], category: str) -> Iterator[_Measured]:
-    """Speed-ups and speeds of an arm in a category, by question, in both runs."""
+    """Speed-ups and speeds of an arm in a category by question, in both runs."""
     chosen: list[list[Sample]] = [
         [sample for sample in record.samples if category in (ALL, sample.category)] for record in (a, b)
     ]
@@ -708,7 +679,7 @@ def _median(values: Ratios) -> float:
 
 
 def quotients(a: Ratios, b: Ratios) -> Ratios:
-    """By question, every repeat of B over every repeat of A: their median is what repeats say of the quotient."""
+    """By question, every repeat of B over every repeat of A; their median estimates the quotient."""
     return {question: [y / x for x in a[question] for y in b[question]] for question in a}
 
 
@@ -730,11 +701,7 @@ def _short(value: Any) -> str:
     return f"{value[:12]}…" if isinstance(value, str) and len(value) == 64 else str(value)
 
 
-# -- showing ---------------------------------------------------------------------------------------------------------
-
-
 def comparison_report(found: Comparison) -> Report:
-    """Both runs, what differs between them, and the figures with their verdicts."""
     names = [f"{name} · {what}" for name, what in zip(found.names, found.titles, strict=True)]
     parts: list[Part] = [Facts(dict(zip("AB", names, strict=True)))]
     if found.differences:
@@ -760,6 +727,5 @@ def _cells(line: ComparedFigure) -> list[str]:
 
 
 def comparison_json(found: Comparison) -> str:
-    """As JSON; see SCHEMA.md."""
     head = {"type": "localspec bench compare", "schema_version": SCHEMA_VERSION}
     return json.dumps(head | asdict(found), ensure_ascii=False, allow_nan=False, indent=1) + "\n"

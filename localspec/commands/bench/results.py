@@ -1,7 +1,6 @@
-"""What a record says: speed, speed-up, acceptance and time, by category and overall, and how sure it is.
+"""Conclusions of a record: speed, speed-up, acceptance and time by category, and their intervals.
 
-All figures are computed from the samples; ``Results`` is what ``--json`` writes under ``results``. Denominators are in
-SCHEMA.md.
+``Results`` is what ``--json`` writes under ``results``; SCHEMA.md has the denominators.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ from localspec.measuring.subject import NEAR_TIE, Sample
 from localspec.model_files.catalog import short_name
 from localspec.spec_decode.rounds import SpecStats
 
-# What a reader of the figures must know of them: a machine that was busy, hot, on battery, or slower in the end.
+# Remarks: a machine that was busy, hot, on battery, or drifting.
 
 BUSY = 0.10
-"""Share of the CPUs' time in others' hands from which an answer counts as disturbed."""
+"""CPU share of others from which an answer counts as disturbed."""
 
 DRIFT = 0.05
-"""Change of plain decoding's speed, from the first third of a run to the last, that is worth a remark."""
+"""Change of plain speed from the first third of a run to the last that is worth a remark."""
 
 
 def remarks(record: Record, rows: Sequence[Row], drift: Sequence[Drift]) -> list[str]:
-    """In sentences, the gravest first."""
+    """Remarks in sentences, the gravest first."""
     return [*_ending(record), *doubts(record, drift), *_thin(record, rows)]
 
 
 def doubts(record: Record, drift: Sequence[Drift]) -> list[str]:
-    """Those that make timings doubtful: what the machine was like."""
+    """Remarks on the machine, which make timings doubtful."""
     return [*_machine(record), *_drifting(drift)]
 
 
@@ -105,7 +104,7 @@ def _thin(record: Record, rows: Sequence[Row]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """Draft tokens of about the same predicted acceptance."""
+    """Draft tokens of similar predicted acceptance."""
 
     low: float
     high: float  # predictions in [low, high), the last bin up to 1
@@ -126,7 +125,7 @@ class Reliability:
 
 
 def reliability(judged: Iterable[tuple[float, bool]], n_bins: int = 10) -> Reliability | None:
-    """How well predicted acceptances agree with what the target did; None of no draft tokens."""
+    """Reliability of judged draft tokens (predicted, accepted); None of none."""
     pairs = np.array([(predicted, float(accepted)) for predicted, accepted in judged])
     if not len(pairs):
         return None
@@ -152,7 +151,7 @@ def wilson(hits: int, n: int, z: float = 1.959964) -> tuple[float, float]:
 
 
 ALL = "all"
-"""The row over all categories."""
+"""Row over all categories."""
 
 Ratios = dict[str, list[float]]
 Verdict = Literal["faster", "same", "slower"]
@@ -160,7 +159,7 @@ Verdict = Literal["faster", "same", "slower"]
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """One position of a draft, from 0: draft tokens sent there, and those accepted."""
+    """Draft tokens sent at a position, and those accepted."""
 
     drafted: int
     accepted: int
@@ -199,12 +198,11 @@ class Row:
 
     @property
     def drafted(self) -> int:
-        """Draft tokens sent."""
         return sum(each.drafted for each in self.by_source.values())
 
     @property
     def verdict(self) -> Verdict | None:
-        """What the interval says of its speed, beside plain's; None where there is none of 95 %."""
+        """Speed against plain by the 95 % interval; None without one."""
         found = self.speedup
         if found is None or not found.is_firm or found.low is None or found.high is None:
             return None
@@ -213,7 +211,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Duel:
-    """Two arms on the same questions, in one category or all: how much faster the first is than the second."""
+    """Speed of one arm over another's on the same questions."""
 
     category: str
     what: str
@@ -224,7 +222,7 @@ class Duel:
 
 @dataclass(frozen=True, slots=True)
 class Width:
-    """A pass over so many tokens: t(w) as calibrated, and the median of the passes in this run."""
+    """A pass over ``width`` tokens: t(w) as calibrated, and the median in this run."""
 
     width: int
     calibrated_ms: float | None
@@ -234,7 +232,7 @@ class Width:
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """What passes of one engine cost, and what acceptance draft tokens need."""
+    """Pass costs of one engine, and the acceptance that drafts need."""
 
     backend: str
     widths: list[Width]
@@ -244,7 +242,7 @@ class Passes:
 
 @dataclass(frozen=True, slots=True)
 class PredictionQuality:
-    """How well an arm's predictions of acceptance held: of all its draft tokens, or of one drafter's."""
+    """Reliability of an arm's predictions, for all drafters or one."""
 
     backend: str
     arm: str
@@ -257,15 +255,13 @@ class Drift:
     """Plain decoding's own speed over the run.
 
     Attributes:
-        backend: the engine.
         change: median speed of a one-token pass in the last third of plain's answers over that in the first, less 1;
             None with fewer than 6 answers.
-        noise: how far the speed of a plain answer lies from the median, relative; the median of that.
     """
 
-    backend: str
+    backend: str  # the engine
     change: float | None
-    noise: float | None
+    noise: float | None  # how far the speed of a plain answer lies from the median, relative; the median of that
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +276,6 @@ class Results:
     remarks: list[str]  # what makes the figures doubtful, in sentences
 
     def row(self, category: str, backend: str, arm: str) -> Row | None:
-        """One row, if it is there."""
         wanted = (category, backend, arm)
         return next((row for row in self.rows if (row.category, row.backend, row.arm) == wanted), None)
 
@@ -296,7 +291,6 @@ class Results:
 
 
 def analyse(record: Record) -> Results:
-    """Draw the conclusions."""
     samples, settings = record.samples, record.settings
     categories = list(dict.fromkeys(sample.category for sample in samples))
     groups = {ALL: samples}
@@ -321,12 +315,11 @@ def analyse(record: Record) -> Results:
 
 
 def drifts(record: Record) -> list[Drift]:
-    """Plain decoding's own speed over the run, by engine."""
     return [_drift(engine.backend, record.samples) for engine in record.engines]
 
 
 def ratios(samples: Iterable[Sample], one: tuple[str, str], other: tuple[str, str]) -> Ratios:
-    """By question, the speed of one engine and arm over another's, in each repeat that has both."""
+    """By question, speed of one (engine, arm) over another in each repeat that has both."""
     samples = list(samples)
     under = {(s.question, s.repeat): s.speed for s in samples if (s.backend, s.arm) == other}
     found: Ratios = {}
@@ -338,7 +331,6 @@ def ratios(samples: Iterable[Sample], one: tuple[str, str], other: tuple[str, st
 
 
 def by_question(samples: Iterable[Sample], figure: Callable[[Sample], float]) -> Ratios:
-    """A figure of each sample, gathered by question."""
     found: Ratios = {}
     for sample in samples:
         found.setdefault(sample.question, []).append(figure(sample))
@@ -352,7 +344,7 @@ def _sure(values: Ratios) -> Estimate:
 
 
 def _row(category: str, own: Sequence[Sample], group: Sequence[Sample]) -> Row:
-    """One arm's answers, among those of all arms."""
+    """One arm's answers (``own``) among those of all arms."""
     backend, arm = own[0].backend, own[0].arm
     speedups = {} if arm == "plain" else ratios(group, (backend, arm), (backend, "plain"))
     medians = {question: statistics.median(values) for question, values in speedups.items()}
@@ -393,11 +385,8 @@ def _row(category: str, own: Sequence[Sample], group: Sequence[Sample]) -> Row:
 
 
 def _prompt_speed(sample: Sample) -> float:
-    """Of the prompt all but the last token is read before the answer begins."""
+    """All of the prompt but its last token is read before the answer begins."""
     return (sample.prompt_tokens - 1) / sample.seconds_prompt if sample.seconds_prompt else 0.0
-
-
-# -- one against the other -------------------------------------------------------------------------------------------
 
 
 def _duels(category: str, samples: Sequence[Sample], settings: Settings) -> Iterator[Duel]:
@@ -417,9 +406,6 @@ def _duels(category: str, samples: Sequence[Sample], settings: Settings) -> Iter
         for arm in settings.arms:
             if duel := estimate(ratios(samples, (other, arm), (first, arm))):
                 yield Duel(category, "engines", f"{other} {arm}", f"{first} {arm}", duel)
-
-
-# -- costs, predictions, drift ---------------------------------------------------------------------------------------
 
 
 def _passes(engine: Engine, samples: Iterable[Sample]) -> Passes:
@@ -469,16 +455,15 @@ def _drift(backend: str, samples: Iterable[Sample]) -> Drift:
     return Drift(backend, round(change, 4), round(noise, 4))
 
 
-# Figures as people read them, the same in every rendering.
+# Figures as text, the same in every rendering.
 
 
 def times_text(value: float | None) -> str:
-    """A speed-up."""
     return "–" if value is None else f"×{value:.2f}"
 
 
 def interval_text(found: Estimate | None) -> str:
-    """``1.07–1.42``, with its level where that is under 95 %."""
+    """``1.07–1.42``, with its level if under 95 %."""
     if found is None or found.low is None or found.high is None or found.level is None:
         return "–"
     text = f"{found.low:.2f}–{found.high:.2f}"
@@ -492,7 +477,7 @@ def speed_text(row: Row) -> str:
 
 
 def same_text(record: Record, row: Row) -> str:
-    """``3 of 5 ≈``: answers equal to plain's, and whether the others part from it at near ties."""
+    """``3 of 5 ≈``: answers equal to plain's; ≈ if all others part at near ties."""
     sampling = record.settings.sampling
     if not row.n_compared or (sampling.get("temperature") and sampling.get("seed") is None):
         return "–"  # each answer is a draw of its own
@@ -501,7 +486,6 @@ def same_text(record: Record, row: Row) -> str:
 
 
 def share_text(value: float | None) -> str:
-    """A share in whole percents."""
     return "–" if value is None else f"{value:.0%}"
 
 
@@ -511,7 +495,7 @@ def seconds_text(value: float) -> str:
 
 
 def ms_text(value: float | None) -> str:
-    """Milliseconds without their unit, to three digits."""
+    """Milliseconds to three digits."""
     return "–" if value is None else f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
 
 
@@ -529,5 +513,4 @@ def arm_name(record: Record, backend: str, arm: str) -> str:
 
 
 def title(record: Record) -> str:
-    """The models, with short names."""
     return " + ".join(map(short_name, record.title.split(" + ")))

@@ -1,4 +1,4 @@
-"""A run: engines are loaded, questions asked in all arms in turns, answers recorded, until it is enough."""
+"""A run: load the engines, ask the questions in all arms by turns, record the answers, until it is enough."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ from localspec.measuring.subject import (
     measure,
     parse_arms,
     places,
+    split_names,
 )
 from localspec.model_files.gguf import model_bytes, model_files
 from localspec.model_files.sources.base import size_text
@@ -65,18 +66,11 @@ from localspec.system.process import on_interrupt
 from localspec.system.steps import exhaust
 from localspec.system.terminal import Progress
 
-# What ran: the engine, its models, and what their passes cost.
+# What ran: engine, models, and costs of their passes.
 
 
 def engine_facts(subject: EngineUnderTest, kv_type: str, watch: Watch, *, measure: bool) -> Engine:
-    """What ran here.
-
-    Args:
-        subject: the loaded pair.
-        kv_type: type of the attention cache.
-        watch: progress and interruption.
-        measure: measure t(w) now; else it is what was measured at the first load.
-    """
+    """What ran here. t(w) is measured now if ``measure``, else taken from the first load."""
     llm, own = subject.llm, subject.own
     files = [_model_file("target", llm.model_name, own.context, own.target.path, kv_type, watch)]
     for draft in own.models:  # of a head the file that was trained, not what was made of it here
@@ -116,7 +110,7 @@ def _model_file(source: str, name: str, context: Context, path: Path, kv_type: s
 
 
 def sha256(path: Path, watch: Watch) -> str:
-    """A model's digest, of all its parts one after the other; kept, as reading a large file takes seconds."""
+    """Digest of a model's parts in order; kept, as reading a large file takes seconds."""
     files = model_files(path)
     changed = " ".join(str(file.stat().st_mtime_ns) for file in files)
     store, key = JsonStore(home() / "digests", 1), {"file": fingerprint(path), "changed": changed}
@@ -134,30 +128,20 @@ def sha256(path: Path, watch: Watch) -> str:
     return found.hexdigest()
 
 
-# What to measure, and how thoroughly: from the command line and, where a run is resumed, from what that was.
+# What to measure, and how thoroughly: the command line over the settings of a resumed run.
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How thorough a run is.
+    """How thorough a run is."""
 
-    Attributes:
-        name: ``quick``, ``default`` or ``full``.
-        arms: what is measured where no arm is named.
-        max_tokens: longest answer.
-        minutes: the time budget, loading included; None: none.
-        repeats: most repeats of a question.
-        tolerance: half-width of the overall interval of every speed-up, relative, that is narrow enough.
-        least_answers: how many questions a time budget should suffice for, if need be with shorter answers.
-    """
-
-    name: str
-    arms: tuple[str, ...]
-    max_tokens: int
-    minutes: float | None
-    repeats: int
-    tolerance: float
-    least_answers: int = 0
+    name: str  # ``quick``, ``default`` or ``full``
+    arms: tuple[str, ...]  # what is measured where no arm is named
+    max_tokens: int  # longest answer
+    minutes: float | None  # the time budget, loading included; None: none
+    repeats: int  # most repeats of a question
+    tolerance: float  # half-width of the overall interval of every speed-up, relative, that is narrow enough
+    least_answers: int = 0  # how many questions a time budget should suffice for, if need be with shorter answers
 
 
 QUICK = Mode("quick", ("plain", "auto"), 64, 2.0, 3, 0.05, least_answers=9)
@@ -165,24 +149,18 @@ DEFAULT = Mode("default", ("plain", "auto"), 128, 15.0, 3, 0.03)
 FULL = Mode("full", ("plain", "auto", "1", "2", "4", "8"), 256, None, 5, 0.02)
 
 LEAST_TOKENS = 24
-"""A draft model is not asked before an answer has some tokens, so shorter answers would say nothing."""
+"""A draft model waits for some tokens of an answer, so shorter ones say nothing."""
 
 READING = 0.8
-"""Time to read a prompt, guessed before any was read, as a share of the time that an answer takes plainly."""
+"""Time to read a prompt before any was read, in times of a plain answer."""
 
 TOP_K = 40
-"""Samples are drawn from so many tokens unless told otherwise: the tail of a large vocabulary only costs time."""
+"""Default for sampling: the tail of a large vocabulary only costs time."""
 
 
 def affordable_tokens(mode: Mode, seconds: float, n_answers: int, tokens_per_second: float) -> int:
-    """The longest answers for which a time budget suffices.
-
-    Args:
-        mode: says for how many questions it should.
-        seconds: what is left.
-        n_answers: arms times engines.
-        tokens_per_second: expected speed of plain decoding.
-    """
+    """Longest answers for which ``seconds`` suffice, at ``n_answers`` (arms times engines) a question and a plain
+    speed."""
     if not mode.least_answers:
         return mode.max_tokens
     each = seconds / mode.least_answers / (n_answers + READING)
@@ -191,7 +169,7 @@ def affordable_tokens(mode: Mode, seconds: float, n_answers: int, tokens_per_sec
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """What the command line asks for; None and empty leave it open, and commas separate several names."""
+    """The command line; None and empty leave a choice open, commas separate names."""
 
     options: RunOptions  # without a backend
     backends: Sequence[str] = ()
@@ -213,23 +191,17 @@ class BenchPlan:
     """What to measure.
 
     Attributes:
-        options: models and how to run them; its ``backend`` is not used.
         settings: as asked; once the engines are loaded, their own names, whether there is memory to answer in slices,
             and in a quick run the length of answers are filled in.
-        arms: ``plain`` first.
-        questions: in the order to ask them.
-        mode: how thorough, with the command line's changes in it.
-        before: a run to go on with.
-        save: called with the record after every question.
     """
 
-    options: RunOptions
+    options: RunOptions  # models and how to run them; its ``backend`` is not used
     settings: Settings
-    arms: list[Arm]
-    questions: list[Question]
-    mode: Mode
-    before: Record | None = None
-    save: Callable[[Record], None] = field(default=lambda record: None)
+    arms: list[Arm]  # ``plain`` first
+    questions: list[Question]  # in the order to ask them
+    mode: Mode  # how thorough, with the command line's changes in it
+    before: Record | None = None  # a run to go on with
+    save: Callable[[Record], None] = field(default=lambda record: None)  # called with the record after every question
 
 
 _LOADING = {
@@ -240,11 +212,11 @@ _LOADING = {
     "kv_cache_type": "kv_cache",
     "light_draft": "light_draft",
 }
-"""Options of loading -> what ``Settings`` calls them."""
+"""Fields of ``LoadOptions`` -> fields of ``Settings``."""
 
 
 def make_plan(request: BenchRequest, before: Record | None = None) -> BenchPlan:
-    """Check what is asked for, and read the questions.
+    """Check a request and read its questions.
 
     Raises:
         UsageError: it makes no sense.
@@ -254,7 +226,7 @@ def make_plan(request: BenchRequest, before: Record | None = None) -> BenchPlan:
     mode = _mode(request, then)
     if request.prompts is not None and request.which is not None:
         raise UsageError("--set selects built-in questions and cannot be combined with --prompts")
-    backends, names, categories = (_split(each) for each in (request.backends, request.arms, request.categories))
+    backends, names, categories = (split_names(each) for each in (request.backends, request.arms, request.categories))
     source = request.prompts or (f"own:{request.which}" if request.which else None)
     slice_tokens, ignore_eos = request.slice_tokens, request.ignore_eos
     if then is not None:
@@ -320,7 +292,7 @@ def _questions(source: str, categories: Sequence[str]) -> list[Question]:
 
 
 def _resumed(options: RunOptions, then: Settings) -> RunOptions:
-    """The options of a run that is resumed, with what the command line says besides."""
+    """Options of a resumed run: the command line over its settings."""
     usual = LoadOptions()
     load = {
         name: getattr(then, setting)
@@ -341,21 +313,12 @@ def _resumed(options: RunOptions, then: Settings) -> RunOptions:
     )
 
 
-def _split(texts: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(name.strip() for text in texts for name in text.split(",") if name.strip()))
-
-
 _CHANGES = ("memory_available_bytes", "busy_share", "on_battery", "throttled", "bandwidth_gb_per_s")
-"""What is true of a machine at one moment only."""
+"""Facts of a machine that hold for a moment."""
 
 
 class BenchRun:
-    """Measures a plan.
-
-    Args:
-        plan: what to measure.
-        progress: shows how far it is.
-    """
+    """Measures a plan."""
 
     def __init__(self, plan: BenchPlan, progress: Progress) -> None:
         self.plan = plan
@@ -364,10 +327,7 @@ class BenchRun:
         self._began = time.monotonic()
 
     def measure(self) -> Record | None:
-        """Everything, until it is enough, time is up, or Ctrl-C.
-
-        Returns:
-            The record; None where it was stopped before anything was measured.
+        """Measure until it is enough, time is up, or Ctrl-C; None where nothing was measured.
 
         Raises:
             LocalspecError: a pair cannot be loaded, or a run cannot be resumed.
@@ -387,11 +347,7 @@ class BenchRun:
             subjects = []
             for llm in self._load(stack):
                 subject = EngineUnderTest(
-                    llm,
-                    plan.arms,
-                    self._watch.stopped,
-                    plan.options.system,
-                    in_slices=plan.settings.slice_tokens > 0,
+                    llm, plan.arms, self._watch.stopped, plan.options.system, in_slices=plan.settings.slice_tokens > 0
                 )
                 stack.callback(subject.restore)
                 subjects.append(subject)
@@ -420,7 +376,7 @@ class BenchRun:
     # -- loading -------------------------------------------------------------------------------------------------
 
     def _load(self, stack: ExitStack) -> list[LLM]:
-        """The engines, side by side."""
+        """The engines, all loaded at once."""
         options, backends = self.plan.options, self.plan.settings.backends
         self.plan.settings = replace(
             self.plan.settings, model=ensure_model(options.model, options.drafters(), yes=options.yes)
@@ -436,7 +392,7 @@ class BenchRun:
         return loaded
 
     def _check_room(self, llm: LLM, n_more: int) -> None:
-        """Refuse to load more engines beside one where memory lacks for them."""
+        """Refuse more engines than memory holds."""
         one = llm.run(lambda pair: sum(context.model.size_bytes for context in pair.state.contexts))
         need, free = round(1.2 * n_more * one), read_memory().available
         if free is not None and need > free:
@@ -512,7 +468,7 @@ class BenchRun:
         return [ratios(record.samples, pair, (pair[0], "plain")) for pair in pairs]
 
     def _that_fit(self, subjects: Sequence[EngineUnderTest], record: Record) -> list[Question]:
-        """The questions that leave room for the answer in every context."""
+        """Questions that leave room for the answer in every context."""
         fitting: list[Question] = []
         skipped: list[Question] = []
         for number, question in enumerate(self.plan.questions):

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
 from localspec.commands.chat.screen import ChatScreen, guessing, no_echo, only_thought, status_line
 from localspec.commands.chat.typesetter import Style
-from localspec.commands.options import RunOptions, base_model_notes
+from localspec.commands.options import RunOptions, ThinkOptions, base_model_notes
 from localspec.engine import saved
-from localspec.engine.drafts import drafts_at_hand, heads_of
+from localspec.engine.drafts import found_drafts, plugin_drafts
 from localspec.engine.loading import draft_gain
 from localspec.errors import Cancelled, Closed, LocalspecError, SessionFileError, UsageError, line_of
 from localspec.llm import Session, from_text, to_text
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     from localspec.model_files.catalog import Entry
 
 
-# Files that go with the next message: their text is part of it, and n-grams draft from it.
+# Files that go with the next message: part of its text, and drafted from by n-grams.
 
 MAX_BYTES = 16 << 20
-"""More than the longest contexts hold (a million tokens, of four bytes in the mean), so no more is read."""
+"""More than the longest contexts hold: a million tokens of four bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttachedFile:
-    """A text file as it was when it was attached."""
+    """A text file as read when it was attached."""
 
     path: Path
     text: str
@@ -54,7 +54,7 @@ class AttachedFile:
 
 
 def read_file(path: Path) -> AttachedFile:
-    """A file to attach.
+    """Read a file to attach.
 
     Raises:
         UsageError: it cannot be read, is no text, or is too large for any model.
@@ -91,7 +91,7 @@ _FILE = re.compile(r"(?P<path>[^\n]+):\n(?P<fence>`{3,})[^`\n]*\n.*?\n(?P=fence)
 
 
 def without_files(text: str) -> str:
-    """What ``with_files`` made, with the names of the files in place of their text."""
+    """Undo ``with_files``: the names of the files in place of their text."""
     names = []
     while found := _FILE.match(text):
         names.append(f"[{found['path']}] ")
@@ -99,24 +99,16 @@ def without_files(text: str) -> str:
     return "".join([*names, text])
 
 
-# The conversations that are kept in the home while they go on, so that one can come back to them.
+# Conversations kept in LOCALSPEC_HOME as they go on.
 
 MOST = 50
-"""Conversations that are kept; the one that was not used for the longest time goes first."""
+"""Conversations kept; the one unused for longest goes first."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptChat:
-    """A conversation on the disk.
-
-    Attributes:
-        path: its file.
-        when: when something was said in it last, in this machine's time.
-        question: its first.
-        n_turns: how many questions were answered.
-        model: what its model is called.
-        file: where that was loaded from.
-    """
+    """A conversation on disk: its file, when it was last changed (local time), its first question, its answered
+    questions, the name of its model, and the file that was loaded from."""
 
     path: Path
     when: str
@@ -127,12 +119,11 @@ class KeptChat:
 
 
 def new_file() -> Path:
-    """Where a conversation that begins now is kept."""
     return _folder() / f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09}-{os.getpid()}.chat"
 
 
 def stamp(path: Path) -> int | None:
-    """What another chat changes by writing to a file; None where there is none."""
+    """Modification time of a file, by which another chat's writing shows; None without a file."""
     try:
         return path.stat().st_mtime_ns
     except OSError:
@@ -140,7 +131,7 @@ def stamp(path: Path) -> int | None:
 
 
 def make_room() -> None:
-    """Have the folder, and room in it for one more conversation."""
+    """Make the folder, and room in it for one more conversation."""
     folder = _folder()
     private_folder(folder)
     for path in _files()[MOST - 1 :]:
@@ -149,7 +140,7 @@ def make_room() -> None:
 
 
 def kept_chats() -> Iterator[KeptChat]:
-    """Those that can be read, the latest first."""
+    """The readable ones, latest first."""
     for path in _files():
         try:
             text = saved.read(path, memory=False)[0]
@@ -162,7 +153,6 @@ def kept_chats() -> Iterator[KeptChat]:
 
 
 def forget_all() -> int:
-    """Remove all; how many there were."""
     files = _files()
     for path in files:
         path.unlink(missing_ok=True)
@@ -181,21 +171,15 @@ def _files() -> list[Path]:
     return [path for *_, path in sorted(found, reverse=True)]
 
 
-# A chat in a file: a saved session, whose notes say how its answers came about and how they were shown.
+# A chat in a file: a saved session with notes on how its answers came about.
 
 FORMER_FORMAT = "localspec-chat"
-"""``format`` of the JSON documents that chats were saved as before they were sessions."""
+"""``format`` of the JSON documents that chats were before they were sessions."""
 
 
 @dataclass(slots=True)
 class AnswerRecord:
-    """How an answer came about; its text is in the session.
-
-    Attributes:
-        finish_reason: ``stop``, ``length``, or ``cancelled`` when the answer was stopped by hand.
-        rounds: the rounds as events, see ``Round.as_event``.
-        stats: see ``SpecStats``.
-    """
+    """How an answer came about: ``stop``, ``length`` or ``cancelled``; its ``Round.as_event``; its ``SpecStats``."""
 
     finish_reason: str = "cancelled"
     rounds: list[dict[str, Any]] = field(default_factory=list)
@@ -203,28 +187,17 @@ class AnswerRecord:
 
 
 Turn: TypeAlias = "tuple[list[Message], AnswerRecord]"
-"""A question with its answer, and how that came about."""
+"""A question with its answer, and the record of that."""
 
 
 def save(path: Path, session: Session, records: Sequence[AnswerRecord], **notes: Any) -> None:
-    """Write a chat.
-
-    Args:
-        path: the file.
-        session: the conversation.
-        records: of its answers.
-        notes: what else belongs to the chat, as JSON has it.
-
-    Raises:
-        SessionFileError: it cannot be written, or the name belongs to a file that is no session.
-    """
     session.notes = notes | {"answers": [asdict(record) for record in records]}
     # Without what the models hold of it: that is megabytes, is read ahead again, and would have to wait for the engine.
     saved.write(path, to_text(session), [])
 
 
 def load(llm: LLM, path: Path) -> tuple[Session, list[AnswerRecord]]:
-    """Read a chat: the session, with the notes it was saved with, and the records of its answers.
+    """Read a chat: its session, and the records of its answers.
 
     Raises:
         SessionFileError: it is missing, damaged, foreign, from a newer version, or no conversation of a chat.
@@ -252,7 +225,7 @@ def load(llm: LLM, path: Path) -> tuple[Session, list[AnswerRecord]]:
 
 
 def first_and_number(path: Path) -> tuple[str, int] | None:
-    """The first question of a chat in a file, and how many it has; None where there is no such file, or no question."""
+    """First question and number of questions of a chat in a file; None if it is no chat or has none."""
     try:
         with path.open("rb") as file:
             text = read_text(file, str(path)) or {}
@@ -268,7 +241,7 @@ def _is_whole(record: AnswerRecord) -> bool:
 
 
 def read_text(file: BinaryIO, name: str) -> dict[str, Any] | None:
-    """The text part of a saved chat, see ``session_file.read_text``; None if the file is no such thing.
+    """Text part of a saved chat, see ``saved.read_text``; None if the file is something else.
 
     Raises:
         SessionFileError: it is damaged or from a newer version; ``name`` is what it calls the file.
@@ -313,7 +286,7 @@ class Chat:
         keep_in: where the conversation is kept as it goes on; None if it is not. See ``keep_at``.
         remembers: whether view and system prompt are remembered for later chats when they are changed.
         races: how many races were run, so that plain and speculative take turns in going first.
-        think, thinking_budget: how questions are asked, see ``LLM.rounds``.
+        asked: ``think`` and ``thinking_budget`` of questions, see ``LLM.rounds``.
         leaving: set by ``/quit``.
         late: what brings the draft model after the prompt, if anything does.
         loaded: called when a load that the chat asked for is over, to clear its progress from the screen.
@@ -335,8 +308,7 @@ class Chat:
         self._kept_at: int | None = None
         self.remembers = False
         self.races = 0
-        self.think = "auto"
-        self.thinking_budget: int | None = None
+        self.asked: ThinkOptions = {"think": "auto", "thinking_budget": None}
         self.leaving = False
         self.status = ""
         self.late: LateDraft | None = None
@@ -345,7 +317,6 @@ class Chat:
 
     @property
     def params(self) -> SamplingParams:
-        """How answers are sampled."""
         return self.session.params or SamplingParams()
 
     @params.setter
@@ -353,16 +324,14 @@ class Chat:
         self.session.params = params
 
     def say(self, text: str) -> bool:
-        """``ask`` with the attached files, which stay for the next message if no answer comes about."""
+        """Ask with the attached files, which stay for the next message if there is no answer."""
         return self.ask(with_files(text, self.attached), tuple(self.attached))
 
     def ask(self, question: str, files: tuple[AttachedFile, ...] = (), instead: Turn | None = None) -> bool:
-        """Ask, show the answer, and keep both; an error is reported, and what was said until then is kept.
+        """Ask, show the answer and keep both. An error is reported; what was said until then is kept.
 
-        Args:
-            question: what is asked.
-            files: those whose text is in it; n-grams draft from them as from the beginning of the answer.
-            instead: a turn that the answer takes the place of; one that is whole stays if the answer is broken off.
+        ``files`` are those in the question: n-grams draft from them. ``instead`` is a turn to replace; it stays if it
+        was whole and the new answer is broken off.
 
         Returns:
             Whether an answer came about.
@@ -379,12 +348,7 @@ class Chat:
         failed = False
         try:
             drafts_from = [file.text for file in files if NGRAM in self.llm.draft_names]
-            stream = self.session.rounds(
-                question,
-                prediction="\n".join(drafts_from) or None,
-                think=self.think,
-                thinking_budget=self.thinking_budget,
-            )
+            stream = self.session.rounds(question, prediction="\n".join(drafts_from) or None, **self.asked)
             try:
                 with no_echo(), stream, on_interrupt(stream.close):
                     view.wait("reading")
@@ -428,26 +392,21 @@ class Chat:
     def _keep_part(
         self, before: list[Message], question: str, pieces: list[str], record: AnswerRecord, stats: SpecStats
     ) -> None:
-        """Put what was said of a broken-off answer into a new session: the engine may still go on with the old one."""
+        """Put what was said of a broken-off answer into a new session: the engine may still use the old one."""
         record.stats = stats.as_dict()
         self.session = self.llm.session(params=self.session.params)
         turn = [{"role": "user", "content": question}, {"role": "assistant", "content": "".join(pieces)}]
         self.session.messages = [*before, *(turn if any(pieces) else [])]
 
     def begin(self) -> None:
-        """A new conversation, asked in the same way; what is attached stays for its first message."""
+        """Begin a new conversation with the same settings and attached files."""
         self.session = self.llm.session(self.session.system, self.session.params)
         self.records, self.last_question, self.last_files, self.status = [], None, (), ""
         self.keep_at(new_file())
         self.read_ahead()
 
     def save(self, path: Path, *, rounds: bool = True, **notes: Any) -> None:
-        """Write the conversation, with how its answers came about.
-
-        Args:
-            path: the file.
-            rounds: False leaves the single rounds out, which are most of it.
-            notes: what else to write, as JSON has it.
+        """Write the conversation with its records, without their single rounds if not ``rounds``.
 
         Raises:
             SessionFileError: it cannot be written, or the name belongs to something else.
@@ -458,12 +417,12 @@ class Chat:
         save(path, self.session, records, **made_by, view=self.view, draft_length=llm.draft_length, **notes)
 
     def keep_at(self, path: Path) -> None:
-        """From now on keep the conversation in another file, if it is kept."""
+        """From now on keep the conversation, if it is kept, in another file."""
         if self.keep_in is not None:
             self.keep_in, self._kept_at = path, stamp(path)
 
     def keep(self) -> None:
-        """Have the conversation on the disk as it is now; what another chat made of it meanwhile stays too."""
+        """Write the conversation to its file, or to a new one if another chat has changed that."""
         if self.keep_in is None:
             return
         if stamp(self.keep_in) != self._kept_at:
@@ -481,7 +440,7 @@ class Chat:
             self.screen.note(f"note: this conversation is not saved: {line_of(error)}")
 
     def _remark(self, record: AnswerRecord, kept: bool, text: str, *, failed: bool, restored: bool) -> None:
-        """Say why the answer ends where it does, if that is not by itself, or why there is none."""
+        """Say why an answer is cut short or missing."""
         if record.finish_reason == "cancelled":
             if not (failed or self.screen.interactive):
                 raise KeyboardInterrupt
@@ -497,10 +456,10 @@ class Chat:
             self.screen.note(f"[cut short: {self._limit(record.stats)}]")
 
     def read_ahead(self) -> None:
-        """While the person types, the models read what the next question will follow."""
+        """Have the models read, while the person types, what the next question follows."""
         if self.screen.interactive:
             with suppress(LocalspecError):  # then it is read when it is asked
-                self.llm.read_ahead(self.session.messages, think=self.think)
+                self.llm.read_ahead(self.session.messages, think=self.asked["think"])
 
     def _limit(self, stats: dict[str, Any]) -> str:
         budget = self.params.max_tokens
@@ -509,7 +468,7 @@ class Chat:
         return f"the context of {self.llm.n_ctx} tokens is full; /undo, or start with a larger --ctx"
 
     def show_news(self) -> None:
-        """Say what came up in idle time."""
+        """Show warnings and notes that came up in idle time."""
         warnings = self.llm.warnings
         news, self._n_told = warnings[self._n_told :], len(warnings)
         if self.late is not None:
@@ -520,7 +479,7 @@ class Chat:
 
     @property
     def toolbar(self) -> str:
-        """The status line while nothing is being said."""
+        """Status line between answers."""
         coming = f"{self.late.status} · " if self.late is not None and self.late.status else ""
         if self.status:
             return coming + self.status
@@ -528,32 +487,32 @@ class Chat:
         return f"{coming}{who}/help"
 
 
-def header(llm: LLM, screen: ChatScreen, *, follows: bool = False) -> None:
-    """Say what was loaded, who guesses and what its text looks like; ``follows`` if a draft model may still come."""
+def header(llm: LLM, screen: ChatScreen, follows: str = "") -> None:
+    """Say what was loaded, which drafters guess and what their text looks like; ``follows`` is ``LateDraft.status``."""
     memory = f" · {process_bytes() / 1e9:.1f} GB" if process_bytes() >= 5e7 else ""  # weights included
     screen.line(f"{llm.model_name} · {llm.backend_name} · context {llm.n_ctx}{memory}", Style.HEAD)
-    screen.line(guessing(llm.draft_names, follows=follows))
-    if legend := screen.legend(llm.draft_names, follows=follows):
+    screen.line(guessing(llm.draft_names, follows))
+    if legend := screen.legend(llm.draft_names, follows):
         print(legend, file=screen.file)
     for warning in [*llm.warnings, *base_model_notes(llm)]:
         screen.note(f"note: {warning}")
     screen.note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves")
 
 
-# Head and draft model of a chat come after the prompt: the target alone, with n-grams, can answer meanwhile.
-#
-# A draft model that is not on the disk is fetched first, if by the target's passes on this machine it will add
-# something; they are loaded between requests. Whatever is asked goes first.
+# A chat begins with the target and n-grams alone; head and draft model are loaded between requests. A missing draft
+# model is fetched first, if passes measured here say that it will gain.
 
 ASKED_S = (1, 2, 4, 8, 16, 32, 64)
-"""How long better figures than the first are waited for, between one look and the next [s]."""
+"""Pauses in which better measurements than the first are awaited [s]."""
+
+LOOKING = "looking whether a draft model would help"
 
 LEAVING_S = 5.0
-"""How long leaving waits for downloads to end; what arrived is kept."""
+"""How long leaving waits for downloads to stop [s]; what arrived is kept."""
 
 
 class LateDraft:
-    """A thread that brings head and draft model into a loaded LLM.
+    """A thread that brings head and draft model into an LLM loaded with n-grams alone.
 
     Attributes:
         status: what it is doing, in a few words; empty when it is done.
@@ -573,7 +532,7 @@ class LateDraft:
         changed: Callable[[], None] = lambda: None,
         corpora: Sequence[str] = (),
     ) -> None:
-        self.status = "looking whether a draft model would help"
+        self.status = LOOKING if missing else "loading the draft model"
         self.notes: list[str] = []
         self.changed = changed
         self._llm, self._missing = llm, list(missing)
@@ -584,18 +543,16 @@ class LateDraft:
         self._thread.start()
 
     def stop(self) -> None:
-        """Give up: the person leaves, or chose a draft."""
         self._leaving.set()
         self._thread.join(LEAVING_S)
 
     def wait(self, timeout: float) -> bool:
-        """Wait for the end of it; whether that came about."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
-            first = self._llm.run(lambda pair: next(heads_of(pair.target), None)) if self._missing else None
+            first = self._llm.run(lambda pair: next(plugin_drafts(pair.target), None)) if self._missing else None
             if first is not None:
                 self._load("the head")
             if not self._missing or self._would_gain():
@@ -609,8 +566,8 @@ class LateDraft:
         self._say("")
 
     def _would_gain(self) -> bool:
-        """Whether the draft model would make answers faster here; if not, that is said."""
-        self._say("looking whether a draft model would help")
+        """Whether the draft model would make answers faster here; a no is noted."""
+        self._say(LOOKING)
         for seconds in ASKED_S:  # the first figures are rough, and better ones come while nothing is asked
             if not self._llm.run(lambda pair: pair.times.quick) or self._leaving.wait(seconds):
                 break
@@ -639,7 +596,7 @@ class LateDraft:
         sources.pull(entry, watch=watch)
 
     def _load(self, what: str) -> None:
-        """Load what ``auto`` finds on the disk by now; ``what`` is said meanwhile."""
+        """Load what ``auto`` finds on disk."""
         self._say(f"loading {what}")
         while not self._leaving.is_set() and self._llm.draft_names == self._before:
             try:
@@ -656,29 +613,28 @@ class LateDraft:
 
 
 def may_be_drafted_for(llm: LLM) -> bool:
-    """Whether ``auto`` would load anything for the target of an LLM: a head, a layer of its own, a draft model."""
-    return llm.run(lambda pair: next(drafts_at_hand(pair.target), None) is not None)
+    """Whether ``auto`` would load a head or draft model for the target of an LLM."""
+    return llm.run(lambda pair: next(found_drafts(pair.target), None) is not None)
 
 
-# The project of a folder: what a chat that is started there copies from, named once.
+# The project of a folder: what chats started there copy from.
 
 NONE = "none"
-"""What is said instead of a path to forget it."""
+"""Forgets the project."""
 
 
 def kept_project() -> Path | None:
-    """What was kept for the folder that one is in."""
     path = (_store().get(_key()) or {}).get("path")
     return Path(path) if isinstance(path, str) and path else None
 
 
 def keep_project(path: Path | None) -> None:
-    """Keep it for the folder that one is in; None forgets it."""
+    """Keep a project for the current folder; None forgets it."""
     _store().put(_key(), {"path": "" if path is None else str(path)})
 
 
 def named_project(named: str) -> Path | None:
-    """A project as a person named it, made absolute; None is ``none``.
+    """Absolute path of a project; None for ``none``.
 
     Raises:
         UsageError: there is no such path.
@@ -692,11 +648,7 @@ def named_project(named: str) -> Path | None:
 
 
 def with_project(options: RunOptions, named: str | None) -> RunOptions:
-    """Have a chat copy from a project too, and keep it; where none is named, from the one that was kept.
-
-    Args:
-        options: the chat's.
-        named: ``--project``.
+    """Options of a chat that copies from a project too: ``named`` and kept from now on, or the one kept.
 
     Raises:
         UsageError: there is no such path.
@@ -712,7 +664,7 @@ def with_project(options: RunOptions, named: str | None) -> RunOptions:
 
 
 def drafters_with(names: list[str], project: Path | None) -> list[str]:
-    """Names of drafters with another project in place of the one that was kept."""
+    """Names of drafters with a project in place of the kept one."""
     before = f"{CORPUS}:{kept_project()}"
     others = [name for name in names if not (is_corpus(name) and name == before)]
     return others if project is None else list(dict.fromkeys([*others, f"{CORPUS}:{project}"]))

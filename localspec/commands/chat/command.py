@@ -22,7 +22,7 @@ from localspec.commands.chat.commands import LEAVING, complete, go_on_with, is_c
 from localspec.commands.chat.prompt import PlainPrompt
 from localspec.commands.chat.screen import VIEWS, ChatScreen
 from localspec.commands.chat.settings import ChatSettings, read_settings
-from localspec.commands.options import RunOptions, base_model_notes
+from localspec.commands.options import RunOptions, ThinkOptions, base_model_notes
 from localspec.model_files.catalog import Catalog, Entry
 from localspec.system.files import home
 from localspec.system.terminal import Progress, decode
@@ -33,24 +33,20 @@ if TYPE_CHECKING:
 
 def chat_command(
     options: RunOptions,
-    project: str | None = None,
+    project: str | None,
+    asked: ThinkOptions,
     *,
-    think: str = "auto",
-    thinking_budget: int | None = None,
     resume: bool = False,
     keep: bool = True,
 ) -> int:
-    """Chat until the person leaves or the input ends.
+    """Chat until the person leaves or the input ends; returns the exit status.
 
     Args:
         options: what to load, and how to sample.
         project: what to copy from too; None is what was kept for this folder, where someone sits at a terminal.
-        think, thinking_budget: see ``LLM.rounds``.
+        asked: ``think`` and ``thinking_budget``, see ``LLM.rounds``.
         resume: go on with the conversation that was kept last.
         keep: keep the conversation: of a person at a terminal, or one that is resumed.
-
-    Returns:
-        The exit status.
     """
     interactive = sys.stdin is not None and sys.stdin.isatty()
     if interactive or project is not None:
@@ -71,11 +67,11 @@ def chat_command(
         with llm:
             settings, problems = read_settings() if interactive else (ChatSettings(), [])
             defaults = llm.chat_defaults
-            asked = (options.system, settings.system, defaults.get("system"))
-            system = next((text for text in asked if text is not None), None)
+            prompts = (options.system, settings.system, defaults.get("system"))
+            system = next((text for text in prompts if text is not None), None)
             chat = Chat(llm, screen, params=options.params(defaults), system=system, view=settings.view or VIEWS[0])
             chat.loaded, chat.remembers = progress.clear, interactive
-            chat.think, chat.thinking_budget = think, thinking_budget
+            chat.asked = asked
             chat.keep_in = new_file() if keep and (interactive or resume) else None
             begin = partial(_resume, chat, options, latest) if resume else None
             progress.clear()
@@ -93,7 +89,7 @@ def chat_command(
 
 
 def _model_of(kept: KeptChat) -> str | None:
-    """What to load for a conversation where no model is named: its own, if it is still there; None is the default."""
+    """Model for a kept conversation where none is named: its own if still there; None is the default."""
     catalog = Catalog.load()
     if kept.model in catalog:
         return kept.model if catalog[kept.model].present and kept.model != catalog.default_pair()[0].name else None
@@ -101,7 +97,7 @@ def _model_of(kept: KeptChat) -> str | None:
 
 
 def _resume(chat: Chat, options: RunOptions, latest: KeptChat | None) -> None:
-    """Go on with the conversation that was kept last; what the command line says goes before what was kept."""
+    """Continue the latest kept conversation; the command line's options go before what was kept."""
     if latest is None:
         chat.screen.note("note: no saved conversation yet; starting a new one")
         return
@@ -115,7 +111,7 @@ def _resume(chat: Chat, options: RunOptions, latest: KeptChat | None) -> None:
 
 
 def _answer_lines(chat: Chat, begin: Callable[[], None] | None = None) -> int:
-    """Each line of standard input is a turn; commands are understood, anything else is text."""
+    """Each line of standard input is a turn or a command."""
     if begin is not None:
         begin()
     for warning in [*chat.llm.warnings, *base_model_notes(chat.llm)]:
@@ -139,9 +135,8 @@ def _lines() -> Iterator[str]:
 
 
 def _converse(chat: Chat, begin: Callable[[], None] | None = None, notes: Sequence[str] = ()) -> int:
-    """Prompt, answer, repeat; below the header come some notes, and what ``begin`` shows."""
     ask = _asker(chat)
-    header(chat.llm, chat.screen, follows=chat.late is not None)
+    header(chat.llm, chat.screen, chat.late.status if chat.late is not None else "")
     for note in notes:
         chat.screen.note(f"note: {note}")
     if begin is not None:
@@ -165,7 +160,7 @@ def _converse(chat: Chat, begin: Callable[[], None] | None = None, notes: Sequen
 
 
 def _asker(chat: Chat) -> Callable[[], str]:
-    """The best way to ask for a line here; it raises ``EOFError`` when the person leaves."""
+    """The best way here to ask for a line; raises ``EOFError`` when the person leaves."""
     screen = chat.screen
     prompt: PlainPrompt | LineEditor = PlainPrompt(screen.errors)
     if screen.ansi:

@@ -83,7 +83,7 @@ def edit(text: str) -> tuple[str, str | None]:
 
 
 def split_command(command: str, *, windows: bool) -> list[str]:
-    """A command and its arguments; on Windows a backslash is part of a path, and quotes only hold it together.
+    """Split a command line; on Windows backslashes are part of paths.
 
     Raises:
         ValueError: a quote is never closed.
@@ -108,21 +108,14 @@ def _editor() -> list[str]:
 # Copying to the clipboard: with the platform's tool, or by asking the terminal (OSC 52).
 
 SECONDS = 5.0
-"""What a tool may take; one that waits for a display that is gone would wait for ever."""
+"""A tool waiting for a display that is gone would wait forever."""
 
 MAX_OSC_52 = 74_994
-"""Bytes of text that a terminal takes for certain: xterm's own limit, 100,000 bytes of a sequence in base64."""
+"""Bytes that every terminal takes: xterm's limit of 100,000 bytes a sequence, in base64."""
 
 
 def copy(text: str, terminal: TextIO | None) -> str:
-    """Put a text on the clipboard.
-
-    Args:
-        text: what to copy.
-        terminal: where sequences reach the person's terminal; None if nowhere.
-
-    Returns:
-        How it was done, in words; a terminal does not say whether it did.
+    """Put a text on the clipboard, with a tool or by ``terminal``; returns how, in words.
 
     Raises:
         UsageError: it cannot be done here.
@@ -151,7 +144,6 @@ def copy(text: str, terminal: TextIO | None) -> str:
 
 
 def _tool() -> list[str] | None:
-    """The command that takes a text for the clipboard on the person's own desk."""
     desk = not os.environ.get("SSH_CONNECTION")  # else the tools are another computer's
     candidates = [
         (desk and sys.platform == "darwin", ["pbcopy"]),
@@ -164,7 +156,7 @@ def _tool() -> list[str] | None:
     return next((command for fits, command in candidates if fits and shutil.which(command[0])), None)
 
 
-# The slash commands that exchange something with the rest of the desk: files, editor, clipboard, earlier chats.
+# Commands that exchange something: files, editor, clipboard, earlier chats.
 
 
 def save_to(chat: Chat, argument: str) -> None:
@@ -294,42 +286,29 @@ def _path(argument: str, name: str) -> Path:
 
 
 ONLY = "only"
-"""Among the names that ``/draft`` takes, what ``--draft-only`` is among options."""
+"""``--draft-only`` among the names that ``/draft`` takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One slash command.
+    """One slash command."""
 
-    Attributes:
-        usage: its arguments, as ``/help`` shows them.
-        help: what it does, in a few words.
-        run: does it; an error is raised.
-        words: what can be typed as its argument.
-        several: whether it takes several of them.
-        takes_path: whether its argument is a path.
-    """
-
-    usage: str
-    help: str
-    run: Callable[[Chat, str], None]
-    words: Callable[[], Iterable[str]] = tuple
-    several: bool = False
-    takes_path: bool = False
+    usage: str  # its arguments, as ``/help`` shows them
+    help: str  # what it does, in a few words
+    run: Callable[[Chat, str], None]  # does it; an error is raised
+    words: Callable[[], Iterable[str]] = tuple  # what can be typed as its argument
+    several: bool = False  # whether it takes several of them
+    takes_path: bool = False  # whether its argument is a path
 
 
 def is_command(line: str) -> bool:
-    """Whether a line names a command that exists, or is a word that leaves."""
+    """Whether a line names a command, or is a word that leaves."""
     name = (line[1:].split() or [""])[0]
     return line in LEAVING or (line.startswith("/") and (name in COMMANDS or name in ALIASES))
 
 
 def run_command(chat: Chat, line: str) -> bool:
-    """Run a line that starts with a slash, or leaves; what goes wrong is reported in one line.
-
-    Returns:
-        Whether it worked.
-    """
+    """Run a line with a command; an error is reported in one line. Returns whether it worked."""
     name, _, argument = line.removeprefix("/").strip().partition(" ")
     try:
         COMMANDS[named(name)].run(chat, argument.strip())
@@ -342,23 +321,23 @@ def run_command(chat: Chat, line: str) -> bool:
 
 
 def named(name: str) -> str:
-    """The command of a name, of one of its other names, or of the beginning of one.
+    """The command of a name, an alias, or an unambiguous beginning of one.
 
     Raises:
         UsageError: there is none, or there are several.
     """
     if name in COMMANDS or name in ALIASES:
         return ALIASES.get(name, name)
-    begun = [each for each in (*COMMANDS, *ALIASES) if name and each.startswith(name)]
-    if len({ALIASES.get(each, each) for each in begun}) == 1:
-        return ALIASES.get(begun[0], begun[0])
-    near = " or /".join(begun) or nearest(name, (*COMMANDS, *ALIASES))
+    starting = [each for each in (*COMMANDS, *ALIASES) if name and each.startswith(name)]
+    if len({ALIASES.get(each, each) for each in starting}) == 1:
+        return ALIASES.get(starting[0], starting[0])
+    near = " or /".join(starting) or nearest(name, (*COMMANDS, *ALIASES))
     hint = f"did you mean /{near}?" if near else "/help lists the commands"
     raise UsageError(f"no command /{name}: {hint} (start the line with a space to send it as text)")
 
 
 def complete(before: list[str]) -> Iterable[str]:
-    """The words that can follow the words of a command so far."""
+    """Words that can follow the words of a command so far."""
     if not before:
         return [f"/{name}" for name in COMMANDS]
     name = before[0][1:]
@@ -367,15 +346,11 @@ def complete(before: list[str]) -> Iterable[str]:
 
 
 def takes_path(name: str) -> bool:
-    """Whether a path follows a command, which is named with its slash."""
     return name[1:] in COMMANDS and COMMANDS[name[1:]].takes_path
 
 
-# -- looking ---------------------------------------------------------------------------------------------------------
-
-
 def _help(chat: Chat, argument: str) -> None:
-    """The commands of a group, in the order in which they are used, or one; no group fills a small screen."""
+    """Commands of a group in the order of use, or one; a group fits a small screen."""
     for name in GROUPS.get(argument) or [named(argument.removeprefix("/"))]:
         usage, help = f"/{name} {COMMANDS[name].usage}", COMMANDS[name].help
         chat.screen.line(f"  {usage:<34}  {help}")
@@ -397,7 +372,7 @@ def _view(chat: Chat, argument: str) -> None:
 
 
 def _remembered(chat: Chat, name: str, value: str | None) -> str:
-    """Remember a setting for later chats; what to say of that."""
+    """Remember a setting for later chats; returns what to say of that."""
     if not chat.remembers:
         return ""
     try:
@@ -421,14 +396,6 @@ def _stats(chat: Chat, argument: str) -> None:
 
 def _why(chat: Chat, argument: str) -> None:
     chat.screen.line(chat.llm.explain())
-
-
-def _race(chat: Chat, argument: str) -> None:
-
-    race(chat)
-
-
-# -- changing --------------------------------------------------------------------------------------------------------
 
 
 def _draft(chat: Chat, argument: str) -> None:
@@ -480,12 +447,11 @@ def _set(chat: Chat, argument: str) -> None:
 
 
 def _value(value: Any) -> str:
-    """A parameter's value as it is typed."""
     return " ".join(map(repr, value)) or "none" if isinstance(value, tuple) else "none" if value is None else str(value)
 
 
 def set_parameter(params: SamplingParams, name: str, value: str) -> SamplingParams:
-    """The parameters with one changed; ``none`` and ``off`` are what it is by itself.
+    """The parameters with one changed; ``none`` and ``off`` restore its default.
 
     Raises:
         UsageError: no such parameter, or not a value for it.
@@ -519,18 +485,19 @@ def _think(chat: Chat, argument: str) -> None:
     if chat.llm.thinking is None:
         raise UsageError(f"{chat.llm.model_name} does not support thinking")
     if argument.isdecimal() or argument == "none":
-        chat.thinking_budget = None if argument == "none" else int(argument)
+        chat.asked["thinking_budget"] = None if argument == "none" else int(argument)
     elif argument in ("show", "hide"):
         chat.screen.folded = argument == "hide"
         thoughts = [message["reasoning_content"] for message in chat.session.messages if "reasoning_content" in message]
         if argument == "show" and thoughts:
             chat.screen.line(thoughts[-1], Style.THINKING)
     elif argument in THINK:
-        chat.think = argument
+        chat.asked["think"] = argument
     elif argument:
         raise UsageError(f"/think takes a number of tokens, none, or one of {', '.join(_THINK)}")
-    budget = "any number of" if chat.thinking_budget is None else f"at most {chat.thinking_budget}"
-    chat.screen.note(f"think: {chat.think}, {budget} tokens, {'hidden' if chat.screen.folded else 'shown'}")
+    most, shown = chat.asked["thinking_budget"], "hidden" if chat.screen.folded else "shown"
+    budget = "any number of" if most is None else f"at most {most}"
+    chat.screen.note(f"think: {chat.asked['think']}, {budget} tokens, {shown}")
 
 
 def _system(chat: Chat, argument: str) -> None:
@@ -589,45 +556,7 @@ def _models() -> Iterable[str]:
     return ["auto", "none", "ngram", "head", "mtp", "early-exit", ONLY, *Catalog.load()]
 
 
-COMMANDS: dict[str, Command] = {
-    "new": Command("", "begin a new conversation", _new),
-    "retry": Command("", "ask the last question again", _retry),
-    "undo": Command("", "take the last turn back", _undo),
-    "view": Command("|".join(VIEWS), "how answers are shown", _view, lambda: VIEWS),
-    "file": Command("[PATH|none]", "a file for the next message", attach, takes_path=True),
-    "edit": Command("[TEXT]", "write in $EDITOR (or Ctrl-X Ctrl-E)", edit_message),
-    "copy": Command("[N]", "copy the answer, or its Nth code block", copy_answer),
-    "system": Command("[TEXT|none|default]", "the system prompt", _system, lambda: ("none", "default")),
-    "set": Command("[NAME [VALUE]]", "sampling parameters", _set, lambda: CHAT_SETTINGS),
-    "think": Command("[on|off|auto|show|hide|N]", "thinking before answers", _think, lambda: _THINK),
-    "sessions": Command("[N|forget]", "the kept chats; go on with the Nth", sessions, lambda: ("forget",)),
-    "save": Command("FILE", "keep the chat in a file", save_to, takes_path=True),
-    "load": Command("FILE", "go on with a saved chat", load_from, takes_path=True),
-    "help": Command("[NAME|guessing]", "this list", _help, lambda: ("guessing", *COMMANDS)),
-    "quit": Command("", "leave (Ctrl-D does too)", _quit),
-    "draft": Command(
-        "auto|none|ngram|MODEL … [only]", "who guesses, with n-grams unless only", _draft, _models, several=True
-    ),
-    "length": Command("auto|N", "how many tokens are guessed at a time", _length, lambda: ("auto",)),
-    "project": Command("[PATH|none]", "a folder to copy guesses from, kept", _project, takes_path=True),
-    "stats": Command("", "figures, and how far guesses reached", _stats),
-    "why": Command("", "who guesses now, and why not", _why),
-    "race": Command("", "the last question, plain and with guesses", _race),
-}
-
-ALIASES = {"clear": "new", "reset": "new", "exit": "quit", "bye": "quit", "q": "quit", "?": "help"}
-"""Other names of commands, which other programs have for them."""
-
-LEAVING = ("exit", "quit")
-"""Lines that leave without a slash."""
-
-_GUESSING = ("draft", "length", "project", "stats", "why", "race")
-
-GROUPS = {"": tuple(name for name in COMMANDS if name not in _GUESSING), "guessing": _GUESSING}
-"""Names of commands as ``/help`` shows them together, by what follows it."""
-
-
-# ``/stats``: figures of an answer and of the conversation, and how often draft tokens were accepted, by position.
+# ``/stats``: figures of the last answer and of the conversation, and acceptance by position.
 
 BAR = 30
 _PHASES = ("prompt", "draft", "verify", "other")
@@ -636,7 +565,7 @@ Stats = Mapping[str, Any]
 
 
 def stats_parts(answers: Sequence[Stats], *, unicode: bool = True) -> list[Grid | Lines]:
-    """What ``/stats`` shows of the figures of some answers, the last answer apart."""
+    """Parts of a report on answers: a table, and bars by position."""
     everything = SpecStats.total(answers)
     rows: list[tuple[str, Callable[[Stats], str]]] = [
         ("tokens per second", lambda s: f"{s['tokens_per_second']:.1f}"),
@@ -657,7 +586,7 @@ def stats_parts(answers: Sequence[Stats], *, unicode: bool = True) -> list[Grid 
 
 
 def histogram(drafted: Sequence[int], accepted: Sequence[int], *, unicode: bool = True) -> list[str]:
-    """One bar per position of the draft: the share of the tokens drafted there that was accepted."""
+    """A bar per position: accepted of the tokens drafted there."""
     full, empty = ("█", "░") if unicode else ("#", ".")
     lines = []
     for i, (n_drafted, n_accepted) in enumerate(zip(drafted, accepted, strict=True), 1):
@@ -679,21 +608,21 @@ def _right(counts: Stats | None) -> str:
     return f"{part / whole:.0%} ({part}/{whole})" if whole else "none made"
 
 
-# ``/race``: the last question again, plain and with guesses, and what the difference was.
+# ``/race``: the last question again, plain and with guesses.
 
 SEED_BITS = 32
 
 _NAMES = {False: "plain", True: "with guesses"}
 
 MENTIONED = 0.05
-"""Others' share of the CPUs from which on it is said: less is what any system does by itself."""
+"""CPU share of other programs from which it is mentioned."""
 
 NOISE = "Nothing was guessed, so both did the same work; the difference is noise."
 
 
 @dataclass(frozen=True, slots=True)
 class _Heat:
-    """One race: both answers, and which was first."""
+    """One race: both answers, and whether the one with guesses ran first."""
 
     plain: Reply
     guessed: Reply
@@ -701,13 +630,13 @@ class _Heat:
 
     @property
     def ratio(self) -> float | None:
-        """Speed with guesses over that of plain decoding; None where nothing was guessed, or nothing said."""
+        """Speed with guesses over plain; None if nothing was guessed or said."""
         plain, guessed = self.plain.stats["tokens_per_second"], self.guessed.stats["tokens_per_second"]
         return guessed / plain if plain and self.guessed.stats["num_draft_tokens"] else None
 
 
-def race(chat: Chat) -> None:
-    """Run the race, if there are guesses twice, and show both answers side by side. The conversation is not changed.
+def race(chat: Chat, argument: str = "") -> None:
+    """Race twice, in both orders, if there are guesses; show both answers. The conversation stays as it is.
 
     Raises:
         UsageError: nothing was asked yet.
@@ -736,16 +665,10 @@ def race(chat: Chat) -> None:
 
 
 def _run(chat: Chat, params: SamplingParams, first: bool, what: str) -> _Heat | None:
-    """Answer the last question both ways; None if that was stopped."""
+    """Answer the last question both ways; None if stopped."""
     replies: dict[bool, Reply] = {}
     for speculate in (first, not first):
-        stream = chat.llm.rounds(
-            chat.session.messages[:-1],
-            params,
-            speculate=speculate,
-            think=chat.think,
-            thinking_budget=chat.thinking_budget,
-        )
+        stream = chat.llm.rounds(chat.session.messages[:-1], params, speculate=speculate, **chat.asked)
         status, said = SpecStats(), ""
         with Progress(chat.screen.file) as progress, no_echo(), stream, on_interrupt(stream.close):
             for round_ in stream:
@@ -777,13 +700,8 @@ def _figures(reply: Reply) -> str:
 
 
 def verdict(ratios: Sequence[float | None], stats: Mapping[str, Any], others: float) -> str:
-    """What came of some races.
-
-    Args:
-        ratios: of each, see ``_Heat.ratio``.
-        stats: of the last answer with guesses.
-        others: share of the CPUs that other programs used.
-    """
+    """Outcome of races with these ratios (``_Heat.ratio``), the statistics of the last answer with guesses, and the CPU
+    share of other programs."""
     if not stats["completion_tokens"]:
         return "There are no tokens to compare."
     known = [ratio for ratio in ratios if ratio is not None]
@@ -800,7 +718,7 @@ def verdict(ratios: Sequence[float | None], stats: Mapping[str, Any], others: fl
 
 
 def difference(chat: Chat, plain: Reply, speculative: Reply) -> str:
-    """Where the two answers part, in one sentence."""
+    """Where two answers part, in one sentence."""
     pairs = zip(plain.token_ids, speculative.token_ids, strict=False)
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     if at is None:
@@ -813,3 +731,43 @@ def difference(chat: Chat, plain: Reply, speculative: Reply) -> str:
         f"first difference at token {at + 1}: plain {ours!r}, with guesses {theirs!r} "
         "(wide and narrow passes round differently, so near ties can fall either way)"
     )
+
+
+# The table.
+
+COMMANDS: dict[str, Command] = {
+    "new": Command("", "begin a new conversation", _new),
+    "retry": Command("", "ask the last question again", _retry),
+    "undo": Command("", "take the last turn back", _undo),
+    "view": Command("|".join(VIEWS), "how answers are shown", _view, lambda: VIEWS),
+    "file": Command("[PATH|none]", "a file for the next message", attach, takes_path=True),
+    "edit": Command("[TEXT]", "write in $EDITOR (or Ctrl-X Ctrl-E)", edit_message),
+    "copy": Command("[N]", "copy the answer, or its Nth code block", copy_answer),
+    "system": Command("[TEXT|none|default]", "the system prompt", _system, lambda: ("none", "default")),
+    "set": Command("[NAME [VALUE]]", "sampling parameters", _set, lambda: CHAT_SETTINGS),
+    "think": Command("[on|off|auto|show|hide|N]", "thinking before answers", _think, lambda: _THINK),
+    "sessions": Command("[N|forget]", "the kept chats; go on with the Nth", sessions, lambda: ("forget",)),
+    "save": Command("FILE", "keep the chat in a file", save_to, takes_path=True),
+    "load": Command("FILE", "go on with a saved chat", load_from, takes_path=True),
+    "help": Command("[NAME|guessing]", "this list", _help, lambda: ("guessing", *COMMANDS)),
+    "quit": Command("", "leave (Ctrl-D does too)", _quit),
+    "draft": Command(
+        "auto|none|ngram|MODEL … [only]", "who guesses, with n-grams unless only", _draft, _models, several=True
+    ),
+    "length": Command("auto|N", "how many tokens are guessed at a time", _length, lambda: ("auto",)),
+    "project": Command("[PATH|none]", "a folder to copy guesses from, kept", _project, takes_path=True),
+    "stats": Command("", "figures, and how far guesses reached", _stats),
+    "why": Command("", "who guesses now, and why not", _why),
+    "race": Command("", "the last question, plain and with guesses", race),
+}
+
+ALIASES = {"clear": "new", "reset": "new", "exit": "quit", "bye": "quit", "q": "quit", "?": "help"}
+"""Names from other programs."""
+
+LEAVING = ("exit", "quit")
+"""Lines that leave without a slash."""
+
+_GUESSING = ("draft", "length", "project", "stats", "why", "race")
+
+GROUPS = {"": tuple(name for name in COMMANDS if name not in _GUESSING), "guessing": _GUESSING}
+"""What follows ``/help`` -> the commands it shows."""

@@ -26,24 +26,23 @@ from localspec.system.terminal import clip, decode
 # Asking for a line where the terminal can only print.
 
 QUOTES = '"""'
-"""Stand before and behind a message of several lines."""
+"""Around a message of several lines."""
 
 
 def is_open(text: str) -> bool:
-    """Whether a message began with quotes that were not closed yet."""
     text = text.strip()
     return text.startswith(QUOTES) and not (text.endswith(QUOTES) and len(text) >= 2 * len(QUOTES))
 
 
 def unquoted(text: str) -> str:
-    """A message without the quotes around it; with them it is no command, which a space in front says."""
+    """A message without quotes around it, behind a space so that it is no command."""
     if is_open(text) or not text.strip().startswith(QUOTES):
         return text
     return " " + text.strip().removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
 
 
 class PlainPrompt:
-    """Reads from standard input as it is; the prompt goes to a file that is not the answer's."""
+    """Reads standard input as it is; the prompt goes to ``file``."""
 
     had_text = False
 
@@ -51,7 +50,7 @@ class PlainPrompt:
         self._file = file
 
     def ask(self, text: str = "") -> str:
-        """The next message; a backslash at the end of a line continues it, and so do quotes until they are closed.
+        """The next message, over several lines while quotes are open or a line ends with a backslash.
 
         Raises:
             EOFError: the input has ended.
@@ -75,11 +74,11 @@ class PlainPrompt:
 
 PROMPT = "> "
 EDIT = "/edit"
-"""What Ctrl-X Ctrl-E makes of a line."""
+"""Result of Ctrl-X Ctrl-E."""
 
 
 class _CommandCompleter(Completer):
-    """Completes the last word of a line that is a command, or the path that follows it."""
+    """Completes the last word of a command, or the path that follows it."""
 
     def __init__(self, words: Callable[[list[str]], Iterable[str]], takes_path: Callable[[str], bool]) -> None:
         self._words, self._takes_path = words, takes_path
@@ -125,7 +124,7 @@ def _bindings() -> KeyBindings:
 
 
 def open_history(path: Path) -> History:
-    """The history file, readable by its owner only; in memory where there can be none."""
+    """The history file, readable by its owner only; else in memory."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
@@ -135,7 +134,7 @@ def open_history(path: Path) -> History:
 
 
 class LineEditor:
-    """Asks for a line in a terminal that can do more than print.
+    """Asks for a line in a terminal that moves the cursor.
 
     Args:
         history: where earlier lines are kept.
@@ -183,10 +182,7 @@ class LineEditor:
         )
 
     def ask(self, text: str = "") -> str:
-        """The next message.
-
-        Args:
-            text: what stands in the line already.
+        """The next message; ``text`` stands in the line already.
 
         Raises:
             EOFError: Ctrl-D on an empty line.
@@ -205,10 +201,9 @@ class LineEditor:
         return unquoted(line)
 
     def redraw(self) -> None:
-        """Show the status line anew; from any thread."""
+        """Redraw the status line; thread-safe."""
         self._session.app.invalidate()
 
     @property
     def had_text(self) -> bool:
-        """Whether there was text in the line when the prompt ended."""
         return bool(self._session.default_buffer.text)

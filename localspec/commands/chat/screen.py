@@ -23,8 +23,9 @@ from localspec.commands.chat.typesetter import (
     open_code,
     token_style,
 )
-from localspec.model_files.catalog import short_name
-from localspec.spec_decode.drafters.names import CORPUS, FROM_STATES, NGRAM, RECYCLED
+from localspec.commands.options import called, joined
+from localspec.heads import FROM_STATES
+from localspec.spec_decode.drafters.names import CORPUS, NGRAM, RECYCLED
 from localspec.spec_decode.rounds import Round, Span, SpecStats, TokenKind
 from localspec.system.terminal import (
     char_width,
@@ -37,18 +38,9 @@ from localspec.system.terminal import (
     wrapped,
 )
 
-# The status line of an answer.
-
 
 def status_line(stats: Mapping[str, Any]) -> str:
-    """Speed, estimated speed-up and how many guesses were right; without guesses it is plain decoding.
-
-    Args:
-        stats: see ``SpecStats``.
-
-    Returns:
-        Nothing where nothing was said.
-    """
+    """Speed, estimated speed-up and accepted guesses of an answer's ``SpecStats``; empty of no tokens."""
     if not stats["completion_tokens"]:
         return ""
     parts = [f"{stats['tokens_per_second']:.1f} tok/s"]
@@ -58,49 +50,35 @@ def status_line(stats: Mapping[str, Any]) -> str:
     return " · ".join([*parts, f"{stats['num_accepted_tokens']:,} of {stats['num_draft_tokens']:,} guesses right"])
 
 
-# The ways of looking at an answer while it is made: tokens, rounds, plain; ``reading`` has a module of its own.
+# Views of an answer while it is made; ``ReadingView`` is below.
 
 VIEWS = ("tokens", "reading", "rounds", "plain")
 FORMER_VIEWS = {"lane": "rounds"}
-"""Names that saved chats may have and people may type, and what they are called now."""
+"""Former names, as saved chats have them -> present ones."""
 
 
-def guessing(drafters: Sequence[str], *, follows: bool = False) -> str:
-    """Who guesses, in a sentence.
-
-    Args:
-        drafters: names of those in use.
-        follows: whether it is not known yet if a draft model will.
-    """
-    free = {NGRAM: "from the text itself", RECYCLED: "from earlier passes"}
-    ways = []
-    for name in drafters:
-        kind, _, path = name.partition(":")
-        ways.append(free.get(name) or (f"from {path}" if kind == CORPUS else f"with {short_name(name)}"))
-    who = f"Guessing {', '.join(ways)}" if ways else "Guessing is off"
-    return who + ("; looking whether a draft model would help." if follows else ".")
+def guessing(drafters: Sequence[str], follows: str = "") -> str:
+    """Which drafters are in use, in a sentence, and what brings another one (``LateDraft.status``)."""
+    who = f"Guessing by {joined([called(name) for name in drafters])}" if drafters else "Guessing is off"
+    return f"{who}; {follows}." if follows else f"{who}."
 
 
 class View(ABC):
-    """Shows one answer: ``round`` for each round, then ``finish``."""
+    """Shows one answer."""
 
     def wait(self, what: str) -> None:  # noqa: B027 # most views have no place for it
-        """Say what is going on before the first round."""
+        """Say what happens before the first round."""
 
     @abstractmethod
-    def round(self, round_: Round) -> None:
-        """Show a round."""
+    def round(self, round_: Round) -> None: ...
 
     @abstractmethod
     def finish(self) -> None:
-        """Leave the answer, and nothing but the answer, on the screen."""
+        """Leave the answer and nothing else on the screen."""
 
 
 class TokensView(View):
-    """Verified text in the colours of where it came from; rejected draft tokens in place, until the next round.
-
-    What is thought before an answer is dim; folded, only that something is thought is shown, and not for long.
-    """
+    """Text coloured by source; rejected draft tokens in place until the next round; thinking dim, or counted."""
 
     def __init__(
         self, file: TextIO, stats: SpecStats, *, colour: bool, drafts: bool = True, folded: bool = False
@@ -161,15 +139,7 @@ class TokensView(View):
 
 
 class RoundsView(View):
-    """A line a round: its draft tokens and their fate. Plain rounds in a row share a line, with their text.
-
-    Args:
-        file: where it is shown.
-        stats: of the answer.
-        ansi: whether the cursor can be moved: then the status is shown below, and a row of plain rounds as it grows.
-        colour: whether colours may be used.
-        unicode: False draws the marks in ASCII.
-    """
+    """A line a round: its draft tokens and their fate; plain rounds in a row share a line with their text."""
 
     def __init__(self, file: TextIO, stats: SpecStats, *, ansi: bool, colour: bool, unicode: bool) -> None:
         self._file, self._stats, self._unicode = file, stats, unicode
@@ -189,8 +159,8 @@ class RoundsView(View):
             self._plain.append(round_)
         if self._paper is not None:
             columns, _ = terminal_size()
-            under_way = rows_of(plain_parts(self._plain, unicode=self._unicode), columns - 1) if self._plain else [[]]
-            self._paper.tail(under_way[-1], status_line(self._stats.as_dict()))
+            growing = rows_of(plain_parts(self._plain, unicode=self._unicode), columns - 1) if self._plain else [[]]
+            self._paper.tail(growing[-1], status_line(self._stats.as_dict()))
             self._paper.flush()
 
     def finish(self) -> None:
@@ -236,7 +206,7 @@ class TextView(View):
 
 
 def only_thought(text: str, n_thinking: int) -> str:
-    """What to say of an answer that has nothing but thoughts; empty where it has more, or nothing at all."""
+    """Remark on an answer of thoughts alone; empty for others."""
     if not n_thinking or text.strip():
         return ""
     return f"no answer came after {n_thinking} token{'s' * (n_thinking > 1)} of thinking"
@@ -246,17 +216,12 @@ _MARKS = {True: ("✓", "✗", "→", "+", "·"), False: ("+", "-", ">", "*", ".
 
 
 def _branch_starts(round_: Round) -> list[bool]:
-    """For each draft token whether a branch begins with it, which does not go on from the one before."""
+    """For each draft token, whether it does not continue the one before."""
     return [parent != i - 1 for i, parent in enumerate(round_.draft.parents)]
 
 
 def round_parts(round_: Round, *, unicode: bool = True) -> list[StyledText]:
-    """A round in a line: number, right of guessed, drafters, draft + verify time; then each guess and its fate.
-
-    Args:
-        round_: the round.
-        unicode: False draws the marks in ASCII.
-    """
+    """A round in a line: number, accepted of drafted, drafters, draft + verify time; each draft token and its fate."""
     accepted_mark, rejected_mark, recovered_mark, bonus_mark, plain_mark = _MARKS[unicode]
     n_drafted, n_accepted = len(round_.draft), round_.verdict.n_accepted
     sources = "+".join(dict.fromkeys(token.source for token in round_.draft)) or "-"
@@ -285,7 +250,7 @@ def round_parts(round_: Round, *, unicode: bool = True) -> list[StyledText]:
 
 
 def plain_parts(rounds: Sequence[Round], *, unicode: bool = True) -> list[StyledText]:
-    """Plain rounds in a row in one line: their numbers, how many tokens, and the text of these."""
+    """Plain rounds in a row in one line: numbers, tokens and text."""
     if len(rounds) == 1:
         return round_parts(rounds[0], unicode=unicode)
     n_tokens = sum(len(round_.emitted) for round_ in rounds)
@@ -295,11 +260,11 @@ def plain_parts(rounds: Sequence[Round], *, unicode: bool = True) -> list[Styled
 
 
 INDENT = 6
-"""Cells before what does not fit into the first row of a round."""
+"""Cells before further rows of a round."""
 
 
 def rows_of(parts: Sequence[StyledText], columns: int) -> list[list[StyledText]]:
-    """Parts in rows of so many cells, broken at newlines and between words; all but the first are indented."""
+    """Parts in rows of ``columns`` cells, broken at newlines and between words; all but the first indented."""
     rows: list[list[StyledText]] = [[]]
     used = 0
 
@@ -321,10 +286,9 @@ def rows_of(parts: Sequence[StyledText], columns: int) -> list[list[StyledText]]
 
 
 class ChatScreen:
-    """Standard output and standard error as they are.
+    """Standard output and standard error.
 
-    Args:
-        plain: standard input is no terminal: only answers go to standard output, without escape sequences.
+    ``plain``: standard input is no terminal; only answers go to standard output, without escape sequences.
 
     Attributes:
         interactive: whether a person types the questions.
@@ -349,20 +313,20 @@ class ChatScreen:
     # -- lines ---------------------------------------------------------------------------------------------------
 
     def line(self, text: str = "", style: Style = Style.TARGET) -> None:
-        """Print lines of our own, on a terminal wrapped between words."""
+        """Print lines of our own, wrapped on a terminal."""
         columns, _ = terminal_size()
         for line in wrapped(visible(text), columns) if self.terminal else [visible(text)]:
             print(self.paint(line, style), file=self.file, flush=True)
 
     def note(self, text: str) -> None:
-        """Print a remark; without a terminal it goes to standard error."""
+        """Print a remark, without a terminal to standard error."""
         if self.terminal:
             self.line(text, Style.NOTE)
         else:
             print(visible(text), file=self.errors, flush=True)
 
     def error(self, text: str) -> None:
-        """Print an error in one line, on a terminal wrapped between words."""
+        """Print an error in one line, wrapped on a terminal."""
         self.file.flush()
         line = "localspec: " + " ".join(visible(text).split())
         paint = Painter(self.ansi and self.errors.isatty(), self.colour)
@@ -371,7 +335,7 @@ class ChatScreen:
             print(paint(row, Style.ERROR), file=self.errors, flush=True)
 
     def question(self, text: str) -> None:
-        """Show what was asked, as it was typed: behind a mark, further lines behind another."""
+        """Show a question as it was typed, with a mark before each line."""
         columns, _ = terminal_size()
         for mark, line in zip(chain(["> "], repeat(". ")), visible(text).split("\n"), strict=False):
             first, *rest = wrapped(mark + line, columns)
@@ -379,7 +343,7 @@ class ChatScreen:
         self.file.flush()
 
     def print(self, renderable: Any) -> None:
-        """Print a rich table or panel."""
+        """Print a renderable of rich."""
         from rich.console import Console
 
         columns, _ = terminal_size()
@@ -395,13 +359,8 @@ class ChatScreen:
         )
         console.print(renderable)
 
-    def legend(self, drafters: Sequence[str], *, follows: bool = False) -> str:
-        """What the looks of a text mean here, wrapped between the kinds; empty where nothing is guessed.
-
-        Args:
-            drafters: names of those in use.
-            follows: whether a head or a draft model may still come.
-        """
+    def legend(self, drafters: Sequence[str], follows: str = "") -> str:
+        """What text styles mean here; empty if nothing is guessed."""
         kinds = {name.partition(":")[0] for name in drafters}
         if not (kinds or follows):
             return ""
@@ -409,8 +368,8 @@ class ChatScreen:
             return "guesses are shown by /view rounds; this terminal cannot take text back"
         models = kinds - {NGRAM, RECYCLED, CORPUS, *FROM_STATES}
         looks = [
-            ("guessed by draft model", Style.MODEL, follows or models),
-            ("by head", Style.STATES, kinds & set(FROM_STATES)),
+            ("guessed by draft model", Style.MODEL, bool(follows or models)),
+            ("by head", Style.STATES, bool(kinds & set(FROM_STATES))),
             ("copied", Style.NGRAM, kinds & {NGRAM, RECYCLED}),
             ("from your files", Style.CORPUS, CORPUS in kinds),
             ("wrong guess", Style.REJECTED, True),
@@ -432,7 +391,7 @@ class ChatScreen:
     # -- answers -------------------------------------------------------------------------------------------------
 
     def answer(self, text: str, view: str) -> None:
-        """Show an answer that is there already."""
+        """Show a finished answer."""
         if not self.ansi:
             self.line(text)
         elif view == "reading":
@@ -447,7 +406,7 @@ class ChatScreen:
             paper.finish()
 
     def view(self, name: str, stats: SpecStats) -> View:
-        """A fresh view for an answer."""
+        """A new view for an answer."""
         if name == "rounds":
             return RoundsView(self.file, stats, ansi=self.ansi, colour=self.colour, unicode=self.unicode)
         if self.ansi and name == "reading":
@@ -460,20 +419,17 @@ class ChatScreen:
 
     @contextmanager
     def held(self) -> Iterator[Callable[[], None]]:
-        """Within the block what is typed while the program is busy waits for the next prompt, unseen.
+        """Within the block, typed keys wait unseen for the next prompt, and pastes are marked as such.
 
-        A text that is pasted stays one: the terminal is told to mark it as such.
-
-        Yields:
-            What begins this: until it is called, lines are read and echoed as usual.
+        Yields what begins this; until it is called, lines are read and echoed as usual.
         """
-        begun = not self.ansi
+        holding = not self.ansi
         with ExitStack() as stack:
 
             def begin() -> None:
-                nonlocal begun
-                if not begun:
-                    begun = True
+                nonlocal holding
+                if not holding:
+                    holding = True
                     stack.enter_context(_keyboard(echo=False, lines=False))
 
             self.mark_pastes()
@@ -486,14 +442,14 @@ class ChatScreen:
                 self.mark_pastes(False)
 
     def mark_pastes(self, on: bool = True) -> None:
-        """Have the terminal mark what is pasted, or no longer."""
+        """Switch bracketed paste on or off."""
         if self.ansi:
             self.file.write(f"\x1b[?2004{'h' if on else 'l'}")
             self.file.flush()
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """While another program has the terminal, it is as such programs expect it."""
+        """Usual terminal settings while another program has the terminal."""
         self.mark_pastes(False)
         try:
             with _keyboard(echo=True, lines=True):
@@ -503,13 +459,13 @@ class ChatScreen:
 
 
 def no_echo() -> AbstractContextManager[None]:
-    """While an answer streams, what is typed must not be printed into it; the next prompt gets it."""
+    """No echo of typed keys into an answer; the next prompt gets them."""
     return _keyboard(echo=False)
 
 
 @contextmanager
 def _keyboard(*, echo: bool, lines: bool | None = None) -> Iterator[None]:
-    """Whether the terminal echoes what is typed and hands it over line by line (None: as it does now)."""
+    """Set the terminal's echo and line mode (None: unchanged) within the block."""
     try:
         import termios
     except ImportError:  # Windows; prompt_toolkit reads the keys there, and shows them itself
@@ -538,7 +494,7 @@ def _keyboard(*, echo: bool, lines: bool | None = None) -> Iterator[None]:
 
 
 def forget_typed() -> None:
-    """Drop what was typed and not read."""
+    """Drop keys that were typed and not read."""
     with suppress(ImportError, OSError, ValueError):
         import termios
 
@@ -546,37 +502,25 @@ def forget_typed() -> None:
             termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)
 
 
-# The reading view: an answer's Markdown is rendered as it comes.
-#
-# Blocks that are complete are printed for good. The last one, which the next token may still change, is drawn again
-# and again in a *region* at the end, no higher than the screen, with the status line below it. Between updates the
-# cursor rests at the region's first cell, so an update is one write that starts there: nothing is erased before its
-# successor is known, and nothing above it moves. What is thought before an answer is text, dim, of which lines that
-# are complete are printed; folded, only that something is thought is shown, and not for long.
+# The reading view renders an answer's Markdown as it comes. Complete blocks are printed for good. The last one is
+# redrawn in a region at the end, at most as high as the screen, with the status line below; the cursor rests at the
+# region's first cell, so an update is one write and nothing above moves. Thinking is dim text, printed line by line, or
+# counted if folded.
 
 _ERASE_LINE, _ERASE_BELOW = "\x1b[K", "\x1b[J"
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 _NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
-"""In the region a line that comes out wider than it was counted, as joined emoji may, must not become two."""
+"""In the region, a line that comes out wider than counted (joined emoji) must not become two."""
 
 MIN_LINES = 4
-"""On a lower screen there is no region: blocks appear when they are complete."""
+"""Lower screens have no region."""
 
 PAUSE = 4.0
-"""After drawing, so many times what it took nothing is drawn again: the engine gets at least this share of a core."""
+"""Pause after drawing in multiples of its duration: leaves the engine this share of a core."""
 
 
 class ReadingView(View):
-    """Shows an answer as rendered Markdown.
-
-    Args:
-        file: the terminal.
-        stats: of the answer; the status is shown below it.
-        colour: whether colours may be used.
-        unicode: whether lines can be drawn.
-        folded: whether what is thought is left out.
-        size: columns and lines, asked at every update, as windows change.
-    """
+    """Shows an answer as rendered Markdown; ``size`` is asked at every update, as windows change."""
 
     def __init__(
         self,
@@ -653,7 +597,7 @@ class ReadingView(View):
         return lines
 
     def _thoughts(self, columns: int, *, end: bool) -> list[str]:
-        """The lines of thinking that are complete, all of them at its end, to be printed for good."""
+        """Complete lines of thinking, or all at its end, to be printed for good."""
         text = self._thought.rstrip("\n")  # there may be more after the newlines, or the answer
         n_whole = len(text) if end else text.rfind("\n") + 1
         lines = self._dim(text[:n_whole].removesuffix("\n"), columns)
@@ -666,18 +610,17 @@ class ReadingView(View):
         return [self._paint(line, Style.THINKING) for line in self._draw.prose(text, columns - 1)]
 
     def _complete(self, block: str, columns: int) -> list[str]:
-        """The lines of a block that are not printed yet; the next block begins."""
-        lines = [""] * (self._between and not self._n_printed)
-        lines += self._draw.render(block, columns - 1, self._n_code, (self._n_printed, None))
+        """Lines of a block that are not printed yet; the next block begins."""
+        lines = self._part(block, columns, None)
         self._n_code += len(code_blocks(block))
         self._n_printed, self._between = 0, True
         return lines
 
-    def _part(self, block: str, columns: int, end: int) -> list[str]:
-        """The lines of a block's code before a line, to be printed for good."""
+    def _part(self, block: str, columns: int, end: int | None) -> list[str]:
+        """Lines of a code block before ``end``, to be printed for good."""
         lines = [""] * (self._between and not self._n_printed)
         lines += self._draw.render(block, columns - 1, self._n_code, (self._n_printed, end))
-        self._n_printed = end
+        self._n_printed = end or 0
         return lines
 
     # -- the terminal --------------------------------------------------------------------------------------------

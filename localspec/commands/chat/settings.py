@@ -1,4 +1,4 @@
-"""What a person sets once for all chats, in a file that may be edited: ``config.toml`` in LOCALSPEC_HOME."""
+"""``config.toml`` in LOCALSPEC_HOME: what is set for all chats; people may edit it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,7 @@ from localspec.system.files import home, write_atomically
 
 @dataclass(frozen=True, slots=True)
 class ChatSettings:
-    """What is remembered between chats.
-
-    Attributes:
-        view: how answers are shown; None is as usual.
-        system: the system prompt; empty is none, None the model's own.
-    """
+    """View and system prompt of later chats; None is the usual, an empty prompt none."""
 
     view: str | None = None
     system: str | None = None
@@ -32,12 +27,11 @@ _NAMES = tuple(field.name for field in fields(ChatSettings))
 
 
 def settings_file() -> Path:
-    """The file, which need not be there."""
     return home() / "config.toml"
 
 
 def read_settings() -> tuple[ChatSettings, list[str]]:
-    """What the file says, and a line for each thing in it that cannot be used."""
+    """The settings, and a line for each thing in the file that cannot be used."""
     path = settings_file()
     try:
         found = tomllib.loads(_text(path))
@@ -60,11 +54,7 @@ def read_settings() -> tuple[ChatSettings, list[str]]:
 
 
 def remember(name: str, value: str | None) -> None:
-    """Write a setting into the file; the rest of it stays as it is.
-
-    Args:
-        name: of the setting.
-        value: None removes it.
+    """Write a setting into the file, or remove it (None); the rest stays as it is.
 
     Raises:
         UsageError: the file cannot be read, understood or written; it stays as it was.
@@ -104,7 +94,7 @@ def _text(path: Path) -> str:
 
 
 def _with_line(text: str, name: str, line: str) -> str:
-    """A TOML text with another line for a name outside of all tables, which is added where there is none."""
+    """TOML text with another line for a name outside of tables, added where there is none."""
     lines = text.splitlines(keepends=True)
     start = end = next((i for i, each in enumerate(lines) if each.lstrip().startswith("[")), len(lines))
     for i in range(start):
@@ -118,7 +108,7 @@ def _with_line(text: str, name: str, line: str) -> str:
 
 
 def _is_whole(text: str) -> bool:
-    """Whether a text is TOML by itself: a value may go on over lines."""
+    """Whether a text is TOML by itself: values may go on over lines."""
     try:
         found: Mapping[str, Any] = tomllib.loads(text)
     except ValueError:

@@ -1,7 +1,7 @@
-"""Streams text onto a terminal with a *tail* after it: text that is erased again before anything else is written.
+"""Streams text onto a terminal with a *tail*: text such as rejected draft tokens, erased before anything else is
+written.
 
-The tail is how a rejected draft token can be seen where it was proposed and yet never become part of the text. It needs
-six sequences that every terminal since the VT100 has: index, cursor up and down, save and restore cursor, erase below.
+It takes six sequences of the VT100: index, cursor up and down, save and restore cursor, erase below.
 """
 
 from __future__ import annotations
@@ -26,37 +26,36 @@ from rich.table import Table
 from rich.text import Text
 from rich.theme import Theme
 
-from localspec.spec_decode.drafters.names import CORPUS, FROM_STATES, NGRAM, RECYCLED, kind_of
+from localspec.heads import FROM_STATES
+from localspec.spec_decode.drafters.names import CORPUS, NGRAM, RECYCLED, kind_of
 from localspec.spec_decode.rounds import TokenKind
 from localspec.system.terminal import char_width, clip, on_one_line, terminal_size, visible, width, width_is_certain
 
-# What each kind of text looks like. Every kind differs in more than its colour.
+# Styles. Each differs in more than its colour.
 
 
 class Style(Enum):
-    """A kind of text: (attributes, colour), as the parameters of an SGR escape sequence."""
+    """A kind of text: (attributes, colour) as SGR parameters."""
 
     TARGET = ("", "")
     """The target's own tokens."""
     MODEL = ("1", "32")
-    """Accepted draft tokens of a model."""
+    """Accepted tokens of a draft model."""
     NGRAM = ("4", "36")
-    """Accepted draft tokens that cost nothing: of n-grams, or recycled."""
+    """Accepted tokens copied from the text or recycled."""
     CORPUS = ("3;4", "33")
-    """Accepted draft tokens that were copied from files the user named."""
+    """Accepted tokens copied from the user's files."""
     STATES = ("1;4", "35")
-    """Accepted draft tokens of a head, or of the target's own first layers."""
+    """Accepted tokens of a head or of the target's first layers."""
     REJECTED = ("9", "91")
-    """Rejected draft tokens: struck through, and in a red that can be read on dark and light."""
+    """Struck through, in a red readable on dark and light."""
     NOTE = ("2", "")
     THINKING = ("2;3", "")
-    """What is thought before an answer: dim and slanted."""
     HEAD = ("1", "")
     ERROR = ("", "31")
     PROMPT = ("1", "34")
 
     def sgr(self, colour: bool) -> str:
-        """The escape sequence that turns this style on, from the default."""
         attributes, hue = self.value
         codes = ";".join(code for code in (attributes, hue if colour else "") if code)
         return f"\x1b[{codes}m" if codes else ""
@@ -75,7 +74,6 @@ class Painter:
 
 
 def token_style(kind: TokenKind, source: str) -> Style:
-    """The style of a verified token."""
     if kind != "accepted":
         return Style.TARGET
     free, states = dict.fromkeys((NGRAM, RECYCLED), Style.NGRAM), dict.fromkeys(FROM_STATES, Style.STATES)
@@ -91,14 +89,8 @@ TAIL_LINES = 2
 class Typesetter:
     """Writes one answer.
 
-    Prose is wrapped between words at the edge of the screen: a word is printed when it is complete, and is part of the
-    tail until then, so nothing that was printed is ever moved. Code blocks, tables and indented lines are left to the
-    terminal, so that copying them gives back the text.
-
-    Args:
-        file: the terminal.
-        colour: whether colours may be used; attributes such as bold always are.
-        size: columns and lines, asked at every flush, as windows change.
+    Prose is wrapped between words: a word is in the tail until it is complete, so printed text never moves. Code,
+    tables and indented lines are left to the terminal, so that they can be copied. ``size`` is asked at every flush.
     """
 
     def __init__(
@@ -124,7 +116,7 @@ class Typesetter:
     # -- text that stays -----------------------------------------------------------------------------------------
 
     def write(self, text: str, style: Style = Style.TARGET) -> None:
-        """Add text for good; it appears with the next ``flush``, a word that may go on with the next ``tail``."""
+        """Add text for good; it appears with the next ``flush``, an open word with the next ``tail``."""
         self._drop_tail()
         for char in visible(text):
             if char == "\n":
@@ -144,7 +136,7 @@ class Typesetter:
                 self._put(char, style)
 
     def _put(self, char: str, style: Style) -> None:
-        """Add a character to the word that it belongs to; where there are no words, print it."""
+        """Add a character to its word, or print it where words are not wrapped."""
         cells = char_width(char)
         fits = self._word_cells + cells <= self._columns
         if self._wraps and not self._is_long and fits and (cells == 1 or (cells == 0 and self._word)):
@@ -157,7 +149,7 @@ class Typesetter:
         self._print(char, style)
 
     def _end_word(self) -> None:
-        """Print the word that was held back, on the next row if it does not fit into this one."""
+        """Print the word held back."""
         word, self._word = self._word, []
         self._make_room()
         self._word_cells, self._is_long = 0, False
@@ -165,7 +157,7 @@ class Typesetter:
             self._print(char, style)
 
     def _make_room(self) -> None:
-        """Begin a row if the word that is held back does not fit into this one."""
+        """Begin a row if the word held back does not fit into this one."""
         if self._word_cells and self._column and self._column + self._word_cells > self._columns:
             self._begin_row()
 
@@ -203,11 +195,10 @@ class Typesetter:
 
     @property
     def _wraps(self) -> bool:
-        """Whether the current line is prose."""
         return not (self._fenced or self._line.startswith(("```", "~~~", "|", "    ", "\t")))
 
     def _leave_edge(self) -> None:
-        """Printing in the last cell leaves the cursor waiting at the edge, where saving it is not portable."""
+        """Leave the last cell, where saving the cursor is not portable."""
         if self._wraps and not self._is_long:
             self._begin_row()
         else:
@@ -249,7 +240,7 @@ class Typesetter:
         self._has_tail = True
 
     def _resize(self) -> None:
-        """Ask for the size. What was printed is the terminal's; a row that has become too long is ended."""
+        """Ask for the size; a row that became too long is ended."""
         self._columns, self._lines = self._size()
         if self._column > self._columns:
             if self._wraps:
@@ -263,7 +254,6 @@ class Typesetter:
             self._has_tail = False
 
     def flush(self) -> None:
-        """Put everything on the screen, in one write."""
         self._set_style(Style.TARGET)
         if self._out:
             self._file.write("".join(self._out))
@@ -290,7 +280,7 @@ _MATHS = re.compile(r"\\\(.+?\\\)|\\\[.+?\\\]|\$\$.+?\$\$", re.DOTALL)
 
 
 def _maths(state: StateInline, silent: bool) -> bool:
-    """A rule of the parser: formulas are left as they were written."""
+    """Parser rule: formulas stay as written."""
     found = _MATHS.match(state.src, state.pos)
     if found is None:
         return False
@@ -317,23 +307,22 @@ _STYLES = Theme({
     "markdown.table.header": "bold",
     "markdown.table.border": "dim",
 })  # fmt: skip
-"""rich's own has black and yellow boxes, which suit one kind of background only."""
+"""rich's own boxes suit one kind of background only."""
 
 
 def blocks(text: str) -> list[str]:
-    """The parts of a text that are rendered each by itself: paragraphs, lists, tables, code blocks, headings."""
+    """Parts of a text that are rendered separately: paragraphs, lists, tables, code blocks, headings."""
     lines = text.split("\n")
     starts = [token.map[0] for token in _PARSER.parse(text) if token.map and token.level == 0 and token.nesting >= 0]
     return ["\n".join(lines[start:end]) for start, end in pairwise([*starts, len(lines)])]
 
 
 def code_blocks(text: str) -> list[str]:
-    """The code in a text, in order."""
     return [token.content for token in _PARSER.parse(text) if token.type in _CODE]
 
 
 def open_code(block: str) -> int | None:
-    """How many complete lines of code there are so far in a block that is fenced code; None if it is something else."""
+    """Complete lines of code in a fenced block so far; None for other blocks."""
     tokens = _PARSER.parse(block)
     if not tokens or tokens[0].type != "fence":
         return None
@@ -342,25 +331,16 @@ def open_code(block: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class MarkdownLines:
-    """Draws blocks for a terminal.
-
-    Attributes:
-        colour: whether colours may be used.
-        unicode: whether lines can be drawn.
-    """
+    """Draws blocks for a terminal."""
 
     colour: bool = True
     unicode: bool = True
 
     def render(self, block: str, columns: int, n_code: int = 0, lines: tuple[int, int | None] = (0, None)) -> list[str]:
-        """A block as lines of at most so many cells, with escape sequences for styles only.
+        """A block as lines of at most ``columns`` cells, with escape sequences for styles only.
 
-        Args:
-            block: of text in which nothing acts on a terminal.
-            columns: most cells of a line.
-            n_code: how many code blocks there were before it; they are numbered.
-            lines: of a fenced block, the lines of code that are drawn, the second number not included; from a line
-                other than the first on there is no title.
+        ``n_code`` is the number of code blocks before. ``lines`` selects lines of a code block (end excluded; None:
+        all); the title comes with the first.
         """
         rows = self._console(columns).render_lines(_Document(block, n_code, lines, self.unicode), pad=False)
         drawn = [self._ansi(row) for row in rows]
@@ -371,7 +351,7 @@ class MarkdownLines:
         return drawn
 
     def prose(self, text: str, columns: int) -> list[str]:
-        """A text that is no Markdown as lines of at most so many cells."""
+        """Plain text as lines."""
         return [line.plain.rstrip() for line in Text(text).wrap(self._console(columns), columns)] if text else []
 
     def _console(self, columns: int) -> Console:
@@ -403,7 +383,7 @@ class _LeftHeading(Heading):
 
 
 class _NumberedCode(CodeBlock):
-    """Code under a line with its number, which ``/copy`` takes, and its language."""
+    """Code under a line with its number, for ``/copy``, and its language."""
 
     def __init__(self, markdown: _Document, language: str) -> None:
         super().__init__(language or "text", "ansi_dark")
@@ -428,7 +408,7 @@ class _NumberedCode(CodeBlock):
 
 
 class _FoldedTable(TableElement):
-    """A table whose cells are as high as they must be, rather than cut off."""
+    """A table that folds its cells."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for table in super().__rich_console__(console, options):
@@ -453,7 +433,7 @@ class _Document(Markdown):
 
 
 def whole(text: str, columns: int, drawer: MarkdownLines) -> Iterator[str]:
-    """All lines of a text, with an empty one between two blocks."""
+    """All lines of a text, blocks separated by an empty one."""
     n_code = 0
     for i, block in enumerate(blocks(text)):
         if i:

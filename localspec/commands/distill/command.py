@@ -1,4 +1,4 @@
-"""``localspec distill``: train a head, show how it comes along, say what it is worth."""
+"""``localspec distill``: train a head, show its progress and its worth."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ from rich.text import Text
 from localspec.backends.llama.ggml import engine_log
 from localspec.commands.options import ensure_model
 from localspec.errors import Cancelled, UsageError, check_text
-from localspec.model_files.head_card import CurvePoint, Rates
-from localspec.model_files.head_folders import heads_folder
+from localspec.heads.card import CurvePoint, Rates
+from localspec.heads.file import heads_folder
+from localspec.heads.training.distill import distill
+from localspec.heads.training.run_folder import Distilled, Effort, Recipe, RunProgress
+from localspec.heads.training.worth import Worth
 from localspec.model_files.sources.base import size_text
 from localspec.report.model import Facts, Figure, KeyFigure, KeyFigures, Part, Report, Table
 from localspec.report.model import Text as Paragraph
@@ -32,17 +35,13 @@ from localspec.report.svg import Axis, Drawing, Point, Series, chart
 from localspec.system.machine import lower_priority
 from localspec.system.process import on_interrupt
 from localspec.system.terminal import moves_cursor, on_one_line
-from localspec.training.distill import distill
-from localspec.training.run_folder import Distilled, Effort, Recipe, Standing
-from localspec.training.worth import Worth
 
 # What came of a run, as a report: what the head is worth, how it learned, how it was made.
 
 _SHOWN_STEPS = 5
 
 
-def unfinished_report(model: str, standing: Standing) -> Report:
-    """A run that goes on: its learning curve so far."""
+def unfinished_report(model: str, standing: RunProgress) -> Report:
     facts = {
         "now": standing.text or standing.phase,
         "texts": f"{standing.n_answers:,}, {standing.n_places:,} tokens",
@@ -52,7 +51,6 @@ def unfinished_report(model: str, standing: Standing) -> Report:
 
 
 def finished_report(model: str, made: Distilled) -> Report:
-    """What came of a run."""
     training = made.card.training
     parts: list[Part] = [*_worth_parts(made), *curve_parts(training.curve)]
     if training.acceptance:
@@ -108,7 +106,6 @@ def _how_measured(worth: Worth) -> str:
 
 
 def curve_parts(curve: Sequence[CurvePoint]) -> list[Part]:
-    """The learning curve."""
     if len(curve) < 2:
         return []
     caption = "Share of places in texts kept for testing at which this many guesses in a row were what the model says."
@@ -154,7 +151,7 @@ def _acceptance_table(acceptance: Rates) -> Table:
 
 REDRAWN_SECONDS = 0.25
 LINE_SECONDS = 60.0
-"""Between two lines where nobody watches."""
+"""Between two lines where the output is no terminal."""
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _STEPS_BESIDE = 4
@@ -162,11 +159,7 @@ _ALL = "all"
 
 
 class RunDisplay:
-    """Shows where a run stands, on standard error.
-
-    Args:
-        file: instead of standard error.
-    """
+    """Shows a run's progress on ``file``, standard error by default."""
 
     def __init__(self, file: TextIO | None = None) -> None:
         self._file = file or sys.stderr
@@ -194,14 +187,14 @@ class RunDisplay:
             self._live.stop()
 
     def say(self, line: str) -> None:
-        """A remark that stays."""
+        """Print a remark that stays."""
         if self._live is not None and self._live.is_started:
             self._live.console.print(Text(on_one_line(line)), soft_wrap=True)
         else:
             print(on_one_line(line), file=self._file, flush=True)
 
-    def show(self, standing: Standing) -> None:
-        """Draw it, not more often than somebody can read."""
+    def show(self, standing: RunProgress) -> None:
+        """Draw progress, no more often than it can be read."""
         now, new = time.monotonic(), standing.phase != self._phase
         if self._live is not None:
             if new or now - self._drawn > REDRAWN_SECONDS:
@@ -221,14 +214,14 @@ class RunDisplay:
             print("; ".join(part for part in parts if part), file=self._file, flush=True)
 
 
-def _doing(standing: Standing) -> str:
+def _doing(standing: RunProgress) -> str:
     if standing.phase == "waiting":
         return "waiting: a chat or server answers on this machine"
     rate = f", {standing.rate:,.0f} tokens a second" if standing.rate else ""
     return (standing.text or standing.phase) + rate
 
 
-def _counts(standing: Standing) -> str:
+def _counts(standing: RunProgress) -> str:
     if not standing.n_places:
         return ""
     seen = f", {standing.tokens_seen:,} learned from" if standing.tokens_seen else ""
@@ -236,14 +229,14 @@ def _counts(standing: Standing) -> str:
     return f"{standing.n_answers:,} texts of {standing.n_places:,} tokens{size}{seen}"
 
 
-def _left(standing: Standing) -> str:
+def _left(standing: RunProgress) -> str:
     if standing.seconds_left is None:
         return ""
     minutes = standing.seconds_left / 60
     return f"{minutes:.0f} min left" if minutes >= 1.5 else f"{standing.seconds_left:.0f} s left"
 
 
-def _drawing(standing: Standing, columns: int) -> Group:
+def _drawing(standing: RunProgress, columns: int) -> Group:
     bar = Grid.grid(padding=(0, 1))
     bar.add_row(
         ProgressBar(total=1.0, completed=standing.fraction or 0.0, width=min(30, columns // 3)),
@@ -265,7 +258,7 @@ def _by_step(curve: Sequence[CurvePoint]) -> list[list[float]]:
 
 
 def sparkline(rates: Sequence[float], columns: int) -> str:
-    """Shares as bars of characters, from 0 to 1; the last ones where there are more than columns."""
+    """Shares from 0 to 1 as bars of characters; the last ones where there are more than columns."""
     return "".join(_BARS[round(max(0.0, min(1.0, rate)) * (len(_BARS) - 1))] for rate in rates[-columns:])
 
 
@@ -275,14 +268,7 @@ COMMAND = "localspec distill"
 
 @dataclass(frozen=True, slots=True)
 class DistillRequest:
-    """What was asked for; see ``training.distill.distill``.
-
-    Attributes:
-        model: None is the catalogue's default target.
-        minutes: None is 60, or those of the run that is gone on with.
-        html: where the page goes.
-        verbose: whether to show what the engine logs.
-    """
+    """Arguments of ``distill``; ``html`` is where the page goes."""
 
     model: str | None
     minutes: float | None
@@ -323,13 +309,13 @@ class DistillRequest:
 
 
 def distill_command(request: DistillRequest) -> int:
-    """Train, print, write. Ctrl-C ends it, and so does a request to end; it can be gone on with.
+    """Train, print, write. Ctrl-C, or a request to end, stops it; it can be resumed.
 
     Returns:
         The exit status: also 0 where the head turned out not to pay here.
 
     Raises:
-        LocalspecError: see ``training.distill.distill``.
+        LocalspecError: see ``distill``.
     """
     page = None if request.html is None else checked_output(request.html, force=request.force or request.resume)
     engine_log.verbose = engine_log.verbose or request.verbose
@@ -338,7 +324,7 @@ def distill_command(request: DistillRequest) -> int:
     stop, n_points = threading.Event(), 0
     with RunDisplay() as watch, on_interrupt(stop.set, ended_too=True):
 
-        def report(standing: Standing) -> None:
+        def report(standing: RunProgress) -> None:
             nonlocal n_points
             watch.show(standing)
             if page is not None and len(standing.curve) > n_points:

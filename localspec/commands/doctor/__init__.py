@@ -1,7 +1,5 @@
-"""``localspec doctor``: this machine and this pair. Does it fit, does it match, does it pay?
+"""``localspec doctor``: does a pair fit this machine, does it match, does it pay?
 
-``machine`` and ``engines`` look at the computer, by way of ``localspec.system``; ``models`` and ``fit`` at model
-files, before anything is loaded; ``costs`` measures passes, ``payoff`` says what they mean for speculation,
-``ranking`` tries candidates, ``advice`` draws the conclusion. All of it goes into an ``Examination`` (``facts``);
-``screen`` makes parts of a report of it, ``command`` runs it.
+``facts`` holds and looks at machine and engines, ``fit`` examines model files before anything is loaded, ``ranking``
+measures passes and tries candidates, ``command`` runs all and reports.
 """

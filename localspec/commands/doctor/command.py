@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localspec._version import __version__
-from localspec.backends.published_heads import computes_mtp
 from localspec.commands.doctor import facts, fit, ranking
 from localspec.commands.doctor.facts import (
-    BenchFacts,
     CostFacts,
     EngineFacts,
     Examination,
@@ -31,18 +29,20 @@ from localspec.commands.doctor.ranking import (
     cost_finding,
     measure_costs,
 )
-from localspec.commands.options import RunOptions
-from localspec.engine.drafts import heads_at_hand, heads_of
+from localspec.commands.options import RunOptions, called, joined
+from localspec.engine.draft_sources import is_free
 from localspec.engine.loading import forget
 from localspec.errors import EngineError, LocalspecError, ModelFileError, UsageError
+from localspec.heads import FROM_STATES, HEAD
+from localspec.heads.kinds import names_published_head
+from localspec.heads.published import computes_mtp
+from localspec.heads.sources import found_heads, heads_of
 from localspec.measuring.last_bench import last_bench
 from localspec.model_files.catalog import Catalog, short_name
-from localspec.model_files.head_kinds import names_published_head
 from localspec.model_files.sources.base import size_text
 from localspec.report.model import Finding, Findings, Lines, Part, Table, Text
 from localspec.report.renderers import Screen
-from localspec.spec_decode.drafters import FREE_DRAFTERS
-from localspec.spec_decode.drafters.names import CORPUS, FROM_STATES, HEAD, NGRAM, is_corpus
+from localspec.spec_decode.drafters.names import CORPUS, NGRAM, is_corpus
 from localspec.system import machine
 from localspec.system.files import is_same_file
 from localspec.system.machine import BUSY
@@ -55,26 +55,23 @@ if TYPE_CHECKING:
 # The recommendation: speculate, with what, or not at all.
 
 EASY, HARD = 0.55, 0.85
-"""Acceptance rate of the draft tokens of a small model of the target's family: what it is on free chat, and on code.
-(Qwen2.5-Coder 0.5B for 1.5B, greedy: chat 0.55, translation 0.70, code 0.85, more on editing and extraction.)"""
+"""Acceptance rate of a small draft model of the target's family: greedy, on free chat and on code."""
 
 TYPICAL, HIGH = 0.7, 0.9
 """Acceptance rates for which a speed-up is named: where drafting pays nearly everywhere, and on easy text only."""
 
 _LEAST_NOISE = 0.03
-"""What two equal answers in turns differ by on a busy machine, see ``timing.turns.SLICE_TOKENS``; few prompts may show
-less by chance."""
+"""Noise between two equal answers by turns (``SLICE_TOKENS``); few prompts may show less by chance."""
 
 _LEAST_MARGIN = 0.02
-"""Gains below this are called none: nobody would notice them."""
+"""Smaller gains are called none."""
 
 
 _DOUBTS = ("load", "one token", "heat")
-"""Rows that make timings doubtful."""
 
 
 def doubtful(found: Examination) -> list[str]:
-    """Names of the rows that make what was timed doubtful: what was timed on a busy machine, or another day."""
+    """Names of findings that make timings doubtful."""
     return [each.name for each in found.checks if each.status == "note" and each.name in _DOUBTS]
 
 
@@ -87,7 +84,7 @@ def pays(found: PayoffFacts) -> bool:
 def recommend(
     cost: CostFacts, payoffs: list[PayoffFacts], target: str, drafts: Mapping[str, str], *, automatic: bool = False
 ) -> Recommendation:
-    """By the speed-up formula, from measured passes.
+    """Recommendation by the speed-up formula from measured passes.
 
     Args:
         cost: the passes.
@@ -139,7 +136,7 @@ def _why_not(found: PayoffFacts, cost: CostFacts) -> str:
 
 
 def recommend_ranked(rank: RankFacts, target: str, drafts: Mapping[str, str]) -> Recommendation:
-    """By what was measured just now; arguments as in ``recommend``."""
+    """Recommendation by measured speed-ups; arguments as in ``recommend``."""
     chat = f"localspec chat {target}"
     measured = [each for each in rank.candidates if each.speedup is not None and each.drafters]
     if not measured:
@@ -166,36 +163,29 @@ def recommend_ranked(rank: RankFacts, target: str, drafts: Mapping[str, str]) ->
 
 
 def _draft_options(drafters: Sequence[str], specs: Mapping[str, str]) -> str:
-    """What makes a command line draft with these and no others."""
+    """Options that draft with these and no others."""
     named = "".join(f" --draft {specs.get(drafter, drafter)}" for drafter in drafters)
-    return named if set(drafters) & set(FREE_DRAFTERS) else f"{named} --draft-only"
+    return named if any(map(is_free, drafters)) else f"{named} --draft-only"
 
 
 def noise_margin(rank: RankFacts) -> float:
-    """Difference of two speed-ups that noise alone may make, at about two standard errors.
-
-    A ratio of two answers has √2 times the noise of one, and a mean over n prompts 1/√n of that.
-    """
+    """Difference of two speed-ups that noise may make, at about two standard errors: a ratio has √2 times the noise of
+    an answer, a mean over n prompts 1/√n of that."""
     noise = max(_LEAST_NOISE, rank.noise or 0.0)
     return float(max(_LEAST_MARGIN, 2 * noise * 2**0.5 / max(1, len(rank.prompts)) ** 0.5))
 
 
-# The doctor's findings as parts of a report, for a person to read.
+# The findings as parts of a report.
 
 _LABEL, _HEIGHT = 11, 4
 _KINDS = ("edit", "code", "chat")
-"""Kinds of question for which the answer says how much faster they were."""
+"""Kinds of question whose speed-up is shown."""
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 def pages(found: Examination, details: Sequence[Part] | None) -> Iterator[Part]:
-    """What a person sees: the answer in three lines, then what is not as it should be, or everything.
-
-    Args:
-        found: what was found.
-        details: everything, where it was asked for.
-    """
+    """The answer in three lines, then what is not as it should be, or ``details``."""
     yield Findings("" if found.pair is None else found.pair.target.name, list(_answer(found)))
     if details is not None:
         yield from details
@@ -212,7 +202,6 @@ def pages(found: Examination, details: Sequence[Part] | None) -> Iterator[Part]:
 
 
 def _answer(found: Examination) -> Iterator[Finding]:
-    """Does it fit, does guessing pay and with what, how much faster is it."""
     pair, advice = found.pair, found.recommendation
     if pair is None:
         yield Finding("info", "model", advice.text if advice is not None else "none was named")
@@ -239,7 +228,6 @@ def _fits(found: Examination, fit: FitFacts) -> Finding:
 
 
 def _guesses(found: Examination, pair: PairFacts) -> Finding:
-    """Whether to draft, and with what."""
     advice = found.recommendation
     if advice is None or (pair.cost is None and found.rank is None):
         return Finding("info", "guesses", "not known" if advice is None else advice.text)
@@ -248,16 +236,16 @@ def _guesses(found: Examination, pair: PairFacts) -> Finding:
         return Finding("note", "guesses", text)
     if found.rank is not None or not pair.payoff:
         return Finding("ok" if advice.speculate else "info", "guesses", advice.text)
-    useful = [_called(each.drafter) for each in pair.payoff if pays(each)]
-    useless = [_called(each.drafter) for each in pair.payoff if not pays(each)]
+    useful = [called(each.drafter) for each in pair.payoff if pays(each)]
+    useless = [called(each.drafter) for each in pair.payoff if not pays(each)]
     if not useful:
         return Finding("info", "guesses", f"no: {advice.text.removeprefix('Do not speculate here: ')}")
-    text = f"yes, by {_joined(useful)}"
-    return Finding("ok", "guesses", text + (f"; not by {_joined(useless)}" if useless else ""))
+    text = f"yes, by {joined(useful)}"
+    return Finding("ok", "guesses", text + (f"; not by {joined(useless)}" if useless else ""))
 
 
 def _faster(found: Examination, pair: PairFacts) -> Finding:
-    """What answers gained, where that was measured."""
+    """Measured speed-up of answers."""
     bench = pair.bench
     if bench is None:
         return Finding("info", "faster", f"not measured yet; localspec bench {pair.target.name} measures it")
@@ -272,23 +260,8 @@ def _faster(found: Examination, pair: PairFacts) -> Finding:
     return Finding("info", "faster", f"{text} ({run})")
 
 
-def _called(drafter: str) -> str:
-    return "copying from the text" if drafter == NGRAM else short_name(drafter)
-
-
-def _joined(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-
-
 def cost_parts(cost: CostFacts, findings: Sequence[Finding], columns: int, unicode: bool) -> Iterator[Part]:
-    """t(w) as bars with its figures, and the price of a draft token.
-
-    Args:
-        cost: the passes.
-        findings: what they say.
-        columns: how wide the bars may get.
-        unicode: whether there are block characters to draw with.
-    """
+    """t(w) as bars with figures, and the price of a draft token."""
     times = list(cost.target.ms.values())
     width = max(3, min(5, (columns - _LABEL - 2) // len(times) - 1))
     figures = {
@@ -309,12 +282,7 @@ def cost_parts(cost: CostFacts, findings: Sequence[Finding], columns: int, unico
 
 
 def break_even_table(drafters: Mapping[str, tuple[float, Mapping[Any, float | None]]], where: str = "") -> Table:
-    """Break-even acceptance.
-
-    Args:
-        drafters: by name, the time of a draft token [ms], and the acceptance that each draft length needs.
-        where: added to the title.
-    """
+    """Break-even acceptance by drafter: time of a draft token [ms], and acceptance by draft length."""
     return Table(
         f"Break-even: share of guesses that must be right, by draft length k{where}",
         ["k", "a guess", *map(str, next(iter(drafters.values()))[1])],
@@ -327,7 +295,6 @@ def break_even_table(drafters: Mapping[str, tuple[float, Mapping[Any, float | No
 
 
 def payoff_parts(payoffs: Sequence[PayoffFacts]) -> Iterator[Part]:
-    """Break-even acceptance by length, and predicted speed-up by acceptance."""
     if not payoffs:
         return
     names = [short_name(found.drafter) for found in payoffs]
@@ -369,25 +336,14 @@ def ranking_parts(rank: RankFacts) -> Iterator[Part]:
 
 
 def recommendation_parts(found: Recommendation) -> Iterator[Part]:
-    """The last word."""
     yield Text(found.text, title="Recommendation")
     if found.command is not None:
         yield Text(found.command, "strong")
 
 
 def bars(values: Sequence[float], *, height: int, width: int, gap: int, unicode: bool = True) -> list[str]:
-    """Vertical bars from zero up.
-
-    Args:
-        values: none negative.
-        height: lines.
-        width: columns of a bar.
-        gap: columns between bars.
-        unicode: eighths of a line with block characters; else ``_`` and ``#``.
-
-    Returns:
-        The lines, the top one first, each ``len(values) * (width + gap) - gap`` columns wide.
-    """
+    """Vertical bars from zero up as ``height`` lines, top first, each bar ``width`` columns wide; in ASCII without
+    ``unicode``."""
     most = max(values, default=0.0) or 1.0
     lines = []
     for line in range(height - 1, -1, -1):
@@ -409,15 +365,7 @@ def _three(value: float, width: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ExaminedPair:
-    """The models that a command line asks about.
-
-    Attributes:
-        target: the model that answers.
-        drafts: draft models, in the order in which they were named.
-        ngram: whether n-grams draft as well.
-        automatic: whether the drafts are ``--draft auto``'s.
-        heads: what ``--draft`` calls the heads and early exits among them; ``corpora``: the corpora.
-    """
+    """Models that a command line asks about; ``heads`` and ``corpora`` are names for ``--draft``."""
 
     target: ExaminedModel
     drafts: tuple[ExaminedModel, ...]
@@ -434,7 +382,7 @@ class ExaminedPair:
 def doctor_command(
     options: RunOptions, *, as_json: bool = False, calibrate: bool = False, rank: bool = False, details: bool = False
 ) -> int:
-    """Examine the machine and a pair, and print what was found: the answer, then what is wrong, then, if asked, all.
+    """Examine machine and pair and print what was found; returns 1 if something would not work.
 
     Args:
         options: the models and how they would run; without a model, the default pair if it is on this disk.
@@ -442,9 +390,6 @@ def doctor_command(
         calibrate: measure passes anew, and store what they cost.
         rank: try the drafts on this disk for a minute.
         details: print everything that was found.
-
-    Returns:
-        0, or 1 where something would not work.
 
     Raises:
         UsageError: the options make no sense.
@@ -470,16 +415,7 @@ def doctor_command(
 
 
 class Doctor:
-    """One examination.
-
-    Args:
-        options: what was asked.
-        page: where the parts will be shown.
-        progress: what is being done meanwhile.
-
-    Attributes:
-        parts: everything that was found, for people.
-    """
+    """One examination; ``parts`` is everything found, for people."""
 
     def __init__(self, options: RunOptions, page: Screen, progress: Progress) -> None:
         self.options = options
@@ -489,7 +425,7 @@ class Doctor:
         self.watch = Watch(progress.report)
 
     def examine(self, calibrate: bool, rank: bool) -> Examination:
-        """Everything, in the order in which ``--details`` shows it."""
+        """Examine everything, in the order of ``--details``."""
         options = self.options
         examined = self._examined()
         self.progress.report("measuring the memory's bandwidth", None)
@@ -513,7 +449,7 @@ class Doctor:
             found.recommendation = self._first_steps()
         else:
             if examined.automatic and examined.target.present and engine is not None:
-                examined = replace(examined, heads=_heads_at_hand(examined.target, engine.name))
+                examined = replace(examined, heads=_found_heads(examined.target, engine.name))
             self._examine_pair(examined, engine)
             found.recommendation = self._obstacle(examined) or self._measure(examined, calibrate, rank)
         slowed = machine.throttled(throttle, machine.throttle_count())
@@ -542,7 +478,7 @@ class Doctor:
         named: list[ExaminedModel] = []
         names = [f"{HEAD}:{path}" if (path := _published(name)) is not None else name for name in names]
         heads = tuple(name for name in names if name.partition(":")[0] in FROM_STATES)
-        for each in (fit.find_model(name) for name in names if name not in (*FREE_DRAFTERS, *heads, *corpora)):
+        for each in (fit.find_model(name) for name in names if not is_free(name) and name not in (*heads, *corpora)):
             if not any(is_same_file(each.file, other.file) for other in named):
                 named.append(each)
         return ExaminedPair(target, tuple(named), NGRAM in names, False, heads, corpora)
@@ -557,7 +493,7 @@ class Doctor:
     # -- the pair ------------------------------------------------------------------------------------------------
 
     def _examine_pair(self, examined: ExaminedPair, engine: EngineFacts | None) -> None:
-        """All that is known of the pair before anything is loaded."""
+        """Everything known of the pair before it is loaded."""
         options, here = self.options, self.found.machine
         target, drafts = examined.target, examined.drafts
         rows = [fit.broken("file", model) for model in examined.models if model.error is not None]
@@ -597,7 +533,7 @@ class Doctor:
         self._find(" + ".join(names), "pair", rows)
 
     def _obstacle(self, examined: ExaminedPair) -> Recommendation | None:
-        """Why nothing can be measured yet; None where it can."""
+        """Why nothing can be measured yet."""
         here, target = self.found.machine, examined.target
         failed = [check for check in self.found.checks if check.status == "fail" and check.section != "models"]
         if failed:
@@ -616,7 +552,7 @@ class Doctor:
     # -- measuring -----------------------------------------------------------------------------------------------
 
     def _measure(self, examined: ExaminedPair, calibrate: bool, rank: bool) -> Recommendation | None:
-        """Load, measure, judge; what goes wrong becomes a row."""
+        """Load, measure, judge; an error becomes a finding."""
         self.progress.report(f"loading {examined.target.name}", None)
         try:
             return (self._rank if rank else self._costs)(examined, calibrate)
@@ -652,9 +588,7 @@ class Doctor:
         payoffs = [facts.payoff(name, times, ms, one_pass=name in one_pass) for name, ms in drafters]
         assert found.pair is not None
         bench = last_bench(examined.target.file, cost.engine)
-        found.pair = replace(
-            found.pair, cost=cost, payoff=payoffs, bench=None if bench is None else BenchFacts(**asdict(bench))
-        )
+        found.pair = replace(found.pair, cost=cost, payoff=payoffs, bench=bench)
         found.add("cost", rows)
         self.parts += cost_parts(cost, rows, self.page.width, self.page.unicode)
         self.parts += payoff_parts(payoffs)
@@ -673,26 +607,23 @@ class Doctor:
             if calibrate:
                 watch.call(llm, lambda pair: pair.recalibrate(watch.report))
             chosen = () if examined.automatic else examined.heads
-            heads = chosen or llm.run(lambda pair: ranking.called(heads_of(pair.target)))
+            heads = chosen or llm.run(lambda pair: ranking.short_head_names(heads_of(pair.target)))
             rank = self.found.rank = ranking.rank(llm, heads, drafts, self.options.params({}), watch, ranking.SECONDS)
         self.parts += ranking_parts(rank)
         advice = recommend_ranked(rank, target.spec, {draft.name: draft.spec for draft in drafts})
         return self._with_doubt(advice) if rank.prompts else advice
 
     def _with_doubt(self, found: Recommendation) -> Recommendation:
-        """What was timed on a busy machine, or another day, is no firm ground."""
         doubts = doubtful(self.found)
         if not doubts:
             return found
         return replace(found, text=f"{found.text} But this rests on timings that are in doubt (see {doubts[0]}).")
 
     def _open(self, target: ExaminedModel, specs: Sequence[str]) -> LLM:
-        """Load the target with these drafters."""
         options = replace(self.options, model=str(target.path), draft=specs or ["none"])
         return options.for_measuring().open(self.watch.report)
 
     def _find(self, title: str, section: str, rows: Iterable[Finding]) -> None:
-        """Note findings."""
         rows = list(rows)
         self.found.add(section, rows)
         self.parts.append(Findings(title, rows))
@@ -730,14 +661,14 @@ def _rollback(models: Sequence[ExaminedModel]) -> Iterator[Finding]:
 
 
 def _is_shown(warning: str) -> bool:
-    """Whether a warning from loading says what the header has shown already."""
+    """Whether a warning repeats what the pair's findings say."""
     shown = ("is larger than the target", " cannot draft for ")
     return any(part in warning for part in shown) or warning.startswith("--ctx ")
 
 
 def _published(name: str) -> Path | None:
-    """The file that a draft is where that is a published head, which has no vocabulary or memory to examine."""
-    if name in FREE_DRAFTERS or name.partition(":")[0] in (*FROM_STATES, CORPUS):
+    """File of a draft that is a published head, which has no vocabulary or memory to examine."""
+    if is_free(name) or name.partition(":")[0] in (*FROM_STATES, CORPUS):
         return None
     try:
         path = Catalog.load().resolve(name)
@@ -746,6 +677,6 @@ def _published(name: str) -> Path | None:
     return path if names_published_head(path) else None
 
 
-def _heads_at_hand(target: ExaminedModel, backend: str) -> tuple[str, ...]:
-    """What ``auto`` is going to load of heads, as far as files say it before the target is loaded."""
-    return ranking.called(heads_at_hand(target.file, backend, mtp=computes_mtp(target.file, backend)))
+def _found_heads(target: ExaminedModel, backend: str) -> tuple[str, ...]:
+    """Heads that ``auto`` would load, as far as files tell before the target is loaded."""
+    return ranking.short_head_names(found_heads(target.file, backend, mtp=computes_mtp(target.file, backend)))

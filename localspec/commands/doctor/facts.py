@@ -1,9 +1,8 @@
-"""What the doctor found, as data. ``Examination.as_dict`` is what ``doctor --json`` prints.
+"""Findings as data; ``Examination.as_dict`` is what ``doctor --json`` prints.
 
-The JSON has the fields of these classes under the same names; sizes are bytes, times milliseconds unless the name says
-otherwise, shares lie in [0, 1], and None (null) means that it is not known here or was not measured. Where a field maps
-numbers to something, the keys are strings, as JSON has no others. ``schema_version`` rises when a field is renamed,
-removed or changes its meaning; new fields do not raise it.
+The JSON has these fields: sizes in bytes, times in milliseconds unless the name says otherwise, shares in [0, 1], null
+for unknown or not measured; number keys are strings. ``schema_version`` rises when a field is renamed, removed or
+changes its meaning.
 """
 
 from __future__ import annotations
@@ -11,10 +10,9 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib import import_module
 from typing import Any
 
-from localspec.backends import BACKENDS, candidates, unavailable_reason
+from localspec.backends import backend_names, candidates, unavailable_reason
 from localspec.backends.llama.ggml import (
     NATIVE_COMMAND,
     Device,
@@ -25,8 +23,10 @@ from localspec.backends.llama.ggml import (
     system_info,
     used_gpus,
 )
+from localspec.backends.registry import engine_module
 from localspec.controllers.stopping import Times, best_length, break_even, speedup, with_block
 from localspec.engine.options import LoadOptions
+from localspec.measuring.last_bench import LastBench
 from localspec.model_files.sources.base import size_text
 from localspec.report.model import Finding, Status
 from localspec.system import machine
@@ -45,7 +45,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Check(Finding):
-    """A finding, under the heading where it is shown; one with status ``fail`` always has advice."""
+    """A finding under its heading; one with status ``fail`` has advice."""
 
     section: str = ""  # machine, engines, models, pair or cost
 
@@ -110,7 +110,6 @@ class NeedFacts:
 
     @property
     def total(self) -> int:
-        """All that is known of it."""
         return self.weights_bytes + (self.kv_bytes or 0) + (self.compute_bytes or 0)
 
 
@@ -154,20 +153,8 @@ class CostFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class BenchFacts:
-    """What localspec bench last measured of this model on this engine."""
-
-    day: str  # when
-    engine: str  # name and version
-    drafters: list[str]  # what drafted
-    speedups: dict[str, float]  # kind of question -> median speed over plain decoding; all: over all questions
-    n_questions: int  # how many in all
-    n_guesses: int  # draft tokens sent
-
-
-@dataclass(frozen=True, slots=True)
 class PayoffFacts:
-    """What speculation with one drafter is worth here; see ``controllers.break_even``."""
+    """What speculation with one drafter is worth here; see ``controllers.stopping``."""
 
     drafter: str  # a model's name, or ngram
     step_ms: float  # time of one draft token, or of a whole draft where one pass makes it
@@ -177,7 +164,7 @@ class PayoffFacts:
 
     @property
     def lowest_break_even(self) -> float | None:
-        """The least acceptance rate that pays, at whatever length; None where nothing does."""
+        """Least acceptance rate that pays at any length."""
         known = [share for share in self.break_even.values() if share is not None]
         return min(known, default=None)
 
@@ -193,7 +180,7 @@ class PairFacts:
     fit: FitFacts  # memory
     cost: CostFacts | None = None  # measured passes; None where nothing was loaded
     payoff: list[PayoffFacts] = field(default_factory=list)  # by drafter, what they mean
-    bench: BenchFacts | None = None  # measured answers; None where bench was not run with this model and engine
+    bench: LastBench | None = None  # measured answers; None where bench was not run with this model and engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,29 +231,19 @@ class Examination:
 
     @property
     def holds(self) -> bool:
-        """Whether nothing was found that would not work."""
         return all(check.status != "fail" for check in self.checks)
 
     def add(self, section: str, findings: Iterable[Finding]) -> None:
-        """Note what was found under a heading."""
         self.checks += [Check(each.status, each.name, each.text, each.advice, section) for each in findings]
 
     def as_dict(self) -> dict[str, Any]:
-        """Ready for JSON, with ``schema_version`` and ``holds``."""
+        """For JSON, with ``schema_version`` and ``holds``."""
         facts = asdict(self)
         return {"schema_version": SCHEMA_VERSION, "localspec": facts.pop("localspec"), "holds": self.holds, **facts}
 
 
-# The computer: its processor, its memory, and how free it is.
-
-
 def look_at_machine(n_threads: int | None = None, *, measure: bool = True) -> MachineFacts:
-    """Read what the system says, and measure the memory's bandwidth.
-
-    Args:
-        n_threads: threads that were asked for; None takes the default.
-        measure: False leaves the bandwidth out.
-    """
+    """Read what the system says and, with ``measure``, the memory's bandwidth."""
     found, cores, threads = machine.read_memory(), usable_cpus(), n_threads or default_threads()
     busy = machine.busy_share()
     speed = machine.measure_bandwidth(min(threads, cores), available=found.available) if measure else None
@@ -288,7 +265,6 @@ def look_at_machine(n_threads: int | None = None, *, measure: bool = True) -> Ma
 
 
 def machine_findings(machine: MachineFacts) -> Iterator[Finding]:
-    """The rows on the computer."""
     yield _cpu(machine)
     free = size_text(machine.memory_available_bytes)
     whole = f" of {size_text(machine.memory_total_bytes)}"
@@ -329,7 +305,7 @@ HEAT = Finding(
 )  # fmt: skip
 
 
-# The engines: which are here, what they were built for, and how to get what is missing.
+# The engines: present ones, what they were built for, and how to get missing ones.
 
 _LLAMA_CPP = "'llama-cpp-python>=0.3.36,<0.4'"
 _BUILDS = {
@@ -341,19 +317,19 @@ _BUILDS = {
 """Graphics hardware -> what to build for it, and how."""
 
 FOR_GPUS = ("llama-cpp", "mlx")
-"""Engines that there are builds of for GPUs."""
+"""Engines with builds for GPUs."""
 
 
 def look_at_engines() -> list[EngineFacts]:
     """Load every engine that can be loaded."""
-    return [_look(name) for name in BACKENDS]
+    return [_look(name) for name in backend_names()]
 
 
 def _look(name: str) -> EngineFacts:
     reason = unavailable_reason(name)
     if reason is not None:
         return EngineFacts(name, False, reason=reason)
-    module = import_module(BACKENDS[name])
+    module = engine_module(name)
     if not hasattr(module, "binding"):
         return EngineFacts(name, True, built_for=["NumPy"], devices=[])
     binding = module.binding()
@@ -370,14 +346,7 @@ def _look(name: str) -> EngineFacts:
 def engine_findings(
     engines: Sequence[EngineFacts], gpus: Sequence[str], wanted: str, cpu: Sequence[str] = ()
 ) -> Iterator[Finding]:
-    """The rows on the engines.
-
-    Args:
-        engines: what ``look_at_engines`` found.
-        gpus: the graphics hardware.
-        wanted: ``--backend``.
-        cpu: the CPU's instruction sets.
-    """
+    """Findings on engines, given ``--backend`` and the instruction sets of the CPU."""
     # MLX without a GPU is there for tests, and never taken unless asked for.
     usable = [e for e in engines if e.usable and e.name != "reference" and (e.name != "mlx" or e.devices != [])]
     for engine in engines:
@@ -420,11 +389,7 @@ def _instead(name: str) -> str:
 
 
 def preferred_engine(engines: Sequence[EngineFacts], load: LoadOptions) -> EngineFacts | None:
-    """The engine that a model would be loaded with first; None where the one that was asked for cannot be used.
-
-    Args:
-        engines: what ``look_at_engines`` found.
-        load: how it would be loaded.
+    """The engine that would load a model; None where the one asked for cannot be used.
 
     Raises:
         EngineUnavailable: there is none, or none for a GPU where layers are to go there.
@@ -435,22 +400,19 @@ def preferred_engine(engines: Sequence[EngineFacts], load: LoadOptions) -> Engin
     return by_name[load.backend] if by_name[load.backend].usable else None
 
 
-# What measured passes mean for speculation: the speed-up formula for each drafter.
+# What measured passes mean for speculation: the speed-up formula.
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
-"""Draft lengths for which the break-even acceptance rate is shown."""
+"""Draft lengths of the break-even table."""
 
 ACCEPTANCES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-"""Acceptance rates for which the speed-up is shown."""
+"""Acceptance rates of the speed-up table."""
 
 
 def break_even_by_length(times: Times, step_ms: float, *, one_pass: bool = False) -> dict[int, float | None]:
-    """The acceptance rate from which drafts of each length pay; None: they never do.
+    """Acceptance rate from which drafts of each length pay; None: never.
 
-    Args:
-        times: the target's t(w).
-        step_ms: time of a draft token, or of a whole draft.
-        one_pass: whether it is that of a whole draft.
+    ``step_ms`` is the time of a draft token, with ``one_pass`` that of a whole draft.
     """
     if one_pass:
         times, step_ms = with_block(times, step_ms), 0.0

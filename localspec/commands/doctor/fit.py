@@ -1,4 +1,4 @@
-"""Does it fit? Weights, KV caches and compute buffers of all models, against the memory that is free."""
+"""Does it fit? Weights, KV caches and compute buffers of all models against free memory."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from localspec.commands.doctor.facts import FOR_GPUS, EngineFacts, FitFacts, Mod
 from localspec.engine.options import LoadOptions
 from localspec.engine.pair import DEFAULT_CTX
 from localspec.errors import EngineError, LocalspecError, ModelFileError, UnsupportedModel
+from localspec.heads.kinds import is_published_head, read_open
 from localspec.model_files.catalog import Catalog, Entry, free_bytes
 from localspec.model_files.gguf import GGUFFile, model_bytes
-from localspec.model_files.head_kinds import is_published_head, read_open
 from localspec.model_files.kv_memory import KV_VALUE_BYTES, KVShape, kv_shape
 from localspec.model_files.local_files import known_entries
 from localspec.model_files.sources.base import size_text
@@ -28,39 +28,27 @@ from localspec.model_files.vocab import Vocab
 from localspec.report.model import Finding
 from localspec.system.files import models_dir
 
-# A model to examine: on this disk or not, whole or damaged.
-
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """What a header says of memory and matching.
 
     Attributes:
-        vocab: the vocabulary.
-        kv: what keys and values take.
-        n_layer: transformer blocks.
         n_embd, n_ff: widths of the residual stream and of the widest feed-forward layer.
-        n_params: parameters.
     """
 
-    vocab: Vocab
-    kv: KVShape
-    n_layer: int
+    vocab: Vocab  # the vocabulary
+    kv: KVShape  # what keys and values take
+    n_layer: int  # transformer blocks
     n_embd: int
     n_ff: int
-    n_params: int
+    n_params: int  # parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExaminedModel(ModelFacts):
-    """A model, with what it takes to examine it.
-
-    Attributes:
-        spec: what names it on a command line.
-        sizes: from its header, where that can be read.
-        entry: its catalogue entry.
-        unused: of a published head, why none here drafts with it, if so. Its file is whole.
-    """
+    """A model with its ``spec`` for a command line, sizes from a readable header, and catalogue entry; ``unused`` says
+    why a published head cannot draft here."""
 
     spec: str
     sizes: Sizes | None = None
@@ -69,16 +57,14 @@ class ExaminedModel(ModelFacts):
 
     @property
     def file(self) -> Path:
-        """Its path."""
         return Path(self.path)
 
     def facts(self) -> ModelFacts:
-        """For the report."""
         return ModelFacts(**{each.name: getattr(self, each.name) for each in fields(ModelFacts)})
 
 
 def find_model(spec: str) -> ExaminedModel:
-    """Look a model up; its header is read where it is on this disk.
+    """Look a model up.
 
     Raises:
         UnknownModel: there is no such name or file.
@@ -101,7 +87,7 @@ def of_path(path: Path) -> ExaminedModel:
 
 
 def on_disk() -> list[ExaminedModel]:
-    """Every model and published head under the models folder, damaged ones included."""
+    """Models and published heads in the models folder, damaged ones included."""
     return [_of_entry(entry) for entry in known_entries() if entry.bytes_on_disk]
 
 
@@ -120,7 +106,7 @@ def _of_entry(entry: Entry) -> ExaminedModel:
 
 
 def _read(path: Path, spec: str, name: str, entry: Entry | None, *, heads: bool = False) -> ExaminedModel:
-    """A file that is there; where a text is to come of it, a head is an error."""
+    """Read a file's header; a head is an error unless ``heads``."""
     model = ExaminedModel(
         spec=spec, name=name, path=str(path), present=True, bytes=model_bytes(path), bytes_exact=True, entry=entry
     )
@@ -150,23 +136,19 @@ def _read(path: Path, spec: str, name: str, entry: Entry | None, *, heads: bool 
 
 
 def _of_head(gguf: GGUFFile, model: ExaminedModel) -> ExaminedModel:
-    """A published head, which has no vocabulary and no memory to examine before its target is there."""
+    """A published head, which has no vocabulary or memory to examine before its target is there."""
     unused = None
     try:
         read_open(gguf)
     except UnsupportedModel as error:
         unused = str(error)
     return replace(
-        model,
-        bytes=gguf.n_bytes,
-        architecture=gguf.architecture,
-        quantization=gguf.quantization,
-        unused=unused,
+        model, bytes=gguf.n_bytes, architecture=gguf.architecture, quantization=gguf.quantization, unused=unused
     )
 
 
 def count(gguf: GGUFFile, field: str) -> int:
-    """A number from the header; the largest where there is one for each layer, 0 where it does not say."""
+    """A number from the header: the largest over layers, 0 if missing."""
     value = gguf.field(field)
     try:
         return max(0, int(max(value)))
@@ -181,7 +163,6 @@ def _stem(path: Path) -> str:
 
 
 def model_findings(models: list[ExaminedModel]) -> Iterator[Finding]:
-    """The rows on what is on this disk."""
     whole = [f"{model.name} ({size_text(model.bytes)})" for model in models if model.error is None]
     if whole:
         yield Finding("ok", "on disk", ", ".join(whole))
@@ -195,7 +176,6 @@ def model_findings(models: list[ExaminedModel]) -> Iterator[Finding]:
 
 
 def broken(name: str, model: ExaminedModel) -> Finding:
-    """The row on a file that cannot be used."""
     again = "fetch the file again, or take another one"
     if model.entry is not None and model.file == model.entry.path:
         again = f"localspec rm {model.entry.name}; localspec pull {model.entry.name}"
@@ -203,7 +183,7 @@ def broken(name: str, model: ExaminedModel) -> Finding:
 
 
 def missing(model: ExaminedModel) -> Finding:
-    """The row on a model that is not on this disk: what it takes to have it."""
+    """Finding on a model that is not on this disk."""
     size = f"{'' if model.bytes_exact else '~'}{size_text(model.bytes)}" if model.bytes else "of unknown size"
     room = free_bytes(models_dir())
     text = f"{model.name} is not on this disk ({size}; {size_text(room)} of disk free)"
@@ -213,13 +193,13 @@ def missing(model: ExaminedModel) -> Finding:
 
 
 PROGRAM_BYTES = 64 << 20
-"""What an engine's library, the vocabularies and Python take besides; 50 to 60 MB were measured."""
+"""Engine library, vocabularies and Python; 50 to 60 MB were measured."""
 
 TIGHT = 0.9
-"""Share of the free memory from which little is left for anything else."""
+"""Share of free memory that leaves little for other programs."""
 
 _LEAST_CTX = 512
-"""Smaller contexts are not worth a word: they hold no conversation."""
+"""Smallest context worth suggesting."""
 
 _CTX_STEP = 256
 """Engines round a context up to a multiple of this."""
@@ -227,19 +207,12 @@ _CTX_STEP = 256
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Where models would go.
+    """Where models would go."""
 
-    Attributes:
-        engine: the engine that would load them; None where there is none.
-        n_gpu_layers: ``--gpu-layers``; None takes all if the engine has a GPU.
-        ram: free memory [bytes].
-        ram_total: what the machine has, or the container may use [bytes].
-    """
-
-    engine: EngineFacts | None
-    n_gpu_layers: int | None
-    ram: int
-    ram_total: int
+    engine: EngineFacts | None  # the engine that would load them; None where there is none
+    n_gpu_layers: int | None  # ``--gpu-layers``; None takes all if the engine has a GPU
+    ram: int  # free memory [bytes]
+    ram_total: int  # what the machine has, or the container may use [bytes]
 
     @property
     def backend(self) -> str:
@@ -247,13 +220,12 @@ class Room:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether any layer goes to a GPU."""
         engine = self.engine
         return engine is not None and engine.name in FOR_GPUS and engine.devices != [] and self.n_gpu_layers != 0
 
     @property
     def gpus(self) -> list[Device]:
-        """GPUs that layers go to; empty too where the engine does not say which."""
+        """GPUs that layers go to; empty too where the engine does not name them."""
         return (self.engine.devices or []) if self.engine is not None and self.on_gpu else []
 
     @property
@@ -275,19 +247,13 @@ class Room:
 
 
 def context_size(asked: int | None, target: ExaminedModel) -> int:
-    """Tokens of context that a pair gets."""
     return asked or min(DEFAULT_CTX, target.n_ctx_train or DEFAULT_CTX)
 
 
 def fit(models: Sequence[ExaminedModel], n_ctx: int, kv_type: str, room: Room, on_cpu: int | None = None) -> FitFacts:
-    """Add it up.
+    """Memory of all models, the target first, each with a context.
 
-    Args:
-        models: the target first, then the draft models; a context is made for each.
-        n_ctx: tokens of context.
-        kv_type: type of the KV caches.
-        room: where they would go.
-        on_cpu: of a target that is spread over devices, what stays here [bytes]; the devices have rows of their own.
+    ``on_cpu``: of a target spread over devices, what stays here [bytes]; the devices have findings of their own.
     """
     needs = [need(model, n_ctx, kv_type, room.backend) for model in models]
     on_gpu = sum(each.total * room.gpu_share(model) for each, model in zip(needs, models, strict=True))
@@ -314,14 +280,7 @@ def fit(models: Sequence[ExaminedModel], n_ctx: int, kv_type: str, room: Room, o
 
 
 def need(model: ExaminedModel, n_ctx: int, kv_type: str, backend: str) -> NeedFacts:
-    """Memory to run a model.
-
-    Args:
-        model: the model.
-        n_ctx: tokens of context.
-        kv_type: type of the KV cache.
-        backend: the engine; the reference one keeps everything in float64.
-    """
+    """Memory to run a model; the reference engine keeps everything in float64."""
     sizes = model.sizes
     if sizes is None:
         return NeedFacts(model.name, model.bytes, None, None)
@@ -336,7 +295,6 @@ def need(model: ExaminedModel, n_ctx: int, kv_type: str, backend: str) -> NeedFa
 
 
 def fit_findings(models: Sequence[ExaminedModel], found: FitFacts, room: Room) -> Iterator[Finding]:
-    """The rows on memory."""
     yield _ram(models, found, room)
     if found.gpu_needed_bytes is not None:
         yield _gpu(models, found, room)
@@ -407,31 +365,19 @@ def _remedy(models: Sequence[ExaminedModel], found: FitFacts, room: Room) -> str
     return "take a smaller model, or one quantised further: localspec list --all"
 
 
-# With several devices: what goes where, whether it fits, and what the network adds to a pass.
+# Several devices: what goes where, whether it fits, and what the network adds to a pass.
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A target on several devices.
-
-    Attributes:
-        rows: what to say of it.
-        on_cpu_bytes: what stays in this machine's memory; None where that is not known.
-    """
+    """A target on several devices; ``on_cpu_bytes`` stay in this machine's memory."""
 
     rows: list[Finding]
     on_cpu_bytes: int | None = None
 
 
 def spread(target: ExaminedModel, load: LoadOptions, engine: str, n_ctx: int) -> Spread:
-    """Say where a target's weights would go.
-
-    Args:
-        target: the model; its file is here.
-        load: how it would be loaded.
-        engine: on which engine.
-        n_ctx: tokens of context.
-    """
+    """Where a target's weights would go."""
     placement = load.placement
     try:
         servers = {address: ask(address) for address in placement.rpc}

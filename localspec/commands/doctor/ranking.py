@@ -1,4 +1,5 @@
-"""``doctor --rank``: the drafts that are on this disk, tried on the same few questions as plain decoding, in turns."""
+"""Passes of a loaded pair, measured; and ``doctor --rank``: the drafts on this disk tried against plain decoding by
+turns."""
 
 from __future__ import annotations
 
@@ -18,13 +19,14 @@ from localspec.controllers.stopping import Times
 from localspec.engine.loading import ENGINES, compared
 from localspec.engine.pair import second_opinion
 from localspec.errors import Cancelled, LocalspecError
+from localspec.heads import HEAD
 from localspec.measuring.subject import PLAIN, SLICE_TOKENS, Arm, Block, EngineUnderTest, Sample, measure, places
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.sources.base import size_text
 from localspec.prompts.questions import Question, in_turns, own_questions
 from localspec.report.model import Finding
 from localspec.sampling.sampling import SamplingParams
-from localspec.spec_decode.drafters.names import HEAD, NGRAM
+from localspec.spec_decode.drafters.names import NGRAM
 from localspec.system.machine import BUSY, read_memory
 from localspec.system.process import on_interrupt
 from localspec.system.steps import exhaust
@@ -34,53 +36,39 @@ if TYPE_CHECKING:
     from localspec.llm import LLM
 
 
-# Passes of a loaded pair, measured: t(w) of target and drafts, from the calibration on disk or anew.
-
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
-"""Widths of a pass that are shown: what a draft of up to 15 tokens needs, as finely as calibration measures."""
+"""Widths of a pass that are shown: for drafts of up to 15 tokens, as finely as calibration measures."""
 
 _FILL, _PASSES = 64, 7
 _STALE = 1.35
-"""Ratio of a pass just now to the calibrated one from which the calibration is doubted."""
+"""Ratio of a pass now to the calibrated one from which the calibration is doubted."""
 
 Progress = Callable[[str, float | None], None]
 _Result = TypeVar("_Result")
 
 
 class Watch:
-    """Progress, and a Ctrl-C that stops what the worker thread does at the next report.
-
-    Args:
-        report: where progress is shown.
-
-    Attributes:
-        stopped: set by ``stop``.
-    """
+    """Progress, and a Ctrl-C that stops the worker at the next report."""
 
     def __init__(self, report: Progress) -> None:
         self._report = report
         self.stopped = threading.Event()
 
     def report(self, what: str, fraction: float | None) -> None:
-        """Show progress.
-
-        Raises:
-            KeyboardInterrupt: after ``stop``.
-        """
+        """Show progress; raise ``KeyboardInterrupt`` after ``stop``."""
         self.check()
         self._report(what, fraction)
 
     def check(self) -> None:
-        """Raise ``KeyboardInterrupt`` after ``stop``."""
         if self.stopped.is_set():
             raise KeyboardInterrupt
 
     def stop(self) -> None:
-        """Ask to stop; may be called from a signal handler."""
+        """For signal handlers."""
         self.stopped.set()
 
     def call(self, llm: LLM, work: Callable[[Pair], _Result]) -> _Result:
-        """``LLM.run``; Ctrl-C ends it between two passes."""
+        """``LLM.run`` that Ctrl-C ends between two passes."""
         with on_interrupt(self.stop):
             result = llm.run(work)
         self.check()
@@ -90,17 +78,10 @@ class Watch:
 def measure_costs(
     llm: LLM, target_name: str, draft_names: Sequence[str], bandwidth_gb_per_s: float | None, watch: Watch
 ) -> tuple[CostFacts, Times]:
-    """What passes cost here.
+    """Costs of passes here, and the target's t(w).
 
-    Args:
-        llm: the loaded pair.
-        target_name: what to call the target.
-        draft_names: what to call the draft models, in the order in which they were named; heads have their own names.
-        bandwidth_gb_per_s: measured memory bandwidth, for the bound.
-        watch: progress and interruption.
-
-    Returns:
-        The figures, and the target's t(w) at every width.
+    Draft models are called ``draft_names`` in order; heads have their own names. ``bandwidth_gb_per_s`` gives the
+    bound.
     """
     state, names = llm.run(lambda pair: pair.state), iter(draft_names)
     target = state.target
@@ -126,11 +107,8 @@ def measure_costs(
 
 
 def bytes_per_token(gguf: GGUFFile) -> int:
-    """Weights that a pass over one token reads [bytes].
-
-    Of the token embedding it is one row, unless the same matrix makes the logits; of the experts of a mixture, those
-    that are used.
-    """
+    """Bytes of weights that a pass over one token reads: one row of the token embedding, unless it makes the logits
+    too; of experts, those used."""
     used, experts = count(gguf, "expert_used_count"), count(gguf, "expert_count")
     share = used / experts if 0 < used <= experts else 1.0
     looked_up = {"per_layer_token_embd.weight"} | ({"token_embd.weight"} if "output.weight" in gguf.tensors else set())
@@ -146,7 +124,7 @@ def _curve(name: str, model: Model, times: Times) -> CurveFacts:
 
 
 def single_pass_ms(model: Model, context: Context, watch: Watch) -> float:
-    """The median time of a one-token pass, just now."""
+    """Median time of a one-token pass now."""
     fill = min(_FILL, context.n_ctx - 1)
     token = model.tokenize("a") or [0]
     context.truncate(0)
@@ -163,13 +141,8 @@ def single_pass_ms(model: Model, context: Context, watch: Watch) -> float:
 
 
 def compare_engines(llm: LLM, watch: Watch, *, busy: bool) -> Iterator[Finding]:
-    """The row on which engine ``auto`` takes for this file; both are measured where that was not done yet.
-
-    Args:
-        llm: the loaded pair.
-        watch: progress and interruption.
-        busy: whether others use the CPUs: then what was measured before is not measured again, nor called good.
-    """
+    """Finding on which engine ``auto`` takes for this file; both are timed if they were not yet, unless others use the
+    CPUs (``busy``)."""
     options = llm.run(lambda pair: pair.options)
     known = compared(llm.model_path, options.n_threads, options.kv_cache_type)
     opinion = llm.run(lambda pair: second_opinion(pair, llm.model_path))
@@ -191,13 +164,12 @@ def compare_engines(llm: LLM, watch: Watch, *, busy: bool) -> Iterator[Finding]:
 
 
 def branches_finding(cost: CostFacts) -> Finding:
-    """The row on drafts that branch."""
     text = f"drafts do not branch: {cost.why_chains}" if cost.why_chains else "drafts may branch"
     return Finding("info", "branches", text)
 
 
 def copies_findings(llm: LLM) -> Iterator[Finding]:
-    """The rows on models that run from a copy, as an engine computes their own tensors wrongly."""
+    """Findings on models that run from a copy, as an engine computes their own tensors wrongly."""
     drafts = llm.run(lambda pair: [(draft.path, draft.model) for draft in pair.state.models])
     for path, model in dict.fromkeys([(llm.model_path, llm.run(lambda pair: pair.target)), *drafts]):
         if (why := why_copied(path, model.path)) is not None:
@@ -207,7 +179,6 @@ def copies_findings(llm: LLM) -> Iterator[Finding]:
 
 
 def cost_finding(cost: CostFacts, bandwidth_gb_per_s: float | None) -> Finding:
-    """The row on the target's single passes."""
     calibrated = cost.target.ms[1]
     text = f"t(1) {calibrated:.3g} ms"
     if abs(cost.now_ms / calibrated - 1) > 0.1:
@@ -226,15 +197,15 @@ def cost_finding(cost: CostFacts, bandwidth_gb_per_s: float | None) -> Finding:
 
 
 SECONDS = 60.0
-"""How long all candidates together should take, loading included; one question that was begun is finished."""
+"""Time for all candidates with loading; a question begun is finished."""
 
 MOST_TOKENS, LEAST_TOKENS = 64, 32
-"""Longest answers. A draft model is not asked before an answer has some tokens, so shorter ones would say nothing."""
+"""Answer lengths. A draft model waits for some tokens of an answer, so shorter ones say nothing."""
 
 _QUESTIONS_WANTED = 3
 
 _AGAIN = Arm("plain again", None, 0)
-"""Plain decoding is measured twice: what differs between the two is noise."""
+"""Plain decoding is measured twice; the difference is noise."""
 
 
 def tuning_questions() -> list[Question]:
@@ -243,7 +214,7 @@ def tuning_questions() -> list[Question]:
 
 
 def matching_drafts(target: ExaminedModel) -> list[ExaminedModel]:
-    """Models on this disk that have the target's vocabulary and are smaller; the catalogue's picks first."""
+    """Smaller models on this disk with the target's vocabulary; the catalogue's picks first."""
     assert target.sizes is not None
     picks = target.entry.draft if target.entry is not None else ()
     found = [
@@ -257,9 +228,9 @@ def matching_drafts(target: ExaminedModel) -> list[ExaminedModel]:
     return sorted(found, key=lambda model: picks.index(model.name) if model.name in picks else len(picks))
 
 
-def called(at_hand: Iterable[str]) -> tuple[str, ...]:
-    """Heads as ``at_hand`` finds them, by shorter names: the first file is what ``--draft head`` takes."""
-    names = list(at_hand)
+def short_head_names(found: Iterable[str]) -> tuple[str, ...]:
+    """Shorter names of heads: the first file is what ``--draft head`` takes."""
+    names = list(found)
     first = next((name for name in names if name.startswith(f"{HEAD}:")), None)
     return tuple(HEAD if name == first else name for name in names)
 
@@ -273,14 +244,6 @@ def rank(
     seconds: float,
 ) -> RankFacts:
     """Answer the same questions plainly, with n-grams, with each head and draft model, and with several of these.
-
-    Args:
-        llm: the target with n-grams; left with what was tried.
-        heads: what ``--draft`` calls heads and early exits.
-        drafts: the draft models.
-        params: how to sample; ``max_tokens`` is chosen here.
-        watch: progress and interruption.
-        seconds: for everything.
 
     Raises:
         KeyboardInterrupt: Ctrl-C.
@@ -328,7 +291,7 @@ def rank(
 def _load(
     llm: LLM, heads: Sequence[str], drafts: Sequence[ExaminedModel], watch: Watch, deadline: float
 ) -> dict[str, str]:
-    """Load heads and draft models side by side, while there is time and memory; names of those that work -> source."""
+    """Load heads and draft models while there is time and memory; names of working ones -> source."""
     wanted = [(name, name, 0) for name in heads] + [(draft.name, draft.path, draft.bytes) for draft in drafts]
     loaded: dict[str, str] = {}
     for name, spec, n_bytes in wanted:
@@ -376,11 +339,10 @@ def _facts(samples: Sequence[Sample], candidates: Sequence[list[str]], seconds: 
 
 
 def _called(names: Sequence[str]) -> str:
-    """The name of an arm."""
     return " + ".join(names)
 
 
 def _noise(plain: Sequence[Sequence[float]]) -> float | None:
-    """Relative standard deviation of the speed of plain decoding of the same question, pooled over questions."""
+    """Relative standard deviation of plain speed on one question, pooled over questions."""
     squares = [(statistics.stdev(speeds) / statistics.fmean(speeds)) ** 2 for speeds in plain]
     return round(math.sqrt(statistics.fmean(squares)), 4) if squares else None

@@ -21,12 +21,12 @@ from localspec.spec_decode.rounds import FinishReason, SpecStats, TokenKind
 from localspec.system.files import is_same_file
 from localspec.system.terminal import on_one_line, visible
 
-# JSON from a file that is not trusted: values read one by one, fields read with their type checked.
+# JSON from an untrusted file, with the type of each field checked.
 
 T = TypeVar("T")
 
 LARGEST = 10**12
-"""No honest figure is larger, and sums of these stay finite."""
+"""Limit of figures: sums of these stay finite."""
 
 _REQUIRED: Any = object()
 _SPACE = re.compile(r"\s*")
@@ -34,7 +34,7 @@ _KIND_NAMES = {str: "text", dict: "an object", list: "a list", bool: "true or fa
 
 
 class Values(Iterator[Any]):
-    """The JSON values of a text, one after the other, up to the first that cannot be read.
+    """The JSON values of a text, up to the first that cannot be read.
 
     Attributes:
         line: the line that the last value began on.
@@ -65,7 +65,6 @@ class Values(Iterator[Any]):
 
 
 def _space(text: str, at: int) -> int:
-    """Where the white space from ``at`` on ends."""
     match = _SPACE.match(text, at)
     return match.end() if match else at
 
@@ -78,14 +77,13 @@ def _no_constant(name: str) -> Any:
 
 
 def check(value: Any, kind: type, name: str) -> None:
-    """Whether a value is of a JSON type."""
     # To Python, true is an int.
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ValueError(f"{name} is not {_KIND_NAMES[kind]}")
 
 
 def get(value: Mapping[str, Any], name: str, kind: type[T], default: Any = _REQUIRED) -> T:
-    """A field of an object; ``default`` stands for one that is missing or null."""
+    """A field of an object; ``default`` stands for a missing or null one."""
     found = value.get(name)
     if found is None:
         if default is _REQUIRED:
@@ -112,7 +110,7 @@ def one_of(known: Sequence[str], value: Mapping[str, Any], name: str) -> str:
 
 
 def number(value: Mapping[str, Any], name: str, largest: float = LARGEST) -> float | None:
-    """A count, a share or a time; None where it is missing or null."""
+    """A count, a share or a time; None if missing or null."""
     found = value.get(name)
     if found is None:
         return None
@@ -122,7 +120,7 @@ def number(value: Mapping[str, Any], name: str, largest: float = LARGEST) -> flo
     return found
 
 
-# A recording: answers with their rounds, read from a file that may be cut short, damaged or somebody else's.
+# Recordings: answers with their rounds, from a file that may be cut short, damaged or foreign.
 
 KINDS = get_args(TokenKind)
 FINISH_REASONS = get_args(FinishReason)
@@ -130,54 +128,43 @@ FOREIGN = "it is neither the output of generate --format events nor a saved chat
 
 
 class RecordingError(LocalspecError):
-    """The file is not a recording, or cannot be read."""
+    """A file is no recording, or cannot be read."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """One answer and how it came about.
-
-    Every text in it is made visible (see ``terminal.text.visible``): no character in it can reorder or hide what is
-    around it.
+    """One answer and its rounds; every text is made visible (``terminal.visible``).
 
     Attributes:
         rounds: as ``Round.as_event`` has them, but for the three times, which are in one list ``ms``. An emitted
             token that reaches behind the answer's end, into the stop string, has that part of its text in ``cut``.
         text: the answer where there are no rounds to take it from, else what it has behind the last round's tokens.
-        finish_reason: None when the recording ends before the answer does.
-        prompt: the question; a file of events does not have it.
         stats: figures under the names of ``SpecStats``; those that the file lacks are counted from the rounds.
     """
 
     rounds: list[dict[str, Any]]
     text: str = ""
-    finish_reason: str | None = None
+    finish_reason: str | None = None  # None when the recording ends before the answer does
     model: str = ""
     draft: list[str] = field(default_factory=list)
     backend: str = ""
-    prompt: str | None = None
+    prompt: str | None = None  # the question; a file of events does not have it
     system: str | None = None
     stats: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Recording:
-    """What a file holds.
-
-    Attributes:
-        answers: at least one, and at least one of them has rounds.
-        damage: why the file could only be read in part, as a clause; empty when all of it was read.
-    """
+    """At least one answer with rounds; ``damage`` says why the file could only be read in part."""
 
     answers: list[Answer]
     damage: str = ""
 
 
 def read(data: bytes) -> Recording:
-    """Read ``generate --format events`` (also several runs in one file) or a chat that ``/save`` wrote.
+    """Read ``generate --format events``, also several runs, or a chat from ``/save``.
 
-    What follows the first damage of an event file is left out, and ``Recording.damage`` says so. A saved chat is
-    written whole, so one that is damaged is refused.
+    Events after the first damage are left out; a damaged chat is refused.
 
     Raises:
         RecordingError: there is no round in it to show; the message is a clause about "it".
@@ -192,9 +179,6 @@ def read(data: bytes) -> Recording:
     if not any(answer.rounds for answer in recording.answers):
         raise RecordingError("it has no rounds (generate --format events records them, --format json does not)")
     return recording
-
-
-# -- the two formats ------------------------------------------------------------------------------------------------
 
 
 def _read_events(data: bytes) -> Recording:
@@ -273,7 +257,6 @@ def _chat(text: Mapping[str, Any]) -> Recording:
 
 
 def _engine(value: Mapping[str, Any]) -> dict[str, Any]:
-    """What produced an answer."""
     return {
         "model": on_one_line(get(value, "model", str, "")),
         "draft": [on_one_line(name) for name in entries(value, "draft", str, [])],
@@ -281,11 +264,8 @@ def _engine(value: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# -- rounds ---------------------------------------------------------------------------------------------------------
-
-
 def _round(event: Any) -> dict[str, Any]:
-    """A checked copy of a round with only what is shown of it.
+    """A checked copy of a round with what is shown of it.
 
     Raises:
         ValueError: it is not a round.
@@ -324,29 +304,23 @@ def _round(event: Any) -> dict[str, Any]:
 
 
 def _parent(parent: int, index: int) -> int:
-    """The index of the draft token that one comes after, which is before it."""
+    """Index of the draft token before this one."""
     if not -1 <= parent < index:
         raise ValueError(f"draft token {index} comes after {parent}, which is not before it")
     return parent
 
 
 def _happened(round_: Mapping[str, Any]) -> bool:
-    """Whether there is anything to show: a round without draft and tokens only brought the rest of the text."""
+    """Whether a round has anything to show."""
     return bool(round_["draft"] or round_["emitted"])
 
 
 def _settle(rounds: Sequence[Mapping[str, Any]], text: str | None) -> str:
-    """Split the tokens' texts where the answer ends, and make them visible.
+    """Split the tokens' texts where the answer ends, and make them visible; returns the answer's text behind the
+    tokens'.
 
-    An answer ends before its stop string, which the tokens still have: that part goes to ``cut``. The other way
-    round, the answer can have a character more than the tokens: one that was never completed.
-
-    Args:
-        rounds: checked rounds; their emitted tokens are changed in place.
-        text: the answer; None where it is not known.
-
-    Returns:
-        The answer's text behind the tokens'.
+    An answer ends before its stop string: that part goes to ``cut``. It can also have a last character that no token
+    completed. ``rounds`` are changed in place.
     """
     tokens = [token for round_ in rounds for token in round_["emitted"]]
     whole = "".join(token["text"] for token in tokens)
@@ -366,7 +340,7 @@ _UNCOUNTED = ("prompt_tokens", "cached_tokens", "time_to_first_token_s", "second
 
 
 def _stats(rounds: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures that the page shows; one that is not given is counted. See ``SpecStats`` for their meaning."""
+    """Figures of the page, counted from rounds if not given; see ``SpecStats``."""
     drafted = [token for round_ in rounds for token in round_["draft"]]
     counted = SpecStats()
     counted.completion_tokens = sum(len(round_["emitted"]) for round_ in rounds)
@@ -385,22 +359,14 @@ def _stats(rounds: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> dic
     return figures
 
 
-# The page: a recording and all that shows it in one HTML file that needs, and reaches, nothing else.
-#
-# The recording's text is not trusted. It is in the page as JSON only, with every ``<`` escaped, and the scripts put
-# it on the screen as text nodes. The page's policy then holds even if they did not.
+# The page: one HTML file without outside resources. The untrusted recording is in it as JSON with every ``<`` escaped;
+# scripts show it as text nodes, and the content security policy holds even if they did not.
 
 SCRIPTS = ("timeline", "words", "answer", "round", "strip", "summary", "tip", "player", "main")
-"""In the order in which they build on each other; they share one scope."""
+"""In the order in which they build on each other, in one scope."""
 
 
 def replay_page(recording: Recording, name: str) -> str:
-    """The recording as a page.
-
-    Args:
-        recording: what to show.
-        name: what the file is called.
-    """
     style, scripts = asset("style.css", __package__), [asset(f"{script}.js", __package__) for script in SCRIPTS]
     values = {
         "policy": policy([style], scripts),
@@ -412,7 +378,7 @@ def replay_page(recording: Recording, name: str) -> str:
 
 
 def _embedded(value: object) -> str:
-    """JSON that cannot end the element it stands in, in ASCII: no byte depends on the file's encoding."""
+    """JSON in ASCII that cannot end its element."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -420,15 +386,7 @@ MAX_BYTES = 1 << 28
 
 
 def replay_command(file: str, html: str | None = None, *, force: bool = False) -> int:
-    """Write the page; prints its path, or the page itself if ``html`` is ``-``.
-
-    Args:
-        file: the output of ``generate --format events`` or a saved chat; ``-`` reads standard input.
-        html: where the page goes; None: next to the file, or where the file came from a pipe, into one.
-        force: replace a file that is there.
-
-    Returns:
-        The exit status.
+    """Write the page and print its path, or the page itself if ``html`` is ``-``.
 
     Raises:
         UsageError: the page has no place to go.

@@ -1,4 +1,4 @@
-"""The audit of a loaded pair, from the first plain answer to the result; see the package's docstring."""
+"""The audit of a loaded pair, from the first plain answer to the result."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ from localspec.commands.verify.rows import (
     in_words,
     plain_answer,
     prompt_cuts,
-    replayed,
     row_behind,
     sensitivity,
     wide_passes,
@@ -54,16 +53,13 @@ from localspec.spec_decode.drafters.base import Controller, Drafter
 from localspec.spec_decode.rounds import Round
 from localspec.spec_decode.verification import STREAM_TARGET
 
-# Answers of the running system, round by round: its decisions, its rows and its context against what they should be.
-#
-# Everything here runs the pair's own decoder, context and drafters; a ``Recorder`` among the drafters sees every pass
-# of the target. Decisions and the context are exact, and checked at once. Rows are right up to rounding: they are
-# noted, and judged when all is known (see ``rounding``).
+# Answers of the running system: the pair's own decoder, context and drafters, with a ``Recorder`` that sees every pass
+# of the target. Decisions and the context are exact, and checked at once; rows are noted, and judged when all is known.
 
 
 @dataclass(frozen=True, slots=True)
 class AuditArm:
-    """A way of drafting: its name, the drafters in the order they are asked, and a controller for one answer."""
+    """Drafters in the order they are asked, and a controller for one answer."""
 
     name: str
     drafters: Sequence[Drafter]
@@ -72,7 +68,7 @@ class AuditArm:
 
 @dataclass(slots=True)
 class BudgetedAnswer:
-    """The tokens of an answer and the rows behind them [n_vocab]; None behind those that nobody chose."""
+    """Tokens of an answer and the rows behind them [n_vocab]; None behind forced tokens."""
 
     tokens: list[int] = field(default_factory=list)
     rows: list[FloatArray | None] = field(default_factory=list)
@@ -80,8 +76,7 @@ class BudgetedAnswer:
 
 @dataclass(slots=True)
 class RunningSystem:
-    """The pair under audit, answering in the target's ``context``; ``name`` turns a token into words, and ``samples``
-    takes those that drafters drew."""
+    """The pair under audit, answering in the target's ``context``."""
 
     context: Context
     name: Callable[[int], str]
@@ -92,8 +87,7 @@ class RunningSystem:
     def follow(self, plain: PlainAnswer, arm: AuditArm) -> None:
         """Answer greedily and compare every row and token with the plain answer.
 
-        Where the answer leaves the plain one, the difference is noted and the answer is put back on it, as an edited
-        conversation would be: so every row of the plain answer is compared.
+        Where the answer leaves the plain one, it is put back on it, so every row of the plain answer is compared.
         """
         for drafter in arm.drafters:
             if isinstance(drafter, Adversary):
@@ -104,7 +98,7 @@ class RunningSystem:
                 position = self._follow_from(plain, position, arm, tally)
 
     def _follow_from(self, plain: PlainAnswer, start: int, arm: AuditArm, tally: ArmTally) -> int:
-        """Go along the plain answer until it ends or is left; returns where to go on."""
+        """Follow the plain answer until it ends or is left; returns where to go on."""
         params, position = replace(plain.params, max_tokens=len(plain.tokens) - start), start
         for round_, rows, _ in self._rounds(plain, start, arm, params, tally):
             for row, token in zip(rows, round_.emitted, strict=False):
@@ -126,8 +120,8 @@ class RunningSystem:
     def sample(
         self, plain: PlainAnswer, arm: AuditArm, params: SamplingParams, bets: Bets, windows: list[Window]
     ) -> None:
-        """Answer the same prompt at a temperature. Without a seed, bet against the claim that tokens follow their rows'
-        distributions, and add the drafts and their rows to ``windows``."""
+        """Answer the prompt at a temperature. Without a seed, bet that tokens follow their rows' distributions, and add
+        drafts and rows to ``windows``."""
         params = replace(params, ignore_eos=plain.params.ignore_eos)
         before: Distribution | None = None
         with self.log.answering(arm.name, plain.name, sampled=True) as tally:
@@ -146,11 +140,7 @@ class RunningSystem:
     def think(
         self, plain: PlainAnswer, arm: AuditArm, params: SamplingParams, marks: ThinkingMarks, budget: int
     ) -> tuple[int, BudgetedAnswer]:
-        """Answer the same prompt with a budget for thinking.
-
-        Returns:
-            How often a block was closed because its budget was spent, and the answer.
-        """
+        """Answer the prompt with a budget for thinking; returns how often the budget closed a block, and the answer."""
         n_closed, answer = 0, BudgetedAnswer()
         reader = ThinkingReader(marks, budget=budget)
         with self.log.answering(arm.name, plain.name, sampled=not params.greedy) as tally:
@@ -170,8 +160,7 @@ class RunningSystem:
         tally: ArmTally,
         thinking: ThinkingReader | None = None,
     ) -> Iterator[tuple[Round, FloatArray, list[Distribution]]]:
-        """Rounds whose decisions and context are right, with the target's rows [k + 1, n_vocab] and the laws of the
-        tokens."""
+        """Rounds with checked decisions and context, the target's rows [k + 1, n_vocab], and the laws of the tokens."""
         recorder, settled, n_prompt = Recorder(), plain.before(start), len(plain.prompt)
         decoder = SpeculativeDecoder(self.context, [recorder, *arm.drafters], arm.controller)
         decoder.prefill(settled, self.check)
@@ -228,12 +217,12 @@ class RunningSystem:
 
 
 LENGTHS = (3, 8, 0, 1, 5)
-"""Forced draft lengths, in turns; 0 stands for the longest."""
+"""Forced draft lengths by turns; 0 is the longest."""
 
 SAMPLED_LENGTH = 3
 
 SAMPLED_ANSWER = 2
-"""Sampled answers without a seed are so many times as long: what they show grows with every token."""
+"""Length factor of sampled answers without a seed: evidence grows with every token."""
 
 STEPS = 11
 """Steps of a prompt, for the progress; the law of verification counts as one more prompt."""
@@ -241,12 +230,7 @@ STEPS = 11
 
 @dataclass(slots=True)
 class ThinkingFigures:
-    """``thinking`` in ``result``.
-
-    Attributes:
-        answers: with a budget for thinking.
-        closed: blocks that were closed because it was spent.
-    """
+    """``thinking`` of the JSON: answers with a budget, and blocks closed because it was spent."""
 
     answers: int = 0
     closed: int = 0
@@ -257,35 +241,24 @@ class AuditOptions:
     """How much is audited, and with which settings.
 
     Attributes:
-        n_prompts: questions; each is answered some six times.
-        n_tokens: longest answer.
-        greedy: penalties and biases of the greedy answers.
-        sampled: the chain of the sampled ones; its temperature is over 0.
-        draft_length: as the pair is going to be used.
         n_windows, n_draws: drafts that verification is asked about, and how often for each kind of draft.
-        system: system prompt.
-        is_quick: as little as tells something: fewer ways of drafting, rollbacks with one prompt alone.
     """
 
-    n_prompts: int
-    n_tokens: int
-    greedy: SamplingParams
-    sampled: SamplingParams
-    draft_length: int | str = "auto"
+    n_prompts: int  # questions; each is answered some six times
+    n_tokens: int  # longest answer
+    greedy: SamplingParams  # penalties and biases of the greedy answers
+    sampled: SamplingParams  # the chain of the sampled ones; its temperature is over 0
+    draft_length: int | str = "auto"  # as the pair is going to be used
     n_windows: int = 4
     n_draws: int = 1000
-    system: str | None = None
-    is_quick: bool = False
+    system: str | None = None  # system prompt
+    is_quick: bool = False  # as little as tells something: fewer ways of drafting, rollbacks with one prompt alone
 
 
 class Audit:
     """One audit of one pair, made and run within ``LLM.run``.
 
-    Args:
-        llm, pair: the loaded pair, as its users have it and its inside.
-        options: how much is audited.
-        watch: takes the progress: what is being done, and about which fraction of the work is done.
-        cancelled: whether to stop after the current pass.
+    ``watch`` takes what is being done and the fraction of work done.
     """
 
     def __init__(
@@ -322,7 +295,7 @@ class Audit:
         self._done = self._total = 0.0
 
     def run(self) -> AuditResult:
-        """Audit, as far as it is not cancelled.
+        """Audit until done or cancelled.
 
         Raises:
             UsageError: no prompt fits into the context.
@@ -345,7 +318,6 @@ class Audit:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def _question(self, number: int, name: str, prompt: list[int], what: str) -> None:
-        """Everything that is done with one prompt."""
         # Every other answer goes on behind its end, so that there is enough text even where answers are short.
         greedy = replace(self.options.greedy, ignore_eos=number % 2 == 0)
         self._step(f"{what}: alone, token by token")
@@ -386,7 +358,7 @@ class Audit:
         return AuditArm(name, drafters, self.pair.controller(length, params, drafters))
 
     def _greedy_arms(self, number: int) -> Iterator[AuditArm]:
-        """Plain decoding, the pair as it is going to be used, one way of drafting by turns, and the adversary."""
+        """Plain decoding, the pair as configured, one way of drafting by turns, and the adversary."""
         drafters, is_quick = self.drafters, self.options.is_quick
         yield self._arm([], 0)
         if drafters:
@@ -419,7 +391,7 @@ class Audit:
         yield self._arm(all_drafters, SAMPLED_LENGTH, note=", seeded"), seeded
 
     def _think(self, plain: PlainAnswer, marks: ThinkingMarks) -> None:
-        """Answers with a budget for thinking that is spent at once, or soon; blocks are made to open by a bias."""
+        """Answers with a budget for thinking that is spent at once or soon; a bias opens the blocks."""
         mark = self.target.tokenize(marks.opening[0].replace(NAMED, ""), parse_special=True)
         with self.target.new_context(len(plain.prompt) + 1) as context:
             row = row_behind(context, plain.prompt, self._check)
@@ -439,14 +411,15 @@ class Audit:
             self.thinking.answers += 1
             self.thinking.closed += n_closed
             if params.greedy and answer.tokens:
-                text = replayed(self.target, plain.name, plain.prompt, answer.tokens, params, self._check)
+                given = answer.tokens
+                text = plain_answer(self.target, plain.name, plain.prompt, params, len(given), self._check, given)
                 for position, (token, seen) in enumerate(zip(answer.tokens, answer.rows, strict=True)):
                     if seen is not None:
                         deviation = text.compared(position, seen)
                         self.log.observations.append(Observation(arm.name, text, position, deviation, token))
 
     def _draw_from_verification(self) -> None:
-        """Test its law on the windows that tell most."""
+        """Test the law of verification on the most telling windows."""
         chain, n_draws = self.options.sampled, self.options.n_draws
         params = SamplingParams(chain.temperature, chain.top_k, chain.top_p, chain.min_p)  # rows are edited already
         windows = sorted(self.windows, key=lambda window: -window.telling(params))[: self.options.n_windows]
@@ -505,7 +478,6 @@ class Audit:
         )
 
     def _general_defects(self) -> Iterator[Defect]:
-        """Those of no answer in particular."""
         if self.noise.contradicts_itself:
             evidence = (
                 f"passes over several tokens compute other logits than passes over one: {self.noise.mean_kl:.2g} nats "
@@ -531,7 +503,7 @@ class Audit:
     # -- prompts, progress ---------------------------------------------------------------------------------------
 
     def _questions(self) -> list[tuple[str, list[int]]]:
-        """The prompts that fit, name and tokens: the shortest of each category, the next of each, and so on."""
+        """Prompts that fit, name and tokens: the shortest of each category, the next of each, and so on."""
         n_before: Counter[str] = Counter()
 
         def rank(question: Question) -> tuple[int, int]:
@@ -564,7 +536,6 @@ class Audit:
 
 
 def tie_of(seen: Observation, display: Callable[[int], str]) -> dict[str, Any]:
-    """An entry of ``ties``."""
     ids = {"plain": seen.plain.rows[seen.position].best, "speculative": seen.token}
     return {
         "arm": seen.arm,

@@ -29,13 +29,12 @@ if TYPE_CHECKING:
     from localspec.llm import LLM
 
 
-# An audit's result, as a person reads it: the verdict, what was checked in plain words, then how and how surely.
+# The report: the verdict, what was checked in plain words, then how and how surely.
 
 TIES = "Said otherwise than by the model alone, and why: rounding"
 
 
 def report_of(result: AuditResult) -> Report:
-    """All of it but the verdict, which comes before."""
     title = f"{result.model} · {result.engine} · draft: {' + '.join(result.draft) or 'none'}"
     return Report("verify", title, list(_parts(result)))
 
@@ -58,7 +57,7 @@ def _parts(result: AuditResult) -> Iterator[Part]:
 
 
 def _in_short(result: AuditResult) -> Iterator[Finding]:
-    """What a user wants to know, without a figure that has to be explained."""
+    """What a user wants to know, without figures that need explanation."""
     broken = {defect.kind for defect in result.defects if defect.arm != SEVERAL}
 
     def row(name: str, text: str, *kinds: str, there: bool = True) -> Finding:
@@ -116,11 +115,8 @@ def _answers(result: AuditResult) -> Iterator[Table]:
             yield Table(title, head, rows, f"passes over {_spans(widths)} tokens{places}" if widths else "")
 
 
-# -- checks ------------------------------------------------------------------------------------------------------------
-
-
 def _checks(result: AuditResult) -> Iterator[Finding]:
-    """One line for each claim of the package's docstring: what it was held against, and how it came out."""
+    """A line for each claim: what it was compared with, and how it came out."""
     broken = {(defect.kind, defect.arm == ROLLBACK) for defect in result.defects}
 
     def status(*kinds: str, rollback: bool = False) -> Status:
@@ -223,7 +219,6 @@ def _several_finding(several: Figures) -> Finding:
 
 
 def _evidence(law: Figures) -> str:
-    """How much speaks against a law."""
     if law["evidence_nats"] is None:
         return "a token was taken that has no probability"
     evidence, threshold = max(0.0, law["evidence_nats"]), law["threshold_nats"]
@@ -231,16 +226,12 @@ def _evidence(law: Figures) -> str:
 
 
 def _power(law: Figures) -> str:
-    """How many of the suspected defects would have shown."""
     power = law["power"].values()
     return f"would be found with 99%: {sum(value > 0.99 for value in power)} of {len(power)} suspected defects"
 
 
-# -- differences -------------------------------------------------------------------------------------------------------
-
-
 def _ties(result: AuditResult) -> Iterator[Finding]:
-    """Those that several answers share are one line."""
+    """Ties; those that several answers share are one line."""
     shared: dict[tuple[str, str], list[str]] = {}
     bound = result.noise["gap_bound"]
     for tie in result.ties:
@@ -255,7 +246,7 @@ def _ties(result: AuditResult) -> Iterator[Finding]:
 
 
 def _defects(defects: Iterable[Defect]) -> Iterator[Finding]:
-    """What several answers show in the same way is one line."""
+    """Defects; what several answers show in the same way is one line."""
     shared: dict[tuple[str, str, str], list[str]] = {}
     for defect in defects:
         place = f", {defect.prompt}" if defect.prompt else ""
@@ -266,7 +257,7 @@ def _defects(defects: Iterable[Defect]) -> Iterator[Finding]:
 
 
 def _spans(numbers: Iterable[int]) -> str:
-    """``2-5, 8``: a set of numbers in few characters."""
+    """``2-5, 8``."""
     spans: list[list[int]] = []
     for number in sorted(numbers):
         if spans and number == spans[-1][1] + 1:
@@ -284,7 +275,7 @@ WINDOWS, QUICK_WINDOWS = 4, 2
 LONG = 8
 """Draft tokens of several answers at a time, where they are asked for a second time."""
 TOP_K = 256
-"""Sampled answers keep so many tokens unless told otherwise: the tail of a large vocabulary only costs time."""
+"""Default of sampled answers: the tail of a large vocabulary only costs time."""
 
 CHECK_FAILED, INTERRUPTED = 1, 130
 PENALTIES = ("repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty")
@@ -294,14 +285,10 @@ FILTERS = ("temperature", "top_k", "top_p", "min_p", "seed")
 def verify_command(
     options: RunOptions, *, prompts: int | None = None, quick: bool = False, as_json: bool = False
 ) -> int:
-    """Audit a pair; the report on standard output.
+    """Audit a pair and print the report.
 
-    Args:
-        options: the pair. ``--max-tokens`` is the longest answer; penalties apply to all answers, temperature and
-            filters to the sampled ones; stop strings do not matter here.
-        prompts: how many; None is 8, or 2 if ``quick``.
-        quick: fewer and shorter answers, fewer draws.
-        as_json: print one object (see ``result``) instead of a screen.
+    ``--max-tokens`` is the longest answer; penalties apply to all answers, temperature and filters to the sampled ones;
+    stop strings are ignored.
 
     Returns:
         0 lossless, 1 a defect was found, 130 interrupted before one was.
@@ -341,7 +328,7 @@ def _several(
     progress: Progress,
     stop: threading.Event,
 ) -> None:
-    """Load the pair anew, for several answers at a time, and add what they show to the result."""
+    """Load the pair for several answers at a time, and add what they show to the result."""
     log = AuditLog()
 
     def check() -> Literal[False]:
@@ -373,7 +360,6 @@ def _several(
 
 
 def audit_options(options: RunOptions, llm: LLM, prompts: int | None, quick: bool) -> AuditOptions:
-    """What the command line asks for, as the audit takes it."""
     defaults, given = llm.chat_defaults, options.sampling
     penalties = {name: value for name, value in (defaults | dict(given)).items() if name in PENALTIES}
     chain: dict[str, Any] = {"top_k": TOP_K} | {name: given[name] for name in FILTERS if name in given}
@@ -392,7 +378,7 @@ def audit_options(options: RunOptions, llm: LLM, prompts: int | None, quick: boo
 
 
 def _shown_on(progress: Progress) -> Callable[[str, float], None]:
-    """Shows an audit's progress with the time that is left; without a terminal, a line for each prompt."""
+    """Shows an audit's progress and the time left; without a terminal, a line for each prompt."""
     started, shown = time.monotonic(), ""
 
     def show(what: str, done: float) -> None:

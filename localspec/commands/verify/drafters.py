@@ -1,4 +1,4 @@
-"""The audit's own drafters: one that sees every pass and never drafts, and three that draft to be rejected."""
+"""The audit's own drafters: one that sees every pass and never drafts, and four that draft to be rejected."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Recorder(Drafter):
         return []
 
     def drawn(self) -> list[tuple[int, Distribution]]:
-        """The samples that were drawn since this was asked last, with their laws."""
+        """Samples drawn since the last call, with their laws."""
         if self._proposer is None or self._proposer.drawn is None:
             return []
         found = list(self._proposer.drawn)
@@ -45,17 +45,36 @@ class Recorder(Drafter):
         return found
 
 
-class Adversary(Drafter):
-    """Drafts so that acceptance ends wherever it wants: along a known answer for a while, then an error.
+class _Scripted(Drafter):
+    """Sends a script as its draft, once a round."""
 
-    Round by round the number of right tokens runs through 0 to ``reach``, so a rejection falls on every position of a
-    draft, and drafts of all widths are sent. An error is the second best token, with the answer going on behind it as
-    if it had been right (what a lenient check would accept), or all is random from there; every third draft has no
-    error.
+    _drafted = False
 
-    Args:
-        n_vocab: random tokens are drawn from these ids.
-        reach: longest draft.
+    def begin(self, tokens: Sequence[int]) -> None:
+        self._drafted = False
+
+    def accept(self, emitted: Sequence[int]) -> None:
+        self._drafted = False
+
+    def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
+        draft: list[DraftToken] = []
+        for token in [] if self._drafted else self._script(tokens):
+            if not plan.more(self.source) or plan.keep(self.source, 1.0) is None:
+                break
+            draft.append(DraftToken(token, self.source, 1.0))
+        self._drafted = True
+        return draft
+
+    def _script(self, tokens: Sequence[int]) -> list[int]:
+        raise NotImplementedError
+
+
+class Adversary(_Scripted):
+    """Drafts a known answer for a while, then an error.
+
+    The number of right tokens runs through 0 to ``reach``, so every position is rejected and all widths are sent. An
+    error is the second best token with the answer going on as if it were right (what a lenient check would accept), or
+    random tokens; every third draft has none.
     """
 
     source = "adversary"
@@ -69,32 +88,13 @@ class Adversary(Drafter):
         step = next(step for step in range(max(1, int(n * 0.618)), 2 * n + 2) if gcd(step, n) == 1)
         self._n_right = [turn * step % n for turn in range(n)]
         self._round = 0
-        self._drafted = False
         self.know([], [], [])
 
     def know(self, prompt: Sequence[int], answer: Sequence[int], second_best: Sequence[int]) -> None:
-        """The answer that is going to be given, and at each place of it the token that came second; without an answer,
-        earlier text stands in."""
+        """The answer to come, and the second best token at each place; without an answer, earlier text stands in."""
         self._n_prompt, self._answer, self._second_best = len(prompt), list(answer), list(second_best)
 
-    def begin(self, tokens: Sequence[int]) -> None:
-        self._drafted = False
-
-    def accept(self, emitted: Sequence[int]) -> None:
-        self._drafted = False
-
-    def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
-        if self._drafted:  # one draft a round, as long as it was meant to be
-            return []
-        self._drafted = True
-        draft: list[DraftToken] = []
-        for token in self._tokens(tokens):
-            if not plan.more(self.source) or plan.keep(self.source, 1.0) is None:
-                break
-            draft.append(DraftToken(token, self.source, 1.0))
-        return draft
-
-    def _tokens(self, tokens: Sequence[int]) -> list[int]:
+    def _script(self, tokens: Sequence[int]) -> list[int]:
         turn, self._round = self._round, self._round + 1
         at = len(tokens) - self._n_prompt
         known = self._answer[at:] if self._answer else list(tokens[-self._reach :])
@@ -108,62 +108,43 @@ class Adversary(Drafter):
 
 
 class Beside(Adversary):
-    """The adversary's drafts beside those of others, where drafts branch."""
+    """The adversary's drafts as branches next to those of others."""
 
     source = "beside"
     copies = True
 
 
 class NearMisses(Adversary):
-    """Drafts at every place of a known answer the token that came second there, and then what follows the right one.
-
-    No token is ever right, so each of them is one more chance for a lenient check to let it pass: at every gap between
-    best and second best that the answer has.
-    """
+    """Drafts the second best token of a known answer, and then what follows the right one: at every gap that the answer
+    has, a lenient check would accept it."""
 
     source = "near misses"
 
     def __init__(self, n_vocab: int, reach: int = 2) -> None:
         super().__init__(n_vocab, reach)
 
-    def _tokens(self, tokens: Sequence[int]) -> list[int]:
+    def _script(self, tokens: Sequence[int]) -> list[int]:
         at = len(tokens) - self._n_prompt
         return [*self._second_best[at : at + 1], *self._answer[at + 1 :]][: self._reach]
 
 
-class Openers(Drafter):
-    """Drafts that a thinking block opens at once, and again behind that: where its budget is spent, nothing that
-    verification accepts behind the mark may be part of the answer."""
+class Openers(_Scripted):
+    """Drafts that a thinking block opens, again and again: where its budget is spent, nothing accepted behind the mark
+    may be part of the answer."""
 
     source = "openers"
 
     def __init__(self, mark: Sequence[int], reach: int) -> None:
-        self._draft = (list(mark) * reach)[:reach]
-        self._drafted = False
+        self._opening = (list(mark) * reach)[:reach]
 
-    def begin(self, tokens: Sequence[int]) -> None:
-        self._drafted = False
-
-    def accept(self, emitted: Sequence[int]) -> None:
-        self._drafted = False
-
-    def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
-        draft: list[DraftToken] = []
-        for token in [] if self._drafted else self._draft:
-            if not plan.more(self.source) or plan.keep(self.source, 1.0) is None:
-                break
-            draft.append(DraftToken(token, self.source, 1.0))
-        self._drafted = True
-        return draft
+    def _script(self, tokens: Sequence[int]) -> list[int]:
+        return self._opening
 
 
 class HeatedDrafter(Drafter):
-    """A drafter of the pair at twice the temperature: its samples are honest about their law and often rejected.
+    """A clone of a drafter that runs a model, at twice the temperature.
 
-    A good draft's law is so near to the target's that breaking the rule of acceptance hardly shows; this one's is not.
-
-    Args:
-        drafter: one that runs a model; a clone of it drafts.
+    A good draft's law is so near the target's that a broken rule of acceptance hardly shows; this one's is not.
     """
 
     def __init__(self, drafter: Drafter) -> None:

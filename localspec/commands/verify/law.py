@@ -1,15 +1,14 @@
-"""The law of verification, drawn thousands of times on distributions that this model and this draft really had.
+"""The law of verification, tested on distributions that this model and this draft really had.
 
-A window is a draft of a real round with the target's rows for it. Rows are reduced to their most probable tokens, as
-real rows but small, and then verification is asked again and again, each time with fresh noise, which tokens it emits:
-row i follows i tokens, whatever they are, so token i must follow p_i exactly, whatever was drafted and however rounds
-fell. Five kinds of drafts are sent: sampled from the draft's real distribution, its argmax, one that is seldom right,
-drawn with the target's own noise (what a fixed seed does), and in turns sampled from a poor draft's law and fixed.
+A window is a draft of a real round with the target's rows, reduced to their most probable tokens. Verification is asked
+thousands of times, with fresh noise, which tokens it emits: row i follows i tokens, so token i must follow p_i exactly,
+whatever was drafted. Five kinds of drafts are sent (``KINDS``): sampled from the draft's distribution, its argmax, one
+that is seldom right, drawn with the target's own noise (as a fixed seed does), and by turns sampled from a poor draft's
+law and fixed.
 
-Two tests read the counts. Bets against named defects (see ``betting``), and one that suspects nothing in particular:
-a token emitted c times in n draws has n * KL(c/n || p) over ln(2 * cells / a) with probability at most a among all
-cells (Chernoff 1952; valid for every n). Its power: a token whose probability is off by ``detectable`` is found with
-99 %. Noise comes from fixed seeds, so the outcome is the same each time.
+Two tests read the counts: bets against named defects, and an unspecific one: a token emitted c times in n draws has n *
+KL(c/n || p) over ln(2 * cells / a) with probability at most a among all cells (Chernoff 1952; valid for every n). A
+token whose probability is off by ``detectable`` is found with 99 %. Seeds are fixed, so the outcome is too.
 """
 
 from __future__ import annotations
@@ -39,22 +38,15 @@ from localspec.spec_decode import verification
 from localspec.spec_decode.rounds import Draft, DraftToken
 from localspec.spec_decode.verification import STREAM_DRAFT, STREAM_TARGET
 
-# Testing a law by betting against it: evidence that may be looked at as often as one likes.
-#
-# Token by token, the claim is that x follows p, given everything before it. A bettor who suspects a defect, under
-# which x would follow r, multiplies his stake by r(x) / p(x). If the claim holds this is fair, whatever the bettor
-# knows of the past: the stake is a non-negative martingale, and the probability that it *ever* reaches 1/a is at most
-# a (Ville 1939; Shafer and Vovk 2019). So a stake of 10^6 is a defect with a false-alarm rate of 10^-6, without
-# approximation, however long the audit runs and whenever it is interrupted. Several bettors share one stake: their
-# mean is fair too.
-#
-# The power is as exact. If the defect is there just as bettor i suspects, his log stake grows by KL(r || p) nats a
-# token on average; with its variance, which is known as well, that gives the probability that the threshold would
-# have been reached on the very distributions that were met.
+# Testing a law by betting: evidence that may be looked at at any time. The claim is that x follows p, given everything
+# before it. A bettor who suspects that x follows r multiplies his stake by r(x) / p(x). Under the claim the stake is a
+# non-negative martingale, and the probability that it ever reaches 1/a is at most a (Ville 1939; Shafer and Vovk 2019).
+# Several bettors share one stake, their mean. If suspicion i is true, its log stake grows by KL(r || p) nats a token on
+# average; with its variance that gives the power on the distributions that were met.
 
 FALSE_ALARM = 1e-6
 THRESHOLD = -math.log(FALSE_ALARM)
-"""The evidence that counts as a defect, in nats."""
+"""Evidence that counts as a defect [nats]."""
 
 SAMPLED, FIXED = "sampled", "deterministic"
 
@@ -76,15 +68,15 @@ SUSPICIONS = (
     | {ON_Q: "a sampled guess is accepted with the draft's probability for it, not by p / q"}
     | ABOUT_ROWS
 )
-"""What the bettors suspect. The two rules of verification are code of their own, so each has bettors of its own."""
+"""What the bettors suspect. The two rules of verification are separate code, so each has bettors of its own."""
 
 MIXTURES = {"": 0.5, " a little": 0.05}
-"""The share of tokens that a suspected defect touches."""
+"""Share of tokens that a suspected defect touches."""
 
 
 @dataclass(slots=True)
 class _Bettor:
-    """One suspicion: its log stake [nats], and what that would be if the suspicion were true."""
+    """A suspicion's log stake [nats], and what that would be if the suspicion were true."""
 
     log_stake: float = 0.0
     expected: float = 0.0
@@ -93,12 +85,7 @@ class _Bettor:
 
 @dataclass(slots=True)
 class Bets:
-    """The evidence against one law.
-
-    Attributes:
-        n_tokens: tokens looked at.
-        impossible: tokens that p gives no probability; one is proof.
-    """
+    """Evidence against one law; a token that p gives no probability (``impossible``) is proof."""
 
     n_tokens: int = 0
     impossible: int = 0
@@ -129,7 +116,7 @@ class Bets:
 
     @property
     def evidence(self) -> float:
-        """Logarithm of the common stake, in nats; infinite where something impossible was emitted."""
+        """Logarithm of the common stake [nats]; infinite if something impossible was emitted."""
         if self.impossible:
             return math.inf
         stakes = np.array([bettor.log_stake for bettor in self._bettors.values()])
@@ -137,7 +124,6 @@ class Bets:
 
     @property
     def rejected(self) -> bool:
-        """Whether the law does not hold."""
         return self.evidence >= THRESHOLD
 
     @property
@@ -148,7 +134,7 @@ class Bets:
         return SUSPICIONS[max(self._bettors, key=lambda name: self._bettors[name].log_stake)]
 
     def power(self) -> Mapping[str, float]:
-        """For each suspicion, the probability that it would have been found if it were true (normal approximation)."""
+        """For each suspicion, the probability of finding it if it were true (normal approximation)."""
         alone = THRESHOLD + math.log(len(self._bettors))  # the stake that one bettor needs when all others lose
         found = {}
         for name, bettor in self._bettors.items():
@@ -157,7 +143,7 @@ class Bets:
         return found
 
     def figures(self) -> dict[str, Any]:
-        """``decoding_law`` in ``result``."""
+        """``decoding_law`` of the JSON."""
         return {
             "tokens": self.n_tokens,
             "impossible_tokens": self.impossible,
@@ -170,13 +156,13 @@ class Bets:
 
 
 def expected_evidence(p: Distribution, q: Distribution) -> Mapping[str, float]:
-    """What one token tells on average, in nats, if a suspicion about its draft token is true."""
+    """Mean evidence of one token [nats] if a suspicion about its draft token is true."""
     laws = _suspected(p, q, None)
     return {name: float((r * np.log(np.maximum(r, 1e-300) / p.probs)).sum()) for name, r in laws.items()}
 
 
 def _suspected(p: Distribution, q: Distribution | None, before: Distribution | None) -> Mapping[str, Probs]:
-    """What the token would follow under each suspicion, on the support of p [n]; mass elsewhere is given up."""
+    """The token's law under each suspicion, on the support of p [n]; mass elsewhere is dropped."""
     probs = p.probs
     laws: dict[str, Probs] = {}
     if q is not None:
@@ -217,11 +203,10 @@ class Window:
     """A draft of a real round and the target's rows for it, over the tokens that matter.
 
     Attributes:
-        rows: [k + 1, n_kept]; penalties are applied.
         laws: what the k draft tokens were drawn from, over the tokens kept; None for a deterministic one.
     """
 
-    rows: FloatArray
+    rows: FloatArray  # [k + 1, n_kept]; penalties are applied
     laws: list[Distribution | None]
 
     @classmethod
@@ -236,15 +221,14 @@ class Window:
         return cls(np.stack([row[ids] for row in edited]), [law and _restricted(law, ids) for law in laws])
 
     def drafted(self, params: SamplingParams, *, poorly: bool = False) -> list[Distribution]:
-        """The laws of the draft tokens; where none is known, or ``poorly``, a poor draft's: the target's own at twice
-        the temperature, mixed with another row of the text."""
+        """Laws of the draft tokens; where unknown, or ``poorly``, the target's own at twice the temperature, mixed with
+        another row."""
         hot = SamplingParams(temperature=2 * params.temperature)
         poor = [distribution(0.7 * row + 0.3 * self.rows[-1], (), hot) for row in self.rows[:-1]]
         return poor if poorly else [law or other for law, other in zip(self.laws, poor, strict=True)]
 
     def telling(self, params: SamplingParams) -> float:
-        """How much a draw would tell if verification were wrong, in nats: by the suspicion about the residual, which is
-        the hardest to see, over all places."""
+        """Evidence of a draw [nats] under the suspicion about the residual, which is the hardest to see."""
         total = 0.0
         for row, q in zip(self.rows, self.drafted(params), strict=False):
             nats = expected_evidence(distribution(row, (), params), q)
@@ -253,35 +237,26 @@ class Window:
 
 
 def law_of(token: int, dist: Distribution | None) -> Distribution:
-    """The law that a draft token was drawn from: a point mass for a deterministic one."""
+    """Law that a draft token was drawn from: a point mass for a deterministic one."""
     return dist if dist is not None else Distribution(np.array([token]), np.ones(1))
 
 
 @dataclass(slots=True)
 class VerificationLaw:
-    """What the draws say.
+    """What the draws say."""
 
-    Attributes:
-        bets: the evidence of named defects.
-        n_draws: trials.
-        excess: largest n * KL over its threshold; 1 or more is a defect.
-        worst: the cell it was found in, in words.
-        detectable: the smallest error of a probability, anywhere, that is found with 99 %.
-    """
-
-    bets: Bets = field(default_factory=Bets)
-    n_draws: int = 0
-    excess: float = 0.0
-    worst: str = ""
-    detectable: float = 0.0
+    bets: Bets = field(default_factory=Bets)  # the evidence of named defects
+    n_draws: int = 0  # trials
+    excess: float = 0.0  # largest n * KL over its threshold; 1 or more is a defect
+    worst: str = ""  # the cell it was found in, in words
+    detectable: float = 0.0  # the smallest error of a probability, anywhere, that is found with 99 %
 
     @property
     def rejected(self) -> bool:
-        """Whether verification does not follow the target's law."""
         return self.excess >= 1 or self.bets.rejected
 
     def figures(self) -> dict[str, Any]:
-        """``verification_law`` in ``result``."""
+        """``verification_law`` of the JSON."""
         return {
             "draws": self.n_draws,
             "largest_excess": self.excess,
@@ -291,8 +266,7 @@ class VerificationLaw:
         }
 
     def examine(self, windows: Sequence[Window], params: SamplingParams, n_draws: int, check: Check) -> None:
-        """Draw ``n_draws`` times from every kind of draft on every window; the rows of ``windows`` are edited already,
-        so ``params`` must not edit them."""
+        """Draw ``n_draws`` times from every kind of draft on every window; ``params`` must not edit rows."""
         n_laws = sum(len(distribution(row, (), params).ids) for window in windows for row in window.rows)
         limit = math.log(2 * max(1, n_laws * len(KINDS)) / FALSE_ALARM)
         for number, (window, kind) in enumerate(itertools.product(windows, KINDS)):
@@ -308,7 +282,7 @@ class VerificationLaw:
                 self._compare(p, tokens, limit, f"window {number // len(KINDS)}, {kind} guesses, place {place}")
 
     def _compare(self, p: Distribution, tokens: Ids, limit: float, where: str) -> None:
-        """Hold draws [n] against their law: n * KL stays under ``limit`` for each token."""
+        """Compare draws [n] with their law: n * KL stays under ``limit`` for each token."""
         n = len(tokens)
         shares = np.bincount(tokens, minlength=int(p.ids[-1]) + 1)[p.ids] / n
         excess = n * _binary_kl(shares, p.probs) / limit
@@ -323,11 +297,7 @@ class VerificationLaw:
 
 
 class _Trial:
-    """One kind of draft on one window.
-
-    Attributes:
-        laws: the target's, one for each row.
-    """
+    """One kind of draft on one window."""
 
     def __init__(self, window: Window, kind: str, params: SamplingParams) -> None:
         self.laws = [distribution(row, (), params) for row in window.rows]
@@ -345,11 +315,11 @@ class _Trial:
                 self._drafted.append((_point_mass(law, rank), False))
 
     def law_to_bet_with(self, place: int) -> Distribution | None:
-        """The law of the draft token for a place; None where there is none, or it knows the target's noise."""
+        """Law of the draft token for a place; None without one, or where it knows the target's noise."""
         return None if self._coupled or place == len(self._drafted) else self._drafted[place][0]
 
     def emitted(self, noise: Noise) -> list[int]:
-        """The tokens of all rows, by rounds of drafting and verifying until every row has had its token."""
+        """Tokens of all rows, by rounds of drafting and verifying."""
         tokens: list[int] = []
         while (start := len(tokens)) < len(self._rows):
             draft = Draft([self._draft_token(place, noise) for place in range(start, len(self._rows) - 1)])
@@ -369,20 +339,20 @@ class _Trial:
 
 
 def _point_mass(law: Distribution, rank: int) -> Distribution:
-    """A point mass on a law's most probable token (rank 0), or one of the next."""
+    """A point mass on the token of a rank, 0 being the most probable."""
     order = np.argsort(-law.probs, kind="stable")
     return law_of(int(law.ids[order[min(rank, len(order) - 1)]]), None)
 
 
 def _restricted(law: Distribution, ids: Ids) -> Distribution:
-    """A law over the kept tokens alone, numbered by their place among them."""
+    """A law over the kept tokens alone, numbered by their place."""
     probs = law.probs_of(ids)
     kept = np.flatnonzero(probs)
     return Distribution(kept, probs[kept] / probs[kept].sum())
 
 
 def _binary_kl(a: Probs, p: Probs) -> Probs:
-    """KL divergence [nats] of a coin of probability a from one of probability p, elementwise."""
+    """KL divergence [nats] between coins of probabilities a and p, elementwise."""
     p = np.clip(p, 1e-300, 1 - 1e-16)
     with np.errstate(divide="ignore", invalid="ignore"):
         heads = np.where(a > 0, a * np.log(a / p), 0.0)

@@ -1,38 +1,4 @@
-"""What an audit finds: the log it keeps while it runs, and its result, a verdict in one sentence and one JSON object.
-
-The object of ``verify --json`` (``"format": "localspec-audit", "version": 1``; a field is never renamed or removed
-without another version):
-
-========================= =============================================================================================
-``lossless``              true, false, or null where the audit was interrupted before it found a defect
-``verdict``               the sentence that the report begins with
-``interrupted``           Ctrl-C ended the audit early: everything below is what was checked until then
-``model, backend``        what was audited; ``engine`` and ``draft`` (the names) with it
-``exact``                 whether the engine claims that the width of a pass changes nothing, so that the bound is 0
-``settings``              ``prompts, tokens`` (longest answer), ``draft_length, longest_draft``, ``sampling`` (the chain
-                          of the laws)
-``seconds``               wall time of the audit, without loading
-``noise``                 ``rows, widths, median, largest, bound, gap_bound`` (logits), ``mean_kl, mean_kl_limit``
-                          (nats), ``argmax_flips, false_alarm``; ``tested``: rows held against the bound
-``arms[]``                ``arm, sampled, answers, complete, tokens, rounds, drafted, accepted, widths, rejected_at,
-                          differences, largest_deviation``: one for each way of drafting
-``memory``                ``rollbacks, restored, pairs, bitwise, largest_deviation`` or null
-``sensitivity``           ``tries, median, smallest, found``: rows of contexts that are wrong on purpose, and the share
-                          of them over the bound; or null
-``verification_law``      ``draws, largest_excess, worst_cell, detectable_error`` and the fields of ``decoding_law``; or
-                          null
-``samples``               ``drawn, sent, impossible, evidence_nats, threshold_nats, worst, detectable_error,
-                          false_alarm``: the samples of drafters against the laws they were drawn from; or null
-``thinking``              ``answers, closed``: answers with a budget for thinking, and blocks closed by it; or null
-``several``               ``sequences, reason, answers, tokens, drafted, accepted, passes, largest_deviation, bound``:
-                          answers made at a time; ``reason`` where there were none; or null
-``decoding_law``          ``tokens, impossible_tokens, evidence_nats, threshold_nats, strongest_suspicion, false_alarm,
-                          power`` (by suspicion), or null
-``ties[]``                ``arm, prompt, position, plain, speculative`` (``id, text``), ``gap, deviation``
-``rechecked``             ``rows, explained``: suspicious rows that were computed again from nothing
-``defects[]``             ``kind, arm, prompt, position, evidence, details``; see ``Defect``
-========================= =============================================================================================
-"""
+"""Rows of the oracle, what rounding explains, rollbacks, and the audit's log and result; SCHEMA.md is of the JSON."""
 
 from __future__ import annotations
 
@@ -54,17 +20,15 @@ from localspec.sampling.sampling import Ids, SamplingParams, edit_logits
 from localspec.spec_decode.decoder import PREFILL_CHUNK
 
 # The oracle: the target alone, in fresh contexts that are never rolled back, token by token and in wide passes.
-#
-# Rows of logits are kept small, and compared by how far two computations of one row lie apart.
 
 TOP = 20
 """Tokens that a deviation looks at: those that could have been chosen."""
 
 KEPT = 64
-"""Tokens of a row that are kept: a row of 152,000 logits takes 600 KB, and an audit compares hundreds."""
+"""Tokens of a row that are kept: whole rows of an audit would take gigabytes."""
 
 SINGLE = 2e-5
-"""Logits: what taking logarithms of numbers in single precision may change."""
+"""What logarithms in single precision may change [logits]."""
 
 SLACK = 8
 """Tokens of room behind a text, for probes."""
@@ -75,33 +39,23 @@ class AuditStopped(Exception):
 
 
 Check = Callable[[], Literal[False]]
-"""Called between passes; raises ``AuditStopped`` where the audit is to end."""
-
-
-# -- rows --------------------------------------------------------------------------------------------------------------
+"""Called between passes; raises ``AuditStopped`` to end the audit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """How far two computations of one row lie apart; all 0 exactly where they are equal to the bit.
+    """Difference of two computations of one row; all 0 exactly where they are equal to the bit."""
 
-    Attributes:
-        rms: root mean square change of the top 20 logits about their common shift, in logits.
-        swing: largest change of one of them against the best: bounds the gap that a flipped argmax can have.
-        kl: Kullback-Leibler divergence over the tokens kept, in nats.
-        flips: whether the argmax differs.
-    """
-
-    rms: float = 0.0
-    swing: float = 0.0
-    kl: float = 0.0
-    flips: bool = False
+    rms: float = 0.0  # root mean square change of the top 20 logits about their common shift, in logits
+    swing: float = 0.0  # largest change of one of them against the best: bounds the gap that a flipped argmax can have
+    kl: float = 0.0  # Kullback-Leibler divergence over the tokens kept, in nats
+    flips: bool = False  # whether the argmax differs
 
 
 @dataclass(frozen=True, slots=True)
 class KeptRow:
-    """The most probable tokens of a row [n <= KEPT], best first, among equals the lower id as in greedy decoding, with
-    their logits [n]; and a digest of the whole row."""
+    """The most probable tokens of a row [n <= KEPT] with their logits [n], best first, lower ids first among equals;
+    and a digest of the row."""
 
     ids: Ids
     logits: FloatArray
@@ -124,16 +78,15 @@ class KeptRow:
 
     @property
     def best(self) -> int:
-        """The argmax."""
         return int(self.ids[0])
 
     def gap(self, token: int) -> float:
-        """How far a token lies under the most probable one, in logits; at least that, where it was not kept."""
+        """Logits from a token up to the best; a lower bound where it was not kept."""
         at = np.flatnonzero(self.ids == token)
         return float(self.logits[0]) - float(self.logits[int(at[0]) if len(at) else -1])
 
     def compared(self, row: FloatArray) -> Deviation:
-        """Compare another computation of the same row [n_vocab] with this one."""
+        """Compare another computation [n_vocab] of the row."""
         if digest_of(row) == self.digest:
             return Deviation()
         change = (row[self.ids].astype(np.float64) - self.logits)[:TOP]
@@ -143,8 +96,8 @@ class KeptRow:
         return Deviation(max(rms, 1e-12), swing, kl, int(np.argmax(row)) != self.best)
 
     def near(self, top: Sequence[tuple[int, float]], argmax: int) -> Deviation:
-        """Compare with another computation of the row of which little is known: its most probable tokens with their
-        logarithms, which differ from logits by one number; and its argmax."""
+        """Compare another computation of which only the top tokens with logprobs, which differ from logits by one
+        number, and the argmax are known."""
         at = {int(token): i for i, token in enumerate(self.ids)}
         pairs = [(value, float(self.logits[at[token]])) for token, value in top if token in at]
         change = np.array([value - logit for value, logit in pairs] or [0.0])
@@ -159,19 +112,10 @@ def digest_of(row: FloatArray) -> bytes:
     return blake2b(row.tobytes(), digest_size=16).digest()
 
 
-# -- answers -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class PlainAnswer:
-    """What the target alone answers greedily, or what it computes of an answer that was given.
-
-    Attributes:
-        name: the prompt's id.
-        prompt, tokens: token ids of the prompt and of the answer.
-        rows: the row behind each token of the answer; penalties are applied.
-        params: penalties and biases, and whether the answer goes on behind end tokens.
-    """
+    """The target's own greedy answer, or what it computes of a given one; ``rows`` are behind each token, penalties
+    applied."""
 
     name: str
     prompt: list[int]
@@ -180,40 +124,32 @@ class PlainAnswer:
     params: SamplingParams
 
     def before(self, position: int) -> list[int]:
-        """All tokens before the answer's token at ``position``."""
+        """Tokens before the answer's token at ``position``."""
         return self.prompt + self.tokens[:position]
 
     def compared(self, position: int, row: FloatArray) -> Deviation:
-        """How far another row of raw logits [n_vocab] for the token at ``position`` lies from the right one."""
+        """Deviation of raw logits [n_vocab] for the token at ``position``."""
         return self.rows[position].compared(edit_logits(row, self.before(position), self.params))
 
 
 def plain_answer(
-    model: Model, name: str, prompt: list[int], params: SamplingParams, n_tokens: int, check: Check
+    model: Model,
+    name: str,
+    prompt: list[int],
+    params: SamplingParams,
+    n_tokens: int,
+    check: Check,
+    given: Sequence[int] | None = None,
 ) -> PlainAnswer:
-    """The greedy answer by the book: a fresh context, one token a pass, the argmax."""
-    ends = frozenset() if params.ignore_eos else model.vocab.eog
-    tokens, rows = list(prompt), list[KeptRow]()
+    """Greedy answer, or rows of a ``given`` one, from a fresh context, one token a pass."""
+    ends = frozenset() if params.ignore_eos or given is not None else model.vocab.eog
+    text, rows = list(prompt), list[KeptRow]()
     with model.new_context(len(prompt) + n_tokens) as context:
         while len(rows) < n_tokens and (not rows or rows[-1].best not in ends):
             check()
-            row = KeptRow.of(edit_logits(row_behind(context, tokens, check), tokens, params))
-            rows.append(row)
-            tokens.append(row.best)
-    return PlainAnswer(name, prompt, tokens[len(prompt) :], rows, params)
-
-
-def replayed(
-    model: Model, name: str, prompt: list[int], tokens: list[int], params: SamplingParams, check: Check
-) -> PlainAnswer:
-    """An answer that was given, read by the book: in a fresh context, one token a pass."""
-    text, rows = list(prompt), list[KeptRow]()
-    with model.new_context(len(prompt) + len(tokens)) as context:
-        for token in tokens:
-            check()
             rows.append(KeptRow.of(edit_logits(row_behind(context, text, check), text, params)))
-            text.append(token)
-    return PlainAnswer(name, prompt, tokens, rows, params)
+            text.append(rows[-1].best if given is None else given[len(rows) - 1])
+    return PlainAnswer(name, prompt, text[len(prompt) :], rows, params)
 
 
 def wide_passes(
@@ -226,15 +162,11 @@ def wide_passes(
     *,
     branches: bool = False,
 ) -> Iterator[list[Deviation]]:
-    """Compute the first rows of an answer again in a fresh context, in passes over several tokens.
+    """Compute the first rows of an answer again in a fresh context, in passes over several tokens; yields their
+    deviations.
 
-    The ``lengths`` of the passes over the prompt matter as much as the ``widths`` of those over the answer: a cached
-    prompt's passes fall elsewhere than those of a new one, and engines take other kernels for long passes than for
-    short ones. So does whether the context takes branching drafts (``branches``): ik-llama's computes without flash
-    attention.
-
-    Yields:
-        How far the rows of each pass lie from the answer's.
+    ``lengths`` of passes over the prompt matter like ``widths`` over the answer: engines choose kernels by length, and
+    a cached prompt is cut elsewhere. ``branches`` matters too: without flash attention on ik-llama.
     """
     text, first = plain.before(n_rows - 1), len(plain.prompt) - 1
     with model.new_context(len(text) + SLACK, branches=branches) as context:
@@ -246,8 +178,7 @@ def wide_passes(
 
 
 def prompt_cuts(n_tokens: int) -> list[Iterable[int]]:
-    """Ways to cut a prompt of so many tokens into passes: as a cache would that knows half of it, in long, in short and
-    in very short ones."""
+    """Cuts of a prompt into passes: as a half-filled cache would, long, short and very short."""
     half = max(1, n_tokens // 2)
     return [chain((half,), repeat(PREFILL_CHUNK)), repeat(PREFILL_CHUNK // 2 - 3), repeat(16), repeat(5)]
 
@@ -264,7 +195,7 @@ def feed(context: Context, tokens: Sequence[int], check: Check, lengths: Iterabl
 
 
 def row_behind(context: Context, text: Sequence[int], check: Check) -> FloatArray:
-    """The row of logits [n_vocab] behind a text; valid until the context's next pass."""
+    """Logits [n_vocab] behind a text, valid until the context's next pass."""
     feed(context, text[:-1], check)
     row: FloatArray = context.decode(text[-1:], "last").logits[0]
     return row
@@ -285,16 +216,14 @@ class Defect:
             ``decision`` (a token is not what its row says), ``memory`` (a context does not hold what it should),
             ``law`` (tokens do not follow the target's distribution), ``engine`` (a pass failed).
         arm, prompt, position: where; position counts the tokens of the answer from 0.
-        evidence: one sentence.
-        details: its figures.
     """
 
     kind: DefectKind
     arm: str
     prompt: str | None
     position: int | None
-    evidence: str
-    details: Figures = field(default_factory=dict)
+    evidence: str  # one sentence
+    details: Figures = field(default_factory=dict)  # its figures
 
 
 class DefectFound(Exception):
@@ -307,8 +236,8 @@ class DefectFound(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A row that the running system computed, against the row for the same position of the plain answer; ``token`` is
-    what was emitted there, -1 where only the row was looked at."""
+    """A row that the running system computed, at a position of a plain answer; ``token`` is what was emitted there, -1
+    for none."""
 
     arm: str
     plain: PlainAnswer
@@ -318,7 +247,7 @@ class Observation:
 
     @property
     def gap(self) -> float:
-        """How far the token lies under the argmax of the one-token pass, in logits."""
+        """Logits from the token up to the argmax of the one-token pass."""
         return 0.0 if self.token < 0 else self.plain.rows[self.position].gap(self.token)
 
     @property
@@ -329,16 +258,7 @@ class Observation:
 
 @dataclass(slots=True)
 class ArmTally:
-    """The answers of one way of drafting, added up: an entry of ``arms[]``.
-
-    Attributes:
-        sampled: at a temperature, so that there is no plain answer to compare with.
-        complete: answers that no defect broke off.
-        widths: of the target's passes.
-        rejected_at: positions in a draft, from 1, at which a token was rejected.
-        differences: tokens that plain decoding has otherwise.
-        largest_deviation: of a row, in logits; None if ``sampled``.
-    """
+    """Totals of one way of drafting: an entry of ``arms[]``."""
 
     arm: str
     sampled: bool
@@ -356,8 +276,6 @@ class ArmTally:
 
 @dataclass(slots=True)
 class AuditLog:
-    """All that was noted down so far."""
-
     arms: dict[tuple[str, bool], ArmTally] = field(default_factory=dict)
     observations: list[Observation] = field(default_factory=list)
     defects: list[Defect] = field(default_factory=list)
@@ -376,7 +294,7 @@ class AuditLog:
 
     @contextmanager
     def answering(self, arm: str, prompt: str, *, sampled: bool) -> Iterator[ArmTally]:
-        """The figures of a way of drafting, for one more answer to be added to; notes as ``noting``."""
+        """Totals of a way of drafting, for one more answer; notes as ``noting``."""
         tally = self.arms.setdefault((arm, sampled), ArmTally(arm, sampled, largest_deviation=None if sampled else 0.0))
         tally.answers += 1
         with self.noting(arm, prompt, "decoding"):
@@ -386,7 +304,7 @@ class AuditLog:
 
 @dataclass(slots=True)
 class AuditResult:
-    """See the module's docstring."""
+    """The JSON object; see SCHEMA.md."""
 
     interrupted: bool
     model: str
@@ -411,20 +329,19 @@ class AuditResult:
 
     @property
     def lossless(self) -> bool | None:
-        """Whether the check held; None where it was not finished."""
+        """None where the audit was interrupted before a defect."""
         if self.defects:
             return False
         return None if self.interrupted else True
 
     @property
     def largest_deviation(self) -> float:
-        """Of any row, in logits."""
+        """Of any row [logits]."""
         deviations = [arm.largest_deviation or 0.0 for arm in self.arms]
         return max([*deviations, self.memory["largest_deviation"] if self.memory else 0.0])
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
         if self.defects:
             first = self.defects[0]
             where = f"{first.arm}" + (f", prompt {first.prompt}" if first.prompt else "")
@@ -446,7 +363,6 @@ class AuditResult:
         return f"interrupted; no defect so far: {checked}" if self.interrupted else f"lossless here: {checked}"
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON object."""
         found = {"format": FORMAT, "version": VERSION, "lossless": self.lossless, "verdict": self.verdict}
         return found | asdict(self, dict_factory=_with_lists)
 
@@ -465,47 +381,28 @@ def counted(n: int, noun: str) -> str:
     return f"{n} {noun}" + ("" if n == 1 else "s")
 
 
-# The target's context after rollbacks: nothing of what was rejected may be left in it, and nothing else be missing.
-#
-# Two comparisons, on the running system's own context:
-#
-# * A row computed right after a rollback against the same row of the plain answer: equal up to the noise of the pass
-#   width. The rollbacks are those of a round (a few rejected tokens), of an edited question (back into the middle of
-#   the answer, of the prompt) and of a new conversation (back to nothing). Where the engine can save a state, one is
-#   saved, written over and put back, which must give the same row too.
-# * The same rollback twice, with different rejected tokens: what they were must not change a single bit of the rows
-#   that follow. That has no noise at all, where the engine computes the rows of a pass independently of one another;
-#   so that is looked at first, in fresh contexts. Where it does not hold (mixtures of experts group tokens by expert),
-#   only the first comparison counts.
-#
-# ``sensitivity`` measures what the first comparison is worth on this very model: contexts that lack their last token,
-# or hold a rejected one in its place, are made on purpose, and the deviation is what a defect of that kind would
-# show.
+# The target's context after rollbacks: nothing rejected may be left in it, and nothing else be missing. A row right
+# after a rollback (of a round, an edited question, a new conversation, a restored state) equals the plain answer's up
+# to the noise of the width. The same rollback with other rejected tokens changes no bit of the rows that follow, where
+# the engine computes rows independently (mixtures of experts do not). ``sensitivity`` measures the power of the first
+# comparison.
 
 ARM = "rollback"
 
 
 @dataclass(slots=True)
 class Rollbacks:
-    """Figures of the probes: ``memory`` in ``result``.
+    """Figures of the probes: ``memory`` of the JSON."""
 
-    Attributes:
-        rollbacks: how many were made.
-        restored: how many states were saved, and put back over another text.
-        pairs: rollbacks that were made twice, with different rejected tokens.
-        bitwise: whether equality to the bit could be demanded of those.
-        largest_deviation: of a row, in logits.
-    """
-
-    rollbacks: int = 0
-    restored: int = 0
-    pairs: int = 0
-    bitwise: bool = True
-    largest_deviation: float = 0.0
+    rollbacks: int = 0  # how many were made
+    restored: int = 0  # how many states were saved, and put back over another text
+    pairs: int = 0  # rollbacks that were made twice, with different rejected tokens
+    bitwise: bool = True  # whether equality to the bit could be demanded of those
+    largest_deviation: float = 0.0  # of a row, in logits
 
     def probe(self, context: Context, plain: PlainAnswer, reach: int, log: AuditLog, check: Check) -> None:
-        """Roll the running context back in every way that decoding does, for drafts of up to ``reach`` tokens, and look
-        at the rows that follow; ``plain`` is at least two tokens long."""
+        """Roll the running context back in every way that decoding does, for drafts of up to ``reach`` tokens, and
+        compare the rows that follow; ``plain`` has at least two tokens."""
         rng, last = random.Random(7), len(plain.tokens) - 1
 
         def rejected(n: int) -> list[int]:
@@ -564,7 +461,7 @@ def rows_are_independent(model: Model, plain: PlainAnswer, check: Check) -> bool
 
 
 def sensitivity(model: Model, plain: PlainAnswer, check: Check) -> list[Deviation]:
-    """How far rows move when the context is wrong on purpose; every fourth position, two ways each."""
+    """Deviations of contexts that are wrong on purpose: every fourth position, two ways each."""
     rng, found = random.Random(11), []
     with model.new_context(len(plain.prompt) + len(plain.tokens) + SLACK) as context:
         for position in range(2, len(plain.tokens), 4):
@@ -574,52 +471,36 @@ def sensitivity(model: Model, plain: PlainAnswer, check: Check) -> list[Deviatio
     return found
 
 
-# What rounding explains: how far the width of a pass moves logits on this engine and model, and what goes further.
-#
-# The same text is decoded twice in contexts that never saw a rollback: token by token, and in passes of every width
-# that speculation uses. Both are right; what lies between them is rounding. From these deviations a bound is derived
-# that a healthy audit stays under:
-#
-# * Above its 90 % quantile u a deviation is taken to have an exponential tail (the generic tail of a light-tailed law,
-#   Balkema and de Haan 1974; Pickands 1975), whose mean is estimated from the k values above u, and replaced by the
-#   upper end of its 95 % confidence interval.
-# * The bound is where that tail gives one crossing among all the rows the audit compares a probability of
-#   ``FALSE_ALARM``: u + mean * ln(k / n * n_tested / FALSE_ALARM); at least ``RESOLUTION``.
-#
-# A row beyond the bound, or a token further under the argmax than the bound for that, is not a defect yet: the row is
-# computed again from nothing, in fresh contexts and passes of several widths, since some texts have rows that
-# rounding moves far. It is a defect where none of them moves half as far. Where the engine claims that width does not
-# matter, the bound is 0: equality to the bit is demanded, and any deviation is a defect.
+# What rounding explains. A text is decoded in fresh contexts token by token and in passes of every width. Above its 90
+# % quantile u a deviation has an exponential tail (Balkema and de Haan 1974; Pickands 1975) with the upper 95 %
+# confidence limit of its mean, from k of n values. The bound gives one crossing among all compared rows a probability
+# of ``FALSE_ALARM``: u + mean * ln(k / n * n_tested / FALSE_ALARM), at least ``RESOLUTION``. A row beyond it is
+# computed again in fresh contexts at several widths, and is a defect where none of them moves half as far. Where the
+# engine claims that width does not matter, the bound is 0.
 
 FALSE_ALARM = 0.01
-"""Probability that a healthy audit has to compute a row again; under the tail assumption above."""
+"""Probability that a healthy audit has to compute a row again."""
 
 RESOLUTION = 1e-3
-"""Deviation [logits] that a fast engine is never blamed for: where the rows that were looked at happened to be equal to
-the bit, the next one need not be. It moves a probability by a thousandth."""
+"""Least bound [logits] of a fast engine: it moves a probability by a thousandth."""
 
 MIN_ROWS = 10
 """Fewer rows say nothing about a tail."""
 
 MOST_RECHECKS = 3
-"""So many rows that nothing explains, and there is no doubt left about the next suspicious one."""
+"""After so many unexplained rows, further ones are not computed again."""
 
 WIDTHS = (2, 5, 9, 16)
-"""Passes that a suspicious row is computed again in, one for each way of ``prompt_cuts``."""
+"""Passes that a suspicious row is computed again in, one for each of ``prompt_cuts``."""
 
 EXPLAINED = 2.0
-"""A row counts as explained if fresh contexts move it at least 1 / EXPLAINED as far."""
+"""A row is explained if fresh contexts move it at least 1 / EXPLAINED as far."""
 
 
 @dataclass(slots=True)
 class WidthNoise:
-    """Deviations between narrow and wide passes of healthy contexts.
-
-    Attributes:
-        exact: the engine claims that there are none.
-        deviations: one for each row.
-        widths: the widths that were used.
-    """
+    """Deviations between narrow and wide passes of healthy contexts; with ``exact`` the engine claims that there are
+    none."""
 
     exact: bool
     deviations: list[Deviation] = field(default_factory=list)
@@ -627,19 +508,19 @@ class WidthNoise:
 
     @property
     def mean_kl(self) -> float:
-        """Mean divergence over the rows, in nats."""
+        """Mean divergence over the rows [nats]."""
         return float(np.mean([each.kl for each in self.deviations])) if self.deviations else 0.0
 
     @property
     def contradicts_itself(self) -> bool:
-        """Wide passes compute something else than narrow ones: a wrong kernel, not rounding."""
+        """Whether wide passes compute something else than narrow ones: a wrong kernel."""
         if self.exact:
             return any(each.rms > 0 for each in self.deviations)
         return not self.mean_kl <= MAX_MEAN_KL
 
     def bounds(self, n_tested: int) -> tuple[float, float] | None:
-        """What rounding explains if ``n_tested`` rows are compared, in logits: of a row's deviation, and of the gap
-        between an emitted token and the argmax. None: too few rows were measured."""
+        """What rounding explains if ``n_tested`` rows are compared [logits]: a row's deviation, and the gap between an
+        emitted token and the argmax; None of too few rows."""
         if self.exact:
             return 0.0, 0.0
         if len(self.deviations) < MIN_ROWS:
@@ -648,7 +529,7 @@ class WidthNoise:
         return max(RESOLUTION, tail_bound(rms, n_tested)), max(RESOLUTION, tail_bound(swing, n_tested))
 
     def figures(self, n_tested: int) -> dict[str, Any]:
-        """``noise`` in ``result``."""
+        """``noise`` of the JSON."""
         rms = [each.rms for each in self.deviations]
         bound, gap_bound = self.bounds(n_tested) or (None, None)
         return {
@@ -667,10 +548,7 @@ class WidthNoise:
 
 
 def tail_bound(sample: Sequence[float], n_tested: int, false_alarm: float = FALSE_ALARM) -> float:
-    """What the largest of ``n_tested`` further values stays under with probability 1 - ``false_alarm``.
-
-    Of ``sample`` there are at least ``MIN_ROWS`` values; the module's docstring says what is assumed of their tail.
-    """
+    """Bound of ``n_tested`` further values with probability 1 - ``false_alarm``, from at least ``MIN_ROWS`` values."""
     ordered = np.sort(np.asarray(sample, dtype=np.float64))
     n = len(ordered)
     k = max(5, n // 10)
@@ -692,24 +570,20 @@ class Judge:
     """Tells ties from defects, given the target and the ``bounds`` of its ``WidthNoise``.
 
     Attributes:
-        name: turns a token into words.
-        branches: whether the contexts that are judged take branching drafts.
         ties: tokens that differ from plain decoding, where rounding explains it.
-        defects: the first unexplained row of each prompt and way of drafting.
         n_rechecked, n_explained: suspicious rows that were computed again, and those that fresh contexts move as well.
     """
 
     model: Model
     bounds: tuple[float, float]
-    name: Callable[[int], str]
-    branches: bool = False
+    name: Callable[[int], str]  # turns a token into words
+    branches: bool = False  # whether the contexts that are judged take branching drafts
     ties: list[Observation] = field(default_factory=list)
-    defects: list[Defect] = field(default_factory=list)
+    defects: list[Defect] = field(default_factory=list)  # the first unexplained row of each prompt and way of drafting
     n_rechecked: int = 0
     n_explained: int = 0
 
     def judge(self, observations: Iterable[Observation]) -> None:
-        """Judge those of all answers."""
         broken = set()
         for seen in observations:
             answer = seen.arm, seen.plain.name
@@ -723,7 +597,7 @@ class Judge:
                 self.ties.append(seen)
 
     def _explained(self, seen: Observation) -> bool:
-        """Whether fresh contexts move the row as well: one for each of ``WIDTHS``, the prompt cut in as many ways."""
+        """Whether fresh contexts move the row as well, one for each of ``WIDTHS``."""
         if self.model.capabilities.batch_invariant or self.n_rechecked - self.n_explained >= MOST_RECHECKS:
             return False
         self.n_rechecked += 1

@@ -1,22 +1,16 @@
-"""Whether a drafter sends the samples that it draws, whatever they are.
+"""Whether a drafter sends the samples that it draws.
 
-Verification takes the law that a sample was drawn from on trust. A drafter that throws unlikely samples away, or draws
-from another law than it reports, skews the text of answers, and no look at verification alone can tell. So samples are
-looked at themselves: those that were sent, and those that were drawn and not sent. If sending does not depend on what
-came out, both follow the law that was reported.
+Verification trusts the law that a sample was drawn from. A drafter that drops unlikely samples, or draws from another
+law than it reports, skews the text. So samples sent, and samples drawn and not sent, are tested: if sending does not
+depend on the outcome, both follow the reported law.
 
-Bettors stake on what a defect would make of each sample, as in ``betting``: each stake is a non-negative martingale
-under the claim, and so is their mean, which reaches 10^6 with a probability of at most 10^-6, however many samples
-there are and whenever one looks (Ville 1939).
-
-* ``THRESHOLDS``: half of the samples of a probability under c are thrown away; and one suspects that of all but the
-  most probable token. A sample that was sent multiplies the stake by 1/2 + 1/2 [q(x) >= c] / Q(q >= c), one that was
-  not by the same of the others. Laws that lie on one side of c tell nothing, and cost nothing.
-* ``ORDERS``: suspects nothing in particular. Under its law each sample has a place in [0, 1), the probability of all
-  tokens that rank before it plus a random share of its own, and these places are uniform. Tokens rank by probability
-  and by a scrambled id; places are counted in ``BINS`` equal parts, and the stake is that of Dirichlet's mixture with
-  weights of one half (Krichevsky and Trofimov 1981), for those sent and those not. With n samples sent, a quarter that
-  holds a share of 1/4 + ``detectable`` is found with 99 %.
+Bettors stake as in ``law``. Those of ``THRESHOLDS`` suspect that half of the samples of a probability under c are
+dropped, or half of all but the most probable token: a sample sent multiplies the stake by 1/2 + 1/2 [q(x) >= c] / Q(q
+>= c), one not sent by the same of the others. Those of ``ORDERS`` suspect nothing in particular: a sample's place in
+[0, 1), the probability of all tokens ranked before it plus a random share of its own, is uniform. Tokens rank by
+probability and by a scrambled id; places are counted in ``BINS`` parts, and the stake is Dirichlet's mixture with
+weights 1/2 (Krichevsky and Trofimov 1981). With n samples sent, a quarter with a share of 1/4 + ``detectable`` is found
+with 99 %.
 """
 
 from __future__ import annotations
@@ -37,18 +31,12 @@ BINS = 4
 ORDERS = ("probability", "id")
 THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
 LIKELIEST = 2.0
-"""Stands for a threshold over which only the most probable token is."""
+"""Stands for a threshold that only the most probable token passes."""
 
 
 @dataclass(slots=True)
 class DrawnSamples:
-    """The samples of drafters that were drawn from a law with noise of their own.
-
-    Attributes:
-        drawn: how many were seen being drawn.
-        sent: how many were sent.
-        impossible: sent though their law gives them no probability; one is proof.
-    """
+    """Samples that drafters drew with noise of their own; one sent though its law gives it no probability is proof."""
 
     drawn: int = 0
     sent: int = 0
@@ -60,7 +48,7 @@ class DrawnSamples:
     )
 
     def observe(self, drawn: Sequence[tuple[int, Distribution]], draft: Sequence[DraftToken]) -> None:
-        """Note those of one round: all that were drawn, and the draft that was sent."""
+        """Note the samples drawn in a round, and the draft sent."""
         sent = [(token.id, token.dist) for token in draft if token.dist is not None]
         held = {(token, id(law)) for token, law in sent}
         self.drawn += len(drawn)
@@ -93,14 +81,14 @@ class DrawnSamples:
 
     @property
     def evidence(self) -> float:
-        """Logarithm of the common stake, in nats."""
+        """Logarithm of the common stake [nats]."""
         if self.impossible:
             return math.inf
         stakes = list(self._evidence().values())
         return float(np.logaddexp.reduce(stakes)) - math.log(len(stakes))
 
     def _evidence(self) -> dict[str, float]:
-        """What each bettor's stake grew to, in nats, by what he suspects."""
+        """Log stake [nats] by suspicion."""
         found = {
             "unlikely samples are thrown away"
             if threshold == LIKELIEST
@@ -116,7 +104,6 @@ class DrawnSamples:
 
     @property
     def rejected(self) -> bool:
-        """Whether what is sent depends on what was drawn."""
         return self.evidence >= THRESHOLD
 
     @property
@@ -129,7 +116,7 @@ class DrawnSamples:
 
     @property
     def detectable(self) -> float | None:
-        """The error of a quarter's share that is found with 99 %; None where no error is, with so few."""
+        """Error of a quarter's share that is found with 99 %; None if none is."""
         n = self.sent
         for error in np.arange(0.01, 0.76, 0.01):
             share = 0.25 + float(error)
@@ -140,7 +127,7 @@ class DrawnSamples:
         return None
 
     def figures(self) -> dict[str, Any]:
-        """``samples`` in ``result``."""
+        """``samples`` of the JSON."""
         return {
             "drawn": self.drawn,
             "sent": self.sent,
@@ -154,7 +141,7 @@ class DrawnSamples:
 
 
 def _stake(counts: Sequence[float]) -> float:
-    """Logarithm of the probability of counts under Dirichlet's mixture over that under even shares."""
+    """Log probability of counts under Dirichlet's mixture over that under even shares."""
     n, half = sum(counts), 0.5
     mixed = math.lgamma(BINS * half) - math.lgamma(n + BINS * half)
     mixed += sum(math.lgamma(count + half) - math.lgamma(half) for count in counts)

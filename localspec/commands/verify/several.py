@@ -1,10 +1,8 @@
-"""Several answers at a time, as ``serve --parallel N`` makes them: passes and draft steps that answers share.
+"""Several answers at a time, as ``serve --parallel N`` makes them.
 
-They are asked for as any program does, more at once than there are sequences, so that sequences end, are begun anew and
-make room for each other. What each said is then read by the target alone (``plain.replayed``): every token has to be
-the argmax of its row there, up to rounding, and, of the answers that were asked for the logarithms of the most probable
-tokens, so do the rows. What rounding is here is measured in fresh memories of as many sequences, on the same texts, in
-passes of several of them: engines compute such passes otherwise than those of one sequence.
+More are asked for than there are sequences, so that sequences end, start anew and are preempted. The target alone then
+reads each answer: every token has to be the argmax of its row up to rounding, and rows with known logprobs have to
+agree. Rounding is measured in fresh contexts of as many sequences, as engines compute such passes otherwise.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from localspec.commands.verify.rows import (
     Observation,
     PlainAnswer,
     WidthNoise,
-    replayed,
+    plain_answer,
 )
 from localspec.engine.pair import Pair
 from localspec.engine.request import Reply, RoundStream
@@ -37,16 +35,8 @@ PIECE = 64
 
 @dataclass(slots=True)
 class SeveralFigures:
-    """``several`` in ``result``.
-
-    Attributes:
-        sequences: how many answers at a time; 1 where this engine takes no more.
-        reason: why no more; None where there were.
-        answers, tokens: that were compared.
-        drafted, accepted: draft tokens in them.
-        passes: of the target, that answers shared.
-        largest_deviation, bound: of a row, in logits.
-    """
+    """``several`` of the JSON: ``sequences`` is 1 and ``reason`` given where the engine takes no more; deviations in
+    logits."""
 
     sequences: int = 1
     reason: str | None = None
@@ -60,8 +50,7 @@ class SeveralFigures:
 
 
 def enough(prompts: Sequence[tuple[str, list[int]]]) -> list[tuple[str, list[int]]]:
-    """One prompt more than there are sequences, so that one begins where another ended: where there are fewer, with the
-    beginnings of these."""
+    """One prompt more than there are sequences, with beginnings of prompts where they are too few."""
     found = list(prompts[: SEQUENCES + 1])
     for part in (0.6, 0.4, 0.8, 0.3):
         for label, tokens in prompts:
@@ -80,16 +69,7 @@ def audit_several(
     watch: Callable[[str], None],
     name: Callable[[int], str],
 ) -> tuple[SeveralFigures, Judge | None]:
-    """Ask for answers, more at a time than the pair has sequences, and compare them with the target alone.
-
-    Args:
-        llm: the pair, loaded for several answers at a time.
-        prompts: name and tokens.
-        n_tokens: longest answer.
-        lengths: draft lengths; with each, every prompt is asked.
-        log: takes what breaks off.
-        check, watch: as in ``Audit``.
-        name: turns a token into words.
+    """Ask for more answers at a time than the pair has sequences, and compare them with the target alone.
 
     Raises:
         AuditStopped: it was interrupted.
@@ -106,7 +86,8 @@ def audit_several(
             watch(f"reading answer {len(texts) + 1} of {len(replies)} alone")
 
             def replay(pair: Pair, label: str = label, prompt: list[int] = prompt, reply: Reply = reply) -> PlainAnswer:
-                return replayed(pair.target, label, prompt, list(reply.token_ids), SamplingParams(), check)
+                given = list(reply.token_ids)
+                return plain_answer(pair.target, label, prompt, SamplingParams(), len(given), check, given)
 
             texts.append(text := llm.run(replay))
             observations += _observed(text, reply)
@@ -126,7 +107,7 @@ def _n_passes(llm: LLM) -> int:
 def _replies(
     llm: LLM, asked: Sequence[tuple[list[int], int | str]], n_tokens: int, check: Check, watch: Callable[[str], None]
 ) -> list[Reply]:
-    """All answers, asked for at once; every other with the logarithms of its most probable tokens."""
+    """All answers, asked for at once; every other with logprobs."""
     streams = list[RoundStream]()
 
     def ask(_: Pair) -> None:
@@ -184,7 +165,7 @@ def _judged(
 
 
 def _deviations(model: Model, texts: Sequence[PlainAnswer], check: Check) -> list[Deviation]:
-    """How far rows lie from the texts' in a fresh memory of several sequences, fed together and never taken back."""
+    """Deviations from the texts' rows in a fresh context of several sequences, fed together and never rolled back."""
     found = list[Deviation]()
     whole = [text.before(len(text.tokens) - 1) for text in texts]
     firsts = [len(text.prompt) - 1 for text in texts]

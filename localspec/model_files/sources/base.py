@@ -15,15 +15,15 @@ from localspec.model_files.catalog import Entry, free_bytes
 
 P = ParamSpec("P")
 
+# Progress: what is being done, bytes done, bytes in all (0 if unknown). Raising from it stops the work.
 Watch = Callable[[str, int, int], None]
-"""Progress: what is being done, bytes done, bytes in all (0 if unknown). Raising from it stops the work."""
 
+# Error numbers of a disk, quota or file system that cannot hold the file.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Error numbers of a disk, quota or file system that cannot hold the file."""
 
 
 class RaisedByCaller(BaseException):
-    """Carries what a caller's function raised past all that takes errors for a source's or the disk's own."""
+    """Carries an exception of a caller's function past handlers for a source's or the disk's errors."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -43,27 +43,20 @@ def unmistakable(function: Callable[P, None]) -> Callable[P, None]:
 
 
 class Source(ABC):
-    """One kind of place that files come from.
-
-    Attributes:
-        kind: its name in the catalogue and in ``LOCALSPEC_SOURCE``.
-    """
+    """One kind of place that files come from; ``kind`` is its name in the catalogue and in ``LOCALSPEC_SOURCE``."""
 
     kind: str
 
     @abstractmethod
     def fetch(self, entry: Entry, where: Mapping[str, Any], folder: Path, watch: Watch, *, patient: bool) -> list[Path]:
-        """Bring an entry's files into a folder, each checked against its digest.
+        """Bring an entry's files into a folder, each checked against its digest; one file per item of ``entry.files``.
 
         Args:
             entry: what is wanted.
             where: the source as the catalogue lists it.
-            folder: for unfinished parts too; what an interrupted fetch left there is used again.
-            watch: told about progress.
+            folder: for unfinished parts too; the parts of an interrupted fetch are used again.
+            watch: called with progress.
             patient: whether to wait long for an answer; False while another source could be tried instead.
-
-        Returns:
-            One file per item of ``entry.files``.
 
         Raises:
             DownloadError: one line on why this source cannot deliver.
@@ -89,7 +82,6 @@ class Hashing:
         self.n_bytes += len(data)
 
     def restart(self) -> None:
-        """Empty the file and begin again."""
         self._file.seek(0)
         self._file.truncate()
         self._digest = hashlib.sha256()
@@ -112,16 +104,7 @@ def mismatch(label: str, expected: str, found: str) -> DigestMismatch:
 
 
 def check_space(folder: Path, needed: int, label: str) -> None:
-    """Refuse early what the disk cannot hold.
-
-    Args:
-        folder: any folder on the disk.
-        needed: bytes still to be written.
-        label: what for.
-
-    Raises:
-        NotEnoughSpace: with both numbers.
-    """
+    """Refuse early (``NotEnoughSpace``) what the disk of a folder cannot hold: ``needed`` bytes for ``label``."""
     free = free_bytes(folder)
     if needed > free:
         raise NotEnoughSpace(
@@ -131,7 +114,6 @@ def check_space(folder: Path, needed: int, label: str) -> None:
 
 
 def size_text(n_bytes: float) -> str:
-    """A size for people: ``1.12 GB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if n_bytes < 999.5 or unit == "GB":
             return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.3g} {unit}"

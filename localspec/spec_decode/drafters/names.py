@@ -20,14 +20,24 @@ CHATS = "chats"
 """What it calls files and folders that n-grams are copied from, ``corpus:PATH``, and the chats saved in this home,
 ``corpus:chats``."""
 
-HEAD = "head"
-EARLY_EXIT = "early-exit"
-MTP = "mtp"
-"""What it calls a head, also ``head:FILE``; the target's own first layers, also ``early-exit:N``; and the target's own
-layer for multi-token prediction. Any other name is that of a model, or of a published head's file."""
 
-FROM_STATES = (HEAD, EARLY_EXIT, MTP)
-"""Those of them that draft from what the target computes."""
+SHOWN = {
+    NGRAM: "copying from the text",
+    CORPUS: "copying from your files",
+    RECYCLED: "guesses of earlier passes",
+    "model": "draft model",
+    "grammar": "grammar",
+}
+"""What people read for a kind of drafter; plugins add theirs."""
+
+
+def shown(drafter: str) -> str:
+    """A drafter's source, or its name for ``--draft``, as people read it; a model's own name stays."""
+    if is_corpus(drafter) and drafter != CORPUS:
+        return f"copying from {drafter.partition(':')[2]}"
+    kind = kind_of(drafter)
+    number = drafter.removeprefix(kind)
+    return f"{SHOWN[kind]} {number}".rstrip() if kind in SHOWN else drafter
 
 
 def is_corpus(name: str) -> bool:

@@ -11,8 +11,8 @@ mx = pytest.importorskip("mlx.core")
 
 from localspec import LLM, SamplingParams  # noqa: E402
 from localspec.backends.base import FloatArray  # noqa: E402
-from localspec.backends.heads import STATE, Head, load_head  # noqa: E402
 from localspec.backends.mlx.network import default_dtype  # noqa: E402
+from localspec.heads.trained import STATE, Head, load_head  # noqa: E402
 from localspec.model_files.gguf import GGUFFile  # noqa: E402
 from tests.backends.mlx.test_mlx_backend import replay  # noqa: E402
 from tests.conftest import TinyFiles, open_backend  # noqa: E402

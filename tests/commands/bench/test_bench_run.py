@@ -604,6 +604,7 @@ def test_a_disk_that_refuses_is_one_line(
 
 
 @pytest.mark.real
+@pytest.mark.slow
 def test_a_real_pair(real_model: Callable[[str], Path], tmp_path: Path, bench: Bench) -> None:
     target = real_model("smollm2-135m")
     status, out, _ = bench(

@@ -299,7 +299,7 @@ def test_race_names_who_ran_first_and_takes_turns() -> None:
 
 def test_both_sides_of_a_race_think_as_the_answers_do() -> None:
     it = Scripted()
-    it.chat.think, it.chat.thinking_budget = "off", 9
+    it.chat.asked = {"think": "off", "thinking_budget": 9}
     it.chat.ask("q")
     it.run("/race")
     assert [(options["think"], options["thinking_budget"]) for options in it.llm.options] == [("off", 9)] * 5
@@ -516,14 +516,14 @@ def test_without_a_basis_the_status_has_no_speed_up() -> None:
 @pytest.mark.parametrize(
     ("names", "follows", "said"),
     [
-        ([], False, "Guessing is off."),
-        (["ngram"], True, "Guessing from the text itself; looking whether a draft model would help."),
-        (["ngram", "corpus:~/src"], False, "Guessing from the text itself, from ~/src."),
-        (["head", "qwen2.5-coder-0.5b-instruct-q4_k_m"], False, "Guessing with head, with qwen2.5-coder-0.5b."),
+        ([], "", "Guessing is off."),
+        (["ngram"], "loading the draft model", "Guessing by copying from the text; loading the draft model."),
+        (["ngram", "corpus:~/src"], "", "Guessing by copying from the text and copying from ~/src."),
+        (["head", "qwen2.5-coder-0.5b-instruct-q4_k_m"], "", "Guessing by head and qwen2.5-coder-0.5b."),
     ],
 )
-def test_who_guesses_is_one_sentence(names: list[str], follows: bool, said: str) -> None:
-    assert guessing(names, follows=follows) == said
+def test_who_guesses_is_one_sentence(names: list[str], follows: str, said: str) -> None:
+    assert guessing(names, follows) == said
 
 
 @pytest.mark.parametrize(
@@ -563,7 +563,7 @@ def test_tokens_of_heads_have_a_style_and_where_there_is_one_a_place_in_the_lege
     assert "by head" not in screen.legend(["ngram", "head-of-state"])
     assert "by draft model" in screen.legend(["ngram", "head-of-state"])
     assert "by draft model" not in screen.legend(["ngram"])
-    assert "by draft model" in screen.legend(["ngram"], follows=True)
+    assert "by draft model" in screen.legend(["ngram"], "loading the draft model")
     assert screen.legend([]) == ""
 
 

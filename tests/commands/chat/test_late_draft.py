@@ -23,9 +23,9 @@ from localspec.engine.loading import draft_gain
 from localspec.engine.options import LoadOptions
 from localspec.engine.worker import Job
 from localspec.errors import Cancelled, DownloadError
+from localspec.heads.file import heads_folder
 from localspec.model_files import sources
 from localspec.model_files.catalog import Catalog, Entry
-from localspec.model_files.head_folders import heads_folder
 from localspec.spec_decode.drafters.names import AUTOMATIC
 from tests.conftest import TinyFiles, open_backend
 from tests.support.ggufs import write_glm, write_hybrid
@@ -118,8 +118,8 @@ def test_the_chat_answers_while_the_draft_is_fetched(
     chat = Chat(llm, ChatScreen(plain=True), params=GREEDY)
     late = chat.late = LateDraft(llm, [DRAFT])
     assert fetching.half.wait(SOON)
-    header(llm, chat.screen, follows=True)
-    assert "looking whether a draft model would help." in capsys.readouterr().out
+    header(llm, chat.screen, late.status)
+    assert "; fetching the draft model some-draft 50%." in capsys.readouterr().out
     assert late.status == "fetching the draft model some-draft 50%"
     assert late.status in chat.toolbar
     assert chat.ask("x")

@@ -58,12 +58,12 @@ def test_in_a_chat(tiny: TinyFiles, project: Path) -> None:
         check=False,
     )
     said = done.stderr.splitlines()
-    guessing = f"Guessing from the text itself, from {project}."
+    guessing = f"Guessing by copying from the text and copying from {project}."
     assert [line for line in said if line.startswith("project: ")] == [
         f"project: {project}. {guessing}",
         f"project: {project}. {guessing}",
-        "project: none. Guessing from the text itself.",
-        "project: none. Guessing from the text itself.",
+        "project: none. Guessing by copying from the text.",
+        "project: none. Guessing by copying from the text.",
     ]
     assert guessing in said
     assert any(line.startswith("localspec: project missing: No such file") for line in said)

@@ -78,7 +78,7 @@ def test_a_chat_from_start_to_end(open_chat: Open, tiny: TinyFiles) -> None:
     terminal = open_chat()
     screen = terminal.wait(READY)
     assert f"{tiny.pair.target.stem} · reference · context 2048" in screen
-    assert f"Guessing with {tiny.pair.draft.stem}." in screen
+    assert f"Guessing by {tiny.pair.draft.stem}." in screen
     assert "the model's own" in screen
     terminal.type("hello there")
     screen = terminal.wait(lambda s: answers(s) == 1 and "tok/s" in s)
@@ -228,14 +228,14 @@ def test_commands_that_change_the_chat(open_chat: Open, tmp_path: Path, tiny: Ti
     terminal.type("/retry")
     terminal.wait(lambda s: answers(s) == 3)
     terminal.type("/draft ngram")
-    terminal.wait("Guessing from the text itself.")
+    terminal.wait("Guessing by copying from the text.")
     terminal.type(f"/draft {tiny.pair.draft} ngram")
-    screen = terminal.wait("Guessing from the text itself, with pair-draft.")
+    screen = terminal.wait("Guessing by copying from the text and pair-draft.")
     assert "loading" not in screen
     terminal.type(f"/draft {tiny.pair.draft} only")
-    terminal.wait("\nGuessing with pair-draft.\n")
+    terminal.wait("\nGuessing by pair-draft.\n")
     terminal.type(f"/draft {tiny.pair.draft}")
-    terminal.wait(lambda s: s.count("Guessing from the text itself, with pair-draft.") == 2)
+    terminal.wait(lambda s: s.count("Guessing by copying from the text and pair-draft.") == 2)
     terminal.type("/draft none")
     terminal.wait("Guessing is off.")
     terminal.type("/length auto")
@@ -489,6 +489,7 @@ def test_nothing_on_standard_input_is_a_chat_without_turns(tiny: TinyFiles) -> N
 
 
 @pytest.mark.real
+@pytest.mark.slow
 def test_the_real_pair(open_chat: Open, real_model: Any, tmp_path: Path) -> None:
     target, draft = real_model("qwen2.5-coder-1.5b"), real_model("qwen2.5-coder-0.5b")
     command = [*PROGRAM, "chat", str(target), "--draft", str(draft), "--draft", "ngram", "--draft-length", "4"]

@@ -12,11 +12,11 @@ import pytest
 
 from localspec.commands.distill import command
 from localspec.commands.distill.command import RunDisplay, finished_report, sparkline, unfinished_report
-from localspec.model_files.head_card import CurvePoint, HeadCard, TargetFacts, Training
-from localspec.model_files.head_folders import heads_folder
+from localspec.heads.card import CurvePoint, HeadCard, TargetFacts, Training
+from localspec.heads.file import heads_folder
+from localspec.heads.training.run_folder import Distilled, RunProgress
+from localspec.heads.training.worth import Worth
 from localspec.report.renderers import html, markdown
-from localspec.training.run_folder import Distilled, Standing
-from localspec.training.worth import Worth
 from tests.commands.test_cli import assert_one_line
 from tests.commands.test_cli import localspec as run_localspec
 from tests.conftest import TinyFiles
@@ -74,7 +74,7 @@ def test_the_report_says_what_the_head_is_worth(tmp_path: Path, gain: float | No
 
 
 def test_the_page_of_a_run_that_goes_on_has_its_curve(tmp_path: Path) -> None:
-    page = html(unfinished_report("model", Standing("training", "the head learns", curve=CURVE, tokens_seen=6000)))
+    page = html(unfinished_report("model", RunProgress("training", "the head learns", curve=CURVE, tokens_seen=6000)))
     assert "6,000 tokens: 0.600" in page
     assert "not finished" in page
 
@@ -84,9 +84,9 @@ def test_where_nobody_watches_there_are_plain_lines() -> None:
     with RunDisplay(out) as watch:
         watch.say("a remark\x1b[2J")
         for n in range(100):
-            watch.show(Standing("examples", "the model writes examples", 0.1, 120.0, 3, 500 + n, 1_000_000, 40.0))
-        watch.show(Standing("training", "the head learns", 0.2, 60.0, 3, 600, 1_000_000, 160.0, 1000, CURVE[:2]))
-        watch.show(Standing("waiting"))
+            watch.show(RunProgress("examples", "the model writes examples", 0.1, 120.0, 3, 500 + n, 1_000_000, 40.0))
+        watch.show(RunProgress("training", "the head learns", 0.2, 60.0, 3, 600, 1_000_000, 160.0, 1000, CURVE[:2]))
+        watch.show(RunProgress("waiting"))
     lines = out.getvalue().splitlines()
     assert len(lines) == 4
     assert lines[1] == "the model writes examples, 40 tokens a second; 3 texts of 500 tokens (1 MB); 2 min left"
@@ -131,7 +131,7 @@ def test_a_file_that_is_no_model_is_one_line(tmp_path: Path) -> None:
     ("at", "more"),
     [
         ("call localspec.engine.loading:Loader.load", []),
-        ("call localspec.training.examples:ExampleMaker.step", ["--kind", "medusa"]),
+        ("call localspec.heads.training.examples:ExampleMaker.step", ["--kind", "medusa"]),
     ],
 )
 def test_ctrl_c_says_how_to_go_on(tiny: TinyFiles, at: str, more: list[str]) -> None:
@@ -150,7 +150,7 @@ def test_a_run_that_is_told_to_end_says_how_to_go_on(tiny: TinyFiles, by: str) -
     """Without a terminal, as a job of a system that ends it, or of a terminal that is closed."""
     pytest.importorskip("jax", reason="heads are trained with JAX")
     arguments = ["distill", str(tiny.quick.target), "--minutes", "500", "--backend", "reference"]
-    _, errors = interrupted("call localspec.training.examples:ExampleMaker.step", arguments, by=by)
+    _, errors = interrupted("call localspec.heads.training.examples:ExampleMaker.step", arguments, by=by)
     assert errors[-1] == f"localspec: stopped; resume with: localspec {' '.join(arguments)} --resume"
 
 

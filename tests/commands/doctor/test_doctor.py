@@ -28,9 +28,9 @@ from localspec.backends.trust import fingerprint
 from localspec.commands.doctor import facts, fit, ranking
 from localspec.commands.doctor.command import bars, ranking_parts, recommend_ranked
 from localspec.engine import loading as loading_module
+from localspec.heads.file import heads_folder
 from localspec.measuring.last_bench import remember
 from localspec.model_files.catalog import Catalog, Entry
-from localspec.model_files.head_folders import heads_folder
 from localspec.report.model import Finding, Findings, Lines, Table
 from localspec.report.renderers import Screen
 from localspec.system import machine as machine_module
@@ -111,7 +111,7 @@ def test_without_any_model(doctor: Doctor) -> None:
     machine = found["machine"]
     assert machine["cores"] >= machine["threads"] >= 1
     assert 0.1 < machine["bandwidth_gb_per_s"] < 10_000
-    assert {engine["name"] for engine in found["engines"]} == set(backends.BACKENDS)
+    assert {engine["name"] for engine in found["engines"]} == set(backends.backend_names())
     _, out, _ = doctor.text()
     assert "is not on this disk" in out
     assert "localspec pull" in out

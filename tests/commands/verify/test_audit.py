@@ -29,12 +29,12 @@ from localspec.commands.verify.samples import DrawnSamples
 from localspec.commands.verify.several import SeveralFigures, audit_several
 from localspec.controllers.fixed import FixedPlan
 from localspec.engine.options import LoadOptions
+from localspec.heads.drafters import EarlyExitDrafter
 from localspec.report.model import Findings
 from localspec.sampling.sampling import Distribution, Noise, distribution
 from localspec.spec_decode import decoder, verification
 from localspec.spec_decode.detokenizer import ThinkingReader
 from localspec.spec_decode.drafters.base import Drafter
-from localspec.spec_decode.drafters.head import EarlyExitDrafter
 from localspec.spec_decode.proposer import Proposer
 from localspec.spec_decode.rounds import Draft, DraftToken, Verdict
 from tests.commands.test_cli import localspec

@@ -71,6 +71,11 @@ def test_messages(server: Server, opens: bool, chat: tuple[str, str, int]) -> No
         assert kinds == sorted(kinds, reverse=True)
         off = client.messages.create(**asked | {"thinking": {"type": "disabled"}, "extra_body": SEED})
         assert [block.type for block in off.content] == ["text"]
+        # A given form switches thinking off, for what is counted too.
+        form = {"format": {"type": "json_schema", "schema": {"type": "object", "additionalProperties": False}}}
+        usage = client.messages.create(**asked, output_config=form).usage
+        counted = client.messages.count_tokens(model=asked["model"], messages=[QUESTION], output_config=form)
+        assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
         for thinking in ({"type": "much"}, {"type": "enabled", "budget_tokens": -1}):
             with pytest.raises(anthropic.BadRequestError, match="thinking"):
                 client.messages.create(**asked | {"thinking": thinking})

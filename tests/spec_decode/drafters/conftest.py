@@ -1,4 +1,4 @@
-"""Fixtures of the tests of drafters that read states of the target."""
+"""Fixtures of the tests of drafters."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ import pytest
 from tests.conftest import open_backend
 from tests.support import ggufs
 from tests.support.gguf_vocabs import bpe_vocab
+
+
+@pytest.fixture(autouse=True)
+def measured(measured_home: Path) -> None:
+    """Tiny files are measured and checked once."""
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ import pytest
 
 from benchmarks.build_llama_cpp import build, default_folder
 from localspec import LLM, SamplingParams
-from localspec.training.distill import distill
-from localspec.training.run_folder import Effort, Recipe
+from localspec.heads.training.distill import distill
+from localspec.heads.training.run_folder import Effort, Recipe
 from tests.conftest import TinyFiles, open_backend
 from tests.support import ggufs
 from tests.support.mtp_ggufs import FAMILIES, write_apart

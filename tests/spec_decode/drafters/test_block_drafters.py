@@ -13,7 +13,6 @@ import pytest
 
 from localspec import LLM, LocalspecError, SamplingParams
 from localspec.backends.base import Context, FloatArray
-from localspec.backends.published_heads import EngineHead, load_published
 from localspec.commands.doctor.facts import payoff
 from localspec.commands.files import inspect_command, list_command
 from localspec.controllers.acceptance import GREEDY as TYPICAL
@@ -22,9 +21,10 @@ from localspec.controllers.auto import AutoController
 from localspec.controllers.cost_model import PassTimes
 from localspec.engine.pair import Pair
 from localspec.errors import ModelFileError
-from localspec.model_files.inspection import inspect
+from localspec.heads.drafters import BlockHead
+from localspec.heads.listing import inspect
+from localspec.heads.published import EngineHead, load_published
 from localspec.spec_decode.drafters.base import Drafter
-from localspec.spec_decode.drafters.head import BlockHead
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.rounds import Round
 from localspec.system.files import models_dir

@@ -114,10 +114,10 @@ def test_counterfactual_draft_tokens_are_learned_from(tiny: TinyFiles) -> None:
         controller = llm._pair.controller("auto")
         plan = controller.plan(room=8, n_past=4)
         assert isinstance(plan, AutoPlan)
-        before = plan.estimates.acceptance["model"].expected(0.97)
+        before = plan.acceptance["model"].expected(0.97)
         for _ in range(20):
             plan.counterfactual("model", 0.97, right=False)
-        assert plan.estimates.acceptance["model"].expected(0.97) < before - 0.3
+        assert plan.acceptance["model"].expected(0.97) < before - 0.3
 
 
 def test_of_a_short_new_prompt_only_the_ends_are_read_if_all_of_it_is_not_worth_that(tiny: TinyFiles) -> None:

@@ -18,12 +18,13 @@ import pytest
 import localspec.spec_decode.decoder
 from localspec.backends import reference
 from localspec.backends.base import FEW_ROWS, Context, FloatArray, Forward
-from localspec.backends.draft_head import DraftHead
-from localspec.backends.heads import STATE, Head, load_head, target_facts
-from localspec.backends.published_heads import load_published
 from localspec.controllers.fixed import FixedController, FixedPlan
 from localspec.errors import EngineError, UsageError
-from localspec.model_files.exit_head import exit_head
+from localspec.heads.base import DraftHead
+from localspec.heads.drafters import HEAD_DRAFTERS, ChainedHead, HeadDrafter, StateWindow
+from localspec.heads.kinds.exit import exit_head
+from localspec.heads.published import load_published
+from localspec.heads.trained import STATE, Head, load_head, target_facts
 from localspec.sampling.constraint import constraint_for
 from localspec.sampling.sampling import Distribution, Ids, Noise, Row, SamplingParams
 from localspec.spec_decode.decoder import SpeculativeDecoder
@@ -31,7 +32,6 @@ from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.group import DrafterGroup
-from localspec.spec_decode.drafters.head import HEAD_DRAFTERS, ChainedHead, HeadDrafter, StateWindow
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.rounds import DraftToken, Round
 from tests.conftest import Backend, TinyFiles
@@ -85,7 +85,7 @@ WINDOW = 64
 
 @pytest.fixture(autouse=True)
 def window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localspec.backends.heads.MAX_STATES", WINDOW)
+    monkeypatch.setattr("localspec.heads.trained.MAX_STATES", WINDOW)
 
 
 class HeadWorld(World):

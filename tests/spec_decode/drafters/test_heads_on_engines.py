@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from localspec.backends.base import FloatArray
-from localspec.backends.published_heads import EngineHead, load_published
 from localspec.controllers.fixed import FixedPlan
+from localspec.heads.drafters import ChainedHead
+from localspec.heads.published import EngineHead, load_published
 from localspec.sampling.sampling import Noise, Row, SamplingParams
-from localspec.spec_decode.drafters.head import ChainedHead
 from localspec.spec_decode.proposer import Proposer
 from tests.conftest import TinyFiles, open_backend
 from tests.support import ggufs

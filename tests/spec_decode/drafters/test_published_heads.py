@@ -21,17 +21,17 @@ from localspec.backends import trial
 from localspec.backends.base import Forward
 from localspec.backends.llama import llama_cpp
 from localspec.backends.llama import staging as staging_module
-from localspec.backends.published_heads import ENGINES, load_published
 from localspec.commands.files import inspect_command, list_command
 from localspec.controllers.fixed import FixedController, FixedPlan
 from localspec.engine.pair import Pair
 from localspec.errors import Cancelled, EngineError, ModelFileError
-from localspec.model_files.inspection import inspect
+from localspec.heads.drafters import BlockHead, ChainedHead
+from localspec.heads.listing import inspect
+from localspec.heads.published import load_published
 from localspec.sampling.sampling import Noise
 from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.drafters.base import Drafter
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
-from localspec.spec_decode.drafters.head import BlockHead, ChainedHead
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.proposer import Proposer
 from localspec.spec_decode.rounds import Round
@@ -51,7 +51,7 @@ SEEDED = SamplingParams(temperature=1.0, seed=5, max_tokens=48, ignore_eos=True)
 PROMPT = "one two one two"
 
 
-@pytest.fixture(params=list(ENGINES))
+@pytest.fixture(params=["llama-cpp", "mlx", "reference"])
 def engine(request: pytest.FixtureRequest) -> str:
     """Every engine that computes EAGLE-3 heads."""
     return open_backend(request.param).name
@@ -421,7 +421,7 @@ def test_a_head_that_fails_on_mlx_is_done_without(
     tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_backend("mlx")
-    from localspec.backends.mlx.eagle3 import Eagle3Trunk
+    from localspec.heads.kinds.eagle3_mlx import Eagle3Trunk
 
     with open_llm(tiny, write_head(tiny, tmp_path), "mlx") as llm:
         plain = llm.generate(PROMPT, GREEDY, speculate=False).token_ids
@@ -582,7 +582,7 @@ def test_a_version_that_ends_the_process_is_refused(
 
     def counted(*arguments: Any) -> int:
         status = run_child(*arguments)
-        statuses.extend([status] * ("head_trial" in arguments[0]))  # ik-llama tries files too
+        statuses.extend([status] * ("try_head" in arguments[0]))  # ik-llama tries files too
         return status
 
     def refused(path: Path) -> None:
@@ -619,7 +619,7 @@ def test_every_kind_is_tried_once(tiny: TinyFiles, tmp_path: Path, monkeypatch: 
 
     def counted(*arguments: Any) -> int:
         status = run_child(*arguments)
-        statuses.extend([status] * ("head_trial" in arguments[0]))  # ik-llama tries files too
+        statuses.extend([status] * ("try_head" in arguments[0]))  # ik-llama tries files too
         return status
 
     monkeypatch.setenv("LOCALSPEC_HOME", str(tmp_path / "fresh"))

@@ -1,0 +1,389 @@
+"""The card of a head: its kind and sizes, its target, and how it was made."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec.errors import ModelFileError, UnsupportedModel, is_number, is_whole, shown
+from localspec.model_files.gguf import GGUFFile
+from localspec.model_files.vocab import Vocab
+
+ARCHITECTURE = "localspec-head"
+VERSION = 1
+
+Kind = Literal["chained", "parallel", "medusa", "eagle3", "exit"]
+"""``chained``: one layer that continues its own states (EAGLE: Li et al. 2024, arXiv:2401.15077). ``parallel``: the
+same with learned rows for unknown positions (P-EAGLE). ``medusa``: a matrix for each position ahead (Cai et al. 2024,
+arXiv:2401.10774). ``eagle3``: a chained one in llama.cpp's layout (Li et al. 2025, arXiv:2503.01840), see
+``kinds.eagle3``. ``exit``: untrained, the target's last norm for a state after some layer (LayerSkip: Elhoushi et al.
+2024, arXiv:2404.16710)."""
+
+_TAP = re.compile(r"norm|layer:(0|[1-9]\d{0,3})")
+_MAX_STEPS, _MAX_TAPS, _MAX_POINTS, _MAX_CATEGORIES = 64, 16, 4096, 256
+_MAX_TEXT = 1 << 20
+
+Rates = Mapping[str, tuple[float, ...]]
+"""Category -> share of places where the head was right, by how many tokens ahead: the first is the next token."""
+
+ALL_TEXTS = "all"
+"""The category of all places."""
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What identifies a target.
+
+    Attributes:
+        fingerprint: of the file, see ``backends.trust.fingerprint``.
+        n_layers: blocks that a pass goes through.
+        n_vocab: rows of the output matrix.
+        vocab: ``Vocab.fingerprint``.
+    """
+
+    fingerprint: str
+    name: str
+    architecture: str
+    n_embd: int
+    n_layers: int
+    n_vocab: int
+    vocab: str
+
+    @classmethod
+    def of(cls, file: GGUFFile, fingerprint: str) -> TargetFacts:
+        """The facts of an open model file.
+
+        Raises:
+            UnsupportedModel: it cannot generate text, or does not say its sizes.
+        """
+        file.check_generates_text()
+        embedding, n_layers = file.tensors["token_embd.weight"], file.field("block_count")
+        if len(embedding.shape) != 2 or not is_whole(n_layers):
+            raise UnsupportedModel(f"{file.path.name} does not say how many layers it has")
+        n_embd, n_vocab = embedding.shape
+        extra = file.field("nextn_predict_layers", 0)  # for multi-token prediction
+        n_layers -= extra if is_whole(extra) else 0
+        vocab = Vocab.from_gguf(file).fingerprint
+        return cls(fingerprint, file.name, file.architecture, n_embd, int(n_layers), n_vocab, vocab)
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """Acceptance on held-out answers after so many tokens, repetitions counted, and so many minutes of training."""
+
+    tokens_seen: int
+    minutes: float
+    acceptance: Rates
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a head was made.
+
+    Attributes:
+        command: what makes it again.
+        data_tokens: distinct tokens in the training data.
+        tokens_seen: tokens trained on, repetitions counted.
+        minutes: of making the data and training.
+        versions: program or library -> version.
+        curve: the learning curve, on held-out answers.
+        acceptance: of the head as it is in the file, on held-out answers.
+        earlier: commands of the heads that it started from, the first one first.
+    """
+
+    command: str = ""
+    seed: int = 0
+    data_tokens: int = 0
+    tokens_seen: int = 0
+    minutes: float = 0.0
+    machine: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    curve: tuple[CurvePoint, ...] = ()
+    acceptance: Rates = field(default_factory=dict)
+    earlier: tuple[str, ...] = ()
+
+    @property
+    def first_rate(self) -> float | None:
+        """Share of held-out places at which the first token was right: the median of the kinds of text."""
+        rates = [by_step[0] for kind, by_step in self.acceptance.items() if kind != ALL_TEXTS and by_step]
+        return median(rates) if rates else None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), ensure_ascii=False, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Training:
+        """Read what ``to_json`` wrote.
+
+        Raises:
+            ValueError: it is something else; says what.
+        """
+        if len(text) > _MAX_TEXT:
+            raise ValueError("it is too long")
+        try:
+            data = _table(json.loads(text))
+        except (ValueError, RecursionError):
+            raise ValueError("it is not JSON") from None
+        points = data.get("curve", [])
+        if not isinstance(points, list) or len(points) > _MAX_POINTS:
+            raise ValueError("its learning curve is not a list")
+        earlier = data.get("earlier", [])
+        if not isinstance(earlier, list) or len(earlier) > _MAX_POINTS:
+            raise ValueError("its starting point is not a list")
+        curve = [
+            CurvePoint(_count(p, "tokens_seen"), _real(p, "minutes"), _rates(p.get("acceptance", {})))
+            for p in map(_table, points)
+        ]
+        return cls(
+            command=str(data.get("command", "")),
+            seed=_count(data, "seed"),
+            data_tokens=_count(data, "data_tokens"),
+            tokens_seen=_count(data, "tokens_seen"),
+            minutes=_real(data, "minutes"),
+            machine=str(data.get("machine", "")),
+            versions={str(name): str(version) for name, version in _table(data.get("versions", {})).items()},
+            curve=tuple(curve),
+            acceptance=_rates(data.get("acceptance", {})),
+            earlier=tuple(map(str, earlier)),
+        )
+
+
+@dataclass(frozen=True, eq=False)  # an array has no truth value
+class HeadCard:
+    """A head without its weights.
+
+    Attributes:
+        taps: the hidden states of the target that it reads, in order: ``norm``, ``layer:i``.
+        token_map: ids of the target's tokens that it can guess, ascending [n_out].
+        steps: how many tokens ahead it was trained to guess. A parallel head has a learned row for each but the first.
+        n_head, n_head_kv, d_head, d_ff: sizes of the block; 0 where there is none.
+        rope_base: of the block's rotary embedding, which turns neighbouring channels as llama's does.
+    """
+
+    kind: Kind
+    taps: tuple[str, ...]
+    token_map: npt.NDArray[np.int32]
+    steps: int
+    target: TargetFacts
+    n_head: int = 0
+    n_head_kv: int = 0
+    d_head: int = 0
+    d_ff: int = 0
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-6
+    training: Training = field(default_factory=Training)
+    license: str = ""
+
+    def __post_init__(self) -> None:
+        reason = next(self._contradictions(), None)
+        if reason is not None:
+            raise ModelFileError(f"this is not a head: {reason}")
+
+    @property
+    def n_embd(self) -> int:
+        return self.target.n_embd
+
+    @property
+    def n_out(self) -> int:
+        return len(self.token_map)
+
+    @property
+    def has_block(self) -> bool:
+        """Whether it has a layer of its own, which remembers its rows."""
+        return self.kind in ("chained", "parallel", "eagle3")
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The tensors that it must have: name -> (rows, columns), or the length of a vector."""
+        n, n_q, n_kv = self.n_embd, self.n_head * self.d_head, self.n_head_kv * self.d_head
+        if self.kind == "medusa":
+            matrices = {f"head.{i}.weight": (n, n) for i in range(self.steps)}
+            return matrices | {f"head.{i}.bias": (n,) for i in range(self.steps)}
+        if self.kind == "exit":
+            return {"output_norm.weight": (n,)}
+        n_in, further = n, dict[str, tuple[int, ...]]()
+        if self.kind == "eagle3":  # its attention reads the token and the state side by side
+            n_in, further = 2 * n, {"fc.weight": (n, len(self.taps) * n), "blk.0.attn_norm_2.weight": (n,)}
+        else:
+            further = {"head.fc.weight": (n, len(self.taps) * n), "head.embed.weight": (n, n), "head.embed.bias": (n,)}
+            own, rows = ("mask", self.steps - 1) if self.kind == "parallel" else ("chain", n)
+            further[f"head.{own}.weight"] = (rows, n)
+        return further | {
+            "blk.0.attn_norm.weight": (n,),
+            "blk.0.attn_q.weight": (n_q, n_in),
+            "blk.0.attn_k.weight": (n_kv, n_in),
+            "blk.0.attn_v.weight": (n_kv, n_in),
+            "blk.0.attn_output.weight": (n, n_q),
+            "blk.0.ffn_norm.weight": (n,),
+            "blk.0.ffn_gate.weight": (self.d_ff, n),
+            "blk.0.ffn_up.weight": (self.d_ff, n),
+            "blk.0.ffn_down.weight": (n, self.d_ff),
+            "output_norm.weight": (n,),
+        }
+
+    def optional_shapes(self) -> dict[str, tuple[int, ...]]:
+        if not self.has_block or self.kind == "eagle3":
+            return {}
+        n_q, n_kv = self.n_head * self.d_head, self.n_head_kv * self.d_head
+        return {f"blk.0.attn_{part}.bias": (n,) for part, n in (("q", n_q), ("k", n_kv), ("v", n_kv))}
+
+    def metadata(self) -> dict[str, Any]:
+        numbers = {name: getattr(self, name) for name in ("steps", "n_head", "n_head_kv", "d_head", "d_ff")}
+        own: dict[str, Any] = {"version": VERSION, "kind": self.kind, "taps": ",".join(self.taps)}
+        own["token_map"] = np.asarray(self.token_map, dtype=np.int32)
+        own |= numbers | {"rope_base": float(self.rope_base), "norm_eps": float(self.norm_eps)}
+        own |= {f"target.{name}": value for name, value in asdict(self.target).items()}
+        own["training"] = self.training.to_json()
+        general = {"general.architecture": ARCHITECTURE, "general.name": f"head for {self.target.name}"}
+        if self.license:
+            general["general.license"] = self.license
+        return general | {f"localspec.head.{name}": value for name, value in own.items()}
+
+    @classmethod
+    def from_gguf(cls, file: GGUFFile) -> HeadCard:
+        """Read the card of an open head file.
+
+        Raises:
+            UnsupportedModel: it is no head, or one of a later version.
+            ModelFileError: what it says makes no head.
+        """
+        name = file.path.name
+        if file.architecture != ARCHITECTURE:
+            raise UnsupportedModel(f"{name} is not a head: its architecture is {shown(file.architecture)}")
+
+        def get(key: str, kind: type, default: Any = None) -> Any:
+            value = file.metadata.get(f"localspec.head.{key}", default)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise ModelFileError(f"{name} is damaged: localspec.head.{key} is {shown(value)}; make it again")
+            return value
+
+        if get("kind", str) == "eagle3":
+            raise ModelFileError(f"{name} is damaged: an EAGLE-3 head has another file; make it again")
+        version = get("version", int)
+        if version != VERSION:
+            raise UnsupportedModel(f"{name} is a head of version {version}; this localspec reads version {VERSION}")
+        token_map = get("token_map", np.ndarray)
+        if token_map.dtype.kind not in "iu":
+            raise ModelFileError(f"{name} is damaged: its token map is not made of whole numbers; make it again")
+        text = {key: get(f"target.{key}", str) for key in ("fingerprint", "name", "architecture", "vocab")}
+        sizes = {key: get(f"target.{key}", int) for key in ("n_embd", "n_layers", "n_vocab")}
+        try:
+            return cls(
+                kind=get("kind", str),
+                taps=tuple(get("taps", str)[:1000].split(",")),
+                token_map=np.array(token_map, dtype=np.int64).astype(np.int32),
+                **{key: get(key, int) for key in ("steps", "n_head", "n_head_kv", "d_head", "d_ff")},
+                rope_base=get("rope_base", float),
+                norm_eps=get("norm_eps", float),
+                target=TargetFacts(**text, **sizes),
+                training=Training.from_json(get("training", str, "{}")),
+                license=str(file.metadata.get("general.license", "")),
+            )
+        except (ModelFileError, ValueError) as error:
+            raise ModelFileError(f"{name} is damaged: {error}; make it again") from None
+
+    def _contradictions(self) -> Iterator[str]:
+        target, sizes = self.target, (self.n_head, self.n_head_kv, self.d_head, self.d_ff)
+        if self.kind not in get_args(Kind):
+            yield f"its kind is {shown(self.kind)}, not one of {', '.join(get_args(Kind))}"
+        if min(target.n_embd, target.n_layers, target.n_vocab) <= 0:
+            yield f"its target has {target.n_embd} channels, {target.n_layers} layers and {target.n_vocab} tokens"
+        if not 0 < len(self.taps) <= _MAX_TAPS or len(set(self.taps)) < len(self.taps):
+            yield f"it reads {len(self.taps)} hidden states, some perhaps twice"
+        for tap in self.taps:
+            if not _TAP.fullmatch(tap) or (tap != "norm" and int(tap.removeprefix("layer:")) >= target.n_layers):
+                yield f"there is no hidden state {shown(tap)} in a model of {target.n_layers} layers"
+        if not (1 + (self.kind == "parallel")) <= self.steps <= _MAX_STEPS:
+            yield f"it guesses {self.steps} tokens ahead"
+        ids = self.token_map
+        if ids.ndim != 1 or not 1 < len(ids) <= target.n_vocab:
+            yield f"its token map has {ids.size} entries for {target.n_vocab} tokens"
+        elif ids[0] < 0 or ids[-1] >= target.n_vocab or (ids[1:] <= ids[:-1]).any():
+            yield f"its token map does not ascend within 0..{target.n_vocab - 1}"
+        if self.kind == "medusa":
+            if self.taps != ("norm",) or any(sizes):
+                yield "a medusa head reads norm and has no block"
+        elif self.kind == "exit":
+            if self.taps in (("norm",), (f"layer:{target.n_layers - 1}",)) or len(self.taps) > 1 or any(sizes):
+                yield "an exit reads the state after one layer before the last, and has no block"
+        elif min(sizes) <= 0 or self.n_head % self.n_head_kv:
+            yield f"its block has {sizes[0]} heads, {sizes[1]} of keys, of {sizes[2]} channels, and {sizes[3]} between"
+        elif self.d_head % 8 or self.d_ff % 32:
+            # ik-llama ends the process over rows of 33, and is wrong about heads of 2.
+            yield f"engines need heads of a multiple of 8 channels and an MLP of a multiple of 32, not {sizes[2:]}"
+        if not (0 < self.rope_base < math.inf and 0 < self.norm_eps < 1):
+            yield f"its rotation has the base {self.rope_base} and its norms the epsilon {self.norm_eps}"
+
+
+def _table(data: Any) -> dict[str, Any]:
+    if not isinstance(data, dict) or len(data) > _MAX_CATEGORIES:
+        raise ValueError(f"{shown(data)} is not a table")
+    return data
+
+
+def _count(data: Mapping[str, Any], name: str) -> int:
+    value = data.get(name, 0)
+    if not is_whole(value) or not 0 <= value < 1 << 63:
+        raise ValueError(f"its {name} is {shown(value)}")
+    return int(value)
+
+
+def _real(data: Mapping[str, Any], name: str) -> float:
+    value = data.get(name, 0.0)
+    if not is_number(value) or not 0 <= value < 1e15:
+        raise ValueError(f"its {name} is {shown(value)}")
+    return float(value)
+
+
+def _rates(data: Any) -> dict[str, tuple[float, ...]]:
+    found = {}
+    for category, rates in _table(data).items():
+        if not isinstance(rates, list) or len(rates) > _MAX_STEPS:
+            raise ValueError(f"its acceptance is {shown(rates)}")
+        if not all(is_number(rate) and 0 <= rate <= 1 for rate in rates):
+            raise ValueError(f"its acceptance is {shown(rates)}")
+        found[category] = tuple(map(float, rates))
+    return found
+
+
+# Whether a head can draft for a target.
+
+
+@dataclass(frozen=True)
+class HeadFit:
+    """Whether a head can draft for a target, whether it was trained for that very file, and what a user should know of
+    it."""
+
+    usable: bool
+    exact: bool = False
+    why: str = ""
+
+
+def fit(card: HeadCard, target: TargetFacts) -> HeadFit:
+    """Whether a head fits a target; what it guesses is verified, so it need not be trained for the same file."""
+    theirs = card.target
+    if theirs.fingerprint == target.fingerprint:
+        return HeadFit(usable=True, exact=True)
+    for what, its, wanted in (
+        ("the architecture", theirs.architecture, target.architecture),
+        ("a width of", theirs.n_embd, target.n_embd),
+        ("a number of layers of", theirs.n_layers, target.n_layers),
+        ("an output matrix of rows numbering", theirs.n_vocab, target.n_vocab),
+    ):
+        if its != wanted:
+            why = f"it is for {theirs.name}, with {what} {its} where {target.name} has {wanted}"
+            return HeadFit(usable=False, why=why)
+    if theirs.vocab != target.vocab:
+        return HeadFit(
+            usable=False, why=f"it is for {theirs.name}, whose vocabulary differs from that of {target.name}"
+        )
+    return HeadFit(
+        usable=True, why=f"it was trained for another file of this shape ({theirs.name}), so it may guess worse"
+    )

@@ -1,0 +1,132 @@
+"""Head files: a GGUF of the architecture ``localspec-head`` with the tensors of ``HeadCard.shapes``; and where they
+lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec.errors import ModelFileError, UsageError
+from localspec.heads.card import HeadCard
+from localspec.model_files.gguf import GGUFFile, GGUFOutput, as_type, n_rows, new_tensor, tensor_rows
+from localspec.system.files import home, write_atomically
+
+Floats = npt.NDArray[np.float32]
+
+TYPES = ("Q8_0", "Q5_1", "Q4_1", "Q4_0")
+"""Tensor types of a head's matrices, the most exact first."""
+
+SHIPPED_BYTES = 32 << 20
+"""The largest head file that is shipped [bytes]."""
+
+_READABLE = (*TYPES, "F32", "F16")
+
+
+def write_head(
+    path: Path, card: HeadCard, weights: Mapping[str, npt.NDArray[np.floating]], type_name: str | None = None
+) -> Path:
+    """Write a head file atomically.
+
+    Args:
+        path: its name; the folder must exist.
+        card: what it is.
+        weights: name -> array, of the shapes that the card says; a matrix is [rows out, columns in].
+        type_name: one of ``TYPES``, F16 or F32 for the matrices; None is the most exact that keeps it small enough to
+            ship.
+
+    Raises:
+        UsageError: weights that are missing, unknown, of another shape or not finite, or no such type.
+        OSError: the disk refuses.
+    """
+    shapes = card.shapes() | {name: shape for name, shape in card.optional_shapes().items() if name in weights}
+    wrong = [name for name, shape in shapes.items() if name not in weights or weights[name].shape != shape]
+    wrong += [name for name in weights if name not in shapes]
+    wrong = wrong or [name for name in shapes if not np.isfinite(weights[name]).all()]
+    if wrong:
+        expected = shapes.get(wrong[0])
+        what = f"a finite array of the shape {expected}" if expected else "no part of it"
+        raise UsageError(f"{wrong[0]} must be {what} in a {card.kind} head of these sizes")
+    if type_name not in (*_READABLE, None):
+        raise UsageError(f"a head's matrices are written as one of {', '.join(_READABLE)}, not {type_name}")
+    for kind in TYPES if type_name is None else (type_name,):
+        tensors = [new_tensor(name, shape, _stored_type(name, shape, kind)) for name, shape in shapes.items()]
+        if sum(tensor.n_bytes for tensor in tensors) + 8 * card.n_out < SHIPPED_BYTES:
+            break
+    with write_atomically(path) as file:
+        output = GGUFOutput(file, card.metadata(), tensors)
+        for tensor in tensors:
+            output.write(as_type(np.asarray(weights[tensor.name], dtype=np.float32), tensor.type_name))
+    return path
+
+
+def read_card(path: Path) -> HeadCard:
+    with GGUFFile(path) as file:
+        return check_head(file)
+
+
+def check_head(file: GGUFFile) -> HeadCard:
+    """The card of an open head file whose tensors are what the card says.
+
+    Raises:
+        ModelFileError: it is damaged, or no head; says what is wrong, in a line.
+    """
+    card, name = HeadCard.from_gguf(file), file.path.name
+    optional = {tensor: shape for tensor, shape in card.optional_shapes().items() if tensor in file.tensors}
+    shapes = card.shapes() | optional
+    for odd in sorted(file.tensors.keys() ^ shapes.keys()):
+        what = "lacks" if odd in shapes else "has a tensor of no use,"
+        raise ModelFileError(f"{name} is damaged: it {what} {odd[:60]!r}; make it again")
+    for tensor, shape in shapes.items():
+        info = file.tensors[tensor]
+        if info.shape != shape[::-1]:
+            found = list(info.shape[::-1])
+            raise ModelFileError(
+                f"{name} is damaged: {tensor} is {found} where the card says {list(shape)}; make it again"
+            )
+        if info.type_name not in _READABLE or (len(shape) == 1 and info.type_name != "F32"):
+            raise ModelFileError(f"{name} is damaged: {tensor} is {info.type_name}; make it again")
+    return card
+
+
+def head_weights(file: GGUFFile, name: str) -> Floats:
+    """A tensor of a checked head file, dequantised, in the shape that ``write_head`` was given.
+
+    Raises:
+        ModelFileError: it holds what is no number.
+    """
+    rows = tensor_rows(file, name, slice(0, n_rows(file, name)))
+    if not np.isfinite(rows).all():
+        raise ModelFileError(f"{file.path.name} is damaged: {name} holds numbers that are not finite; make it again")
+    return rows[0] if len(file.tensors[name].shape) == 1 else rows
+
+
+def _stored_type(name: str, shape: tuple[int, ...], type_name: str) -> str:
+    if len(shape) == 1 or name == "head.mask.weight":
+        return "F32"
+    return type_name if shape[-1] % 32 == 0 or type_name in ("F16", "F32") else "F16"
+
+
+# Where heads lie: those that ship with localspec, and those that were trained here.
+
+
+def heads_folder() -> Path:
+    """The folder for heads that were trained here."""
+    return home() / "heads"
+
+
+def engine_folder() -> Path:
+    """The folder for files of ``assembly``; all in it can be made again."""
+    return heads_folder() / "engine"
+
+
+def find_heads() -> list[Path]:
+    """The head files there are: trained here, the newest first, then shipped."""
+    trained = sorted(heads_folder().glob("*.gguf"), key=lambda path: (-path.stat().st_mtime, path.name))
+    packaged = resources.files("localspec.heads").joinpath("shipped")
+    # In a checkout they have not been copied into the package.
+    shipped = Path(str(packaged)) if packaged.is_dir() else Path(__file__).resolve().parents[2] / "models" / "heads"
+    return [*trained, *sorted(shipped.glob("*.gguf"))]

@@ -1,0 +1,175 @@
+"""Header of a published head: how to draft with it, and whether it fits a target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec.errors import UnsupportedModel, shown
+from localspec.heads.card import TargetFacts, Training
+from localspec.model_files.gguf import TENSOR_TYPES, GGUFFile, damaged, whole
+from localspec.model_files.vocab import Vocab
+
+LLAMA_CPP = {"llama-cpp": "localspec.heads.llama:load"}
+"""llama.cpp computes all kinds; see ``PublishedHead.engines``."""
+
+
+@dataclass(frozen=True)
+class MaskBlock:
+    """A block of a settled token and masks, which one pass fills in.
+
+    Attributes:
+        size: rows of the passes that it was trained for.
+        mask: the token of the rows to be filled in.
+        n_skipped: rows at the beginning that guess nothing.
+        causal: whether rows see those before them only, instead of one another.
+        n_candidates: candidates of each row, scored by those of the row before; 0 for all tokens.
+    """
+
+    size: int
+    mask: int
+    n_skipped: int = 1
+    causal: bool = False
+    n_candidates: int = 0
+
+    @property
+    def n_guesses(self) -> int:
+        return self.size - self.n_skipped
+
+
+@dataclass(frozen=True, eq=False)  # an array has no truth value
+class PublishedHead:
+    """A head without its weights; all that the engine would assert on has been checked.
+
+    It reads rows of a state and a token: at place p the target's state after the p-th token, and the token after that.
+        It
+    continues its own states. One with a block reads states alone, and guesses all tokens of a draft at once.
+
+    Attributes:
+        kind: its name in files and arguments.
+        title: its name for people.
+        engines: engine that computes it -> its ``published.LoadHeadModel``, as "module:function". The first serves
+            targets on other engines.
+        taps: the hidden states of the target that it reads, in order; see ``backends.base``.
+        n_target: width of each of them.
+        n_embd: width of the states in its rows.
+        n_vocab: width of the logits that the engine returns for it.
+        ids: the target's tokens that it can guess, ascending int64 [n_out].
+        fuses: whether the engine makes a state of the tapped ones first, by a pass of its own.
+        in_target: whether it is a part of its target's file.
+        states_need_logits: whether llama.cpp keeps states only of rows whose logits are wanted.
+        has_zeroth: whether its memory begins with the first token and no state.
+        borrows: what the engine takes from the target: ``embeddings``, ``output``.
+        vocab: its tokens; None where the file names none.
+        of_model: architecture and number of layers of the target, where its file says them.
+        training: how it was made, where it was made here.
+    """
+
+    kind: str
+    title: str
+    engines: Mapping[str, str]
+    path: Path
+    taps: tuple[str, ...]
+    n_target: int
+    n_embd: int
+    n_vocab: int
+    ids: npt.NDArray[np.int64]
+    fuses: bool = False
+    in_target: bool = False
+    states_need_logits: bool = False
+    has_zeroth: bool = False
+    borrows: tuple[str, ...] = ()
+    vocab: Vocab | None = None
+    block: MaskBlock | None = None
+    of_model: tuple[str, int] | None = None
+    training: Training | None = None
+
+    @property
+    def row_width(self) -> int:
+        return self.n_target * len(self.taps) if self.block else self.n_embd
+
+    @property
+    def rate(self) -> float | None:
+        return self.training.first_rate if self.training is not None else None
+
+    def misfit(self, target: TargetFacts, vocab: Vocab) -> str:
+        """Why it cannot draft for a target, in a clause; "" where it can."""
+        if self.n_target != target.n_embd:
+            return f"it needs a target with states of {self.n_target} channels, but {target.name} has {target.n_embd}"
+        deepest = max((int(tap.removeprefix("layer:")) for tap in self.taps if tap.startswith("layer:")), default=-1)
+        if deepest >= target.n_layers - 1:
+            return f"it reads the state after layer {deepest + 1}, but {target.name} has {target.n_layers} layers"
+        if self.in_target:
+            return ""
+        if self.of_model not in (None, (target.architecture, target.n_layers)):
+            architecture, n_layers = self.of_model or ("", 0)
+            return (
+                f"it is for a {architecture} model with {n_layers} layers, but {target.name} is a "
+                f"{target.architecture} model with {target.n_layers}"
+            )
+        if max(int(self.ids[-1]) + 1, self.n_vocab * bool(self.borrows)) > target.n_vocab:
+            return f"it is for a vocabulary of {self.n_vocab} tokens, but {target.name} has {target.n_vocab}"
+        if self.borrows and self.n_embd != target.n_embd:
+            what = " and ".join(self.borrows)
+            return f"it needs {what} of {self.n_embd} channels from its target, but {target.name} has {target.n_embd}"
+        if "output" in self.borrows and self.n_vocab != target.n_vocab:
+            return f"it needs an output matrix for {self.n_vocab} tokens, but {target.name} has {target.n_vocab}"
+        difference = vocab.difference(self.vocab) if self.vocab is not None else ""
+        return f"its vocabulary differs from that of {target.name}: {difference}" if difference else ""
+
+
+def attention_sizes(file: GGUFFile, n_embd: int) -> tuple[int, int, int]:
+    """Query heads, key heads, and channels of each, of a head's own attention.
+
+    Raises:
+        ModelFileError: they are missing, or an engine would assert on them.
+    """
+    n_head = whole(file, "attention.head_count")
+    n_head_kv, usual = whole(file, "attention.head_count_kv", n_head), n_embd // n_head
+    d_head = whole(file, "attention.key_length", usual)
+    n_rot = whole(file, "rope.dimension_count", d_head)
+    if n_head % n_head_kv:
+        raise damaged(file, f"its {n_head} attention heads cannot share {n_head_kv} key heads")
+    if n_rot % 2 or n_rot > d_head:
+        raise damaged(file, f"it rotates {n_rot} of {d_head} channels")
+    if whole(file, "attention.value_length", usual) != d_head:
+        raise damaged(file, "its keys and values differ in width")
+    return n_head, n_head_kv, d_head
+
+
+def token_map(file: GGUFFile, n_vocab: int) -> npt.NDArray[np.int64]:
+    """The target's token of each row of the output matrix [n_out], in the file's order.
+
+    Raises:
+        ModelFileError: the map is malformed, repeats a token or names one outside the vocabulary.
+    """
+    info = file.tensors.get("d2t")
+    if info is None:
+        return np.arange(n_vocab)
+    if TENSOR_TYPES.get(info.ggml_type, ("",))[0] != "I64" or len(info.shape) != 1:
+        raise damaged(file, "its token map d2t is not a list of 64-bit numbers")
+    ids = file.tensor_bytes("d2t").view("<i8").astype(np.int64)
+    if len(ids) < 2 or int(ids.min()) < 0 or int(ids.max()) >= n_vocab or len(np.unique(ids)) < len(ids):
+        raise damaged(file, f"its token map d2t has a token twice, or one outside 0..{n_vocab - 1}")
+    return ids
+
+
+def layers_read(file: GGUFFile) -> list[int]:
+    """The target's layers whose inputs a head reads, as its file numbers them.
+
+    Raises:
+        UnsupportedModel: the embeddings are among them.
+        ModelFileError: it names none.
+    """
+    layers = file.field("target_layers")
+    if not isinstance(layers, np.ndarray) or layers.dtype.kind not in "iu" or not len(layers):
+        raise damaged(file, f"{file.architecture}.target_layers is {shown(layers)}")
+    if int(layers.min()) < 1:
+        raise UnsupportedModel(
+            f"{file.path.name} reads the target's embeddings as one of its states, which is not supported"
+        )
+    return [int(layer) for layer in layers]

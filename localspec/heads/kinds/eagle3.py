@@ -1,0 +1,284 @@
+"""EAGLE-3 heads in files of llama.cpp's layout (Li et al. 2025, arXiv:2503.01840), and their layer in NumPy and
+float64.
+
+One layer reads, side by side, the embedding of a token and a state made of three states of the target by the matrix
+``fc``. It may guess only some of the target's tokens, those in ``d2t``, and borrow the target's embeddings and output
+matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec.backends.base import Capabilities, FloatArray, Forward, Model, Wanted
+from localspec.backends.reference import (
+    NAME,
+    Array,
+    Hyperparameters,
+    Layer,
+    ReferenceContext,
+    ReferenceModel,
+    read_tensor,
+)
+from localspec.errors import EngineError, UnsupportedModel, shown
+from localspec.heads.card import HeadCard, Training
+from localspec.heads.kinds.base import LLAMA_CPP, PublishedHead, attention_sizes, layers_read, token_map
+from localspec.model_files.gguf import (
+    GGUFFile,
+    GGUFOutput,
+    as_type,
+    check_shapes,
+    damaged,
+    new_tensor,
+    tensor_rows,
+    whole,
+)
+from localspec.model_files.vocab import Vocab
+from localspec.system.files import write_atomically
+
+# Files of heads that were trained here, in llama.cpp's layout: its own programs draft with them too. They have the
+# target's tokens, which the engine compares, and output rows for those that the head can guess; the embeddings are the
+# target's. How the head was made is in a key of its own.
+
+TRAINING = "localspec.head.training"
+"""Metadata key: how it was made, as ``card.Training`` writes it."""
+
+_N_CTX = 1 << 17
+"""Context that the file declares [tokens]."""
+
+_PIECE = 1 << 20
+
+
+def write_eagle3(path: Path, card: HeadCard, weights: Mapping[str, npt.NDArray[np.floating]], target: GGUFFile) -> Path:
+    """Write a head atomically: its matrices as Q8_0, its output rows as Q4_0.
+
+    Args:
+        path: its name; the folder must exist.
+        card: what it is; of the kind ``eagle3``.
+        weights: of the shapes that the card says.
+        target: the target's file, open.
+
+    Raises:
+        OSError: the disk refuses.
+        UnsupportedModel: the target has rows that cannot be unpacked.
+    """
+    rows = "output.weight" if "output.weight" in target.tensors else "token_embd.weight"
+    tensors = [new_tensor(name, shape, _type(shape, "Q8_0")) for name, shape in card.shapes().items()]
+    output = new_tensor("output.weight", (card.n_out, card.n_embd), _type((card.n_out, card.n_embd), "Q4_0"))
+    token_map = new_tensor("d2t", (card.n_out,), "I64")
+    tokens = [where for key, where in target.kv_ranges.items() if key.startswith("tokenizer.ggml.")]
+    with write_atomically(path) as file:
+        encoded = [target.buffer[start:end] for start, end in tokens]
+        writer = GGUFOutput(file, _metadata(card), [*tensors, output, token_map], encoded=encoded)
+        for tensor in tensors:
+            writer.write(as_type(np.asarray(weights[tensor.name], dtype=np.float32), tensor.type_name))
+        step = max(1, _PIECE // card.n_embd)
+        for first in range(0, card.n_out, step):
+            values = tensor_rows(target, rows, card.token_map[first : first + step])
+            writer.write(as_type(values, output.type_name))
+        writer.write(card.token_map.astype("<i8"))
+    return path
+
+
+def _type(shape: tuple[int, ...], wanted: str) -> str:
+    if len(shape) == 1:
+        return "F32"
+    return wanted if shape[-1] % 32 == 0 else "F16"
+
+
+def _metadata(card: HeadCard) -> dict[str, Any]:
+    sizes = {
+        "block_count": 1,
+        "context_length": _N_CTX,
+        "embedding_length": card.n_embd,
+        "feed_forward_length": card.d_ff,
+        "attention.head_count": card.n_head,
+        "attention.head_count_kv": card.n_head_kv,
+        "attention.key_length": card.d_head,
+        "attention.value_length": card.d_head,
+        "attention.layer_norm_rms_epsilon": float(card.norm_eps),
+        "rope.dimension_count": card.d_head,
+        "rope.freq_base": float(card.rope_base),
+        "target_hidden_size": card.target.n_embd,
+        # What goes into a layer came out of the one before.
+        "target_layers": np.array([int(tap.removeprefix("layer:")) + 1 for tap in card.taps], dtype=np.int32),
+    }
+    return {
+        "general.architecture": "eagle3",
+        "general.name": f"EAGLE-3 head for {card.target.name}",
+        **({"general.license": card.license} if card.license else {}),
+        TRAINING: card.training.to_json(),
+        **{f"eagle3.{name}": value for name, value in sizes.items()},
+    }
+
+
+N_TAPS = 3
+
+
+def read(file: GGUFFile) -> PublishedHead:
+    """The header of an open EAGLE-3 file.
+
+    Raises:
+        UnsupportedModel: the engine cannot compute it.
+        ModelFileError: it is damaged.
+    """
+    name = file.path.name
+    if whole(file, "block_count") != 1:
+        raise UnsupportedModel(f"{name} is an EAGLE-3 head with several layers, which llama.cpp does not support")
+    layers = layers_read(file)
+    if len(layers) != N_TAPS:
+        raise damaged(file, f"eagle3.target_layers is {shown(layers)}")
+    n, n_target = whole(file, "embedding_length"), whole(file, "target_hidden_size")
+    n_ff, (n_head, n_head_kv, d_head) = whole(file, "feed_forward_length"), attention_sizes(file, n)
+    has_tokens = "tokenizer.ggml.tokens" in file.metadata
+    vocab = Vocab.from_gguf(file) if has_tokens else None
+    n_vocab = vocab.n_tokens if vocab is not None else whole(file, "vocab_size")
+    ids = token_map(file, n_vocab)
+    borrows = [what for what, tensor in _OWN.items() if tensor not in file.tensors]
+    if "output" in borrows and "d2t" in file.tensors:
+        raise damaged(file, "it has a token map but no output matrix")
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (n, N_TAPS * n_target),
+        "output_norm.weight": (n,),
+        "output.weight": (len(ids), n),
+        "token_embd.weight": (n_vocab, n),
+        "blk.0.attn_norm.weight": (n,),
+        "blk.0.attn_norm_2.weight": (n,),
+        "blk.0.attn_q.weight": (n_head * d_head, 2 * n),
+        "blk.0.attn_k.weight": (n_head_kv * d_head, 2 * n),
+        "blk.0.attn_v.weight": (n_head_kv * d_head, 2 * n),
+        "blk.0.attn_output.weight": (n, n_head * d_head),
+        "blk.0.ffn_norm.weight": (n,),
+        "blk.0.ffn_gate.weight": (n_ff, n),
+        "blk.0.ffn_up.weight": (n_ff, n),
+        "blk.0.ffn_down.weight": (n, n_ff),
+    }
+    if file.field("norm_before_fc", False):
+        shapes["enc.output_norm.weight"] = (N_TAPS * n_target,)
+    check_shapes(file, shapes, optional=tuple(_OWN.values()))
+    return PublishedHead(
+        kind="eagle3",
+        title="EAGLE-3",
+        engines=LLAMA_CPP | {"mlx": f"{__name__}_mlx:load", "reference": f"{__name__}:load_reference"},
+        path=file.path,
+        taps=tuple(f"layer:{layer - 1}" for layer in layers),  # what goes into a layer came out of the last
+        n_target=n_target,
+        n_embd=n,
+        n_vocab=n_vocab,
+        ids=np.sort(ids),
+        fuses=True,
+        borrows=tuple(borrows),
+        vocab=vocab,
+        training=_training(file),
+    )
+
+
+_OWN = {"embeddings": "token_embd.weight", "output": "output.weight"}
+
+
+def _training(file: GGUFFile) -> Training | None:
+    text = file.metadata.get(TRAINING)
+    try:
+        return None if text is None else Training.from_json(str(text))
+    except ValueError as error:
+        raise damaged(file, f"{TRAINING}: {error}") from None
+
+
+# EAGLE-3 heads in NumPy and float64: as the reference backend, their logits do not depend on the width of a pass.
+
+
+class ReferenceHeadModel(ReferenceModel):
+    """The weights of a head in float64, and those that it borrows of a target on this backend.
+
+    Raises:
+        UnsupportedModel: it borrows from a target elsewhere.
+    """
+
+    def __init__(self, head: PublishedHead, target: Model) -> None:
+        if head.borrows and not isinstance(target, ReferenceModel):
+            what = " and ".join(head.borrows)
+            raise UnsupportedModel(
+                f"{head.path.name} takes its {what} from its target, which has to be on reference for that and is on "
+                f"{target.backend}"
+            )
+        self.head, self.path, self.architecture, self.chat_template = head, head.path, head.kind, None
+        self.backend, self.engine = NAME, f"{NAME} numpy {np.__version__}"
+        self.capabilities = Capabilities(batch_invariant=True, hidden=True, float_rows=True)
+        self.vocab, self.n_embd, self.n_layers, self.n_threads = Vocab.none(), head.n_embd, 1, 1
+        self.n_vocab = len(head.ids)
+        with GGUFFile(head.path) as file:
+            self._read_weights(file, target)
+
+    def _read_weights(self, file: GGUFFile, target: Model) -> None:
+        head, n = self.head, self.head.n_embd
+        self.size_bytes, self.n_ctx_train = file.n_bytes, file.n_ctx_train
+        self.hparams = Hyperparameters.from_metadata(file.metadata, file.architecture)
+
+        def read(name: str, *shape: int | None) -> Array:
+            return read_tensor(file, name, shape)
+
+        self.state_norm = read("blk.0.attn_norm_2.weight", n)
+        norms = np.concatenate([read("blk.0.attn_norm.weight", n), self.state_norm])
+        self._layers = [Layer.read(0, self.hparams, norms, file.tensors, read)]
+        self.fc = read("fc.weight", n, len(head.taps) * head.n_target)
+        self.normalises_first = bool(file.field("norm_before_fc", False))
+        if self.normalises_first:
+            self.fc = self.fc * read("enc.output_norm.weight", self.fc.shape[1])
+        self.goes_on_from_norm = bool(file.field("norm_before_residual", False))
+        if "embeddings" in head.borrows:
+            assert isinstance(target, ReferenceModel)
+            self.embedding = target.embedding
+        else:
+            self.embedding = read("token_embd.weight", None, n)
+        if "output" in head.borrows:
+            with GGUFFile(target.path) as lender:
+                name = "output.weight" if "output.weight" in lender.tensors else "token_embd.weight"
+                output = read_tensor(lender, name, (None, n))
+        else:
+            output = read("output.weight", None, n)
+        if "d2t" in file.tensors:
+            output = output[np.argsort(file.tensor_bytes("d2t").view("<i8"))]
+        self._output_norm = read("output_norm.weight", n)
+        self._output = output[: self.n_vocab] * self._output_norm
+        has_factors = "rope_freqs.weight" in file.tensors
+        self._rope_factors = read("rope_freqs.weight", self.hparams.d_head // 2) if has_factors else None
+
+    def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> ReferenceHeadContext:
+        return ReferenceHeadContext(self, n_ctx, hidden)
+
+
+class ReferenceHeadContext(ReferenceContext):
+    model: ReferenceHeadModel
+
+    def fuse(self, states: FloatArray) -> FloatArray:
+        rows = [row.astype(np.float64) for row in states]
+        if self.model.normalises_first:
+            rows = [self._normalised(row) for row in rows]
+        return np.array([self.model.fc.dot(row) for row in rows], dtype=np.float32)
+
+    def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
+        if max(tokens) >= self.model.head.n_vocab:
+            raise EngineError(f"{self.model.path.name} has no token {max(tokens)}")
+        # A row as ``_pass`` takes it: the token's embedding, and the state.
+        return self._pass(np.concatenate([self.model.embedding[list(tokens)], rows], axis=1), logits)
+
+    def _decode(self, tokens: Sequence[int], logits: Wanted) -> Forward:
+        raise EngineError(f"{self.model.path.name} is a draft head and cannot tokenize text")
+
+    def _attention_input(self, x: Array) -> Array:
+        embedding, state = x.reshape(2, -1)
+        return np.concatenate([self._normalised(embedding), self._normalised(state)])
+
+    def _residual(self, x: Array) -> Array:
+        state = x[len(x) // 2 :]
+        return self._normalised(state) * self.model.state_norm if self.model.goes_on_from_norm else state
+
+
+def load_reference(head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None) -> ReferenceHeadModel:
+    """See ``published.LoadHeadModel``; it runs on one thread of the CPU."""
+    return ReferenceHeadModel(head, target)

@@ -1,0 +1,376 @@
+"""Published heads on llama.cpp: contexts that are fed with a state and a token a row, as ``common/speculative.cpp``
+does.
+
+The engine's graphs compute logits of all rows of a pass and return those of the first, so either all rows are wanted or
+none; states come back for every row, in the order of the rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+
+from localspec.backends.base import Capabilities, Context, FloatArray, Forward, Model, TokenIds, Wanted
+from localspec.backends.best_rows import best_pays, head_pass
+from localspec.backends.llama.llama_cpp import binding, gpu_layers
+from localspec.backends.llama.model import LlamaModel
+from localspec.backends.llama.passes import KV_TYPES, BestLogits
+from localspec.backends.llama.staging import DECODE, ENCODE, staging
+from localspec.backends.soundness import check_sound
+from localspec.errors import EngineError, UnsupportedModel
+from localspec.heads.base import STATE
+from localspec.heads.kinds.base import PublishedHead
+from localspec.model_files.gguf import GGUFFile
+from localspec.model_files.vocab import Vocab
+
+ROWS = 64
+"""Rows that are computed together. Room for the logits of each is set aside, 39 MB for 152k tokens."""
+
+Result = TypeVar("Result")
+
+
+class LlamaHeadModel(Model):
+    """The weights of a head.
+
+    Args:
+        head: its header.
+        target: what it drafts for, loaded by the same engine where the head borrows from it.
+        n_threads: that its passes use.
+        n_gpu_layers: as for ``backends.load``.
+
+    Raises:
+        UnsupportedModel: the engine has no kernels for it.
+        ModelFileError: it is damaged.
+        EngineError: the engine refuses it, or the installed version lacks what it takes.
+    """
+
+    def __init__(self, head: PublishedHead, target: Model, *, n_threads: int, n_gpu_layers: int | None = None) -> None:
+        self.head, self.binding = head, binding()
+        layers = gpu_layers(n_gpu_layers)
+        self._own = not head.in_target
+        self.staging = staging()
+        self._anchor = 0
+        with GGUFFile(head.path) as file:
+            check_sound(file, head.vocab or Vocab.none(), self.binding.computes, self.binding.alignment)
+            self.size_bytes, self.n_ctx_train = file.n_bytes, file.n_ctx_train
+        self.path, self.architecture, self.chat_template = head.path, head.kind, None
+        self.backend = self.binding.name
+        self.engine = f"{self.binding.name} {self.binding.version}"
+        self.vocab, self.n_embd, self.n_layers = Vocab.none(), head.row_width, 1
+        self.n_threads, self.n_vocab, self.kv_type = n_threads, len(head.ids), "f16"
+        self.capabilities = Capabilities(device=self.binding.device(layers), hidden=True, float_rows=True)
+        lends = head.in_target or bool(head.borrows)
+        self._lender_on_gpus = not lends or (isinstance(target, LlamaModel) and target.on_gpus)
+        if head.in_target:
+            self.engine += f" {head.title}"  # its passes are not those of the model in the same file
+            self.handle = self._handle_of(target)
+            return
+        handle = self.binding.load_model(head.path, layers, None, mtp=head.has_zeroth)
+        if not handle:
+            raise EngineError(f"{self.engine} could not load {head.path.name}; use --verbose for engine output")
+        self.handle = handle
+        try:
+            self._check_width()
+            if head.borrows:
+                self._anchor = self._anchor_in(target)
+        except BaseException:
+            self.close()
+            raise
+
+    @cached_property
+    def finds_best(self) -> bool:
+        """As of a ``LlamaModel``. A head that scores candidates looks for the best itself."""
+        scores = self.head.block is not None and self.head.block.n_candidates
+        able = self.binding.finds_best and not scores and self.capabilities.device == "gpu" and self._lender_on_gpus
+        return able and best_pays(self, head_pass)
+
+    def _check_width(self) -> None:
+        n_vocab = self.binding.n_vocab(self.handle)
+        if n_vocab != self.head.n_vocab:
+            raise UnsupportedModel(
+                f"{self.path.name} declares {self.head.n_vocab} tokens, but the engine finds {n_vocab}"
+            )
+
+    def _handle_of(self, target: Model) -> int:
+        if not isinstance(target, LlamaModel) or target.binding is not self.binding:
+            raise UnsupportedModel(
+                f"the {self.head.title} layer of {self.path.name} runs on llama-cpp, and the model is on "
+                f"{target.backend}; use --backend llama-cpp"
+            )
+        if not target.capabilities.mtp:
+            raise EngineError(f"{self.engine} could not load the {self.head.title} layer of {self.path.name}")
+        return target.handle
+
+    def _anchor_in(self, target: Model) -> int:
+        """A small context of the target, never fed, by which the engine finds the target's matrices."""
+        if not isinstance(target, LlamaModel) or target.binding is not self.binding:
+            what = " and ".join(self.head.borrows)
+            raise UnsupportedModel(
+                f"{self.path.name} takes its {what} from its target, which has to be on llama-cpp for that and is on "
+                f"{target.backend}; use --backend llama-cpp"
+            )
+        if target.reloads:
+            raise UnsupportedModel(f"{self.path.name} takes weights of its target, which cannot be on RPC servers then")
+        return self.new_handle(target.handle, 1, 1, self.n_threads, 0)
+
+    def new_handle(self, model: int, n_ctx: int, n_rows: int, n_threads: int, other: int) -> int:
+        api = self.binding.api
+        params = api.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch = -(-n_ctx // 256) * 256, n_rows, n_rows
+        params.n_threads = params.n_threads_batch = n_threads
+        params.type_k = params.type_v = KV_TYPES[self.kv_type]
+        self.binding.set_context_options(params, 1)
+        if other:
+            params.ctx_other = other
+        if self.head.has_zeroth:
+            params.ctx_type = self.staging.mtp
+        handle = api.llama_init_from_model(model, params)
+        if not handle:
+            raise EngineError(f"{self.engine} could not create a context of {n_ctx} rows for {self.path.name}")
+        return int(handle)
+
+    def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> LlamaHeadContext:
+        kind = LlamaBlockContext if self.head.block else LlamaHeadContext
+        return kind(self, n_ctx, n_threads, hidden, self._anchor)
+
+    def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
+        raise EngineError(f"{self.path.name} is a draft head and cannot tokenize text")
+
+    def _close(self) -> None:
+        if self._anchor:
+            self.binding.free_context(self._anchor)
+        if self._own:
+            self.binding.free_model(self.handle)
+
+
+class LlamaHeadContext(Context):
+    """Memory of a head. ``decode_floats`` takes states as rows, and the tokens' real ids."""
+
+    model: LlamaHeadModel
+
+    def __init__(self, model: LlamaHeadModel, n_ctx: int, n_threads: int, hidden: tuple[str, ...], anchor: int) -> None:
+        super().__init__(model, n_ctx, hidden)
+        self._binding, self._functions = model.binding, model.staging
+        self._handle = model.new_handle(model.handle, n_ctx, ROWS, n_threads, anchor)
+        self._batch = self._functions.batch_init(self._handle)
+        self.finds_best, head = model.finds_best, model.head
+        device = model.capabilities.device
+        self._best = BestLogits(self._binding.lib, self._handle, head.n_vocab, device, len(head.ids))
+        self._position = (ctypes.c_int32 * 4)()
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self._functions.set_nextn(self._handle, True, False)  # of every row, not only of those with logits
+
+    def fuse(self, states: FloatArray) -> FloatArray:
+        self._check_open()
+        states = np.ascontiguousarray(states, dtype=np.float32)
+        made: list[FloatArray] = []
+        for start in range(0, len(states), ROWS):
+            part = states[start : start + ROWS]
+            self._functions.clear(self._batch)
+            for i, row in enumerate(part):
+                at = self._functions.add_floats(self._batch, 0, self._functions.floats(row))
+                # The engine insists on the next positions; what it computes does not depend on them.
+                self._place(at, self.n_past + i, wanted=True)
+            made.append(self._states(ENCODE, len(part)))
+        return np.concatenate(made)
+
+    def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
+        return self._decode_rows(rows, tokens, logits, 0)
+
+    def _decode_best(self, tokens: Sequence[int], n_best: int, logits: Wanted, rows: FloatArray | None) -> Forward:
+        assert rows is not None  # it reads no others
+        return self._decode_rows(rows, tokens, logits, n_best)
+
+    def _decode_rows(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted, n_best: int) -> Forward:
+        if max(tokens) >= self.model.head.n_vocab:
+            raise EngineError(f"{self.model.path.name} has no token {max(tokens)}")
+        n_before = len(tokens) - 1 if logits == "last" else len(tokens) * (logits == "none")
+        if len(tokens) - n_before > ROWS:  # several passes, whose rows have to be alike
+            n_best = 0
+        found: list[FloatArray] = []
+        states: list[FloatArray] = []
+        start, ids = 0, None
+        while start < len(tokens):
+            wanted = start >= n_before
+            end = min(start + ROWS, len(tokens) if wanted else n_before)
+
+            def compute(start: int = start, end: int = end, wanted: bool = wanted) -> FloatArray:
+                return self._compute(rows[start:end], tokens[start:end], self.n_past + start, wanted)
+
+            if wanted:
+                state, values, ids = self._with_logits(compute, self.n_past + start, end - start, n_best)
+                found.append(values)
+            else:
+                state = compute()
+            states.append(state)
+            start = end
+        values = np.concatenate(found) if found else np.empty((0, self.model.n_vocab), dtype=np.float32)
+        return Forward(values, {STATE: np.concatenate(states)} if STATE in self.hidden else {}, ids)
+
+    def _compute(self, rows: FloatArray, tokens: Sequence[int], position: int, wanted: bool) -> FloatArray:
+        self._functions.clear(self._batch)
+        for i, token in enumerate(tokens):
+            at = self._functions.add_token(self._batch, 0, token)
+            if at < 0 or not self._functions.set_floats(self._batch, at, self._functions.floats(rows[i])):
+                raise EngineError(
+                    f"{self.model.engine} does not accept rows of width {rows.shape[1]} for {self.model.path.name}"
+                )
+            self._place(at, position + i, wanted=wanted or self.model.head.states_need_logits)
+        return self._states(DECODE, len(tokens))
+
+    def _with_logits(
+        self, compute: Callable[[], Result], position: int, n: int, n_best: int
+    ) -> tuple[Result, FloatArray, TokenIds | None]:
+        """Run a pass of n rows from a position on, all with logits; again where the ``n_best`` largest logits do not
+        do.
+
+        Returns:
+            What it returned, logits, and the columns that they are of where rows are not whole.
+        """
+        if n_best and self._best.enter(n_best, n):
+            result = compute()
+            if (best := self._columns(self._best.read(n, 0, n_best))) is not None:
+                return result, *best
+            self._truncate(position)
+        self._best.leave()
+        return compute(), self._logits(n), None
+
+    def _columns(self, best: tuple[FloatArray, TokenIds] | None) -> tuple[FloatArray, TokenIds] | None:
+        """Largest logits with their columns, which increase as their tokens do; None where one is of no column."""
+        ids = self.model.head.ids
+        if best is None or len(ids) == self.model.head.n_vocab:
+            return best
+        columns = np.searchsorted(ids, best[1])
+        return (best[0], columns) if (ids.take(columns, mode="clip") == best[1]).all() else None
+
+    def _decode(self, tokens: Sequence[int], logits: Wanted) -> Forward:
+        raise EngineError(f"{self.model.path.name} is a draft head and cannot tokenize text")
+
+    def _place(self, at: int, position: int, *, wanted: bool) -> None:
+        if at < 0:
+            raise EngineError(f"{self.model.engine} takes no such row for {self.model.path.name}")
+        self._position[:] = [position] * 4
+        self._functions.set_position(self._batch, at, self._position)
+        self._functions.set_output(self._batch, at, wanted)
+
+    def _states(self, what: int, n: int) -> FloatArray:
+        self._process(what, n)
+        return self._functions.nextn(self._handle, n, self.model.n_embd)
+
+    def _process(self, what: int, n: int) -> None:
+        status = self._functions.process(self._handle, what, self._batch)
+        if status != 0:
+            raise EngineError(f"{self.model.engine} failed on {n} rows of {self.model.path.name} (status {status})")
+
+    def _logits(self, n: int) -> FloatArray:
+        """The logits of a pass, of the tokens that the head can guess [n, n_out], a copy."""
+        address = ctypes.cast(self._binding.lib.llama_get_logits(self._handle), ctypes.c_void_p).value
+        if not address:
+            raise EngineError(f"{self.model.engine} returned no logits")
+        width, ids = self.model.head.n_vocab, self.model.head.ids
+        view: Any = np.ctypeslib.as_array((ctypes.c_float * width * n).from_address(address))
+        rows: FloatArray = view[:, ids] if len(ids) < width else view.copy()
+        return rows
+
+    def _truncate(self, n: int) -> None:
+        if not n or not self._binding.remove(self._handle, n):
+            self._binding.clear(self._handle)
+            if n:
+                self.tokens = []
+                raise EngineError(f"{self.model.engine} cannot take rows back out of {self.model.path.name}")
+
+    def _close(self) -> None:
+        self._functions.batch_free(self._batch)
+        self._binding.free_context(self._handle)
+        self._best.close()
+
+
+class LlamaBlockContext(LlamaHeadContext):
+    """Memory of a block drafter: keys and values of the target's states, a row for each.
+
+    ``decode_floats`` adds such rows, which lead to no logits; ``guesses`` puts a block behind them.
+    """
+
+    def _prepare(self) -> None:
+        block = self.model.head.block
+        assert block is not None
+        self._block = block
+        if block.n_candidates:
+            super()._prepare()
+        self._binding.lib.llama_set_causal_attn(self._handle, block.causal)
+
+    def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
+        for start in range(0, len(rows), ROWS):
+            part = rows[start : start + ROWS]
+            self._functions.clear(self._batch)
+            for i, row in enumerate(part):
+                at = self._functions.add_floats(self._batch, 0, self._functions.floats(row))
+                self._place(at, self.n_past + start + i, wanted=False)
+            self._process(DECODE, len(part))
+        return Forward(np.empty((0, self.model.n_vocab), dtype=np.float32), {})
+
+    def guesses(self, token: int, n: int, n_best: int = 0) -> tuple[FloatArray, TokenIds | None]:
+        """What follows a text whose states are in the memory, by one pass over its last token and masks.
+
+        The block's rows stay in the memory until they are truncated.
+
+        Args:
+            token: the last token; its state is not in the memory.
+            n: how many tokens to guess, 1 to ``MaskBlock.n_guesses``.
+            n_best: how many of the largest logits of each row are enough, where ``finds_best``; 0 wants whole rows.
+
+        Returns:
+            Logits by position [n, n_out], or fewer of each row and the tokens that they are of, ascending by row.
+
+        Raises:
+            ContextFull: the block does not fit; the memory is unchanged.
+            EngineError: the engine failed.
+            Closed: the context was closed.
+        """
+        block = [token, *[self._block.mask] * (n + self._block.n_skipped - 1)]
+        self._check_room(len(block))
+        if not 0 <= token < self.model.head.n_vocab or not 0 < n <= self._block.n_guesses:
+            raise EngineError(f"{self.model.path.name} cannot decode a block of {n} tokens after {token}")
+        forward = self._feed(block, lambda: self._guess(block, n_best if self.finds_best else 0))
+        guessing = slice(self._block.n_skipped, None)
+        if self._block.n_candidates:
+            return self._selected(forward.logits[guessing])
+        return forward.logits[guessing], None if forward.ids is None else self.model.head.ids[forward.ids[guessing]]
+
+    def _selected(self, lattice: FloatArray) -> tuple[FloatArray, TokenIds]:
+        """The scores of candidates, each row's behind the best candidate of the row before, as llama.cpp's own program
+        takes them."""
+        k = self._block.n_candidates
+        ids = lattice[:, :k].astype(np.int64)
+        scores = lattice[:, k : k + k * k].reshape(-1, k, k)  # [n, before, candidate]
+        found, before = np.empty((len(ids), k), dtype=np.float32), 0
+        for row, of_row in enumerate(scores):
+            found[row] = of_row[before]
+            before = int(found[row].argmax())
+        order = ids.argsort(axis=1)
+        return np.take_along_axis(found, order, 1), np.take_along_axis(ids, order, 1)
+
+    def _guess(self, block: Sequence[int], n_best: int) -> Forward:
+        def compute() -> None:
+            self._functions.clear(self._batch)
+            for i, token in enumerate(block):
+                at = self._functions.add_token(self._batch, 0, token)
+                self._place(at, self.n_past + i, wanted=not self._block.n_candidates)
+            self._process(DECODE, len(block))
+
+        if self._block.n_candidates:
+            compute()
+            return Forward(self._functions.nextn(self._handle, len(block), self.model.head.n_embd))
+        _, logits, ids = self._with_logits(compute, self.n_past, len(block), n_best)
+        return Forward(logits, ids=ids)
+
+
+def load(head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None) -> LlamaHeadModel:
+    """See ``published.LoadHeadModel``."""
+    return LlamaHeadModel(head, target, n_threads=n_threads, n_gpu_layers=n_gpu_layers)

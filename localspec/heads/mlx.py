@@ -1,0 +1,250 @@
+"""Published heads on MLX: contexts that are fed with a state and a token a row, and parts of their networks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from localspec.backends.base import Capabilities, FloatArray, Forward, Model, TokenIds, Wanted
+from localspec.backends.best_rows import best_pays, head_pass
+from localspec.backends.mlx.architecture import ARCHITECTURES, Attention
+from localspec.backends.mlx.library import NAME, binding, owner
+from localspec.backends.mlx.model import MLXContext, MLXModel, building, device_for
+from localspec.backends.mlx.network import Network
+from localspec.backends.mlx.weights import Format
+from localspec.errors import EngineError, UnsupportedModel
+from localspec.heads.kinds.base import MaskBlock, PublishedHead
+from localspec.model_files.gguf import GGUFFile
+from localspec.model_files.vocab import Vocab
+
+
+class MLXHeadModel(MLXModel):
+    """The weights of a head in MLX's arrays, and those of its target that it borrows.
+
+    Args:
+        head: its header.
+        target: what it drafts for, on MLX where the head borrows from it.
+        load: makes its network, given the target's where the target is on MLX; called on the thread that computes.
+        n_gpu_layers: as for ``backends.load``.
+
+    Raises:
+        UnsupportedModel: a setting or tensor that is not handled, or it borrows from a target elsewhere.
+        ModelFileError: it is damaged.
+        EngineError: it does not fit into memory.
+    """
+
+    def __init__(
+        self,
+        head: PublishedHead,
+        target: Model,
+        load: Callable[[PublishedHead, Network | None], Network],
+        n_gpu_layers: int | None = None,
+    ) -> None:
+        lender = target.network if isinstance(target, MLXModel) else None
+        if lender is None and (head.borrows or head.in_target):
+            what = " and ".join(head.borrows) or "weights"
+            raise UnsupportedModel(
+                f"{head.path.name} uses the {what} of its target, so the target must run on the mlx backend, "
+                f"not on {target.backend}"
+            )
+        engine = binding()
+        self.head, self.owner = head, owner()
+        with GGUFFile(head.path) as file:
+            self.size_bytes, self.n_ctx_train = file.n_bytes, file.n_ctx_train
+            self.device = target.device if isinstance(target, MLXModel) else device_for(file, n_gpu_layers)
+        network = self.owner.run(lambda: building(head.path, self.device, lambda: load(head, lender)))
+        self._network = network
+        self.path, self.architecture, self.chat_template = head.path, head.kind, None
+        self.backend, self.engine = NAME, f"{NAME} {engine.version}"
+        if head.in_target:
+            self.engine += f" {head.title}"  # its passes are not those of the model in the same file
+        self.vocab, self.n_embd, self.n_layers = Vocab.none(), head.row_width, 1
+        self.n_threads, self.n_vocab, self.kv_type = 1, network.n_vocab, "f16"
+        on_gpu = self.device == mx.Device(mx.gpu)
+        self.capabilities = Capabilities(device="gpu" if on_gpu else "cpu", hidden=True, float_rows=True)
+
+    @cached_property
+    def finds_best(self) -> bool:
+        return self.capabilities.device == "gpu" and best_pays(self, head_pass)
+
+    def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> MLXHeadContext:
+        return (MLXBlockContext if self.head.block else MLXHeadContext)(self, n_ctx, hidden)
+
+
+class MLXHeadContext(MLXContext):
+    """Memory of a head. ``decode_floats`` takes states as rows, and the tokens' real ids."""
+
+    model: MLXHeadModel
+
+    def fuse(self, states: FloatArray) -> FloatArray:
+        self._check_open()
+        trunk: Any = self.model.network.module.model
+
+        def compute() -> FloatArray:
+            mx.set_default_device(self.model.device)
+            try:
+                found = trunk.fuse(mx.array(states)).astype(mx.float32)
+                mx.eval(found)
+            except (RuntimeError, ValueError, MemoryError) as error:
+                raise EngineError(f"{self.model.engine} failed to fuse {len(states)} states: {error}") from None
+            return np.array(found, copy=False)
+
+        return self._owner.run(compute)
+
+    def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted, n_best: int = 0) -> Forward:
+        if max(tokens) >= self.model.head.n_vocab:
+            raise EngineError(f"{self.model.path.name} has no token {max(tokens)}")
+        return super()._decode_floats(rows, tokens, logits, n_best)
+
+    def _decode(self, tokens: Sequence[int], logits: Wanted) -> Forward:
+        raise EngineError(f"{self.model.path.name} is a draft head and cannot tokenize text")
+
+
+class MLXBlockContext(MLXHeadContext):
+    """See ``heads.llama.LlamaBlockContext``."""
+
+    def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted, n_best: int = 0) -> Forward:
+        for start in range(0, len(rows), self._n_chunk):
+            part = rows[start : start + self._n_chunk]
+            self._owner.run(lambda part=part: self._remember(part))  # type: ignore[misc]
+        return Forward(np.empty((0, self.model.n_vocab), dtype=np.float32), {})
+
+    def _remember(self, rows: FloatArray) -> None:
+        memory, trunk = self._memory, cast(Any, self.model.network.module.model)
+        mx.set_default_device(self.model.device)
+        try:
+            trunk.remember(mx.array(rows[None]), memory.layers)
+            mx.eval(memory.arrays())
+        except (RuntimeError, ValueError, MemoryError) as error:
+            memory.clear()
+            self.tokens = []
+            raise EngineError(f"{self.model.engine} failed on {len(rows)} rows: {error}") from None
+        memory.n_past += len(rows)
+
+    def guesses(self, token: int, n: int, n_best: int = 0) -> tuple[FloatArray, TokenIds | None]:
+        of = cast(MaskBlock, self.model.head.block)
+        block = [token, *[of.mask] * (n + of.n_skipped - 1)]
+        self._check_room(len(block))
+        if not 0 <= token < self.model.head.n_vocab or not 0 < n <= of.n_guesses:
+            raise EngineError(f"{self.model.path.name} cannot decode a block of {n} tokens after {token}")
+        n_best = n_best if self.finds_best else 0
+        forward = self._feed(block, lambda: self._pass(block, "all", n_best=n_best))
+        ids = None if forward.ids is None else self.model.head.ids[forward.ids[of.n_skipped :]]
+        return forward.logits[of.n_skipped :], ids
+
+
+# Parts of networks of heads, built as mlx-lm's model classes are: memory, rotary embedding, repacking and passes are
+# those of every model.
+
+HEAD_DTYPE = mx.float32
+"""No probe of a head's file tells how large the states are that it is fed with."""
+
+
+class HeadAttention(nn.Module):  # type: ignore[misc]
+    """Rows [1, n, n_in] -> what they attend to [1, n, n_embd]; ``norm_eps`` of the norms of queries and keys, if
+    any."""
+
+    rope: nn.Module
+
+    def __init__(self, attention: Attention, n_in: int, n_embd: int, norm_eps: float | None = None) -> None:
+        super().__init__()
+        self.d_head = d_head = attention.d_head
+        self.q_proj = nn.Linear(n_in, attention.n_head * d_head, bias=False)
+        self.k_proj = nn.Linear(n_in, attention.n_head_kv * d_head, bias=False)
+        self.v_proj = nn.Linear(n_in, attention.n_head_kv * d_head, bias=False)
+        self.o_proj = nn.Linear(attention.n_head * d_head, n_embd, bias=False)
+        self.q_norm = nn.Identity() if norm_eps is None else nn.RMSNorm(d_head, eps=norm_eps)
+        self.k_norm = nn.Identity() if norm_eps is None else nn.RMSNorm(d_head, eps=norm_eps)
+
+    def remember(self, x: mx.array, cache: Any) -> tuple[Any, Any]:
+        keys = self.rope(self.k_norm(self._heads(self.k_proj(x))), offset=cache.offset)
+        return cast("tuple[Any, Any]", cache.update_and_fetch(keys, self._heads(self.v_proj(x))))
+
+    def __call__(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        from mlx_lm.models.base import scaled_dot_product_attention
+
+        queries = self.rope(self.q_norm(self._heads(self.q_proj(x))), offset=cache.offset)
+        keys, values = self.remember(x, cache)
+        found = scaled_dot_product_attention(queries, keys, values, cache=cache, scale=self.d_head**-0.5, mask=mask)
+        return cast(mx.array, self.o_proj(found.swapaxes(1, 2).flatten(2)))
+
+    def _heads(self, projected: mx.array) -> mx.array:
+        return projected.reshape(1, projected.shape[1], -1, self.d_head).swapaxes(1, 2)
+
+
+class FeedForward(nn.Module):  # type: ignore[misc]
+    def __init__(self, n_embd: int, n_ff: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(n_embd, n_ff, bias=False)
+        self.up_proj = nn.Linear(n_embd, n_ff, bias=False)
+        self.down_proj = nn.Linear(n_ff, n_embd, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return cast(mx.array, self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x)))
+
+
+def head_network(
+    head: PublishedHead,
+    module: nn.Module,
+    args: Any,
+    formats: Mapping[str, Format],
+    max_context: int | None,
+    project: Callable[[mx.array], mx.array],
+) -> Network:
+    """A head as a network of one layer that sees all rows before.
+
+    Args:
+        head: its header.
+        module: with its trunk as ``model``.
+        args, formats, max_context: as for ``Network``.
+        project: the output matrix, for the tokens that it can guess.
+    """
+    return Network(
+        module=module,
+        args=args,
+        architecture=head.kind,
+        n_vocab=len(head.ids),
+        n_layer=1,
+        n_embd=head.n_embd,
+        compute_dtype=HEAD_DTYPE,
+        layer_windows=(None,),
+        recurrent=False,
+        max_context=max_context,
+        size_bytes=sum(format_.n_bytes for format_ in formats.values()),
+        formats=formats,
+        _trunk=module.model,
+        _head=project,
+        reads_tokens_too=True,
+    )
+
+
+def sort_rows(output: nn.Module, order: Any) -> None:
+    rows = mx.array(order)
+    for name in ("weight", "scales", "biases"):
+        if name in output:
+            output[name] = output[name][rows]
+    mx.eval(output.parameters())
+
+
+def needed(target: Network | None) -> Network:
+    if target is None:
+        raise UnsupportedModel("a head that uses weights of its target needs the target on the mlx backend")
+    return target
+
+
+def embedding_of(target: Network) -> nn.Module:
+    """The target's token embedding as it is stored: llama.cpp scales it for no head either."""
+    architecture = ARCHITECTURES[target.architecture]
+    return cast(nn.Module, target.module[architecture.trunk][architecture.embedding])
+
+
+def output_of(target: Network) -> Callable[[mx.array], mx.array]:
+    """The target's output matrix, without what its own logits are divided by."""
+    module = target.module
+    project: Callable[[mx.array], mx.array] = module.lm_head if "lm_head" in module else embedding_of(target).as_linear
+    return lambda hidden: project(hidden.astype(target.compute_dtype))

@@ -1,0 +1,340 @@
+"""Published heads on engines.
+
+With s_p the tapped states of the target after token x_p, and the layer and its norms in the engine:
+
+    EAGLE-3      g_p = fc · s_p, and row p is (g_p, x_(p+1)); its own state before the last norm is the next g
+    MTP          row p is (s_p, x_(p+1)) for the tap "nextn", after a first row (0, x_0); its own state after the last
+                 norm is the next s
+    DFlash       row p is s_p alone, and behind them a block of x_n, the last token, and masks, each of which but the
+                 first becomes a token, in one pass. DSpark's first guesses too. DFlash2 returns some candidates for
+                 each row, scored by the one taken of the row before
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec.backends import trial
+from localspec.backends.base import NEXTN, Context, FloatArray, Model
+from localspec.backends.llama import llama_cpp
+from localspec.backends.llama.model import LlamaModel
+from localspec.backends.llama.staging import NEEDED
+from localspec.backends.trust import MAX_MEAN_KL, agreement, fingerprint, verdict_key, verdicts
+from localspec.errors import (
+    EngineError,
+    EngineMismatch,
+    ModelFileError,
+    UnsupportedModel,
+    UsageError,
+    VocabularyMismatch,
+)
+from localspec.heads.base import STATE, DraftHead
+from localspec.heads.card import TargetFacts
+from localspec.heads.file import heads_folder
+from localspec.heads.kinds import names_published_head, read_mtp, read_published
+from localspec.heads.kinds.base import PublishedHead
+from localspec.heads.llama import LlamaBlockContext, LlamaHeadModel
+from localspec.model_files.catalog import Catalog
+from localspec.model_files.gguf import GGUFFile
+from localspec.model_files.vocab import Vocab
+from localspec.system.files import JsonStore, home, is_same_file
+from localspec.system.machine import default_threads
+
+# Does llama-cpp live through a published head? The functions that feed heads change between versions of it, and with
+# other arguments end the process. So a child loads the head and takes steps first: once per version and kind of head.
+
+_FORMAT = 1
+_CHILD = "from localspec.heads.published import try_head; try_head()"
+
+
+def lends(head: PublishedHead) -> bool:
+    """Whether the child needs the target: for its weights, or because the functions return its states too."""
+    return bool(head.borrows or head.of_model)
+
+
+def check_survives(
+    head: PublishedHead, target: Path, engine: str, n_threads: int, tick: Callable[[], None] = lambda: None
+) -> None:
+    """See that the engine computes a kind of head without ending the process; remembered.
+
+    Success counts for all files of the kind, failure for the file. ``tick`` is called now and then; what it raises ends
+    the trial.
+
+    Raises:
+        EngineError: it ends the process.
+    """
+    store = JsonStore(home() / "trials", _FORMAT)
+    # What the layers of different architectures are made of differs more than heads of a kind do.
+    kind = {"engine": engine, "head": f"{head.title} {head.of_model[0] if head.of_model else ''}".strip()}
+    if store.get(kind) is not None:
+        return
+    file = kind | {"file": fingerprint(head.path)}
+    died = store.get(file) is not None
+    if not died:
+        lent = str(target) if lends(head) else ""
+        status = trial.run_child(_CHILD, [str(head.path), lent, str(n_threads)], tick)
+        # An exception (1) will be raised here as well, in the engine's own words. Of a child that was stopped from
+        # outside, short memory included, nothing is known: what it was to do needs less memory than what follows here.
+        died = status not in (0, 1) and status not in trial.KILLED_FROM_OUTSIDE
+        if status == 0:
+            store.put(kind, {"survives": True})
+        elif died:
+            store.put(file, {"survives": False})
+    if died:
+        raise EngineError(
+            f"{engine} ended the process in which {head.path.name} was tried, so it is not loaded here; "
+            f"version {NEEDED} runs such heads"
+        )
+
+
+STEPS = 16
+"""Most tokens that a chained head drafts; how far it pays is for the controller. llama.cpp's own default is 3."""
+
+_WINDOW_BYTES = 64 << 20
+"""States of the target that are kept for a head."""
+
+_MOST_BESIDE = 256
+"""Files of a folder whose headers are looked at."""
+
+_WIDTHS = (1, 1, 2, 3, 4, 5, 8)
+"""Rows of the passes that are compared with one of all these together."""
+
+
+class LoadHeadModel(Protocol):
+    """Load a head's weights; its contexts' ``decode_floats`` takes states and the tokens' real ids.
+
+    Raises:
+        UnsupportedModel: the engine has no kernels for it, or cannot borrow what it borrows.
+        ModelFileError: it is damaged.
+        EngineError: the engine refuses it.
+    """
+
+    def __call__(self, head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None) -> Model: ...
+
+
+class FusingContext(Protocol):
+    """Context of a head that fuses states."""
+
+    def fuse(self, states: FloatArray) -> FloatArray:
+        """The state that rows begin with [n, n_embd], of the target's tapped ones side by side [n, n_taps * n_target].
+
+        Changes no memory.
+
+        Raises:
+            EngineError: the engine failed.
+        """
+        ...
+
+
+class EngineHead(DraftHead):
+    """A published head on an engine."""
+
+    def __init__(self, facts: PublishedHead, model: Model) -> None:
+        self.facts, self.model = facts, model
+        self.kind = "block" if facts.block else "chained"
+        self.taps, self.token_map = facts.taps, facts.ids
+        self.steps = facts.block.n_guesses if facts.block else STEPS
+        self.has_zeroth, self.rate = facts.has_zeroth, facts.rate
+
+    def new_context(self, n_ctx: int, *, n_threads: int | None = None) -> Context:
+        hidden = () if self.facts.block else (STATE,)
+        return self.model.new_context(n_ctx + self.steps + 1, n_threads=n_threads, hidden=hidden)
+
+    def window(self, n_ctx: int) -> int:
+        return min(n_ctx, max(64, _WINDOW_BYTES // (4 * self.facts.n_target * len(self.taps))))
+
+    def true_rows(self, context: Context, states: FloatArray, tokens: Sequence[int]) -> FloatArray:
+        if not self.facts.fuses:
+            return states
+        return cast(FusingContext, context).fuse(states)
+
+    def chained_rows(self, state: FloatArray, tokens: Sequence[int]) -> FloatArray:
+        return state
+
+    def block_logits(
+        self, context: Context, token: int, n: int, n_best: int = 0
+    ) -> tuple[FloatArray, npt.NDArray[np.int64] | None]:
+        """See ``LlamaBlockContext.guesses``."""
+        return cast(LlamaBlockContext, context).guesses(token, n, n_best)
+
+    def close(self) -> None:
+        self.model.close()
+
+
+def misfit(head: PublishedHead, target: Model) -> str:
+    """Why a published head cannot draft for a loaded target, in a clause; "" where it can."""
+    with GGUFFile(target.path) as file:
+        return head.misfit(TargetFacts.of(file, ""), target.vocab)
+
+
+def published_for(target: Path, backend: str | None) -> list[Path]:
+    """Published heads that fit a target: those of the catalogue first, then those trained here and in its file's
+    folder.
+
+    Args:
+        target: its file.
+        backend: the engine that it runs on; None where that is open: then heads that borrow from it are left out.
+
+    Raises:
+        ModelFileError: the target is no usable model.
+    """
+    found: list[Path] = []
+    with GGUFFile(target) as file:
+        facts, vocab = TargetFacts.of(file, ""), Vocab.from_gguf(file)
+    folders = (heads_folder(), target.parent)
+    for path in [path for folder in folders for path in sorted(folder.glob("*.gguf"))[:_MOST_BESIDE]]:
+        if names_published_head(path):
+            try:
+                head = read_published(path)
+            except ModelFileError:
+                continue
+            is_lent = not head.borrows or (backend is not None and _engine_for(head, backend) == backend)
+            if is_lent and not head.misfit(facts, vocab):
+                found.append(path)
+    return Catalog.load().sort_heads(found, target)
+
+
+def computes_mtp(target: Path, backend: str) -> bool:
+    """Whether an engine computes the MTP layer in a model's file, as far as its header says."""
+    try:
+        return backend in read_mtp(target).engines
+    except ModelFileError:
+        return False
+
+
+def engine_for(head: PublishedHead, target: Model, wanted: str | None = None) -> str:
+    """The engine that computes a head for a target: ``wanted`` where it can, but for a head that borrows the target's
+    own."""
+    return _engine_for(head, target.backend, wanted)
+
+
+def _engine_for(head: PublishedHead, backend: str, wanted: str | None = None) -> str:
+    if wanted and wanted in head.engines and not head.borrows and not head.in_target:
+        return wanted
+    return backend if backend in head.engines else next(iter(head.engines))
+
+
+def load_published(
+    path: Path,
+    target: Model,
+    *,
+    engine: str | None = None,
+    n_threads: int | None = None,
+    n_gpu_layers: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> EngineHead:
+    """Load a published head for a target.
+
+    Once for each file rows in one pass are compared with rows in several.
+
+    Args:
+        path: the head's file; the target's own for its layer for multi-token prediction.
+        target: what it is to draft for.
+        engine: as for ``engine_for``.
+        n_threads: CPU threads; None takes the physical cores.
+        n_gpu_layers: as for ``backends.load``.
+        say: takes a line before long work.
+
+    Raises:
+        UnsupportedModel: there is no head in the file.
+        VocabularyMismatch: it is for a model with other tokens.
+        UsageError: it is for another model.
+        ModelFileError: the file is damaged, or the engine cannot compute it.
+        EngineError: the engine is not there, is too old, would end the process, refuses the file, or is wrong about it.
+    """
+    facts = read_mtp(path) if is_same_file(path, target.path) else read_published(path)
+    if why := misfit(facts, target):
+        wrong = VocabularyMismatch if "vocabulary" in why else UsageError
+        raise wrong(f"{path.name} does not fit: {why}")
+    if NEXTN in facts.taps and not facts.in_target and not target.capabilities.nextn:
+        raise UnsupportedModel(
+            f"{path.name} reads states of {target.path.name} that {target.backend} does not hand out; "
+            "use --backend llama-cpp"
+        )
+    name, threads = engine_for(facts, target, engine), n_threads or default_threads()
+    if name == "llama-cpp" and (not lends(facts) or (isinstance(target, LlamaModel) and not target.reloads)):
+        version = f"{name} {llama_cpp.binding().version}"
+        check_survives(facts, target.path, version, threads, lambda: say(f"trying {path.name} with {version} (once)"))
+    load: LoadHeadModel = EntryPoint(name, facts.engines[name], "").load()
+    model = load(facts, target, threads, n_gpu_layers)
+    head = EngineHead(facts, model)
+    if model.capabilities.batch_invariant:
+        return head
+    try:
+        options = {"n_threads": n_threads, "n_gpu_layers": n_gpu_layers}
+        key = verdict_key(model.backend, options, f"{fingerprint(path)} for {fingerprint(target.path)}")
+        verdict = verdicts().get(key)
+        if verdict is None:
+            say(f"checking that {model.engine} computes {path.name} correctly (once)")
+            worst = disagreement(head)
+            verdict = {"holds": worst <= MAX_MEAN_KL, "why": f"KL {worst:.2g} nats"}
+            verdicts().put(key, verdict)
+        if not verdict["holds"]:
+            raise EngineMismatch(
+                f"{model.engine} gives different results for {path.name} row by row and in one pass: {verdict['why']}"
+            )
+    except BaseException:
+        head.close()
+        raise
+    return head
+
+
+def disagreement(head: EngineHead) -> float:
+    """The worst mean KL divergence [nats] between rows in one pass and the same rows in narrow ones."""
+    rng, n = np.random.default_rng(0), sum(_WIDTHS)
+    tokens = rng.integers(0, head.facts.n_vocab, n).tolist()
+    states = rng.standard_normal((n, len(head.taps) * head.facts.n_target)).astype(np.float32)
+    found = []
+    with head.new_context(n) as context:
+        if head.facts.block:
+            return _block_disagreement(head, context, states, tokens)
+        rows = head.true_rows(context, states, tokens)
+        wide = context.decode_floats(rows, tokens).logits
+        context.truncate(0)
+        for width in _WIDTHS:
+            part = slice(context.n_past, context.n_past + width)
+            narrow = context.decode_floats(rows[part], tokens[part]).logits
+            found.append(agreement(narrow, wide[part]).mean_kl)
+    return max(found)
+
+
+def _block_disagreement(head: EngineHead, context: Context, states: FloatArray, tokens: Sequence[int]) -> float:
+    context.decode_floats(states, tokens, "none")
+    wide, wide_ids = head.block_logits(context, tokens[0], head.steps)
+    context.truncate(0)
+    for width in _WIDTHS:
+        part = slice(context.n_past, context.n_past + width)
+        context.decode_floats(states[part], tokens[part], "none")
+        head.block_logits(context, tokens[0], 1)  # which has to leave nothing behind
+        context.truncate(part.stop)
+    narrow, ids = head.block_logits(context, tokens[0], head.steps)
+    if ids is None or wide_ids is None:
+        return agreement(narrow, wide).mean_kl
+    # What is no candidate anywhere can differ by a hair; the first rows' candidates cannot all.
+    return 0.0 if np.array_equal(ids[0], wide_ids[0]) and np.allclose(narrow[0], wide[0], atol=0.05) else math.inf
+
+
+def try_head() -> None:
+    """Load a head, read states, draft, reject: in the child of ``check_survives``, on the CPU, which shares the
+    target's pages."""
+    path, lent, n_threads = sys.argv[1:]
+    head = read_mtp(Path(path)) if path == lent else read_published(Path(path))
+    target = llama_cpp.load(lent, n_threads=int(n_threads), n_gpu_layers=0) if lent else None
+    if target is not None:
+        with target.new_context(64, hidden=head.taps) as context:
+            context.decode([1, 2, 3])
+            context.truncate(1)
+            context.decode([2, 3])
+    # A head to which nothing is lent does not look at its target.
+    model = LlamaHeadModel(head, cast(Model, target), n_threads=int(n_threads), n_gpu_layers=0)
+    disagreement(EngineHead(head, model))
+    with model.new_context(8) as context:
+        context.decode_floats(np.zeros((3, head.row_width), dtype=np.float32), [1, 2, 3], "none")

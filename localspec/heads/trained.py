@@ -1,0 +1,274 @@
+"""Heads that were trained here: the layer on an engine, the fusing of states and the embeddings in this module.
+
+With s_p the tapped states of the target after token x_p, E its token embedding and Out its output matrix (EAGLE: Li et
+al. 2024, arXiv:2401.15077; EAGLE-3's several taps, arXiv:2503.01840):
+
+    row          z_p = fc · s_p + W · E[x_(p+1)] + b
+    state        g_p = block(z_0 … z_p), what the engine returns as "layer:0"
+    guess        x_(p+2) ~ softmax(Out[token_map] · norm(g_p))
+    chained      z_(p+1) = C · g_p + W · E[x_(p+2)] + b, where the true state is not known yet
+    parallel     rows z_p, mask_1, mask_2, …: row k guesses x_(p+2+k)
+    medusa       h_k = s_p + silu(W_k · s_p + b_k) for the tap "norm" (Cai et al. 2024, arXiv:2401.10774), and
+                 x_(p+2+k) ~ softmax(Out[token_map] · h_k); there is no block
+    exit         x_(p+1) ~ softmax(Out[token_map] · norm(s_p)) for a tap "layer:i", with the target's norm
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec.backends.base import Context, FloatArray, Model
+from localspec.backends.registry import engine_module
+from localspec.backends.repack import MARK
+from localspec.backends.trust import MAX_MEAN_KL, agreement, fingerprint, verdict_key, verdicts
+from localspec.errors import EngineMismatch, LocalspecError, UsageError
+from localspec.heads.assembly import OUTPUT_TYPES, assembling, engine_file
+from localspec.heads.base import STATE, DraftHead
+from localspec.heads.card import Kind, TargetFacts, fit
+from localspec.heads.file import check_head, find_heads, head_weights, read_card
+from localspec.heads.products import products
+from localspec.model_files.gguf import GGUFFile, model_files, tensor_rows
+from localspec.system.steps import exhaust
+
+MAX_STATES = 16
+"""Most states that wait to be read. More make a head a little better and its first step slower."""
+
+_CACHED_BYTES = 32 << 20
+"""Tokens' shares of rows that are kept. One takes about a millisecond."""
+
+_TIMED_WIDTHS = (1, 1, 1, 1, 2, 3, 4, 5, 6, 8, 8)
+"""Rows of the passes that are compared with one of all these, 40: ik-llama has other kernels from 32 on."""
+
+_FC, _EMBED, _CHAIN = range(3)
+
+
+class Head(DraftHead):
+    """A head that was trained here.
+
+    Attributes:
+        masks: rows of a parallel head for unknown positions, float32 [steps - 1, n_embd]; empty for others.
+    """
+
+    token_map: npt.NDArray[np.int32]
+
+    def __init__(self, path: Path, target: Path, model: Model) -> None:
+        self.model = model
+        self._cache: OrderedDict[int, FloatArray] = OrderedDict()
+        with GGUFFile(path) as file:
+            self.card = card = check_head(file)
+            self.kind: Kind = card.kind
+            self.taps, self.token_map, self.steps = card.taps, card.token_map, card.steps
+            self.rate = card.training.first_rate
+            matrices, self._biases = list[FloatArray](), list[FloatArray]()
+            self.masks: FloatArray = np.empty((0, card.n_embd), dtype=np.float32)
+            if self.kind == "medusa":
+                matrices = [head_weights(file, f"head.{i}.weight") for i in range(card.steps)]
+                self._biases = [head_weights(file, f"head.{i}.bias") for i in range(card.steps)]
+            if card.has_block:
+                parts = ("fc", "embed", "chain") if self.kind == "chained" else ("fc", "embed")
+                matrices = [head_weights(file, f"head.{part}.weight") for part in parts]
+                self._biases = [head_weights(file, "head.embed.bias")]
+            if self.kind == "parallel":
+                self.masks = head_weights(file, "head.mask.weight")
+        self._target = GGUFFile(target)
+        self._times = products(model, matrices)
+
+    def new_context(self, n_ctx: int, *, n_threads: int | None = None) -> Context:
+        hidden = (STATE,) if self.kind == "chained" else ()
+        return self.model.new_context(n_ctx, n_threads=n_threads, hidden=hidden)
+
+    def window(self, n_ctx: int) -> int:
+        return min(MAX_STATES, n_ctx // 2)
+
+    def true_rows(self, context: Context, states: FloatArray, tokens: Sequence[int]) -> FloatArray:
+        return self.fuse(states) + self.embed(tokens)
+
+    def chained_rows(self, state: FloatArray, tokens: Sequence[int]) -> FloatArray:
+        return self.chain(state) + self.embed(tokens)
+
+    def fuse(self, states: FloatArray) -> FloatArray:
+        """``fc · s``: tapped states side by side, in the order of ``taps`` [n, n_taps * n_embd] -> [n, n_embd]."""
+        return self._times(_FC, states)
+
+    def embed(self, tokens: Sequence[int]) -> FloatArray:
+        """``W · E[token] + b`` [n, n_embd]; embeddings are read from the target's file.
+
+        Raises:
+            UsageError: an id outside the target's vocabulary.
+        """
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self.card.target.n_vocab:
+            raise UsageError(f"token ids must lie in 0..{self.card.target.n_vocab - 1}")
+        new = [token for token in dict.fromkeys(tokens) if token not in self._cache]
+        if new:
+            rows = self._times(_EMBED, tensor_rows(self._target, "token_embd.weight", new)) + self._biases[0]
+            self._cache.update(zip(new, rows, strict=True))
+        found: FloatArray = np.empty((len(tokens), self.card.n_embd), dtype=np.float32)
+        for row, token in zip(found, tokens, strict=True):
+            row[:] = self._cache[token]
+            self._cache.move_to_end(token)
+        while len(self._cache) * 4 * self.card.n_embd > _CACHED_BYTES:
+            self._cache.popitem(last=False)
+        return found
+
+    def chain(self, states: FloatArray) -> FloatArray:
+        """``C · g`` [n, n_embd]."""
+        return self._times(_CHAIN, states)
+
+    def medusa_logits(self, context: Context, state: FloatArray) -> FloatArray:
+        """A medusa head's guesses: row k is for the token 2 + k places after the one that left ``state``.
+
+        Args:
+            context: of this head; emptied.
+            state: the target's "norm" [n_embd].
+
+        Returns:
+            Logits [steps, n_out], a copy.
+        """
+        inner = np.concatenate([self._times(i, state[None]) + bias for i, bias in enumerate(self._biases)])
+        # silu(z) = z * sigmoid(z); by tanh, which cannot overflow.
+        rows: FloatArray = state + np.multiply(inner, 0.5 + 0.5 * np.tanh(0.5 * inner), dtype=np.float32)
+        context.truncate(0)
+        # Each row by itself: what stands before it in the memory is multiplied by zero.
+        logits = context.decode_floats(rows, [0] * len(rows)).logits
+        # The engine's last norm has divided every row by this.
+        size = np.sqrt(np.mean(rows**2, axis=1, keepdims=True) + np.float32(self.card.norm_eps))
+        scaled: FloatArray = np.multiply(logits, size, dtype=np.float32)
+        return scaled
+
+    def close(self) -> None:
+        self._times.close()
+        self.model.close()
+        self._target.close()
+
+    def __enter__(self) -> Head:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def target_facts(target: Path) -> TargetFacts:
+    """The facts of a target's file, read once as long as it is unchanged; of a repacked copy, those of its original.
+
+    Raises:
+        ModelFileError: it is no usable model.
+    """
+    try:
+        found = [file.stat() for file in model_files(target)]
+    except OSError:
+        found = []  # opening it says what is wrong
+    return _read_facts(target, tuple((each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns) for each in found))
+
+
+@lru_cache(maxsize=8)
+def _read_facts(target: Path, stamp: tuple[tuple[int, ...], ...]) -> TargetFacts:
+    with GGUFFile(target) as file:
+        source = file.metadata.get(MARK)
+        return TargetFacts.of(file, source if isinstance(source, str) else fingerprint(target))
+
+
+def heads_for(target: Path) -> list[Path]:
+    """Heads on this disk that fit a target: those trained for that very file first. Damaged ones are left out.
+
+    Raises:
+        ModelFileError: the target is no usable model.
+    """
+    paths = find_heads()
+    facts = target_facts(target) if paths else None
+    fitting: list[tuple[bool, Path]] = []
+    for path in paths:
+        try:
+            found = fit(read_card(path), facts) if facts is not None else None
+        except LocalspecError:
+            continue
+        if found is not None and found.usable:
+            fitting.append((found.exact, path))
+    return [path for exact, path in sorted(fitting, key=lambda each: not each[0])]
+
+
+def load_head(
+    path: Path,
+    target: Path,
+    backend: str,
+    *,
+    n_threads: int | None = None,
+    n_gpu_layers: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    warn: Callable[[str], None] = lambda line: None,
+) -> Head:
+    """Load a head for a target, with its output rows from the target's file; see ``assembly``.
+
+    Once for each engine and file rows in one pass are compared with rows in several.
+
+    Args:
+        path: the head file.
+        target: the target's file.
+        backend: the engine's name.
+        n_threads: CPU threads; None takes the physical cores.
+        n_gpu_layers: as for ``backends.load``.
+        say: takes a line before long work.
+        warn: takes remarks that a user should keep.
+
+    Raises:
+        UsageError: it is for another model.
+        ModelFileError: a file is damaged.
+        EngineError: the engine is not usable, wrong about it, or the disk refuses.
+    """
+    card, facts = read_card(path), target_facts(target)
+    found = fit(card, facts)
+    if not found.usable:
+        raise UsageError(f"{path.name} does not fit: {found.why}")
+    if found.why:
+        warn(f"{path.name}: {found.why}")
+    options = {"n_threads": n_threads, "n_gpu_layers": n_gpu_layers}
+    why = ""
+    for output_type in OUTPUT_TYPES:
+        place = engine_file(path, target, facts.fingerprint, output_type)
+        key = verdict_key(backend, options, place.name)
+        verdict = verdicts().get(key)
+        if verdict is None or verdict["holds"]:
+            if not place.exists():
+                say(f"putting {path.name} together with rows of {target.name} (once)")
+            exhaust(assembling(place, path, target, output_type))
+            model: Model = engine_module(backend).load(place, **options)
+            try:
+                head = Head(path, target, model)
+                if model.capabilities.batch_invariant:
+                    return head
+                if verdict is None:
+                    say(f"checking that {model.engine} computes {path.name} correctly (once)")
+                    worst = _disagreement(head)
+                    verdict = {"holds": worst <= MAX_MEAN_KL, "why": f"KL {worst:.2g} nats"}
+                    verdicts().put(key, verdict)
+            except BaseException:
+                model.close()
+                raise
+            if verdict["holds"]:
+                return head
+            head.close()
+        why = verdict["why"]
+    raise EngineMismatch(f"{backend} gives different results for {path.name} row by row and in one pass: {why}")
+
+
+def _disagreement(head: Head) -> float:
+    """The worst mean KL divergence [nats] between rows in one pass and the same rows in narrow ones."""
+    rng, n = np.random.default_rng(0), sum(_TIMED_WIDTHS)
+    rows = rng.standard_normal((n, head.card.n_embd)).astype(np.float32)
+    if head.card.has_block:
+        tokens = head.token_map[:n].tolist()
+        rows[: len(tokens)] = head.embed(tokens) + head.fuse(np.tile(rows[: len(tokens)], len(head.taps)))
+    with head.new_context(n) as context:
+        wide = context.decode_floats(rows, range(n)).logits.copy()
+        context.truncate(0)
+        found = []
+        for width in _TIMED_WIDTHS:
+            first = context.n_past
+            piece = context.decode_floats(rows[first : first + width], range(first, first + width)).logits
+            found.append(agreement(piece, wide[first : first + width]).mean_kl)
+    return max(found)

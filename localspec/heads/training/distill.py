@@ -1,0 +1,341 @@
+"""``localspec.distill``: a head for a target, made on this machine in a given time.
+
+The target writes examples, the head learns from them, is written, and measured against the drafters there are; it is
+kept if it makes answers faster by more than the noise. All lies in a folder of the home and is written at least once a
+minute, so a run that was stopped, or killed, can be resumed.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shlex
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from localspec.backends.llama.llama_cpp import NAME as LLAMA_CPP
+from localspec.engine.options import checked_spec
+from localspec.engine.saved_chats import chat_files, messages_in
+from localspec.errors import Cancelled, EngineUnavailable, LocalspecError, UsageError
+from localspec.heads.file import heads_folder, read_card
+from localspec.heads.trained import target_facts
+from localspec.heads.training.earlier_head import NO_HEAD, earlier_head
+from localspec.heads.training.examples import TEST, Asked, Material, Overlap, Read, read_texts, without
+from localspec.heads.training.head_maker import HeadMaker
+from localspec.heads.training.run_folder import Distilled, Effort, Recipe, Report, Run, RunError, RunFolder, RunProgress
+from localspec.heads.training.worth import Worth, measure_worth
+from localspec.model_files.catalog import Catalog
+from localspec.prompts.questions import in_turns, own_questions, read_questions
+from localspec.system.files import home, write_atomically
+
+# The run to work on: a new one or the one that lies there, and the head that it begins with.
+
+_DIGITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What was asked for in this call; None stands for the run's own. See ``distill``."""
+
+    kind: str
+    seed: int | None
+    recipe: Recipe | None
+    minutes: float | None
+    begin_with: str | Path | None
+    resume: bool
+    force: bool
+
+    def __post_init__(self) -> None:
+        self.new_recipe()  # is checked here
+
+    def new_recipe(self) -> Recipe:
+        return self.recipe or Recipe(kind=self.kind, seed=self.seed or 0)  # type: ignore[arg-type]
+
+
+def open_run(target: Path, folder: RunFolder, wanted: Wanted, say: Callable[[str], None]) -> Run:
+    """The run to work on, with the head that it begins with in its folder.
+
+    Raises:
+        UsageError: there is one, and what to do with it was not said; there is none to resume; or what is wanted
+            differs from what was begun.
+        RunError: what lies there is damaged, or of another file.
+    """
+    if wanted.force:
+        folder.clear()
+    run = folder.read()
+    if run is not None:
+        _go_on(run, folder, wanted)
+    elif wanted.resume:
+        raise UsageError(f"there is no {wanted.new_recipe().kind} head of this model to go on with; leave --resume out")
+    else:
+        run = Run(folder.fingerprint, wanted.new_recipe(), float(wanted.minutes or Effort().minutes))
+    if not folder.checkpoint.exists() and (wanted.begin_with is not None or not wanted.resume):
+        earlier = earlier_head(target, folder.fingerprint, run.recipe, wanted.begin_with)
+        is_chosen = wanted.seed is not None or wanted.recipe is not None or wanted.resume
+        _begin_with(earlier, folder, run, say, seed_is_chosen=is_chosen)
+    elif wanted.begin_with is not None:
+        raise UsageError("this head has learned already: what it begins with cannot be changed; --force begins anew")
+    return run
+
+
+def _go_on(run: Run, folder: RunFolder, wanted: Wanted) -> None:
+    done, minutes = (run.data_seconds + run.training_seconds) / 60, wanted.minutes
+    what = "made" if run.finished else "begun"
+    state = f"a {run.recipe.kind} head of this model was {what}, {done:.0f} minutes of work"
+    if not wanted.resume:
+        raise UsageError(f"{state}: --resume goes on with it (--minutes counts them), --force begins anew")
+    if run.target != folder.fingerprint:
+        raise RunError(f"{folder.path} is of another file; --force begins anew")
+    if wanted.recipe is None and wanted.seed not in (None, run.recipe.seed):
+        raise UsageError(f"the run was begun with the seed {run.recipe.seed}: leave --seed out, or --force begins anew")
+    if wanted.recipe not in (None, run.recipe):
+        raise UsageError(f"the run was begun with another recipe, {run.recipe}; --force begins anew")
+    if run.finished and (minutes or 0.0) <= run.minutes:
+        raise UsageError(f"{state}; --minutes over {run.minutes:g} goes on with it")
+    run.minutes, run.finished = float(minutes or run.minutes), False
+
+
+def _begin_with(
+    earlier: Path | None, folder: RunFolder, run: Run, say: Callable[[str], None], *, seed_is_chosen: bool
+) -> None:
+    if earlier is None:
+        run.begins_with, run.begins_with_sha256 = NO_HEAD, ""
+        folder.earlier.unlink(missing_ok=True)
+        return
+    data = earlier.read_bytes()
+    run.begins_with, run.begins_with_sha256 = earlier.name, hashlib.sha256(data).hexdigest()[:_DIGITS]
+    with write_atomically(folder.earlier, private=True) as file:
+        file.write(data)
+    if not seed_is_chosen:
+        run.recipe = replace(run.recipe, seed=read_card(folder.earlier).training.seed + 1)
+    say(f"it goes on from {earlier.name}, with other examples (seed {run.recipe.seed})")
+
+
+# What makes a head again, as its card keeps it: of the whole run, and not of what its last sitting was called with.
+
+
+def card_command(run: Run, model: str, typed: str = "") -> str:
+    """The command line that makes a head, or a call from Python where ``typed``, its beginning, is empty.
+
+    Files are named without folders, which are of this machine. A head that it begins with is named with the first
+    digits of its file's SHA-256, as a comment.
+    """
+    prompts, texts = ([Path(path).name for path in paths] for paths in (run.prompts, run.texts))
+    if typed:
+        parts = [model, "--kind", run.recipe.kind, "--seed", str(run.recipe.seed), "--minutes", f"{run.minutes:g}"]
+        for option, names in (("--prompts", prompts), ("--text", texts)):
+            parts += [part for name in names for part in (option, name)]
+        parts += ["--chats"] if run.chats else []
+        line = f"{typed} {shlex.join([*parts, '--begin-with', run.begins_with])}"
+    else:
+        usual = run.recipe == Recipe(kind=run.recipe.kind, seed=run.recipe.seed)
+        facts: dict[str, object] = {"recipe": run.recipe}
+        if usual:
+            facts = {"kind": run.recipe.kind, "seed": run.recipe.seed}
+        facts |= {"minutes": float(f"{run.minutes:g}")}
+        facts |= {"prompts": prompts} if prompts else {}
+        facts |= {"texts": texts} if texts else {}
+        facts |= {"chats": True} if run.chats else {}
+        facts |= {"begin_with": run.begins_with}
+        line = f"localspec.distill({', '.join([repr(model), *(f'{name}={fact!r}' for name, fact in facts.items())])})"
+    return f"{line}  # {run.begins_with}: sha256 {run.begins_with_sha256}" if run.begins_with_sha256 else line
+
+
+# Chats that were saved in this home, as texts to learn from: the target reads them as it did when it answered.
+
+
+def saved_chats() -> Material:
+    """All chats of the home.
+
+    Raises:
+        UsageError: there is none.
+    """
+    found = [chat for path in chat_files(home()) if (chat := chat_in(path)) is not None]
+    if not found:
+        raise UsageError(f"no chat was saved in {home()}; --text takes those that were saved elsewhere")
+    return Material((), list({each.name: each for each in found}.values()))
+
+
+def chat_in(path: Path) -> Read | None:
+    """The chat that was saved in a file; None if it is no such file, or damaged."""
+    messages = messages_in(path)
+    if messages is None:
+        return None
+    return Read(hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()[:16], "chat", messages)
+
+
+Say = Callable[[str], None]
+
+
+def distill(
+    model: str | Path,
+    *,
+    minutes: float | None = None,
+    kind: str = "chained",
+    seed: int | None = None,
+    begin_with: str | Path | None = None,
+    resume: bool = False,
+    force: bool = False,
+    prompts: str | Path | Sequence[str | Path] | None = None,
+    texts: Sequence[str | Path] = (),
+    chats: bool = False,
+    backend: str = "auto",
+    n_threads: int | None = None,
+    command: str = "",
+    report: Report | None = None,
+    say: Say | None = None,
+    cancel: threading.Event | None = None,
+    recipe: Recipe | None = None,
+    effort: Effort | None = None,
+) -> Distilled:
+    """Train a head for a target: a small network that continues the target's own states, and so guesses its next
+    tokens for almost nothing. No guess can change what the target says.
+
+    >>> made = localspec.distill("qwen2.5-coder-1.5b", minutes=60, report=lambda standing: print(standing.text))
+    >>> made.worth.gain  # tokens per second with the head over those without; it is kept if that is surely over 1
+
+    Args:
+        model: the target: a catalogue name, a path to a ``.gguf`` file, or ``hf:OWNER/REPO/FILE.gguf``.
+        minutes: of work, all calls of a run together; None is 60, or what the run was begun with.
+        kind: ``chained``, ``parallel``, ``medusa`` or ``eagle3`` (on llama-cpp or MLX); see docs/heads.md.
+        seed: of every random choice; None is 0, or one more than that of the head that it begins with.
+        begin_with: a head's file to start from; "none" starts with a linear head. None takes the head that drafters
+            would take, if it is of this kind and size.
+        resume: go on with the run of this kind of head; a finished one goes on if there are more minutes.
+        force: begin anew where a run was begun.
+        prompts: files of questions in the format of Spec-Bench for the target to answer.
+        texts: files and folders of text for it to read.
+        chats: whether it reads the chats that were saved in this ``LOCALSPEC_HOME``.
+        backend, n_threads: as for ``LLM``.
+        command: the command line up to the model, for the head's card; "" is a call from Python.
+        report: called after every pass and step, with where it stands.
+        say: takes remarks, a line each.
+        cancel: set it, from any thread, to stop; the run can be resumed.
+        recipe: sizes of the head, instead of ``kind`` and ``seed``.
+        effort: bounds on the work, instead of ``minutes``.
+
+    Raises:
+        UsageError: a value makes no sense; or a run was begun, and neither ``resume`` nor ``force`` is set, or it was
+            begun with another seed.
+        Cancelled: ``cancel`` was set.
+        EngineError: the engine failed, returns no hidden states, or there is no JAX to train with.
+        RunError: the disk refuses, or what lies there of the run is damaged.
+    """
+    wanted = Wanted(kind, seed, recipe, minutes if effort is None else effort.minutes, begin_with, resume, force)
+    if effort is None and minutes is not None:
+        effort = Effort(minutes)
+    backend = _engine_for(wanted.new_recipe().kind, backend)
+    say, report, cancel = say or (lambda line: None), report or (lambda standing: None), cancel or threading.Event()
+    name = checked_spec("model", model)
+    path = Catalog.load().resolve(name)
+    folder = RunFolder(path, target_facts(path).fingerprint, wanted.new_recipe().kind)
+    with _disk_errors(folder), folder.locked():
+        run = open_run(path, folder, wanted, say)
+        _bring(run, [prompts] if isinstance(prompts, str | Path) else prompts or (), texts, chats=chats)
+        effort = effort or Effort(run.minutes)
+        material, tested = _lessons(run, effort)
+        for remark in material.remarks:
+            say(remark)
+        folder.write(run)
+        maker = HeadMaker(path, folder, run, effort, material, tested, report, say, cancel)
+        made = maker.work(backend, n_threads, card_command(run, name, command))
+        worth = _measured(path, folder, made.engine, n_threads, effort, maker, say)
+        kept = _keep(path, folder, run.recipe.kind) if worth is not None and worth.pays else None
+        run.finished = True
+        folder.write(run)
+    return Distilled(folder.head, kept, made.card, worth)
+
+
+def _engine_for(kind: str, backend: str) -> str:
+    if kind == "eagle3" and backend not in ("auto", LLAMA_CPP, "mlx"):
+        raise UsageError(f"an EAGLE-3 head runs on {LLAMA_CPP} or mlx, and so does its target, not on {backend}")
+    if find_spec("jax") is None:
+        raise EngineUnavailable("training a head needs JAX: pip install 'localspec[distill]'")
+    return LLAMA_CPP if kind == "eagle3" and backend == "auto" else backend
+
+
+def _bring(run: Run, prompts: Sequence[str | Path], texts: Sequence[str | Path], *, chats: bool) -> None:
+    for paths, more in ((run.prompts, prompts), (run.texts, texts)):
+        paths += [path for path in dict.fromkeys(map(os.path.abspath, more)) if path not in paths]
+    run.chats |= chats
+
+
+def _lessons(run: Run, effort: Effort) -> tuple[Material, Overlap]:
+    """What the target is given besides its own prompts, with the questions that the head is tested on; and what must
+    not be among the examples.
+
+    Raises:
+        UsageError: the user's own cannot be read, or nothing of it is left.
+    """
+    tested = Overlap(turn for which in ("report", "tuning") for q in own_questions(which) for turn in q.turns)
+    material = without(_material(run), tested)
+    return replace(material, asked=[*_tests(effort), *material.asked]), tested
+
+
+def _material(run: Run) -> Material:
+    asked = [
+        Asked(f"{Path(path).stem}/{question.id}", question.category, question.turns)
+        for path in run.prompts
+        for question in read_questions(Path(path))
+    ]
+    texts = read_texts([Path(text) for text in run.texts], chat_in) if run.texts else Material()
+    chats = saved_chats() if run.chats else Material()
+    return Material(asked, [*texts.read, *chats.read], [*texts.remarks, *chats.remarks])
+
+
+def _tests(effort: Effort) -> list[Asked]:
+    chosen = in_turns(own_questions("tuning"))[: min(effort.n_tests, int(effort.minutes / 2))]
+    return [Asked(f"{TEST}{question.id}", question.category, question.turns[:1]) for question in chosen]
+
+
+def _measured(
+    path: Path, folder: RunFolder, backend: str, n_threads: int | None, effort: Effort, maker: HeadMaker, say: Say
+) -> Worth | None:
+    """What the head is worth; None where that cannot be measured, with a remark."""
+
+    def report(what: str, fraction: float | None) -> None:
+        maker.show(RunProgress("measuring", text=what, fraction=fraction))
+
+    try:
+        return measure_worth(
+            path,
+            folder.head,
+            backend=backend,
+            n_threads=n_threads,
+            n_questions=effort.n_questions,
+            max_tokens=effort.max_tokens,
+            seconds=maker.finishing_seconds,
+            report=report,
+            stop=maker.cancel,
+        )
+    except Cancelled:
+        raise
+    except LocalspecError as error:
+        say(f"what the head is worth cannot be measured: {error}")
+        return None
+
+
+def _keep(path: Path, folder: RunFolder, kind: str) -> Path:
+    place = heads_folder() / f"{path.stem}.{kind}.gguf"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with write_atomically(place) as file:
+        file.write(folder.head.read_bytes())
+    return place
+
+
+@contextmanager
+def _disk_errors(folder: RunFolder) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise RunError(
+                f"the disk of {folder.path} is full; what was written is whole: make room, then --resume goes on"
+            ) from None
+        raise RunError(f"cannot write to {folder.path}: {error.strerror or error}") from None

@@ -1,0 +1,445 @@
+"""The work on a run: examples, then training until the time is over, then the head as a file."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec.backends.base import Model, Piece, SequenceBatch
+from localspec.backends.trust import check_batch
+from localspec.engine.loading import Loader
+from localspec.engine.options import LoadOptions
+from localspec.errors import Cancelled, EngineError, UsageError
+from localspec.heads.card import HeadCard
+from localspec.heads.training.examples import N_CTX_EACH, ExampleMaker, Material, Overlap, format_of
+from localspec.heads.training.run_folder import Effort, Phase, Report, Run, RunError, RunFolder, RunProgress, token_map
+from localspec.heads.training.shards import TOP_K, Passage, Shards
+from localspec.model_files.gguf import GGUFFile, tensor_rows
+from localspec.model_files.kv_memory import KV_VALUE_BYTES, kv_shape
+from localspec.model_files.sources.base import size_text
+from localspec.system.machine import read_memory
+from localspec.system.process import Courtesy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from localspec.heads.training.trainer import Trainer, TrainingProgress
+
+
+# How many texts a target writes side by side: as many as memory allows and as make it quicker, which is measured.
+
+WIDTHS = (1, 2, 4, 8, 16, 24)
+"""Numbers of sequences that are tried; where rows look at the cells of all sequences, fewer are faster."""
+
+_WORTH = 1.05
+"""Least speed-up for twice as many sequences: each keeps an unfinished answer."""
+
+_PASSES = 3
+
+
+def sequence_bytes(model: Model, n_ctx: int) -> int:
+    """Memory of one sequence's attention cache [bytes]; 0 where the file does not say."""
+    with GGUFFile(model.path) as file:
+        return kv_shape(file).bytes(n_ctx, model.kv_type if model.kv_type in KV_VALUE_BYTES else "f64")
+
+
+def open_batch(
+    model: Model,
+    n_ctx: int,
+    taps: Sequence[str],
+    room: int,
+    patience: float,
+    stopped: Callable[[], bool] = lambda: False,
+) -> tuple[SequenceBatch, float]:
+    """A batch of the width at which the target writes fastest, measured with half full sequences, and its tokens per
+    second.
+
+    Args:
+        model: the target.
+        n_ctx: tokens of each sequence.
+        taps: hidden states that passes return.
+        room: memory that the batch may take [bytes].
+        patience: seconds that ``n_ctx / 2`` tokens of one text may take: a short run needs some that are finished.
+        stopped: ends measuring.
+    """
+    each = max(1, sequence_bytes(model, n_ctx))
+    possible = [width for width in WIDTHS if width == 1 or width * each <= room]
+    best, rate, n_filled = 1, 0.0, 0
+    with model.new_batch(possible[-1], possible[-1] * n_ctx, n_ctx=n_ctx, hidden=taps) as batch:
+        for width in possible:
+            if stopped():
+                break
+            for sequence in range(n_filled, width):
+                _half_fill(batch, sequence)
+            n_filled, seconds = width, []
+            for _ in range(_PASSES):
+                began = time.perf_counter()
+                batch.decode([Piece(sequence, [0]) for sequence in range(width)])
+                seconds.append(time.perf_counter() - began)
+            found = width / min(seconds)
+            if width > 1 and min(seconds) * n_ctx / 2 > patience:
+                break
+            if found > _WORTH * rate:
+                best, rate = width, found
+    return model.new_batch(best, best * n_ctx, n_ctx=n_ctx, hidden=taps), rate
+
+
+def _half_fill(batch: SequenceBatch, sequence: int) -> None:
+    """Fill the first sequence with half its room, and copy its tokens, which is faster, to the others."""
+    context = batch[sequence]
+    if sequence and batch.model.capabilities.saves_state:
+        context.import_state(batch[0].export_state())
+        context.truncate(batch.n_ctx // 2)
+    else:
+        context.decode([0] * (batch.n_ctx // 2), "none")
+
+
+SECONDS_BETWEEN_WRITES = 45.0
+"""With the pass and the writing itself, at most a minute is lost."""
+
+EXAMPLES_SHARE = 0.7
+"""Share of the time for examples; the rest trains."""
+
+FINISHING_SHARE, MOST_FINISHING_SECONDS = 0.15, 300.0
+"""Kept for testing the head and measuring what it is worth."""
+
+MOST_DISK_BYTES = 16 << 30
+_SHARE_OF_FREE_DISK = 0.5
+_BATCH_ROOM = 2 << 30
+"""Memory of the batch that writes texts [bytes]."""
+
+_TEXTS_IN_TURN = 8
+"""Least number of texts that each sequence comes to write."""
+
+_TRAINING_ROOM = 1 << 30
+"""Memory of training besides weights and their moments: batches, activations, the compiler [bytes]."""
+
+_LEAST_PLACES = 64
+"""Examples before which training does not begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """The card of the head, as it is in the file, and the engine that the target ran on."""
+
+    card: HeadCard
+    engine: str
+
+
+class HeadMaker:
+    """Works on a run until its time is over.
+
+    Args:
+        run: how far it is; kept up to date.
+        material: the user's own.
+        tested: what must not be among the examples.
+        report, say: take where it stands, and remarks.
+        cancel: ends it.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        folder: RunFolder,
+        run: Run,
+        effort: Effort,
+        material: Material,
+        tested: Overlap,
+        report: Report,
+        say: Callable[[str], None],
+        cancel: threading.Event,
+    ) -> None:
+        self.cancel = cancel
+        self._target, self._folder, self._run, self._effort = target, folder, run, effort
+        self._material, self._tested = material, tested
+        self._report, self._say = report, say
+        self._courtesy = Courtesy(self._waits, cancel.is_set)
+        self._standing = RunProgress("loading")
+        self.finishing_seconds = min(FINISHING_SHARE * effort.seconds, MOST_FINISHING_SECONDS)
+        work = effort.seconds - self.finishing_seconds
+        self._data_seconds, self._training_seconds = EXAMPLES_SHARE * work, (1 - EXAMPLES_SHARE) * work
+        self._learned: list[Passage] = []
+        self._held_out: list[Passage] = []
+        self._written = 0.0
+
+    def show(self, standing: RunProgress) -> None:
+        """Report where it stands, with what is known of the whole run filled in."""
+        done = self._run.data_seconds + self._run.training_seconds
+        rest = self._data_seconds + self._training_seconds - done
+        left = max(0.0, rest) + (self.finishing_seconds if standing.phase != "measuring" else 0.0)
+        self._standing = replace(
+            standing,
+            fraction=min(1.0, 1 - left / self._effort.seconds) if standing.fraction is None else standing.fraction,
+            seconds_left=None if standing.phase == "measuring" else left,
+            n_answers=len(self._learned) + len(self._held_out),
+        )
+        self._report(self._standing)
+
+    def _waits(self, waiting: bool) -> None:
+        self._report(replace(self._standing, phase="waiting") if waiting else self._standing)
+
+    def _check_cancelled(self) -> None:
+        if self.cancel.is_set():
+            raise Cancelled("training was stopped")
+
+    # -- the whole ---------------------------------------------------------------------------------------------------
+
+    def work(self, backend: str, n_threads: int | None, command: str) -> Made:
+        """Do all that is left of the run.
+
+        Raises:
+            Cancelled: it was stopped; what was done is on disk.
+            LocalspecError: the target cannot be loaded, or its engine returns no hidden states.
+            OSError: the disk refuses.
+        """
+        with ExitStack() as stack:
+            file = stack.enter_context(GGUFFile(self._target))
+            model = stack.enter_context(self._load(backend, n_threads))
+            recipe = self._run.recipe
+            taps = recipe.kept(model.n_layers)
+            self._shards = Shards(self._folder.shards, taps, model.n_embd)
+            for remark in self._shards.remarks:
+                self._say(remark)
+            self._take_in()
+            batch = stack.enter_context(self._open_batch(file, model, taps))
+            maker = ExampleMaker(
+                model,
+                format_of(model),
+                batch,
+                recipe.seed,
+                self._material,
+                self._tested,
+                self._shards.names,
+                longest_answer=self._effort.longest_answer,
+            )
+            self._make_examples(maker)
+            for remark in maker.remarks:
+                self._say(remark)
+            trainer = self._trainer(file, model)
+            self._train(trainer)
+            return Made(self._write_head(trainer, file, model, command, n_threads), model.backend)
+
+    def _load(self, backend: str, n_threads: int | None) -> Model:
+        def report(what: str, fraction: float | None) -> None:
+            self._check_cancelled()
+            self._report(RunProgress("loading", what, fraction))
+
+        warnings: list[str] = []
+        options = LoadOptions(backend=backend, n_threads=n_threads, idle=False, remember=False)
+        model = Loader(options, warnings).load(self._target, report)
+        for warning in warnings:
+            self._say(warning)
+        if not model.capabilities.hidden:
+            model.close()
+            raise EngineError(
+                f"{model.engine} returns no hidden states for {model.path.name}, from which a head learns; "
+                "take another --backend"
+            )
+        if not check_batch(model).holds:
+            model.close()
+            raise EngineError(
+                f"{model.engine} computes texts of {model.path.name} otherwise side by side than alone; "
+                "take another --backend"
+            )
+        return model
+
+    def _open_batch(self, file: GGUFFile, model: Model, taps: Sequence[str]) -> SequenceBatch:
+        n_ctx = min(N_CTX_EACH, model.n_ctx_train or N_CTX_EACH)
+        ids = np.arange(min(self._run.recipe.n_out, model.vocab.n_tokens), dtype=np.int32)
+        card = self._card(file, ids, model)
+        weights = sum(int(np.prod(shape)) for shape in card.shapes().values())
+        training = 20 * weights + 4 * card.n_out * card.n_embd + _TRAINING_ROOM  # see Trainer
+        free = read_memory().available
+        room = min(_BATCH_ROOM, (free - training) // 2)
+        if room < sequence_bytes(model, n_ctx):
+            raise UsageError(
+                f"training needs about {size_text(training)} of memory beside the model, and {size_text(free)} are free"
+            )
+        self._report(RunProgress("loading", "measuring how many texts side by side are quickest"))
+        batch, rate = open_batch(model, n_ctx, taps, room, self._data_seconds / _TEXTS_IN_TURN, self.cancel.is_set)
+        place = 2 * len(taps) * model.n_embd + 6 * TOP_K + 4
+        disk = shutil.disk_usage(self._folder.path).free
+        # Prompts are read quicker than answers are written.
+        expected = 3 * rate * self._data_seconds * place
+        self._most_bytes = int(min(expected, MOST_DISK_BYTES, _SHARE_OF_FREE_DISK * disk + self._shards.n_bytes))
+        memory = model.size_bytes + batch.n_sequences * sequence_bytes(model, n_ctx) + training
+        self._say(
+            f"at most {size_text(memory)} of memory, and {size_text(self._most_bytes + 30 * weights)} on the disk of "
+            f"{self._folder.path}; {batch.n_sequences} texts side by side"
+        )
+        return batch
+
+    def _card(self, file: GGUFFile, ids: npt.NDArray[np.int32], model: Model) -> HeadCard:
+        from localspec.heads.training.warm_start import new_card
+
+        recipe = self._run.recipe
+        return new_card(
+            file,
+            self._folder.fingerprint,
+            kind=recipe.kind,
+            taps=recipe.taps(model.n_layers),
+            token_map=ids,
+            steps=recipe.steps,
+            d_ff=recipe.d_ff,
+        )
+
+    # -- examples ----------------------------------------------------------------------------------------------------
+
+    def _make_examples(self, maker: ExampleMaker) -> None:
+        finished: list[Passage] = []
+        self._written = time.monotonic()
+        said, began = maker.n_own_tokens + maker.n_read_tokens, time.monotonic()
+        waited = self._courtesy.seconds
+        try:
+            while not self._enough(finished) and not self.cancel.is_set():
+                self._courtesy()
+                before = time.monotonic()
+                finished += maker.step()
+                now = time.monotonic()
+                self._run.data_seconds += now - before
+                worked = max(1e-3, now - began - (self._courtesy.seconds - waited))
+                rate = (maker.n_own_tokens + maker.n_read_tokens - said) / worked
+                self._show("examples", "the model writes examples", rate, sum(map(len, finished)))
+                if now - self._written > SECONDS_BETWEEN_WRITES:
+                    self._write(maker, finished)
+        finally:
+            self._write(maker, finished)
+        self._check_cancelled()
+        self._shards.adopt_unfinished()
+        self._take_in()
+        if not self._suffice(self._shards.passages):
+            raise RunError(
+                f"{self._n_places} tokens of examples are too few to learn from; go on with --resume and more --minutes"
+            )
+
+    def _enough(self, finished: list[Passage]) -> bool:
+        if self._run.data_seconds >= self._data_seconds or self._shards.n_bytes >= self._most_bytes:
+            return True
+        passages, n_places = [*self._shards.passages, *finished], self._effort.n_places
+        return n_places is not None and self._suffice(passages, n_places)
+
+    @staticmethod
+    def _suffice(passages: Sequence[Passage], n_places: int = _LEAST_PLACES) -> bool:
+        n_learned = sum(len(passage) for passage in passages if not passage.held_out)
+        return n_learned >= n_places and any(passage.held_out for passage in passages)
+
+    def _write(self, maker: ExampleMaker, finished: list[Passage]) -> None:
+        self._shards.append(finished, maker.unfinished())
+        finished.clear()
+        self._take_in()
+        self._folder.write(self._run)
+        self._written = time.monotonic()
+
+    def _take_in(self) -> None:
+        """Sort what is new on disk into what is learned from and what is held out."""
+        for passage in self._shards.passages[len(self._learned) + len(self._held_out) :]:
+            (self._held_out if passage.held_out else self._learned).append(passage)
+
+    @property
+    def _n_places(self) -> int:
+        return sum(map(len, self._shards.passages))
+
+    def _show(
+        self, phase: Phase, text: str, rate: float, more: int = 0, progress: TrainingProgress | None = None
+    ) -> None:
+        self.show(
+            RunProgress(
+                phase,
+                text,
+                n_places=self._n_places + more,
+                n_bytes=self._shards.n_bytes,
+                rate=rate,
+                tokens_seen=progress.tokens_seen if progress else self._standing.tokens_seen,
+                curve=progress.curve if progress else self._standing.curve,
+            )
+        )
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def _trainer(self, file: GGUFFile, model: Model) -> Trainer:
+        from localspec.heads.training.earlier_head import going_on
+        from localspec.heads.training.trainer import Trainer, TrainingSettings
+        from localspec.heads.training.warm_start import Start, start
+
+        recipe, ids = self._run.recipe, self._folder.token_map()
+        if ids is None:
+            ids = token_map(self._learned, model, recipe.n_out)
+            self._folder.keep_token_map(ids)
+        card = self._card(file, ids, model)
+        output = tensor_rows(file, _output(file), ids)
+
+        def embed(tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+            some, places = np.unique(tokens, return_inverse=True)
+            return tensor_rows(file, "token_embd.weight", some)[places]
+
+        def embed_or_stop(tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+            self._courtesy()
+            self._check_cancelled()
+            return embed(tokens)
+
+        def begin() -> Start:
+            if self._folder.earlier.exists():
+                return going_on(self._folder.earlier, file, card, embed_or_stop, self._learned)
+            self._report(replace(self._standing, phase="training", text="fitting where to begin"))
+            return start(file, card, output, embed_or_stop, self._learned, recipe.seed)
+
+        return Trainer(
+            card,
+            begin,
+            output,
+            embed,
+            self._tapped(model, self._learned),
+            self._tapped(model, self._held_out),
+            self._folder.checkpoint,
+            TrainingSettings(seed=recipe.seed),
+        )
+
+    def _train(self, trainer: Trainer) -> None:
+        n_steps = self._effort.n_steps
+
+        def stopping() -> bool:
+            self._courtesy()
+            return self.cancel.is_set() or (n_steps is not None and trainer.progress.step >= n_steps)
+
+        def report(progress: TrainingProgress) -> None:
+            self._run.training_seconds = progress.seconds
+            self._show("training", "the head learns", progress.tokens_per_second, progress=progress)
+
+        trainer.train(
+            self._training_seconds, report, stopping, test_every=min(600.0, max(30.0, self._training_seconds / 10))
+        )
+        self._run.training_seconds = trainer.progress.seconds
+        self._folder.write(self._run)
+        self._check_cancelled()
+
+    # -- the head ----------------------------------------------------------------------------------------------------
+
+    def _write_head(
+        self, trainer: Trainer, file: GGUFFile, model: Model, command: str, n_threads: int | None
+    ) -> HeadCard:
+        from localspec.heads.training.export import training_facts, write_checked
+
+        progress, place = trainer.progress, self._folder.head
+        earlier = self._folder.earlier if self._folder.earlier.exists() else None
+        training = training_facts(self._run, command, model.engine, progress, sum(map(len, self._learned)), earlier)
+        self._show("testing", "testing the head on answers it has not seen", 0.0, progress=progress)
+        tested = self._tapped(model, self._held_out)
+        return write_checked(place, trainer, training, file, model, tested, n_threads, self._say)
+
+    def _tapped(self, model: Model, passages: Sequence[Passage]) -> list[Passage]:
+        """Passages with the states that the head reads, and no others."""
+        n = len(self._run.recipe.taps(model.n_layers))
+        return [replace(passage, states=passage.states[:, :n]) for passage in passages]
+
+
+def _output(file: GGUFFile) -> str:
+    return "output.weight" if "output.weight" in file.tensors else "token_embd.weight"

@@ -1,0 +1,338 @@
+"""Lessons: passages cut and packed into batches, in an order that can be resumed at any place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec.heads.card import HeadCard, Kind
+from localspec.heads.trained import MAX_STATES
+from localspec.heads.training.network import OUTSIDE, Batch
+from localspec.heads.training.shards import Passage
+
+MEMORY = MAX_STATES
+"""Places that a head sees at the first lesson of an answer, this one among them: as many as its drafter reads of a
+prompt."""
+
+EAGLE3_MEMORY = 64
+"""The same of an EAGLE-3 head, whose drafter reads all of a prompt: as much of it as is worth the time of training."""
+
+_REACH = 192
+"""Places seen before the first lesson of a piece that begins inside of a longer text."""
+
+Embed = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.float32]]
+"""Tokens [n] -> their embeddings in the target [n, n_embd]."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Size of a ``Batch``. All batches of a network have one size, or it would be compiled again."""
+
+    n_rows: int
+    n_lessons: int
+    n_starts: int
+    n_candidates: int = 0
+    """Output rows that the loss looks at; 0 is all."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Every ``stride``-th place of a passage from ``begin`` to before ``end``, with the ``memory`` of ``memory_of``."""
+
+    passage: Passage
+    begin: int
+    end: int
+    stride: int = 1
+    memory: int = MEMORY
+
+    @property
+    def first_row(self) -> int:
+        """The first place that its lessons see."""
+        return max(0, self.begin - _REACH, first_lesson(self.passage) + 1 - self.memory)
+
+
+def memory_of(kind: Kind) -> int:
+    """Places that a head of a kind sees at the first lesson of an answer."""
+    return EAGLE3_MEMORY if kind == "eagle3" else MEMORY
+
+
+def first_lesson(passage: Passage) -> int:
+    """The first place whose guess, two tokens on, is of the target's own words."""
+    return max(0, passage.start - 2)
+
+
+def n_lessons(passage: Passage) -> int:
+    """Places that can be learned from: what follows the last one is unknown."""
+    return max(0, len(passage) - 1 - first_lesson(passage))
+
+
+class Packer:
+    """Makes batches of pieces.
+
+    Args:
+        token_map: the trimmed vocabulary, ascending [n_out].
+        embed: the target's embeddings.
+        size: of the batches.
+        steps: how far ahead is guessed.
+        memory: of the pieces that ``Reading`` makes; see ``memory_of``.
+
+    Raises:
+        ValueError: a batch has no room for a lesson and all that it sees.
+    """
+
+    def __init__(
+        self, token_map: npt.NDArray[np.int32], embed: Embed, size: Size, steps: int, memory: int = MEMORY
+    ) -> None:
+        if size.n_rows < _REACH + steps + 2 or size.n_lessons < 2:
+            raise ValueError(f"batches of {size.n_rows} rows and {size.n_lessons} lessons are too small")
+        self.size = size
+        self.memory = memory
+        self._token_map = token_map
+        self._embed = embed
+        self._steps = steps
+
+    def rows_of(self, piece: Stretch) -> int:
+        """Rows that it takes in a batch: its lessons, what they see, and what further steps are compared with."""
+        return self._last_row(piece) - piece.first_row
+
+    def _last_row(self, piece: Stretch) -> int:
+        return min(len(piece.passage) - 1, piece.end + self._steps - 1)
+
+    def pack(
+        self, pieces: Sequence[Stretch], starts: npt.NDArray[np.int32], rng: np.random.Generator | None = None
+    ) -> Batch:
+        """Put pieces together; they must fit.
+
+        ``starts`` are lessons that go on to further steps, counted over all pieces, at most ``size.n_starts``; ``rng``
+        draws candidates, None takes all output rows.
+        """
+        size, sample, n_out = self.size, pieces[0].passage, len(self._token_map)
+        n_candidates = n_out if rng is None else min(n_out, size.n_candidates or n_out)
+        n_embd, top_k = sample.states.shape[1:], sample.top_ids.shape[1]
+        batch = Batch(
+            states=np.zeros((size.n_rows, int(np.prod(n_embd))), np.float16),
+            embeddings=np.zeros((size.n_rows, n_embd[-1]), np.float32),
+            passage=np.full(size.n_rows, -1, np.int32),
+            position=np.zeros(size.n_rows, np.int32),
+            ids=np.zeros((size.n_rows, top_k), np.int32),
+            probs=np.zeros((size.n_rows, top_k), np.float32),
+            best=np.full(size.n_rows, OUTSIDE, np.int32),
+            lessons=np.full(size.n_lessons, size.n_rows - 1, np.int32),
+            starts=np.full(size.n_starts, size.n_lessons - 1, np.int32),
+            candidates=np.arange(n_candidates, dtype=np.int32),
+            log_weights=np.zeros(n_candidates, np.float32),
+        )
+        at = taught = 0
+        tokens = np.zeros(size.n_rows, np.int32)
+        for number, piece in enumerate(pieces):
+            passage, first, last = piece.passage, piece.first_row, self._last_row(piece)
+            rows = slice(at, at + last - first)
+            batch.states[rows] = passage.states[first:last].reshape(last - first, -1)
+            tokens[rows] = passage.tokens[first + 1 : last + 1]
+            batch.passage[rows] = number
+            batch.position[rows] = np.arange(last - first)
+            # The row of token t guesses token t + 2, whose probabilities stand at the place of token t + 1.
+            ids = passage.top_ids[first + 1 : last + 1]
+            found = np.searchsorted(self._token_map, ids).clip(max=len(self._token_map) - 1)
+            known = self._token_map[found] == ids
+            batch.ids[rows] = np.where(known, found, 0)
+            batch.probs[rows] = np.exp(passage.top_logprobs[first + 1 : last + 1].astype(np.float32)) * known
+            batch.best[rows] = np.where(known[:, 0], found[:, 0], OUTSIDE)
+            lessons = np.arange(piece.begin, piece.end, piece.stride) - first + at
+            batch.lessons[taught : taught + len(lessons)] = lessons
+            taught += len(lessons)
+            at = rows.stop
+        batch.embeddings[:at] = self._embed(tokens[:at])
+        batch.starts[: len(starts)] = starts
+        if rng is not None and n_candidates < n_out:
+            self._sample(batch, rng)
+        return batch
+
+    def _sample(self, batch: Batch, rng: np.random.Generator) -> None:
+        """Take as candidates the tokens that are likely somewhere in the batch, and some of the others."""
+        n_out, n = len(self._token_map), len(batch.candidates)
+        mass = np.bincount(batch.ids.ravel(), batch.probs.ravel().astype(np.float64), minlength=n_out)
+        # Room for others is kept, or nothing would hold them down.
+        likely = np.argsort(-mass, kind="stable")[: min(np.count_nonzero(mass), n - n // 4)]
+        others = rng.permutation(np.setdiff1d(np.arange(n_out), likely))
+        drawn = others[: n - len(likely)]
+        batch.candidates[:] = np.concatenate([likely, drawn])
+        batch.log_weights[len(likely) :] = np.log(len(others) / len(drawn))
+        places = np.full(n_out, -1, np.int32)
+        places[likely] = np.arange(len(likely))
+        ids = places[batch.ids]
+        batch.ids[:] = np.maximum(ids, 0)
+        batch.probs[ids < 0] = 0
+
+
+@dataclass
+class Cursor:
+    """A place in the endless, shuffled reading of the passages.
+
+    Attributes:
+        seed: of every choice.
+        n_batches: made so far.
+        epoch: how often all passages were read.
+        n_passages: how many there were when this epoch began; later ones come with the next.
+        index: passages of this epoch that are done.
+        lesson: lessons of the next one that are done.
+    """
+
+    seed: int
+    n_batches: int = 0
+    epoch: int = 0
+    n_passages: int = 0
+    index: int = 0
+    lesson: int = 0
+
+    def facts(self) -> dict[str, int]:
+        return asdict(self)
+
+
+class Reading:
+    """Batches without end over passages, which may grow in number, from a cursor on; each epoch in another random
+    order."""
+
+    def __init__(self, passages: Sequence[Passage], packer: Packer, cursor: Cursor) -> None:
+        self._passages = passages
+        self._packer = packer
+        self.cursor = cursor
+        self._order = self._shuffled()
+
+    def _shuffled(self) -> npt.NDArray[Any]:
+        cursor = self.cursor
+        if cursor.n_passages == 0:
+            cursor.n_passages = len(self._passages)
+        return np.random.default_rng((cursor.seed, cursor.epoch)).permutation(cursor.n_passages)
+
+    def batch(self) -> tuple[Batch, int]:
+        """The next batch, and the lessons in it."""
+        size = self._packer.size
+        # The last row and the last lesson stay free: what is padding points to them.
+        rows, lessons, pieces = size.n_rows - 1, size.n_lessons - 1, list[Stretch]()
+        while lessons > 0 and (piece := self._piece(lessons, rows)) is not None:
+            pieces.append(piece)
+            lessons -= piece.end - piece.begin
+            rows -= self._packer.rows_of(piece)
+            self.cursor.lesson += piece.end - piece.begin
+        n = size.n_lessons - 1 - lessons
+        rng = np.random.default_rng((self.cursor.seed, 1 << 32, self.cursor.n_batches))
+        starts = np.sort(rng.choice(n, min(n, size.n_starts), replace=False)).astype(np.int32)
+        self.cursor.n_batches += 1
+        return self._packer.pack(pieces, starts, rng), n
+
+    def _piece(self, n_free: int, rows_free: int) -> Stretch | None:
+        """What comes next, as much of it as there is room for; None if there is none for a lesson of it."""
+        cursor = self.cursor
+        while cursor.index >= len(self._order) or n_lessons(self._next) <= cursor.lesson:
+            if cursor.index < len(self._order):
+                cursor.index += 1
+            else:
+                cursor.epoch, cursor.index, cursor.n_passages = cursor.epoch + 1, 0, 0
+                self._order = self._shuffled()
+            cursor.lesson = 0
+        passage = self._next
+        begin = first_lesson(passage) + cursor.lesson
+        end = min(len(passage) - 1, begin + n_free)
+        piece = Stretch(passage, begin, end, memory=self._packer.memory)
+        excess = self._packer.rows_of(piece) - rows_free
+        if excess > 0:
+            piece = Stretch(passage, begin, end - excess, memory=self._packer.memory)
+        return piece if piece.end > begin and self._packer.rows_of(piece) <= rows_free else None
+
+    @property
+    def _next(self) -> Passage:
+        return self._passages[int(self._order[self.cursor.index])]
+
+
+# Rows of the examples that a head's first matrices are fitted to in closed form, and the ridge regression.
+
+Floats = npt.NDArray[np.float32]
+
+RIDGE = 100.0
+"""Rows' worth of regularisation, where inputs have about the size 1. Between 40 and 550 little changes."""
+
+ROWS_PER_INPUT = 24
+"""Most examples for each of the inputs."""
+
+ROWS_AT_ONCE = 4096
+
+_PROMPT_ROWS = 64
+"""Rows of a prompt that are fitted to besides those of the answer."""
+
+_OUTLIER = 4.0
+"""The first tokens of texts have states forty times as long as others; they are no examples."""
+
+
+class Examples:
+    """Rows of inputs and the rows that follow, shuffled passage by passage.
+
+    Args:
+        norm: the weight of the target's last norm.
+        passages: whose last state, where the head does not read "norm", is that.
+
+    Attributes:
+        sizes: the usual size of each input, of the states one after the other and then of an embedding.
+        weight: what makes u of a last state.
+    """
+
+    def __init__(self, card: HeadCard, embed: Embed, norm: Floats, passages: Sequence[Passage]) -> None:
+        self._embed, self._passages = embed, passages
+        self._last = card.taps.index("norm") if "norm" in card.taps else -1
+        # A channel that the last norm takes away cannot be told.
+        kept = np.abs(norm) > 1e-3 * np.median(np.abs(norm))
+        self.weight = np.where(kept, 1 / np.where(kept, norm, 1), 0).astype(np.float32)
+        some = np.concatenate([p.states[first_row(p) :][:256] for p in passages[:32]]).astype(np.float32)
+        self._longest = _OUTLIER * np.median(lengths_of(some), axis=0)
+        tokens = np.concatenate([p.tokens for p in passages[:32]])
+        states = np.median(np.abs(some), axis=0)
+        floor = 0.05 * np.median(states, axis=1, keepdims=True) + 1e-6
+        embedded = np.full(card.n_embd, np.median(np.abs(embed(tokens[:2048]))) + 1e-6)
+        self.sizes: Floats = 1.5 * np.concatenate([np.maximum(states, floor).ravel(), embedded]).astype(np.float32)
+
+    def inputs(self, passage: Passage, first: int, last: int) -> Floats:
+        """[n, (n_taps + 1) n_embd], of about the size 1."""
+        states = passage.states[first:last].reshape(last - first, -1).astype(np.float32)
+        rows: Floats = np.concatenate([states, self._embed(passage.tokens[first + 1 : last + 1])], axis=1)
+        rows /= self.sizes
+        return rows
+
+    def __iter__(self) -> Iterator[tuple[Floats, Floats, Floats, Floats]]:
+        """Inputs of rows, u of the next token, the embedding of the one after it (sizes as in inputs), and its u."""
+        for passage in self._passages:
+            first, last = first_row(passage), len(passage) - 2
+            if last <= first:
+                continue
+            x = self.inputs(passage, first, last)
+            u = passage.states[first + 1 : last + 2, self._last].astype(np.float32) * self.weight
+            lengths = lengths_of(passage.states[first : last + 2].astype(np.float32))
+            usual = np.all(lengths < self._longest, axis=1)
+            usual = usual[:-2] & usual[1:-1] & usual[2:]
+            n = self.weight.size
+            after = self._embed(passage.tokens[first + 2 : last + 2]) / self.sizes[-n:]
+            yield x[usual], u[:-1][usual], after[usual], u[1:][usual]
+
+
+def first_row(passage: Passage) -> int:
+    return max(1, min(first_lesson(passage), len(passage) - 1) - _PROMPT_ROWS)
+
+
+def lengths_of(states: Floats) -> Floats:
+    lengths: Floats = np.sqrt(np.mean(states**2, axis=-1))
+    return lengths
+
+
+def groups_of(examples: Examples, n: int) -> Iterator[list[Floats]]:
+    """Rows of several passages together, about n."""
+    waiting: list[tuple[Floats, ...]] = []
+    for each in examples:
+        waiting.append(each)
+        if sum(len(rows[0]) for rows in waiting) >= n:
+            yield [np.concatenate(part) for part in zip(*waiting, strict=True)]
+            waiting = []
+    if waiting:
+        yield [np.concatenate(part) for part in zip(*waiting, strict=True)]

@@ -1,0 +1,279 @@
+"""A run on disk: what it is to make, how far it is, its examples and checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from localspec.backends.base import Model
+from localspec.errors import LocalspecError, UnsupportedModel, UsageError, checked_whole, is_number, shown
+from localspec.heads.card import CurvePoint, HeadCard, Kind
+from localspec.heads.training.shards import Passage
+from localspec.system.files import home, private_folder, write_atomically
+
+if TYPE_CHECKING:
+    from localspec.heads.training.worth import Worth
+
+
+# What is made, and for how long.
+
+KINDS: tuple[Kind, ...] = ("chained", "parallel", "medusa", "eagle3")
+MOST_MINUTES = 60.0 * 24 * 30
+
+_MARKS_SHARE = 8
+"""Largest share of special tokens among a head's: some files have thousands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A head to be made: ``n_out`` tokens that it can guess, ``steps`` ahead, with an MLP of the width ``d_ff`` at
+    most."""
+
+    kind: Kind = "chained"
+    steps: int = 4
+    n_out: int = 32768
+    d_ff: int = 4096
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UsageError(f"a head is one of {', '.join(KINDS)}, not {shown(self.kind)}")
+        checked_whole("steps", self.steps, 2, 16)
+        checked_whole("the head's vocabulary", self.n_out, 16, 1 << 20)
+        checked_whole("the width of the head's MLP", self.d_ff, 32, 1 << 16)
+        checked_whole("the seed", self.seed, 0, (1 << 48) - 1)
+
+    def taps(self, n_layers: int) -> tuple[str, ...]:
+        """The hidden states that the head reads: the last one, and but for a medusa head one shortly before it. An
+        EAGLE-3 head gets what goes into three layers from llama.cpp, and never the last state.
+
+        Raises:
+            UnsupportedModel: the model has too few layers.
+        """
+        if self.kind == "eagle3":
+            if n_layers < 4:
+                raise UnsupportedModel(
+                    f"an EAGLE-3 head reads three layers of a model of four or more, not of {n_layers}"
+                )
+            return tuple(f"layer:{i}" for i in (min(n_layers // 2, n_layers - 4), n_layers - 3, n_layers - 2))
+        return ("norm",) if self.kind == "medusa" else (f"layer:{max(0, n_layers - 3)}", "norm")
+
+    def kept(self, n_layers: int) -> tuple[str, ...]:
+        """The hidden states that examples keep: the taps, and the last one, which a head is fitted to."""
+        taps = self.taps(n_layers)
+        return taps if "norm" in taps else (*taps, "norm")
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """Bounds on the work.
+
+    Attributes:
+        minutes: of making examples, training, testing and measuring, without pauses.
+        n_places, n_steps: stop making examples, and training, after so many places to learn from, and so many steps of
+            the optimiser; then the result does not depend on how fast the machine is.
+        n_tests: of our tuning questions, whose answers the head is tested on and never trained on; one for every two
+            minutes at most.
+        n_questions: asked at most to measure what the head is worth.
+        max_tokens: of an answer then.
+        longest_answer: tokens of an example.
+    """
+
+    minutes: float = 60.0
+    n_places: int | None = None
+    n_steps: int | None = None
+    n_tests: int = 25
+    n_questions: int = 12
+    max_tokens: int = 96
+    longest_answer: int = 320
+
+    def __post_init__(self) -> None:
+        if not is_number(self.minutes) or not 0 < self.minutes <= MOST_MINUTES:
+            raise UsageError(f"minutes must be over 0 and at most {MOST_MINUTES:.0f}, not {shown(self.minutes)}")
+
+    @property
+    def seconds(self) -> float:
+        return 60.0 * self.minutes
+
+
+def token_map(passages: Iterable[Passage], model: Model, n_out: int) -> npt.NDArray[np.int32]:
+    """The tokens that a head can guess, ascending: the target's most frequent ones, those that end its turns, and other
+    special tokens, at most an eighth of all.
+
+    Unseen tokens come in the order of ids, about that of frequency where merges were learned.
+    """
+    n_vocab = model.vocab.n_tokens
+    counts = np.zeros(model.n_vocab, dtype=np.int64)
+    for passage in passages:
+        if not passage.held_out:
+            counts += np.bincount(passage.tokens[passage.start :], minlength=len(counts))
+    most = counts.sum() + 1
+    marks = sorted(model.vocab.marks, key=lambda token: -counts[token])[: n_out // _MARKS_SHARE]
+    counts[marks] = most
+    counts[list(model.vocab.eog)] = most + 1
+    order = np.argsort(-counts[:n_vocab], kind="stable")
+    return np.sort(order[: min(n_out, n_vocab)]).astype(np.int32)
+
+
+_FORMAT = 1
+_STATE, _TOKEN_MAP = "run.json", "token_map.npy"
+
+
+class RunError(LocalspecError):
+    """A run cannot go on."""
+
+
+@dataclass(slots=True)
+class Run:
+    """State of a run.
+
+    Attributes:
+        target: fingerprint of the target's file.
+        minutes: that were asked for, all calls together.
+        data_seconds, training_seconds: of work so far.
+        finished: whether the minutes are over and the head was measured.
+        begins_with: the file name of the head that training begins with; "none" is a linear one.
+        begins_with_sha256: the first digits of that file's digest; "" where there is none.
+        prompts, texts, chats: what of the user's own is used, as paths.
+    """
+
+    target: str
+    recipe: Recipe
+    minutes: float = 0.0
+    data_seconds: float = 0.0
+    training_seconds: float = 0.0
+    finished: bool = False
+    begins_with: str = "none"
+    begins_with_sha256: str = ""
+    prompts: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    chats: bool = False
+
+
+class RunFolder:
+    """The folder of the run of one kind of head for one target."""
+
+    def __init__(self, target: Path, fingerprint: str, kind: str) -> None:
+        self.path = home() / "distill" / f"{target.stem[:60]}-{fingerprint[:8]}-{kind}"
+        self.fingerprint = fingerprint
+        self.shards = self.path / "shards"
+        self.checkpoint = self.path / "checkpoint.npz"
+        self.head = self.path / "head.gguf"
+        self.earlier = self.path / "earlier.gguf"
+        """A copy of the head that training begins with; missing where it begins with a linear one."""
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes out within the block.
+
+        Raises:
+            RunError: one works here.
+        """
+        from filelock import FileLock, Timeout
+
+        private_folder(self.path)
+        try:
+            with FileLock(self.path.with_name(f"{self.path.name}.lock"), timeout=0):
+                yield
+        except Timeout:
+            raise RunError("another localspec distill trains this head now") from None
+
+    def read(self) -> Run | None:
+        """The run that was begun here; None where there is none.
+
+        Raises:
+            RunError: it cannot be read.
+        """
+        try:
+            text = (self.path / _STATE).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+        try:
+            facts: dict[str, Any] = json.loads(text)
+            if facts.pop("format") != _FORMAT:
+                raise ValueError("it is of another version")
+            recipe = Recipe(**facts.pop("recipe"))
+            return Run(recipe=recipe, **facts)
+        except (ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
+            raise RunError(f"{self.path / _STATE} is damaged ({error}); --force begins anew") from None
+
+    def write(self, run: Run) -> None:
+        with write_atomically(self.path / _STATE, private=True) as file:
+            file.write(json.dumps({"format": _FORMAT} | asdict(run), indent=1).encode())
+
+    def token_map(self) -> npt.NDArray[np.int32] | None:
+        """The vocabulary that was chosen; None before that."""
+        try:
+            found = np.load(self.path / _TOKEN_MAP, allow_pickle=False)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise RunError(f"{self.path / _TOKEN_MAP} is damaged ({error}); --force begins anew") from None
+        return np.asarray(found, dtype=np.int32)
+
+    def keep_token_map(self, ids: npt.NDArray[np.int32]) -> None:
+        with write_atomically(self.path / _TOKEN_MAP, private=True) as file:
+            np.save(file, ids)
+
+    def clear(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        private_folder(self.path)
+
+
+# Where a run stands, for who watches it, and what came of it.
+
+Phase = Literal["loading", "examples", "training", "testing", "measuring", "waiting"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunProgress:
+    """Progress of a run.
+
+    Attributes:
+        phase: what is done now; ``waiting``: paused while others answer.
+        text: the same in words.
+        fraction: of the whole work that is done; None while that is unknown.
+        seconds_left: of work.
+        n_answers, n_places, n_bytes: passages on disk, places in them, and their size.
+        rate: tokens per second, of what is done now.
+        tokens_seen: lessons trained on, repetitions counted.
+        curve: acceptance of held-out places so far.
+    """
+
+    phase: Phase
+    text: str = ""
+    fraction: float | None = None
+    seconds_left: float | None = None
+    n_answers: int = 0
+    n_places: int = 0
+    n_bytes: int = 0
+    rate: float = 0.0
+    tokens_seen: int = 0
+    curve: tuple[CurvePoint, ...] = ()
+
+
+Report = Callable[[RunProgress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Distilled:
+    """Result of a run.
+
+    Attributes:
+        path: the head file in the run's folder.
+        kept: where it was put for drafters to find it; None where it does not pay here.
+        worth: tokens per second with and without it; None where that could not be measured.
+    """
+
+    path: Path
+    kept: Path | None
+    card: HeadCard
+    worth: Worth | None

@@ -1,0 +1,425 @@
+"""Training a head for a given time; it can be stopped at any moment and resumed."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from localspec.errors import LocalspecError
+from localspec.heads.card import ALL_TEXTS, CurvePoint, HeadCard
+from localspec.heads.training.lessons import (
+    Cursor,
+    Embed,
+    Packer,
+    Reading,
+    Size,
+    Stretch,
+    first_lesson,
+    memory_of,
+    n_lessons,
+)
+from localspec.heads.training.network import NOWHERE, Batch, HeadNetwork, Weights
+from localspec.heads.training.shards import Passage
+from localspec.heads.training.warm_start import Start
+from localspec.system.files import write_atomically
+
+# How often a head is right about text that it has not seen.
+
+_SIZE = Size(n_rows=1024, n_lessons=257, n_starts=256)
+
+
+class Tally:
+    """Counts of places where a head was right, by category."""
+
+    def __init__(self) -> None:
+        self._right: dict[str, Any] = defaultdict(int)
+        self._real: dict[str, Any] = defaultdict(int)
+
+    def add(self, category: str, guessed: npt.NDArray[np.int32], true: npt.NDArray[np.int32]) -> None:
+        """Count places of a category: rows of the output matrix, as ``HeadNetwork.guesses`` has them [steps, n]."""
+        right = np.logical_and.accumulate(guessed == true, axis=0).sum(1)
+        real = (true != NOWHERE).sum(1)
+        for name in (ALL_TEXTS, category):
+            self._right[name] += right
+            self._real[name] += real
+
+    def rates(self) -> dict[str, tuple[float, ...]]:
+        """Category -> share of places at which the first n guesses are all the target's, for n = 1, 2, …; see
+        ``Rates``."""
+        return {name: tuple((n / np.maximum(self._real[name], 1)).tolist()) for name, n in sorted(self._right.items())}
+
+
+class HeldOutTest:
+    """The same places of held-out passages, asked again and again while a head is trained.
+
+    About ``n_places``, spread evenly; None for all. 2,000 give a share to within 0.02 (two standard errors).
+    """
+
+    def __init__(self, passages: Sequence[Passage], card: HeadCard, embed: Embed, n_places: int | None = 2000) -> None:
+        self._packer = Packer(card.token_map, embed, _SIZE, card.steps, memory_of(card.kind))
+        total = sum(map(n_lessons, passages))
+        stride = 1 if n_places is None else max(1, -(-total // n_places))
+        self._groups = list(self._grouped(passages, stride))
+
+    def _grouped(self, passages: Sequence[Passage], stride: int) -> Iterator[list[Stretch]]:
+        group, rows, lessons = list[Stretch](), 0, 0
+        for piece in (piece for passage in passages for piece in self._pieces(passage, stride)):
+            n_rows, n = self._packer.rows_of(piece), len(places(piece))
+            if group and (rows + n_rows >= _SIZE.n_rows or lessons + n > _SIZE.n_starts):
+                yield group
+                group, rows, lessons = [], 0, 0
+            group.append(piece)
+            rows, lessons = rows + n_rows, lessons + n
+        if group:
+            yield group
+
+    def _pieces(self, passage: Passage, stride: int) -> Iterator[Stretch]:
+        at, last = first_lesson(passage), first_lesson(passage) + n_lessons(passage)
+        while at < last:
+            # A piece sees at most as many places before it as it may have lessons; so two of these halves always fit.
+            end = min(last, at + _SIZE.n_starts * min(stride, 2))
+            yield Stretch(passage, at, end, stride, self._packer.memory)
+            at += -(-(end - at) // stride) * stride
+
+    def rates(
+        self, network: HeadNetwork, weights: Weights, stopping: Callable[[], bool] = lambda: False
+    ) -> dict[str, tuple[float, ...]] | None:
+        """As ``Tally.rates``, with tokens outside of the trimmed vocabulary counted as wrong; None if ``stopping`` came
+        first."""
+        found = Tally()
+        for group in self._groups:
+            if stopping():
+                return None
+            n = sum(len(places(piece)) for piece in group)
+            guessed, true = (np.asarray(rows)[:, :n] for rows in network.guesses(weights, self._batch(group)))
+            at = 0
+            for piece in group:
+                here = slice(at, at := at + len(places(piece)))
+                found.add(piece.passage.category, guessed[:, here], true[:, here])
+        return found.rates()
+
+    def _batch(self, group: Sequence[Stretch]) -> Batch:
+        n = sum(len(places(piece)) for piece in group)
+        return self._packer.pack(group, np.arange(n, dtype=np.int32))
+
+
+def places(piece: Stretch) -> range:
+    return range(piece.begin, piece.end, piece.stride)
+
+
+CHECKPOINT_SECONDS = 50.0
+"""Between checkpoints: with what a step and the writing take, at most a minute's work is lost."""
+
+_POLL_SECONDS = 0.01
+_FORMAT = 2
+
+
+class CheckpointError(LocalspecError):
+    """The file is no checkpoint, or one of another head."""
+
+
+DEFAULT_SIZE = Size(n_rows=512, n_lessons=256, n_starts=64, n_candidates=6144)
+"""Less than a second's work on two cores with a target of 1.5B."""
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """How to train.
+
+    Attributes:
+        size: of a batch, whose gradients are computed at a time.
+        n_batches: batches of a step of the optimiser.
+        learning_rate: the highest, reached after ``warm_up`` steps.
+        final: share of the highest that it falls to, along a cosine, when the time is over.
+        decay, betas: AdamW's.
+        clip: largest norm of a step's gradient.
+        half: multiply in bfloat16; None asks the machine.
+    """
+
+    seed: int = 0
+    size: Size = DEFAULT_SIZE
+    n_batches: int = 2
+    learning_rate: float = 2e-4
+    warm_up: int = 20
+    final: float = 0.05
+    decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float = 1.0
+    half: bool | None = None
+
+    def rate(self, step: int, share: float) -> float:
+        """The learning rate of a step, when this share of the time is over."""
+        cosine = 0.5 * (1 + np.cos(np.pi * min(1.0, share)))
+        return float(
+            self.learning_rate * min(1.0, (step + 1) / self.warm_up) * (self.final + (1 - self.final) * cosine)
+        )
+
+
+@dataclass(frozen=True)
+class TrainingProgress:
+    """Progress of training.
+
+    Attributes:
+        seconds: of training so far, those of earlier calls too; testing not counted.
+        tokens_seen: lessons so far, repetitions counted.
+        epochs: how often all passages were read.
+        losses: cross entropy by step ahead, smoothed [nats].
+        curve: acceptance so far.
+    """
+
+    step: int
+    seconds: float
+    tokens_seen: int
+    tokens_per_second: float
+    epochs: float
+    losses: tuple[float, ...]
+    curve: tuple[CurvePoint, ...]
+
+
+class Trainer:
+    """A head in training, from its checkpoint if there is one.
+
+    Memory: five float32 of each trained weight, the trimmed output rows and some hundred megabytes for a batch. The
+    checkpoint holds three float32 of each weight, and for a moment there are two of it.
+
+    Args:
+        begin: what it begins with; called where there is no checkpoint.
+        output: the target's output rows for ``card.token_map`` [n_out, n_embd].
+        embed: the target's embeddings.
+        passages: what to learn from; may grow while training goes on.
+        checkpoint: the file; its folder must exist.
+
+    Raises:
+        CheckpointError: the file is damaged, or of another head.
+    """
+
+    def __init__(
+        self,
+        card: HeadCard,
+        begin: Callable[[], Start],
+        output: npt.NDArray[np.float32],
+        embed: Embed,
+        passages: Sequence[Passage],
+        held_out: Sequence[Passage],
+        checkpoint: Path,
+        settings: TrainingSettings | None = None,
+    ) -> None:
+        self.settings = settings or TrainingSettings()
+        self.card = card
+        half = half_is_faster() if self.settings.half is None else self.settings.half
+        self.network = HeadNetwork(card, output, half=half)
+        self._packer = Packer(card.token_map, embed, self.settings.size, card.steps, memory_of(card.kind))
+        self._passages = passages
+        self._test_set = HeldOutTest(held_out, card, embed)
+        self._path = checkpoint
+        self._weights: Weights = {}
+        self._sizes: Weights = {}
+        self._first: Weights = {}
+        self._second: Weights = {}
+        self._cursor = Cursor(self.settings.seed)
+        self._step = self._tokens = 0
+        self._seconds = self._rate = 0.0
+        self._losses = np.zeros(card.steps)
+        self._curve: list[CurvePoint] = []
+        self._saved = time.monotonic()
+        if checkpoint.exists():
+            self._load()
+        else:
+            start = begin()
+            self._weights = {name: jnp.array(value) for name, value in start.weights.items()}
+            self._sizes = {name: jnp.array(value) for name, value in start.sizes.items()}
+            self._first, self._second = _zeros(self._weights), _zeros(self._weights)
+            self.save()
+
+    @property
+    def weights(self) -> dict[str, npt.NDArray[np.float32]]:
+        return {name: np.array(value) for name, value in self._weights.items()}
+
+    @property
+    def progress(self) -> TrainingProgress:
+        cursor = self._cursor
+        epochs = cursor.epoch + cursor.index / max(1, cursor.n_passages)
+        losses = tuple(map(float, self._losses))
+        return TrainingProgress(self._step, self._seconds, self._tokens, self._rate, epochs, losses, tuple(self._curve))
+
+    def train(
+        self,
+        seconds: float,
+        report: Callable[[TrainingProgress], None],
+        stopping: Callable[[], bool],
+        *,
+        test_every: float = 300.0,
+    ) -> bool:
+        """Train up to so many seconds altogether; test at the beginning, now and then, and at the end.
+
+        Args:
+            seconds: the learning rate falls towards that moment.
+            report: called after every step.
+            stopping: asked a hundred times a second; once it is true, this saves and returns. After an exception, a
+                ``KeyboardInterrupt`` too, only the last checkpoint is left: see ``system.interrupts``.
+            test_every: seconds between tests.
+
+        Returns:
+            Whether the time is over.
+
+        Raises:
+            OSError: a checkpoint cannot be written.
+        """
+        reading = Reading(self._passages, self._packer, self._cursor)
+        while not stopping():
+            tested = self._curve[-1].minutes if self._curve else -test_every
+            over, minutes = self._seconds >= seconds, self._seconds / 60
+            if 60 * (minutes - tested) >= test_every or (over and minutes > tested):
+                if not self._test(stopping):
+                    break
+                report(self.progress)
+            if over:
+                break
+            before = Cursor(**self._cursor.facts())
+            if not self._one_step(reading, seconds, stopping):
+                self._cursor = before
+                break
+            report(self.progress)
+            if time.monotonic() - self._saved > CHECKPOINT_SECONDS:
+                self.save()
+        self.save()
+        return self._seconds >= seconds
+
+    def _one_step(self, reading: Reading, seconds: float, stopping: Callable[[], bool]) -> bool:
+        """One step of the optimiser; False, and nothing has changed, if it was stopped."""
+        began, settings = time.monotonic(), self.settings
+        sums, losses, taught = _zeros(self._weights), np.zeros(self.card.steps), 0
+        for _ in range(settings.n_batches):
+            batch, n = reading.batch()
+            sums, found = self.network.gradients(self._weights, sums, batch)
+            while not found.is_ready():  # computed by other threads, meanwhile
+                if stopping():
+                    return False
+                time.sleep(_POLL_SECONDS)
+            losses += np.asarray(found) / settings.n_batches
+            taught += n
+        rate = settings.rate(self._step, self._seconds / seconds)
+        state = (self._weights, self._first, self._second, sums)
+        self._weights, self._first, self._second = _adamw(settings, *state, self._sizes, self._step + 1, rate)
+        jax.block_until_ready(self._weights)
+        weight = 1.0 if self._step == 0 else max(0.05, 1 / (self._step + 1))
+        self._losses += weight * (losses - self._losses)
+        took = time.monotonic() - began
+        self._step += 1
+        self._tokens += taught
+        self._seconds += took
+        self._rate = taught / took if self._rate == 0 else 0.8 * self._rate + 0.2 * taught / took
+        return True
+
+    def _test(self, stopping: Callable[[], bool]) -> bool:
+        rates = self._test_set.rates(self.network, self._weights, stopping)
+        if rates is None:
+            return False
+        self._curve.append(CurvePoint(self._tokens, self._seconds / 60, rates))
+        return True
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        facts = {"format": _FORMAT, "head": self._identity(), "cursor": self._cursor.facts(), "step": self._step}
+        facts |= {"tokens": self._tokens, "seconds": self._seconds, "rate": self._rate, "losses": self._losses.tolist()}
+        facts["curve"] = [asdict(point) for point in self._curve]
+        arrays: dict[str, Any] = {
+            f"{part}/{name}": np.asarray(value) for part, group in self._parts() for name, value in group.items()
+        }
+        with write_atomically(self._path, private=True) as file:
+            np.savez(file, facts=np.array(json.dumps(facts)), **arrays)
+        self._saved = time.monotonic()
+
+    def _parts(self) -> list[tuple[str, Weights]]:
+        parts = {"weights": self._weights, "sizes": self._sizes, "first": self._first, "second": self._second}
+        return list(parts.items())
+
+    def _identity(self) -> list[Any]:
+        card = self.card
+        return [card.kind, list(card.taps), card.target.fingerprint, int(card.token_map.sum()), card.shapes()]
+
+    def _load(self) -> None:
+        try:
+            with self._path.open("rb") as opened, np.load(opened) as file:
+                facts = json.loads(str(file["facts"]))
+                if facts["format"] != _FORMAT or facts["head"] != json.loads(json.dumps(self._identity())):
+                    raise CheckpointError(f"{self._path.name} is of another head; remove it, or finish that one first")
+                for part, group in self._parts():
+                    names = (name for name in file if name.startswith(f"{part}/"))
+                    group |= {name.partition("/")[2]: jnp.array(file[name]) for name in names}
+            self._cursor = Cursor(**facts["cursor"])
+            self._step, self._tokens = int(facts["step"]), int(facts["tokens"])
+            self._seconds, self._rate = float(facts["seconds"]), float(facts["rate"])
+            self._losses = np.array(facts["losses"], dtype=float)
+            points = facts["curve"]
+            self._curve = [
+                CurvePoint(p["tokens_seen"], p["minutes"], {k: tuple(v) for k, v in p["acceptance"].items()})
+                for p in points
+            ]
+        except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
+            raise CheckpointError(f"{self._path.name} is damaged ({error}); remove it to begin anew") from None
+
+
+def _zeros(weights: Weights) -> Weights:
+    return {name: jnp.zeros_like(value) for name, value in weights.items()}
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=(1, 2, 3))
+def _adamw(
+    settings: TrainingSettings,
+    weights: Weights,
+    first: Weights,
+    second: Weights,
+    sums: Weights,
+    sizes: Weights,
+    step: Any,
+    rate: Any,
+) -> tuple[Weights, Weights, Weights]:
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) on the mean gradient of the batches, clipped.
+
+    Vectors do not decay. Weights of inputs that are not of about the size 1 move as much less or more as if they were.
+    """
+    norm = jnp.sqrt(sum((gradient**2).sum() for gradient in sums.values())) / settings.n_batches
+    scale = jnp.minimum(1.0, settings.clip / (norm + 1e-6)) / settings.n_batches
+    beta1, beta2 = settings.betas
+    new: tuple[Weights, Weights, Weights] = ({}, {}, {})
+    for name, weight in weights.items():
+        gradient = scale * sums[name]
+        m = beta1 * first[name] + (1 - beta1) * gradient
+        v = beta2 * second[name] + (1 - beta2) * gradient**2
+        change = (m / (1 - beta1**step)) / (jnp.sqrt(v / (1 - beta2**step)) + 1e-8)
+        if name in sizes:
+            change /= sizes[name]
+        decay = settings.decay if weight.ndim > 1 else 0.0
+        for group, value in zip(new, (weight - rate * (change + decay * weight), m, v), strict=True):
+            group[name] = value
+    return new
+
+
+def half_is_faster() -> bool:
+    """Whether this machine multiplies bfloat16 clearly faster than float32: true of CPUs with AVX512-BF16 or AMX."""
+    times = {}
+    for kind in (jnp.float32, jnp.bfloat16):
+        a, b = jnp.ones((256, 1024), kind), jnp.ones((1024, 4096), kind)
+        product = jax.jit(partial(jnp.matmul, preferred_element_type=jnp.float32))
+        product(a, b).block_until_ready()
+        runs = []
+        for _ in range(3):
+            began = time.perf_counter()
+            product(a, b).block_until_ready()
+            runs.append(time.perf_counter() - began)
+        times[kind] = min(runs)
+    return times[jnp.bfloat16] < 0.8 * times[jnp.float32]

@@ -1,0 +1,236 @@
+"""Request bodies as pydantic models: each field is read, ignored for a stated reason, or refused by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, StrictBool, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from localspec.errors import nearest
+from localspec.server.fields import ApiError, invalid
+
+MAX_COUNT = 1 << 31
+_LONGEST_NAME = 60
+
+ACCOUNT = "for a provider's accounts, tiers and logs; this server has none"
+CACHE = "processed tokens always stay in memory"
+OUTSIDE = "cannot be had: nothing leaves this computer"
+TEXT_ONLY = "cannot be had: text only"
+LOADED = "the model was loaded before, with the server's own options"
+REPEATED = "part of an answer that is sent back; it says nothing to the model"
+STYLE = "chat templates do not use it"
+FOLLOWED = "schemas are always followed"
+ONLY_FUNCTIONS = "cannot be had: only functions can be called"
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The fields of one kind of object; docs/server.md lists those that are ignored.
+
+    Attributes:
+        honoured: those that are read.
+        ignored: those that change nothing here -> why.
+        refused: those that cannot be had -> why; null, false, "", [] and ``off`` ask for nothing and pass.
+        off: values of refused fields that ask for nothing.
+    """
+
+    honoured: frozenset[str] = frozenset()
+    ignored: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    off: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        return sorted({*self.honoured, *self.ignored, *self.refused})
+
+    def asks_nothing(self, name: str, value: Any) -> bool:
+        """Whether a refused field has a value that asks for nothing."""
+        off = self.off.get(name, ())
+        if isinstance(value, bool):
+            return value in off if True in off else not value
+        return value is None or value in ("", []) or any(value == each and each is not True for each in off)
+
+
+class Body(BaseModel):
+    """One object of a request. What is annotated is read; ``IGNORED`` and ``REFUSED`` (reason -> names) are the rest.
+
+    A field that is ``null`` counts as absent: OpenAI's clients send both. Subclasses inherit all of it; what is read
+    goes before what is ignored, and that before what is refused.
+    """
+
+    IGNORED: ClassVar[Mapping[str, str]] = {}
+    REFUSED: ClassVar[Mapping[str, str]] = {}
+    OFF: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    KNOWN: ClassVar[Known] = Known()
+
+    _sent: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @property
+    def sent(self) -> dict[str, Any]:
+        """The object as it was sent."""
+        return self._sent
+
+    def those(self, *names: str) -> dict[str, Any]:
+        """The fields of these names that are there, as they were sent."""
+        return {name: self._sent[name] for name in names if self._sent.get(name) is not None}
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        def inherited(table: str) -> list[tuple[str, Any]]:
+            return [pair for each in reversed(cls.__mro__) for pair in each.__dict__.get(table, {}).items()]
+
+        def by_name(table: str, *but: Any) -> dict[str, str]:
+            pairs = [(name, why) for why, names in inherited(table) for name in names.split()]
+            return {name: why for name, why in pairs if not any(name in each for each in but)}
+
+        honoured = frozenset(field.alias or name for name, field in cls.model_fields.items())
+        ignored = by_name("IGNORED", honoured)
+        cls.KNOWN = Known(honoured, ignored, by_name("REFUSED", honoured, ignored), dict(inherited("OFF")))
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _known(cls, value: Any, read: Callable[[Any], Any]) -> Any:
+        if not isinstance(value, dict):
+            return read(value)
+        known, kept = cls.KNOWN, dict[str, Any]()
+        for name, item in value.items():
+            if item is None or name in known.ignored:
+                continue
+            if name in known.honoured:
+                kept[name] = item
+            elif name not in known.refused:
+                near = nearest(name, known.names) if 2 < len(name) <= _LONGEST_NAME else None
+                raise PydanticCustomError("unknown_parameter", "unknown", {"name": name[:_LONGEST_NAME], "near": near})
+            elif not known.asks_nothing(name, item):
+                raise PydanticCustomError(
+                    "unsupported_parameter", "refused", {"name": name, "why": known.refused[name]}
+                )
+        body = read(kept)
+        body._sent = value
+        return body
+
+
+Kind = TypeVar("Kind", bound=Body)
+
+
+def read(kind: type[Kind], value: Any, path: str = "") -> Kind:
+    """A JSON value as an object of this kind; ``path``: where it stands in the request.
+
+    Raises:
+        ApiError: it is none; the message is one line that names the first field that is wrong.
+    """
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False)[0], path) from None
+
+
+_RULES = {
+    "string_type": "a string",
+    "string_too_short": "a string of at least {min_length} character",
+    "string_too_long": "a string of at most {max_length} characters",
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "list_type": "a list",
+    "model_type": "an object",
+    "literal_error": "{expected}",
+    "rule": "{rule}",
+}
+"""Kind of a wrong value, as pydantic or ``must_be`` calls it -> what the field must be."""
+
+
+def _refusal(error: ErrorDetails, path: str) -> ApiError:
+    kind, context = error["type"], error.get("ctx", {})
+    for step in error["loc"]:
+        path += f"[{step}]" if isinstance(step, int) else f".{step}"
+    path = path.removeprefix(".")
+    if kind == "unknown_parameter":
+        inner = f"{path}." if path else ""
+        near = f"; did you mean {inner}{context['near']}?" if context["near"] else ""
+        path = inner + context["name"]
+        return invalid(f"{path} is no field that is known here{near}", path, kind)
+    if kind == "unsupported_parameter":
+        path = f"{path}.{context['name']}".removeprefix(".")
+        return invalid(f"{path} {context['why']}", path, kind)
+    if kind == "missing":
+        return invalid(f"{path} is missing", path, "missing_required_parameter")
+    if kind in ("too_short", "too_long"):
+        what = "a list" if context["field_type"] == "List" else "an object"
+        bound = f"at most {context['max_length']}" if kind == "too_long" else f"at least {context['min_length']}"
+        return invalid(f"{path} must be {what} of {bound}", path)
+    return wrong(path, _RULES[kind].format(**context), error["input"])
+
+
+def wrong(path: str, rule: str, value: Any) -> ApiError:
+    """400: a field breaks a rule."""
+    shown = f"{value!r:.60}" if isinstance(value, str | int | float | bool) else kind_of(value)
+    return invalid(f"{path or 'the request'} must be {rule}, not {shown}", path or None)
+
+
+def kind_of(value: Any) -> str:
+    """What JSON calls it."""
+    if value is None:
+        return "null"
+    names = {bool: "a boolean", str: "a string", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return names.get(type(value), type(value).__name__)
+
+
+# What fields may be; to stand in ``Annotated``. ``list`` takes ``items``, a flag is a ``Flag``.
+
+Flag = StrictBool
+
+
+def must_be(rule: str, fits: Callable[[Any], bool], as_: Callable[[Any], Any] = lambda value: value) -> BeforeValidator:
+    """A value that fits, changed by ``as_``; the rule is what the message says."""
+
+    def check(value: Any) -> Any:
+        if not fits(value):
+            raise PydanticCustomError("rule", "rule", {"rule": rule})
+        return as_(value)
+
+    return BeforeValidator(check)
+
+
+def is_integer(value: Any, low: int, high: int) -> bool:
+    """Whether a value is a whole number within bounds, also written as 5.0."""
+    return _is_number(value) and low <= value <= high and float(value).is_integer()
+
+
+def whole(low: int, high: int) -> BeforeValidator:
+    return must_be(f"an integer in {low}..{high}", lambda value: is_integer(value, low, high), int)
+
+
+def between(low: float, high: float) -> BeforeValidator:
+    def fits(value: Any) -> bool:
+        return _is_number(value) and low <= value <= high and math.isfinite(value)
+
+    return must_be(f"a number in {low:g}..{high:g}", fits, float)
+
+
+def text_or_items(most: int) -> BeforeValidator:
+    """A text, or a list of at most so many."""
+
+    def fits(value: Any) -> bool:
+        return isinstance(value, str) or (isinstance(value, list) and len(value) <= most)
+
+    return must_be(f"a text or a list of at most {most}", fits)
+
+
+LISTED = must_be(
+    "a string or a list of strings",
+    lambda value: isinstance(value, str | list),
+    lambda value: [value] if isinstance(value, str) else value,
+)
+
+
+def items(most: int) -> Any:
+    """A list of at most so many; the first item that is wrong is reported."""
+    return Field(max_length=most, fail_fast=True)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
