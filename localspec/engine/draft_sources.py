@@ -67,7 +67,7 @@ class DraftSource:
         Raises:
             UsageError: it makes no sense.
         """
-        raise UsageError(f"--draft {self.name} takes no {self.name}:{argument}")
+        raise UsageError(f"--draft {self.name} takes nothing after a colon, not {argument}")
 
     def takes(self, path: Path) -> bool:
         """Whether a file that ``--draft`` names is one of this kind."""
