@@ -28,11 +28,9 @@ _SUSPECT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")
 _COPIES = {"Q8_0": "an 8-bit", "F16": "a 16-bit"}
 _GROUP = 128
 _DEQUANTISABLE = ("F32", "F16", "BF16", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q5_K", "Q6_K")
-PIECE = 1 << 20
-"""Values converted at a time: some tens of milliseconds."""
+PIECE = 1 << 20  # values converted at a time: some tens of milliseconds
 
-MARK = "localspec.repacked_from"
-"""Metadata key of a copy: the fingerprint of the file it was made from."""
+MARK = "localspec.repacked_from"  # metadata key of a copy: the fingerprint of the file it was made from
 
 
 def copies(path: Path, source: str, say: Callable[[str], None]) -> Iterator[Path]:

@@ -95,8 +95,7 @@ def run_child(code: str, arguments: Sequence[str], tick: Callable[[], None]) -> 
 
 # -- what the child does: read, draft, reject, start over --------------------------------------------------------------
 
-N_TOKENS = 280
-"""More than ik-llama computes together, so that windows and masks are met by a second piece."""
+N_TOKENS = 280  # more than ik-llama computes together, so that windows and masks are met by a second piece
 
 
 def main() -> None:
