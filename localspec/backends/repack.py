@@ -119,7 +119,7 @@ def writing_copy(gguf: GGUFFile, target: Path, types: dict[str, str], marks: dic
     The metadata is copied byte by byte, but for what says that a model comes in parts: the copy is one file.
 
     Args:
-        gguf: the open original, all parts of it.
+        gguf: the original, all parts of it.
         target: where the copy goes.
         types: tensor name -> new type (Q8_0, Q4_0, F16, …: what gguf-py can quantise to).
         marks: metadata strings to add.
