@@ -30,11 +30,9 @@ TokenIds = npt.NDArray[np.int64]
 Wanted = Literal["all", "last", "none"]
 """Which rows of logits a pass returns: one per token, the last one, or none (prefill)."""
 
-Progress = Callable[[float], bool]
-"""Called with the loaded fraction in [0, 1]; returning False cancels the load."""
+Progress = Callable[[float], bool]  # called with the loaded fraction in [0, 1]; returning False cancels the load
 
-FEW_ROWS = 8
-"""Rows of logits that may be asked for at no lasting cost, see ``Capabilities.keeps_rows``."""
+FEW_ROWS = 8  # rows of logits that may be asked for at no lasting cost, see ``Capabilities.keeps_rows``
 
 N_UNINTERRUPTED = 256
 """Tokens decoded between two looks at ``Context.interrupted``: what the engines compute together anyway."""

@@ -28,11 +28,9 @@ _SUSPECT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")
 _COPIES = {"Q8_0": "an 8-bit", "F16": "a 16-bit"}
 _GROUP = 128
 _DEQUANTISABLE = ("F32", "F16", "BF16", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q5_K", "Q6_K")
-PIECE = 1 << 20
-"""Values converted at a time: some tens of milliseconds."""
+PIECE = 1 << 20  # values converted at a time: some tens of milliseconds
 
-MARK = "localspec.repacked_from"
-"""Metadata key of a copy: the fingerprint of the file it was made from."""
+MARK = "localspec.repacked_from"  # metadata key of a copy: the fingerprint of the file it was made from
 
 
 def copies(path: Path, source: str, say: Callable[[str], None]) -> Iterator[Path]:
@@ -121,7 +119,7 @@ def writing_copy(gguf: GGUFFile, target: Path, types: dict[str, str], marks: dic
     The metadata is copied byte by byte, but for what says that a model comes in parts: the copy is one file.
 
     Args:
-        gguf: the open original, all parts of it.
+        gguf: the original, all parts of it.
         target: where the copy goes.
         types: tensor name -> new type (Q8_0, Q4_0, F16, …: what gguf-py can quantise to).
         marks: metadata strings to add.

@@ -23,13 +23,7 @@ _DEFINES = ("GGML_BACKEND_DL", "GGML_BACKEND_SHARED", "GGML_BACKEND_BUILD", "GGM
 
 
 def build(source: Path) -> Path:
-    """Compile the library.
-
-    Args:
-        source: llama.cpp's source, as ``vendor/llama.cpp`` of the source distribution has it.
-
-    Returns:
-        Where it is.
+    """Compile the library of llama.cpp's ``source`` (``vendor/llama.cpp`` of the source distribution); its path.
 
     Raises:
         EngineUnavailable: there is no compiler, or it failed; its words are on standard error.
@@ -60,11 +54,7 @@ def build(source: Path) -> Path:
 
 
 def fetch_source(folder: Path) -> Path:
-    """llama.cpp's source that belongs to the installed llama-cpp-python.
-
-    Raises:
-        EngineUnavailable: it cannot be had.
-    """
+    """llama.cpp's source that belongs to the installed llama-cpp-python; EngineUnavailable where pip has none."""
     import llama_cpp
 
     name = f"llama-cpp-python=={llama_cpp.__version__}"
@@ -79,7 +69,6 @@ def fetch_source(folder: Path) -> Path:
 
 
 def main() -> int:
-    """Compile it unless it is there; prints where it is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", type=Path, metavar="DIR", help="llama.cpp's source, instead of fetching it")
     args = parser.parse_args()

@@ -34,11 +34,8 @@ def survives(
     """Whether a process that loads a file and decodes with it comes to its end; remembered.
 
     Args:
-        path: the file.
+        path, kv_type, n_threads, progress: as for an engine's ``load``.
         engine: name and version of the engine, which has ``open_untried``.
-        kv_type: type of the KV cache.
-        n_threads: CPU threads.
-        progress: see ``base.Progress``.
         several: whether it decodes several sequences in one pass, and tokens that branch.
 
     Raises:
@@ -67,15 +64,12 @@ def _run(path: Path, backend: str, kv_type: str, n_threads: int, progress: Progr
 
 
 def run_child(code: str, arguments: Sequence[str], tick: Callable[[], None]) -> int:
-    """Run some of our code in another process, and wait for its end.
+    """Run code in another process, with ``arguments`` as ``sys.argv[1:]``, and wait for its end.
 
-    Args:
-        code: what it runs.
-        arguments: its ``sys.argv`` from 1 on.
-        tick: called while it runs; what it raises ends the process, and is raised here.
+    ``tick`` is called meanwhile; what it raises ends the process, and is raised here.
 
     Returns:
-        Its exit status; negative where a signal ended it.
+        The exit status; negative where a signal ended it.
     """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     if sys.platform == "linux":
@@ -95,8 +89,7 @@ def run_child(code: str, arguments: Sequence[str], tick: Callable[[], None]) -> 
 
 # -- what the child does: read, draft, reject, start over --------------------------------------------------------------
 
-N_TOKENS = 280
-"""More than ik-llama computes together, so that windows and masks are met by a second piece."""
+N_TOKENS = 280  # more than ik-llama computes together, so that windows and masks are met by a second piece
 
 
 def main() -> None:

@@ -31,8 +31,7 @@ MAX_MEAN_KL = 0.15
 """Largest mean KL divergence [nats] between two computations of the same logits that counts as kernel noise: every
 healthy file measured has under 0.005, a broken one 0.8 to 2.2."""
 
-DOUBTFUL_KL = 0.03
-"""Mean KL divergence [nats] over which a few passes do not settle it."""
+DOUBTFUL_KL = 0.03  # mean KL divergence [nats] over which a few passes do not settle it
 
 MAX_KL = 0.03
 """As ``MAX_MEAN_KL``, for tokens that branch: healthy engines have 0.003 to 0.005, ik-llama with flash attention 0.5.
@@ -292,8 +291,7 @@ def _comparing_many(model: Model) -> Steps[Agreement]:
 
 _PIECE = 16
 
-ROOM = 1.3
-"""Free memory, in sizes of the file, under which no second copy of a model is loaded for the comparison."""
+ROOM = 1.3  # free memory, in sizes of the file, under which no second copy of a model is loaded for the comparison
 
 
 def other_engines(model: Model) -> list[str]:
@@ -443,8 +441,7 @@ _N_BEFORE = 244
 """Tokens before the first tree, which then lies on both sides of the 256th place: engines leave out what lies behind
 the last place in use, in steps of 32 to 256."""
 
-_SIDE = [*range(-1, 7)]
-"""A side branch as long as drafts are at most times, before the chain itself."""
+_SIDE = [*range(-1, 7)]  # a side branch as long as drafts are at most times, before the chain itself
 
 _TREES: tuple[tuple[list[int], list[int]], ...] = (
     ([*_SIDE, -1, 8, 9, 10, 8, 9], [0, 1, 2, 3, 4]),  # a side branch goes on, from among what is dropped
@@ -536,8 +533,7 @@ def _read(context: Context, text: Sequence[int]) -> None:
 # prefix that two share, rows of drafts of which some are taken back, a piece of a prompt next to others' rows, a
 # sequence that leaves and one that comes. Every row is compared with that of a context, which ``check_model`` checked.
 
-_BATCH_PIECE = 33
-"""Rows of a prompt that are fed together with others: from 32 on ik-llama has other kernels."""
+_BATCH_PIECE = 33  # rows of a prompt that are fed together with others: from 32 on ik-llama has other kernels
 
 
 def ensure_batches(model: Model, n_gpu_layers: int | None = None) -> None:

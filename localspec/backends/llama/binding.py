@@ -22,15 +22,13 @@ from localspec.model_files.gguf import GGUFFile, TensorInfo
 
 Bytes = npt.NDArray[np.uint8]
 
-N_BATCH = 512
-"""Most tokens in one call of the engine; longer inputs are fed in pieces."""
+N_BATCH = 512  # most tokens in one call of the engine; longer inputs are fed in pieces
 
 N_UBATCH = 256
 """Tokens the engine computes together. Twice that costs 150 MB more for a 152k vocabulary and gains no prefill speed
 on CPUs."""
 
-MAX_SEQUENCES = 64
-"""llama.cpp takes 64 without saying that it was compiled for more."""
+MAX_SEQUENCES = 64  # llama.cpp takes 64 without saying that it was compiled for more
 
 # -- a placement in the words of ``llama_model_params`` ----------------------------------------------------------------
 

@@ -22,8 +22,7 @@ from localspec.model_files.vocab import Vocab
 from localspec.system.machine import default_threads
 from localspec.system.process import SharedLock
 
-MAX_CTX = 2048
-"""Default room [tokens]: a text is one pass, and memory grows with its square."""
+MAX_CTX = 2048  # default room [tokens]: a text is one pass, and memory grows with its square
 
 
 def pooling_of(file: GGUFFile) -> int | None:

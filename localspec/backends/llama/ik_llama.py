@@ -51,8 +51,7 @@ from localspec.system.machine import cpu_features, default_threads, missing_cpu_
 #
 # A layer that keeps nothing has the type -1, and sizes of 0.
 
-_ELEMENT = 2
-"""Bytes of a value: a memory of several sequences is of 16 bits."""
+_ELEMENT = 2  # bytes of a value: a memory of several sequences is of 16 bits
 
 
 class _Reader:
@@ -131,8 +130,7 @@ _FAMILIAR_TYPES = {
     "IQ4_XS",
 }  # fmt: skip
 
-_N_TYPES = 400
-"""Size of its table of tensor types; beyond it, functions return whatever lies there."""
+_N_TYPES = 400  # size of its table of tensor types; beyond it, functions return whatever lies there
 
 _INTERLEAVED_IN_FILES = (31, 32, 33)
 """Q4_0 with its rows interleaved for some CPUs: llama.cpp dropped them from its files, and ik_llama.cpp crashes."""
@@ -160,8 +158,7 @@ _OF_GGML = (
 
 _ALL_LAYERS = 9999  # of its GPU layers there is no number that stands for all
 
-_MOVED_AT_ONCE = 100
-"""Rows that one round of its defragmentation moves at least; of a model of 28 layers it moves 390."""
+_MOVED_AT_ONCE = 100  # rows that one round of its defragmentation moves at least; of a model of 28 layers it moves 390
 
 _LOG_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
 

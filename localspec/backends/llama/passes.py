@@ -22,8 +22,7 @@ from localspec.backends.llama.staging import staging
 from localspec.backends.llama.weights import LlamaWeights
 from localspec.errors import Cancelled, EngineError
 
-MOST_ROWS = 64
-"""Most rows of a pass whose largest logits can be had; the engine wants to know when a context is made."""
+MOST_ROWS = 64  # most rows of a pass whose largest logits can be had; the engine wants to know when a context is made
 
 _MARGIN = 256 << 20
 
@@ -107,21 +106,17 @@ class BestLogits:
 
 # -- rows in, logits and hidden states out -----------------------------------------------------------------------------
 
-KV_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8}
-"""ggml's numbers for the types a KV cache may have."""
+KV_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8}  # ggml's numbers for the types a KV cache may have
 
 SOON_MS = 4.0
 """A pass is given to a device if the engine comes back this soon: text of the round before waits for that. A launch of
 all kernels of a large model one by one takes some milliseconds."""
 
-_SHORT = 16
-"""Most rows of a pass whose time until the engine comes back counts."""
+_SHORT = 16  # most rows of a pass whose time until the engine comes back counts
 
-_NO_SLOT = 1
-"""What ``llama_decode`` returns when there are no free cells for the rows, or none side by side."""
+_NO_SLOT = 1  # what ``llama_decode`` returns when there are no free cells for the rows, or none side by side
 
-_MOST_MOVES = 64
-"""Times that a memory is put in order for one pass; each moves at least some hundreds of rows."""
+_MOST_MOVES = 64  # times that a memory is put in order for one pass; each moves at least some hundreds of rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,8 +376,7 @@ class LlamaPasses:
 
 # -- what the engine holds of a sequence, copied out and in; EngineError where it refuses ------------------------------
 
-_RECURRENT = 1
-"""llama.cpp's flag for what of a sequence cannot be rewound, without its keys and values."""
+_RECURRENT = 1  # llama.cpp's flag for what of a sequence cannot be rewound, without its keys and values
 
 
 def save(model: LlamaWeights, ctx: int, sequence: int = 0) -> Bytes:

@@ -29,15 +29,12 @@ from localspec.backends.llama.ggml import Ggml, GgmlDevice, digest
 from localspec.errors import EngineError, EngineUnavailable, UsageError
 from localspec.system.files import home
 
-PROTOCOL = 7
-"""Version of the protocol that is spoken here; servers of another one are refused."""
+PROTOCOL = 7  # version of the protocol that is spoken here; servers of another one are refused
 
-MAX_SERVERS = 16
-"""That llama.cpp takes."""
+MAX_SERVERS = 16  # that llama.cpp takes
 
 _HELLO, _GET_TENSOR, _DEVICE_COUNT = 14, 8, 15
-_CAPABILITIES = 24
-"""Bytes in which both sides say what other transports they have; zeros are none."""
+_CAPABILITIES = 24  # bytes in which both sides say what other transports they have; zeros are none
 
 _ANSWERS = {0: 16, 1: 8, 2: 8, 3: 8, 7: 1, 9: 1, 11: 16, 13: 8, _HELLO: 4 + _CAPABILITIES, _DEVICE_COUNT: 4}
 """Request -> length of its answer [bytes]; others have none, but for ``_GET_TENSOR``, which says it itself."""
@@ -47,8 +44,7 @@ _CONNECT_S = 5.0
 _NEAR_MS = 1.0
 """A server at this machine's own address that answers faster is on this machine: on loopback that takes 0.1 ms, and
 what is at the other end of a tunnel takes longer, but for the fastest of local networks."""
-_SILENT_S = 20
-"""After so many seconds without a sign of life the other machine counts as gone."""
+_SILENT_S = 20  # after so many seconds without a sign of life the other machine counts as gone
 
 _ADDRESS = re.compile(r"[A-Za-z0-9_.-]{1,253}:\d{1,5}")
 

@@ -15,8 +15,7 @@ import numpy as np
 from localspec.backends.base import FloatArray
 from localspec.errors import EngineError
 
-NEEDED = "0.3.36"
-"""The version of llama-cpp-python whose functions these are."""
+NEEDED = "0.3.36"  # the version of llama-cpp-python whose functions these are
 
 _PLAIN = (
     "llama_batch_ext_init",
@@ -33,8 +32,7 @@ _PLAIN = (
 )
 _STAGED = ("llama_set_embeddings_nextn", "llama_get_embeddings_nextn")
 
-ENCODE, DECODE = 0, 1
-"""What ``llama_process`` computes: a model's encoder, or its decoder."""
+ENCODE, DECODE = 0, 1  # what ``llama_process`` computes: a model's encoder, or its decoder
 
 
 class Staging:

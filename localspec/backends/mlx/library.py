@@ -95,8 +95,7 @@ def defer_mlx_lm() -> None:
 
 T = TypeVar("T")
 
-_PATIENCE_S = 30.0
-"""How long the end of the program waits for a pass to end."""
+_PATIENCE_S = 30.0  # how long the end of the program waits for a pass to end
 
 
 class OwnerThread:

@@ -282,8 +282,7 @@ _OUTPUT = "o_proj"
 _INPUTS = ({"q_proj", "k_proj", "v_proj"}, {"qkv_proj"})
 """Names of the linear layers in mlx-lm's attention modules that read what the module is called with."""
 
-Part = tuple[slice, list[Any]]
-"""Rows of one sequence in a pass, and its memory: a cache for each layer."""
+Part = tuple[slice, list[Any]]  # rows of one sequence in a pass, and its memory: a cache for each layer
 
 
 class MLXSequences(SequencesInTurn):

@@ -264,8 +264,7 @@ def default_dtype(file: GGUFFile) -> str:
     return "bfloat16" if "BF16" in file.bytes_by_type else "float16"
 
 
-_FLOAT16_ROOM = 2.0**14
-"""States may be so large in the probe, a quarter of what float16 holds."""
+_FLOAT16_ROOM = 2.0**14  # states may be so large in the probe, a quarter of what float16 holds
 
 
 def fits_float16(network: Network) -> bool:

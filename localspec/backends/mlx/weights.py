@@ -44,8 +44,7 @@ from localspec.model_files.gguf import GGUFFile, TensorInfo
 # NumPy's annotations take `uint8_array & 15` for signed numbers of any width, so these say less than they mean.
 Bytes = npt.NDArray[Any]  # uint8
 Floats = npt.NDArray[Any]  # float32
-Unpacked = tuple[Bytes, Floats, Floats]
-"""Codes [n_blocks, block], scales and biases [n_blocks, block / group]."""
+Unpacked = tuple[Bytes, Floats, Floats]  # codes [n_blocks, block], scales and biases [n_blocks, block / group]
 
 _IQ4_VALUES = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int16
