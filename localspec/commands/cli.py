@@ -13,7 +13,7 @@ from typer import Argument, Option
 
 from localspec._version import __version__
 from localspec.errors import MAX_COUNT, MAX_THREADS, did_you_mean
-from localspec.heads import TRAINED_KINDS
+from localspec.heads import PUBLISHED, TRAINED_KINDS
 
 if TYPE_CHECKING:
     from localspec.commands.options import RunOptions, ThinkOptions
@@ -78,7 +78,8 @@ def _shared(
         Option(
             autocompletion=_drafts,
             metavar="auto|none|ngram|head|corpus:PATH|MODEL",
-            help="Drafters to use, in addition to n-grams; repeatable. MODEL may be an EAGLE-3 or DFlash file. "
+            help="Drafters to use, in addition to n-grams; repeatable. "
+            f"MODEL may be {PUBLISHED}. "
             "Also head:FILE, mtp (the model's own multi-token-prediction layer), early-exit[:LAYERS].",
             show_default="auto",
         ),

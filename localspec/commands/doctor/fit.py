@@ -11,7 +11,7 @@ from pathlib import Path
 from localspec.backends.layout import Share, Target, layout
 from localspec.backends.llama.binding import N_UBATCH, Place, Placed
 from localspec.backends.llama.ggml import Device
-from localspec.backends.llama.rpc_link import ServerFacts, ask
+from localspec.backends.llama.rpc import ServerFacts, ask
 from localspec.backends.placement import Placement
 from localspec.backends.registry import engine_module
 from localspec.commands.doctor.facts import FOR_GPUS, EngineFacts, FitFacts, ModelFacts, NeedFacts
