@@ -263,24 +263,7 @@ def read_text(file: BinaryIO, name: str) -> dict[str, Any] | None:
 
 
 class Chat:
-    """A conversation with a loaded pair on a screen.
-
-    Attributes:
-        session: the conversation.
-        records: how each answer in it came about.
-        view: how answers are shown: ``tokens``, ``reading``, ``rounds`` or ``plain``.
-        last_question: also kept where no answer came about.
-        attached: files that go with the next message.
-        last_files: those that went with the last question.
-        prepared: what the next prompt's line holds already.
-        keep_in: where the conversation is kept as it goes on; None if it is not. See ``keep_at``.
-        remembers: whether view and system prompt are remembered for later chats when they are changed.
-        races: how many races were run, so that plain and speculative take turns in going first.
-        asked: ``think`` and ``thinking_budget`` of questions, see ``LLM.rounds``.
-        leaving: set by ``/quit``.
-        late: what brings the draft model after the prompt, if anything does.
-        loaded: called when a load that the chat asked for is over, to clear its progress from the screen.
-    """
+    """A conversation with a loaded pair on a screen."""
 
     def __init__(
         self, llm: LLM, screen: ChatScreen, *, params: SamplingParams, system: str | None = None, view: str = "tokens"
@@ -288,22 +271,22 @@ class Chat:
         self.llm = llm
         self.screen = screen
         self.session = llm.session(system, params)
-        self.records: list[AnswerRecord] = []
+        self.records: list[AnswerRecord] = []  # how each answer in it came about
         self.view = view
-        self.last_question: str | None = None
-        self.attached: list[AttachedFile] = []
-        self.last_files: tuple[AttachedFile, ...] = ()
-        self.prepared = ""
-        self.keep_in: Path | None = None
+        self.last_question: str | None = None  # also kept without an answer
+        self.attached: list[AttachedFile] = []  # for the next message
+        self.last_files: tuple[AttachedFile, ...] = ()  # of the last question
+        self.prepared = ""  # what the next prompt's line holds already
+        self.keep_in: Path | None = None  # file of the conversation, if it is kept, see ``keep_at``
         self._kept_at: int | None = None
-        self.remembers = False
-        self.races = 0
+        self.remembers = False  # whether changes of view and system prompt are kept for later chats
+        self.races = 0  # so that plain and speculative take turns in going first
         self.asked: ThinkOptions = {"think": "auto", "thinking_budget": None}
-        self.leaving = False
+        self.leaving = False  # set by ``/quit``
         self.status = ""
         self.late: LateDraft | None = None
         self._n_told = len(llm.warnings)
-        self.loaded: Callable[[], None] = lambda: None
+        self.loaded: Callable[[], None] = lambda: None  # clears the progress of a load that the chat asked for
 
     @property
     def params(self) -> SamplingParams:

@@ -287,25 +287,17 @@ class ChatScreen:
     """Standard output and standard error.
 
     ``plain``: standard input is no terminal; only answers go to standard output, without escape sequences.
-
-    Attributes:
-        interactive: whether a person types the questions.
-        terminal: whether the person sees standard output.
-        ansi: whether the cursor can be moved: a terminal that is not dumb.
-        colour: whether colours are welcome (``NO_COLOR`` is not set).
-        unicode: whether marks such as ✓ can be shown.
-        folded: whether what is thought before an answer is left out.
     """
 
     def __init__(self, file: TextIO | None = None, errors: TextIO | None = None, *, plain: bool = False) -> None:
         self.file = file or sys.stdout
         self.errors = errors or sys.stderr
-        self.interactive = not plain
-        self.terminal = self.file.isatty() and not plain
-        self.ansi = self.terminal and moves_cursor(self.file)
+        self.interactive = not plain  # a person types the questions
+        self.terminal = self.file.isatty() and not plain  # a person sees standard output
+        self.ansi = self.terminal and moves_cursor(self.file)  # the cursor can be moved
         self.colour = self.ansi and not os.environ.get("NO_COLOR")
         self.paint = Painter(self.ansi, self.colour)
-        self.folded = False
+        self.folded = False  # thinking is left out
         self.unicode = (self.file.encoding or "").lower().replace("-", "") in ("utf8", "utf16")
 
     # -- lines ---------------------------------------------------------------------------------------------------
