@@ -113,7 +113,7 @@ class SharedPasses:
 
     Attributes:
         n_answers: answers that are decoding now, without prompts that are being read.
-        n_under_way: answers, those whose prompts are being read included.
+        n_open: answers, those whose prompts are being read included.
         n_cells: tokens that every row passes over now.
         ms_cell: what a row pays for one of them [ms].
     """
@@ -122,7 +122,7 @@ class SharedPasses:
         self.times = deepcopy(times)
         self.times.n_past = CALIBRATED_PAST  # the cost of a longer memory is ``ms_cell``
         self.prompts = PromptPieces(self)
-        self.n_answers = self.n_under_way = 1
+        self.n_answers = self.n_open = 1
         self._n_in_turn: int | None = None
         self.n_cells = CALIBRATED_PAST
         self.ms_cell = CELL_READS.get(device, 1.0) * times.growth * times.curve(1)
@@ -246,7 +246,7 @@ class ShareOfPass:
     def observe(self, width: int, ms: float) -> None:
         # What one answer waited for is no time of its rows; the passes themselves are observed.
         self._n_rounds += 1
-        self.has_company |= self._shared.n_under_way > 1
+        self.has_company |= self._shared.n_open > 1
         self._n_answers += self._shared.n_answers
         # Beside others no pass is over one token alone, and an answer that does not draft would not make it so.
         self.n_since_one = 0 if width == 1 or self._shared.n_answers > 1 else self.n_since_one + 1

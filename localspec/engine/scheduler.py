@@ -697,7 +697,7 @@ class Scheduler:
         decoding = sorted((a for a in there if a.decodes), key=lambda a: (-a.job.priority, a.served))
         reading = sorted((answer for answer in there if not answer.decodes), key=rank)
         passes = self._at.passes
-        passes.n_answers, passes.n_under_way, passes.n_cells = len(decoding), len(there), self._cells(there)
+        passes.n_answers, passes.n_open, passes.n_cells = len(decoding), len(there), self._cells(there)
         unread = [len(answer.next_pass.tokens) - answer.n_fed + answer.next_pass.n_after for answer in reading]
         priorities = [answer.job.priority for answer in reading]
         lengths = passes.prompts.divide(len(decoding), unread, priorities, PREFILL_CHUNK)
