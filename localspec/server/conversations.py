@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from filelock import FileLock, Timeout
-from pydantic import Field
+from pydantic import AfterValidator, Field, ValidationInfo
+from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from localspec.server.access import READS_TEXTS, Address
-from localspec.server.bodies import MAX_COUNT, Body, Flag, items, must_be, read, whole, wrong
+from localspec.server.bodies import MAX_COUNT, Body, Flag, items, must_be, read, whole
 from localspec.server.fields import ApiError, invalid
 from localspec.server.requests import MAX_MESSAGES
 from localspec.server.service import Service
@@ -325,6 +326,13 @@ class KeptFile(Body):
     edit: Flag = False
 
 
+def _is_a_version(version: int, message: ValidationInfo) -> int:
+    n = len(message.data.get("versions", ()))
+    if version > n:
+        raise PydanticCustomError("rule", "rule", {"rule": f"an integer in 0..{n}"})
+    return version
+
+
 class KeptMessage(Body):
     role: Literal["user", "assistant"]
     content: str
@@ -332,7 +340,7 @@ class KeptMessage(Body):
     finish: Finish | None = None
     files: Annotated[list[KeptFile], items(MAX_FILES)] = []
     versions: Annotated[list[KeptMessages], items(MAX_VERSIONS)] = []
-    version: Annotated[int, whole(0, MAX_VERSIONS)] = 0
+    version: Annotated[int, whole(0, MAX_VERSIONS), AfterValidator(_is_a_version)] = 0
 
 
 KeptMessages = Annotated[list[KeptMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -364,25 +372,7 @@ class ConversationBody(Body):
 
     def content(self) -> dict[str, Any]:
         """What is kept."""
-        messages = [_kept(message, f"messages[{i}]") for i, message in enumerate(self.messages)]
         title = " ".join(self.title.split())[:MAX_TITLE] or "Untitled"
-        return {"title": title, "system": self.system, "settings": self.settings, "messages": messages}
-
-
-def _kept(message: KeptMessage, path: str) -> dict[str, Any]:
-    kept: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.reasoning_content:
-        kept["reasoning_content"] = message.reasoning_content
-    if message.finish is not None:
-        kept["finish"] = message.finish
-    if message.files:
-        kept["files"] = [file.model_dump() for file in message.files]
-    if message.versions:
-        if message.version > len(message.versions):
-            raise wrong(f"{path}.version", f"an integer in 0..{len(message.versions)}", message.version)
-        kept["versions"] = [
-            [_kept(each, f"{path}.versions[{i}][{j}]") for j, each in enumerate(version)]
-            for i, version in enumerate(message.versions)
-        ]
-        kept["version"] = message.version
-    return kept
+        return {"title": title, "system": self.system, "settings": self.settings} | self.model_dump(
+            include={"messages"}, exclude_unset=True
+        )

@@ -74,46 +74,26 @@ class InfillBody(ApiBody, Shared):
         options = body.answer_options(
             served,
             stop=self.stop,
-            max_tokens=FILL_TOKENS if self.n_predict == 0 else self.n_predict,
+            max_tokens=FILL_TOKENS if self.only_reads else self.n_predict,
             stream=self.stream,
         )
-        return InfillRequest(
-            options=options,
-            prefix=self.input_prefix + self.prompt,
-            suffix=self.input_suffix,
-            files=[(extra.filename or "snippet", extra.text) for extra in self.input_extra],
-            slot=None if self.id_slot == -1 else self.id_slot,
-            n_indent=self.n_indent,
-            seconds=self.t_max_predict_ms / 1e3 if self.t_max_predict_ms > 0 else None,
-            fields=self.response_fields,
-            reads_only=self.n_predict == 0,
-        )
+        return InfillRequest(options, self)
+
+    @property
+    def slot(self) -> int | None:
+        """The editor's; None is one of its own."""
+        return None if self.id_slot == -1 else self.id_slot
+
+    @property
+    def only_reads(self) -> bool:
+        """Whether nothing is to be said: the next request will begin so."""
+        return self.n_predict == 0
 
 
 @dataclass(frozen=True, slots=True)
 class InfillRequest:
-    """A suggestion to make.
-
-    Attributes:
-        options: what it has in common with other requests.
-        prefix, suffix: before and behind the cursor.
-        files: name and text of other chunks of text.
-        slot: the editor's; None is one of its own.
-        n_indent: a line that begins with less white space than this ends the answer, before it.
-        seconds: from the first token on, after which an answer of several lines ends; None is any time.
-        fields: what of the answer is wanted, as paths such as ``timings/prompt_n``; empty is all.
-        reads_only: nothing is to be said: the next request will begin so.
-    """
-
     options: AnswerOptions
-    prefix: str
-    suffix: str
-    files: list[tuple[str, str]]
-    slot: int | None
-    n_indent: int
-    seconds: float | None
-    fields: list[str]
-    reads_only: bool
+    body: InfillBody
 
 
 MAX_HELD = 4096
@@ -124,7 +104,8 @@ class LineRules:
     """Ends an answer where a line stands further left than it may, or where several lines took long enough.
 
     Args:
-        n_indent, seconds: see ``InfillRequest``.
+        n_indent: a line that begins with less white space than this ends the answer, before it.
+        seconds: from the first token on, after which an answer of several lines ends; None is any time.
 
     Attributes:
         over: nothing that follows counts.
@@ -171,13 +152,15 @@ class InfillAnswer:
     def __init__(self, service: Service, request: InfillRequest) -> None:
         self.options = request.options
         self._service = service
-        self._request = request
-        self._rules = LineRules(request.n_indent, request.seconds)
+        self._asked = body = request.body
+        milliseconds = body.t_max_predict_ms
+        self._rules = LineRules(body.n_indent, milliseconds / 1e3 if milliseconds > 0 else None)
         self._reply: Reply | None = None
         params = self.options.params
-        prefix = service.windows.joined(request.slot, request.prefix)
-        prompt = service.llm.fill_prompt(prefix, request.suffix, request.files, max_tokens=params.max_tokens)
-        if request.reads_only:
+        prefix = service.windows.joined(body.slot, body.input_prefix + body.prompt)
+        files = [(extra.filename or "snippet", extra.text) for extra in body.input_extra]
+        prompt = service.llm.fill_prompt(prefix, body.input_suffix, files, max_tokens=params.max_tokens)
+        if body.only_reads:
             service.llm.read_ahead(prompt)
         self._task = AnswerTask(prompt.tokens, params, keep_tokens=prompt.n_before, enough=lambda: self._rules.over)
 
@@ -195,10 +178,10 @@ class InfillAnswer:
         yield event(self._picked(self._frame("") | self._end(content)))
 
     async def _pieces(self) -> AsyncGenerator[str, None]:
-        if self._request.reads_only:
+        if self._asked.only_reads:
             return
         # The slot is taken once the queue has this request: one that is refused leaves an older one alone.
-        slot = self._service.slots.newest(self._request.slot)
+        slot = self._service.slots.newest(self._asked.slot)
         async with aclosing(self._service.answers(self.options, [self._task], slot)) as steps:
             async for step in steps:
                 if piece := self._text_of(step):
@@ -212,7 +195,7 @@ class InfillAnswer:
         return text
 
     def _frame(self, content: str) -> dict[str, Any]:
-        return {"index": 0, "content": content, "id_slot": -1 if (slot := self._request.slot) is None else slot} | {
+        return {"index": 0, "content": content, "id_slot": -1 if (slot := self._asked.slot) is None else slot} | {
             "stop": False
         }
 
@@ -248,10 +231,10 @@ class InfillAnswer:
         return "eos" if reply.token_ids and reply.token_ids[-1] in self._service.llm.vocab.eog else "word"
 
     def _picked(self, answer: dict[str, Any]) -> dict[str, Any]:
-        if not self._request.fields:
+        if not self._asked.response_fields:
             return answer
         picked = {}
-        for path in self._request.fields:
+        for path in self._asked.response_fields:
             value: Any = answer
             for name in path.split("/"):
                 value = value.get(name, _MISSING) if isinstance(value, Mapping) else _MISSING

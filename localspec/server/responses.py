@@ -73,29 +73,6 @@ def _failed(error: ApiError, n_sent: int) -> bytes:
 WIRE = Wire("text/event-stream", _failed, b": waiting\n\n")
 
 
-@dataclass(frozen=True, slots=True)
-class ResponsesRequest:
-    """A request for an answer.
-
-    Attributes:
-        chat: its input as a chat, without what went before.
-        instructions: a system prompt, of this answer only.
-        previous: the answer that it goes on from.
-        store: whether others may go on from its answer.
-        echoed: what the answer repeats of it.
-    """
-
-    chat: ChatRequest
-    instructions: str | None
-    previous: str | None
-    store: bool
-    echoed: dict[str, Any]
-
-    @property
-    def options(self) -> AnswerOptions:
-        return self.chat.options
-
-
 # Items of the input.
 
 
@@ -312,13 +289,7 @@ class ResponsesBody(ApiBody, Shared):
             thinking_budget=self.thinking_budget,
             **thinking(served, self.reasoning.effort if self.reasoning else "", self.chat_template_kwargs),
         )
-        return ResponsesRequest(
-            ChatRequest(options, messages, self._tools()),
-            self.instructions,
-            self.previous_response_id,
-            self.store,
-            self.those(*_ECHOED) | {"tools": self.tools},
-        )
+        return ResponsesRequest(options, ChatRequest(options, messages, self._tools()), self)
 
     def _tools(self) -> ToolUse:
         tools = []
@@ -347,6 +318,15 @@ def _response_format(form: TextFormat) -> dict[str, Any]:
     return {"type": form.type} | schema
 
 
+@dataclass(frozen=True, slots=True)
+class ResponsesRequest:
+    """A chat without what went before, and the body that it is made of."""
+
+    options: AnswerOptions
+    chat: ChatRequest
+    body: ResponsesBody
+
+
 # The answer.
 
 
@@ -356,10 +336,11 @@ class ResponsesAnswer(BlockAnswer):
     def __init__(self, service: Service, request: ResponsesRequest) -> None:
         self._request = request
         history: list[dict[str, Any]] = []
-        if request.previous is not None:
-            history += stored_response(service, request.previous, 400, "previous_response_id").messages
+        body = request.body
+        if body.previous_response_id is not None:
+            history += stored_response(service, body.previous_response_id, 400, "previous_response_id").messages
         self._messages = [*history, *request.chat.messages]
-        system = [{"role": "system", "content": request.instructions}] if request.instructions else []
+        system = [{"role": "system", "content": body.instructions}] if body.instructions else []
         task = service.chat_task(merged([*system, *self._messages]), request.chat.tools, request.options)
         super().__init__(service, request.options, task)
         self._id = identifier("resp")
@@ -409,7 +390,7 @@ class ResponsesAnswer(BlockAnswer):
             "usage": self._usage(),
             "localspec": self.figures(),
         }
-        if self._request.store:
+        if self._request.body.store:
             items = [self._item(block) for block in self.blocks]
             messages = [message for item in items for message in messages_of(item, "output")]
             owner = self.service.client.owner
@@ -417,30 +398,34 @@ class ResponsesAnswer(BlockAnswer):
         return response
 
     def _response(self, status: str) -> dict[str, Any]:
-        params, request = self.task.params, self._request
-        return {
-            "id": self._id,
-            "object": "response",
-            "created_at": int(self.created),
-            "status": status,
-            "error": None,
-            "incomplete_details": None,
-            "model": self.service.names[0],
-            "output": [],
-            "usage": None,
-            "instructions": None,
-            "max_output_tokens": None,
-            "metadata": {},
-            "parallel_tool_calls": request.chat.tools.parallel,
-            "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
-            "store": request.store,
-            "temperature": params.temperature,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": "auto",
-            "top_p": params.top_p,
-            "truncation": "disabled",
-        } | request.echoed
+        params, body = self.task.params, self._request.body
+        return (
+            {
+                "id": self._id,
+                "object": "response",
+                "created_at": int(self.created),
+                "status": status,
+                "error": None,
+                "incomplete_details": None,
+                "model": self.service.names[0],
+                "output": [],
+                "usage": None,
+                "instructions": None,
+                "max_output_tokens": None,
+                "metadata": {},
+                "parallel_tool_calls": self._request.chat.tools.parallel,
+                "previous_response_id": None,
+                "reasoning": {"effort": None, "summary": None},
+                "store": body.store,
+                "temperature": params.temperature,
+                "text": {"format": {"type": "text"}},
+                "tool_choice": "auto",
+                "top_p": params.top_p,
+                "truncation": "disabled",
+            }
+            | body.those(*_ECHOED)
+            | {"tools": body.tools}
+        )
 
     def _item(self, block: AnswerBlock, status: str = "completed") -> dict[str, Any]:
         if self.finish_reason == "length" and block is self.blocks[-1]:

@@ -19,15 +19,11 @@ from urllib.parse import unquote
 
 from localspec.errors import written_json
 
-# How models mark their tool calls.
-#
-# Models were trained to write calls in many ways. A mark says that calls follow; what follows it has one of a few
-# forms, whichever the mark:
+# A mark says that calls follow; they have one of a few forms, whichever the mark:
 #
 # =========================================================  ======================================================
 # ``{"name": …, "arguments": {…}}``, several, or a list      Hermes, Qwen 2.5 and 3, SmolLM, Granite, Phi-4-mini,
-# Llama 3,
-#                                                            Mistral, Command-R, Nemotron, and our fallback
+#                                                            Llama 3, Mistral, Command-R, Nemotron, our fallback
 # ``name[ARGS]{…}``, ``name<｜tool▁sep｜>{…}``               Mistral, DeepSeek, Kimi K2, gpt-oss
 # ``<function=name><parameter=…>…``, ``<invoke name="…">``   Qwen3-Coder, Seed-OSS, MiniMax, DeepSeek V3.2
 # ``<function=name>{…}</function>``                          Llama 3.1, Functionary
@@ -57,7 +53,7 @@ class Mark:
 
 
 def _deepseek(name: str) -> tuple[str, ...]:
-    """A mark of DeepSeek's, in the ways in which models that were distilled from it write it."""
+    """A mark of DeepSeek's, as it and models that were distilled from it write it."""
     return tuple(f"<{bar}{name.replace('_', gap)}{bar}>" for bar in "｜|" for gap in ("▁", "_", " "))
 
 
@@ -133,20 +129,17 @@ TAGS = {
 }
 
 
-# Values that models write in calls, read as they come: JSON, and what is nearly JSON, written again as JSON.
-#
-# Valid JSON is passed on as it is. Besides it there are Python's way (``'…'``, ``True``, ``None``, tuples), bare keys,
-# Gemma's quotes, line breaks and single backslashes within strings, and a comma too many.
+# Values in calls, read as they come and written as JSON: JSON, Python's way (``'…'``, ``True``, ``None``, tuples), bare
+# keys, Gemma's quotes, line breaks and single backslashes within strings, and a comma too many.
 
 Schema = Any
-"""A JSON schema, or what a client sent in place of one; what cannot be read allows everything."""
+"""A JSON schema; what is none allows everything."""
 
 Reading = Generator[None, None, Any]
 """A reader: it yields where it needs more text."""
 
 MAX_TAKEN = 100_000
 """Characters that wait for the end of what may be a call, at most."""
-
 MAX_DEPTH = 100
 """Lists and objects within each other."""
 
@@ -188,16 +181,14 @@ class IncomingText:
         self.final = final
 
     def record(self) -> None:
-        """What is read from here on may have to be given back."""
+        """From here on, keep what is read: it may have to be given back."""
         self.taken, self._n_taken = [], 0
 
     @property
     def n_left(self) -> int:
-        """Characters that have come and were not read."""
         return len(self._text) - self._at
 
     def some(self, pattern: re.Pattern[str]) -> str:
-        """Read what is there by now of a kind of characters."""
         match = pattern.match(self._text, self._at)
         return self.take(match.end() - self._at) if match else ""
 
@@ -214,7 +205,6 @@ class IncomingText:
         return self.take(self.n_left - _overlap(self._text[max(self._at, len(self._text) - 64) :], partial)), None
 
     def take(self, n: int) -> str:
-        """Read n characters that are there."""
         if self.taken is not None:
             allowed = min(n, MAX_TAKEN - self._n_taken)
             self._n_taken += allowed
@@ -226,7 +216,6 @@ class IncomingText:
         return self._text[self._at - n : self._at]
 
     def more(self) -> Reading:
-        """Wait for text; whether there can be any."""
         if not self.final:
             yield
             return True
@@ -292,11 +281,9 @@ class Untyped:
         return True
 
     def typed(self, text: str, schema: Schema) -> str:
-        """A value that was written as plain text, as JSON."""
         return self.literal(text, schema)
 
     def literal(self, word: str, schema: Schema) -> str:
-        """A value without quotes, as JSON."""
         return next((value for _, value in readings(word)), None) or json.dumps(word, ensure_ascii=False)
 
 
@@ -408,7 +395,6 @@ def _closed(source: IncomingText, put: Put, closer: str, comma: str = "") -> Rea
 
 
 def read_key(source: IncomingText) -> Generator[None, None, str]:
-    """A member's name, in quotes or bare."""
     if quote := (yield from read_quote(source)):
         return (yield from _whole_string(source, quote))
     word = yield from source.run(WORD)
@@ -452,7 +438,6 @@ def read_string(source: IncomingText, put: Put, quote: str) -> Reading:
 
 
 def _escape(source: IncomingText) -> Generator[None, None, str]:
-    """What a backslash begins."""
     pair = yield from source.peek(2)
     if len(pair) < 2:
         raise EndOfText
@@ -476,7 +461,6 @@ def _escape(source: IncomingText) -> Generator[None, None, str]:
 
 
 def escaped(text: str) -> str:
-    """A text as JSON writes it within quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
@@ -500,8 +484,6 @@ def _overlap(text: str, marks: tuple[str, ...]) -> int:
     return next((len(end) for end in ends if any(mark.startswith(end) and mark != end for mark in marks)), 0)
 
 
-# What a tool's schema says about the types of its arguments, for models that write arguments as plain text.
-
 MAX_SCHEMA_DEPTH, MAX_STEPS = 32, 256
 """References and combinations followed, within each other and in all; what lies beyond allows everything."""
 
@@ -513,11 +495,7 @@ Alternative = tuple[tuple[str, ...] | None, frozenset[str] | None]
 
 
 class ArgumentTypes(Untyped):
-    """The types of one tool's arguments.
-
-    Args:
-        parameters: the function's JSON schema.
-    """
+    """The types of a tool's arguments by its JSON schema, for models that write arguments as plain text."""
 
     def __init__(self, parameters: Schema) -> None:
         self.root = parameters
@@ -589,7 +567,6 @@ class ArgumentTypes(Untyped):
         return json.dumps(word, ensure_ascii=False) if asked else super().literal(word, schema)
 
     def _alternatives(self, schema: Schema) -> list[Alternative]:
-        """What a value may be, in the schema's order."""
         found = self._allowed.get(id(schema))
         if found is None:
             found = self._allowed[id(schema)] = [_alternative(one) for one in self._combined(schema)]
@@ -665,7 +642,7 @@ _encoded = json.JSONEncoder(sort_keys=True).encode
 
 
 def _comparable(value: Any) -> str:
-    """A JSON value as a text that all values equal to it have."""
+    """A JSON value as a text; equal values have the same."""
     return _encoded(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
@@ -675,8 +652,6 @@ def _among(value: str, values: Collection[str] | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """Text that is no call."""
-
     text: str
 
 
@@ -1012,7 +987,6 @@ class ToolCallReader:
             self._begin(mark, call)
 
     def _begin(self, mark: Mark, call: _Call) -> None:
-        """A call whose arguments were read before."""
         assert call.name is not None
         assert call.arguments is not None
         arguments = as_json(call.arguments.strip(), self._types(call.name))
@@ -1023,7 +997,6 @@ class ToolCallReader:
         self._give(arguments)
 
     def _named(self, mark: Mark) -> Reading:
-        """A name, and what it is called with."""
         source = self._source
         raw = yield from source.run(_NAME)
         if not raw:
@@ -1200,7 +1173,6 @@ class ToolCallReader:
     # -- calls on their way out ----------------------------------------------------------------------------------------
 
     def _function(self, raw: str) -> str:
-        """A function's name without what models write around it."""
         return raw if raw in self._functions else _AROUND_NAME.sub("", raw)
 
     def _types(self, name: str) -> ArgumentTypes:
@@ -1253,7 +1225,6 @@ class _Call:
 
 
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:
-    """Neighbours of a kind as one."""
     joined: list[Piece] = []
     for kind, same in groupby(pieces, lambda piece: (type(piece), getattr(piece, "index", None))):
         found = list(same)
