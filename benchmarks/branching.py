@@ -34,7 +34,7 @@ from localspec.controllers.fixed import FixedController
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.detokenizer import TextAssembler
-from localspec.spec_decode.drafters.base import Branching, Controller
+from localspec.spec_decode.drafters.base import Controller, Plan
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.rounds import Round
@@ -71,8 +71,10 @@ def timed(context: Context, clock: Clock, times: Callable[[int], float]) -> Cont
 class Chains(AutoController):
     """As ``auto``, but that no draft branches."""
 
-    def branching(self) -> Branching | None:
-        return None
+    def plan(self, room: int, n_past: int, **situation: Any) -> Plan:
+        plan = super().plan(room, n_past, **situation)
+        plan.branching = lambda: None  # type: ignore[method-assign]
+        return plan
 
 
 @dataclass

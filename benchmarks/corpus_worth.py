@@ -61,7 +61,6 @@ def replay(drafters: Sequence[Drafter], prompt: list[int], answer: list[int], cu
     real = CURVES[curve][0]  # of 1 to 8 tokens every width is there, and WIDEST is 7
     times, sources = PassTimes(dict(real)), {drafter.source: SourceAcceptance(COPIED) for drafter in drafters}
     controller = AutoController(times, {}, sources, {}, WIDEST, TimeBudget())
-    controller.begin(SamplingParams(), len(prompt))
     group, proposer = DrafterGroup(drafters), Proposer(SamplingParams(), Noise(0))
     group.begin(prompt)
     text, at, ms, counts = list(prompt), 0, 0.0, Counter[str]()
@@ -77,7 +76,7 @@ def replay(drafters: Sequence[Drafter], prompt: list[int], answer: list[int], cu
         emitted = answer[at : at + n + 1]
         ms_verify = real[len(draft) + 1]
         tokens = [EmittedToken(0, "plain")] * len(emitted)
-        controller.update(Round(0, draft, Verdict(n, 0, "plain"), tokens, ms_draft=ms_draft, ms_verify=ms_verify))
+        controller.learn(Round(0, draft, Verdict(n, 0, "plain"), tokens, ms_draft=ms_draft, ms_verify=ms_verify))
         group.accept(emitted)
         text += emitted
         at += len(emitted)

@@ -261,8 +261,10 @@ class Replay:
             else:
                 found = trace["sources"].get(name) or recycled_trace(self.recycling, trace)
                 sources[name] = FreeSource(name, found)
-        controller = AutoController(self.times, self.draft_times, self.sources, self.sampled, WIDEST, self.budget)
-        controller.begin(SamplingParams(temperature=self.temperature, top_k=40), trace["prompt_tokens"])
+        params = SamplingParams(temperature=self.temperature, top_k=40)
+        controller = AutoController(
+            self.times, self.draft_times, self.sources, self.sampled, WIDEST, self.budget, params=params
+        )
         done = np.zeros(n)
         position, now = 0, 0.0
         while position < n:
@@ -283,9 +285,8 @@ class Replay:
             emitted = min(accepted + 1, n - position)
             tokens = [EmittedToken(0, "plain")] * emitted
             round_ = Round(0, draft, Verdict(accepted, 0, "plain"), tokens, ms_draft=ms_draft, ms_verify=ms_verify)
-            controller.watch(row_of(max(1e-3, certainty[position + emitted - 1])))
-            controller.book(round_)
-            controller.update(round_)
+            controller.observe(round_, row_of(max(1e-3, certainty[position + emitted - 1])))
+            controller.learn(round_)
             now += ms_draft + ms_verify + self.other_ms
             done[position : position + emitted] = now
             position += emitted

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import lru_cache, partial
+from types import MappingProxyType
 
 from localspec.controllers.acceptance import START, Acceptance, SourceAcceptance, Tables, leads_to
 from localspec.controllers.cost_model import Costs, PassCost, row_ms
@@ -148,6 +149,14 @@ class AutoPlan:
         self._last_source = ""
         self._is_reading = False
         self._last_counterfactual = START
+
+    @property
+    def gives_way(self) -> bool:
+        return True
+
+    def branching(self) -> Branching | None:
+        costs = self.stopping.costs
+        return self if self.stopping.prospect.rate * row_ms(costs.times) < MAX_ROW else None
 
     # -- what drafters ask -----------------------------------------------------------------------------------------
 
@@ -392,9 +401,8 @@ class AutoController(Controller):
         max_draft: longest draft to consider.
         budget: what may be lost; kept by the caller too.
         predicted: whether the answer is likely to repeat a text that came with the request.
+        params: the request's; None is greedy.
     """
-
-    gives_way = True
 
     def __init__(
         self,
@@ -408,6 +416,7 @@ class AutoController(Controller):
         predicted: bool = False,
         thinking: Tables | None = None,
         one_pass: Set[str] = frozenset(),
+        params: SamplingParams | None = None,
     ) -> None:
         self.costs = Costs(times, draft_times, one_pass)
         self.acceptance = Acceptance(acceptance, sampled or {}, thinking)
@@ -417,7 +426,7 @@ class AutoController(Controller):
         self._gate = PrefillGate(self.costs, self.stopping, self.time_budget)
         self._plan: AutoPlan | None = None
         self._n_rounds = 0
-        self._temperature = 1.0
+        self._params = params or SamplingParams()
         self._certainty: float | None = None
         self._at_work: set[str] = set()
         self._stepped: set[str] = set()  # sources whose model took a step in the last round
@@ -425,27 +434,39 @@ class AutoController(Controller):
         self._lost: set[str] = set()
         self._reason = ""
 
-    def begin(self, params: SamplingParams, n_prompt: int) -> None:
-        self._temperature = params.temperature or 1.0
+    def _begin(self) -> None:
+        """The answer begins, with its first plan: a controller that only explains changes nothing."""
         reads_states = any(kind_of(source) != "model" for source in self.costs.draft_times)
         self.time_budget.begin(predicted=self.predicted, reads_states=reads_states)
         for times in self.costs.all_times:
             times.begin()
         self.stopping.stale |= self.acceptance.enter(thinks=False)
-        self.acceptance.begin(takes_samples=not params.greedy and params.seed is None)
+        self.acceptance.begin(takes_samples=not self._params.greedy and self._params.seed is None)
 
-    def enter(self, *, thinks: bool) -> None:
+    def _enter(self, *, thinks: bool) -> None:
         if self.acceptance.enter(thinks=thinks):
             self.stopping.stale = True
             self._gate = PrefillGate(self.costs, self.stopping, self.time_budget)  # the old one knows the text before
 
-    def hide(self, shares: Mapping[str, float]) -> None:
-        self.costs.hidden = shares
-
     def may_use(self, source: str) -> bool:
         return source not in self.stopping.unprofitable
 
-    def plan(self, room: int, n_past: int) -> Plan:
+    def plan(
+        self,
+        room: int,
+        n_past: int,
+        *,
+        thinks: bool = False,
+        hidden: Mapping[str, float] = MappingProxyType({}),
+        lost: Set[str] = frozenset(),
+    ) -> Plan:
+        if not self._n_rounds:
+            self._begin()
+        self._enter(thinks=thinks)
+        self.costs.hidden = hidden
+        if lost - self._lost:
+            self._lost |= lost
+            self._find_the_unprofitable()
         self._n_rounds += 1
         for times in self.costs.all_times:
             times.n_past = n_past
@@ -459,24 +480,19 @@ class AutoController(Controller):
             return False
         return self.stopping.current.rate * self.costs.ms_plain < LITTLE
 
-    def branching(self) -> Branching | None:
-        return self._plan if self.stopping.prospect.rate * row_ms(self.costs.times) < MAX_ROW else None
-
-    def watch(self, row: Row) -> None:
+    def _certainty_of(self, row: Row | None) -> float | None:
+        """The target's certainty of its own token, where it says how drafts would fare."""
         # A draft model that is at work shows by itself how it does here.
         wanted = any(source not in self._at_work for source in self.stopping.models)
         due = self.time_budget.n_tokens < WATCHED_TOKENS or self._n_rounds % 2
-        self._certainty = top_probability(row, self._temperature) if wanted and due else None
+        return None if row is None or not (wanted and due) else top_probability(row, self._params.temperature or 1.0)
 
-    def lose(self, source: str) -> None:
-        self._lost.add(source)
-        self._find_the_unprofitable()
-
-    def book(self, round_: Round) -> None:
+    def observe(self, round_: Round, row: Row | None = None) -> None:
         """Book what a round saved or lost against plain decoding.
 
         The pass is charged as expected, not as it went: a machine that is slow now is slow for plain decoding too.
         """
+        self._certainty = self._certainty_of(row)
         plan, self._plan = self._plan, None
         spent, invested = (plan.ms_spent, plan.ms_invested) if plan else (0.0, 0.0)
         self._stepped, self._lessons = (plan.stepped, plan.lessons) if plan else (set(), [])
@@ -486,7 +502,7 @@ class AutoController(Controller):
         saved = n_tokens - ms / costs.ms_plain
         self.time_budget.book(n_tokens, saved, invested / costs.ms_plain)
 
-    def update(self, round_: Round) -> None:
+    def learn(self, round_: Round) -> None:
         self._at_work = {token.source for token in round_.draft}
         for learn in self._lessons:
             learn()

@@ -256,7 +256,7 @@ class Costs:
 
     ``times`` is the target's t(w), ``draft_times`` by source d(w) of drafters that run a model (the others draft for
     nothing), ``one_pass`` those whose single pass proposes all of a draft, ``ms_other`` the time of a round outside the
-    models, ``hidden`` by source the share of its steps that overlaps with verification (see ``Controller.hide``).
+    models, ``hidden`` by source the share of its steps that overlaps with verification (see ``Controller.plan``).
     """
 
     def __init__(self, times: PassCost, draft_times: Mapping[str, PassCost], one_pass: Set[str] = frozenset()) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from localspec.controllers.cost_model import PassCost
 from localspec.errors import UsageError, shown
@@ -19,6 +20,10 @@ class FixedPlan(FreePlan):
     token."""
 
     copying: Collection[str] = ()
+    n_beside: int = 0
+
+    def branching(self) -> FixedBranching | None:
+        return FixedBranching(self.n_beside) if self.n_beside else None
 
     def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
         if source in self.copying and confidence < SURE_COPY:
@@ -53,24 +58,26 @@ class FixedController(Controller):
             raise UsageError(f"the draft length must be auto or 0..{MAX_FIXED_DRAFT}, not {shown(length)}")
         self.length = length
         self.times = times
-        self._beside, self._room = beside, 0
+        self._beside = beside
         has_model = any(drafter.runs_model for drafter in drafters)
         self.copying = {drafter.source for drafter in drafters if drafter.copies and has_model}
 
     def may_use(self, source: str) -> bool:
         return self.length > 0
 
-    def plan(self, room: int, n_past: int) -> Plan:
-        self._room = room - min(room, self.length)
-        return FixedPlan(min(room, self.length), self.copying)
+    def plan(
+        self,
+        room: int,
+        n_past: int,
+        *,
+        thinks: bool = False,
+        hidden: Mapping[str, float] = MappingProxyType({}),
+        lost: Set[str] = frozenset(),
+    ) -> Plan:
+        length = min(room, self.length)
+        return FixedPlan(length, () if lost else self.copying, min(room - length, self._beside))
 
-    def branching(self) -> FixedBranching | None:
-        return FixedBranching(min(self._room, self._beside)) if self._beside else None
-
-    def lose(self, source: str) -> None:
-        self.copying = set()
-
-    def update(self, round_: Round) -> None:
+    def learn(self, round_: Round) -> None:
         if self.times is not None:
             round_.ms_verify_expected = self.times(len(round_.draft) + 1)
             self.times.observe(len(round_.draft) + 1, round_.ms_verify)

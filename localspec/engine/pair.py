@@ -644,7 +644,7 @@ class Pair:
 
     def useful_drafts(self) -> list[Context]:
         """Contexts of the draft models that the next answer may use, going by the last one's controller."""
-        models = [each for each in self.state.models if each.drafter.reads_text]
+        models = [each for each in self.state.models if each.drafter.reads_text and not each.drafter.failed]
         return [each.context for each in models if self._last is None or self._last[1].may_use(each.source)]
 
     def close(self) -> None:

@@ -418,4 +418,5 @@ class Seat:
             predicted=predicted,
             thinking=tables(thinks=True) if thinks else None,
             one_pass=frozenset(drafter.source for drafter in drafters if drafter.one_pass),
+            params=params,
         )

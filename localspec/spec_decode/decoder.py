@@ -110,12 +110,13 @@ class SpeculativeDecoder:
         self.finish_reason: FinishReason | None = None
         self._lost = lost
         self._learns_later = learns_later
+        self._failed: set[str] = set()
         self._unread: Sequence[int] = ()
         self._n_chunk = PREFILL_CHUNK
         self._answer: _Answer | None = None
 
     def _without(self, drafter: Drafter, why: str) -> None:
-        self.controller.lose(drafter.source)
+        self._failed.add(drafter.source)
         self._lost(drafter, why)
 
     # -- one answer alone --------------------------------------------------------------------------------------------
@@ -230,7 +231,6 @@ class SpeculativeDecoder:
         self._answer = _Answer(tokens, params, noise, proposer, emitter, draft_ends, ahead)
         self._unread, self.finish_reason = (), None
         self.drafters.begin(tokens)
-        self.controller.begin(params, len(tokens))
         if ahead is not None:
             ahead.begin(self.drafters, proposer, draft_ends)
 
@@ -253,7 +253,7 @@ class SpeculativeDecoder:
         return TargetPass(
             [answer.tokens[-1], *draft.ids],
             parents=[-1, *(parent + 1 for parent in draft.parents)] if draft.branches else None,
-            draft=draft if self.controller.gives_way and not draft.branches else None,
+            draft=draft if answer.gives_way and not draft.branches else None,
             n_best=answer.n_best,
         )
 
@@ -289,7 +289,7 @@ class SpeculativeDecoder:
         """What a finished round teaches the controller; forced tokens teach nothing. ``commit`` does it, or it is left
         to the caller."""
         if round_.verdict.kind != "forced":
-            self.controller.update(round_)
+            self.controller.learn(round_)
 
     # -- the parts of a round ----------------------------------------------------------------------------------------
 
@@ -303,15 +303,16 @@ class SpeculativeDecoder:
 
     def _draft(self, answer: _Answer) -> Draft:
         """What the drafters propose, as far as the controller lets them; empty is plain decoding."""
-        controller, emitter, ahead = self.controller, answer.emitter, answer.ahead
-        controller.enter(thinks=emitter.thinks)
-        if ahead is not None:
-            controller.hide(ahead.hidden)
-        plan = controller.plan(room=emitter.room, n_past=self.target.n_past)
+        emitter, ahead = answer.emitter, answer.ahead
+        hidden = {} if ahead is None else ahead.hidden
+        plan = self.controller.plan(
+            emitter.room, self.target.n_past, thinks=emitter.thinks, hidden=hidden, lost=self._failed
+        )
+        answer.gives_way = plan.gives_way
         if ahead is not None:
             return ahead.draft(answer.tokens, plan)
         may_branch = self.target.can_branch and emitter.constraint is None
-        branching = controller.branching() if may_branch else None
+        branching = plan.branching() if may_branch else None
         return self.drafters.draft(answer.tokens, plan, answer.proposer, answer.draft_ends, branching)
 
     def _verified(self, answer: _Answer, forward: Forward) -> Round:
@@ -321,7 +322,8 @@ class SpeculativeDecoder:
         assert answer.draft is not None
         draft = answer.draft.first(len(forward) - 1)  # the rest gave way to rows of other answers
         verdict = self._verify(answer, draft, forward)
-        self.controller.watch(forward.logits[verdict.last_accepted + 1])
+        row = forward.logits[verdict.last_accepted + 1]
+        row = row.copy() if replays else row  # which a replay would overwrite
         read = [tokens[-1], *draft.ids]
         if draft.branches:  # what lies beside the accepted path is as if it had never been
             path = [0, *(i + 1 for i in verdict.accepted)]
@@ -352,7 +354,7 @@ class SpeculativeDecoder:
             finish_reason=finish,
             ahead=None if answer.ahead is None else answer.ahead.count,
         )
-        self.controller.book(round_)
+        self.controller.observe(round_, row)
         if not self._learns_later:
             self.learn(round_)
         round_.ms_other = (time.perf_counter() - verified - replayed) * 1e3
@@ -408,6 +410,7 @@ class _Answer:
         ahead: drafts while the target verifies; None: in the ordinary order.
         n_rounds: rounds so far.
         draft: what the round's pass verifies; None where it is over tokens that are not verified.
+        gives_way: whether its end may be left out, see ``Plan``.
         forced: the tokens that close a thinking block, where that is this round's pass.
         started, drafted: when ``propose`` began and ended.
     """
@@ -421,6 +424,7 @@ class _Answer:
     ahead: DraftAhead | None
     n_rounds: int = 0
     draft: Draft | None = None
+    gives_way: bool = False
     forced: Sequence[int] = ()
     started: float = 0.0
     drafted: float = 0.0

@@ -23,8 +23,7 @@ def controller_on(curve: str) -> AutoController:
 def beside(curve: str, first: float, rival: float, at: int = 0, length: int = 1) -> float | None:
     """What the plan says of a second token beside the one at this place of a chain, whose tokens are this likely."""
     controller = controller_on(curve)
-    controller.plan(room=100, n_past=64)
-    branching = controller.branching()
+    branching = controller.plan(room=100, n_past=64).branching()
     if branching is None:
         return None
     draft = Draft()
@@ -42,8 +41,7 @@ def test_on_a_flat_curve_branches_are_cheap() -> None:
 @pytest.mark.parametrize("curve", ["llama.cpp", "linear"])
 def test_where_a_row_costs_nearly_a_pass_none_is_even_looked_for(curve: str) -> None:
     controller = controller_on(curve)
-    controller.plan(room=100, n_past=64)
-    assert controller.branching() is None
+    assert controller.plan(room=100, n_past=64).branching() is None
 
 
 def test_on_a_curve_between_a_branch_has_to_be_a_toss_up() -> None:
@@ -62,7 +60,7 @@ def test_no_more_than_there_is_room_for() -> None:
     plan = controller.plan(room=2, n_past=64)
     assert plan.keep("model", 0.9) is not None
     draft = Draft([DraftToken(7, "model", 0.5, None, 0.5)])
-    branching = controller.branching()
+    branching = plan.branching()
     assert branching is not None
     assert branching.beside(draft, -1, "model", 0.9) is not None
     assert branching.beside(draft, -1, "model", 0.9) is None
@@ -76,11 +74,11 @@ def test_what_becomes_of_second_tokens_is_learned_apart() -> None:
     draft = Draft([DraftToken(1, "model", 0.99), DraftToken(2, "model", 0.6)], [-1, -1])
     for verdict in [Verdict(1, 3, "bonus", (0,))] * 20:
         controller.plan(room=100, n_past=64)
-        controller.update(Round(0, draft, verdict, [EmittedToken(1, "accepted"), EmittedToken(3, "bonus")], 1.0, 10.0))
+        controller.learn(Round(0, draft, verdict, [EmittedToken(1, "accepted"), EmittedToken(3, "bonus")], 1.0, 10.0))
     assert acceptance.sibling(0.6) == before
     for verdict in [Verdict(1, 3, "bonus", (1,))] * 20:
         controller.plan(room=100, n_past=64)
-        controller.update(Round(0, draft, verdict, [EmittedToken(2, "accepted"), EmittedToken(3, "bonus")], 1.0, 10.0))
+        controller.learn(Round(0, draft, verdict, [EmittedToken(2, "accepted"), EmittedToken(3, "bonus")], 1.0, 10.0))
     assert acceptance.sibling(0.6) > 0.8
     assert acceptance.expected(0.6) == first
     assert acceptance.expected(0.99) < 0.8

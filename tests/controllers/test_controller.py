@@ -191,8 +191,9 @@ def test_break_even_is_where_the_theory_says() -> None:
 def test_a_sample_or_the_most_probable_token_by_what_the_rates_say() -> None:
     times = PassTimes(CURVES["ik"])
     sources, sampled = ({"model": SourceAcceptance(GREEDY)} for _ in range(2))
-    controller = AutoController(times, {"model": PassTimes({1: 5.0})}, sources, sampled)
-    controller.begin(SamplingParams(temperature=1.0), 10)
+    controller = AutoController(
+        times, {"model": PassTimes({1: 5.0})}, sources, sampled, params=SamplingParams(temperature=1.0)
+    )
     plan = controller.plan(room=20, n_past=10)
     for _ in range(30):
         sources["model"].observe(0.55, 1.0)
@@ -250,8 +251,8 @@ def rounds_of(ms_verify: float, n_drafted: int, n_accepted: int, ms_draft: float
 
 
 def finish(controller: AutoController, round_: Round) -> None:
-    controller.book(round_)
-    controller.update(round_)
+    controller.observe(round_)
+    controller.learn(round_)
 
 
 def test_the_account_is_charged_for_drafting_and_not_for_a_slow_machine() -> None:
@@ -333,7 +334,6 @@ def test_where_little_is_gained_a_round_is_plain_now_and_then() -> None:
     controller = AutoController(
         times, {"head": PassTimes({1: 2.0})}, {"head": SourceAcceptance(of_a_head(GREEDY, 0.35))}
     )
-    controller.begin(SamplingParams(), 20)
     n_plain, n = 0, 200
     for i in range(n):
         plan = controller.plan(100, 64)
@@ -359,7 +359,6 @@ def test_on_a_machine_that_has_become_slower_a_prompt_is_read_a_piece_first() ->
     """So that a draft model that suffers more than the target costs a piece, and not the prompt."""
     calm, busy = (auto(world("ik", 0.2, "stationary 0.9")) for _ in range(2))
     for controller, slower in ((calm, 1.0), (busy, 2.0)):
-        controller.begin(SamplingParams(), 60)
         for _ in range(20):
             controller.plan(room=500, n_past=60)
             finish(controller, rounds_of(slower * 52.0, 0, 0))
@@ -410,6 +409,7 @@ def test_rows_that_cost_more_are_told_from_a_machine_that_is_slower() -> None:
 def test_copies_that_failed_do_not_cost_a_draft_model_its_chance() -> None:
     here = world("ik", 0.2, "stationary 0.9")
     controller = auto(here)
+    controller.plan(room=500, n_past=60)  # the answer begins
     for _ in range(20):
         finish(controller, rounds_of(controller.costs.times(1), 0, 0))
     while controller.time_budget.for_drafts > 0:  # copies lose all that they may in this answer
@@ -593,11 +593,11 @@ def test_steps_that_are_hidden_behind_the_targets_passes_cost_as_much_less() -> 
     controller = auto(here)
     assert here.run(controller, N_TOKENS) == pytest.approx(here.plain_rate(), rel=0.03)
     needed = controller.stopping.break_even("model")
-    controller.hide({"model": 0.7})
+    controller.costs.hidden = {"model": 0.7}
     controller.stopping.stale = True
     assert controller.costs.step_ms("model") == pytest.approx(0.3 * controller.costs.draft_times["model"](1))
     assert controller.stopping.break_even("model") < 0.5 < needed
-    controller.hide({"another": 0.7})
+    controller.costs.hidden = {"another": 0.7}
     assert controller.stopping.break_even("model") == needed
 
 

@@ -20,9 +20,9 @@ class Counting(AutoController):
 
     n_rounds = n_drafted = 0
 
-    def update(self, round_: Round) -> None:
+    def learn(self, round_: Round) -> None:
         self.n_rounds, self.n_drafted = self.n_rounds + 1, self.n_drafted + len(round_.draft)
-        super().update(round_)
+        super().learn(round_)
 
 
 def depth(curve: str, delay_ms: float) -> float:

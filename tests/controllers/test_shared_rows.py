@@ -11,7 +11,6 @@ from localspec.controllers.acceptance import COPIED, GREEDY, SourceAcceptance
 from localspec.controllers.auto import AutoController
 from localspec.controllers.batching import SharedPasses, ShareOfPass
 from localspec.controllers.cost_model import PassTimes
-from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Verdict
 from tests.support.simulator import CURVES, Source, World, stationary
 
@@ -30,7 +29,6 @@ class Writer:
         self.source = source
         self.position = self.n_read = 0
         self.controller = controller_of(source, times)
-        self.controller.begin(SamplingParams(), 10)
         self.draft: Draft | None = None
         self.ms = 0.0
 
@@ -64,8 +62,8 @@ class Writer:
         accepted = right.index(False) if False in right else length
         emitted = [EmittedToken(0, "plain")] * (accepted + 1)
         round_ = Round(0, self.draft.first(length), Verdict(accepted, 0, "plain"), emitted, 0.0, 1.0)
-        self.controller.book(round_)
-        self.controller.update(round_)
+        self.controller.observe(round_)
+        self.controller.learn(round_)
         self.draft, self.position = None, self.position + accepted + 1
         self.n_read = min(self.n_read, self.position)
         return accepted + 1

@@ -23,7 +23,6 @@ from localspec.controllers.learned import (
     STATES_SHARE,
     TimeBudget,
 )
-from localspec.sampling.sampling import SamplingParams
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
@@ -72,7 +71,7 @@ def test_drafts_may_cost_less_where_one_reads_states_which_make_every_pass_longe
 def test_the_budget_is_told_whether_a_drafter_reads_states(source: str, reads: bool) -> None:
     times = PassTimes({1: 50.0, 2: 55.0})
     controller = AutoController(times, {source: PassTimes({1: 5.0})}, {source: SourceAcceptance(GREEDY)})
-    controller.begin(SamplingParams(), 10)
+    controller.plan(room=1, n_past=10)  # the answer begins
     assert controller.time_budget.answer_share == pytest.approx(ANSWER_SHARE - (STATES_SHARE if reads else 0.0))
 
 

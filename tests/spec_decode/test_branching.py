@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +15,10 @@ import localspec.spec_decode.decoder
 from localspec import LLM
 from localspec.backends import reference
 from localspec.backends.base import Context, Forward
-from localspec.controllers.fixed import FixedBranching, FixedController, FixedPlan
+from localspec.controllers.fixed import FixedBranching, FixedPlan
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.decoder import SpeculativeDecoder
-from localspec.spec_decode.drafters.base import Branching, Controller, Drafter, Plan, Proposer
+from localspec.spec_decode.drafters.base import Controller, Drafter, Plan, Proposer
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.rounds import Draft, DraftToken, Round
@@ -50,23 +51,22 @@ class Branchy(Controller):
         self.rng, self.length, self.mood = rng, length, 1
         self.n_branched = self.n_beside = 0
 
-    def plan(self, room: int, n_past: int) -> Plan:
+    def plan(self, room: int, n_past: int, **situation: Any) -> Plan:
         controller = self
         length = self.length if self.rng is None else self.rng.choice([0, 1, 2, 3, 5])
-        self.room = room
 
         class Sampling(FixedPlan):
             def samples(self, source: str, confidence: float) -> bool:
                 return controller.mood != 0
 
+            def branching(self) -> Any:
+                if controller.mood == 2 and controller.rng is None:
+                    return None
+                return Everywhere(2 if controller.rng is None else max(0, room - 5))
+
         return Sampling(min(room, length))
 
-    def branching(self) -> Branching | None:
-        if self.mood == 2 and self.rng is None:
-            return None
-        return Everywhere(2 if self.rng is None else max(0, self.room - 5))
-
-    def update(self, round_: Round) -> None:
+    def learn(self, round_: Round) -> None:
         self.mood = sum(round_.draft.ids) % 4
         self.n_branched += round_.draft.branches
         self.n_beside += any(i != at for at, i in enumerate(round_.verdict.accepted))
@@ -218,7 +218,7 @@ def test_an_engine_that_feeds_no_trees_gets_chains(tiny: TinyFiles, monkeypatch:
 )
 def test_through_the_whole_of_it(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, params: SamplingParams) -> None:
     """The text is the plain one; rounds, events, statistics and logprobs go by the path that was accepted."""
-    monkeypatch.setattr(FixedController, "branching", lambda self: FixedBranching(4))
+    monkeypatch.setattr(FixedPlan, "branching", lambda self: FixedBranching(4))
     pair = tiny.quick
     with LLM(pair.target, draft=["ngram", pair.draft], draft_length=2, backend="reference", n_ctx=256) as llm:
         plain = llm.generate("la la la", params, speculate=False, logprobs=1)

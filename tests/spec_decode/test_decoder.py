@@ -59,7 +59,7 @@ def test_answers_that_take_turns_are_those_alone(tiny: TinyFiles) -> None:
         assert any(len(round_.draft) for rounds in together for round_ in rounds)
 
 
-@pytest.mark.parametrize("where", ["watch", "process", "verified", "truncate", "emit", "accept", "book", "update"])
+@pytest.mark.parametrize("where", ["process", "truncate", "emit", "accept", "observe", "learn"])
 def test_a_round_that_fails_leaves_tokens_and_memory_as_they_were(
     tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -85,10 +85,10 @@ class RandomController(Controller):
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
 
-    def plan(self, room: int, n_past: int) -> Plan:
+    def plan(self, room: int, n_past: int, **situation: Any) -> Plan:
         return FixedPlan(min(room, self.rng.choice([0, 1, 2, 3, 5, 8, 60])))
 
-    def update(self, round_: Round) -> None:
+    def learn(self, round_: Round) -> None:
         pass
 
     def explain(self) -> str:
@@ -243,7 +243,7 @@ class NosyController(Controller):
     def __init__(self) -> None:
         self.mood = 2
 
-    def plan(self, room: int, n_past: int) -> Plan:
+    def plan(self, room: int, n_past: int, **situation: Any) -> Plan:
         controller = self
 
         class Nosy(FixedPlan):
@@ -258,7 +258,7 @@ class NosyController(Controller):
 
         return Nosy(min(room, self.mood))
 
-    def update(self, round_: Round) -> None:
+    def learn(self, round_: Round) -> None:
         self.mood = sum(round_.draft.ids) % 3
 
     def explain(self) -> str:

@@ -52,7 +52,7 @@ class Log(list[str]):
         target: Context = llm.run(lambda pair: pair.context)
         overlap(patch, lambda what, context: self.append(f"{'target' if context is target else 'draft'} {what}"))
         for kind in (FixedController, AutoController):
-            for name in ("plan", "book", "update"):
+            for name in ("plan", "observe", "learn"):
                 self._watch(patch, kind, name)
         self._watch(patch, Job, "give")
 
@@ -77,14 +77,14 @@ def test_a_round_is_handed_on_once_the_device_is_at_the_next(
     del log[: log.index("plan")]
     n = reply.stats["num_rounds"]
     assert n > 2
-    assert log.count("plan") == log.count("book") == log.count("update") == log.count("give") == n
+    assert log.count("plan") == log.count("observe") == log.count("learn") == log.count("give") == n
     firsts = set()
     gives = [i for i, what in enumerate(log) if what == "give"]
     for nth, at in enumerate(gives):
         before = log[:at]
-        assert before.count("update") == nth + 1  # each is learned from first
+        assert before.count("learn") == nth + 1  # each is learned from first
         if nth < n - 1:
-            assert before.count("plan") == before.count("book") + 1 == nth + 2
+            assert before.count("plan") == before.count("observe") + 1 == nth + 2
             begun = next(i for i in range(at, 0, -1) if log[i].endswith("begins"))
             assert begun > max(i for i in range(at) if log[i] == "plan")
             assert log[at + 1] == log[begun].replace("begins", "ends")
@@ -99,7 +99,7 @@ def test_an_engine_without_a_device_keeps_the_order(llm: LLM, monkeypatch: pytes
         monkeypatch.setattr(kind, "overlaps", False)
     llm.generate("four five", SamplingParams(max_tokens=8, ignore_eos=True), draft_length=0)
     del log[: log.index("plan")]
-    assert log == ["plan", "target begins", "target ends", "book", "update", "give"] * 8
+    assert log == ["plan", "target begins", "target ends", "observe", "learn", "give"] * 8
 
 
 REQUESTS: dict[str, dict[str, Any]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -189,7 +190,13 @@ def test_without_thinking_an_answer_begins_at_once(tmp_path: Path) -> None:
 
 def test_the_controller_is_told_what_comes_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[bool] = []
-    monkeypatch.setattr(FixedController, "enter", lambda self, *, thinks: told.append(thinks))
+    plan = FixedController.plan
+
+    def noted(self: FixedController, *args: Any, thinks: bool, **situation: Any) -> Any:
+        told.append(thinks)
+        return plan(self, *args, thinks=thinks, **situation)
+
+    monkeypatch.setattr(FixedController, "plan", noted)
     pair = thinking_pair(tmp_path, "deepseek")  # the prompt opens a block
     with LLM(pair.target, draft=pair.draft, backend="reference", n_ctx=512, idle=False) as llm:
         rounds = [*llm.rounds(ASKED, SETTINGS[0], draft_length=4, thinking_budget=13)]
@@ -203,7 +210,7 @@ def test_acceptance_is_learned_apart_where_a_model_thinks(tiny: TinyFiles, tmp_p
         with LLM(pair.target, draft=[pair.draft, "ngram"], backend="reference", n_ctx=512, idle=False) as llm:
             llm.chat(ASKED, SETTINGS[0], thinking_budget=13)
             controller = llm.run(lambda pair: pair._last[1])
-        controller.enter(thinks=False)
-        of_answers = controller.acceptance
-        controller.enter(thinks=True)
-        assert (controller.acceptance is not of_answers) == thinks
+        controller.plan(room=4, n_past=10, thinks=False)
+        of_answers = controller.acceptance.most_probable
+        controller.plan(room=4, n_past=10, thinks=True)
+        assert (controller.acceptance.most_probable is not of_answers) == thinks

@@ -111,8 +111,7 @@ class World:
         position, total, burst = 0, 0.0, self.burst
         while position < n_tokens:
             factor = self.slowdown(position)
-            controller.enter(thinks=self.thinks(position))
-            plan = controller.plan(room=n_tokens - position, n_past=position)
+            plan = controller.plan(room=n_tokens - position, n_past=position, thinks=self.thinks(position))
             draft, ms_draft, alive = Draft(), 0.0, True
             right: list[bool] = []
             while alive and plan.room > 0:
@@ -157,10 +156,9 @@ class World:
                 ms_verify=ms_verify,
                 ms_other=self.other_ms,
             )
-            if self.certainty is not None:
-                controller.watch(row_of(self.certainty[position + emitted - 1]))
-            controller.book(round_)
-            controller.update(round_)
+            certain = None if self.certainty is None else row_of(self.certainty[position + emitted - 1])
+            controller.observe(round_, certain)
+            controller.learn(round_)
             position += emitted
             for name in caught_up:
                 caught_up[name] = min(caught_up[name], position)

@@ -9,12 +9,13 @@ made deterministically, or with the target's own noise, may be dropped at will.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Generic, Protocol, TypeVar
 
 from localspec.backends.base import Context, Forward
-from localspec.sampling.sampling import Row, SamplingParams
+from localspec.sampling.sampling import Row
 from localspec.spec_decode.proposer import DrafterFailed as DrafterFailed
 from localspec.spec_decode.proposer import Proposer as Proposer
 from localspec.spec_decode.rounds import Draft, DraftToken, Round
@@ -27,6 +28,13 @@ class Plan(Protocol):
     @property
     def room(self) -> int:
         """How many more tokens may be drafted in this round."""
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether the end of the draft may be left out where draft tokens of other answers are worth more."""
+
+    def branching(self) -> Branching | None:
+        """The permission to let the draft branch; None where that cannot pay."""
 
     def order(self, sources: Sequence[str]) -> Sequence[str]:
         """In which order drafters are to be asked for the next token of the draft.
@@ -237,55 +245,42 @@ class Drafter(ABC):
 
 
 class Controller(ABC):
-    """Decides, round by round, how far to draft; learns from every round.
-
-    Attributes:
-        gives_way: whether the end of a draft may be left out where draft tokens of other answers are worth more.
-    """
-
-    gives_way = False
-
-    def begin(self, params: SamplingParams, n_prompt: int) -> None:  # noqa: B027 - optional hook
-        """A new request starts."""
-
-    def enter(self, *, thinks: bool) -> None:  # noqa: B027 - optional hook
-        """What comes next is thinking, or the answer; told before every plan."""
-
-    def hide(self, shares: Mapping[str, float]) -> None:  # noqa: B027 - optional hook
-        """What a step of a drafter takes is hidden, as to this share, behind the target's passes; before every plan.
-
-        Args:
-            shares: by source, in [0, 1]; nothing is hidden of others.
-        """
+    """Decides, round by round, how far to draft for one request; learns from every round."""
 
     def may_use(self, source: str) -> bool:
         """Whether a drafter may be asked at all, as things stand; if not, it need not keep up with the conversation."""
         return True
 
     @abstractmethod
-    def plan(self, room: int, n_past: int) -> Plan:
+    def plan(
+        self,
+        room: int,
+        n_past: int,
+        *,
+        thinks: bool = False,
+        hidden: Mapping[str, float] = MappingProxyType({}),
+        lost: Set[str] = frozenset(),
+    ) -> Plan:
         """The permission to draft in the next round.
 
         Args:
             room: most tokens that can be drafted within the token budget and the context.
             n_past: tokens in the target's memory.
+            thinks: whether what comes next is thinking, and not the answer.
+            hidden: by source, the share [0, 1] of its steps that the target's passes hide; nothing of others.
+            lost: sources of drafters that failed, and draft no more.
         """
 
-    def branching(self) -> Branching | None:
-        """The permission to let the draft of the plan just made branch; None where that cannot pay."""
-        return None
+    def observe(self, round_: Round, row: Row | None = None) -> None:  # noqa: B027 - optional hook
+        """What a finished round cost and gained, which the next plan has to know; ``learn`` follows.
 
-    def watch(self, row: Row) -> None:  # noqa: B027 - optional hook
-        """The logits [n_vocab], or the largest, that the target just chose a token from; ``update`` follows."""
-
-    def lose(self, source: str) -> None:  # noqa: B027 - optional hook
-        """A drafter failed and will draft no more."""
-
-    def book(self, round_: Round) -> None:  # noqa: B027 - optional hook
-        """What a finished round cost and gained, which the next plan has to know; ``update`` follows."""
+        Args:
+            round_: the round.
+            row: the logits [n_vocab], or the largest, that the target chose its own token from.
+        """
 
     @abstractmethod
-    def update(self, round_: Round) -> None:
+    def learn(self, round_: Round) -> None:
         """Learn from a finished round, and note in it why it drafted as it did.
 
         Where a device computes passes by itself, after the next plan was made: while the first pass by it runs.
@@ -307,6 +302,13 @@ class FreePlan:
     """Drafters are asked in the order in which they were loaded, and what they have is taken while there is room."""
 
     room: int
+
+    @property
+    def gives_way(self) -> bool:
+        return False
+
+    def branching(self) -> Branching | None:
+        return None
 
     def order(self, sources: Sequence[str]) -> Sequence[str]:
         return sources

@@ -190,7 +190,6 @@ def planned(one_pass: frozenset[str], step_ms: float) -> int:
     controller = AutoController(
         times, {"head": PassTimes({1: step_ms})}, {"head": SourceAcceptance(TYPICAL)}, one_pass=one_pass
     )
-    controller.begin(SamplingParams(), 10)
     plan, n = controller.plan(16, 20), 0
     while plan.more("head", 0 if n and one_pass else 1) and plan.keep("head", 0.8) is not None:
         n += 1
