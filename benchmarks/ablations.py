@@ -1,7 +1,8 @@
 """Switch every mechanism of the controller off alone, in the replay of recorded texts, and print what each is worth.
 
     python -m benchmarks.ablations TRACES.json ... [--cells CELLS.json] [--arm NAME ...] [--condition NAME ...]
-        [--machine NAME ...] [--repeats 2] [--jobs 1] [--print]
+        [--machine NAME ...] [--repeats 2] [--jobs 1] [--details FILE] [--print]
+    python -m benchmarks.ablations --branches 40
 
 TRACES come from ``record_traces.py --head``, one file a temperature. Each answer is replayed with the costs of four
 machines (``MACHINES``) under conditions (``CONDITIONS``): a machine that is as calibrated, one that keeps what it
@@ -22,6 +23,7 @@ import argparse
 import json
 import math
 import random
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -35,7 +37,7 @@ from unittest.mock import patch
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks import replay_traces
+from benchmarks import branching, replay_traces
 from benchmarks.record_traces import Spy
 from benchmarks.replay_traces import CURVES, Replay, Times
 from localspec.controllers import (
@@ -56,10 +58,13 @@ from localspec.controllers.prefill_gate import PrefillGate
 from localspec.controllers.stopping import Continuation
 from localspec.controllers.time_budget import TimeBudget
 from localspec.sampling.sampling import Noise, SamplingParams
+from localspec.spec_decode import decoder
+from localspec.spec_decode.drafters import draft_model
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.drafters.recycling import RecyclingDrafter
 from localspec.spec_decode.proposer import SamplingProposer
 from localspec.system.files import write_atomically
+from tests.support import ggufs
 
 Floats = npt.NDArray[np.float64]
 
@@ -755,6 +760,41 @@ class Table:
         return "\n".join([*lines, ""])
 
 
+def branches(n_answers: int, n_tokens: int) -> str:
+    """Drafts that may branch beside chains: tiny models decode, see ``branching.py``, with the four machines' costs."""
+    lines = [
+        "| machine | temperature | chains / plain | branches / plain | rounds that branch | chains instead: median, % | slower |"
+    ]
+    lines.append("|---" * 7 + "|")
+    shape = ggufs.Shape(n_layer=2, n_embd=32, n_head=2, n_head_kv=1, n_ff=32, residual=0.4)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        files = ggufs.correlated_pair(folder, ggufs.bpe_vocab(300), shape=shape, name="quick")
+        for (machine, (target, model)), temperature in product(MACHINES.items(), (0.0, 0.8)):
+            pair, rng = branching.Pair(files, target, model[1] / target[1]), np.random.default_rng(0)
+            tallies = {arm: branching.Tally() for arm in ("plain", "chains", "branches")}
+            params = SamplingParams(temperature=temperature, top_k=40, max_tokens=n_tokens, ignore_eos=True)
+            with patch.object(decoder, "time", pair.clock), patch.object(draft_model, "time", pair.clock):
+                for _ in range(n_answers):
+                    prompt = [int(token) for token in rng.integers(5, pair.target.n_vocab, 24)]
+                    for arm, tally in tallies.items():
+                        pair.answer(arm, prompt, params, tally)
+            plain, chains, branched = (np.array(tally.seconds) for tally in tallies.values())
+            cells = {
+                (f"{temperature}", arm, machine, "new", 0): {
+                    str(i): [float(ratio)] for i, ratio in enumerate(plain / of)
+                }
+                for arm, of in ((FULL, branched), ("chains", chains))
+            }
+            full, without = cells
+            found = compared(cells, [without], [full])
+            share = tallies["branches"].share_branched()
+            medians = [float(np.median(plain / of)) for of in (chains, branched)]
+            told = " | ".join(found.told(i) for i in (0, 2))
+            lines.append(f"| {machine} | {temperature} | {medians[0]:.3f} | {medians[1]:.3f} | {share:.0%} | {told} |")
+    return "\n".join(lines)
+
+
 def _key(name: str) -> Key:
     temperature, arm, machine, condition, repeat = name.split("|")
     return temperature, arm, machine, condition, int(repeat)
@@ -771,7 +811,13 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--print", action="store_true")
     parser.add_argument("--details", type=Path, help="a file for the tables of every machine")
+    parser.add_argument(
+        "--branches", type=int, default=0, help="so many answers of tiny models, drafts of which branch"
+    )
     args = parser.parse_args()
+    if args.branches:
+        print(branches(args.branches, 120))
+        return
     cells: dict[str, Any] = json.loads(args.cells.read_text()) if args.cells.exists() else {}
     todo: list[tuple[Path, Key]] = []
     for repeat in range(args.repeats):
