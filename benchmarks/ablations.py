@@ -585,9 +585,18 @@ Key = tuple[str, str, str, str, int]
 """Temperature, arm, machine, condition, repeat."""
 
 
-def work(path: Path, key: Key) -> tuple[Key, dict[str, list[float]]]:
+def missing(stored: dict[str, Any], key: Key, found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The texts still to be replayed; all of them where one learns from the other."""
+    traces: list[dict[str, Any]] = stored["traces"]
+    rest = [trace for trace in traces if trace["id"] not in found]
+    return traces if rest and CONDITIONS[key[3]].keeps else rest
+
+
+def work(path: Path, key: Key, found: dict[str, list[float]]) -> tuple[Key, dict[str, list[float]]]:
     _, arm, machine, condition, repeat = key
-    return key, replayed(_stored(path), arm, machine, condition, repeat)
+    stored = _stored(path)
+    some = stored | {"traces": missing(stored, key, found)}
+    return key, found | replayed(some, arm, machine, condition, repeat)
 
 
 _READ: dict[Path, dict[str, Any]] = {}
@@ -828,10 +837,11 @@ def main() -> None:
                     arm = ARMS[name]
                     if condition in arm.conditions and arm.sampled in (None, temperature > 0):
                         todo += [(path, (str(temperature), name, m, condition, repeat)) for m in args.machine]
-    todo = [(path, key) for path, key in todo if "|".join(map(str, key)) not in cells]
+    known = {key: cells.get("|".join(map(str, key)), {}) for _, key in todo}
+    todo = [(path, key) for path, key in todo if missing(_stored(path), key, known[key])]
     if todo and not args.print:
         with ProcessPoolExecutor(args.jobs) as pool:
-            running = [pool.submit(work, path, key) for path, key in todo]
+            running = [pool.submit(work, path, key, known[key]) for path, key in todo]
             for n, each in enumerate(as_completed(running), 1):
                 key, found = each.result()
                 cells["|".join(map(str, key))] = found
