@@ -3,6 +3,7 @@
     python -m benchmarks.ablations TRACES.json ... [--cells CELLS.json] [--arm NAME ...] [--condition NAME ...]
         [--machine NAME ...] [--repeats 2] [--jobs 1] [--details FILE] [--print]
     python -m benchmarks.ablations --branches 40
+    python -m benchmarks.ablations --shared-steps
 
 TRACES come from ``record_traces.py --head``, one file a temperature. Each answer is replayed with the costs of four
 machines (``MACHINES``) under conditions (``CONDITIONS``): a machine that is as calibrated, one that keeps what it
@@ -52,6 +53,7 @@ from localspec.controllers import (
 from localspec.controllers.acceptance import START, SourceAcceptance
 from localspec.controllers.auto_controller import AutoController
 from localspec.controllers.auto_plan import AutoPlan
+from localspec.controllers.break_even import expected_tokens
 from localspec.controllers.cost_model import Corrections, PassTimes
 from localspec.controllers.estimates import Estimates
 from localspec.controllers.prefill_gate import PrefillGate
@@ -370,6 +372,7 @@ BUSY = ("new", "busy")
 LEARNING = ("new", "kept")
 ALL = ("new", "kept", "busy", "rows")
 FULL = "full controller"
+DRAFTERS = ("n-grams alone", "no head", "no draft model")
 ARMS: dict[str, Arm] = {
     FULL: Arm("", conditions=(*ALL, "thinks")),
     # Drafters.
@@ -424,6 +427,10 @@ ARMS: dict[str, Arm] = {
     "gate: patience": Arm("from the first token", ((prefill_gate, "PATIENCE_TOKENS", 0),)),
     "gate: least gain": Arm("any", ((prefill_gate, "LEAST_GAIN", 0.0),), conditions=LEARNING),
     "gate: outlook": Arm("as long as may be", ((prefill_gate, "OUTLOOK", 10**6),)),
+    "gate: patience, outlook": Arm(
+        "from the first token, as long as may be",
+        ((prefill_gate, "PATIENCE_TOKENS", 0), (prefill_gate, "OUTLOOK", 10**6)),
+    ),
     "gate: stretches": Arm("weighed as prompts are", ((prefill_gate, "LONG_READING", 0.0),)),
     "gate: first pieces": Arm(
         "read at once", ((PrefillGate, "piece", lambda self, source, n: n),), conditions=("busy",)
@@ -617,10 +624,8 @@ WORSE = (-1, -1, 1, 1, -1)
 """Of each of them what change counts, and which sign of it is worse."""
 
 
-def sample(cells: Mapping[str, Any], keys: Sequence[Key]) -> tuple[Floats, Floats, Floats]:
+def sample(runs: Sequence[Mapping[str, Sequence[float]]], ids: Sequence[str]) -> tuple[Floats, Floats, Floats]:
     """Whole answers [n_answers, n_runs], how many ends of each are under 0.97, and how many it has."""
-    runs = [cells[key] for key in keys]
-    ids = sorted(set.intersection(*(set(run) for run in runs)))
     whole = np.array([[run[i][-1] for run in runs] for i in ids])
     under = np.array([float(sum(end < 0.97 for run in runs for end in run[i])) for i in ids])
     return whole, under, np.array([float(sum(len(run[i]) for run in runs)) for i in ids])
@@ -669,8 +674,10 @@ class Comparison:
 
 
 def compared(cells: Mapping[str, Any], arm: Sequence[Key], full: Sequence[Key]) -> Comparison:
-    ours, theirs = sample(cells, arm), sample(cells, full)
-    n = len(ours[0])
+    runs = [[cells[key] for key in keys] for keys in (arm, full)]
+    ids = sorted(set.intersection(*(set(run) for of_one in runs for run in of_one)))
+    ours, theirs = (sample(of_one, ids) for of_one in runs)
+    n = len(ids)
     drawn = np.random.default_rng(0).integers(0, n, (BOOTSTRAPS, n))
     rows = np.concatenate([np.arange(n)[None], drawn])
     new, old = (statistics_of(*(each[rows] for each in of)) for of in (ours, theirs))
@@ -689,12 +696,15 @@ class Table:
         self.temperatures = sorted({key[0] for key in self.cells})
         self._known: dict[tuple[str, ...], Comparison | None] = {}
 
-    def of(self, temperature: str, arm: str, machine: str, condition: str) -> Comparison | None:
-        """One machine's, or those of ``all``."""
-        which = temperature, arm, machine, condition
+    def of(self, arm: str, temperature: str = "all", machine: str = "all", condition: str = "all") -> Comparison | None:
+        which = arm, temperature, machine, condition
         if which not in self._known:
-            machines = MACHINES if machine == "all" else [machine]
-            ours = [key for key in self.cells if key[:2] == which[:2] and key[2] in machines and key[3] == condition]
+            wanted = temperature, arm, machine, condition
+            ours = [
+                key
+                for key in self.cells
+                if all(of in ("all", value) for of, value in zip(wanted, key, strict=False)) and key[2] in MACHINES
+            ]
             full = [(key[0], FULL, *key[2:]) for key in ours]
             is_there = ours and all(key in self.cells for key in full)
             self._known[which] = compared(self.cells, ours, full) if is_there else None  # type: ignore[arg-type]
@@ -703,76 +713,106 @@ class Table:
     def verdict(self, arm: str) -> str:
         """What is lost or gained where a mechanism is off.
 
-        A change counts where it is as large as ``LEAST`` says and its interval does not reach zero: one of 95 % for all
-        machines together, of 99 % for one of them, as there are many.
+        A change counts where it is as large as ``LEAST`` says and its interval does not reach zero: of all runs
+        together one of 95 %; of each condition and temperature, and of each machine, one of 99 %, as they are many.
         """
-        worse, better, is_small, is_inside = list[str](), list[str](), True, True
-        for condition in ARMS[arm].conditions:
-            for temperature in self.temperatures:
-                for machine in ("all", *MACHINES):
-                    found = self.of(temperature, arm, machine, condition)
-                    if found is None:
-                        continue
-                    where = f"{condition} {temperature} {machine}"
-                    signs = found.differs(sure=machine != "all")
-                    worse += [where] * any(each > 0 for each in signs)
-                    better += [where] * any(each < 0 for each in signs)
-                    if machine == "all":
-                        is_small &= all(abs(value) < least for value, least in zip(found.change, LEAST, strict=True))
-                        likely = np.abs(found.likely).max(axis=1)
-                        is_inside &= all(value < least for value, least in zip(likely, LEAST, strict=True))
-        if worse and better:
-            return f"both: worse in {len(worse)}, better in {len(better)}"
+        parts = [(t, "all", c) for c in ARMS[arm].conditions for t in self.temperatures]
+        parts += [("all", machine, "all") for machine in MACHINES]
+        worse, better = list[str](), list[str]()
+        overall = self.of(arm)
+        assert overall is not None
+        for part in [("all", "all", "all"), *parts]:
+            found = self.of(arm, *part)
+            signs = found.differs(sure=found is not overall) if found else set()
+            name = " ".join(each for each in part if each != "all") or "in all"
+            for where, sign in ((worse, 1), (better, -1)):
+                of = [STATISTICS[abs(each) - 1] for each in sorted(signs, key=abs) if each * sign > 0]
+                where += [f"{name} ({', '.join(of)})"] * bool(of)
         if worse or better:
-            return f"off is {'worse' if worse else 'better'}: " + "; ".join((worse or better)[:3])
-        if is_small:
-            return "**proves nothing**" if is_inside else "**proves nothing** (intervals wider)"
+            said = [f"{how} {'; '.join(where)}" for how, where in (("worse:", worse), ("better:", better)) if where]
+            return ". Off is ".join(["", *said])[2:]
+        changes = zip(overall.change, overall.likely, LEAST, strict=True)
+        if all(abs(change) < least and np.abs(likely).max() < least for change, likely, least in changes):
+            return "**proves nothing**"
+        if all(abs(change) < least for change, least in zip(overall.change, LEAST, strict=True)):
+            return "proves nothing, intervals wider"
         return "not told apart"
 
+    def full(self) -> str:
+        """The full controller, and what it is without some drafters, by machine."""
+        columns = [f"{t}: {of}" for t in self.temperatures for of in STATISTICS]
+        lines = [f"| condition | machine | | {' | '.join(columns)} |", "|---|---|---|" + "--:|" * len(columns)]
+        for condition, machine, arm in product(CONDITIONS, MACHINES, (FULL, *DRAFTERS)):
+            found = [self.of(arm, t, machine, condition) for t in self.temperatures]
+            if any(found):
+                told = [shown(each.stats) if each else "| " * (len(STATISTICS) - 1) for each in found]
+                lines.append(f"| {condition} | {machine} | {arm} | {' | '.join(told)} |")
+        return "\n".join(lines)
+
     def summary(self) -> str:
-        """A line a mechanism and condition: changes of all machines together, and what all of them say."""
-        columns = [
-            f"{t}: {of}" for t in self.temperatures for of in ("median, %", "slower, points", "under 0.97", "mean, %")
-        ]
-        lines = [f"| switched off | in its place | condition | {' | '.join(columns)} | verdict |"]
+        """A line a mechanism: changes of all runs together, and what they and their parts say."""
+        columns = ["all: median, %", "slower, points", "under 0.97, points", "10th percentile, %", "mean, %"]
+        columns += [f"{t}: mean, %" for t in self.temperatures]
+        lines = [f"| switched off | in its place | under | {' | '.join(columns)} | verdict |"]
         lines.append("|---|---|---|" + "---|" * len(columns) + "---|")
         for name, arm in ARMS.items():
-            for i, condition in enumerate(arm.conditions):
-                found = [self.of(t, name, "all", condition) for t in self.temperatures]
-                if name == FULL or not any(found):
-                    continue
-                told = [each.told(i) if each else "" for each in found for i in (0, 2, 3, 4)]
-                what = [name, arm.off] if i == 0 else ["", ""]
-                lines.append(
-                    " | ".join(["|", *what, condition, *told, self.verdict(name) if i == 0 else "", "|"])[2:-2]
-                )
+            overall = self.of(name)
+            if name == FULL or overall is None:
+                continue
+            of_each = [self.of(name, t) for t in self.temperatures]
+            told = [overall.told(i) for i in (0, 2, 3, 1, 4)] + [each.told(4) if each else "" for each in of_each]
+            there = ", ".join(c for c in arm.conditions if self.of(name, condition=c))
+            lines.append(f"| {name} | {arm.off} | {there} | {' | '.join(told)} | {self.verdict(name)} |")
         return "\n".join(lines)
 
     def report(self) -> str:
-        lines = ["# Ablations", "", (__doc__ or "").split("\n\n")[2]]
+        lines = ["# Ablations", "", (__doc__ or "").split("\n\n")[2], "", self.full(), "", self.summary()]
         for condition, temperature in product(CONDITIONS, self.temperatures):
-            if self.of(temperature, FULL, "all", condition) is None:
+            if self.of(FULL, temperature, "all", condition) is None:
                 continue
             lines += ["", f"## {condition}, temperature {temperature}", "", f"{CONDITIONS[condition].what}."]
             changes = " | ".join(f"{of}, change" for of in ("median", "slower", "under 0.97", "mean"))
             lines += ["", f"| switched off | machine | {' | '.join(STATISTICS)} | {changes} |"]
             lines.append("|---|---|" + "--:|" * 5 + "---|" * 4)
             for arm, machine in product(ARMS, ("all", *MACHINES)):
-                found = self.of(temperature, arm, machine, condition)
+                found = self.of(arm, temperature, machine, condition)
                 if found is None:
                     continue
                 what = ": ".join(filter(None, (arm, ARMS[arm].off))) if machine == "all" else ""
-                median, low, slower, under, mean = found.stats
                 told = " | ".join("" if arm == FULL else found.told(i) for i in (0, 2, 3, 4))
-                figures = f"{median:.3f} | {low:.3f} | {slower:.1%} | {under:.1%} | {mean:.3f}"
-                lines.append(f"| {what} | {machine} | {figures} | {told} |")
+                lines.append(f"| {what} | {machine} | {shown(found.stats)} | {told} |")
         return "\n".join([*lines, ""])
+
+
+def shown(stats: Floats) -> str:
+    median, low, slower, under, mean = stats
+    return f"{median:.3f} | {low:.3f} | {slower:.1%} | {under:.1%} | {mean:.3f}"
+
+
+def shared_steps(rate: float = 0.75) -> str:
+    """By the formula: answers that share passes, draft steps as one pass for all or one after the other, over plain."""
+    lines = ["| machine | answers | steps shared | apart | acceptance needed, shared | apart |", "|---" * 6 + "|"]
+    for (machine, curves), n in product(MACHINES.items(), (2, 4)):
+        target, model = (PassTimes(dict(curve)) for curve in curves)
+
+        def speedup(right: float, step_ms: float, n: int = n, target: PassTimes = target) -> float:
+            ms = [target(n * (k + 1)) + k * step_ms for k in range(8)]
+            return max(expected_tokens(right, k) * ms[0] / ms[k] for k in range(8))
+
+        told = [f"{speedup(rate, ms):.2f}" for ms in (model(n), n * model(1))]
+        rates = np.arange(0.0, 1.0, 0.01)
+        for ms in (model(n), n * model(1)):
+            needed = next((right for right in rates if speedup(right, ms) > 1.0), None)
+            told.append("never" if needed is None else f"{needed:.2f}")
+        lines.append(f"| {machine} | {n} | {' | '.join(told)} |")
+    return "\n".join(lines)
 
 
 def branches(n_answers: int, n_tokens: int) -> str:
     """Drafts that may branch beside chains: tiny models decode, see ``branching.py``, with the four machines' costs."""
     lines = [
-        "| machine | temperature | chains / plain | branches / plain | rounds that branch | chains instead: median, % | slower |"
+        "| machine | temperature | chains / plain | branches / plain | rounds that branch "
+        "| chains instead: median, % | slower, points |"
     ]
     lines.append("|---" * 7 + "|")
     shape = ggufs.Shape(n_layer=2, n_embd=32, n_head=2, n_head_kv=1, n_ff=32, residual=0.4)
@@ -823,7 +863,11 @@ def main() -> None:
     parser.add_argument(
         "--branches", type=int, default=0, help="so many answers of tiny models, drafts of which branch"
     )
+    parser.add_argument("--shared-steps", action="store_true", help="what shared draft steps gain by the formula")
     args = parser.parse_args()
+    if args.shared_steps:
+        print(shared_steps())
+        return
     if args.branches:
         print(branches(args.branches, 120))
         return
@@ -850,7 +894,7 @@ def main() -> None:
                         file.write(json.dumps(cells).encode())
                     print(f"{n} of {len(running)}", flush=True)
     table = Table(cells)
-    print(table.summary())
+    print(f"{table.full()}\n\n{table.summary()}")
     if args.details:
         with write_atomically(args.details, durable=False) as file:
             file.write(table.report().encode())
