@@ -43,22 +43,16 @@ from benchmarks.record_traces import Spy
 from benchmarks.replay_traces import CURVES, Replay, Times
 from localspec.controllers import (
     acceptance,
-    auto_controller,
-    auto_plan,
+    auto,
     cost_model,
-    estimates,
-    prefill_gate,
-    time_budget,
+    learned,
+    stopping,
 )
 from localspec.controllers.acceptance import START, SourceAcceptance
-from localspec.controllers.auto_controller import AutoController
-from localspec.controllers.auto_plan import AutoPlan
-from localspec.controllers.break_even import expected_tokens
+from localspec.controllers.auto import AutoController, AutoPlan, PrefillGate
 from localspec.controllers.cost_model import Corrections, PassTimes
-from localspec.controllers.estimates import Estimates
-from localspec.controllers.prefill_gate import PrefillGate
-from localspec.controllers.stopping import Continuation
-from localspec.controllers.time_budget import TimeBudget
+from localspec.controllers.learned import TimeBudget
+from localspec.controllers.stopping import Continuation, Estimates, expected_tokens
 from localspec.sampling.sampling import Noise, SamplingParams
 from localspec.spec_decode import decoder
 from localspec.spec_decode.drafters import draft_model
@@ -204,7 +198,7 @@ class PerAnswer(TimeBudget):
 
     @property
     def for_reading(self) -> float:
-        in_all = time_budget.READING_GRANT + time_budget.READING_SHARE * self.n_tokens + max(0.0, self.in_answer)
+        in_all = learned.READING_GRANT + learned.READING_SHARE * self.n_tokens + max(0.0, self.in_answer)
         return in_all - self.invested
 
 
@@ -272,7 +266,7 @@ class CopiesFirst(AutoPlan):
     def _row_pays(self, source: str, expected: float, after: int) -> bool:
         if source in self.estimates.draft_times:
             return super()._row_pays(source, expected, after)
-        if not self._affords(0.0, auto_plan.share_of(source)):
+        if not self._affords(0.0, auto.share_of(source)):
             return False
         return self.estimates.at_hand.copy(self._n, self._reach, expected, self.room, after) > 0
 
@@ -289,7 +283,7 @@ def pays_if_affordable(self: PrefillGate, source: str, n_tokens: int, room: int,
     """Reading is bounded by its budget, and not weighed."""
     known, plain = self._estimates, self._estimates.times(1)
     cost = self._catch_up(source, n_tokens)
-    return cost <= prefill_gate.READING * plain or cost <= self._budget.for_reading * known.ms_plain
+    return cost <= auto.READING * plain or cost <= self._budget.for_reading * known.ms_plain
 
 
 def one_group(self: AutoPlan, source: str, confidence: float, right: bool) -> None:
@@ -390,20 +384,18 @@ ARMS: dict[str, Arm] = {
     ),
     "n-grams' hit rates": Arm("the prior shares only", flags=frozenset({"prior"})),
     # When to stop.
-    "look-ahead": Arm("a myopic rule, with the best rate it reaches", ((estimates, "Continuation", Myopic),)),
-    "copies give way": Arm("a copy that pays is always taken", ((auto_controller, "AutoPlan", CopiesFirst),)),
+    "look-ahead": Arm("a myopic rule, with the best rate it reaches", ((stopping, "Continuation", Myopic),)),
+    "copies give way": Arm("a copy that pays is always taken", ((auto, "AutoPlan", CopiesFirst),)),
     "order by worth": Arm("n-grams, head, draft model", ((AutoPlan, "order", lambda self, sources: sources),)),
     "runs of sure tokens": Arm(
         "one histogram, whatever a token comes after",
         (
-            (auto_plan, "leads_to", lambda confidence: START),
-            (estimates, "_LEADS_TO", np.zeros_like(estimates._LEADS_TO)),
+            (auto, "leads_to", lambda confidence: START),
+            (stopping, "_LEADS_TO", np.zeros_like(stopping._LEADS_TO)),
             (AutoPlan, "counterfactual", one_group),
         ),
     ),
-    "widths beyond the next": Arm(
-        "only the next width must be affordable", ((auto_controller, "AutoPlan", NextWidth),)
-    ),
+    "widths beyond the next": Arm("only the next width must be affordable", ((auto, "AutoPlan", NextWidth),)),
     "plain rounds": Arm(
         "none is plain to see t(1)", ((AutoController, "_wants_plain", lambda self: False),), conditions=COSTS
     ),
@@ -414,24 +406,22 @@ ARMS: dict[str, Arm] = {
     "budget of readings": Arm(
         "the process's alone", ((replay_traces, "TimeBudget", NoReadingBudget),), conditions=LEARNING
     ),
-    "half for heads and copies": Arm("they may lose all", ((auto_plan, "share_of", lambda source: 1.0),)),
-    "less beside a head": Arm("one percent, as without", ((time_budget, "STATES_SHARE", 0.0),)),
-    "cap on savings": Arm("none", ((time_budget, "MOST", math.inf),), conditions=("kept",)),
-    "charged as expected": Arm(
-        "steps are charged as they went", ((auto_controller, "AutoPlan", ChargedInFull),), conditions=BUSY
-    ),
+    "half for heads and copies": Arm("they may lose all", ((auto, "share_of", lambda source: 1.0),)),
+    "less beside a head": Arm("one percent, as without", ((learned, "STATES_SHARE", 0.0),)),
+    "cap on savings": Arm("none", ((learned, "MOST", math.inf),), conditions=("kept",)),
+    "charged as expected": Arm("steps are charged as they went", ((auto, "AutoPlan", ChargedInFull),), conditions=BUSY),
     # Reading.
     "prefill gate": Arm(
         "the budget of readings alone", ((PrefillGate, "pays", pays_if_affordable),), conditions=(*LEARNING, "busy")
     ),
-    "gate: patience": Arm("from the first token", ((prefill_gate, "PATIENCE_TOKENS", 0),)),
-    "gate: least gain": Arm("any", ((prefill_gate, "LEAST_GAIN", 0.0),), conditions=LEARNING),
-    "gate: outlook": Arm("as long as may be", ((prefill_gate, "OUTLOOK", 10**6),)),
+    "gate: patience": Arm("from the first token", ((auto, "PATIENCE_TOKENS", 0),)),
+    "gate: least gain": Arm("any", ((auto, "LEAST_GAIN", 0.0),), conditions=LEARNING),
+    "gate: outlook": Arm("as long as may be", ((auto, "OUTLOOK", 10**6),)),
     "gate: patience, outlook": Arm(
         "from the first token, as long as may be",
-        ((prefill_gate, "PATIENCE_TOKENS", 0), (prefill_gate, "OUTLOOK", 10**6)),
+        ((auto, "PATIENCE_TOKENS", 0), (auto, "OUTLOOK", 10**6)),
     ),
-    "gate: stretches": Arm("weighed as prompts are", ((prefill_gate, "LONG_READING", 0.0),)),
+    "gate: stretches": Arm("weighed as prompts are", ((auto, "LONG_READING", 0.0),)),
     "gate: first pieces": Arm(
         "read at once", ((PrefillGate, "piece", lambda self, source, n: n),), conditions=("busy",)
     ),
@@ -482,7 +472,7 @@ ARMS: dict[str, Arm] = {
         "the draft's passes teach alone", ((PassTimes, "slow_down", nothing),), conditions=COSTS
     ),
     "unprofitable left out": Arm(
-        "thought about", ((estimates, "NEVER", 2.0), (auto_controller, "NEVER", 2.0)), conditions=("new",)
+        "thought about", ((stopping, "NEVER", 2.0), (auto, "NEVER", 2.0)), conditions=("new",)
     ),
 }
 
