@@ -271,14 +271,6 @@ class CopiesFirst(AutoPlan):
         return self.estimates.at_hand.copy(self._n, self._reach, expected, self.room, after) > 0
 
 
-class NextWidth(AutoPlan):
-    """What a draft may cost is compared with the next width alone."""
-
-    def _affords(self, step_ms: float, share: float) -> bool:
-        left = share * self._most_ms - self.ms_spent - step_ms + self._one_ms
-        return self.estimates.times(self._n + 2) <= left
-
-
 def pays_if_affordable(self: PrefillGate, source: str, n_tokens: int, room: int, round_index: int) -> bool:
     """Reading is bounded by its budget, and not weighed."""
     known, plain = self._estimates, self._estimates.times(1)
@@ -395,7 +387,6 @@ ARMS: dict[str, Arm] = {
             (AutoPlan, "counterfactual", one_group),
         ),
     ),
-    "widths beyond the next": Arm("only the next width must be affordable", ((auto, "AutoPlan", NextWidth),)),
     "plain rounds": Arm(
         "none is plain to see t(1)", ((AutoController, "_wants_plain", lambda self: False),), conditions=COSTS
     ),
