@@ -376,7 +376,9 @@ ARMS: dict[str, Arm] = {
     ),
     "n-grams' hit rates": Arm("the prior shares only", flags=frozenset({"prior"})),
     # When to stop.
-    "look-ahead": Arm("a myopic rule, with the best rate it reaches", ((stopping, "Continuation", Myopic),)),
+    "look-ahead": Arm(
+        "a myopic rule, with the best rate it reaches", ((stopping, "Continuation", Myopic),), conditions=LEARNING
+    ),
     "copies give way": Arm("a copy that pays is always taken", ((auto, "AutoPlan", CopiesFirst),)),
     "order by worth": Arm("n-grams, head, draft model", ((AutoPlan, "order", lambda self, sources: sources),)),
     "runs of sure tokens": Arm(
@@ -386,6 +388,7 @@ ARMS: dict[str, Arm] = {
             (stopping, "_LEADS_TO", np.zeros_like(stopping._LEADS_TO)),
             (AutoPlan, "counterfactual", one_group),
         ),
+        conditions=LEARNING,
     ),
     "plain rounds": Arm(
         "none is plain to see t(1)", ((AutoController, "_wants_plain", lambda self: False),), conditions=COSTS
@@ -407,11 +410,6 @@ ARMS: dict[str, Arm] = {
     ),
     "gate: patience": Arm("from the first token", ((auto, "PATIENCE_TOKENS", 0),)),
     "gate: least gain": Arm("any", ((auto, "LEAST_GAIN", 0.0),), conditions=LEARNING),
-    "gate: outlook": Arm("as long as may be", ((auto, "OUTLOOK", 10**6),)),
-    "gate: patience, outlook": Arm(
-        "from the first token, as long as may be",
-        ((auto, "PATIENCE_TOKENS", 0), (auto, "OUTLOOK", 10**6)),
-    ),
     "gate: stretches": Arm("weighed as prompts are", ((auto, "LONG_READING", 0.0),)),
     "gate: first pieces": Arm(
         "read at once", ((PrefillGate, "piece", lambda self, source, n: n),), conditions=("busy",)
@@ -423,7 +421,7 @@ ARMS: dict[str, Arm] = {
             (Estimates, "rank", lambda self, source: _rank(self, source)),
         ),
     ),
-    "abridged prompts": Arm("whole ones", ((replay_traces, "MAX_ABRIDGED", 0),)),
+    "abridged prompts": Arm("whole ones", ((replay_traces, "MAX_ABRIDGED", 0),), conditions=LEARNING),
     # Acceptance.
     "counterfactual tokens": Arm("none", ((AutoPlan, "counterfactual", nothing),), conditions=LEARNING),
     "target's certainty": Arm("not looked at", ((AutoController, "watch", nothing),), conditions=LEARNING),
@@ -443,6 +441,7 @@ ARMS: dict[str, Arm] = {
     "likeliest or sample: sample": Arm(
         "always a sample",
         ((AutoPlan, "samples", lambda self, source, confidence: True), (Estimates, "_prospects", samples_alone)),
+        conditions=LEARNING,
         sampled=True,
     ),
     "thinking apart": Arm("one table", flags=frozenset({"together"}), conditions=("thinks",)),
