@@ -421,7 +421,6 @@ ARMS: dict[str, Arm] = {
             (Estimates, "rank", lambda self, source: _rank(self, source)),
         ),
     ),
-    "abridged prompts": Arm("whole ones", ((replay_traces, "MAX_ABRIDGED", 0),), conditions=LEARNING),
     # Acceptance.
     "counterfactual tokens": Arm("none", ((AutoPlan, "counterfactual", nothing),), conditions=LEARNING),
     "target's certainty": Arm("not looked at", ((AutoController, "watch", nothing),), conditions=LEARNING),

@@ -36,7 +36,7 @@ from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.learned import TimeBudget
 from localspec.sampling.sampling import Distribution, Noise, SamplingParams
 from localspec.spec_decode.drafters.base import Drafter, Plan
-from localspec.spec_decode.drafters.draft_model import MAX_ABRIDGED, MAX_COUNTERFACTUAL, N_HEAD, N_TAIL
+from localspec.spec_decode.drafters.draft_model import MAX_COUNTERFACTUAL
 from localspec.spec_decode.drafters.recycling import RecyclingDrafter
 from localspec.spec_decode.proposer import SamplingProposer
 from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Verdict
@@ -134,34 +134,30 @@ class ModelSource:
 
 
 class DraftModelSource(ModelSource):
-    """A draft model: it reads the prompt, or its ends, when that pays."""
+    """A draft model: it reads the prompt when that pays."""
 
     def __init__(self, trace: dict[str, Any], *args: Any) -> None:
         super().__init__("model", *args)
-        n_prompt = trace["prompt_tokens"]
+        self.n_prompt = trace["prompt_tokens"]
         self.trace = trace["sources"]["model"]
         self.known: int | None = None  # tokens of the answer that it has read; None: not the prompt
         self.position = 0
-        self.ways = [(n_prompt, self.trace)]
-        if N_HEAD + N_TAIL * 5 // 4 < n_prompt <= MAX_ABRIDGED:
-            self.ways.append((N_HEAD + N_TAIL, trace["sources"]["abridged"]))
 
     def ask(self, plan: Plan, position: int, at: int) -> Guess | None:
         if self.known is not None and position != self.position:
             self.known = min(self.known, position)
         self.position = position
-        for extra, trace in self.ways if self.known is None else [(-self.known, self.trace)]:
-            n_pending = left = at + 1 + extra
-            while left > 0 and plan.more(self.name, left):
-                piece = plan.piece(self.name, left)
-                self.read(plan, piece)
-                left -= piece
-            if left <= 0:
-                if n_pending > 2:
-                    self.score(plan, trace, range(max(0, position - MAX_COUNTERFACTUAL, self.known or 0), position))
-                self.trace, self.known = trace, at + 1
-                return self.propose(plan, trace, at)
-        return None
+        n_pending = left = at + 1 + (self.n_prompt if self.known is None else -self.known)
+        while left > 0 and plan.more(self.name, left):
+            piece = plan.piece(self.name, left)
+            self.read(plan, piece)
+            left -= piece
+        if left > 0:
+            return None
+        if n_pending > 2:
+            self.score(plan, self.trace, range(max(0, position - MAX_COUNTERFACTUAL, self.known or 0), position))
+        self.known = at + 1
+        return self.propose(plan, self.trace, at)
 
 
 class HeadSource(ModelSource):
