@@ -57,7 +57,6 @@ from localspec.sampling.sampling import Noise, SamplingParams
 from localspec.spec_decode import decoder
 from localspec.spec_decode.drafters import draft_model
 from localspec.spec_decode.drafters.ngram import NgramDrafter
-from localspec.spec_decode.drafters.recycling import RecyclingDrafter
 from localspec.spec_decode.proposer import SamplingProposer
 from localspec.system.files import write_atomically
 from tests.support import ggufs
@@ -368,12 +367,6 @@ ARMS: dict[str, Arm] = {
     "no draft model": Arm("n-grams and head", sources=("ngram", "head"), conditions=LEARNING),
     "draft model alone": Arm("no n-grams, no head", sources=("model",)),
     "head alone": Arm("no n-grams, no draft model", sources=("head",)),
-    "recycled tokens": Arm(
-        "added, which auto leaves out",
-        sources=("ngram", "recycled", "head", "model"),
-        conditions=LEARNING,
-        sampled=False,
-    ),
     "n-grams' hit rates": Arm("the prior shares only", flags=frozenset({"prior"})),
     # When to stop.
     "look-ahead": Arm(
@@ -526,14 +519,11 @@ def replayed(
         chosen = [joined(*pair) for pair in pairwise([*chosen, chosen[0]])]
     rate = None if "no rate" in arm.flags else stored.get("rates", {}).get("head")
     found: dict[str, list[float]] = {}
-    recycling = RecyclingDrafter()
     replay: Replay | None = None
     with switched_off(arm):
         for trace in chosen:
             if replay is None or not condition.keeps:
-                replay = Replay(
-                    target, model, stored["temperature"], condition.busy, arm.sources, recycling.clone(None), rate
-                )
+                replay = Replay(target, model, stored["temperature"], condition.busy, arm.sources, rate)
                 wide = {w: target[1] + condition.row * (ms - target[1]) for w, ms in target.items()}
                 replay.real_target = PassTimes(wide)
             if "prior" in arm.flags:

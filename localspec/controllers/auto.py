@@ -17,7 +17,7 @@ from localspec.controllers.learned import TimeBudget
 from localspec.controllers.stopping import NEVER, Estimates, Tables
 from localspec.sampling.sampling import Row, SamplingParams, top_probability
 from localspec.spec_decode.drafters.base import Branching, Controller, Plan
-from localspec.spec_decode.drafters.names import CORPUS, EARLY_EXIT, HEAD, MTP, NGRAM, RECYCLED, kind_of
+from localspec.spec_decode.drafters.names import CORPUS, EARLY_EXIT, HEAD, MTP, NGRAM, kind_of
 from localspec.spec_decode.rounds import Draft, Round
 
 # Whether a draft model should read what it has missed of a conversation: an investment, weighed before it is made.
@@ -335,7 +335,6 @@ def share_of(source: str) -> float:
 NAMES = {
     NGRAM: "Copying from the text",
     CORPUS: "Copying from your files",
-    RECYCLED: "Guesses of earlier passes",
     HEAD: "Head",
     EARLY_EXIT: "Early exit",
     MTP: "The model's own MTP layer",

@@ -40,7 +40,7 @@ from localspec.spec_decode.drafters.names import (
     names_of_files,
     source_of,
 )
-from localspec.system.files import home, is_same_file, private_folder, write_atomically
+from localspec.system.files import home, is_same_file
 from localspec.system.steps import exhaust
 
 # What ``--draft auto`` loads besides what is free: asked here by whatever has to know it, loaded or not.
@@ -124,38 +124,6 @@ def open_corpus(where: str, target: Model, loader: Loader, report: Report) -> Co
     return index
 
 
-# What drafters learned of a target, across runs: one file for each, readable by this user alone.
-
-MOST_BYTES = 64 << 20
-"""A larger file is none of ours, and not read."""
-
-
-def recall(drafter: Drafter, target: Path) -> None:
-    """Have a new drafter go on from what an earlier run learned, if one did."""
-    with suppress(OSError):
-        path = _path(drafter, target)
-        if path.stat().st_size <= MOST_BYTES:
-            drafter.restore(path.read_bytes())
-
-
-def keep(state: DecodingState) -> None:
-    """Write what the drafters learned that cost nothing. A full or read-only disk only means that it is learned again.
-
-    Where two processes write, what the last one knows stays.
-    """
-    for drafter in state.free:
-        if learned := drafter.learned():
-            with suppress(OSError):
-                path = _path(drafter, state.target.path)
-                private_folder(path.parent)
-                with write_atomically(path, private=True, durable=False) as file:
-                    file.write(learned)
-
-
-def _path(drafter: Drafter, target: Path) -> Path:
-    return home() / drafter.source / fingerprint(target)
-
-
 EXIT_SHARE = 0.25
 """Of the target's layers, how many ``early-exit`` drafts with where no number is given: set by hand, for models that
 were trained to be left early. Of others no share pays: after 7, 14, 21, 24 and 26 of the 28 layers of Qwen2.5-Coder
@@ -193,8 +161,6 @@ class DraftMaker:
         """
         before = self.before
         before.acceptance.save()
-        if self.loader.options.remember:
-            keep(before)
         named = [name for name in names if not is_corpus(name)]
         is_automatic = named == ["auto"]
         free, models = self._automatic() if is_automatic else self._drafters(named)
@@ -242,10 +208,7 @@ class DraftMaker:
         return free, _named(models, free)
 
     def _free(self, name: str) -> Drafter:
-        drafter = FREE_DRAFTERS[name]()
-        if self.loader.options.remember:
-            recall(drafter, self.before.target.path)
-        return drafter
+        return FREE_DRAFTERS[name]()
 
     def _corpora(self, names: Sequence[str]) -> Sequence[Drafter]:
         drafters: list[CorpusDrafter] = []

@@ -24,7 +24,7 @@ from localspec.commands.chat.typesetter import (
     token_style,
 )
 from localspec.model_files.catalog import short_name
-from localspec.spec_decode.drafters.names import CORPUS, FROM_STATES, NGRAM, RECYCLED
+from localspec.spec_decode.drafters.names import CORPUS, FROM_STATES, NGRAM
 from localspec.spec_decode.rounds import Round, Span, SpecStats, TokenKind
 from localspec.system.terminal import (
     char_width,
@@ -72,7 +72,7 @@ def guessing(drafters: Sequence[str], *, follows: bool = False) -> str:
         drafters: names of those in use.
         follows: whether it is not known yet if a draft model will.
     """
-    free = {NGRAM: "from the text itself", RECYCLED: "from earlier passes"}
+    free = {NGRAM: "from the text itself"}
     ways = []
     for name in drafters:
         kind, _, path = name.partition(":")
@@ -407,11 +407,11 @@ class ChatScreen:
             return ""
         if not self.ansi:
             return "guesses are shown by /view rounds; this terminal cannot take text back"
-        models = kinds - {NGRAM, RECYCLED, CORPUS, *FROM_STATES}
+        models = kinds - {NGRAM, CORPUS, *FROM_STATES}
         looks = [
             ("guessed by draft model", Style.MODEL, follows or models),
             ("by head", Style.STATES, kinds & set(FROM_STATES)),
-            ("copied", Style.NGRAM, kinds & {NGRAM, RECYCLED}),
+            ("copied", Style.NGRAM, NGRAM in kinds),
             ("from your files", Style.CORPUS, CORPUS in kinds),
             ("wrong guess", Style.REJECTED, True),
             ("the model's own", Style.TARGET, True),

@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.theme import Theme
 
-from localspec.spec_decode.drafters.names import CORPUS, FROM_STATES, NGRAM, RECYCLED, kind_of
+from localspec.spec_decode.drafters.names import CORPUS, FROM_STATES, NGRAM, kind_of
 from localspec.spec_decode.rounds import TokenKind
 from localspec.system.terminal import char_width, clip, on_one_line, terminal_size, visible, width, width_is_certain
 
@@ -41,7 +41,7 @@ class Style(Enum):
     MODEL = ("1", "32")
     """Accepted draft tokens of a model."""
     NGRAM = ("4", "36")
-    """Accepted draft tokens that cost nothing: of n-grams, or recycled."""
+    """Accepted draft tokens that n-grams copied from the text."""
     CORPUS = ("3;4", "33")
     """Accepted draft tokens that were copied from files the user named."""
     STATES = ("1;4", "35")
@@ -78,8 +78,8 @@ def token_style(kind: TokenKind, source: str) -> Style:
     """The style of a verified token."""
     if kind != "accepted":
         return Style.TARGET
-    free, states = dict.fromkeys((NGRAM, RECYCLED), Style.NGRAM), dict.fromkeys(FROM_STATES, Style.STATES)
-    return (free | states | {CORPUS: Style.CORPUS}).get(kind_of(source), Style.MODEL)
+    states = dict.fromkeys(FROM_STATES, Style.STATES)
+    return (states | {NGRAM: Style.NGRAM, CORPUS: Style.CORPUS}).get(kind_of(source), Style.MODEL)
 
 
 StyledText = tuple[str, Style]

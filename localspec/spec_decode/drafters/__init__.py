@@ -4,12 +4,10 @@ from collections.abc import Callable
 
 from localspec.spec_decode.drafters.base import Drafter
 from localspec.spec_decode.drafters.ngram import NgramDrafter
-from localspec.spec_decode.drafters.recycling import RecyclingDrafter
 
 # Drafters that need no model file: what ``--draft NAME`` takes besides models.
 
 FREE_DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "ngram": NgramDrafter,
-    "recycled": RecyclingDrafter,
 }
 """Name, which is the drafter's source -> what makes one."""
