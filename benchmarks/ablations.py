@@ -369,9 +369,7 @@ ARMS: dict[str, Arm] = {
     "head alone": Arm("no n-grams, no draft model", sources=("head",)),
     "n-grams' hit rates": Arm("the prior shares only", flags=frozenset({"prior"})),
     # When to stop.
-    "look-ahead": Arm(
-        "a myopic rule, with the best rate it reaches", ((stopping, "Continuation", Myopic),), conditions=LEARNING
-    ),
+    "look-ahead": Arm("a myopic rule, with the best rate it reaches", ((stopping, "Continuation", Myopic),)),
     "copies give way": Arm("a copy that pays is always taken", ((auto, "AutoPlan", CopiesFirst),)),
     "order by worth": Arm("n-grams, head, draft model", ((AutoPlan, "order", lambda self, sources: sources),)),
     "runs of sure tokens": Arm(
@@ -381,7 +379,6 @@ ARMS: dict[str, Arm] = {
             (stopping, "_LEADS_TO", np.zeros_like(stopping._LEADS_TO)),
             (AutoPlan, "counterfactual", one_group),
         ),
-        conditions=LEARNING,
     ),
     "plain rounds": Arm(
         "none is plain to see t(1)", ((AutoController, "_wants_plain", lambda self: False),), conditions=COSTS
@@ -403,6 +400,11 @@ ARMS: dict[str, Arm] = {
     ),
     "gate: patience": Arm("from the first token", ((auto, "PATIENCE_TOKENS", 0),)),
     "gate: least gain": Arm("any", ((auto, "LEAST_GAIN", 0.0),), conditions=LEARNING),
+    "gate: outlook": Arm("as long as may be", ((auto, "OUTLOOK", 10**6),), conditions=LEARNING),
+    "gate: patience, outlook": Arm(
+        "from the first token, as long as may be",
+        ((auto, "PATIENCE_TOKENS", 0), (auto, "OUTLOOK", 10**6)),
+    ),
     "gate: stretches": Arm("weighed as prompts are", ((auto, "LONG_READING", 0.0),)),
     "gate: first pieces": Arm(
         "read at once", ((PrefillGate, "piece", lambda self, source, n: n),), conditions=("busy",)
@@ -433,7 +435,6 @@ ARMS: dict[str, Arm] = {
     "likeliest or sample: sample": Arm(
         "always a sample",
         ((AutoPlan, "samples", lambda self, source, confidence: True), (Estimates, "_prospects", samples_alone)),
-        conditions=LEARNING,
         sampled=True,
     ),
     "thinking apart": Arm("one table", flags=frozenset({"together"}), conditions=("thinks",)),

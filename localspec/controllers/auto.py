@@ -23,8 +23,9 @@ from localspec.spec_decode.rounds import Draft, Round
 # Whether a draft model should read what it has missed of a conversation: an investment, weighed before it is made.
 #
 # Reading a prompt of 50 tokens takes a draft model as long as the target takes for 3 to 5 tokens, and it is lost if
-# the answer ends soon after or turns out hard to draft for. What is read now need not be read again, so the cost is not
-# that of one round.
+# the answer ends soon after or turns out hard to draft for. How long an answer will be nobody knows; what is known is
+# how far it has come. It is taken to go on for twice as long again, so an early reading has to pay soon, and a later
+# one may take its time. What is read now need not be read again, so the cost is not that of one round.
 #
 # The constants were chosen on recorded answers to the tuning prompts and to 27 short questions, with the costs of two
 # machines (``benchmarks/replay_traces.py``): 4 to 7 of 832 whole answers are under 0.97 of plain there.
@@ -41,6 +42,9 @@ LONG_READING = 2.0
 PATIENCE_TOKENS = 16
 """An answer must have come this far before a draft model reads the prompt: many are shorter, and how certain the
 target is of its first tokens predicts, for nothing, how the draft will fare. With 24: 2 % slower on code and maths."""
+
+OUTLOOK = 2
+"""An answer is expected to go on for this many times what it has said. With 1 or 8 the replay differs by 1 %."""
 
 LEAST_GAIN = 0.2
 """Share of a plain token's time that drafting must be expected to save of each. What is predicted from 16 tokens is not
@@ -74,7 +78,7 @@ def prompt_pays(cost_ms: float, gain_ms: float, plain_ms: float, n_emitted: int,
     """
     if n_emitted < PATIENCE_TOKENS or gain_ms < LEAST_GAIN * plain_ms:
         return False
-    return gain_ms * room > cost_ms
+    return gain_ms * min(room, OUTLOOK * n_emitted) > cost_ms
 
 
 class PrefillGate:

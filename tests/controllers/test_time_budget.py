@@ -104,11 +104,13 @@ def test_reading_is_bounded_within_an_answer_too() -> None:
     assert TimeBudget(balance=0.5).for_reading == 0.5
 
 
-def test_a_reading_waits_and_has_to_pay_in_what_is_left_of_the_answer() -> None:
+def test_an_early_reading_has_to_pay_soon_and_a_later_one_may_take_its_time() -> None:
     def pays(cost: float, n_emitted: int, gain: float = 12.0, room: int = 1000) -> bool:
         return prompt_pays(cost, gain, plain_ms=50.0, n_emitted=n_emitted, room=room)
 
     assert not pays(10.0, PATIENCE_TOKENS - 1)
-    assert pays(500.0, PATIENCE_TOKENS)
+    assert pays(300.0, 16)
+    assert not pays(500.0, 16)
+    assert pays(500.0, 32)
     assert not pays(500.0, 200, room=20)  # it may not go on for long
     assert not pays(10.0, 500, gain=9.0)  # under a fifth of a token
