@@ -392,7 +392,6 @@ ARMS: dict[str, Arm] = {
     ),
     "half for heads and copies": Arm("they may lose all", ((auto, "share_of", lambda source: 1.0),)),
     "less beside a head": Arm("one percent, as without", ((learned, "STATES_SHARE", 0.0),)),
-    "cap on savings": Arm("none", ((learned, "MOST", math.inf),), conditions=("kept",)),
     "charged as expected": Arm("steps are charged as they went", ((auto, "AutoPlan", ChargedInFull),), conditions=BUSY),
     # Reading.
     "prefill gate": Arm(
@@ -594,11 +593,29 @@ WORSE = (-1, -1, 1, 1, -1)
 """Of each of them what change counts, and which sign of it is worse."""
 
 
-def sample(runs: Sequence[Mapping[str, Sequence[float]]], ids: Sequence[str]) -> tuple[Floats, Floats, Floats]:
-    """Whole answers [n_answers, n_runs], how many ends of each are under 0.97, and how many it has."""
-    whole = np.array([[run[i][-1] for run in runs] for i in ids])
-    under = np.array([float(sum(end < 0.97 for run in runs for end in run[i])) for i in ids])
-    return whole, under, np.array([float(sum(len(run[i]) for run in runs)) for i in ids])
+Runs = Sequence[Mapping[str, Sequence[float]]]
+
+
+def sample(runs: Runs, there: Sequence[set[str]], ids: Sequence[str]) -> tuple[Floats, Floats, Floats]:
+    """Whole answers [n_answers, n_runs], NaN where a run has none; how many ends of each are under 0.97; how many ends.
+
+    Args:
+        there: of each run the answers that count.
+        ids: all of them.
+    """
+    found = [[run[i] if i in known else [] for run, known in zip(runs, there, strict=True)] for i in ids]
+    whole = np.array([[ends[-1] if ends else math.nan for ends in row] for row in found])
+    under = np.array([float(sum(end < 0.97 for ends in row for end in ends)) for row in found])
+    return whole, under, np.array([float(sum(map(len, row))) for row in found])
+
+
+def quantile(in_order: Floats, n: Floats, share: float) -> Floats:
+    """Of sorted rows with NaN at their ends, which have so many numbers."""
+    at = share * (n - 1)
+    low = at.astype(np.int64)
+    rows = np.arange(len(in_order))
+    below, above = in_order[rows, low], in_order[rows, np.minimum(low + 1, n.astype(np.int64) - 1)]
+    return np.asarray(below + (at - low) * (above - below))
 
 
 def statistics_of(whole: Floats, n_under: Floats, n_ends: Floats) -> Floats:
@@ -609,10 +626,11 @@ def statistics_of(whole: Floats, n_under: Floats, n_ends: Floats) -> Floats:
         n_under: ends under 0.97 of each [n_draws, n_answers].
         n_ends: ends of each.
     """
-    values = whole.reshape(len(whole), -1)
-    low, middle = np.quantile(values, [0.1, 0.5], axis=1)
-    slower, under = np.mean(values < 1.0, axis=1), n_under.sum(1) / n_ends.sum(1)
-    return np.stack([middle, low, slower, under, np.exp(np.log(values).mean(1))], axis=1)
+    values = np.sort(whole.reshape(len(whole), -1), axis=1)
+    n = np.sum(~np.isnan(values), axis=1).astype(np.float64)
+    slower, under = np.sum(values < 1.0, axis=1) / n, n_under.sum(1) / n_ends.sum(1)
+    mean = np.exp(np.nansum(np.log(values), axis=1) / n)
+    return np.stack([quantile(values, n, 0.5), quantile(values, n, 0.1), slower, under, mean], axis=1)
 
 
 @dataclass(frozen=True)
@@ -645,8 +663,9 @@ class Comparison:
 
 def compared(cells: Mapping[str, Any], arm: Sequence[Key], full: Sequence[Key]) -> Comparison:
     runs = [[cells[key] for key in keys] for keys in (arm, full)]
-    ids = sorted(set.intersection(*(set(run) for of_one in runs for run in of_one)))
-    ours, theirs = (sample(of_one, ids) for of_one in runs)
+    there = [set(one) & set(other) for one, other in zip(*runs, strict=True)]
+    ids = sorted(set.union(*there))
+    ours, theirs = (sample(of_one, there, ids) for of_one in runs)
     n = len(ids)
     drawn = np.random.default_rng(0).integers(0, n, (BOOTSTRAPS, n))
     rows = np.concatenate([np.arange(n)[None], drawn])
