@@ -91,14 +91,11 @@ class Watched(Drafter):
         self._drafter.begin(tokens)
 
     def process(self, tokens: Sequence[int], forward: Forward) -> None:
-        self._drafter.process(tokens, forward)
-
-    def verified(self, tokens: Sequence[int], forward: Forward) -> None:
-        if self._confidence is not None:
+        if self._confidence is not None:  # it has drafted: this pass verifies
             certainty = bisect_right(CERTAINTY_EDGES, top_probability(forward.logits[-1]))
             self.where_certain[certainty, bin_of(self._confidence)] += 1
         self._confidence = None
-        self._drafter.verified(tokens, forward)
+        self._drafter.process(tokens, forward)
 
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         mine, text, after = TimedPlan(self._length), list(tokens), START

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from localspec.heads.drafters import HeadDrafter
 from localspec.prompts.questions import in_turns, of_categories, own_questions, read_questions
 from localspec.sampling.sampling import Distribution, Noise, distribution, top_probability
 from localspec.spec_decode.drafters.base import FreePlan
-from localspec.spec_decode.drafters.draft_model import N_HEAD, N_TAIL
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.proposer import Proposer
 from localspec.system.files import write_atomically
@@ -72,17 +70,11 @@ def reading(context: Context, tokens: list[int], first: int) -> Forward:
     return Forward(np.concatenate(logits), {tap: np.concatenate(states) for tap, states in hidden.items()})
 
 
-def abridged(prompt: list[int]) -> list[int]:
-    """What a draft model reads of a prompt that is not worth reading whole; see ``drafters.draft_model``."""
-    return [*prompt[:N_HEAD], *prompt[-N_TAIL:]] if len(prompt) > N_HEAD + N_TAIL else prompt
-
-
 def model_trace(
-    llm: LLM, target: Forward, prompt: list[int], answer: list[int], params: SamplingParams, *, whole: bool = True
+    llm: LLM, target: Forward, prompt: list[int], answer: list[int], params: SamplingParams
 ) -> dict[str, list[float]]:
     tokens = prompt + answer
-    read = prompt if whole else abridged(prompt)
-    drafts = reading(llm._pair.contexts[1], read + answer, len(read)).logits
+    drafts = reading(llm._pair.contexts[1], tokens, len(prompt)).logits
     trace: dict[str, list[float]] = {"confidence": [], "right": [], "sampled": [], "certainty": []}
     for i, row in enumerate(drafts):
         history = tokens[: len(prompt) + i]
@@ -174,11 +166,7 @@ def main() -> None:
     args = parser.parse_args()
     questions = of_categories(own_questions(args.set), args.category or ())
     questions = in_turns(questions + (read_questions(args.prompts) if args.prompts else []))
-    functions: dict[str, Any] = {
-        "ngram": ngram_trace,
-        "model": model_trace,
-        "abridged": partial(model_trace, whole=False),
-    }
+    functions: dict[str, Any] = {"ngram": ngram_trace, "model": model_trace}
     drafts = [args.draft]
     if args.head:
         functions["head"], drafts = head_trace, [args.draft, "head"]
@@ -203,9 +191,7 @@ def main() -> None:
             sources = {
                 name: llm.run(lambda pair, f=f, x=target, t=tokens, r=reply, p=params: f(llm, x, t, r.token_ids, p))
                 for name, f in functions.items()
-                if name != "abridged" or abridged(tokens) != tokens
             }
-            sources.setdefault("abridged", sources["model"])
             trace = {"id": question.id, "category": question.category, "prompt_tokens": len(tokens)}
             traces.append(trace | {"prompt": tokens, "answer": reply.token_ids, "sources": sources})
             with write_atomically(args.out, durable=False) as file:

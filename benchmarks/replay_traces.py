@@ -1,7 +1,7 @@
 """Replay the policy on recorded texts, with any machine's costs, in milliseconds: what every constant was chosen with.
 
     python benchmarks/replay_traces.py TRACES.json ... [--curve NAME ...] [--lengths 48 64 96 128 256] [--busy]
-        [--learning] [--draft ngram recycled head model] [--taught TRACES.json ...]
+        [--learning] [--draft ngram head model]
 
 TRACES come from ``record_traces.py`` (with ``--prompts benchmarks/short_questions.jsonl``: 30 to 256 tokens each):
 real texts, what each drafter would have guessed, and what became of it. Only the clock is simulated. An answer may end
@@ -9,9 +9,8 @@ anywhere, so each is cut at several lengths, and the ratio of its time to that o
 ``--busy``: the machine is slower than calibrated, the target 2.2 times, a draft model 3.1 times, as measured beside a
 program that takes 40 % of the CPUs. ``--learning`` keeps what was learned and saved from one answer to the next, in a
 fixed random order; otherwise nothing is known before any answer. ``--draft`` names the drafters, in the order in which
-they are asked: of greedy traces with their tokens also ``recycled``, which runs as it is; ``--taught`` has it learn the
-answers of other traces first. ``head`` is in traces recorded with ``--head``. "sent" are draft tokens in all answers,
-"accepted" those of them that were.
+they are asked. ``head`` is in traces recorded with ``--head``. "sent" are draft tokens in all answers, "accepted" those
+of them that were.
 """
 
 from __future__ import annotations
@@ -27,18 +26,15 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from benchmarks.record_traces import Spy
-from localspec.backends.base import FEW_ROWS, Forward
+from localspec.backends.base import FEW_ROWS
 from localspec.controllers.acceptance import COPIED, GREEDY, MOST_PROBABLE, SAMPLE, Prior, SourceAcceptance, of_a_head
 from localspec.controllers.auto import AutoController
 from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.learned import TimeBudget
 from localspec.heads.trained import MAX_STATES
-from localspec.sampling.sampling import Distribution, Noise, SamplingParams
-from localspec.spec_decode.drafters.base import Drafter, Plan
-from localspec.spec_decode.drafters.draft_model import MAX_ABRIDGED, MAX_COUNTERFACTUAL, N_HEAD, N_TAIL
-from localspec.spec_decode.drafters.recycling import RecyclingDrafter
-from localspec.spec_decode.proposer import Proposer
+from localspec.sampling.sampling import Distribution, SamplingParams
+from localspec.spec_decode.drafters.base import Plan
+from localspec.spec_decode.drafters.draft_model import MAX_COUNTERFACTUAL
 from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Verdict
 from tests.support.simulator import row_of
 
@@ -134,34 +130,30 @@ class ModelSource:
 
 
 class DraftModelSource(ModelSource):
-    """A draft model: it reads the prompt, or its ends, when that pays."""
+    """A draft model: it reads the prompt when that pays."""
 
     def __init__(self, trace: dict[str, Any], *args: Any) -> None:
         super().__init__("model", *args)
-        n_prompt = trace["prompt_tokens"]
+        self.n_prompt = trace["prompt_tokens"]
         self.trace = trace["sources"]["model"]
         self.known: int | None = None  # tokens of the answer that it has read; None: not the prompt
         self.position = 0
-        self.ways = [(n_prompt, self.trace)]
-        if N_HEAD + N_TAIL * 5 // 4 < n_prompt <= MAX_ABRIDGED:
-            self.ways.append((N_HEAD + N_TAIL, trace["sources"]["abridged"]))
 
     def ask(self, plan: Plan, position: int, at: int) -> Guess | None:
         if self.known is not None and position != self.position:
             self.known = min(self.known, position)
         self.position = position
-        for extra, trace in self.ways if self.known is None else [(-self.known, self.trace)]:
-            n_pending = left = at + 1 + extra
-            while left > 0 and plan.more(self.name, left):
-                piece = plan.piece(self.name, left)
-                self.read(plan, piece)
-                left -= piece
-            if left <= 0:
-                if n_pending > 2:
-                    self.score(plan, trace, range(max(0, position - MAX_COUNTERFACTUAL, self.known or 0), position))
-                self.trace, self.known = trace, at + 1
-                return self.propose(plan, trace, at)
-        return None
+        n_pending = left = at + 1 + (self.n_prompt if self.known is None else -self.known)
+        while left > 0 and plan.more(self.name, left):
+            piece = plan.piece(self.name, left)
+            self.read(plan, piece)
+            left -= piece
+        if left > 0:
+            return None
+        if n_pending > 2:
+            self.score(plan, self.trace, range(max(0, position - MAX_COUNTERFACTUAL, self.known or 0), position))
+        self.known = at + 1
+        return self.propose(plan, self.trace, at)
 
 
 class HeadSource(ModelSource):
@@ -204,7 +196,6 @@ class Replay:
         temperature: of the traces.
         busy: whether the machine is slower than calibrated.
         sources: the drafters, in the order in which they are asked.
-        recycling: the drafter of ``recycled`` tokens, with what it has learned so far.
         rate: of the head's first draft tokens, as its card says.
 
     Attributes:
@@ -218,7 +209,6 @@ class Replay:
         temperature: float,
         busy: bool,
         sources: Sequence[str] = ("ngram", "model"),
-        recycling: Drafter | None = None,
         rate: float | None = None,
     ) -> None:
         head = {width: share * target[1] for width, share in HEAD_SHARES.items()}
@@ -236,7 +226,6 @@ class Replay:
         self.sampled = {name: table(name, SAMPLE) for name in curves}
         self.times, self.draft_times = PassTimes(dict(target)), {n: PassTimes(dict(c)) for n, c in curves.items()}
         self.other_ms = OTHER_MS + (STATES_MS if "head" in sources else 0.0)
-        self.recycling = recycling or RecyclingDrafter()
         self.budget = TimeBudget()
         self.sent, self.accepted = Counter[str](), Counter[str]()
 
@@ -259,8 +248,7 @@ class Replay:
             elif name == "model":
                 sources[name] = DraftModelSource(trace, *args)
             else:
-                found = trace["sources"].get(name) or recycled_trace(self.recycling, trace)
-                sources[name] = FreeSource(name, found)
+                sources[name] = FreeSource(name, trace["sources"][name])
         params = SamplingParams(temperature=self.temperature, top_k=40)
         controller = AutoController(
             self.times, self.draft_times, self.sources, self.sampled, WIDEST, self.budget, params=params
@@ -294,25 +282,6 @@ class Replay:
         return np.asarray(plain / done)
 
 
-def recycled_trace(drafter: Drafter, trace: dict[str, Any]) -> dict[str, list[float]]:
-    """What the drafter would have guessed at each place, learning from the target's rows as it goes."""
-    tokens, found = list(trace["prompt"]), {"confidence": [], "right": []}
-    proposer = Proposer(SamplingParams(), Noise(0))
-    drafter.begin(tokens)
-    row = np.zeros((1, max(trace["answer"]) + 1), dtype=np.float32)
-    for token in trace["answer"]:
-        spy = Spy()
-        guesses = drafter.draft(tokens, spy, proposer)
-        found["confidence"].append(spy.confidence if guesses else -1.0)
-        found["right"].append(float(bool(guesses) and guesses[0].id == token))
-        row[0, token] = 1.0
-        drafter.verified(tokens[-1:], Forward(row))
-        drafter.accept([token])
-        row[0, token] = 0.0
-        tokens.append(token)
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", type=Path, nargs="+")
@@ -321,23 +290,10 @@ def main() -> None:
     parser.add_argument("--busy", action="store_true")
     parser.add_argument("--learning", action="store_true")
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument(
-        "--draft", nargs="+", default=["ngram", "model"], choices=["ngram", "recycled", "head", "model"]
-    )
-    parser.add_argument(
-        "--taught", type=Path, nargs="*", default=[], help="traces that recycled tokens are learned from"
-    )
+    parser.add_argument("--draft", nargs="+", default=["ngram", "model"], choices=["ngram", "head", "model"])
     args = parser.parse_args()
-    replays_tokens = "recycled" in args.draft
-    taught = RecyclingDrafter()
-    for path in args.taught:
-        for trace in json.loads(path.read_text())["traces"]:
-            recycled_trace(taught, trace)
-    taught.begin([])  # which learns the last of them
     for path in args.traces:
         stored = json.loads(path.read_text())
-        if replays_tokens and (stored["temperature"] or "answer" not in stored["traces"][0]):
-            parser.error(f"{path}: recycled tokens are replayed on greedy traces that have their tokens")
         traces = [t for t in stored["traces"] if len(t["sources"]["model"]["right"]) >= min(args.lengths)]
         for curve in args.curve:
             found: dict[str, list[tuple[str, int, float]]] = {}
@@ -353,7 +309,6 @@ def main() -> None:
                             stored["temperature"],
                             args.busy,
                             args.draft,
-                            taught.clone(None),
                             stored.get("rates", {}).get("head"),
                         )
                     speeds = replay.answer(trace, rng)

@@ -671,7 +671,7 @@ class LLM(Tokenizing, AskingModel):
     Args:
         model: a catalogue name, a path to a ``.gguf`` file, or ``hf:OWNER/REPO/FILE.gguf`` (already pulled).
         draft: ``auto`` (n-grams, and the head and the catalogue's draft for the target that are on disk), None, or one
-            or several of ``ngram``, ``recycled``, ``head`` (or ``head:FILE``), ``mtp``, ``early-exit`` (or
+            or several of ``ngram``, ``head`` (or ``head:FILE``), ``mtp``, ``early-exit`` (or
             ``early-exit:N``, with N layers of the target) and models as above.
         draft_length: ``auto`` weighs cost and acceptance token by token; a number drafts that many tokens each round.
         backend: ``auto``, ``llama-cpp``, ``ik-llama``, ``mlx`` or ``reference``.

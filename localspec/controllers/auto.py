@@ -140,7 +140,6 @@ class AutoPlan:
         # What holds until the round is over: asked for twice for every draft token.
         self._one_ms = self.costs.times(1)
         self._most_ms = budget.for_drafts * (self._one_ms + self.costs.ms_other)
-        self._pass_ms: dict[int, float] = {}
         self._answer_room = room
         self._index = index
         self._n = 0  # tokens drafted
@@ -291,19 +290,9 @@ class AutoPlan:
         return worth > 0 and all(worth >= step for step in steps)
 
     def _affords(self, step_ms: float, share: float) -> bool:
-        """Whether one more draft token, were the draft in vain, costs no more than this share of the time budget.
-
-        A wider pass can be shorter, so the widths after the next are tried too.
-        """
-        left = share * self._most_ms - self.ms_spent - step_ms + self._one_ms
-        known = self._pass_ms
-        for width in range(self._n + 2, self._n + 2 + self.room):  # left at the first as a rule
-            ms = known.get(width)
-            if ms is None:
-                ms = known[width] = self.costs.times(width)
-            if ms <= left:
-                return True
-        return False
+        """Whether one more draft token, were all rejected, costs no more than this share of what drafts may cost."""
+        spent = self.ms_spent + step_ms + self.costs.times(self._n + 2) - self._one_ms
+        return spent <= share * self._most_ms
 
 
 @lru_cache(maxsize=64)

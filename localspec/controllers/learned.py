@@ -22,9 +22,6 @@ GRANT = 6.0
 
 SHARE = 0.01  # What may be lost in looking for something better, as a share of every token
 
-# Savings beyond this are not counted: a text that drafting was good at is no reason to lose as much on the next.
-MOST = 40.0
-
 KEPT = 0.5  # Share of an earlier run's savings that counts in the next
 
 ANSWER_GRANT = 0.9
@@ -75,7 +72,7 @@ class TimeBudget:
         self.n_tokens += n_tokens
         self.in_answer += saved + invested
         self.invested += invested
-        self.balance = min(self.balance + saved + SHARE * n_tokens, MOST)
+        self.balance += saved + SHARE * n_tokens
 
     @property
     def for_drafts(self) -> float:
@@ -97,7 +94,7 @@ class TimeBudget:
         saved = stored.get("saved") if isinstance(stored, dict) else None
         if not isinstance(saved, int | float) or not math.isfinite(saved):
             return cls()
-        return cls(min(GRANT + KEPT * max(0.0, saved - GRANT), MOST))
+        return cls(GRANT + KEPT * max(0.0, saved - GRANT))
 
 
 _FORMAT = 1  # of the budget; an acceptance table that cannot be read is learned anew

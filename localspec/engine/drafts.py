@@ -38,7 +38,7 @@ from localspec.spec_decode.drafters.names import (
     names_of_files,
     source_of,
 )
-from localspec.system.files import home, is_same_file, private_folder, write_atomically
+from localspec.system.files import home, is_same_file
 from localspec.system.steps import exhaust
 
 
@@ -91,38 +91,6 @@ def open_corpus(where: str, target: Model, loader: Loader, report: Report) -> Co
     return index
 
 
-# What drafters learned of a target, across runs: one file for each, readable by this user alone.
-
-MOST_BYTES = 64 << 20
-"""A larger file is none of ours, and not read."""
-
-
-def recall(drafter: Drafter, target: Path) -> None:
-    """Have a new drafter go on from what an earlier run learned, if one did."""
-    with suppress(OSError):
-        path = _path(drafter, target)
-        if path.stat().st_size <= MOST_BYTES:
-            drafter.restore(path.read_bytes())
-
-
-def keep(state: DecodingState) -> None:
-    """Write what the drafters learned that cost nothing. A full or read-only disk only means that it is learned again.
-
-    Where two processes write, what the last one knows stays.
-    """
-    for drafter in state.free:
-        if learned := drafter.learned():
-            with suppress(OSError):
-                path = _path(drafter, state.target.path)
-                private_folder(path.parent)
-                with write_atomically(path, private=True, durable=False) as file:
-                    file.write(learned)
-
-
-def _path(drafter: Drafter, target: Path) -> Path:
-    return home() / drafter.source / fingerprint(target)
-
-
 @dataclass(slots=True)
 class DraftMaker:
     """Makes the drafters that names stand for; what is loaded already is used again.
@@ -153,8 +121,6 @@ class DraftMaker:
         """
         before = self.before
         before.acceptance.save()
-        if self.loader.options.remember:
-            keep(before)
         named = [name for name in names if not is_corpus(name)]
         is_automatic = named == ["auto"]
         free, models = self._automatic() if is_automatic else self._drafters(named)
@@ -202,10 +168,7 @@ class DraftMaker:
         return free, _named(models, free)
 
     def _free(self, name: str) -> Drafter:
-        drafter = free_drafter(name)
-        if self.loader.options.remember:
-            recall(drafter, self.before.target.path)
-        return drafter
+        return free_drafter(name)
 
     def _corpora(self, names: Sequence[str]) -> Sequence[Drafter]:
         drafters: list[CorpusDrafter] = []

@@ -26,7 +26,7 @@ from localspec.controllers.batching import LEAST_GAIN, SharedPasses
 from localspec.controllers.calibration import WHOLE, PassKind, calibrating, curve_key, curves
 from localspec.controllers.cost_model import PassTimes, row_ms
 from localspec.controllers.learned import AcceptanceStore
-from localspec.engine.drafts import DraftMaker, keep
+from localspec.engine.drafts import DraftMaker
 from localspec.engine.loading import Loader, Remarks, Report, compared, engines_comparing, giving_way
 from localspec.engine.options import DraftLength, LoadOptions
 from localspec.engine.prefix_cache import PassCounts, PrefixCache
@@ -651,8 +651,6 @@ class Pair:
         """Free everything; safe to call twice."""
         state = self.state
         state.acceptance.save()
-        if self.options.remember:
-            keep(state)
         self.preparation.clear()
         self.prefix_cache.clear()
         for drafter in state.free:

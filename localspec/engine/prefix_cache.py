@@ -32,7 +32,7 @@ class CachedContext:
     """One conversation as a context held it.
 
     Attributes:
-        tokens: the conversation that it stands for; a draft model's context may hold an abridged reading of it.
+        tokens: the conversation that it stands for; a draft's context may hold other tokens.
         state: what the context held.
         used: when it was last of use, on a clock that counts uses.
     """
@@ -225,7 +225,7 @@ class PrefixCache:
         held, wanted = _tokens(self.held(context)), _tokens(tokens)
         n = _shared(held, wanted)
         if n < len(held):
-            # It goes on differently. What is foreign is cut off; an abridged reading cannot be cut.
+            # It goes on differently. What is foreign is cut off, where that can be.
             n = _shared(_tokens(context.tokens), wanted)
             if n < MIN_TOKENS or not _can_be_cut(context):
                 return None
@@ -235,7 +235,7 @@ class PrefixCache:
             return None
         n_read = _shared(_tokens(context.tokens), wanted)
         if MIN_TOKENS <= n_read < len(context.tokens) and _can_be_cut(context):
-            context.truncate(n_read)  # draft tokens that were not accepted; of an abridged reading they stay
+            context.truncate(n_read)  # draft tokens that were not accepted
         return wanted[:n].tolist(), context.export_state()
 
     def restore(self, context: Context, tokens: Sequence[int] | Tokens, state: ContextState) -> None:
@@ -250,7 +250,7 @@ class PrefixCache:
             self._drafted[context] = [int(token) for token in tokens]
 
     def held(self, context: Context) -> Sequence[int]:
-        """The conversation that a context stands for; a draft model may hold an abridged reading of it."""
+        """The conversation that a context stands for; a draft's context may hold other tokens."""
         return self._drafted.get(context) or context.tokens
 
     def move(self, context: Context, other: Context) -> None:

@@ -19,7 +19,7 @@ from starlette.routing import compile_path
 
 from localspec.engine.request import Reply
 from localspec.server.fields import ApiError
-from localspec.spec_decode.drafters.names import CHATS, CORPUS, RECYCLED, is_corpus, source_of
+from localspec.spec_decode.drafters.names import CHATS, CORPUS, is_corpus, source_of
 
 SCOPE_KEY = "localspec.client"
 """Where the guard leaves the client in a request's scope."""
@@ -135,8 +135,8 @@ class Rules:
 
 
 def copies_texts(name: str) -> bool:
-    """Whether a drafter copies texts that only this computer may read."""
-    return is_corpus(name) or name == RECYCLED
+    """Whether a drafter copies texts that only this computer may read: files and chats."""
+    return is_corpus(name)
 
 
 def client_of(http: HTTPConnection) -> Client:

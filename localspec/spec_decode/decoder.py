@@ -330,7 +330,6 @@ class SpeculativeDecoder:
             read, forward = [read[i] for i in path], forward.take(path)
             target.keep(path)
         self.drafters.process(read, forward)
-        self.drafters.verified(read, forward)
         # A replay would overwrite the rows that log-probabilities are read from.
         rows = forward.logits.copy() if replays and answer.emitter.n_logprobs is not None else forward.logits
         rejecting = time.perf_counter()

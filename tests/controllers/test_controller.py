@@ -82,15 +82,6 @@ def test_close_to_the_best_fixed_length_in_hindsight(curve: str, draft_share: fl
     assert here.run(auto(here), N_TOKENS) >= 0.95 * best
 
 
-def test_six_rows_are_sent_where_they_cost_less_than_five() -> None:
-    # Only wide passes pay: every width from 2 to 5 is dear, six rows are nearly free.
-    curve = {1: 50.0, 2: 120.0, 3: 130.0, 4: 140.0, 5: 150.0, 6: 55.0, 7: 200.0, 8: 210.0, 16: 400.0}
-    rng = np.random.default_rng(5)
-    source = stationary(rng, N_TOKENS + 64, 0.97, sharpness=20)
-    here = World(curve, {"ngram": source})
-    assert here.run(auto(here), N_TOKENS) > 2 * here.plain_rate()
-
-
 def test_a_slower_machine_is_noticed_and_not_mistaken_for_a_bad_draft() -> None:
     here = world("ik", 0.2, "stationary 0.8")
     here.slowdown = lambda position: 3.0 if position > 150 else 1.0

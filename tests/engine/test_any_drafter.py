@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import ENGINES, open_backend
 from tests.fuzz.answers import DRAFTS, WAYS, World, case_of
 
-SOURCES = {"ngram", "model", "recycled", "corpus", "early-exit", "head", "grammar"}
+SOURCES = {"ngram", "model", "corpus", "early-exit", "head", "grammar"}
 N_ALONE, N_TOGETHER = 3, 6
 """Questions to each, one and several at a time; ``make fuzz`` asks many more."""
 

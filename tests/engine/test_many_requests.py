@@ -187,7 +187,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> ggufs.Pair:
 def test_nothing_is_left_of_some_hundred_requests_and_each_is_what_it_is_alone(
     pair: ggufs.Pair, measured_home: Path
 ) -> None:
-    drafts, threads = ["ngram", "recycled", str(pair.draft)], set(threading.enumerate())
+    drafts, threads = ["ngram", str(pair.draft)], set(threading.enumerate())
     options: Any = {"backend": "reference", "n_ctx": N_CTX}
     with LLM(pair.target, drafts, parallel=N_PARALLEL, prefix_cache_bytes=1 << 20, **options) as llm:
         requests = [Asked.nth(n, llm.draft_names, 12) for n in range(50)]

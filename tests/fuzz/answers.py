@@ -50,7 +50,6 @@ N_VOCAB = 300
 DRAFTS = (
     ("ngram",),
     ("model",),
-    ("recycled",),
     ("corpus",),
     ("early-exit",),
     ("chained",),
@@ -58,8 +57,8 @@ DRAFTS = (
     ("medusa",),
     ("ngram", "model"),
     ("early-exit", "model"),
-    ("recycled", "chained"),
-    ("ngram", "corpus", "recycled", "model"),
+    ("ngram", "chained"),
+    ("ngram", "corpus", "model"),
     ("ngram", "early-exit", "medusa"),
 )
 """What drafts together; in an answer that follows a grammar that drafts too."""
@@ -255,7 +254,7 @@ class World:
                 said = [llm.generate([token], replace(SHARP, ignore_eos=True)).text for token in range(3, 250, 6)]
             (texts / "said.txt").write_text("\n".join(said))
             found = {"target": str(pair.target), "model": str(pair.draft), "corpus": f"corpus:{texts}"}
-            found |= {"ngram": "ngram", "recycled": "recycled", "early-exit": "early-exit:1"}
+            found |= {"ngram": "ngram", "early-exit": "early-exit:1"}
             kind: Any
             for kind in ("chained", "parallel", "medusa"):
                 found[kind] = f"head:{write_random_head(pair.target, self.folder / f'{family}-{kind}.gguf', kind)}"

@@ -103,12 +103,9 @@ def house(tiny: TinyFiles, module_home: Path, tmp_path_factory: pytest.TempPathF
     kept = {"format": 1, "id": "0" * 16, "title": "t", "system": "", "settings": {}, "revision": 1}
     kept |= {"created": 0.0, "updated": 0.0, "messages": [{"role": "assistant", "content": "assistant\n" + said}]}
     (module_home / CONVERSATIONS / f"{'0' * 16}.json").write_text(json.dumps(kept))
-    draft = ["ngram", "recycled", f"corpus:{folder}", "corpus:chats"]
+    draft = ["ngram", f"corpus:{folder}", "corpus:chats"]
     with ExitStack() as stack:
         llm = stack.enter_context(LLM(tiny.quick.target, draft, **options))
-        # So that there is something that others' answers taught.
-        for _ in range(2):
-            llm.chat(CHAT, SamplingParams(max_tokens=24, ignore_eos=True, seed=1), draft_length=24)
         local = stack.enter_context(serve(llm, origins=(SITE,), hosts=("box.lan",)))
         remote = stack.enter_context(serve(llm, origins=(SITE,), api_key=KEY, host="0.0.0.0"))
         yield House(llm, local, remote, said, folder)
@@ -170,7 +167,6 @@ def test_who_is_answered(house: House, who: str) -> None:
         # Figures about all clients' requests name what drafted for others, to those who may see them.
         if who not in ("program", "own page") and path not in ("/v1/localspec/stats", "/metrics"):
             assert "corpus" not in text, what
-            assert "recycled" not in text, what
 
 
 @pytest.mark.parametrize("who", KINDS)
@@ -187,17 +183,17 @@ def test_whose_texts_are_drafted(house: House, who: str, own: dict[str, Any]) ->
     (last,) = [chunk["localspec"] for chunk in chunks if "stats" in chunk.get("localspec", {})]
     sources = {token["source"] for one in rounds for token in (*one["draft"], *one["emitted"])} - {"target"}
     sources |= set(last["stats"]["by_source"])
-    private = {source for source in sources if source.startswith(("corpus", "recycled"))}
+    private = {source for source in sources if source.startswith("corpus")}
     if KINDS[who] is Kind.LOCAL:
         assert private or not own, (sources, "nothing was drafted from them: this shows nothing")
-        assert last["draft"] == ["ngram", "recycled", "corpus", "corpus:chats"]
+        assert last["draft"] == ["ngram", "corpus", "corpus:chats"]
     else:
         assert not private
         assert last["draft"] == ["ngram"]
 
 
 @pytest.mark.parametrize("who", ["proxied", "another computer", "site", "site with the key"])
-@pytest.mark.parametrize("name", ["corpus", "corpus:chats", "recycled", "corpus:{folder}"])
+@pytest.mark.parametrize("name", ["corpus", "corpus:chats", "corpus:{folder}"])
 def test_they_cannot_be_asked_for_by_name(house: House, who: str, name: str) -> None:
     own = {"draft": ["auto", name.format(folder=house.folder)]}
     status, _, answer = house.ask(who, "POST", "/v1/completions", {"prompt": "x", "max_tokens": 1, "localspec": own})

@@ -103,8 +103,7 @@ def test_an_answer_shows_every_token_in_the_style_of_its_origin(
 
 def test_every_drafter_has_a_name_and_a_style_of_the_legend(tab: Callable[..., Tab], server: Server) -> None:
     it = tab(server.url)
-    free = ("ngram", "recycled")
-    kinds = ["model", "grammar", "corpus", *free, *FROM_STATES]
+    kinds = ["model", "grammar", "corpus", "ngram", *FROM_STATES]
     script = """async (sources) => {
         const {slot, sourceName} = await import("/page/words.js");
         return sources.map((source) => [slot(source), sourceName(source)]);
@@ -113,8 +112,8 @@ def test_every_drafter_has_a_name_and_a_style_of_the_legend(tab: Callable[..., T
     assert it.run(script, [f"{kind}2" for kind in kinds]) == list(looks.values())  # the second of its kind
     assert len({name for _, name in looks.values()}) == len(kinds)
     assert [kind for kind, (_, name) in looks.items() if name == kind] == ["grammar", "head"]  # those are its names
-    # Those that read the target's states look alike, those that cost nothing too, and no others.
-    assert len({slot for slot, _ in looks.values()}) == len(kinds) - len(FROM_STATES) + 1 - len(free) + 1
+    # Those that read the target's states look alike, and no others.
+    assert len({slot for slot, _ in looks.values()}) == len(kinds) - len(FROM_STATES) + 1
     for group in (FROM_STATES, free):
         assert len({looks[kind][0] for kind in group}) == 1
     for slot, _ in looks.values():

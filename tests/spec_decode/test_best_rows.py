@@ -18,7 +18,7 @@ PROMPTS = ("one two three one two three", "four five")
 
 @pytest.fixture(scope="module")
 def llm(tiny: TinyFiles) -> Iterator[LLM]:
-    with LLM(tiny.quick.target, draft=["ngram", "recycled", tiny.quick.draft], backend="reference", n_ctx=512) as llm:
+    with LLM(tiny.quick.target, draft=["ngram", tiny.quick.draft], backend="reference", n_ctx=512) as llm:
         yield llm
 
 

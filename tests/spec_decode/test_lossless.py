@@ -30,7 +30,6 @@ from localspec.spec_decode.drafters.corpus import CorpusDrafter
 from localspec.spec_decode.drafters.corpus_index import CorpusIndex, PathSource
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.ngram import NgramDrafter
-from localspec.spec_decode.drafters.recycling import RecyclingDrafter
 from localspec.spec_decode.rounds import DraftToken, Round, Span
 from localspec.system.steps import exhaust
 from tests.conftest import TinyFiles
@@ -134,7 +133,6 @@ class World:
             [self.random],
             [DraftModelDrafter(self.small.new_context(N_CTX))],
             [NgramDrafter(), DraftModelDrafter(self.small.new_context(N_CTX))],
-            [NgramDrafter(), RecyclingDrafter()],
             [NgramDrafter(), CorpusDrafter(self.corpus, "corpus", "corpus:x")],
             [DraftModelDrafter(self.small.new_context(N_CTX // 4)), self.random, NgramDrafter(min_match=2)],
         ]
@@ -389,30 +387,6 @@ def test_a_draft_behind_a_mark_that_has_half_come_keeps_to_the_budget() -> None:
             reader.count()
             reader.read(Span(text, "plain", "target"))
             assert reader.room == expected
-
-
-def test_the_law_with_recycled_tokens(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was learned from an answer before, and what an answer teaches while it is drawn, leave its law alone."""
-    params = replace(SAMPLING, top_k=3, max_tokens=4, ignore_eos=True)
-    with reference.load(tiny.micro) as model:
-        target, taught = Predictions(model), RecyclingDrafter()
-        run(SpeculativeDecoder(TableContext(target), [taught], FixedController(0)), list(PROMPT), SamplingParams())
-        taught.begin(PROMPT)
-        accepted: set[str] = set()
-        branching_samples(monkeypatch)
-
-        def program(branches: Branches) -> Tokens:
-            noise = BranchingNoise(branches)
-            monkeypatch.setattr(localspec.spec_decode.decoder, "Noise", lambda seed: noise)
-            decoder = SpeculativeDecoder(TableContext(target), [taught.clone(None)], NosyController())
-            rounds = run(decoder, list(PROMPT), params)
-            accepted.update(token.source for round_ in rounds for token in round_.emitted)
-            return tuple(token.id for round_ in rounds for token in round_.emitted)
-
-        law = explore(program)
-        assert sum(law.values()) == pytest.approx(1.0, abs=EXACT)
-        assert largest_difference(plain_law(params, target, 4), law) < EXACT
-        assert accepted == {"recycled", "target"}
 
 
 def test_the_law_with_a_corpus(tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from localspec.commands.chat.typesetter import (
 )
 from localspec.commands.options import called, joined
 from localspec.heads import FROM_STATES
-from localspec.spec_decode.drafters.names import CORPUS, NGRAM, RECYCLED
+from localspec.spec_decode.drafters.names import CORPUS, NGRAM
 from localspec.spec_decode.rounds import Round, Span, SpecStats, TokenKind
 from localspec.system.terminal import (
     char_width,
@@ -356,11 +356,11 @@ class ChatScreen:
             return ""
         if not self.ansi:
             return "guesses are shown by /view rounds; this terminal cannot take text back"
-        models = kinds - {NGRAM, RECYCLED, CORPUS, *FROM_STATES}
+        models = kinds - {NGRAM, CORPUS, *FROM_STATES}
         looks = [
             ("guessed by draft model", Style.MODEL, bool(follows or models)),
             ("by head", Style.STATES, bool(kinds & set(FROM_STATES))),
-            ("copied", Style.NGRAM, kinds & {NGRAM, RECYCLED}),
+            ("copied", Style.NGRAM, NGRAM in kinds),
             ("from your files", Style.CORPUS, CORPUS in kinds),
             ("wrong guess", Style.REJECTED, True),
             ("the model's own", Style.TARGET, True),

@@ -27,7 +27,7 @@ from rich.text import Text
 from rich.theme import Theme
 
 from localspec.heads import FROM_STATES
-from localspec.spec_decode.drafters.names import CORPUS, NGRAM, RECYCLED, kind_of
+from localspec.spec_decode.drafters.names import CORPUS, NGRAM, kind_of
 from localspec.spec_decode.rounds import TokenKind
 from localspec.system.terminal import char_width, clip, on_one_line, terminal_size, visible, width, width_is_certain
 
@@ -42,7 +42,7 @@ class Style(Enum):
     MODEL = ("1", "32")
     """Accepted tokens of a draft model."""
     NGRAM = ("4", "36")
-    """Accepted tokens copied from the text or recycled."""
+    """Accepted draft tokens that n-grams copied from the text."""
     CORPUS = ("3;4", "33")
     """Accepted tokens copied from the user's files."""
     STATES = ("1;4", "35")
@@ -76,8 +76,8 @@ class Painter:
 def token_style(kind: TokenKind, source: str) -> Style:
     if kind != "accepted":
         return Style.TARGET
-    free, states = dict.fromkeys((NGRAM, RECYCLED), Style.NGRAM), dict.fromkeys(FROM_STATES, Style.STATES)
-    return (free | states | {CORPUS: Style.CORPUS}).get(kind_of(source), Style.MODEL)
+    states = dict.fromkeys(FROM_STATES, Style.STATES)
+    return (states | {NGRAM: Style.NGRAM, CORPUS: Style.CORPUS}).get(kind_of(source), Style.MODEL)
 
 
 StyledText = tuple[str, Style]

@@ -16,7 +16,6 @@ export function element(name, attributes = {}, ...children) {
 const DRAFTERS = {
   model: ["draft model", 0],
   ngram: ["copy from the text", 1],
-  recycled: ["earlier tokens", 1],
   grammar: ["grammar", 2],
   head: ["head", 3],
   mtp: ["model's own MTP layer", 3],

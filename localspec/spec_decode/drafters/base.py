@@ -160,13 +160,6 @@ class Drafter(ABC):
         """
         raise NotImplementedError(f"a drafter of {self.source} tokens cannot be cloned")
 
-    def learned(self) -> bytes:
-        """What is to be kept for the next run; empty where there is nothing new."""
-        return b""
-
-    def restore(self, learned: bytes) -> None:  # noqa: B027 - optional hook
-        """Go on from what ``learned`` returned in an earlier run; anything else is ignored."""
-
     def expect(self, text: Sequence[int]) -> None:  # noqa: B027 - optional hook
         """The answers to come are likely to repeat this text, from its beginning; [] ends that. Before ``begin``."""
 
@@ -178,14 +171,6 @@ class Drafter(ABC):
 
     def process(self, tokens: Sequence[int], forward: Forward) -> None:  # noqa: B027 - optional hook
         """The target decoded ``tokens``: in prefill, before ``begin``, or in a round, before ``accept``."""
-
-    def verified(self, tokens: Sequence[int], forward: Forward) -> None:  # noqa: B027 - optional hook
-        """The pass that ``process`` was just told of verified a draft: ``tokens`` begin with the last settled one.
-
-        Args:
-            tokens: the last settled token and the draft; of one that branches, the path that was accepted.
-            forward: a row of logits for each of them.
-        """
 
     def confidence(self, tokens: Sequence[int]) -> float:
         """Of one that is ``ranked``: its confidence [0, 1] in what it would propose next; 0 where it has nothing.

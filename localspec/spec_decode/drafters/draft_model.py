@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from localspec.backends.base import FEW_ROWS, Context, Forward, Wanted, shared_prefix
+from localspec.backends.base import FEW_ROWS, Context, Forward, Wanted
 from localspec.errors import ContextFull, EngineError
 from localspec.sampling.sampling import Ids
 from localspec.spec_decode.drafters.base import Drafter, DrafterFailed, Plan, Proposer
@@ -15,18 +15,6 @@ from localspec.spec_decode.rounds import DraftToken
 MAX_COUNTERFACTUAL = 24
 """Counterfactual draft tokens scored when a draft model catches up. Each takes a row of its output head. Set by
 hand."""
-
-N_HEAD = 4
-N_TAIL = 48
-MAX_ABRIDGED = 144
-"""Of a new prompt of up to ``MAX_ABRIDGED`` tokens only the first ``N_HEAD`` and the last ``N_TAIL`` are read, where
-reading it all is not worth its time.
-
-Reading is most of what a draft costs in a short answer, and after a few words it is mostly the answer that drafts are
-made from. On the tuning prompts of 83 to 112 tokens (code, mathematics, chat, stories; Qwen2.5-Coder) 0.80 of the draft
-tokens were right after the whole and 0.77 so. Longer prompts bring a text that the answer reworks, and what is missing
-is what matters: 0.64 and 0.36 in translations of 187 to 253 tokens, 0.96 and 0.73 in edits and extractions.
-"""
 
 
 class DraftModelDrafter(Drafter):
@@ -47,8 +35,7 @@ class DraftModelDrafter(Drafter):
         self.context = context
         self.source = source
         self._n_prompt = self._n_settled = 0
-        self._n_hidden = 0
-        self._n_hideable = self._n_best = 0
+        self._n_best = 0
         self._text: Sequence[int] | None = None
         """What is drafted for, once a step of this draft has read it: it only grows while the draft does."""
         self._n_known = 0
@@ -63,41 +50,37 @@ class DraftModelDrafter(Drafter):
             return []
 
     def _draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
-        position, text = len(tokens), tokens
+        position = len(tokens)
         if position > self.context.n_ctx:
             return []
-        tokens, known = self._what_to_read(text, plan)
+        known = self._what_it_knows(tokens, plan)
         if known is None:
             return []
         is_as_wide = proposer.n_vocab is None or self.context.model.n_vocab <= proposer.n_vocab
         self._n_best = proposer.n_best if is_as_wide else 0
         started = time.perf_counter()
         # What it would have drafted for the last settled tokens, read only now, shows how it is doing here.
-        n_settled, n_prompt = self._n_settled - self._n_hidden, self._n_prompt - self._n_hidden
-        n_counterfactual = min(n_settled - max(known, n_prompt - 1) - 1, MAX_COUNTERFACTUAL)
+        n_counterfactual = min(self._n_settled - max(known, self._n_prompt - 1) - 1, MAX_COUNTERFACTUAL)
         n_scored = n_counterfactual if len(tokens) - known > 2 else 0
         forward = self._read(tokens, known, n_scored, plan, proposer)
-        self._text, self._n_known = text if tokens is text else None, self.context.n_past
+        self._text, self._n_known = tokens, self.context.n_past
         confidence = proposer.confidence(forward.logits[-1], tokens, ids=_ids(forward, -1))
         plan.spent(self.source, len(tokens) - known, (time.perf_counter() - started) * 1e3)
         return self._proposed(confidence, position, plan, proposer)
 
-    def _what_to_read(self, tokens: Sequence[int], plan: Plan) -> tuple[Sequence[int], int | None]:
-        """The text as this model sees it, and how much of that it knows; None if the rest is not worth reading."""
-        for n_hidden in (0, self._n_hideable) if self._n_hideable else (self._n_hidden,):
-            seen = [*tokens[:N_HEAD], *tokens[N_HEAD + n_hidden :]] if n_hidden else tokens
-            known = self.context.n_past
-            if self._text is not tokens or known != self._n_known or known >= len(tokens):
-                known = self._reuse(seen[:-1])
-            if max(seen[known:]) >= self.context.model.n_vocab:  # the target's padding can be wider than the draft's
-                continue
-            pending = len(seen) - known
-            if pending > self.context.n_free:  # other answers' texts can be in the same memory
-                continue
-            if plan.more(self.source, pending):
-                self._n_hidden, self._n_hideable = n_hidden, 0
-                return seen, known if pending == 1 else self._probe(seen, known, plan)
-        return tokens, None
+    def _what_it_knows(self, tokens: Sequence[int], plan: Plan) -> int | None:
+        """How much of the text this model knows; None if the rest cannot be read, or is not worth it."""
+        known = self.context.n_past
+        if self._text is not tokens or known != self._n_known or known >= len(tokens):
+            known = self._reuse(tokens[:-1])
+        if max(tokens[known:]) >= self.context.model.n_vocab:  # the target's padding can be wider than the draft's
+            return None
+        pending = len(tokens) - known
+        if pending > self.context.n_free:  # other answers' texts can be in the same memory
+            return None
+        if not plan.more(self.source, pending):
+            return None
+        return known if pending == 1 else self._probe(tokens, known, plan)
 
     def _probe(self, tokens: Sequence[int], known: int, plan: Plan) -> int | None:
         """Read first pieces, if the plan wants to see what reading costs now; None if the rest is not worth it."""
@@ -120,9 +103,7 @@ class DraftModelDrafter(Drafter):
         """
         if n_counterfactual <= 0:
             return self._decode(tokens[known:], "last")
-        first = (
-            self._n_settled - self._n_hidden - n_counterfactual - 1
-        )  # its logits predict the first token to be judged
+        first = self._n_settled - n_counterfactual - 1  # its logits predict the first token to be judged
         if first > known:
             self._decode(tokens[known:first], "none")
         for start in range(first, len(tokens), FEW_ROWS):
@@ -155,9 +136,6 @@ class DraftModelDrafter(Drafter):
 
     def begin(self, tokens: Sequence[int]) -> None:
         self._n_prompt = self._n_settled = len(tokens)
-        known = shared_prefix(self.context.tokens, tokens)
-        is_short = len(tokens) <= MAX_ABRIDGED and len(tokens) - known > N_HEAD + N_TAIL + N_TAIL // 4
-        self._n_hidden, self._n_hideable = 0, len(tokens) - N_HEAD - N_TAIL if is_short else 0
 
     def drafted(self) -> None:
         self._text = None

@@ -44,10 +44,6 @@ class DrafterGroup:
         for drafter in self.drafters:
             drafter.process(tokens, forward)
 
-    def verified(self, tokens: Sequence[int], forward: Forward) -> None:
-        for drafter in self.drafters:
-            drafter.verified(tokens, forward)
-
     def draft(
         self,
         tokens: list[int],

@@ -11,9 +11,8 @@ import pytest
 from localspec import LLM, SamplingParams
 from localspec.backends.base import FEW_ROWS, Forward
 from localspec.controllers.auto import AutoPlan
-from localspec.controllers.fixed import FixedPlan
 from localspec.sampling.sampling import Ids, Noise, Row
-from localspec.spec_decode.drafters.draft_model import MAX_ABRIDGED, MAX_COUNTERFACTUAL, N_HEAD, N_TAIL
+from localspec.spec_decode.drafters.draft_model import MAX_COUNTERFACTUAL
 from localspec.spec_decode.proposer import Proposer
 from tests.conftest import TinyFiles
 
@@ -120,37 +119,6 @@ def test_counterfactual_draft_tokens_are_learned_from(tiny: TinyFiles) -> None:
         assert plan.acceptance["model"].expected(0.97) < before - 0.3
 
 
-def test_of_a_short_new_prompt_only_the_ends_are_read_if_all_of_it_is_not_worth_that(tiny: TinyFiles) -> None:
-    with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=1024) as llm:
-        (drafter,) = llm._pair.state.drafters
-        context = llm._pair.contexts[1]
-        params = SamplingParams()
-
-        def read(prompt: list[int], answer: list[int], worth: int = 80) -> list[int]:
-            drafter.begin(prompt)
-            drafter.accept(answer)
-            drafter.draft(prompt + answer, Recorder(worth), Proposer(params, Noise(0)))
-            return list(context.tokens)
-
-        def words(n: int) -> list[int]:
-            return [20 + i % 60 for i in range(n)]
-
-        for n, abridged in ((40, False), (N_HEAD + N_TAIL, False), (100, True), (MAX_ABRIDGED, True)):
-            prompt, answer = words(n), [7, 8, 9]
-            llm.run(lambda pair: context.truncate(0))
-            ends = (prompt[:N_HEAD] + prompt[-N_TAIL:] if abridged else prompt) + answer
-            assert llm.run(lambda pair, p=prompt, a=answer: read(p, a)) == ends
-            llm.run(lambda pair: context.truncate(0))
-            assert llm.run(lambda pair, p=prompt, a=answer: read(p, a, 400)) == prompt + answer
-        llm.run(lambda pair: context.truncate(0))
-        assert llm.run(lambda pair: read(words(400), [7])) == []  # a longer one is read whole, or not at all
-        # What was read in an earlier turn stays: nothing is left out of a prompt that goes on from there.
-        prompt = words(400)
-        longer = [*prompt, 7, 8, 9, *words(30)]
-        llm.run(lambda pair: read(prompt, [7, 8, 9], 500))
-        assert llm.run(lambda pair: read(longer, [5])) == [*longer, 5]
-
-
 def test_all_of_a_prompt_is_read_once_that_has_come_to_be_worth_it(tiny: TinyFiles) -> None:
     with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=1024) as llm:
         (drafter,) = llm._pair.state.drafters
@@ -168,22 +136,3 @@ def test_all_of_a_prompt_is_read_once_that_has_come_to_be_worth_it(tiny: TinyFil
 
         prompt = [20 + i % 60 for i in range(100)]
         llm.run(lambda pair: read())
-
-
-def test_an_abridged_prompt_changes_guesses_and_nothing_else(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    worth = N_HEAD + N_TAIL + 8
-    monkeypatch.setattr(FixedPlan, "more", lambda plan, source, pending=0: plan.room > 0 and pending <= worth)
-    with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=1024) as llm:
-        prompt = "the cat sat on the mat and the dog ran to the door " * 4
-        assert N_HEAD + N_TAIL < llm.count_tokens(prompt) <= MAX_ABRIDGED
-        params = SamplingParams(max_tokens=60, ignore_eos=True)
-        plain = llm.generate(prompt, params, speculate=False).token_ids
-        drafted = llm.generate(prompt, params, draft_length=4)
-        assert drafted.token_ids == plain
-        assert drafted.stats["num_accepted_tokens"] > 0
-        assert llm._pair.state.drafters[0]._n_hidden > 0  # type: ignore[attr-defined]
-        seeded = SamplingParams(temperature=1.0, seed=5, max_tokens=60, ignore_eos=True)
-        assert (
-            llm.generate(prompt, seeded, draft_length=4).token_ids
-            == llm.generate(prompt, seeded, speculate=False).token_ids
-        )
