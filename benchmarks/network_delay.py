@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from localspec import LLM, EngineError, Placement, SamplingParams
-from localspec.backends.llama.rpc_link import ask
+from localspec.backends.llama.rpc import ask
 from localspec.engine.options import DraftLength, checked_length
 from localspec.engine.state import AheadChoice
 from localspec.system.files import home

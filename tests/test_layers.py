@@ -151,3 +151,8 @@ def test_a_class_name_means_one_thing() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(module)
     assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
+
+
+def test_kinds_of_heads_are_named_in_their_room_alone() -> None:
+    naming = [module for module, path in FILES.items() if "eagle" in path.read_text(encoding="utf-8").lower()]
+    assert {room_of(module) for module in naming} == {"heads"}, naming

@@ -32,6 +32,7 @@ from localspec import (
     SamplingParams,
     UsageError,
 )
+from localspec.engine import scheduler
 from localspec.engine.options import SamplingOptions
 from localspec.engine.worker import FairQueue, Job, Worker
 from localspec.spec_decode.rounds import CountName, EstimateName, FigureName
@@ -279,14 +280,14 @@ def test_a_full_queue_refuses_and_says_so(llm: LLM) -> None:
 
 def test_turns_between_conversations_of_an_llm(llm: LLM) -> None:
     gate, order = Gate(llm), []
-    read = llm._pair.steps
+    open_answer = scheduler.OpenAnswer
 
-    def noting(seat: Any, tokens: Any, *rest: Any, **options: Any) -> Any:
+    def noting(pair: Any, seat: Any, tokens: Any, *rest: Any) -> Any:
         order.append(llm.detokenize(tokens))
-        return read(seat, tokens, *rest, **options)
+        return open_answer(pair, seat, tokens, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm._pair, "steps", noting)
+        patch.setattr(scheduler, "OpenAnswer", noting)
         names = ("a1", "a2", "a3", "b1", "b2")
         streams = [llm.rounds(name, GREEDY, conversation=name[0]) for name in names]
         gate.open()

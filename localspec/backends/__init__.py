@@ -33,9 +33,8 @@ Order = Callable[[list[str], bool], list[str]]
 def candidates(n_gpu_layers: int | None = None) -> list[str]:
     """Usable engines for real models, the fastest for where the model will run first.
 
-    A GPU goes before the CPU, and on a Mac both llama.cpp and MLX can have it. llama.cpp comes first: it was compiled
-    for Metal on purpose, reads every architecture, and computes with the file's own bits. MLX comes next, before the
-    engines on the CPU. On Linux, where it is there to be tested, MLX is used only when asked for by name.
+    A GPU goes before the CPU. On a Mac both llama.cpp and MLX can have it: llama.cpp first, which reads every
+    architecture and computes with the file's own bits. On Linux MLX is there for tests, and used only when named.
 
     Args:
         n_gpu_layers: None or positive prefers an engine with a GPU if there is one; 0 keeps the model on the CPU.
@@ -53,13 +52,9 @@ def candidates(n_gpu_layers: int | None = None) -> list[str]:
     if not usable and not on_gpu:
         raise EngineUnavailable("no engine can be used here: " + "; ".join(str(reason) for reason in reasons.values()))
     if n_gpu_layers and not on_gpu:
-        if "llama-cpp" in usable:
-            raise EngineUnavailable(
-                "--gpu-layers needs llama-cpp-python built for your GPU; docs/engines.md has the command for each kind"
-            )
-        raise EngineUnavailable(
-            "--gpu-layers needs llama-cpp-python built for your GPU: pip install 'localspec[llama-cpp]'"
-        )
+        there = "llama-cpp" in usable
+        how = "; docs/engines.md has the command for each kind" if there else ": pip install 'localspec[llama-cpp]'"
+        raise EngineUnavailable(f"--gpu-layers needs llama-cpp-python built for your GPU{how}")
     return on_gpu if n_gpu_layers else [*on_gpu, *(name for name in usable if name not in on_gpu)]
 
 
@@ -85,13 +80,8 @@ def load(
     """Load a file with an engine that computes it rightly.
 
     Args:
-        path: a GGUF file.
+        path, n_threads, n_gpu_layers, kv_type, placement, progress: see ``registry``.
         backend: an engine's name, or ``auto``: the first usable one that passes the check in ``trust``.
-        n_threads: CPU threads; None takes the physical cores.
-        n_gpu_layers: see ``candidates``.
-        kv_type: type of the KV cache.
-        placement: where the weights go, with more than one device.
-        progress: called with the loaded fraction; returning False cancels.
         say: takes what is being done, in a line.
         warn: takes remarks that a user should keep, such as why an engine was passed over.
         check: whether the engine has to be right about the file; only a draft model may do without.
@@ -143,7 +133,7 @@ def load(
 
 
 def _only_error(path: Path, failures: list[LocalspecError]) -> LocalspecError:
-    """One error for all engines; what they agree on, such as that a file is no model, is said once."""
+    """One error for all engines; a reason that they share is given once."""
     reasons = list(dict.fromkeys(map(str, failures)))
     if len(reasons) == 1:
         return failures[0]

@@ -1,7 +1,7 @@
 """What a backend provides: a ``Model`` (weights), its ``Context`` (the memory of one sequence) or ``SequenceBatch`` (of
 several), and what a pass returns, ``Forward``.
 
-A backend is a module of this folder with a function ``load`` (see ``registry.LoadEngine``), and ``binding`` where the
+A backend is a module of this folder with a function ``load`` (see ``registry``), and ``binding`` where the
 engine may be missing. Arguments are checked in the base classes here, so that every engine refuses the same in the same
 words; an engine implements the methods with an underscore.
 """
@@ -40,8 +40,8 @@ N_UNINTERRUPTED = 256
 """Tokens decoded between two looks at ``Context.interrupted``: what the engines compute together anyway."""
 
 NORM, NEXTN = "norm", "nextn"
-"""Names of hidden states [n_embd], besides ``layer:i``, the residual stream after block i (from 0): what the output
-matrix multiplies, and what a model's own layer for multi-token prediction reads."""
+"""Names of hidden states [n_embd]: what the output matrix multiplies, and what a model's own layer for multi-token
+prediction reads. ``layer:i`` is the residual stream after block i, from 0."""
 
 
 def layer_name(layer: int) -> str:
@@ -167,7 +167,7 @@ class Capabilities:
 
 
 class _Closable(ABC):
-    """Has engine memory until it is closed, at the latest at the end of a ``with`` block."""
+    """Holds engine memory until it is closed, at the latest at the end of a ``with`` block; then calls raise Closed."""
 
     _closed = False
     _closed_error: str
@@ -256,7 +256,6 @@ class Model(_Closable):
         Raises:
             UsageError: n_ctx is not positive, there is no such state, or the engine returns none.
             EngineError: not enough memory.
-            Closed: the model was closed.
         """
         self._check_open()
         make = self._new_branching_context if branches else self._new_context
@@ -289,7 +288,6 @@ class Model(_Closable):
             UsageError: a number is not positive, there is no such state, the engine returns none, or takes fewer
                 sequences.
             EngineError: not enough memory.
-            Closed: the model was closed.
         """
         self._check_open()
         if n_sequences <= 0:
@@ -324,7 +322,6 @@ class Model(_Closable):
 
         Raises:
             UsageError: the text holds half a character, or the model has no tokens.
-            Closed: the model was closed.
         """
         self._check_open()
         if not self.vocab.n_tokens:
@@ -369,7 +366,12 @@ class Model(_Closable):
 
 
 class Context(_Closable):
-    """The memory of one sequence, which passes extend and ``truncate`` cuts."""
+    """The memory of one sequence, which passes (``decode…``) extend and ``truncate`` cuts.
+
+    Every pass raises ContextFull where its tokens do not fit; UsageError for no tokens, an id outside the vocabulary,
+    or tokens behind rows of ``decode_first_layers``; EngineError where the engine failed. The memory is then as before,
+    or, where that cannot be, empty.
+    """
 
     _closed_error = "this context was closed"
 
@@ -415,11 +417,7 @@ class Context(_Closable):
             logits: which rows to return.
 
         Raises:
-            ContextFull: they do not fit; the memory is unchanged.
-            UsageError: no tokens, an id outside the vocabulary, or behind rows of ``decode_first_layers``.
             Cancelled: ``interrupted`` was true; the memory holds the pieces that were done.
-            EngineError: the engine failed; the memory is as before, or, where that cannot be, empty.
-            Closed: the context was closed.
         """
         self._check_ids(tokens)
         self._check_whole()
@@ -434,7 +432,7 @@ class Context(_Closable):
         return Forward(pieces[-1].logits, joined_states(pieces)) if len(pieces) > 1 else pieces[0]
 
     def decode_best(self, tokens: Sequence[int], n_best: int, logits: Literal["all", "last"] = "all") -> Forward:
-        """``decode``, of which the ``n_best`` largest logits of each row are enough; others may be left out."""
+        """``decode``, where the ``n_best`` largest logits of each row are enough: others may be left out."""
         if not self.finds_best or len(tokens) > N_UNINTERRUPTED:
             return self.decode(tokens, logits)
         self._check_ids(tokens)
@@ -454,7 +452,6 @@ class Context(_Closable):
 
         Raises:
             UsageError: the model cannot (``Capabilities.float_rows``), the shapes are wrong, or a row is not finite.
-            ContextFull, EngineError, Closed: as for ``decode``.
         """
         self._check_room(len(tokens))
         self._check_whole()
@@ -486,7 +483,6 @@ class Context(_Closable):
         Raises:
             UsageError: the model cannot (``Capabilities.first_layers``), the context does not return that state, or the
                 memory ends with rows of another number of layers.
-            ContextFull, EngineError, Closed: as for ``decode``.
         """
         self._check_ids(tokens)
         name = layer_name(n_layers - 1)
@@ -517,8 +513,7 @@ class Context(_Closable):
             A row of logits for each token, and of every hidden state: as ``decode`` gives it for that token's path.
 
         Raises:
-            UsageError: the context cannot (``can_branch``), parents do not come before, or as for ``decode``.
-            ContextFull, EngineError, Closed: as for ``decode``.
+            UsageError: the context cannot (``can_branch``), or parents do not come before.
         """
         self._check_ids(tokens)
         self._check_whole()
@@ -543,8 +538,7 @@ class Context(_Closable):
 
         Raises:
             UsageError: there is no such path, or other calls have come in between.
-            EngineError: the engine failed.
-            Closed: the context was closed.
+            EngineError: the engine failed; the memory is as it was.
         """
         self._check_open()
         if self._tree is None:
@@ -564,12 +558,7 @@ class Context(_Closable):
         self.tokens.extend(tokens[at] for at in path)
 
     def truncate(self, n: int) -> None:
-        """Forget all but the first n tokens; then the context behaves as a fresh one that was fed just those.
-
-        Raises:
-            UsageError: n is negative or larger than ``n_past``.
-            Closed: the context was closed.
-        """
+        """Forget all but the first n tokens; then the context behaves as a fresh one that was fed just those."""
         self._check_open()
         if not 0 <= n <= self.n_past:
             raise UsageError(f"cannot truncate {self.n_past} tokens to {n}")
@@ -593,7 +582,6 @@ class Context(_Closable):
             UsageError: the engine cannot (``Capabilities.saves_state``), or the memory ends with rows of
                 ``decode_first_layers``.
             EngineError: the engine failed.
-            Closed: the context was closed.
         """
         self._check_saves_state()
         self._check_whole()
@@ -617,7 +605,6 @@ class Context(_Closable):
             ContextFull: more tokens than this context has room for; it is left as it was.
             UsageError: the engine cannot.
             EngineError: the engine refuses the state; the context is then empty.
-            Closed: the context was closed.
         """
         self._check_saves_state()
         if len(state.tokens) > self.n_ctx:
@@ -751,12 +738,7 @@ class SequenceBatch(_Closable):
         self._sequences = [_Sequence(self, i) for i in range(n_sequences)]
 
     def __getitem__(self, sequence: int) -> Context:
-        """One of the sequences: the same object each time. Closing it empties it for good.
-
-        Raises:
-            UsageError: there is no such sequence.
-            Closed: the batch was closed.
-        """
+        """One of the sequences: the same object each time. Closing it empties it for good."""
         self._check_open()
         if not 0 <= sequence < self.n_sequences:
             raise UsageError(f"the sequence must be in 0..{self.n_sequences - 1}, not {sequence}")
@@ -778,11 +760,8 @@ class SequenceBatch(_Closable):
             sequence.
 
         Raises:
-            ContextFull: a piece does not fit, or all together do not; nothing was fed.
-            UsageError: a sequence that does not exist or occurs twice, or as for ``Context.decode``.
-            Cancelled: ``interrupted`` was true; all memories are as before.
-            EngineError: the engine failed; all memories are as before.
-            Closed: the batch was closed.
+            UsageError: a sequence that does not exist or occurs twice, or as for a context.
+            ContextFull, EngineError, Cancelled: as for a context; all memories are as before.
         """
         self._check_open()
         contexts = [self[piece.sequence] for piece in pieces]
@@ -813,7 +792,6 @@ class SequenceBatch(_Closable):
             UsageError: no such sequence, the two are one, or the source does not hold as many, without those of
                 ``decode_first_layers``.
             EngineError: the engine failed; the target is then empty.
-            Closed: the batch was closed.
         """
         if source == target:
             raise UsageError(f"sequence {source} cannot be copied to itself")
@@ -840,11 +818,7 @@ class SequenceBatch(_Closable):
         self[sequence].truncate(n)
 
     def check_cells(self, n: int, n_given_back: int = 0) -> None:
-        """Refuse n tokens that do not fit, once ``n_given_back`` are free that are not now.
-
-        Raises:
-            ContextFull: they do not.
-        """
+        """Raise ContextFull for n tokens that do not fit, once ``n_given_back`` are free that are not now."""
         if n > self.free_cells + n_given_back:
             raise ContextFull(
                 f"the memory of {self.n_sequences} sequences holds {self.n_cells} tokens; {self.free_cells} are free "

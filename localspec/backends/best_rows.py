@@ -1,7 +1,6 @@
-"""The largest logits of each row, found where they are computed: what engines that can have in common.
+"""The largest logits of each row, found on the device that computes them: only these and their tokens are copied.
 
-Only these and their tokens are copied then. Of equals at the end the device chooses: where that would matter whole rows
-are copied.
+Among equals at the end the device chooses: where that would matter whole rows are copied.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import numpy.typing as npt
 from localspec.backends.base import Context, FloatArray, Forward, Model, TokenIds
 
 LEAST, MOST = 64, 256
-"""How many logits of a row are looked for: enough that they are nearly all of the probability, of a sure row."""
+"""How many logits of a row are looked for: enough to be nearly all of the probability of a sure row."""
 
 _N_TRIED = 6
 
@@ -35,13 +34,13 @@ def by_token(found: FloatArray, ids: npt.NDArray[Any], n_best: int) -> tuple[Flo
     """The largest logits of rows in the order of their tokens.
 
     Args:
-        found: they, in any order [n_rows, k].
+        found: the logits, in any order [n_rows, k].
         ids: their tokens [n_rows, k].
         n_best: how many of them are needed, fewer than k.
 
     Returns:
-        Logits [n_rows, k] and their tokens, increasing; None where these do not do: the largest is no number, or the
-        last of ``n_best`` has its equals, of which some may be missing.
+        Logits and tokens [n_rows, k], tokens increasing; None where whole rows are needed: the largest is no number, or
+        the last of ``n_best`` has its equals, some of which may be missing.
     """
     n, k = found.shape
     at = ids.argsort(axis=1)
@@ -73,11 +72,11 @@ def head_pass(context: Any, n_best: int) -> Forward:
 
 
 def best_pays(model: Model, run: Callable[[Context, int], Forward] = five_tokens) -> bool:
-    """Whether a pass and a look at its rows take less time so: a few are run in one way, and then in the other.
+    """Whether a pass and a look at its rows take less time so, by a few passes of each kind.
 
     Args:
-        model: of which new contexts find the largest logits where its ``finds_best`` says so.
-        run: the pass, in an empty context, of which so many of the largest logits are enough; 0 is whole rows.
+        model: its new contexts find the largest logits where its ``finds_best`` says so.
+        run: a pass in an empty context, of whose rows so many of the largest logits are enough; 0 is whole rows.
     """
     times: dict[int, list[float]] = {0: [], LEAST // 2: []}
     model.__dict__["finds_best"] = True  # of this context, while it is tried

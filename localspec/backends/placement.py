@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from localspec.backends.llama.rpc_link import MAX_SERVERS, checked_address
+from localspec.backends.llama.rpc import MAX_SERVERS, checked_address
 from localspec.errors import MAX_COUNT, UsageError, as_float, checked_whole, is_number, listed, shown
 from localspec.model_files.gguf import GGUFFile
 
 SPLIT_MODES = ("none", "layer", "row")
 
 EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
-"""What llama.cpp's ``--cpu-moe`` matches: the weights of which a token uses a few experts' share."""
+"""What llama.cpp's ``--cpu-moe`` matches: weights of experts, a few of which a token uses."""
 
 _INPUTS = ("token_embd", "token_types", "position_embd", "per_layer_token_embd")
 """Read row by row on the CPU: in another device's memory, llama.cpp aborts where that cannot do it."""
@@ -31,8 +31,8 @@ class Placement:
     """Where the target's weights go, in llama.cpp's words; draft models stay where they would be without it.
 
     Attributes:
-        split_mode: ``layer`` (llama.cpp's own choice) puts whole layers on the devices, ``row`` divides matrices,
-            ``none`` uses one device.
+        split_mode: ``layer`` (the default) puts whole layers on the devices, ``row`` divides matrices, ``none`` uses
+            one device.
         tensor_split: shares of the devices, in their order; None leaves it to their free memory.
         main_gpu: the number of the device that ``none`` uses.
         device: devices by the names that ``localspec doctor`` shows, in the order to fill them; ``none`` keeps all on
@@ -41,9 +41,8 @@ class Placement:
             name, e.g. ``CPU`` or ``CUDA0``; the first that matches counts.
         cpu_moe: keep the experts of all layers in the CPU's memory.
         n_cpu_moe: keep those of the first n layers there.
-        rpc: addresses (``HOST:PORT``) of llama.cpp's RPC servers, whose devices come before those of this machine; as
-            their protocol has no protection, loopback and tunnels only.
-        allow_insecure_rpc: take other addresses too.
+        rpc: addresses (``HOST:PORT``) of llama.cpp's RPC servers, whose devices come before those of this machine.
+        allow_insecure_rpc: take other addresses than loopback.
 
     Raises:
         UsageError: a value makes no sense.
@@ -120,11 +119,11 @@ class Placement:
 
     @property
     def divides(self) -> bool:
-        """Whether it says how weights are divided among devices."""
+        """Whether weights are to be divided among devices."""
         return bool(self.split_mode or self.tensor_split or self.main_gpu is not None)
 
     def in_order(self, names: Sequence[str]) -> list[str]:
-        """Those of some engines that know the options; one whose devices are to be divided among goes first.
+        """Those of some engines that know the options, the best at dividing weights first.
 
         Raises:
             UsageError: none does.
@@ -144,11 +143,7 @@ class Placement:
         return found + [(rf"blk\.{i}{EXPERTS}", "CPU") for i in range(min(self.n_cpu_moe or 0, n_layers))]
 
     def check_file(self, gguf: GGUFFile) -> None:
-        """Refuse what the file has nothing for.
-
-        Raises:
-            UsageError: no experts, or a pattern finds no tensor.
-        """
+        """Raise UsageError where a file has no experts to place, or no tensor that a pattern finds."""
         names = list(gguf.tensors)
         if (self.cpu_moe or self.n_cpu_moe) and not any(re.search(EXPERTS, name) for name in names):
             option = "--cpu-moe" if self.cpu_moe else "--n-cpu-moe"
@@ -175,11 +170,7 @@ def _shares(value: Any) -> tuple[float, ...] | None:
 
 
 def read_shares(text: str) -> tuple[float, ...]:
-    """``--tensor-split`` as typed.
-
-    Raises:
-        UsageError: it is no list of numbers.
-    """
+    """``--tensor-split`` as typed; UsageError where it is no list of numbers."""
     try:
         return tuple(float(part) for part in re.split(r"[,/]", text))
     except ValueError:
@@ -218,11 +209,7 @@ def _checked_override(text: str) -> tuple[str, str]:
 
 
 def check_engine(placement: Placement, backend: str) -> None:
-    """Refuse options that an engine does not have.
-
-    Raises:
-        UsageError: it has not.
-    """
+    """Raise UsageError for options that an engine does not have."""
     if placement and backend not in placement.engines:
         names = " and ".join(placement.asked)
         raise UsageError(f"{backend} has no {names}; use --backend {' or '.join(placement.engines)}")

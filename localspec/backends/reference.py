@@ -1,15 +1,12 @@
 """A small transformer in NumPy and float64, whose logits do not depend on how many tokens share a pass.
 
-Every fast engine rounds differently when it decodes eight tokens at once instead of one, so on those "the same text as
-without drafting" can only be shown within a measured noise. Here each token goes through the same operations on the
-same shapes whatever the width of the pass, so the logits are equal to the bit and losslessness can be asserted with
-``==``.
+Fast engines round differently when they decode eight tokens at once instead of one. Here each token goes through the
+same operations on the same shapes whatever the width of the pass, so that losslessness can be asserted with ``==``.
 
 It is public in the way a mock transport is: load a tiny GGUF with it (``LLM(path, backend="reference")``) and test an
-application against real rounds, accepted and rejected tokens included, without compiling anything or downloading
-gigabytes. It reads files of the llama architecture in every quantisation that the ``gguf`` package can unpack, and
-keeps the weights as float64: 8 bytes for each. A model of 2 layers and 128 channels decodes thousands of tokens per
-second, one of 135M parameters about ten.
+application against real rounds, without compiling or downloading anything. It reads files of the llama architecture in
+every quantisation that the ``gguf`` package can unpack, and keeps 8 bytes a weight. A model of 2 layers and 128
+channels decodes thousands of tokens per second, one of 135M parameters about ten.
 """
 
 from __future__ import annotations
@@ -42,8 +39,6 @@ from localspec.backends.tokenizer import PythonByteLevel, Tokenizer
 from localspec.errors import EngineError, UnsupportedModel, UsageError
 from localspec.model_files.gguf import GGUFFile
 
-# The weights of the reference backend: a header's sizes, and tensors in float64.
-
 Array = npt.NDArray[np.float64]
 
 BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
@@ -65,11 +60,7 @@ class Hyperparameters:
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any], architecture: str = "llama") -> Hyperparameters:
-        """Read them, where the file says ``architecture``.
-
-        Raises:
-            UnsupportedModel: the file uses a variant that this backend does not compute.
-        """
+        """Read them, where the file says ``architecture``; UnsupportedModel for a variant that is not computed here."""
 
         def get(key: str, default: Any = None) -> Any:
             value = metadata.get(f"{architecture}.{key}", default)
@@ -136,30 +127,17 @@ class Hyperparameters:
 class Layer:
     """One block. The weights of the norms are folded into the matrices that follow them."""
 
-    qkv: Array
-    """[(n_head + 2 n_head_kv) * d_head, n_embd]; [..., 2 n_embd] where rows are wider than states"""
-    qkv_bias: Array | None
-    """[(n_head + 2 n_head_kv) * d_head]"""
-    attn_output: Array
-    """[n_embd, n_head * d_head]"""
-    gate_up: Array
-    """[2 n_ff, n_embd]"""
-    down: Array
-    """[n_embd, n_ff]"""
+    qkv: Array  # [(n_head + 2 n_head_kv) * d_head, n_embd]; [..., 2 n_embd] where rows are wider than states
+    qkv_bias: Array | None  # [(n_head + 2 n_head_kv) * d_head]
+    attn_output: Array  # [n_embd, n_head * d_head]
+    gate_up: Array  # [2 n_ff, n_embd]
+    down: Array  # [n_embd, n_ff]
 
     @classmethod
     def read(
         cls, i: int, h: Hyperparameters, attn_norm: Array, tensors: Collection[str], read: Callable[..., Array]
     ) -> Layer:
-        """Block i of a file.
-
-        Args:
-            i: which.
-            h: the sizes.
-            attn_norm: of what goes into the attention.
-            tensors: names of those in the file.
-            read: tensor and its shape -> values, as ``read_tensor``.
-        """
+        """Block i of a file with these ``tensors``; ``read``: a tensor's name, shape -> values, as ``read_tensor``."""
         n_q, n_kv = h.n_head * h.d_head, h.n_head_kv * h.d_head
         parts = list(zip("qkv", (n_q, n_kv, n_kv), strict=True))
         qkv = [read(f"blk.{i}.attn_{part}.weight", n, len(attn_norm)) for part, n in parts]
@@ -178,7 +156,7 @@ class Layer:
 
 
 def read_tensor(file: GGUFFile, name: str, shape: Sequence[int | None]) -> Array:
-    """A tensor in float64, rows first; its shape must be the one given, None being any size."""
+    """A tensor in float64, rows first; UnsupportedModel where its shape is not the one given, None being any size."""
     tensor = file.tensors.get(name)
     if tensor is None:
         raise UnsupportedModel(f"{file.path.name} lacks the tensor {name}")
@@ -204,7 +182,7 @@ NAME = "reference"
 
 
 class ReferenceModel(Model):
-    """Weights in float64; see the module's docstring and ``backends.base.Model``."""
+    """Weights in float64."""
 
     def __init__(self, path: Path, progress: Progress | None = None) -> None:
         with GGUFFile(path) as file:
@@ -339,13 +317,9 @@ class ReferenceContext(Context):
         return Forward(found, {k: np.array(v, dtype=np.float32).reshape(-1, width) for k, v in states.items()})
 
     def _step(self, x: Array, cell: int, n_layers: int, seen: Sequence[int] | None = None) -> list[Array]:
-        """Take one row through layers, write its keys and values, and return the states after each [n_embd].
+        """Take a row [n_embd] through the first layers; returns the states after each [n_embd].
 
-        Args:
-            x: the row [n_embd].
-            cell: where its keys and values go.
-            n_layers: how many layers.
-            seen: the cells that it sees, its own the last; None is all up to there.
+        Its keys and values go to ``cell``; ``seen`` are the cells that it sees, its own the last, None all up to there.
         """
         h = self.model.hparams
         n_q, n_kv, group = h.n_head * h.d_head, h.n_head_kv * h.d_head, h.n_head // h.n_head_kv
@@ -419,7 +393,7 @@ def load(
     kv_type: str = "f16",
     progress: Progress | None = None,
 ) -> ReferenceModel:
-    """Load a llama-architecture GGUF; keys and values are float64 whatever ``kv_type``. See ``registry.LoadEngine``."""
+    """Load a llama-architecture GGUF; keys and values are float64 whatever ``kv_type``. See ``registry``."""
     if n_gpu_layers:
         raise UsageError("the reference backend runs on the CPU only; use --backend llama-cpp for --gpu-layers")
     return ReferenceModel(Path(path), progress)

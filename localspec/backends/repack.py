@@ -2,9 +2,8 @@
 a draft model lighter.
 
 ik-llama-cpp-python 0.1.5 computes batches over Q4_1 and Q5_1 wrongly when a row is not a whole number of 128-value
-groups (SmolLM2's 576, for one). Q8_0 and F16 of the same rows are right. Rounding the dequantised values to Q8_0 moves
-a weight by at most 1/254 of the largest in its block of 32, to F16 by at most 1/2048 of itself; both are called
-near-exact here, and ``localspec doctor`` says which was taken.
+groups (SmolLM2's 576, for one). Q8_0 and F16 of the same rows are right, and near-exact: they move a weight by at most
+1/254 of the largest in its block of 32, and 1/2048 of itself.
 """
 
 from __future__ import annotations
@@ -37,12 +36,7 @@ MARK = "localspec.repacked_from"
 
 
 def copies(path: Path, source: str, say: Callable[[str], None]) -> Iterator[Path]:
-    """Repacked copies of a file to try, the most exact that is small first; made once and kept.
-
-    Args:
-        path: the original.
-        source: its fingerprint.
-        say: takes a line before long work.
+    """Repacked copies to try of a file with the fingerprint ``source``, the smallest first; made once and kept.
 
     Raises:
         EngineError: the copy cannot be written.
@@ -69,10 +63,6 @@ def why_copied(path: Path, loaded: Path) -> tuple[str, str] | None:
     """The bits of the copy that is loaded in place of a file, and the file's types that its engine computes wrongly.
 
     None where the file itself is loaded.
-
-    Args:
-        path: the file.
-        loaded: what is loaded of it.
     """
     bits = next((bits for name, bits in _COPIES.items() if loaded.name.endswith(f".{name.lower()}.gguf")), None)
     if bits is None or loaded == path or loaded.parent != home() / "repacked":
@@ -83,27 +73,15 @@ def why_copied(path: Path, loaded: Path) -> tuple[str, str] | None:
 
 
 def lighter_copy(path: Path, source: str, say: Callable[[str], None]) -> Path | None:
-    """The lighter copy of a draft model, see ``lightening``.
-
-    Args:
-        path: the original.
-        source: its fingerprint.
-        say: takes a line before long work.
-    """
+    """The lighter copy of a draft model; see ``lightening``."""
     return exhaust(lightening(path, source, say))
 
 
 def lightening(path: Path, source: str, say: Callable[[str], None]) -> Steps[Path | None]:
-    """A copy of a draft model with its heavier matrices in Q4_0; made once and kept.
+    """A copy of a draft model, of the fingerprint ``source``, with its heavier matrices in Q4_0; made once and kept.
 
-    One token of a model costs the reading of its weights. Published small models are heavier than their names say: rows
-    of 896 do not fit the 256-value blocks of Q4_K, so a "Q4_K_M" of Qwen2.5-0.5B has most matrices in Q5_0 and its
-    output head in Q8_0. What a draft loses in agreement can never change what the target says.
-
-    Args:
-        path: the original.
-        source: its fingerprint.
-        say: takes a line before long work.
+    Published small models are heavier than their names say: rows of 896 do not fit the 256-value blocks of Q4_K, so a
+    "Q4_K_M" of Qwen2.5-0.5B has most matrices in Q5_0 and its output head in Q8_0.
 
     Returns:
         None where that would save less than a tenth, or the copy cannot be written.
@@ -144,7 +122,7 @@ def writing_copy(gguf: GGUFFile, target: Path, types: dict[str, str], marks: dic
 
     Args:
         gguf: the open original, all parts of it.
-        target: where the copy goes; appears only when complete.
+        target: where the copy goes.
         types: tensor name -> new type (Q8_0, Q4_0, F16, …: what gguf-py can quantise to).
         marks: metadata strings to add.
     """
@@ -162,10 +140,7 @@ def writing_copy(gguf: GGUFFile, target: Path, types: dict[str, str], marks: dic
 
 
 def _converted(gguf: GGUFFile, types: dict[str, str]) -> Iterator[Bytes]:
-    """The data of all tensors in order, in pieces.
-
-    A few pieces are converted at a time: NumPy lets threads run side by side.
-    """
+    """The data of all tensors in order, in pieces, a few of which are converted at a time."""
     n_threads = default_threads()
     with ThreadPoolExecutor(n_threads) as pool:
         coming: deque[Future[Bytes]] = deque()

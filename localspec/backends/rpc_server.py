@@ -11,8 +11,7 @@ import signal
 import sys
 
 from localspec.backends.llama.ggml import CPU, GPU
-from localspec.backends.llama.rpc import rpc
-from localspec.backends.llama.rpc_link import checked_address
+from localspec.backends.llama.rpc import checked_address, rpc
 from localspec.errors import LocalspecError, UsageError
 from localspec.system.machine import default_threads, prepare_threads
 

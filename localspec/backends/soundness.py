@@ -1,8 +1,8 @@
-"""What the engines in C++ take for granted of a file, and end the whole process over where it does not hold.
+"""Refuses files that would end the process in an engine in C++.
 
-They check most of what a header says and report it as an error; the rest they assert, or read beyond a table. Each rule
-here stands for an abort that was seen with a damaged file; ``make fuzz`` looks for more. What no rule here knows, the
-sizes of the many kinds of models, is tried in another process: see ``has_usual_sizes`` and ``trial``.
+The engines check most of what a header says; the rest they assert, or read beyond a table. Each rule here stands for an
+abort that was seen with a damaged file; ``make fuzz`` looks for more. What no rule knows, the sizes of the many kinds
+of models, is tried in another process: see ``has_usual_sizes`` and ``trial``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ _NO_MATRIX = frozenset((9, 15, 24, 25, 26, 27, 28, 97, 98, 99, 136, 147, 148, 14
 _MAX_EXPERTS = 512
 _MAX_LAYERS = 512
 _LARGEST = (1 << 31) - 1
-_LEAST = 5e-324
-"""The smallest number over 0."""
+_LEAST = 5e-324  # the smallest number over 0
 
 _RANGES: tuple[tuple[tuple[str, ...], float, float], ...] = (
     (("epsilon",), _LEAST, 1.0),
@@ -93,8 +92,7 @@ def check_sound(gguf: GGUFFile, vocab: Vocab, computes: Callable[[TensorInfo], b
 
 
 def has_usual_sizes(gguf: GGUFFile) -> bool:
-    """Whether a file has only the numbers of an ordinary decoder, and they fit together: then no engine's assertion
-    fails."""
+    """Whether a file has only the numbers of an ordinary decoder, and they fit together: no assertion fails then."""
     sizes = dict(_numbers(gguf))
     if not _USUAL.issuperset(sizes):
         return False
@@ -131,11 +129,7 @@ def _numbers(gguf: GGUFFile) -> list[tuple[str, Any]]:
 
 
 def check_hyperparameters(gguf: GGUFFile) -> None:
-    """Refuse NaN and infinity, sizes that are negative or over 31 bits, and a norm without an epsilon.
-
-    Raises:
-        ModelFileError: there is one.
-    """
+    """Raise ModelFileError for NaN and infinity, sizes that are negative or over 31 bits, a norm without epsilon."""
     for name, value in _numbers(gguf):
         low, high = next(((low, high) for ends, low, high in _RANGES if name.endswith(ends)), (-math.inf, math.inf))
         for each in np.atleast_1d(value).tolist():

@@ -17,11 +17,9 @@ from localspec.errors import UnsupportedModel
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.vocab import CONTROL, UNKNOWN, USER_DEFINED, Vocab, byte_of_character
 
-# Finding a vocabulary's special tokens in a text, as llama.cpp does: the longest first, each over the whole text.
-
 NAMED = "\ufdd0"
 """Stands before the name of a control token where names and text are mixed, so that a text which spells the name is not
-taken for the token. Unicode keeps this code point free for such uses; in a model's own text it becomes U+FFFD."""
+taken for the token. Unicode keeps it free for such uses; in a model's own text it becomes U+FFFD."""
 
 # C's isspace: what a stripping token takes away behind it.
 _BLANKS = " \t\n\v\f\r"
@@ -29,7 +27,7 @@ _NEVER_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")
 
 
 class SpecialTokens:
-    """Cuts a text at its special tokens.
+    """Cuts a text at its special tokens, as llama.cpp does: the longest first, each over the whole text.
 
     User-defined tokens are always recognised; control tokens such as ``<|im_end|>`` only where asked for.
 
@@ -75,11 +73,7 @@ def _split_at(text: str, special: str, strips: bool) -> Sequence[str]:
     return [parts[0], *(part.lstrip(_BLANKS) for part in parts[1:])] if strips else parts
 
 
-# SentencePiece's BPE: neighbours are joined into the best-scored token, until none do.
-#
-# Scores, not ranks of pairs, decide, and among equal scores the leftmost pair: a token that can be joined from two
-# different pairs has one score. A table of ranked merges (what the ``tokenizers`` package takes) cannot say that, and
-# splits runs of white space otherwise than llama.cpp does.
+# -- SentencePiece's BPE -----------------------------------------------------------------------------------------------
 
 SPACE = "▁"
 
@@ -89,7 +83,9 @@ _CACHED_WORDS = 1 << 14
 
 
 class SentencePiece:
-    """Text without special tokens -> token ids.
+    """Joins neighbours into the best-scored token, until none do, the leftmost pair first among equal scores.
+
+    A table of ranked merges (what the ``tokenizers`` package takes) cannot say that.
 
     Args:
         ids: token text -> id.
@@ -107,7 +103,7 @@ class SentencePiece:
         self._encode_word = lru_cache(_CACHED_WORDS)(self._merge)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids; bytes stand for what has no token."""
+        """Token ids of a text without special tokens; bytes stand for what has no token."""
         text = text.replace(" ", SPACE)
         if not self._by_word:
             return list(self._merge(text))
@@ -155,13 +151,14 @@ class SentencePiece:
 
 
 class Words(Protocol):
-    """Tokens of a text without special tokens."""
+    """Encodes text without special tokens."""
 
     def encode(self, text: str) -> list[int]: ...
 
 
 ByteLevelMaker = Callable[[Mapping[str, int], list[str], str, str], Words]
-"""Makes byte-level BPE of: token text -> id; merges; the name of the split into words; the file's, for errors."""
+"""Makes byte-level BPE of: token text, in GPT-2's letters for bytes -> id; merges, pairs of such texts with a space
+between, the first to be applied first; the name of the split into words; the file's name, for errors."""
 
 
 class Tokenizer:
@@ -215,7 +212,7 @@ class Tokenizer:
         return tokens
 
 
-# Byte-level BPE in Python, as llama.cpp computes it, for the reference backend.
+# -- byte-level BPE in Python, for the reference backend ---------------------------------------------------------------
 
 # Python's \s also has the separators 0x1C-0x1F, which are no white space to llama.cpp.
 _S = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
@@ -223,13 +220,7 @@ _CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
 
 
 class PythonByteLevel:
-    """Byte-level BPE over text without special tokens.
-
-    Args:
-        ids: token text, in GPT-2's letters for bytes -> id.
-        merges: pairs of such texts with a space between, the first to be applied first.
-        pre: the split's name.
-        file_name: for errors.
+    """Byte-level BPE over text without special tokens; see ``ByteLevelMaker``.
 
     Raises:
         UnsupportedModel: an unknown split into words.
@@ -241,7 +232,6 @@ class PythonByteLevel:
         _patterns(pre)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids."""
         tokens: list[int] = []
         for word in _words_of(text, self._pre):
             pieces = [_byte_symbols()[byte] for byte in word.encode()]
@@ -260,7 +250,7 @@ class PythonByteLevel:
 
 
 def _words_of(text: str, pre: str) -> list[str]:
-    """Cut a text into the words that merges stay within: each expression cuts what the one before left in one piece."""
+    """Cut a text into the words that merges stay within."""
     words = [text]
     for pattern in _patterns(pre):
         words = [piece for word in words for piece in _cut(word, pattern)]
@@ -281,11 +271,7 @@ def _cut(text: str, pattern: re.Pattern[str]) -> Iterator[str]:
 
 @cache
 def _patterns(pre: str) -> list[re.Pattern[str]]:
-    """The split of a ``tokenizer.ggml.pre``.
-
-    Raises:
-        UnsupportedModel: a split that is not known here.
-    """
+    """The expressions of a split; each cuts what the ones before left in one piece."""
     letter, number, mark = _category("L"), _category("N"), _category("P")
     gpt2 = f"{_CONTRACTIONS}| ?[{letter}]+| ?[{number}]+| ?[^{_S}{letter}{number}]+|[{_S}]+(?![^{_S}])|[{_S}]+"
     qwen = (
@@ -321,6 +307,5 @@ def _initials() -> str:
 
 @cache
 def _byte_symbols() -> list[str]:
-    """The character that stands for each byte."""
     character_of = {byte: character for character, byte in byte_of_character().items()}
     return [character_of[bytes([byte])] for byte in range(256)]

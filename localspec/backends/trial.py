@@ -1,10 +1,9 @@
 """Does an engine in C++ live through a file? Tried in another process, once per file.
 
-ik-llama knows the names of 70 architectures and computes fewer. With a Mamba, a GPT-2, a BLOOM, a Gemma 2 of an unusual
-size or a narrow sliding window it aborts the whole process (GGML_ASSERT) when the first context is made or the first
-tokens are decoded. llama.cpp computes more, and asserts in some 130 architectures that the sizes in the file fit
-together. No list of names can say which do. So whatever is not of the kinds that are run all the time is first run by a
-child.
+ik-llama knows the names of 70 architectures and computes fewer: with the others, or with unusual sizes, it aborts the
+whole process (GGML_ASSERT) when the first context is made or the first tokens are decoded. llama.cpp computes more, and
+asserts in some 130 architectures that the sizes in the file fit together. No list of names can say which do, so files
+of kinds that are not run all the time are first run by a child.
 """
 
 from __future__ import annotations
@@ -16,10 +15,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from localspec.backends.base import Progress
+from localspec.backends.base import Model, Piece, Progress
+from localspec.backends.registry import engine_module
 from localspec.backends.trust import fingerprint
 from localspec.errors import Cancelled
-from localspec.system.files import JsonStore, home
+from localspec.system.files import JsonStore, home, remembered
 
 _FORMAT = 1
 _POLL_S = 0.1
@@ -38,25 +38,23 @@ def survives(
         engine: name and version of the engine, which has ``open_untried``.
         kv_type: type of the KV cache.
         n_threads: CPU threads.
-        progress: see ``backends.base.Progress``.
-        several: whether it decodes several sequences in one pass, and tokens that branch, for which the engine has
-            other kernels.
+        progress: see ``base.Progress``.
+        several: whether it decodes several sequences in one pass, and tokens that branch.
 
     Raises:
         Cancelled: ``progress`` returned False.
     """
-    store, key = JsonStore(home() / "trials", _FORMAT), {"engine": engine, "file": fingerprint(path), "kv": kv_type}
+
+    def examine() -> dict[str, bool] | None:
+        status = _run(path, engine.partition(" ")[0], kv_type, n_threads, progress, several)
+        # An exception (1) is no reason to refuse: the same one will be raised here, in the engine's own words.
+        return None if status in KILLED_FROM_OUTSIDE else {"survives": status in (0, 1)}
+
+    key = {"engine": engine, "file": fingerprint(path), "kv": kv_type}
     if several:
         key["memory"] = "several, and trees"
-    known = (store.get(key) or {}).get("survives")
-    if isinstance(known, bool):
-        return known
-    status = _run(path, engine.partition(" ")[0], kv_type, n_threads, progress, several)
-    # An exception (1) is no reason to refuse: the same one will be raised here, in the engine's own words.
-    found = status in (0, 1)
-    if status not in KILLED_FROM_OUTSIDE:
-        store.put(key, {"survives": found})
-    return found
+    found = remembered(JsonStore(home() / "trials", _FORMAT), key, examine)
+    return bool(found and found["survives"])
 
 
 def _run(path: Path, backend: str, kv_type: str, n_threads: int, progress: Progress | None, several: bool) -> int:
@@ -65,7 +63,7 @@ def _run(path: Path, backend: str, kv_type: str, n_threads: int, progress: Progr
             raise Cancelled(f"loading {path.name} was stopped")
 
     arguments = [str(path), backend, kv_type, str(n_threads), "several" if several else "one"]
-    return run_child("from localspec.backends import trial_child; trial_child.main()", arguments, tick)
+    return run_child("from localspec.backends import trial; trial.main()", arguments, tick)
 
 
 def run_child(code: str, arguments: Sequence[str], tick: Callable[[], None]) -> int:
@@ -93,3 +91,44 @@ def run_child(code: str, arguments: Sequence[str], tick: Callable[[], None]) -> 
                     tick()
         finally:
             child.kill()
+
+
+# -- what the child does: read, draft, reject, start over --------------------------------------------------------------
+
+N_TOKENS = 280
+"""More than ik-llama computes together, so that windows and masks are met by a second piece."""
+
+
+def main() -> None:
+    path, backend, kv_type, n_threads, how_many = sys.argv[1:]
+    with engine_module(backend).open_untried(Path(path), n_threads=int(n_threads), kv_type=kv_type) as model:
+        tokens = [i % model.n_vocab for i in range(1, N_TOKENS + 1)]
+        (_feed_several if how_many == "several" else _feed_one)(model, tokens)
+
+
+def _feed_one(model: Model, tokens: list[int]) -> None:
+    with model.new_context(N_TOKENS + 8) as context:
+        context.decode(tokens, "last")
+        context.decode(tokens[:5])
+        context.truncate(N_TOKENS + 2)
+        context.decode(tokens[:1])
+        context.truncate(0)
+        context.decode(tokens[:3])
+
+
+def _feed_several(model: Model, tokens: list[int]) -> None:
+    with model.new_batch(2, 2 * N_TOKENS) as batch:
+        batch.decode([Piece(0, tokens[:-8], "last"), Piece(1, tokens[:20])])
+        batch.decode([Piece(0, tokens[:5]), Piece(1, tokens[:3])])
+        batch.truncate(0, 40)
+        batch.decode([Piece(0, tokens[:1]), Piece(1, tokens[:1])])
+        batch.copy_prefix(0, 1, 30)
+        batch.decode([Piece(0, tokens[:3]), Piece(1, tokens[:2])])
+    with model.new_context(N_TOKENS + 8, branches=True) as context:
+        context.decode(tokens[:-20], "last")
+        for parents in ([-1, 0, 0, -1, 3], [-1, -1, 1]):
+            context.decode_tree(tokens[: len(parents)], parents)
+            context.keep([parents.index(-1, 1)])
+            context.decode(tokens[:1])
+        context.truncate(9)
+        context.decode(tokens[:40])

@@ -1,18 +1,17 @@
 """Is this engine right about this file? Wrong kernels exist, and must never reach an answer.
 
-Single-token passes and batched passes run different kernels over the same weights. At the first load of a file on an
-engine, before it answers anything, a fixed text goes through both; a defect is far outside the noise that quantised
-activations cause (mean KL divergence under 0.005 nats on every healthy file measured, 0.8 to 2.2 on a broken one).
-Where another engine is installed, the same text goes through that too: at once if the first comparison leaves a doubt,
-else in idle time, and at the latest at the fourth load. A contradiction found then ends the answering.
-The verdict is remembered by engine version and the file's fingerprint. A file whose batches come out wrong is repacked,
-once, into tensor types that come out right.
+Passes of different widths, passes that branch and passes over several sequences run different kernels over the same
+weights. Before an engine first answers with a file in one of these ways, a fixed text goes through it in that way and
+in one that was checked before; at the bottom are single-token passes. Where another engine is installed, the same text
+goes through that too: at once if the first comparison leaves a doubt, else in idle time, and at the latest at the
+fourth load. Every verdict is remembered by engine version and the file's fingerprint. A file whose batches come out
+wrong is repacked, once, into tensor types that come out right.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,21 +23,23 @@ from localspec.backends.base import Context, FloatArray, Model, Piece, Progress
 from localspec.backends.registry import engine_module, unavailable_reason
 from localspec.errors import Cancelled, EngineError, EngineMismatch, LocalspecError
 from localspec.model_files.gguf import model_files
-from localspec.system.files import JsonStore, home
+from localspec.system.files import JsonStore, home, remembered
 from localspec.system.machine import read_memory
 from localspec.system.steps import Steps, exhaust
 
 MAX_MEAN_KL = 0.15
-"""Largest mean KL divergence [nats] between two computations of the same logits that counts as kernel noise."""
+"""Largest mean KL divergence [nats] between two computations of the same logits that counts as kernel noise: every
+healthy file measured has under 0.005, a broken one 0.8 to 2.2."""
 
 DOUBTFUL_KL = 0.03
-"""Mean KL divergence [nats] over which a few passes do not settle it; every healthy file measured lies under it."""
+"""Mean KL divergence [nats] over which a few passes do not settle it."""
+
+MAX_KL = 0.03
+"""As ``MAX_MEAN_KL``, for tokens that branch: healthy engines have 0.003 to 0.005, ik-llama with flash attention 0.5.
+Stricter, because chains do as well."""
 
 MAX_PUT_OFF = 3
 """Loads for which the comparison with another engine may be put off to idle time that then did not suffice."""
-
-_NARROW = (7, 6, 5, 4, 3, 2)
-_PIECE = 16
 
 CHECK_TEXT = (
     "The harbour was quiet before dawn. Two boats lay at the pier, and a man with a lantern counted crates: "
@@ -51,15 +52,10 @@ _FORMAT = 3
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How two computations of the same positions compare.
+    """How two computations of the same positions compare."""
 
-    Attributes:
-        mean_kl: mean KL divergence over the positions, in nats.
-        top1: share of positions with the same most probable token.
-    """
-
-    mean_kl: float
-    top1: float
+    mean_kl: float  # mean KL divergence over the positions [nats]
+    top1: float  # share of positions with the same most probable token
 
     @property
     def holds(self) -> bool:
@@ -81,119 +77,17 @@ def _log_softmax(row: FloatArray) -> np.ndarray[Any, np.dtype[np.float64]]:
     return np.asarray(shifted - np.log(np.exp(shifted).sum()))
 
 
-def check_model(model: Model) -> Agreement:
-    """Compare batched passes of a loaded model, wide and narrow, with its single-token passes."""
-    return exhaust(checking(model))
-
-
-def checking(model: Model) -> Steps[Agreement]:
-    """As ``check_model``, a pass at a time; where few passes leave a doubt, more are compared."""
-    found = yield from _comparing_few(model)
-    if DOUBTFUL_KL < found.mean_kl <= MAX_MEAN_KL:
-        more = yield from _comparing_many(model)
-        found = max(found, more, key=lambda each: each.mean_kl)
-    return found
-
-
-def _comparing_few(model: Model) -> Steps[Agreement]:
-    """Passes over 1 to 8 and 40 tokens, and one that branches, in the time of about 30 single tokens.
-
-    Every width is tied to single-token passes: 8 on a memory that single passes wrote, 40 by single tokens behind it,
-    and the narrow ones by 40. The worst comparison counts.
-    """
-    tokens = check_tokens(model, 48)
-    few = min(8, len(tokens) // 2)
-    with model.new_context(len(tokens) + 8) as context:
-
-        def decode(start: int, *widths: int) -> Steps[list[FloatArray]]:
-            context.truncate(start)
-            passes = []
-            for width in widths:
-                passes.append(context.decode(tokens[context.n_past : context.n_past + width]).logits.copy())
-                yield
-            return passes
-
-        single = yield from decode(0, *[1] * max(1, few // 2))
-        (batched,) = yield from decode(0, few)
-        (wide,) = yield from decode(few, len(tokens) - few)
-        behind = yield from decode(len(tokens) - min(6, len(wide)), *[1] * min(6, len(wide)))
-        narrow: list[FloatArray] = []
-        if len(wide) >= sum(_NARROW):
-            narrow = yield from decode(len(tokens) - sum(_NARROW), *_NARROW)
-        branched = (yield from _branching(context, tokens)) if context.can_branch and len(wide) >= 4 else None
-    found = [
-        agreement(np.concatenate(single), batched[: len(single)]),
-        agreement(np.concatenate(behind), wide[-len(behind) :]),
-    ]
-    if branched is not None:
-        found.append(agreement(branched, np.concatenate([wide[-4:], wide[-2:]])))
-    start = len(wide) - sum(_NARROW)
-    for rows in narrow:
-        found.append(agreement(rows, wide[start : start + len(rows)]))
-        start += len(rows)
+def _worst(found: Iterable[Agreement]) -> Agreement:
     return max(found, key=lambda each: each.mean_kl)
-
-
-def _branching(context: Context, tokens: Sequence[int]) -> Steps[FloatArray]:
-    """The rows of the last four tokens from a pass that branches, and of the last two behind what is kept of it [6]."""
-    context.truncate(len(tokens) - 4)
-    first, second, third, fourth = tokens[-4:]
-    tree = context.decode_tree([first, fourth, second, first, third, fourth], [-1, -1, 0, 0, 2, 4])
-    rows = tree.logits[[0, 2, 4, 5]]
-    yield
-    context.keep([0, 2])
-    behind = context.decode([third, fourth]).logits.copy()
-    yield
-    return np.concatenate([rows, behind])
-
-
-def _comparing_many(model: Model) -> Steps[Agreement]:
-    tokens = check_tokens(model, 64)
-    n_single = min(20, len(tokens) - 1)
-    with model.new_context(len(tokens) + 8) as context:
-        wide = context.decode(tokens).logits[-n_single:].copy()
-        yield
-        context.truncate(len(tokens) - n_single)
-        narrow = []
-        for start in range(len(tokens) - n_single, len(tokens), 5):
-            narrow.append(context.decode(tokens[start : min(start + 5, len(tokens))]).logits.copy())
-            yield
-        # The single-token passes get a memory that was written by single-token passes.
-        context.truncate(0)
-        single = []
-        for token in tokens[: n_single + 1]:
-            single.append(context.decode([token], "last").logits[0].copy())
-            yield
-        context.truncate(0)
-        batched = context.decode(tokens[: n_single + 1]).logits.copy()
-    wide_narrow = agreement(wide, np.concatenate(narrow))
-    wide_single = agreement(batched, np.stack(single))
-    return max(wide_narrow, wide_single, key=lambda found: found.mean_kl)
-
-
-def compare_models(model: Model, other: Model) -> Agreement:
-    """Compare passes over the fixed text in two engines."""
-    return exhaust(comparing_models(model, other))
-
-
-def comparing_models(model: Model, other: Model) -> Steps[Agreement]:
-    """As ``compare_models``, a pass at a time."""
-    tokens = check_tokens(model, 64)
-    rows = []
-    for each in (model, other):
-        with each.new_context(len(tokens) + 8) as context:
-            pieces = []
-            for start in range(0, len(tokens), _PIECE):
-                pieces.append(context.decode(tokens[start : start + _PIECE]).logits.copy())
-                yield
-        rows.append(np.concatenate(pieces))
-    return agreement(rows[0], rows[1])
 
 
 def check_tokens(model: Model, n: int) -> list[int]:
     """The fixed text, at most n tokens of it; n other ones where a vocabulary has too few for it."""
     tokens = model.tokenize(CHECK_TEXT, add_special=True)
     return tokens[:n] if len(tokens) >= 8 else [i % model.n_vocab for i in range(1, n + 1)]
+
+
+# -- what is remembered ------------------------------------------------------------------------------------------------
 
 
 def fingerprint(path: Path) -> str:
@@ -229,6 +123,18 @@ def verdicts() -> JsonStore:
     return JsonStore(home() / "trust", _FORMAT)
 
 
+def _verdict_on(
+    model: Model, n_gpu_layers: int | None, memory: Mapping[str, str], examine: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """The verdict on a kind of memory of a loaded model."""
+    options = {"n_gpu_layers": n_gpu_layers, "placement": model.placement}
+    key = verdict_key(model.backend, options, fingerprint(model.path))
+    return remembered(verdicts(), {**key, **memory}, examine)
+
+
+# -- passes over one sequence, before the first answer -----------------------------------------------------------------
+
+
 def load_checked(
     backend: str,
     path: Path,
@@ -237,15 +143,15 @@ def load_checked(
     *,
     put_off: bool = False,
 ) -> Model:
-    """Load a file, or a repacked copy of it that the engine computes rightly; see the module's docstring.
+    """Load a file, or a repacked copy of it that the engine computes rightly.
 
     Args:
         backend: the engine's name.
         path: the file.
         options: arguments of the engine's ``load``.
         say: takes what is being done, in a line.
-        put_off: leave the comparison with another engine to idle time, see ``second_opinion``. One that was put off
-            ``MAX_PUT_OFF`` times is made now.
+        put_off: leave the comparison with another engine to ``SecondOpinion``, unless that was done ``MAX_PUT_OFF``
+            times.
 
     Raises:
         EngineMismatch: the engine is wrong about the file and no repacked copy helps.
@@ -263,8 +169,7 @@ def load_checked(
             return model
         if verdict is None:
             say(f"checking that {model.engine} computes {path.name} correctly (once per file)")
-            verdict = _examine_alone(model)
-            store.put(key(source), verdict)
+            verdict = remembered(store, key(source), lambda: _examine_alone(model))
         if "waits" in verdict:
             if put_off and verdict["waits"] < MAX_PUT_OFF:
                 verdict = {**verdict, "waits": verdict["waits"] + 1}
@@ -276,12 +181,11 @@ def load_checked(
         model.close()
     for repacked in repack.copies(path, source, say):
         copy: Model = module.load(repacked, **options)
-        digest = fingerprint(repacked)
-        found = store.get(key(digest))
-        if found is None:
-            found = _compare(copy, path, options, _examine_alone(copy))
-            store.put(key(digest), found)
-        if found["holds"]:
+
+        def examine(copy: Model = copy) -> dict[str, Any]:
+            return _compare(copy, path, options, _examine_alone(copy))
+
+        if remembered(store, key(fingerprint(repacked)), examine)["holds"]:
             return copy
         copy.close()
         repacked.unlink(missing_ok=True)
@@ -301,29 +205,95 @@ def _examine_alone(model: Model) -> dict[str, Any]:
     return found | ({"waits": waits} if other_engines(model) else {})
 
 
-def _compare(model: Model, path: Path, options: dict[str, Any], verdict: dict[str, Any]) -> dict[str, Any]:
-    other = load_elsewhere(model, path, options) if "waits" in verdict else None
-    if other is None:
-        return settled(verdict)
-    with other:
-        try:
-            return exhaust(comparing_verdict(model, other, verdict))
-        except EngineError:  # one that fails on the file, for want of memory say, contradicts no other
-            return settled(verdict)
+def check_model(model: Model) -> Agreement:
+    """Compare batched passes of a loaded model, wide and narrow, with its single-token passes."""
+    return exhaust(checking(model))
 
 
-def settled(verdict: Mapping[str, Any]) -> dict[str, Any]:
-    """A verdict that waits for no comparison any more."""
-    return {name: value for name, value in verdict.items() if name != "waits"}
+def checking(model: Model) -> Steps[Agreement]:
+    """As ``check_model``, a pass at a time; where few passes leave a doubt, more are compared."""
+    found = yield from _comparing_few(model)
+    if DOUBTFUL_KL < found.mean_kl <= MAX_MEAN_KL:
+        found = _worst([found, (yield from _comparing_many(model))])
+    return found
 
 
-def comparing_verdict(model: Model, other: Model, verdict: dict[str, Any]) -> Steps[dict[str, Any]]:
-    """The verdict on an engine that agrees with itself, once it was compared with another."""
-    across = yield from comparing_models(model, other)
-    # An engine that contradicts itself on this file says nothing about another.
-    if not across.holds and (yield from checking(other)).holds:
-        return {"holds": False, "why": f"it differs from {other.engine}, KL {across.mean_kl:.2g} nats"}
-    return settled(verdict)
+_NARROW = (7, 6, 5, 4, 3, 2)
+
+
+def _passes(context: Context, tokens: Sequence[int], start: int, *widths: int) -> Steps[list[FloatArray]]:
+    """The rows of passes of these widths, one after another, over the tokens from ``start`` on."""
+    context.truncate(start)
+    rows = []
+    for width in widths:
+        rows.append(context.decode(tokens[context.n_past : context.n_past + width]).logits.copy())
+        yield
+    return rows
+
+
+def _comparing_few(model: Model) -> Steps[Agreement]:
+    """The worst of passes over 1 to 8 and 40 tokens, and one that branches, in the time of about 30 single tokens.
+
+    Every width is tied to single-token passes: 8 on a memory that single passes wrote, 40 by single tokens behind it,
+    and the narrow ones by 40.
+    """
+    tokens = check_tokens(model, 48)
+    few = min(8, len(tokens) // 2)
+    with model.new_context(len(tokens) + 8) as context:
+        single = yield from _passes(context, tokens, 0, *[1] * max(1, few // 2))
+        (batched,) = yield from _passes(context, tokens, 0, few)
+        (wide,) = yield from _passes(context, tokens, few, len(tokens) - few)
+        n_behind = min(6, len(wide))
+        behind = yield from _passes(context, tokens, len(tokens) - n_behind, *[1] * n_behind)
+        found = [
+            agreement(np.concatenate(single), batched[: len(single)]),
+            agreement(np.concatenate(behind), wide[-n_behind:]),
+        ]
+        if len(wide) >= sum(_NARROW):
+            start = len(wide) - sum(_NARROW)
+            for rows in (yield from _passes(context, tokens, len(tokens) - sum(_NARROW), *_NARROW)):
+                found.append(agreement(rows, wide[start : start + len(rows)]))
+                start += len(rows)
+        if context.can_branch and len(wide) >= 4:
+            branched = yield from _branching(context, tokens)
+            found.append(agreement(branched, np.concatenate([wide[-4:], wide[-2:]])))
+    return _worst(found)
+
+
+def _branching(context: Context, tokens: Sequence[int]) -> Steps[FloatArray]:
+    """The rows of the last four tokens from a pass that branches, and of the last two behind what is kept of it [6]."""
+    context.truncate(len(tokens) - 4)
+    first, second, third, fourth = tokens[-4:]
+    tree = context.decode_tree([first, fourth, second, first, third, fourth], [-1, -1, 0, 0, 2, 4])
+    rows = tree.logits[[0, 2, 4, 5]]
+    yield
+    context.keep([0, 2])
+    behind = context.decode([third, fourth]).logits.copy()
+    yield
+    return np.concatenate([rows, behind])
+
+
+def _comparing_many(model: Model) -> Steps[Agreement]:
+    tokens = check_tokens(model, 64)
+    n = min(20, len(tokens) - 1)
+    with model.new_context(len(tokens) + 8) as context:
+        (wide,) = yield from _passes(context, tokens, 0, len(tokens))
+        narrow = yield from _passes(context, tokens, len(tokens) - n, *[5] * -(-n // 5))
+        # The single-token passes get a memory that was written by single-token passes.
+        single = yield from _passes(context, tokens, 0, *[1] * (n + 1))
+        (batched,) = yield from _passes(context, tokens, 0, n + 1)
+    return _worst([agreement(wide[-n:], np.concatenate(narrow)), agreement(batched, np.concatenate(single))])
+
+
+# -- the same text in another engine -----------------------------------------------------------------------------------
+#
+# What all kernels of an engine get wrong alike shows only against another engine. Loading that takes seconds and as
+# much memory again, so it waits for idle time.
+
+_PIECE = 16
+
+ROOM = 1.3
+"""Free memory, in sizes of the file, under which no second copy of a model is loaded for the comparison."""
 
 
 def other_engines(model: Model) -> list[str]:
@@ -351,14 +321,123 @@ def load_elsewhere(
     return None
 
 
-# Is this engine right about tokens of this file that branch? As ``trust``, before the first context made for them.
+def comparing_models(model: Model, other: Model) -> Steps[Agreement]:
+    """Compare passes over the fixed text in two engines, a pass at a time."""
+    tokens = check_tokens(model, 64)
+    widths = [_PIECE] * -(-len(tokens) // _PIECE)
+    with model.new_context(len(tokens) + 8) as context:
+        rows = yield from _passes(context, tokens, 0, *widths)
+    with other.new_context(len(tokens) + 8) as context:
+        others = yield from _passes(context, tokens, 0, *widths)
+    return agreement(np.concatenate(rows), np.concatenate(others))
+
+
+def _comparing_verdict(model: Model, other: Model, verdict: dict[str, Any]) -> Steps[dict[str, Any]]:
+    """The verdict on an engine that agrees with itself, once it was compared with another."""
+    across = yield from comparing_models(model, other)
+    # An engine that contradicts itself on this file says nothing about another.
+    if not across.holds and (yield from checking(other)).holds:
+        return {"holds": False, "why": f"it differs from {other.engine}, KL {across.mean_kl:.2g} nats"}
+    return _settled(verdict)
+
+
+def _settled(verdict: Mapping[str, Any]) -> dict[str, Any]:
+    """A verdict that waits for no comparison any more."""
+    return {name: value for name, value in verdict.items() if name != "waits"}
+
+
+def _compare(model: Model, path: Path, options: dict[str, Any], verdict: dict[str, Any]) -> dict[str, Any]:
+    other = load_elsewhere(model, path, options) if "waits" in verdict else None
+    if other is None:
+        return _settled(verdict)
+    with other:
+        try:
+            return exhaust(_comparing_verdict(model, other, verdict))
+        except EngineError:  # one that fails on the file, for want of memory say, contradicts no other
+            return _settled(verdict)
+
+
+class SecondOpinion:
+    """Another installed engine, compared in idle time with the one that a model is loaded with.
+
+    Args:
+        model: the model that answers.
+        path: its file as the user named it.
+        options: what it was loaded with.
+        refuse: called with a line if the engine turns out to be wrong.
+        compare: what else to do with a model that is right, on the engine that answers and on the other.
+        compared: whether ``compare`` has found what it looks for.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        path: Path,
+        options: dict[str, Any],
+        refuse: Callable[[str], None],
+        compare: Callable[[Model, Model], Steps[None]],
+        compared: bool,
+    ) -> None:
+        self.model, self.path, self.options, self.refuse = model, path, options, refuse
+        self.compare, self.compared = compare, compared
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is something to find out."""
+        if self.model.capabilities.batch_invariant or self.model.path != self.path:
+            return False
+        if not other_engines(self.model):
+            return False
+        verdict = self._verdict()
+        return verdict is not None and bool(verdict["holds"]) and ("waits" in verdict or not self.compared)
+
+    def steps(self, stopped: Callable[[], bool]) -> Steps[None]:
+        """Load the other engine's model, compare, measure, remember.
+
+        Args:
+            stopped: asked while the model is loaded.
+
+        Raises:
+            Cancelled: ``stopped`` was true.
+        """
+        if read_memory().available < ROOM * self.model.size_bytes:
+            return
+        other = load_elsewhere(self.model, self.path, self.options, lambda fraction: not stopped())
+        if other is None:
+            if stopped():
+                raise Cancelled("loading was stopped")
+            if verdict := self._verdict():
+                self._remember(_settled(verdict))
+            return
+        with other:
+            yield
+            if (verdict := self._verdict()) is None:
+                return
+            if "waits" in verdict:
+                verdict = yield from _comparing_verdict(self.model, other, verdict)
+                self._remember(verdict)
+            if not verdict["holds"]:
+                self.refuse(
+                    f"{self.model.engine} gives wrong results for {self.path.name} ({verdict['why']}): "
+                    "answers may be wrong. Start again to use another engine or a repacked copy of the file"
+                )
+            elif not self.compared:
+                yield from self.compare(self.model, other)
+
+    def _key(self) -> dict[str, str]:
+        return verdict_key(self.model.backend, self.options, fingerprint(self.path))
+
+    def _verdict(self) -> dict[str, Any] | None:
+        return verdicts().get(self._key())
+
+    def _remember(self, verdict: dict[str, Any]) -> None:
+        verdicts().put(self._key(), verdict)
+
+
+# -- tokens that branch, before the first context made for them --------------------------------------------------------
 #
 # Such a context may compute everything otherwise than others do: prompts and drafts that are chains, too. So all that
 # answers use of it is compared with a context that branches nowhere.
-
-MAX_KL = 0.03
-"""Largest mean KL divergence of a pass [nats] that counts as noise: 0.003 and 0.005 on llama-cpp and ik-llama
-(Qwen2.5-Coder 0.5B); ik-llama with flash attention 0.5. Stricter than ``trust``: chains are there."""
 
 _N_BEFORE = 244
 """Tokens before the first tree, which then lies on both sides of the 256th place: engines leave out what lies behind
@@ -388,26 +467,20 @@ def why_no_branches(
     """
     reason = model.why_no_trees()
     if reason is not None or not model.capabilities.trees_apart:
-        return reason  # where contexts are all alike, ``trust`` looked at trees too
-    store = verdicts()
-    options = {"n_gpu_layers": n_gpu_layers, "placement": model.placement}
-    key = verdict_key(model.backend, options, fingerprint(model.path)) | {
-        "memory": "branches",
-        "cache": model.kv_type,
-    }
-    verdict = store.get(key)
-    if verdict is None:
+        return reason  # where contexts are all alike, ``check_model`` looked at trees too
+
+    def examine() -> dict[str, Any]:
         say(f"checking that {model.engine} computes branching drafts of {model.path.name} correctly (once)")
-        try:
-            kl = check_branches(model)
-        except EngineError as error:  # for want of memory, it may be: not so for ever
-            return str(error)
-        verdict = {"holds": kl <= MAX_KL, "why": f"KL {kl:.2g} nats"}
-        store.put(key, verdict)
+        kl = check_branches(model)
+        return {"holds": kl <= MAX_KL, "why": f"KL {kl:.2g} nats"}
+
+    try:
+        verdict = _verdict_on(model, n_gpu_layers, {"memory": "branches", "cache": model.kv_type}, examine)
+    except EngineError as error:  # for want of memory, it may be: not so for ever
+        return str(error)
     if verdict["holds"]:
         return None
-    what = f"{model.engine} gives wrong results for branching drafts of {model.path.name}"
-    return f"{what} ({verdict['why']})"
+    return f"{model.engine} gives wrong results for branching drafts of {model.path.name} ({verdict['why']})"
 
 
 def check_branches(model: Model) -> float:
@@ -439,7 +512,9 @@ def check_branches(model: Model) -> float:
             tokens = [words[(3 * at + 1) % len(words)] for at in range(len(parents))]
             rows = context.decode_tree(tokens, parents).logits.copy()
             for leaf in set(range(len(parents))) - set(parents):
-                path = _path(parents, leaf)
+                path = [leaf]
+                while parents[path[0]] >= 0:
+                    path.insert(0, parents[path[0]])
                 compare(rows[path], before, [tokens[at] for at in path])
             context.keep(kept)
             feed(1)
@@ -449,30 +524,20 @@ def check_branches(model: Model) -> float:
     return worst
 
 
-def _path(parents: Sequence[int], at: int) -> list[int]:
-    path: list[int] = []
-    while at >= 0:
-        path.append(at)
-        at = parents[at]
-    return path[::-1]
-
-
 def _read(context: Context, text: Sequence[int]) -> None:
-    """Hold a text."""
+    """Make a context hold a text."""
     if (n := context.reuse(text)) < len(text):
         context.decode(text[n:], "none")
 
 
-# Is this engine right about several sequences of this file in one pass? As ``trust``, before the first such pass.
+# -- several sequences in one pass, before the first such pass ---------------------------------------------------------
 #
-# Other kernels may compute them than a sequence alone (ik-llama's flash attention ends the process, or drops cells),
-# and rows of one could see another's. So what is done with several is done once with a fixed text: prompts of
-# different lengths, a prefix that two share, rows of drafts of which some are taken back, a piece of a prompt beside
-# others' rows, a sequence that leaves and one that comes. Every row is compared with that of a context, which
-# ``trust`` has checked.
+# Rows of one sequence could see another's. So what is done with several is done once: prompts of different lengths, a
+# prefix that two share, rows of drafts of which some are taken back, a piece of a prompt next to others' rows, a
+# sequence that leaves and one that comes. Every row is compared with that of a context, which ``check_model`` checked.
 
 _BATCH_PIECE = 33
-"""Rows of a prompt that are fed beside others: from 32 on ik-llama has other kernels."""
+"""Rows of a prompt that are fed together with others: from 32 on ik-llama has other kernels."""
 
 
 def ensure_batches(model: Model, n_gpu_layers: int | None = None) -> None:
@@ -487,14 +552,12 @@ def ensure_batches(model: Model, n_gpu_layers: int | None = None) -> None:
     """
     if not model.capabilities.batches:
         return  # each sequence is a context, and those were checked
-    store = verdicts()
-    options = {"n_gpu_layers": n_gpu_layers, "placement": model.placement}
-    key = verdict_key(model.backend, options, fingerprint(model.path)) | {"memory": "several"}
-    verdict = store.get(key)
-    if verdict is None:
+
+    def examine() -> dict[str, Any]:
         found = check_batch(model)
-        verdict = {"holds": found.holds, "why": f"KL {found.mean_kl:.2g} nats"}
-        store.put(key, verdict)
+        return {"holds": found.holds, "why": f"KL {found.mean_kl:.2g} nats"}
+
+    verdict = _verdict_on(model, n_gpu_layers, {"memory": "several"}, examine)
     if not verdict["holds"]:
         raise EngineMismatch(
             f"{model.engine} gives different results for batched conversations of {model.path.name} "
@@ -503,10 +566,7 @@ def ensure_batches(model: Model, n_gpu_layers: int | None = None) -> None:
 
 
 def check_batch(model: Model) -> Agreement:
-    """Compare sequences fed side by side with each alone, in the time of about fifty single tokens.
-
-    The worst pass counts.
-    """
+    """Compare sequences fed in one pass with each alone, in the time of about fifty single tokens; the worst pass."""
     tokens = check_tokens(model, 48)
     n = len(tokens)
     shared = n // 3
@@ -515,12 +575,8 @@ def check_batch(model: Model) -> Agreement:
     with model.new_batch(len(texts), sum(map(len, texts))) as batch:
 
         def feed(*widths: int) -> None:
-            starts = [context.n_past for context in (batch[i] for i in range(len(texts)))]
-            pieces = [
-                Piece(i, texts[i][start : start + width])
-                for i, (start, width) in enumerate(zip(starts, widths, strict=True))
-                if width
-            ]
+            starts = [batch[i].n_past for i in range(len(texts))]
+            pieces = [Piece(i, texts[i][starts[i] : starts[i] + width]) for i, width in enumerate(widths) if width]
             found = zip(pieces, batch.decode(pieces), strict=True)
             passes.append([(piece.sequence, starts[piece.sequence], forward.logits.copy()) for piece, forward in found])
 
@@ -546,105 +602,10 @@ def check_batch(model: Model) -> Agreement:
             if first:
                 context.decode(text[:first], "none")
             alone.append((first, context.decode(text[first:end]).logits.copy()))
-    found = [
+    return _worst(
         agreement(
             np.concatenate([alone[i][1][start - alone[i][0] :][: len(rows)] for i, start, rows in fed]),
             np.concatenate([rows for _, _, rows in fed]),
         )
         for fed in passes
-    ]
-    return max(found, key=lambda each: each.mean_kl)
-
-
-# The same text in another engine, in idle time: is the engine that answers right, and the faster one?
-#
-# The check before the first answer compares an engine with itself. What all of its kernels get wrong alike shows only
-# against another engine; loading that takes seconds and as much memory again, so it waits for idle time.
-
-ROOM = 1.3
-"""Free memory, in sizes of the file, under which no second copy of a model is loaded beside the first."""
-
-Compare = Callable[[Model, Model], Steps[None]]
-
-
-class SecondOpinion:
-    """Another installed engine, compared with the one that a model is loaded with.
-
-    Args:
-        model: the model that answers.
-        path: its file as the user named it.
-        options: what it was loaded with.
-        refuse: called with a line if the engine turns out to be wrong.
-        compare: what else to do with a model that is right, on the engine that answers and on the other.
-        compared: whether ``compare`` has found what it looks for.
-    """
-
-    def __init__(
-        self,
-        model: Model,
-        path: Path,
-        options: dict[str, Any],
-        refuse: Callable[[str], None],
-        compare: Compare,
-        compared: bool,
-    ) -> None:
-        self.model, self.path, self.options, self.refuse = model, path, options, refuse
-        self.compare, self.compared = compare, compared
-
-    @property
-    def waits(self) -> bool:
-        """Whether there is something to find out."""
-        if self.model.capabilities.batch_invariant or self.model.path != self.path:
-            return False
-        if not other_engines(self.model):
-            return False
-        verdict = self._verdict()
-        return verdict is not None and bool(verdict["holds"]) and ("waits" in verdict or not self.compared)
-
-    def steps(self, stopped: Callable[[], bool]) -> Steps[None]:
-        """Load the other engine's model, compare, measure, remember.
-
-        Args:
-            stopped: asked while the model is loaded.
-
-        Raises:
-            Cancelled: ``stopped`` was true.
-        """
-        if read_memory().available < ROOM * self.model.size_bytes:
-            return
-        other = load_elsewhere(self.model, self.path, self.options, lambda fraction: not stopped())
-        if other is None:
-            if stopped():
-                raise Cancelled("loading was stopped")
-            self._settle(settled(self._verdict() or {}))
-            return
-        try:
-            yield
-            yield from self._ask(other)
-        finally:
-            other.close()
-
-    def _ask(self, other: Model) -> Steps[None]:
-        verdict = self._verdict()
-        if verdict is None:
-            return
-        if "waits" in verdict:
-            verdict = yield from comparing_verdict(self.model, other, verdict)
-            self._settle(verdict)
-        if not verdict["holds"]:
-            self.refuse(
-                f"{self.model.engine} gives wrong results for {self.path.name} ({verdict['why']}): "
-                "answers may be wrong. Start again to use another engine or a repacked copy of the file"
-            )
-        elif not self.compared:
-            yield from self.compare(self.model, other)
-
-    def _key(self) -> dict[str, str]:
-        return verdict_key(self.model.backend, self.options, fingerprint(self.path))
-
-    def _verdict(self) -> dict[str, Any] | None:
-        return verdicts().get(self._key())
-
-    def _settle(self, verdict: dict[str, Any]) -> None:
-        if verdict:
-            verdicts().put(self._key(), verdict)
+    )

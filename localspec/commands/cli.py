@@ -9,10 +9,11 @@ from inspect import signature as signature_of
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from localspec._version import __version__
 from localspec.errors import MAX_COUNT, MAX_THREADS, did_you_mean
-from localspec.heads import TRAINED_KINDS
+from localspec.heads import PUBLISHED, TRAINED_KINDS
 
 if TYPE_CHECKING:
     from localspec.commands.options import RunOptions, ThinkOptions
@@ -38,17 +39,16 @@ def _drafts(incomplete: str) -> list[tuple[str, str]]:
 
 Model = Annotated[
     str | None,
-    typer.Argument(
+    Argument(
         autocompletion=models,
         metavar="MODEL",
         help="Catalogue name, path of a .gguf file, or hf:OWNER/REPO/FILE.gguf. Default: the catalogue's default pair.",
         show_default=False,
     ),
 ]
-Backend = Annotated[str, typer.Option(metavar="auto|llama-cpp|ik-llama|mlx|reference", help="Inference engine.")]
+Backend = Annotated[str, Option(metavar="auto|llama-cpp|ik-llama|mlx|reference", help="Inference engine.")]
 Threads = Annotated[
-    int | None,
-    typer.Option("--threads", min=1, max=MAX_THREADS, help="CPU threads.", show_default="the physical cores"),
+    int | None, Option("--threads", min=1, max=MAX_THREADS, help="CPU threads.", show_default="the physical cores")
 ]
 
 
@@ -61,107 +61,99 @@ def _known_think(value: str) -> str:
 
 Think = Annotated[
     str,
-    typer.Option(
+    Option(
         metavar="auto|on|off|low|medium|high",
         callback=_known_think,
         help="Whether the model thinks before answering, if its chat template supports the choice.",
     ),
 ]
-ThinkBudget = Annotated[int | None, typer.Option(min=0, max=MAX_COUNT, metavar="N", help="Maximum thinking tokens.")]
-Verbose = Annotated[bool, typer.Option("--verbose", help="Show engine logs.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+ThinkBudget = Annotated[int | None, Option(min=0, max=MAX_COUNT, metavar="N", help="Maximum thinking tokens.")]
+Verbose = Annotated[bool, Option("--verbose", help="Show engine logs.")]
+Json = Annotated[bool, Option("--json", help="Print JSON.")]
 
 
 def _shared(
     draft: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             autocompletion=_drafts,
             metavar="auto|none|ngram|head|corpus:PATH|MODEL",
-            help="Drafters to use, in addition to n-grams; repeatable. MODEL may be an EAGLE-3 or DFlash file. "
+            help="Drafters to use, in addition to n-grams; repeatable. "
+            f"MODEL may be {PUBLISHED}. "
             "Also head:FILE, mtp (the model's own multi-token-prediction layer), early-exit[:LAYERS].",
             show_default="auto",
         ),
     ] = None,
-    draft_only: Annotated[bool, typer.Option("--draft-only", help="Use only the drafters named by --draft.")] = False,
-    draft_length: Annotated[str, typer.Option(metavar="auto|N", help="Tokens to draft per round.")] = "auto",
+    draft_only: Annotated[bool, Option("--draft-only", help="Use only the drafters named by --draft.")] = False,
+    draft_length: Annotated[str, Option(metavar="auto|N", help="Tokens to draft per round.")] = "auto",
     backend: Backend = "auto",
     draft_backend: Annotated[
         str | None,
-        typer.Option(metavar="auto|llama-cpp|…", help="Inference engine for draft models.", show_default="--backend"),
+        Option(metavar="auto|llama-cpp|…", help="Inference engine for draft models.", show_default="--backend"),
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="Sampling temperature; 0 is greedy.", show_default="the model's")
+        float | None, Option(help="Sampling temperature; 0 is greedy.", show_default="the model's")
     ] = None,
-    top_k: Annotated[int | None, typer.Option(min=0, help="Sample from the N most likely tokens; 0 disables.")] = None,
+    top_k: Annotated[int | None, Option(min=0, help="Sample from the N most likely tokens; 0 disables.")] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Sample from the most likely tokens up to this total probability.")
+        float | None, Option(help="Sample from the most likely tokens up to this total probability.")
     ] = None,
-    min_p: Annotated[float | None, typer.Option(help="Minimum probability, relative to the most likely token.")] = None,
+    min_p: Annotated[float | None, Option(help="Minimum probability, relative to the most likely token.")] = None,
     repeat_penalty: Annotated[
-        float | None, typer.Option(help="Penalty for repeating recent tokens; values above 1 discourage it.")
+        float | None, Option(help="Penalty for repeating recent tokens; values above 1 discourage it.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Random seed; the same seed reproduces the same text.")] = None,
+    seed: Annotated[int | None, Option(help="Random seed; the same seed reproduces the same text.")] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Maximum answer tokens.", show_default="what fits the context")
+        int | None, Option(min=1, help="Maximum answer tokens.", show_default="what fits the context")
     ] = None,
-    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Stop before this text; repeatable.")] = None,
+    stop: Annotated[list[str] | None, Option(metavar="TEXT", help="Stop before this text; repeatable.")] = None,
     n_ctx: Annotated[
-        int | None, typer.Option("--ctx", min=1, max=MAX_COUNT, help="Context size in tokens, including the answer.")
+        int | None, Option("--ctx", min=1, max=MAX_COUNT, help="Context size in tokens, including the answer.")
     ] = None,
     n_threads: Threads = None,
     n_gpu_layers: Annotated[
         int | None,
-        typer.Option(
+        Option(
             "--gpu-layers", min=0, max=MAX_COUNT, help="Layers to place on the GPU.", show_default="all, if supported"
         ),
     ] = None,
     split_mode: Annotated[
         str | None,
-        typer.Option(
-            metavar="none|layer|row", help="How to split the target model across devices.", show_default="layer"
-        ),
+        Option(metavar="none|layer|row", help="How to split the target model across devices.", show_default="layer"),
     ] = None,
     tensor_split: Annotated[
         str | None,
-        typer.Option(
-            metavar="N,N…", help="Fraction of the model for each device, e.g. 3,1.", show_default="by free memory"
-        ),
+        Option(metavar="N,N…", help="Fraction of the model for each device, e.g. 3,1.", show_default="by free memory"),
     ] = None,
-    main_gpu: Annotated[int | None, typer.Option(min=0, metavar="N", help="GPU to use with --split-mode none.")] = None,
+    main_gpu: Annotated[int | None, Option(min=0, metavar="N", help="GPU to use with --split-mode none.")] = None,
     device: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME,NAME…|none", help="Devices for the target model, as listed by doctor; none: CPU only."
-        ),
+        Option(metavar="NAME,NAME…|none", help="Devices for the target model, as listed by doctor; none: CPU only."),
     ] = None,
     override_tensor: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN=BUFFER", help="Place matching tensors in BUFFER; repeatable.")
+        list[str] | None, Option(metavar="PATTERN=BUFFER", help="Place matching tensors in BUFFER; repeatable.")
     ] = None,
-    cpu_moe: Annotated[
-        bool, typer.Option("--cpu-moe", help="Keep all MoE experts of the target model on the CPU.")
-    ] = False,
+    cpu_moe: Annotated[bool, Option("--cpu-moe", help="Keep all MoE experts of the target model on the CPU.")] = False,
     n_cpu_moe: Annotated[
         int | None,
-        typer.Option(min=0, max=MAX_COUNT, metavar="N", help="Keep the MoE experts of the first N layers on the CPU."),
+        Option(min=0, max=MAX_COUNT, metavar="N", help="Keep the MoE experts of the first N layers on the CPU."),
     ] = None,
     rpc: Annotated[
         list[str] | None,
-        typer.Option(metavar="HOST:PORT", help="llama.cpp RPC server, on loopback or through a tunnel; repeatable."),
+        Option(metavar="HOST:PORT", help="llama.cpp RPC server, on loopback or through a tunnel; repeatable."),
     ] = None,
     allow_insecure_rpc: Annotated[
-        bool,
-        typer.Option("--allow-insecure-rpc", help="Allow non-loopback addresses; traffic can be read and altered."),
+        bool, Option("--allow-insecure-rpc", help="Allow non-loopback addresses; traffic can be read and altered.")
     ] = False,
     kv_cache_type: Annotated[
-        str, typer.Option("--kv-cache", metavar="f16|f32|q8_0|q4_0", help="Data type of the KV cache.")
+        str, Option("--kv-cache", metavar="f16|f32|q8_0|q4_0", help="Data type of the KV cache.")
     ] = "f16",
     light_draft: Annotated[
-        bool, typer.Option(help="On a CPU, draft with a requantized copy of the draft model where that is faster.")
+        bool, Option(help="On a CPU, draft with a requantized copy of the draft model where that is faster.")
     ] = True,
-    idle: Annotated[bool, typer.Option(help="Do background work while idle, but never on battery.")] = True,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Fetch models that are not here without asking.")] = False,
+    idle: Annotated[bool, Option(help="Do background work while idle, but never on battery.")] = True,
+    system: Annotated[str | None, Option(metavar="TEXT", help="System prompt.")] = None,
+    yes: Annotated[bool, Option("--yes", "-y", help="Fetch models that are not here without asking.")] = False,
     verbose: Verbose = False,
 ) -> None:
     """In the order of ``--help``."""
@@ -229,9 +221,7 @@ def _version(wanted: bool) -> None:
 @app.callback(invoke_without_command=True)
 def root(
     ctx: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
+    version: Annotated[bool, Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
     if ctx.invoked_subcommand is None:
         print(ctx.get_help())
@@ -299,7 +289,7 @@ def chat(
     model: Model = None,
     project: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="PATH|none",
             help="Also draft from the text files of this folder; remembered for chats started here.",
             show_default="as remembered",
@@ -307,9 +297,9 @@ def chat(
     ] = None,
     think: Think = "auto",
     think_budget: ThinkBudget = None,
-    resume: Annotated[bool, typer.Option("--continue", help="Continue the last conversation, with its model.")] = False,
+    resume: Annotated[bool, Option("--continue", help="Continue the last conversation, with its model.")] = False,
     keep: Annotated[
-        bool, typer.Option("--keep/--no-keep", help="Save the conversation in LOCALSPEC_HOME; the last 50 are kept.")
+        bool, Option("--keep/--no-keep", help="Save the conversation in LOCALSPEC_HOME; the last 50 are kept.")
     ] = True,
     **options: Any,
 ) -> int:
@@ -325,26 +315,18 @@ def generate(
     model: Model = None,
     text: Annotated[
         str | None,
-        typer.Argument(
-            metavar="PROMPT", help="Prompt to answer; without MODEL it needs several words.", show_default=False
-        ),
+        Argument(metavar="PROMPT", help="Prompt to answer; without MODEL it needs several words.", show_default=False),
     ] = None,
     prompt: Annotated[
         str | None,
-        typer.Option(
-            "--prompt", "-p", metavar="TEXT", help="Prompt, if not an argument.", show_default="standard input"
-        ),
+        Option("--prompt", "-p", metavar="TEXT", help="Prompt, if not an argument.", show_default="standard input"),
     ] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt verbatim, without the chat template.")
-    ] = False,
-    format: Annotated[str, typer.Option(metavar="text|json|events", help="Output format.")] = "text",
+    raw: Annotated[bool, Option("--raw", help="Continue the prompt verbatim, without the chat template.")] = False,
+    format: Annotated[str, Option(metavar="text|json|events", help="Output format.")] = "text",
     json_schema: Annotated[
-        str | None, typer.Option("--json-schema", metavar="FILE", help="Constrain the answer to this JSON schema.")
+        str | None, Option("--json-schema", metavar="FILE", help="Constrain the answer to this JSON schema.")
     ] = None,
-    grammar: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Constrain the answer to this GBNF grammar.")
-    ] = None,
+    grammar: Annotated[str | None, Option(metavar="FILE", help="Constrain the answer to this GBNF grammar.")] = None,
     think: Think = "auto",
     think_budget: ThinkBudget = None,
     **options: Any,
@@ -363,40 +345,34 @@ def generate(
 def bench(
     words: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="[MODEL] | show FILE | compare A B",
             help="Model to measure; or one bench --json file to show, or two to compare.",
             show_default=False,
         ),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Two-minute run with short answers.")] = False,
-    full: Annotated[
-        bool, typer.Option("--full", help="Long answers, also fixed draft lengths, no time limit.")
-    ] = False,
+    quick: Annotated[bool, Option("--quick", help="Two-minute run with short answers.")] = False,
+    full: Annotated[bool, Option("--full", help="Long answers, also fixed draft lengths, no time limit.")] = False,
     arm: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             metavar="auto|N|ngram:N|head+model:N",
             help="Configurations to compare with plain decoding; repeatable or comma-separated.",
             show_default="auto",
         ),
     ] = None,
     prompts: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Questions in Spec-Bench or SPEED-Bench JSON Lines format.")
+        str | None, Option(metavar="FILE", help="Questions in Spec-Bench or SPEED-Bench JSON Lines format.")
     ] = None,
-    which: Annotated[
-        str | None, typer.Option("--set", metavar="report|tuning", help="Built-in question set to use.")
-    ] = None,
+    which: Annotated[str | None, Option("--set", metavar="report|tuning", help="Built-in question set to use.")] = None,
     category: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Use only questions of this category; repeatable.")
+        list[str] | None, Option(metavar="NAME", help="Use only questions of this category; repeatable.")
     ] = None,
-    minutes: Annotated[
-        float | None, typer.Option(help="Time budget in minutes.", show_default="15, or 2 if --quick")
-    ] = None,
-    repeats: Annotated[int | None, typer.Option(help="Times to ask each question.")] = None,
+    minutes: Annotated[float | None, Option(help="Time budget in minutes.", show_default="15, or 2 if --quick")] = None,
+    repeats: Annotated[int | None, Option(help="Times to ask each question.")] = None,
     slice_tokens: Annotated[
         int | None,
-        typer.Option(
+        Option(
             "--slice",
             metavar="TOKENS",
             help="Tokens to decode before switching configurations; 0: whole answers.",
@@ -404,25 +380,23 @@ def bench(
         ),
     ] = None,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Ignore end-of-text tokens and continue to --max-tokens.")
+        bool, Option("--ignore-eos", help="Ignore end-of-text tokens and continue to --max-tokens.")
     ] = False,
-    json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write all measurements as JSON.")] = None,
-    markdown: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write a Markdown report.")] = None,
-    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write an HTML report with plots.")] = None,
-    svg: Annotated[str | None, typer.Option(metavar="FILE", help="Write the speed-up plot as SVG.")] = None,
-    resume: Annotated[str | None, typer.Option(metavar="FILE", help="Resume the run saved in a --json file.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
+    json: Annotated[str | None, Option(metavar="FILE|-", help="Write all measurements as JSON.")] = None,
+    markdown: Annotated[str | None, Option(metavar="FILE|-", help="Write a Markdown report.")] = None,
+    html: Annotated[str | None, Option(metavar="FILE", help="Write an HTML report with plots.")] = None,
+    svg: Annotated[str | None, Option(metavar="FILE", help="Write the speed-up plot as SVG.")] = None,
+    resume: Annotated[str | None, Option(metavar="FILE", help="Resume the run saved in a --json file.")] = None,
+    force: Annotated[bool, Option("--force", help="Overwrite existing files.")] = False,
     backend: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             metavar="auto|llama-cpp|ik-llama|reference",
             help="Inference engines to compare; repeatable or comma-separated.",
             show_default="auto",
         ),
     ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Maximum answer tokens.", show_default="depends on the mode")
-    ] = None,
+    max_tokens: Annotated[int | None, Option(help="Maximum answer tokens.", show_default="depends on the mode")] = None,
     **options: Any,
 ) -> int:
     """Measure the speed-up over plain decoding, interleaved on the same questions. Ctrl-C keeps finished answers."""
@@ -441,8 +415,8 @@ def bench(
 def verify(
     model: Model = None,
     as_json: Json = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Ask fewer questions, with shorter answers.")] = False,
-    prompts: Annotated[int | None, typer.Option(help="Number of questions.", show_default="8, or 2 if --quick")] = None,
+    quick: Annotated[bool, Option("--quick", help="Ask fewer questions, with shorter answers.")] = False,
+    prompts: Annotated[int | None, Option(help="Number of questions.", show_default="8, or 2 if --quick")] = None,
     **options: Any,
 ) -> int:
     """Check that decoding with these drafters is lossless on this machine. Exit status 1 if not."""
@@ -455,15 +429,11 @@ def verify(
 def doctor(
     model: Model = None,
     as_json: Json = False,
-    calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure forward-pass costs again and save them.")
-    ] = False,
+    calibrate: Annotated[bool, Option("--calibrate", help="Measure forward-pass costs again and save them.")] = False,
     rank: Annotated[
-        bool, typer.Option("--rank", help="Try the drafts on this disk for a minute and rank them by speed.")
+        bool, Option("--rank", help="Try the drafts on this disk for a minute and rank them by speed.")
     ] = False,
-    details: Annotated[
-        bool, typer.Option("--details", help="Show everything that was looked at and measured.")
-    ] = False,
+    details: Annotated[bool, Option("--details", help="Show everything that was looked at and measured.")] = False,
     **options: Any,
 ) -> int:
     """Does a model fit this machine, does guessing ahead pay here, and with what."""
@@ -476,13 +446,11 @@ def doctor(
 @command()
 def serve(
     model: Model = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; a non-loopback address requires --api-key.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8642,
+    host: Annotated[str, Option(help="Address to listen on; a non-loopback address requires --api-key.")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8642,
     api_key: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="KEY",
             help="API key that clients must send.",
             envvar="LOCALSPEC_API_KEY",
@@ -490,31 +458,28 @@ def serve(
             show_default="$LOCALSPEC_API_KEY",
         ),
     ] = None,
-    queue: Annotated[int, typer.Option(min=0, help="Maximum waiting requests; further ones get HTTP 429.")] = 32,
+    queue: Annotated[int, Option(min=0, help="Maximum waiting requests; further ones get HTTP 429.")] = 32,
     parallel: Annotated[
-        str, typer.Option(metavar="auto|N", help="Requests answered concurrently; auto: as many as gain throughput.")
+        str, Option(metavar="auto|N", help="Requests answered concurrently; auto: as many as gain throughput.")
     ] = "auto",
     prefix_cache: Annotated[
-        int, typer.Option(min=0, max=1 << 20, metavar="MB", help="Memory for cached conversation prefixes.")
+        int, Option(min=0, max=1 << 20, metavar="MB", help="Memory for cached conversation prefixes.")
     ] = 512,
     time_limit: Annotated[
-        float, typer.Option(min=1, max=1e6, metavar="SECONDS", help="Time limit per request, including its answer.")
+        float, Option(min=1, max=1e6, metavar="SECONDS", help="Time limit per request, including its answer.")
     ] = 3600.0,
     alias: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Additional model name to accept; repeatable.")
+        list[str] | None, Option(metavar="NAME", help="Additional model name to accept; repeatable.")
     ] = None,
     allow_origin: Annotated[
-        list[str] | None,
-        typer.Option(metavar="URL", help="Allow requests from web pages of this origin (CORS); repeatable."),
+        list[str] | None, Option(metavar="URL", help="Allow requests from web pages of this origin (CORS); repeatable.")
     ] = None,
     allow_corpus: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="PATH|chats", help="Allow requests from this computer to draft from this text; repeatable."
-        ),
+        Option(metavar="PATH|chats", help="Allow requests from this computer to draft from this text; repeatable."),
     ] = None,
     allow_host: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Additional Host header to accept; repeatable.")
+        list[str] | None, Option(metavar="NAME", help="Additional Host header to accept; repeatable.")
     ] = None,
     **options: Any,
 ) -> int:
@@ -542,7 +507,7 @@ def serve(
 def replay(
     file: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="FILE",
             help="Output of generate --format events, or a chat saved by /save; - is standard input.",
             show_default=False,
@@ -550,9 +515,9 @@ def replay(
     ],
     html: Annotated[
         str | None,
-        typer.Option(metavar="OUT", help="Page to write; - is standard output.", show_default="FILE with suffix .html"),
+        Option(metavar="OUT", help="Page to write; - is standard output.", show_default="FILE with suffix .html"),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite OUT if it exists.")] = False,
+    force: Annotated[bool, Option("--force", help="Overwrite OUT if it exists.")] = False,
 ) -> int:
     """Make a web page from a recording: the answer, with every drafted token and its verification."""
     from localspec.commands.replay.command import replay_command
@@ -563,30 +528,30 @@ def replay(
 @command()
 def distill(
     model: Model = None,
-    minutes: Annotated[float | None, typer.Option(help="Total time budget in minutes.", show_default="60")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume the interrupted run.")] = False,
+    minutes: Annotated[float | None, Option(help="Total time budget in minutes.", show_default="60")] = None,
+    resume: Annotated[bool, Option("--resume", help="Resume the interrupted run.")] = False,
     prompts: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILE", help="Additional questions, in the format of bench --prompts; repeatable."),
+        Option(metavar="FILE", help="Additional questions, in the format of bench --prompts; repeatable."),
     ] = None,
     text: Annotated[
-        list[str] | None, typer.Option(metavar="PATH", help="File or folder of text to train on; repeatable.")
+        list[str] | None, Option(metavar="PATH", help="File or folder of text to train on; repeatable.")
     ] = None,
-    chats: Annotated[bool, typer.Option("--chats", help="Train on the chats saved in LOCALSPEC_HOME.")] = False,
-    kind: Annotated[str, typer.Option(metavar=TRAINED_KINDS, help="Kind of head.")] = "chained",
+    chats: Annotated[bool, Option("--chats", help="Train on the chats saved in LOCALSPEC_HOME.")] = False,
+    kind: Annotated[str, Option(metavar=TRAINED_KINDS, help="Kind of head.")] = "chained",
     seed: Annotated[
-        int | None, typer.Option(help="Random seed.", show_default="0, or the seed of the starting head plus one")
+        int | None, Option(help="Random seed.", show_default="0, or the seed of the starting head plus one")
     ] = None,
     begin_with: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="FILE|none",
             help="Head to start from; none starts with a linear one.",
             show_default="the head that --draft head would use",
         ),
     ] = None,
-    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a page with the learning curve.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Start over, discarding an existing run.")] = False,
+    html: Annotated[str | None, Option(metavar="FILE", help="Write a page with the learning curve.")] = None,
+    force: Annotated[bool, Option("--force", help="Start over, discarding an existing run.")] = False,
     backend: Backend = "auto",
     threads: Threads = None,
     verbose: Verbose = False,
@@ -605,7 +570,7 @@ def distill(
 def pull(
     names: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             autocompletion=models,
             metavar="NAME...",
             help="Catalogue names, parts of them, or hf:OWNER/REPO/FILE.gguf. Default: the default pair.",
@@ -613,7 +578,7 @@ def pull(
         ),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Check that models (default: all) still exist on the hub; download nothing.")
+        bool, Option("--check", help="Check that models (default: all) still exist on the hub; download nothing.")
     ] = False,
 ) -> int:
     """Download models, verify their digests, and print their paths."""
@@ -625,9 +590,7 @@ def pull(
 @command()
 def list_(
     as_json: Json = False,
-    everything: Annotated[
-        bool, typer.Option("--all", help="List the whole catalogue, with what can be fetched.")
-    ] = False,
+    everything: Annotated[bool, Option("--all", help="List the whole catalogue, with what can be fetched.")] = False,
 ) -> int:
     """List the models on this disk, each with its heads."""
     from localspec.commands.files import list_command
@@ -638,8 +601,7 @@ def list_(
 @command()
 def rm(
     names: Annotated[
-        list[str],
-        typer.Argument(autocompletion=models, metavar="NAME...", help="Models to remove.", show_default=False),
+        list[str], Argument(autocompletion=models, metavar="NAME...", help="Models to remove.", show_default=False)
     ],
 ) -> int:
     """Remove models from this disk."""
@@ -650,7 +612,7 @@ def rm(
 
 @command()
 def inspect(
-    model: Annotated[str, typer.Argument(metavar="FILE", help="Path or name of a model file.", show_default=False)],
+    model: Annotated[str, Argument(metavar="FILE", help="Path or name of a model file.", show_default=False)],
     as_json: Json = False,
 ) -> int:
     """Show what is in a model file: sizes, vocabulary, chat template, memory use."""

@@ -56,8 +56,7 @@ def pull_command(names: Sequence[str] = ()) -> int:
     return 0
 
 
-SIZE_TOLERANCE = 0.05
-"""Relative error allowed in the size of an entry that was never fetched; some are rounded."""
+SIZE_TOLERANCE = 0.05  # relative error allowed in the size of an entry that was never fetched; some are rounded
 
 
 def check_command(names: Sequence[str] = ()) -> int:
@@ -122,8 +121,7 @@ def wants(entries: Sequence[Entry], more: str = "") -> bool:
             return False
 
 
-DECLINED_S = 7 * 24 * 3600.0
-"""How long a draft model that was declined is not offered again [s]."""
+DECLINED_S = 7 * 24 * 3600.0  # how long a draft model that was declined is not offered again [s]
 
 
 def wants_draft(entries: Sequence[Entry]) -> bool:
@@ -170,8 +168,7 @@ def list_command(as_json: bool = False, everything: bool = False) -> int:
     return 0
 
 
-ROOM = 1.25
-"""Memory that a model takes over the size of its file: cache and buffers."""
+ROOM = 1.25  # memory that a model takes over the size of its file: cache and buffers
 
 
 class _List:
@@ -314,8 +311,7 @@ class _PullProgress(Progress):
 
 
 _MINUTE = 60.0
-_WINDOW_S = 20.0
-"""The speed is averaged over this time."""
+_WINDOW_S = 20.0  # the speed is averaged over this time
 
 
 def _left(seconds: float) -> str:
@@ -329,8 +325,7 @@ def _left(seconds: float) -> str:
 
 # ``localspec inspect``: what a file says of itself.
 
-_CURVE_ROWS = 12
-"""Points of a learning curve that are printed; ``--json`` has all."""
+_CURVE_ROWS = 12  # points of a learning curve that are printed; ``--json`` has all
 
 
 def inspect_command(model: str, as_json: bool = False) -> int:

@@ -24,7 +24,7 @@ from localspec.controllers.cost_model import CALIBRATED_PAST, NOISE, PassTimes
 # pass mostly has as much of the prompts as keeps it under ``STALL`` plain ones, and now and then much more. The
 # constants were chosen with ``benchmarks/prompt_pieces.py``.
 
-STALL = 2.4  # Most plain passes that a pass with answers takes because of prompts, mostly
+STALL = 2.4  # As a rule prompts make a pass with answers no longer than so many plain passes
 LONG_MS = 500.0  # Most time of a long pass [ms]
 
 # One of so many passes with answers may be a long one, so that the 95th percentile of times between tokens stays under

@@ -11,8 +11,8 @@ CALIBRATED_PAST = 64  # Tokens in the context where passes are timed
 ONCE_MOST = math.log(2.0)  # One pass counts at most as if it had taken twice as long as expected, or half
 NOISE = 0.15  # Differences under this (of logarithms) are noise: passes of one width spread by 5 to 10 % here
 
-AGREED_SHARE = 0.7
-AGREED_MOST = math.log(4.0)  # Of what two passes in a row agree on, the share that is believed at once, and the most
+AGREED_SHARE = 0.7  # Share of what two passes in a row agree on that is believed at once
+AGREED_MOST = math.log(4.0)  # Most of it
 
 # How far passes may be from what was calibrated, as standard deviations of logarithms: all of them (and a random walk
 # from there), further rows together, one width alone, and the noise of a single pass. What was learned of rows and of a

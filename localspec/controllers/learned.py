@@ -38,9 +38,9 @@ STATES_SHARE = 0.005
 # copies have to be tried at once to be worth it.
 PREDICTED_GRANT = 3.0
 
-READING_GRANT = 5.0
 # What a draft model's reading may cost an answer on top of what this answer has saved: enough for the last 50 tokens of
 # a prompt.
+READING_GRANT = 5.0
 READING_SHARE = 0.05
 
 

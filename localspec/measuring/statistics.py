@@ -17,11 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 LEVEL = 0.95
-FEWEST = 6
-"""Questions that a 95 % interval takes; see ``range_level``."""
-
-Values = Mapping[str, Sequence[float]]
-"""By question, the value of each repeat."""
+FEWEST = 6  # questions that a 95 % interval takes; see ``range_level``
+Values = Mapping[str, Sequence[float]]  # by question, the value of each repeat
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,8 +121,7 @@ _COUNTS = ("num_rounds", "num_draft_tokens", "num_accepted_tokens", "drafted_per
 _TIMES = ("seconds_prompt", "seconds_draft", "seconds_verify", "seconds_other")
 """Figures of ``SpecStats`` that a sample keeps."""
 
-NEAR_TIE = 0.5
-"""Logits that rounding may bridge: passes of other widths move logits by 0.1 to 0.25."""
+NEAR_TIE = 0.5  # logits that rounding may bridge: passes of other widths move logits by 0.1 to 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +327,6 @@ def _judged(round_: Round) -> list[list[Any]]:
 
 
 _WARM_UP = "Count: 1 2 3 4 1 2 3 4 1 2 3"
-
 Json = dict[str, Any]
 
 
@@ -572,11 +570,8 @@ class Clock:
 # Arms by turns. Other programs, heat and clock move a machine's speed by more than most speed-ups; arms that answer in
 # slices meet the same machine. Each has contexts of its own and shares the weights.
 
-SLICE_TOKENS = 4
-"""Tokens before the next arm's turn: bursts of other programs last a second or less."""
-
-Place = tuple[int, EngineUnderTest, Arm]
-"""Place in the order of a block, and what answers there."""
+SLICE_TOKENS = 4  # tokens before the next arm's turn: bursts of other programs last a second or less
+Place = tuple[int, EngineUnderTest, Arm]  # place in the order of a block, and what answers there
 
 
 def places(subjects: Sequence[EngineUnderTest], block: Block) -> list[Place]:

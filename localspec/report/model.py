@@ -19,8 +19,7 @@ Status = Literal["ok", "info", "note", "fail"]
 TextStyle = Literal["", "strong", "note", "muted", "small"]
 """``note``: must not be missed. ``small``: how figures were measured, left out on a terminal."""
 
-RowStyle = Literal["strong", "bad"]
-"""``bad``: not as it should be."""
+RowStyle = Literal["strong", "bad"]  # ``bad``: not as it should be
 
 
 @dataclass(frozen=True, slots=True)

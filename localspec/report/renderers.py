@@ -21,11 +21,8 @@ from localspec.system.files import write_atomically
 from localspec.system.terminal import clip, moves_cursor, on_one_line, width
 
 NARROWEST, WIDEST = 40, 110
-PIPED = 80
-"""Columns without a terminal."""
-
-_SHORTEST_NAME = 14
-"""Columns that a table's names keep; the last column is left out first."""
+PIPED = 80  # columns without a terminal
+_SHORTEST_NAME = 14  # columns that a table's names keep; the last column is left out first
 
 _MARKS: dict[Status, tuple[str, str, str]] = {
     "ok": ("✓", "ok", "green"),
@@ -281,8 +278,7 @@ def _is_small(part: Part) -> bool:
 
 # Files that results go to: checked before anything takes time, written whole or not at all.
 
-STREAM = "-"
-"""Standard input or output."""
+STREAM = "-"  # standard input or output
 
 
 class OutputError(LocalspecError):

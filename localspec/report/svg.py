@@ -69,8 +69,7 @@ def _digests(texts: Iterable[str]) -> str:
     return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
-N_COLOURS = 6
-"""Classes ``c0``… (strokes) and ``f0``… (fills) of the style."""
+N_COLOURS = 6  # classes ``c0``… (strokes) and ``f0``… (fills) of the style
 
 _OUTLINES: tuple[list[tuple[float, float]], ...] = (
     [],

@@ -8,12 +8,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from localspec.errors import UsageError
 
@@ -176,3 +176,17 @@ class JsonStore:
     def _path(self, key: Key) -> Path:
         digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()[:20]
         return self.folder / f"{digest}.json"
+
+
+V = TypeVar("V", bound=dict[str, Any] | None)
+
+
+def remembered(store: JsonStore, key: Key, examine: Callable[[], V]) -> dict[str, Any] | V:
+    """What is stored under a key; where nothing is, what ``examine`` finds, stored unless it is None."""
+    known = store.get(key)
+    if known is not None:
+        return known
+    found = examine()
+    if found is not None:
+        store.put(key, found)
+    return found

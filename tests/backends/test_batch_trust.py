@@ -13,6 +13,7 @@ from localspec.backends import trial
 from localspec.backends import trust as trust_module
 from localspec.backends.base import Forward, Model, Piece
 from localspec.backends.llama.batch import LlamaSequences
+from localspec.backends.llama.passes import PassRows
 from localspec.backends.trust import check_batch, ensure_batches
 from localspec.errors import EngineMismatch, UnsupportedModel
 from tests.conftest import Backend, TinyFiles, open_backend
@@ -56,7 +57,7 @@ def a_prefix_too_short(patch: pytest.MonkeyPatch) -> None:
 
     def short(self: Any, source: int, target: int, n: int) -> None:
         copy(self, source, target, n - 8)
-        self._run([7] * 8, range(n - 8, n), np.zeros(8, dtype=bool), [(target,)] * 8)
+        self._run(PassRows.behind(n - 8, [7] * 8, "none", target))
 
     patch.setattr(LlamaSequences, "_copy_prefix", short)
 
@@ -71,7 +72,7 @@ def tokens_taken_back_that_stay(patch: pytest.MonkeyPatch) -> None:
         if n and tokens:  # as if they had been moved to the front
             self._binding.remove(self._handle, 0, sequence)
             again = [*tokens, *self._sequences[sequence].tokens[: n - len(tokens)]]
-            self._run(again, range(n), np.zeros(n, dtype=bool), [(sequence,)] * n)
+            self._run(PassRows.behind(0, again, "none", sequence))
 
     patch.setattr(LlamaSequences, "_truncate", kept)
 

@@ -211,7 +211,7 @@ def test_an_answer_does_not_depend_on_it(tiny: TinyFiles, monkeypatch: pytest.Mo
         (4, None, "mixed"),  # the output matrix counts as a layer, and is the last to go there
         (1, None, "mixed"),
         (0, None, "cpu"),
-        (-1, {"on_devices": False}, "cpu"),
+        (-1, {"used": []}, "cpu"),
         (-1, {"keeps_some": True}, "mixed"),
         (-1, {"links": [SimpleNamespace(is_near=False)]}, "gpu"),
         (-1, {"links": [SimpleNamespace(is_near=False), SimpleNamespace(is_near=True)]}, "mixed"),
@@ -221,8 +221,6 @@ def test_a_model_that_leaves_work_to_the_cpu_is_not_on_a_gpu_alone(
     n_gpu_layers: int, placed: dict[str, Any] | None, device: str
 ) -> None:
     """Of four layers: what shares the processor with a draft model is not drafted for during its passes."""
-    where = (
-        None if placed is None else SimpleNamespace(**{"on_devices": True, "keeps_some": False, "links": []} | placed)
-    )
+    where = None if placed is None else SimpleNamespace(**{"used": [0], "keeps_some": False, "links": []} | placed)
     engine = SimpleNamespace(gpu=True)
     assert Binding.device(engine, n_gpu_layers, where, 4) == device  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from localspec.backends.layout import Target, layout
 from localspec.backends.llama import llama_cpp, rpc
 from localspec.backends.llama.ggml import engine_log
 from localspec.backends.llama.passes import LlamaPasses
-from localspec.backends.llama.rpc_link import ask
+from localspec.backends.llama.rpc import ask
 from localspec.engine.worker import Job
 from localspec.model_files.gguf import GGUFFile
 from tests.conftest import TinyFiles, open_backend
@@ -81,7 +81,7 @@ def test_drafting_goes_on_beside_far_servers_only(
 ) -> None:
     """Servers on this machine compute on the processor that the draft model is on."""
     # However busy this machine is, what is not delayed counts as near.
-    monkeypatch.setattr("localspec.backends.llama.rpc_link._NEAR_MS", delay_ms or 1e9)
+    monkeypatch.setattr("localspec.backends.llama.rpc._NEAR_MS", delay_ms or 1e9)
     with ExitStack() as stack:
         proxies = [stack.enter_context(Delay(each, delay_ms / 1e3)) for each in addresses]
         placement = Placement(rpc=tuple(each.address for each in proxies), tensor_split=(1, 1))
@@ -98,7 +98,7 @@ def test_a_round_is_handed_on_before_a_far_server_has_computed_the_next_pass(
 ) -> None:
     """The engine gives the pass away, and is asked for logits when the round before has been given to its reader; but
     not where it takes long to come back, as it may have waited for the pass."""
-    monkeypatch.setattr("localspec.backends.llama.rpc_link._NEAR_MS", 0.0)
+    monkeypatch.setattr("localspec.backends.llama.rpc._NEAR_MS", 0.0)
     monkeypatch.setattr("localspec.backends.llama.passes.SOON_MS", soon_ms)
     log: list[str] = []
 
@@ -170,7 +170,7 @@ def test_idle_work_lives_through_it(tiny: TinyFiles, library: Path) -> None:
 
 @pytest.mark.slow
 def test_a_server_serves_one_client(tiny: TinyFiles, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localspec.backends.llama.rpc_link._CONNECT_S", 0.5)
+    monkeypatch.setattr("localspec.backends.llama.rpc._CONNECT_S", 0.5)
     with ExitStack() as stack:
         address, _ = stack.enter_context(serving())
         stack.enter_context(LLM(tiny.bpe, "ngram", placement=Placement(rpc=address), **options()))

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from localspec import Placement
-from localspec.backends.llama.rpc_link import PROTOCOL, Link, ServerFacts, ask, checked_address
+from localspec.backends.llama.rpc import PROTOCOL, Link, ServerFacts, ask, checked_address
 from localspec.errors import EngineError, UsageError
 
 
@@ -85,7 +85,6 @@ def linked(server: Server) -> Iterator[tuple[Link, socket.socket]]:
 
 def test_a_server_says_what_it_has() -> None:
     facts = ask(Server().address)
-    assert [(each.free_bytes, each.total_bytes) for each in facts.devices] == [(5 << 30, 8 << 30)]
     assert facts.round_trip_ms > 0
     assert facts.own_address
 
@@ -93,7 +92,7 @@ def test_a_server_says_what_it_has() -> None:
 def test_a_tunnel_to_another_machine_takes_longer_than_this_one() -> None:
     """Both are at an address of this machine's own: what is near is told by the time an answer takes."""
     for ms, own, near in ((0.1, True, True), (0.1, False, False), (5.0, True, False)):
-        assert ServerFacts((), ms, own).is_near == near
+        assert ServerFacts(ms, own).is_near == near
     assert not ask(Server(waits=0.002).address).is_near
 
 
@@ -119,7 +118,6 @@ def test_requests_and_answers_pass_as_they_are() -> None:
         assert answer(client) == b"\7" * (3 << 20)
         assert link.lost is None
         assert link.n_requests == 2
-        assert link.n_bytes > 5 << 20
     assert server.seen[0] == (14, bytes(24))  # no transport but this one is offered
     assert server.seen[1] == (6, tensor)
 

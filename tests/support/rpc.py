@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from localspec.backends.llama.rpc_link import ask
+from localspec.backends.llama.rpc import ask
 from localspec.backends.registry import unavailable_reason
 from localspec.errors import EngineError, EngineUnavailable
 

@@ -19,8 +19,7 @@ from localspec.backends.base import (
     n_wanted,
 )
 from localspec.backends.llama.binding import MAX_SEQUENCES, Bytes
-from localspec.backends.llama.ggml import Flags
-from localspec.backends.llama.passes import LlamaPasses, restore, save, saved_sequence, state_bytes
+from localspec.backends.llama.passes import LlamaPasses, PassRows, restore, save, saved_sequence, state_bytes
 from localspec.backends.llama.weights import LlamaWeights
 from localspec.errors import EngineError, UsageError
 
@@ -41,47 +40,31 @@ class LlamaSequences(SequenceBatch):
         kv_type = model.kv_type if model.binding.batches_kv_types else "f16"
         self._passes = LlamaPasses(model, n_cells, n_threads, kv_type, hidden, n_sequences)
         self._handle = self._passes.handle
-        self._n_gaps = 0
-        """Cells that were given back since rows were last moved together."""
+        self._n_gaps = 0  # cells that were given back since rows were last moved together
 
     def _decode(self, pieces: Sequence[Piece]) -> list[Forward]:
-        tokens = [token for piece in pieces for token in piece.tokens]
-        positions: list[int] = []
-        sequences: list[tuple[int]] = []
-        wanted = np.zeros(len(tokens), dtype=bool)
-        for sequence, piece, logits in pieces:
-            start, n_past = len(positions), self._sequences[sequence].n_past
-            positions += range(n_past, n_past + len(piece))
-            sequences += [(sequence,)] * len(piece)
-            wanted[start : len(positions)] = logits == "all"
-            wanted[len(positions) - 1] = logits != "none"
-        return _divided(self._run(tokens, positions, wanted, sequences), pieces, self.model.n_layers)
+        parts = [self._behind(sequence, tokens, logits) for sequence, tokens, logits in pieces]
+        rows = PassRows(
+            [token for piece in pieces for token in piece.tokens],
+            [position for part in parts for position in part.positions],
+            np.concatenate([part.wanted for part in parts]),
+            [(piece.sequence,) for piece in pieces for _ in piece.tokens],
+        )
+        return _divided(self._run(rows), pieces, self.model.n_layers)
 
     def _decode_floats(self, sequence: int, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
-        return self._one(sequence, rows, logits)
+        return self._run(self._behind(sequence, rows, logits))
 
     def _decode_first_layers(self, sequence: int, tokens: Sequence[int], n_layers: int) -> Forward:
-        return self._one(sequence, tokens, "none", layer_name(n_layers - 1))
+        return self._run(self._behind(sequence, tokens, "none"), layer_name(n_layers - 1))
 
-    def _one(self, sequence: int, rows: Sequence[int] | FloatArray, logits: Wanted, last: str | None = None) -> Forward:
-        n_past = self._sequences[sequence].n_past
-        wanted = np.full(len(rows), logits == "all")
-        wanted[-1] = logits != "none"
-        return self._run(rows, range(n_past, n_past + len(rows)), wanted, [(sequence,)] * len(rows), last)
+    def _behind(self, sequence: int, rows: Sequence[int] | FloatArray, logits: Wanted) -> PassRows:
+        return PassRows.behind(self._sequences[sequence].n_past, rows, logits, sequence)
 
-    def _run(
-        self,
-        rows: Sequence[int] | FloatArray,
-        positions: Sequence[int],
-        wanted: Flags,
-        sequences: Sequence[Sequence[int]],
-        last: str | None = None,
-    ) -> Forward:
+    def _run(self, rows: PassRows, last: str | None = None) -> Forward:
         self._close_gaps()
         try:
-            return self._passes.run(
-                rows, positions, wanted, sequences=sequences, last=last, interrupted=self.interrupted
-            )
+            return self._passes.run(rows, last=last, interrupted=self.interrupted)
         except BaseException:
             self._n_gaps += len(rows)  # those that it came to will be removed
             raise
@@ -100,7 +83,7 @@ class LlamaSequences(SequenceBatch):
         """Feed the first n tokens anew: a window that moved on has lost rows that they look at.
 
         Raises:
-            ContextFull: what they shared with other sequences takes room of its own now, which there is not.
+            ContextFull: there is no room for what they shared with other sequences.
         """
         context = self._sequences[sequence]
         tokens = context.tokens[:n]
@@ -109,7 +92,7 @@ class LlamaSequences(SequenceBatch):
             self._n_gaps += n
             self.cells.cut(sequence, 0)
             self.check_cells(n)
-            self._run(tokens, range(n), np.zeros(n, dtype=bool), [(sequence,)] * n)
+            self._run(PassRows.behind(0, tokens, "none", sequence))
             self.cells.take(sequence, n)
         except BaseException:
             self._binding.remove(self._handle, 0, sequence)
@@ -154,16 +137,14 @@ def _divided(forward: Forward, pieces: Sequence[Piece], n_layers: int) -> list[F
     return found
 
 
-# Several sequences where a pass over several has no flash attention: one that is fed alone does not pay for it.
-
 N_ALONE = 24
 """Passes over one sequence alone after which it is copied to a context of its own, if it holds anything. Copying 1,000
-tokens of Qwen2.5-Coder 1.5B there or back takes 30 ms of CPU time, a pass 26, of which it saves 2 to 10 %."""
+tokens there or back takes about as long as a pass; a pass there takes 2 to 10 % less."""
 
 
 class SequencesOrOne(LlamaSequences):
-    """While no sequence but one holds tokens, that one lies in a context of its own, and is computed as if there were
-    no others. Before the next pass over several it is copied back."""
+    """For an engine without flash attention in a pass over several sequences: while only one sequence holds tokens, it
+    is kept and computed in a context of its own. Before the next pass over several it is copied back."""
 
     def __init__(
         self, model: LlamaWeights, n_sequences: int, n_cells: int, n_ctx: int, n_threads: int, hidden: tuple[str, ...]
@@ -172,8 +153,7 @@ class SequencesOrOne(LlamaSequences):
         self._n_threads = n_threads
         self._own: Context | None = None
         self._has_room = True
-        self._apart: int | None = None
-        """The sequence that lies in a context of its own."""
+        self._apart: int | None = None  # the sequence that is in ``_own``
         self._n_alone = 0
 
     def _decode(self, pieces: Sequence[Piece]) -> list[Forward]:
@@ -196,7 +176,7 @@ class SequencesOrOne(LlamaSequences):
         return super()._decode_first_layers(sequence, tokens, n_layers)
 
     def _own_for(self, sequence: int) -> Context | None:
-        """The context of its own in which a sequence that is fed alone is computed; None: in the memory of all."""
+        """The context in which to compute a sequence that is fed alone; None: in the memory of all."""
         if sequence == self._apart:
             return self._own
         if self._others_hold_tokens(sequence):
@@ -211,7 +191,7 @@ class SequencesOrOne(LlamaSequences):
         return any(context.n_past for i, context in enumerate(self._sequences) if i != sequence)
 
     def _set_apart(self, sequence: int) -> Context | None:
-        """Copy a sequence to the context of its own; None where there is no memory for that."""
+        """Copy a sequence to the context for one; None where there is no memory for that."""
         tokens, own = self._sequences[sequence].tokens, self._emptied()
         if own is None:
             return None
@@ -226,7 +206,7 @@ class SequencesOrOne(LlamaSequences):
         return own
 
     def _emptied(self) -> Context | None:
-        """The context of its own, empty and nobody's; None where there is no memory for it."""
+        """The context for one sequence, empty; None where there is no memory for it."""
         self._apart = None
         if self._own is not None:
             self._own.truncate(0)
@@ -238,11 +218,7 @@ class SequencesOrOne(LlamaSequences):
         return self._own if self._has_room else None
 
     def _join(self) -> None:
-        """Copy the sequence that lies by itself back, to be fed with others; rows of the first layers go with it.
-
-        Raises:
-            EngineError: the engine refuses it; it stays where it is.
-        """
+        """Copy the sequence that is apart back, rows of the first layers too. On EngineError it stays where it is."""
         assert self._own is not None
         assert self._apart is not None
         if self._own.tokens:

@@ -1,7 +1,4 @@
-"""The C functions that a llama.cpp engine is driven by.
-
-Only public functions are called, through ctypes, which releases the GIL while they run.
-"""
+"""The C functions of a llama.cpp engine: public ones only, through ctypes, which releases the GIL while they run."""
 
 from __future__ import annotations
 
@@ -18,50 +15,47 @@ import numpy.typing as npt
 
 from localspec.backends.base import Progress
 from localspec.backends.llama.ggml import TensorFunctions
-from localspec.backends.llama.rpc_link import Link
+from localspec.backends.llama.rpc import Link
 from localspec.backends.placement import Placement
 from localspec.errors import UsageError
 from localspec.model_files.gguf import GGUFFile, TensorInfo
 
-# A placement in the words of ``llama_model_params``: names are looked up, and what would abort is refused before.
+Bytes = npt.NDArray[np.uint8]
+
+N_BATCH = 512
+"""Most tokens in one call of the engine; longer inputs are fed in pieces."""
+
+N_UBATCH = 256
+"""Tokens the engine computes together. Twice that costs 150 MB more for a 152k vocabulary and gains no prefill speed
+on CPUs."""
+
+MAX_SEQUENCES = 64
+"""llama.cpp takes 64 without saying that it was compiled for more."""
+
+# -- a placement in the words of ``llama_model_params`` ----------------------------------------------------------------
 
 _SPLIT = {"none": 0, "layer": 1, "row": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A device beside the CPU that an engine can put weights on.
+    """A device other than the CPU that an engine can put weights on."""
 
-    Attributes:
-        name: the engine's, e.g. CUDA0.
-        handle: for ``llama_model_params.devices``; 0 where an engine takes none.
-        buffer: the name of its memory.
-        splits_rows: whether ``--split-mode row`` works on it.
-    """
-
-    name: str
-    handle: int
-    buffer: str
-    splits_rows: bool
+    name: str  # the engine's, e.g. CUDA0
+    handle: int  # for ``llama_model_params.devices``; 0 where an engine takes none
+    buffer: str  # the name of its memory
+    splits_rows: bool  # whether ``--split-mode row`` works on it
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where an engine can put weights.
+    """Where an engine can put weights."""
 
-    Attributes:
-        devices: all but the CPU, in the engine's order.
-        usual: those that it takes when none are named.
-        buffers: name -> kind of memory, the CPU's too.
-        most: how many shares its ``tensor_split`` has.
-        links: of the RPC servers among them.
-    """
-
-    devices: Sequence[Place]
-    usual: Sequence[Place]
-    buffers: Mapping[str, int]
-    most: int
-    links: Sequence[Link] = ()
+    devices: Sequence[Place]  # all but the CPU, in the engine's order
+    usual: Sequence[Place]  # those that it takes when none are named
+    buffers: Mapping[str, int]  # name -> kind of memory, the CPU's too
+    most: int  # how many shares its ``tensor_split`` has
+    links: Sequence[Link] = ()  # of the RPC servers among them
 
 
 class _Override(ctypes.Structure):
@@ -71,15 +65,7 @@ class _Override(ctypes.Structure):
 class Placed:
     """What ``llama_model_params`` takes for a placement, and keeps alive what it points to.
 
-    Args:
-        placement: what was asked.
-        places: what the engine has.
-        gguf: the model's file.
-        engine: the engine's name, for messages.
-
-    Attributes:
-        used: devices that the model will use.
-        links: of RPC servers.
+    Names are looked up, and what would abort the process is refused.
 
     Raises:
         UsageError: there is no such device or memory, or it cannot do that.
@@ -88,7 +74,7 @@ class Placed:
     def __init__(self, placement: Placement, places: Places, gguf: GGUFFile, engine: str) -> None:
         placement.check_file(gguf)
         self.placement, self.links = placement, places.links
-        self.used = _used(placement, places, engine)
+        self.used = _used(placement, places, engine)  # devices that the model will use
         count = gguf.field("block_count", 0)
         overrides = placement.overrides(count if isinstance(count, int) else 0)
         reached = {"CPU", *(place.buffer for place in self.used)}
@@ -107,11 +93,6 @@ class Placed:
             self._shares = (ctypes.c_float * max(places.most, len(placement.tensor_split)))(*placement.tensor_split)
 
     @property
-    def on_devices(self) -> bool:
-        """Whether some of the weights may go to another device than the CPU."""
-        return bool(self.used)
-
-    @property
     def lost(self) -> str | None:
         """Why a device is gone; None while all are there."""
         return next((link.lost for link in self.links if link.lost is not None), None)
@@ -122,7 +103,6 @@ class Placed:
         return self._overrides is not None
 
     def fill(self, params: Any) -> None:
-        """Say it to the engine."""
         if self.placement.split_mode is not None:
             params.split_mode = _SPLIT[self.placement.split_mode]
         if self.placement.main_gpu is not None:
@@ -161,54 +141,27 @@ def _used(placement: Placement, places: Places, engine: str) -> list[Place]:
     return used
 
 
-Bytes = npt.NDArray[np.uint8]
-
-N_BATCH = 512
-"""Most tokens in one call of the engine; longer inputs are fed in pieces."""
-
-N_UBATCH = 256
-"""Tokens the engine computes together. Twice that costs 150 MB more for a 152k vocabulary and gains no prefill speed
-on CPUs."""
-
-MAX_SEQUENCES = 64
-"""llama.cpp takes 64 without saying that it was compiled for more."""
+# -- the functions -----------------------------------------------------------------------------------------------------
 
 
 class Binding(ABC):
-    """The C functions of one engine. Handles are opaque integers; 0 or None means failure.
+    """The C functions of one engine. Handles are opaque integers; 0 or None means failure."""
 
-    Attributes:
-        name: the engine's, in the catalogue.
-        version: of the package, and a digest of its libraries: builds of one version differ in speed and in what they
-            get wrong, so nothing that was found out about one may be taken for true of another.
-        lib: the module or library that has the llama_* functions both engines share under one name.
-        api: the module that has the structs and the functions that take them.
-        gpu: whether it was built for one.
-        state_flags: last arguments of the functions that save a sequence, for an engine that takes flags there.
-        saves_recurrent: whether what cannot be rewound can be saved by itself, without keys and values.
-        alignment: what tensors in the file must be aligned to [bytes]; more for an engine that computes from the mapped
-            file.
-        keeps_rows: see ``Capabilities``.
-        token_before_floats: whether a context must have decoded a single token before it is fed with floats.
-        tensors: what reads a node of a pass.
-        batches_kv_types: whether a memory of several sequences may be of any type; else it is f16.
-        unshared: architectures with a memory that sequences cannot share rows of, though it can be cut.
-    """
-
-    name: str
+    name: str  # the engine's, in the catalogue
+    # Of the package, and a digest of its libraries: builds of one version differ in speed and in what they get wrong.
     version: str
-    lib: Any
-    api: Any
-    gpu = False
-    state_flags: tuple[int, ...] = ()
-    saves_recurrent = False
-    alignment = 1
-    keeps_rows = False
-    finds_best = False
-    token_before_floats = False
+    lib: Any  # the module or library that has the llama_* functions both engines share under one name
+    api: Any  # the module that has the structs and the functions that take them
     tensors: TensorFunctions
-    batches_kv_types = True
-    unshared: frozenset[str] = frozenset()
+    gpu = False  # whether it was built for one
+    state_flags: tuple[int, ...] = ()  # last arguments of the functions that save a sequence, where there are any
+    saves_recurrent = False  # whether what cannot be rewound can be saved without keys and values
+    alignment = 1  # of tensors in the file [bytes]; more for an engine that computes from the mapped file
+    keeps_rows = False  # see ``Capabilities``
+    finds_best = False
+    token_before_floats = False  # whether a context must have decoded a single token before it is fed with floats
+    batches_kv_types = True  # whether a memory of several sequences may be of any type; else it is f16
+    unshared: frozenset[str] = frozenset()  # architectures whose memory can be cut, but its rows not be shared
 
     @abstractmethod
     def set_model_options(self, params: Any) -> None:
@@ -216,7 +169,7 @@ class Binding(ABC):
 
     @abstractmethod
     def set_context_options(self, params: Any, n_sequences: int, branches: bool = False) -> None:
-        """Fill in what this engine alone has in ``llama_context_params``; see ``new_context``."""
+        """Fill in what this engine alone has in ``llama_context_params``."""
 
     @abstractmethod
     def places(self, placement: Placement) -> Places:
@@ -231,7 +184,7 @@ class Binding(ABC):
         *,
         mtp: bool = False,
     ) -> int | None:
-        """The weights; ``mtp``: with those of its layer for multi-token prediction, of which the file has one."""
+        """The weights, with ``mtp`` those of the file's layer for multi-token prediction too."""
         params = self.api.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
         callback = self.api.llama_progress_callback(lambda fraction, _data: progress(fraction) if progress else True)
@@ -259,14 +212,10 @@ class Binding(ABC):
         evaluate: Any = None,
         n_snapshots: int = 0,
     ) -> int | None:
-        """A context.
+        """A context for so many sequences, or with ``branches`` for ``MAX_SEQUENCES``.
 
-        Args:
-            model, n_ctx, n_threads, kv_type: what it is of.
-            n_sequences: how many texts it holds.
-            branches: whether rows may belong to further sequences, up to ``MAX_SEQUENCES``.
-            evaluate: is asked about each node of its passes, and must live as long as the context.
-            n_snapshots: how many tokens of a pass it is to be able to take back from a memory that cannot be rewound.
+        ``evaluate`` is asked about each node of its passes, and must live as long as the context. ``n_snapshots``: how
+        many tokens of a pass to be able to take back from a memory that cannot be rewound.
         """
         params = self.api.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, N_BATCH, N_UBATCH
@@ -281,11 +230,11 @@ class Binding(ABC):
         return handle
 
     def n_snapshots(self, ctx: int) -> int:
-        """How many tokens of a pass, but for its first, the engine takes back from a memory that cannot be rewound."""
+        """How many tokens of a pass, but for its first, can be taken back from a memory that cannot be rewound."""
         return 0
 
     def new_embedding_context(self, model: int, n_ctx: int, n_threads: int, pooling: int) -> int | None:
-        """One that makes a row of a text; all of the text goes into one pass, since every token may see all others."""
+        """A context that computes a text's embedding, in one pass, since every token may see all others."""
         params = self.api.llama_context_default_params()
         params.n_ctx = params.n_batch = params.n_ubatch = n_ctx
         params.n_threads = params.n_threads_batch = n_threads
@@ -369,14 +318,11 @@ class Binding(ABC):
         return True
 
     def device(self, n_gpu_layers: int, placed: Placed | None = None, n_layers: int = 0) -> str:
-        """Where the weights are: ``cpu``, ``gpu``, or ``mixed``: there some work is left to the CPU.
+        """Where the weights are: ``cpu``, ``gpu``, or ``mixed``, where some work is left to the CPU.
 
-        Args:
-            n_gpu_layers: how many layers were asked to be on a GPU, the output counting as one; all if negative.
-            placed: what was asked of several devices. A server on this machine computes on its CPU.
-            n_layers: of the model.
+        ``n_gpu_layers`` counts the output as a layer; negative is all. A server on this machine computes on its CPU.
         """
-        if not n_gpu_layers or not (self.gpu if placed is None else placed.on_devices):
+        if not n_gpu_layers or not (self.gpu if placed is None else placed.used):
             return "cpu"
         is_shared = placed is not None and (placed.keeps_some or any(link.is_near for link in placed.links))
         return "mixed" if is_shared or 0 < n_gpu_layers <= n_layers else "gpu"

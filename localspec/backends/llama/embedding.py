@@ -1,6 +1,6 @@
 """Embedding models: files that make one row of numbers of a text, computed by llama.cpp.
 
-ik_llama.cpp takes such files too, and makes something else of texts of four tokens: the tests' encoder showed it.
+ik_llama.cpp takes such files too, and computes texts of four tokens wrongly.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from localspec.system.machine import default_threads
 from localspec.system.process import SharedLock
 
 MAX_CTX = 2048
-"""Room that is taken unless asked for more [tokens]: a text is one pass, and memory grows with its square."""
+"""Default room [tokens]: a text is one pass, and memory grows with its square."""
 
 
 def pooling_of(file: GGUFFile) -> int | None:
     """How the hidden states of a text become its embedding, by ggml's numbers: 1 their mean, 2 the first, 3 the last.
 
-    None of a file that is not meant to make embeddings; nor of one that ranks pairs of texts, which is 4.
+    None for a file that makes no embeddings, among them those that rank pairs of texts (4).
     """
     value = file.field("pooling_type", 0)
     return value if isinstance(value, int) and value in (1, 2, 3) else None
@@ -43,11 +43,6 @@ class EmbeddingModel:
         n_ctx: longest text [tokens]; None is what the model was trained for, ``MAX_CTX`` at most.
         n_threads: CPU threads; None takes the physical cores.
         n_gpu_layers: layers on the GPU; None puts all there if the engine has a GPU.
-
-    Attributes:
-        path, n_ctx: as above.
-        backend: the engine's name.
-        n_embd: numbers in an embedding.
 
     Raises:
         UnsupportedModel: it is no embedding model, or the engine does not compute it.
@@ -111,9 +106,6 @@ class EmbeddingModel:
     def embed(self, tokens: Sequence[int]) -> FloatArray:
         """The embedding of a text, of length 1 [n_embd].
 
-        Args:
-            tokens: of the text.
-
         Raises:
             PromptTooLong: there are more than ``n_ctx``.
             UsageError: there are none, or one of them does not exist.
@@ -156,7 +148,6 @@ class EmbeddingModel:
         return self._model
 
     def close(self) -> None:
-        """Give the memory back."""
         with self._in_use.alone():
             if self._model is not None:
                 self._binding.lib.llama_batch_free(self._batch)

@@ -1,4 +1,4 @@
-"""ggml's devices and buffers, as llama-cpp-python's library has them."""
+"""ggml, below the engines: devices, what a build was compiled for, the log, hidden states taken out of a pass."""
 
 from __future__ import annotations
 
@@ -37,27 +37,18 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class GgmlDevice:
-    """What ggml computes on.
-
-    Attributes:
-        handle: ggml's own.
-        kind: ``CPU``, ``GPU``, ``INTEGRATED`` or ``ACCELERATOR``.
-        name: ggml's, e.g. CUDA0.
-        description: its product name.
-        buffer: the kind of memory that tensors get there.
-        splits_rows: whether matrices can be divided among it and others of its kind.
-    """
+    """What ggml computes on."""
 
     handle: int
-    kind: int
-    name: str
-    description: str
-    buffer: int
-    splits_rows: bool
+    kind: int  # ``CPU``, ``GPU``, ``INTEGRATED`` or ``ACCELERATOR``
+    name: str  # ggml's, e.g. CUDA0
+    description: str  # its product name
+    buffer: int  # the kind of memory that tensors get there
+    splits_rows: bool  # whether matrices can be divided among it and others of its kind
 
 
 class Ggml:
-    """The functions of ggml, bound.
+    """ggml's functions in llama-cpp-python's library.
 
     Raises:
         ImportError, OSError, AttributeError: another layout of the package, or none.
@@ -74,7 +65,6 @@ class Ggml:
         self._functions = {name: self.bind(f"ggml_backend_{name}", *types) for name, types in _FUNCTIONS.items()}
 
     def bind(self, name: str, arguments: list[Any], result: Any) -> Any:
-        """A function by its name."""
         library = next((each for each in self._libraries if hasattr(each, name)), self._libraries[0])
         return ctypes.CFUNCTYPE(result, *arguments)((name, library))
 
@@ -85,11 +75,10 @@ class Ggml:
             raise AttributeError(name) from None
 
     def devices(self) -> list[GgmlDevice]:
-        """Those of this machine, the CPU too."""
+        """The devices of this machine, the CPU too."""
         return [self.describe(self.dev_get(i)) for i in range(self.dev_count())]
 
     def describe(self, handle: int) -> GgmlDevice:
-        """One by its handle."""
         name, description = (_text(read(handle)) for read in (self.dev_name, self.dev_description))
         registry = self.dev_backend_reg(handle)
         splits = bool(registry and self.reg_get_proc_address(registry, b"ggml_backend_split_buffer_type"))
@@ -116,12 +105,9 @@ def _library(folder: Path, name: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(folder / names.get(sys.platform, f"lib{name}.so")))
 
 
-# The GPUs that engines compute on, with their memory.
-
-
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What an engine can compute on."""
+    """What an engine can compute on, with its memory, for people."""
 
     name: str  # as the engine calls it, e.g. CUDA0
     description: str  # its product name
@@ -165,7 +151,7 @@ def _device(ggml: Ggml, found: GgmlDevice) -> Device:
     return Device(found.name, found.description, *ggml.memory(found.handle), shared)
 
 
-# Builds of an engine: which one is loaded, what it was compiled for, and what one for this very CPU would bring.
+# -- builds of an engine -----------------------------------------------------------------------------------------------
 #
 # A wheel is compiled for the oldest CPU it is meant for; the same source compiled here may use all that this one has.
 # Such builds bear one version and differ in their kernels: in what a pass costs, and in what may be wrong with it.
@@ -185,9 +171,7 @@ _GAINS = {
     "AVX-VNNI": "not measured (GCC 11, Clang 12)",
 }
 """An instruction set -> what ik-llama gains when it is compiled for it: passes over 2 and 8 tokens, against its wheel's
-(benchmarks/RESULTS.md), or which compilers know it. One that is not here brings next to nothing: without VNNI its
-kernels for quantised weights remain those for AVX2, and on ARM they use dot products and half floats, which its wheels
-are compiled for, and neither I8MM nor SVE."""
+(benchmarks/RESULTS.md), or which compilers know it. Others bring next to nothing."""
 
 NATIVE_COMMAND = "python -m localspec.backends.native_build"
 """Compiles ik-llama for this CPU, with the Python that runs localspec."""
@@ -220,30 +204,20 @@ def built_for(system_info: str) -> list[str]:
 
 
 def native_gain(built: Collection[str], cpu: Collection[str]) -> tuple[str, str] | None:
-    """What ik-llama would gain if it were compiled for this CPU: the instruction set it is for, and how much.
-
-    None where that is nothing worth waiting for, or where it was done already.
-
-    Args:
-        built: what the build that is here was compiled for.
-        cpu: what the CPU has.
-    """
+    """What ik-llama, ``built`` for so much, would gain if it were compiled for this CPU: the instruction set, and how
+    much; None where that is nothing worth waiting for."""
     if any(feature in built for feature in BEYOND_AVX2):
         return None
     return next(((feature, gain) for feature, gain in _GAINS.items() if feature in cpu), None)
 
 
 def foreign_features(built: Collection[str], cpu: Collection[str]) -> list[str]:
-    """What a build needs that its wheels would not, and this CPU lacks: it was compiled on another machine."""
+    """What a build needs and this CPU lacks, beyond what wheels need: it was compiled on another machine."""
     return [feature for feature in built if feature in BEYOND_AVX2 and feature not in cpu] if cpu else []
 
 
 def digest(folder: Path) -> str:
-    """Eight hexadecimal digits that tell a build from others: of its libraries' sizes and samples of what is in them.
-
-    Args:
-        folder: where its libraries lie; the kernels may be in another one than the interface.
-    """
+    """Eight hexadecimal digits that tell a build from others, by sizes and samples of all libraries in its folder."""
     found = hashlib.sha256()
     names = {path for pattern in ("*ggml*", "*llama*") for path in folder.glob(pattern) if path.is_file()}
     for path in sorted(names):
@@ -256,19 +230,14 @@ def digest(folder: Path) -> str:
     return found.hexdigest()[:8]
 
 
-# Keeps the engines' log out of the user's terminal: it all comes here, and is dropped unless asked for.
+# -- the log, kept out of the user's terminal --------------------------------------------------------------------------
 
 
 class EngineLog:
-    """A sink for engine messages.
-
-    Attributes:
-        verbose: print messages to standard error.
-        recent: the last messages, for error reports.
-    """
+    """A sink for engine messages."""
 
     def __init__(self) -> None:
-        self.verbose = False
+        self.verbose = False  # print messages to standard error
         self.recent: deque[str] = deque(maxlen=50)
 
     def write(self, text: bytes | None) -> None:
@@ -285,29 +254,20 @@ class EngineLog:
 engine_log = EngineLog()
 
 
-# Hidden states taken out of a pass while a llama.cpp engine computes it.
+# -- hidden states taken out of a pass ---------------------------------------------------------------------------------
 #
-# An engine that was given an evaluation callback (``cb_eval``) asks it of every node of the graph whether its values
-# are wanted; those that are wanted it computes, hands over, and goes on if told so. Logits stay what they are without
-# it, to the bit: the same nodes are computed in the same order.
+# An engine asks an evaluation callback (``cb_eval``) of every node of the graph whether its values are wanted; those it
+# computes, hands over, and goes on if told so. Logits stay what they are without it, to the bit.
 #
-# Asking the 705 nodes of 28 layers costs a pass 0.4 ms if each is asked for its name, and 0.15 to 0.2 ms if it is
-# looked up by its address (ik-llama, CPython 3.11; ``benchmarks/hidden_states.py``). A graph of the same shape lies
-# at the same addresses as a rule, not by any promise: so a state that was missed is an answer too, on which the
-# caller repeats the pass with names.
+# Looking a node up by its address takes less than half as long as asking for its name. A graph of the same shape has
+# the same addresses as a rule, not by any promise: where a state was missed, the caller repeats the pass with names.
 
 Flags = npt.NDArray[np.bool_]
 
 
 def ggml_library(library: ctypes.CDLL) -> ctypes.CDLL:
-    """The library that has ggml's functions: the engine's own, except on Windows.
-
-    Elsewhere a library shows what the libraries that it needs have too. The wheels of ik-llama have all of ggml in
-    ``ggml.dll``; llama-cpp-python has what is asked for here in ``ggml-base.dll``.
-
-    Raises:
-        OSError: there is none beside it.
-    """
+    """The library that has ggml's functions: the engine's own, which shows what those have that it needs, except on
+    Windows. OSError where there is none in its folder."""
     if hasattr(library, "ggml_get_name"):
         return library
     folder = Path(library._name).parent
@@ -323,9 +283,6 @@ class TensorFunctions:
     Args:
         library: the engine's.
         callback_type: ctypes' type of an evaluation callback: (tensor, whether it asks, data) -> bool.
-
-    Attributes:
-        library: the one that has ggml's functions.
     """
 
     def __init__(self, library: ctypes.CDLL, callback_type: Any) -> None:
@@ -336,18 +293,10 @@ class TensorFunctions:
         tensor = ctypes.c_void_p
         self.name: Any = quick.ggml_get_name
         self.n_bytes: Any = quick.ggml_nbytes
-        self.copy: Any = quick.ggml_backend_tensor_get  # from wherever it lies: a GPU's memory too
+        self.copy: Any = quick.ggml_backend_tensor_get  # from any memory, a GPU's too
         self.name.argtypes, self.name.restype = [tensor], ctypes.c_char_p
         self.n_bytes.argtypes, self.n_bytes.restype = [tensor], ctypes.c_size_t
         self.copy.argtypes, self.copy.restype = [tensor, tensor, ctypes.c_size_t, ctypes.c_size_t], None
-
-
-class _Everywhere:
-    def __contains__(self, address: int) -> bool:
-        return True
-
-
-_EVERYWHERE = _Everywhere()
 
 
 class StateTap:
@@ -355,9 +304,6 @@ class StateTap:
 
     The engine calls it for other graphs of the context too, such as one that moves keys and values together. So it
     copies states, and stops a graph, within ``armed`` only.
-
-    Attributes:
-        callback: for the engine.
     """
 
     def __init__(self, functions: TensorFunctions, names: Sequence[str], n_layers: int, n_embd: int) -> None:
@@ -371,7 +317,7 @@ class StateTap:
         self._wanted = {node: name for node, name in nodes.items() if name in names}
         self._found: dict[str, list[FloatArray]] = {}
         self._known: set[int] = set()
-        self._addresses: set[int] | _Everywhere = _EVERYWHERE
+        self._addresses: set[int] | None = None  # of nodes that are asked for their names; None is all
         self._last: str | None = None
         self._is_armed = self._over = False
 
@@ -384,7 +330,7 @@ class StateTap:
             last: the state after which the pass ends; None computes all of it.
         """
         self._found = {name: [] for name in self._order[: self._order.index(last) + 1 if last else None]}
-        self._addresses = _EVERYWHERE if search else self._known
+        self._addresses = None if search else self._known
         self._last, self._over = last, False
         self._is_armed = True
         try:
@@ -393,7 +339,7 @@ class StateTap:
             self._is_armed, self._found = False, {}
 
     def check(self) -> None:
-        """Raise what was raised in the callback: it must not reach the engine."""
+        """Raise what was raised in the callback, which must not reach the engine."""
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -402,7 +348,7 @@ class StateTap:
         """What the pass left, by name [n, n_embd]: up to ``last``; None if something is missing.
 
         Args:
-            wanted_rows: of which rows logits were wanted [n].
+            wanted_rows: whether the logits of a row were wanted [n].
             n_at_once: rows that the engine computes together.
         """
         states: dict[str, FloatArray] = {}
@@ -424,7 +370,9 @@ class StateTap:
             if not self._is_armed:
                 return not asks  # computed to its end, and handed over nowhere
             if asks:
-                return tensor in self._addresses and (self._over or self._functions.name(tensor) in self._wanted)
+                if self._addresses is not None and tensor not in self._addresses:
+                    return False
+                return self._over or self._functions.name(tensor) in self._wanted
             return self._take(tensor)
         except BaseException as error:  # Ctrl-C is one
             self._error = error
@@ -449,5 +397,5 @@ class StateTap:
         return not self._over
 
     def _end(self) -> None:
-        """Compute no more: an engine that divides a graph goes on with its next part, and is stopped there again."""
-        self._over, self._addresses = True, _EVERYWHERE
+        """Compute no more; an engine that divides a graph goes on with its next part, and is stopped there again."""
+        self._over, self._addresses = True, None

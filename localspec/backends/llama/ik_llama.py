@@ -36,12 +36,11 @@ from localspec.model_files.gguf import GGUFFile, TensorInfo
 from localspec.model_files.kv_memory import check_kv_type
 from localspec.system.machine import cpu_features, default_threads, missing_cpu_features, prepare_threads
 
-# ik_llama.cpp's record of a sequence, with values by token or by channel.
+# -- the record of a sequence, with values by token or by channel ------------------------------------------------------
 #
-# Without flash attention, as with several sequences, the engine keeps its values transposed, and its record of a
-# sequence says them so: ``by_rows`` makes of that one what a context with flash attention writes and reads, with the
-# tokens in order, and ``by_columns`` undoes it. Integers are little-endian, and the record is (``llama_data_write``
-# of its ``src/llama.cpp``):
+# Without flash attention, as with several sequences, the engine keeps its values transposed, and so does its record of
+# a sequence. ``by_rows`` makes of that one what a context with flash attention writes and reads, with the tokens in
+# order; ``by_columns`` undoes it. The record is, in little-endian integers (``llama_data_write``, ``src/llama.cpp``):
 #
 # - the number of tokens, and of each its position and a zero (int32);
 # - 1 if values are transposed, else 0; the number of layers (int32);
@@ -73,25 +72,8 @@ class _Reader:
         return self._state[self._at :]
 
 
-def by_rows(state: Bytes) -> Bytes:
-    """Values by token, and tokens in the order of their positions.
-
-    Raises:
-        EngineError: it is no such record.
-    """
-    return _rewritten(state, transposed=True)
-
-
-def by_columns(state: Bytes) -> Bytes:
-    """Values by channel.
-
-    Raises:
-        EngineError: it is no such record, or one of quantised values.
-    """
-    return _rewritten(state, transposed=False)
-
-
 def _rewritten(state: Bytes, *, transposed: bool) -> Bytes:
+    """The other one of a record with values ``transposed`` or not; EngineError where it is none, or quantised."""
     reader, found = _Reader(state), list[Bytes]()
 
     def say(*numbers: int, dtype: str = "<i4") -> None:
@@ -140,8 +122,8 @@ FAMILIAR = {
     "command-r", "deci", "falcon", "gemma", "gptneox", "internlm2", "llama", "minicpm", "olmo", "phi2", "qwen", "qwen2",
     "qwen2moe", "qwen3", "qwen3moe", "refact", "stablelm", "xverse",
 }  # fmt: skip
-"""Architectures that were run on files of many sizes; any other, and whatever has a narrow sliding window, is tried in
-another process first (see ``trial``)."""
+"""Architectures that were run on files of many sizes; others, and narrow sliding windows, are tried in another process
+first (see ``trial``)."""
 
 WIDE_WINDOW = 512
 _FAMILIAR_TYPES = {
@@ -176,8 +158,7 @@ _OF_GGML = (
 )
 """Functions of another library than the rest, which on Windows has to be said."""
 
-_ALL_LAYERS = 9999
-"""Of its GPU layers there is no number that stands for all."""
+_ALL_LAYERS = 9999  # of its GPU layers there is no number that stands for all
 
 _MOVED_AT_ONCE = 100
 """Rows that one round of its defragmentation moves at least; of a model of 28 layers it moves 390."""
@@ -190,8 +171,7 @@ class IkLlamaBinding(Binding):
 
     name = NAME
     keeps_rows = True
-    repacks = True
-    """False maps a file instead of reading and repacking all of it."""
+    repacks = True  # False maps a file instead of reading and repacking all of it
     token_before_floats = True  # of its first pass of one row it looks at the token, which floats have none of
     batches_kv_types = False  # without flash attention the values are not quantised
     state_flags = (0,)  # left out, it is whatever the register holds: at times "no keys and values"
@@ -264,15 +244,9 @@ class IkLlamaBinding(Binding):
     def _check_structs(self) -> None:
         model, context = self.api.llama_model_default_params(), self.api.llama_context_default_params()
         # Values spread over both structs: one field too many or too few anywhere shifts some of them.
-        seen = [model.n_gpu_layers, model.n_ubatch, model.use_mmap, model.repack_tensors, context.n_ctx]
-        seen += [
-            context.n_batch,
-            context.n_ubatch,
-            context.yarn_ext_factor,
-            context.type_k,
-            context.type_v,
-            context.flash_attn,
-        ]
+        seen = [model.n_gpu_layers, model.n_ubatch, model.use_mmap, model.repack_tensors]
+        seen += [context.n_ctx, context.n_batch, context.n_ubatch, context.yarn_ext_factor]
+        seen += [context.type_k, context.type_v, context.flash_attn]
         if seen != [0, 512, True, False, 512, 2048, 512, -1.0, 1, 1, True]:
             raise EngineUnavailable(
                 f"the library in ik-llama-cpp-python {VERSION} has another layout than its bindings; reinstall it"
@@ -309,10 +283,10 @@ class IkLlamaBinding(Binding):
         self.lib.llama_kv_cache_seq_cp(ctx, source, target, start, n)
 
     def by_rows(self, state: Bytes) -> Bytes:
-        return by_rows(state)
+        return _rewritten(state, transposed=True)
 
     def by_columns(self, state: Bytes) -> Bytes:
-        return by_columns(state)
+        return _rewritten(state, transposed=False)
 
     def clear(self, ctx: int) -> None:
         self.api.llama_kv_cache_clear(ctx)
@@ -367,7 +341,7 @@ def load(
     progress: Progress | None = None,
     placement: Placement | None = None,
 ) -> LlamaModel:
-    """Load a GGUF with ik_llama.cpp, its rows repacked for wide passes; see ``backends.registry.LoadEngine``.
+    """Load a GGUF with ik_llama.cpp, its rows repacked for wide passes; see ``backends.registry``.
 
     Raises:
         UnsupportedModel: it would end the process; see ``trial``.
@@ -423,7 +397,7 @@ def is_familiar(gguf: GGUFFile) -> bool:
 
 
 def open_untried(path: Path, *, n_threads: int, kv_type: str) -> LlamaModel:
-    """Load a file whatever that may do to the process, which does nothing else: its pages are not repacked."""
+    """Load a file whatever that may do to the process, which does nothing else."""
     engine = binding()
     engine.repacks = False
     return LlamaModel(engine, path, n_threads=n_threads, kv_type=kv_type)

@@ -150,7 +150,7 @@ def binding() -> LlamaCppBinding:
 
 
 def gpu_layers(wanted: int | None, *, on_devices: bool = False) -> int:
-    """How many layers to put on a GPU: as many as were asked for, else all where there is one, here or on a server."""
+    """Layers to put on a GPU: those asked for, else all where there is one, here or on a server."""
     return (-1 if binding().gpu or on_devices else 0) if wanted is None else wanted
 
 
@@ -163,7 +163,7 @@ def load(
     progress: Progress | None = None,
     placement: Placement | None = None,
 ) -> LlamaModel:
-    """Load a GGUF with llama.cpp; see ``backends.registry.LoadEngine``.
+    """Load a GGUF with llama.cpp; see ``backends.registry``.
 
     Raises:
         UnsupportedModel: it would end the process; see ``trial``.

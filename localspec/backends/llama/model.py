@@ -1,7 +1,4 @@
-"""What llama.cpp and its forks have in common: a model and a context over a table of C functions.
-
-The two engines differ in names and in a few semantics; each fills in a ``Binding`` and everything else is shared.
-"""
+"""A model and a context over the C functions (``Binding``) of llama.cpp or ik_llama.cpp."""
 
 from __future__ import annotations
 
@@ -16,9 +13,9 @@ from localspec.backends.base import Context, ContextState, FloatArray, Forward, 
 from localspec.backends.best_rows import best_pays
 from localspec.backends.llama.batch import LlamaSequences, SequencesOrOne
 from localspec.backends.llama.binding import MAX_SEQUENCES, N_BATCH, Binding, Bytes
-from localspec.backends.llama.ggml import Flags
 from localspec.backends.llama.passes import (
     LlamaPasses,
+    PassRows,
     restore,
     restore_recurrent,
     save,
@@ -26,16 +23,15 @@ from localspec.backends.llama.passes import (
     saved_sequence,
     state_bytes,
 )
-from localspec.backends.llama.rpc_link import ask
+from localspec.backends.llama.rpc import ask
 from localspec.backends.llama.weights import LlamaWeights
 from localspec.errors import EngineError, UnsupportedModel, UsageError
 
-# How a memory that cannot be rewound goes back: the recurrent states of Mamba, Qwen 3.5 and others.
+# -- how a memory that cannot be rewound goes back ---------------------------------------------------------------------
 #
 # For some architectures llama.cpp keeps what such a memory was after each of the last tokens of a pass (``n_rs_seq``):
-# then a rejected draft is taken back at once. Where there are no such snapshots its state is copied out before a pass,
-# without keys and values where the engine can (such a copy does not grow with the text), and what was accepted is fed
-# again.
+# a rejected draft is then taken back at once. Elsewhere the state is copied out before a pass, without keys and values
+# where the engine can, and what was accepted is fed again.
 
 MAX_SNAPSHOTS = 16
 """Tokens that are taken back at once, where there is room for the snapshots: as long as the drafts of ``auto`` are."""
@@ -44,23 +40,18 @@ SNAPSHOT_SHARE = 1 / 8
 """Memory for snapshots, of what the weights take; set by hand. Qwen 3.5's are some tens of MB each."""
 
 CHECKPOINT_EVERY = 32
-"""Tokens between two copies, where snapshots serve most rejections; set by hand: so many are fed again in the time of a
-few tokens."""
+"""Most tokens that are fed again where snapshots serve most rejections: a few tokens' time; set by hand."""
 
 
 def n_snapshots(model: LlamaModel) -> int:
-    """Of how many tokens snapshots are to be kept; 0 where the engine keeps none for the architecture.
-
-    Args:
-        model: whose memory cannot be rewound.
-    """
+    """Of how many tokens snapshots are to be kept; 0 where the engine keeps none for the architecture."""
     if not model.binding.saves_recurrent:
         return 0
     passes = LlamaPasses(model, 2, model.n_threads, model.kv_type, n_snapshots=1)
     try:
         if not passes.n_snapshots:
             return 0
-        passes.run([0], [0], np.zeros(1, dtype=bool))
+        passes.run(PassRows.behind(0, [0], "none"))
         n_bytes = save_recurrent(model, passes.handle).nbytes
     finally:
         passes.close()
@@ -68,12 +59,7 @@ def n_snapshots(model: LlamaModel) -> int:
 
 
 class Rollback:
-    """The states that a context can go back to.
-
-    Args:
-        model: the context's.
-        passes: the context's, whose memory is empty.
-    """
+    """The states that a context can go back to; ``passes`` has an empty memory at first."""
 
     def __init__(self, model: LlamaModel, passes: LlamaPasses) -> None:
         self._model, self._passes = model, passes
@@ -81,12 +67,7 @@ class Rollback:
         self._n_kept = self._n_undoable = 0  # tokens whose snapshots the next pass leaves, and the last one left
 
     def begin_pass(self, n_past: int, n: int) -> None:
-        """Tokens are about to be fed.
-
-        Args:
-            n_past: tokens in the memory.
-            n: tokens to feed.
-        """
+        """n tokens will be fed behind ``n_past``."""
         self._n_kept, self._n_undoable = min(self._passes.n_snapshots, (n - 1) % N_BATCH), 0
         start = self._checkpoint[0] if self._checkpoint is not None else 0
         if n > 1 and (n - 1 > self._n_kept or n_past - start >= CHECKPOINT_EVERY):
@@ -94,14 +75,10 @@ class Rollback:
             self._checkpoint = (n_past, save_recurrent(self._model, self._passes.handle)) if n_past else None
 
     def end_pass(self) -> None:
-        """They were fed."""
         self._n_undoable = self._n_kept
 
     def take_back(self, n_past: int, n: int) -> bool:
-        """Drop all but the first n of the memory's tokens, if the engine has that snapshot.
-
-        Once only: another one is there after the next pass.
-        """
+        """Drop all but the first n of ``n_past`` tokens, if the engine has that snapshot; once after a pass."""
         if self._checkpoint is not None and self._checkpoint[0] > n:
             self._checkpoint = None  # what comes in the place of the tokens dropped is another text
         is_undoable, self._n_undoable = 0 < n_past - n <= self._n_undoable, 0
@@ -124,23 +101,17 @@ class Rollback:
         self._checkpoint, self._n_undoable = None, 0
 
 
-# Tokens that branch, in one pass of a llama.cpp engine: each path of the tree is a sequence of its own.
+# -- tokens that branch, in one pass: each path of the tree is a sequence of its own -----------------------------------
 #
 # The engine shows a row the cells that one of the row's sequences has. So every leaf of the tree gets a sequence, the
-# first leaf that of the text itself; the text before the tree belongs to all of them, and a token of the tree to
-# those of the leaves below it: what the row sees is the text and its own path. Afterwards the path that is kept is
-# given to the text's sequence, and taken from the others.
+# first leaf that of the text itself; the text before the tree belongs to all of them, and a token of the tree to those
+# of the leaves below it. Afterwards the path that is kept is given to the text's sequence, and taken from the others.
 #
-# What the others have of the text they keep for the next tree: then only what came since has to be given to them,
-# rather than the whole of a long conversation for each leaf of each tree.
+# What the others have of the text they keep for the next tree: then only what came since has to be given to them.
 
 
 def leaf_sequences(parents: Sequence[int]) -> list[list[int]]:
-    """For each token of a tree which leaves lie below it, a leaf below itself: numbers, from 0.
-
-    Args:
-        parents: see ``Context.decode_tree``.
-    """
+    """For each token of a tree (see ``Context.decode_tree``) the leaves below it, itself included: numbers from 0."""
     below: list[list[int]] = [[] for _ in parents]
     n_leaves = 0
     inner = set(parents)
@@ -156,22 +127,15 @@ def leaf_sequences(parents: Sequence[int]) -> list[list[int]]:
 
 
 class LeafSequences:
-    """The sequences of a memory beside that of its text, which is the first.
-
-    Args:
-        binding: the engine.
-        handle: its context.
-    """
+    """The sequences of a memory after the first, which is that of its text."""
 
     def __init__(self, binding: Binding, handle: int) -> None:
         self._binding, self._handle = binding, handle
         # A memory that gives away what lies before its window does so only where one sequence alone has it.
         self._keeps = not binding.window(handle)
-        self._held = [0] * MAX_SEQUENCES
-        """How much of the text each sequence has; of the first it does not matter."""
+        self._held = [0] * MAX_SEQUENCES  # how much of the text each sequence has; of the first it does not matter
         self._tree: list[list[int]] = []
-        self._is_known = True
-        """Whether ``_held`` is right, and no sequence but the first has more than that of the text."""
+        self._is_known = True  # ``_held`` is right, and no sequence but the first has more than that of the text
         self._is_ordered = True
         self._n_gaps = 0
 
@@ -196,11 +160,10 @@ class LeafSequences:
         return tree
 
     def keep(self, path: Sequence[int], n: int) -> bool:
-        """Have the text go on with a path of the tree; whether the memory has all that the next token looks at.
+        """Have the text, of n tokens before the tree, go on with a path of it.
 
-        Args:
-            path: indices of its tokens.
-            n: length of the text before the tree.
+        Returns:
+            Whether the memory has all that the next token looks at.
         """
         binding, handle, tree = self._binding, self._handle, self._tree
         sequence = tree[path[-1]][0]
@@ -230,7 +193,7 @@ class LeafSequences:
         self._is_known = True
 
     def forget(self) -> None:
-        """Take everything from the sequences beside the first."""
+        """Empty all sequences but the first."""
         self._is_known = False
         for sequence in range(1, MAX_SEQUENCES):
             self._binding.remove(self._handle, 0, sequence)
@@ -242,6 +205,9 @@ class LeafSequences:
         if self._n_gaps:
             self._binding.close_gaps(self._handle, self._n_gaps)
             self._n_gaps = 0
+
+
+# -- the model and its contexts ----------------------------------------------------------------------------------------
 
 
 class LlamaModel(LlamaWeights):
@@ -260,11 +226,6 @@ class LlamaModel(LlamaWeights):
         return set()
 
     def recover(self) -> None:
-        """Load the weights again where a device that had some was gone, and is back; contexts are empty then.
-
-        Raises:
-            EngineError: it is still gone.
-        """
         if self._placed is None or (self._handle and self._placed.lost is None):
             return
         for link in self._placed.links:
@@ -273,22 +234,22 @@ class LlamaModel(LlamaWeights):
         for batch in list(self._batches):
             batch.close()
         for context in list(self._contexts):
-            context.let_go()
+            context.release()
         with self._in_use.alone():  # other threads tokenize
             self._close()
             self._handle = 0
             self._handle = self._load(self.path)
         for context in list(self._contexts):
-            context.begin_anew()
+            context.reset()
 
     @cached_property
     def finds_best(self) -> bool:
-        """Whether ``Context.decode_best`` has the engine look for the largest logits: where that takes less time."""
+        """Whether contexts have the engine look for the largest logits: where that takes less time."""
         return self.binding.finds_best and self.on_gpus and self.capabilities.rollback == "exact" and best_pays(self)
 
     @cached_property
     def n_snapshots(self) -> int:
-        """How many tokens of a pass a context takes back without a replay, though its memory cannot be rewound."""
+        """How many tokens of a pass a context takes back at once, though its memory cannot be rewound."""
         return 0 if self.capabilities.rollback == "exact" else n_snapshots(self)
 
     def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> LlamaContext:
@@ -356,19 +317,19 @@ class LlamaContext(Context):
         self._n_threads, self._branches = n_threads, branches
         self._leaves: LeafSequences | None = None
         self.finds_best = not branches and model.finds_best
-        self.begin_anew()
+        self.reset()
         model._contexts.add(self)
 
     @property
     def can_branch(self) -> bool:
         return self._branches
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Give the engine's memory back before its model is freed."""
         self._passes.close()
         self.tokens, self._partial, self._tree, self._leaves = [], None, None, None
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Be empty, in a model that was loaded, perhaps again."""
         model = self.model
         options: dict[str, Any] = {"branches": self._branches, "n_snapshots": model.n_snapshots}
@@ -408,15 +369,10 @@ class LlamaContext(Context):
         """Feed rows after the first ``n_past`` of the memory."""
         if self._leaves is not None:
             self._leaves.close_gaps()
-        wanted_rows = np.full(len(rows), logits == "all")
-        wanted_rows[-1] = logits != "none"
-        return self._run(rows, range(n_past, n_past + len(rows)), wanted_rows, last=last, n_best=n_best)
+        return self._run(PassRows.behind(n_past, rows, logits), last, n_best)
 
-    def _run(
-        self, rows: Sequence[int] | FloatArray, positions: Sequence[int], wanted_rows: Flags, **options: Any
-    ) -> Forward:
-        """See ``LlamaPasses.run``."""
-        forward = self._passes.run(rows, positions, wanted_rows, begun=self.meanwhile, **options)
+    def _run(self, rows: PassRows, last: str | None = None, n_best: int = 0) -> Forward:
+        forward = self._passes.run(rows, last=last, n_best=n_best, begun=self.meanwhile)
         self.overlaps = self._passes.begins_soon
         return forward
 
@@ -429,7 +385,7 @@ class LlamaContext(Context):
         positions: list[int] = []
         for parent in parents:
             positions.append(self.n_past if parent < 0 else positions[parent] + 1)
-        return self._run(tokens, positions, np.ones(len(tokens), dtype=bool), sequences=sequences)
+        return self._run(PassRows(tokens, positions, np.ones(len(tokens), dtype=bool), sequences))
 
     def _keep(self, path: Sequence[int]) -> None:
         assert self._leaves is not None

@@ -6,6 +6,7 @@ import ctypes
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from localspec.backends.base import NEXTN, ContextState, FloatArray, Forward, TokenIds, joined
+from localspec.backends.base import NEXTN, ContextState, FloatArray, Forward, TokenIds, Wanted, joined
 from localspec.backends.best_rows import by_token, n_looked_for
 from localspec.backends.llama.binding import MAX_SEQUENCES, N_BATCH, N_UBATCH, Binding, Bytes
 from localspec.backends.llama.ggml import Flags, StateTap, ggml_devices, used_gpus
@@ -21,20 +22,16 @@ from localspec.backends.llama.staging import staging
 from localspec.backends.llama.weights import LlamaWeights
 from localspec.errors import Cancelled, EngineError
 
-# The largest logits of each row, found by llama.cpp where it computes them: whole rows then stay on the device.
-#
-# A chain of samplers that is set for a sequence becomes part of the graph of its passes; here it is top-k alone, and
-# the k largest logits and their tokens are what is copied. What is not known then is whether a logit that is not
-# among them is a number; where these do not do (see ``best_rows``), the pass is run again for whole rows.
-
 MOST_ROWS = 64
-"""Rows of a pass of which the largest logits can be had; the engine refuses more than it was told of."""
+"""Most rows of a pass whose largest logits can be had; the engine wants to know when a context is made."""
 
 _MARGIN = 256 << 20
 
 
 class BestLogits:
-    """What a context of the engine does to find them; one sequence.
+    """The largest logits of each row, found by llama.cpp where it computes them; see ``best_rows``. One sequence.
+
+    A chain of samplers that is set for a sequence becomes part of the graph of its passes; here it is top-k alone.
 
     Args:
         lib: llama-cpp-python's functions.
@@ -42,9 +39,6 @@ class BestLogits:
         n_vocab: width of its rows.
         device: where its logits are computed; see ``Capabilities``.
         n_out: how many of a row are logits of tokens, where the others are minus infinity; None for all.
-
-    Attributes:
-        k: how many the passes give now; 0 is whole rows.
     """
 
     def __init__(self, lib: Any, handle: int, n_vocab: int, device: str, n_out: int | None = None) -> None:
@@ -52,10 +46,10 @@ class BestLogits:
         self._n_vocab, self._n_out = n_vocab, n_out or n_vocab
         self._chain: Any = None
         self._refused = False
-        self.k = 0
+        self.k = 0  # how many the passes give now; 0 is whole rows
 
     def enter(self, n_best: int, n_rows: int) -> bool:
-        """Have the passes from here on give at least so many logits of each row; returns whether they will."""
+        """Have the passes from here on give at least ``n_best`` logits of each row; returns whether they will."""
         k = n_looked_for(n_best, self._n_out)
         if self._refused or n_rows > MOST_ROWS or not k:
             return False
@@ -86,11 +80,9 @@ class BestLogits:
         return all(gpu.free_bytes > wanted for gpu in used_gpus(ggml_devices() or []))
 
     def read(self, n_rows: int, first: int, n_best: int) -> tuple[FloatArray, TokenIds] | None:
-        """Of the rows of the pass that was just run, the first of which belongs to token ``first`` of it.
+        """``best_rows.by_token`` of the rows of the pass that was just run; the first is that of its token ``first``.
 
-        Returns:
-            Logits [n_rows, k] and their tokens, increasing; None where these do not do, and whole rows are given from
-            here on: the device finds none, a logit is no number, or the last of ``n_best`` has its equals.
+        None also where the device found none. After None passes give whole rows.
         """
         lib, n_vocab, k = self._lib, self._n_vocab, self.k
         values = ctypes.cast(lib.llama_get_sampled_logits_ith(self._handle, first), ctypes.c_void_p).value
@@ -113,21 +105,52 @@ class BestLogits:
             self._chain, self.k = None, 0
 
 
+# -- rows in, logits and hidden states out -----------------------------------------------------------------------------
+
 KV_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8}
 """ggml's numbers for the types a KV cache may have."""
+
+SOON_MS = 4.0
+"""A pass is given to a device if the engine comes back this soon: text of the round before waits for that. A launch of
+all kernels of a large model one by one takes some milliseconds."""
+
+_SHORT = 16
+"""Most rows of a pass whose time until the engine comes back counts."""
 
 _NO_SLOT = 1
 """What ``llama_decode`` returns when there are no free cells for the rows, or none side by side."""
 
-SOON_MS = 4.0
-"""A pass is given to a device if the engine comes back this soon: text of the round before waits for that, which nobody
-sees yet. A launch of all kernels of a large model one by one takes some milliseconds. Set by hand."""
-
-_SHORT = 16
-"""Rows of a pass of which it counts how soon."""
-
 _MOST_MOVES = 64
 """Times that a memory is put in order for one pass; each moves at least some hundreds of rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassRows:
+    """What a pass is fed, a row for each token."""
+
+    rows: Sequence[int] | FloatArray  # token ids [n], or floats [n, n_embd] in the place of their embeddings
+    positions: Sequence[int]  # in their sequences [n]
+    wanted: Flags  # whether to return logits [n]
+    # The sequences that each row belongs to [n]: to several, where they all begin with it. None: to the first alone.
+    sequences: Sequence[Sequence[int]] | None = None
+
+    @classmethod
+    def behind(
+        cls, n_past: int, rows: Sequence[int] | FloatArray, logits: Wanted, sequence: int | None = None
+    ) -> PassRows:
+        """The next rows of a sequence behind its first ``n_past``; None is the only sequence."""
+        wanted = np.full(len(rows), logits == "all")
+        wanted[-1] = logits != "none"
+        of = None if sequence is None else [(sequence,)] * len(rows)
+        return cls(rows, range(n_past, n_past + len(rows)), wanted, of)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def part(self, start: int, size: int) -> PassRows:
+        part = slice(start, start + size)
+        of = None if self.sequences is None else self.sequences[part]
+        return PassRows(self.rows[part], self.positions[part], self.wanted[part], of)
 
 
 class LlamaPasses:
@@ -140,14 +163,8 @@ class LlamaPasses:
         kv_type: type of the attention cache.
         hidden: names of the states to return.
         n_sequences: how many sequences its memory may hold.
-        n_snapshots: how many tokens to be able to take back from a memory that cannot be rewound.
         branches: whether it may be fed with tokens that branch; rows may then belong to any of ``MAX_SEQUENCES``.
-
-    ``sequences`` below: to which ones each row belongs; a row that several begin with belongs to all of them.
-
-    Attributes:
-        handle: the engine's, for its other functions.
-        n_snapshots: how many it is; 0 where the engine keeps none for this model, or has no room for them.
+        n_snapshots: how many tokens to be able to take back from a memory that cannot be rewound.
 
     Raises:
         EngineError: not enough memory.
@@ -178,7 +195,8 @@ class LlamaPasses:
             raise EngineError(
                 f"{model.engine} does not have enough memory for a context of {n_ctx} tokens; use a smaller --ctx"
             )
-        self.handle: int = handle
+        self.handle: int = handle  # for the engine's other functions; 0 once closed
+        # 0 where the engine keeps none for this model, or has no room for them.
         self.n_snapshots = self._binding.n_snapshots(handle) if n_snapshots else 0
         self._returns_nextn = NEXTN in hidden
         if self._returns_nextn:
@@ -189,8 +207,7 @@ class LlamaPasses:
         self._positions = as_array(self._batch.pos, (N_BATCH,))
         self._wanted_rows = as_array(self._batch.logits, (N_BATCH,))
         self._counts = as_array(self._batch.n_seq_id, (N_BATCH,))
-        self._n_elsewhere = N_BATCH
-        """Of how many rows of the batch, from the first, the sequences may be others than the first one alone."""
+        self._n_elsewhere = N_BATCH  # rows of the batch, from the first, that may name other sequences than the first
         self._one_sequence = n_sequences == 1 and not branches
         self._repeatable = model.capabilities.rollback == "exact"
         self._shapes: set[tuple[int, int, str | None]] = set()
@@ -202,19 +219,16 @@ class LlamaPasses:
     def begins_soon(self) -> bool:
         """Whether the engine lately came back from short passes before a device had computed them.
 
-        It waits for a GPU, or a server, only where logits are asked for; but for what is computed on the CPU, for the
-        first of several servers, and for each state that is taken out, while the pass runs.
+        It waits for a GPU, or a server, only where logits are asked for; but while the pass runs for what is computed
+        on the CPU, for the first of several servers, and for each state that is taken out.
         """
         is_far, lately = self._model.capabilities.device == "gpu" and self.tap is None, self._ms_to_begin
         return is_far and len(lately) == lately.maxlen and median(lately) < SOON_MS
 
     def run(
         self,
-        rows: Sequence[int] | FloatArray,
-        positions: Sequence[int],
-        wanted_rows: Flags,
+        rows: PassRows,
         *,
-        sequences: Sequence[Sequence[int]] | None = None,
         last: str | None = None,
         interrupted: Callable[[], bool] | None = None,
         n_best: int = 0,
@@ -223,10 +237,7 @@ class LlamaPasses:
         """Feed rows in as many calls of the engine as it takes.
 
         Args:
-            rows: token ids [n], or floats [n, n_embd] in the place of their embeddings.
-            positions: of the rows in their sequences [n].
-            wanted_rows: of which rows to return logits [n].
-            sequences: to which each belongs [n]; None is the first.
+            rows: at least one.
             last: the hidden state after which to end.
             interrupted: asked between calls.
             n_best: how many of the largest logits of each row are enough; 0 wants whole rows. Of one sequence.
@@ -239,92 +250,69 @@ class LlamaPasses:
         if not self.handle:
             raise EngineError(f"{self._model.path.name} is not loaded: a device was lost")
         if n_best:
-            found = self._best_of(rows, positions, wanted_rows, n_best, begun)
+            found = self._best_of(rows, n_best, begun)
             if found is not None:
                 return found
-        if self._best is not None and wanted_rows.any():
+        if self._best is not None and rows.wanted.any():
             self._best.leave()
-        if isinstance(rows, np.ndarray) and not self._takes_floats:
-            self._decode_a_token(positions[0], sequences[0][0] if sequences is not None else 0)
+        if isinstance(rows.rows, np.ndarray) and not self._takes_floats:
+            self._decode_a_token(rows.positions[0], rows.sequences[0][0] if rows.sequences is not None else 0)
         forwards: list[Forward] = []
         # Only what is computed together can be ended together, or be tried again whole.
         size = N_BATCH if last is None and self._one_sequence else N_UBATCH
         for start in range(0, len(rows), size):
             if start and interrupted is not None and interrupted():
                 raise Cancelled("decoding was stopped")
-            part = slice(start, start + size)
-            of = sequences[part] if sequences is not None else None
-            forward = self._call(rows[part], positions[part], wanted_rows[part], of, last, begun)
+            forward = self._call(rows.part(start, size), last, begun)
             if len(rows) > size:
                 forward.logits = forward.logits.copy()
             forwards.append(forward)
         return joined(forwards)
 
-    def _best_of(
-        self,
-        rows: Sequence[int] | FloatArray,
-        positions: Sequence[int],
-        wanted_rows: Flags,
-        n_best: int,
-        begun: Callable[[], None] | None,
-    ) -> Forward | None:
+    def _best_of(self, rows: PassRows, n_best: int, begun: Callable[[], None] | None) -> Forward | None:
         """The pass with the largest logits of its rows; None, and the memory as before, where they have to be whole."""
         if self._best is None:
             model = self._model
             self._best = BestLogits(self._binding.lib, self.handle, model.n_vocab, model.capabilities.device)
-        n_rows = int(np.count_nonzero(wanted_rows))
-        if len(rows) > N_UBATCH or not self._best.enter(n_best, n_rows):
+        wanted = np.flatnonzero(rows.wanted)
+        if len(rows) > N_UBATCH or not self._best.enter(n_best, len(wanted)):
             return None
-        forward = self._call(rows, positions, wanted_rows, None, None, begun)
-        if (found := self._best.read(n_rows, int(np.flatnonzero(wanted_rows)[0]), n_best)) is None:
-            self._binding.remove(self.handle, positions[0])
+        forward = self._call(rows, None, begun)
+        if (found := self._best.read(len(wanted), int(wanted[0]), n_best)) is None:
+            self._binding.remove(self.handle, rows.positions[0])
             return None
         return Forward(found[0], forward.hidden, found[1])
 
-    def _call(
-        self,
-        rows: Sequence[int] | FloatArray,
-        positions: Sequence[int],
-        wanted_rows: Flags,
-        sequences: Sequence[Sequence[int]] | None,
-        last: str | None,
-        begun: Callable[[], None] | None,
-    ) -> Forward:
-        n, n_rows = len(rows), int(np.count_nonzero(wanted_rows))
-        batch = self._filled(rows, positions, wanted_rows, sequences)
+    def _call(self, rows: PassRows, last: str | None, begun: Callable[[], None] | None) -> Forward:
+        n, n_rows = len(rows), int(np.count_nonzero(rows.wanted))
+        batch = self._filled(rows)
         if self.tap is None:
             self._decode(batch)
             if begun is not None:
                 begun()
             return Forward(self._logits(n_rows), self._nextn(n))
         shape = (n, n_rows, last)
-        search = sequences is not None or not self._repeatable or shape not in self._shapes
-        hidden = self._decode_tapped(self.tap, batch, wanted_rows, search, last)
+        search = rows.sequences is not None or not self._repeatable or shape not in self._shapes
+        hidden = self._decode_tapped(self.tap, batch, rows.wanted, search, last)
         if hidden is None and not search:
-            self._binding.remove(self.handle, positions[0])
-            hidden = self._decode_tapped(self.tap, batch, wanted_rows, True, last)
+            self._binding.remove(self.handle, rows.positions[0])
+            hidden = self._decode_tapped(self.tap, batch, rows.wanted, True, last)
         if hidden is None:
             raise EngineError(f"{self._model.engine} did not hand out the hidden states of {n} tokens")
         self._shapes.add(shape)
         return Forward(self._logits(n_rows), hidden | ({} if last else self._nextn(n)))
 
-    def _filled(
-        self,
-        rows: Sequence[int] | FloatArray,
-        positions: Sequence[int],
-        wanted_rows: Flags,
-        sequences: Sequence[Sequence[int]] | None,
-    ) -> Any:
-        n = len(rows)
-        batch = self._batch
-        if isinstance(rows, np.ndarray):
+    def _filled(self, rows: PassRows) -> Any:
+        n, batch = len(rows), self._batch
+        if isinstance(rows.rows, np.ndarray):
             batch = type(batch).from_buffer_copy(batch)  # the same arrays, but for floats in the place of tokens
-            batch.token, batch.embd = None, rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+            batch.token, batch.embd = None, rows.rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         else:
-            self._tokens[:n] = rows
+            self._tokens[:n] = rows.rows
         batch.n_tokens = n
-        self._positions[:n] = positions
-        self._wanted_rows[:n] = wanted_rows
+        self._positions[:n] = rows.positions
+        self._wanted_rows[:n] = rows.wanted
+        sequences = rows.sequences
         if sequences is not None:
             self._n_elsewhere = max(self._n_elsewhere, n)
         else:
@@ -350,25 +338,22 @@ class LlamaPasses:
             self._ms_to_begin.append((time.perf_counter() - started) * 1e3)
 
     def _decode_tapped(
-        self, tap: StateTap, batch: Any, wanted_rows: Flags, search: bool, last: str | None
+        self, tap: StateTap, batch: Any, wanted: Flags, search: bool, last: str | None
     ) -> dict[str, FloatArray] | None:
         """The states, or None where one of them was missed."""
         with tap.armed(search=search, last=last):
             self._decode(batch)
-            return tap.states(wanted_rows, N_UBATCH)
+            return tap.states(wanted, N_UBATCH)
 
     def _nextn(self, n: int) -> dict[str, FloatArray]:
-        """What a layer for multi-token prediction goes on from, after each of the last n tokens fed [n, n_embd]."""
+        """What a layer for multi-token prediction reads, after each of the last n tokens fed [n, n_embd]."""
         return {NEXTN: staging().nextn(self.handle, n, self._model.n_embd)} if self._returns_nextn else {}
 
     def _logits(self, n_rows: int) -> FloatArray:
         n_vocab = self._model.n_vocab
-        if not n_rows:
+        if not n_rows or (self._best is not None and self._best.k):  # those rows are not copied; see _best_of
             self._model.check_devices()
             return np.empty((0, n_vocab), dtype=np.float32)
-        if self._best is not None and self._best.k:
-            self._model.check_devices()
-            return np.empty((0, n_vocab), dtype=np.float32)  # the rows were not copied; see _best_of
         # This waits for a device to finish, so the time of the pass is the time until here.
         address = ctypes.cast(self._binding.lib.llama_get_logits(self.handle), ctypes.c_void_p).value
         self._model.check_devices()
@@ -380,7 +365,7 @@ class LlamaPasses:
     def _decode_a_token(self, position: int, sequence: int) -> None:
         """Have the engine count a pass of a single token: it does once it waited for that alone."""
         self._binding.lib.llama_synchronize(self.handle)
-        self.run([0], [position], np.zeros(1, dtype=bool), sequences=[(sequence,)])
+        self.run(PassRows.behind(position, [0], "none", sequence))
         self._binding.lib.llama_synchronize(self.handle)
         self._binding.remove(self.handle, position, sequence)
         self._takes_floats = True
@@ -394,61 +379,18 @@ class LlamaPasses:
             self.handle = 0
 
 
-# What a llama.cpp engine holds of a sequence, copied out and in.
+# -- what the engine holds of a sequence, copied out and in; EngineError where it refuses ------------------------------
 
 _RECURRENT = 1
 """llama.cpp's flag for what of a sequence cannot be rewound, without its keys and values."""
 
 
-def save_recurrent(model: LlamaWeights, ctx: int) -> Bytes:
-    """Of a sequence whose model keeps a state what cannot be rewound; all of it where an engine saves only that.
-
-    It does not grow with the text, as keys and values do.
-
-    Raises:
-        EngineError: the engine saves none.
-    """
-    if not model.binding.saves_recurrent:
-        return save(model, ctx)
-    lib = model.binding.lib
-    state: Bytes = np.empty(lib.llama_state_seq_get_size_ext(ctx, 0, _RECURRENT), dtype=np.uint8)
-    written = lib.llama_state_seq_get_data_ext(ctx, _address(state), state.nbytes, 0, _RECURRENT)
-    model.check_devices()
-    if not written:
-        raise EngineError(f"{model.engine} could not save the state of a context")
-    return state[:written]
-
-
-def restore_recurrent(model: LlamaWeights, ctx: int, state: Bytes, n: int) -> None:
-    """Go back to what ``save_recurrent`` made when a sequence had its first n tokens, which it still has.
-
-    Raises:
-        EngineError: the engine refuses it.
-    """
-    binding = model.binding
-    if not binding.saves_recurrent:
-        binding.clear(ctx)
-        restore(model, ctx, state)
-        return
-    fits = binding.lib.llama_state_seq_set_data_ext(ctx, _address(state), state.nbytes, 0, _RECURRENT)
-    if not fits or not binding.remove(ctx, n):  # the keys and values after it
-        raise EngineError(f"{model.engine} rejected the saved state of a context")
-    model.check_devices()
-
-
 def save(model: LlamaWeights, ctx: int, sequence: int = 0) -> Bytes:
-    """The engine's own record of a sequence.
-
-    Raises:
-        EngineError: it makes none.
-    """
+    """The engine's own record of a sequence."""
     binding = model.binding
     state: Bytes = np.empty(state_bytes(binding, ctx, sequence), dtype=np.uint8)
-    written = binding.lib.llama_state_seq_get_data(ctx, _address(state), state.nbytes, sequence, *binding.state_flags)
-    model.check_devices()
-    if not written:
-        raise EngineError(f"{model.engine} could not save the state of a context")
-    return state[:written]
+    data = _address(state), state.nbytes, sequence, *binding.state_flags
+    return _saved(model, state, binding.lib.llama_state_seq_get_data(ctx, *data))
 
 
 def state_bytes(binding: Binding, ctx: int, sequence: int = 0) -> int:
@@ -457,23 +399,46 @@ def state_bytes(binding: Binding, ctx: int, sequence: int = 0) -> int:
 
 
 def restore(model: LlamaWeights, ctx: int, state: Bytes, sequence: int = 0) -> None:
-    """Put a record into an empty sequence.
+    """Put a record into an empty sequence."""
+    data = _address(state), state.nbytes, sequence, *model.binding.state_flags
+    _check_restored(model, model.binding.lib.llama_state_seq_set_data(ctx, *data))
 
-    Raises:
-        EngineError: the engine refuses it.
-    """
+
+def save_recurrent(model: LlamaWeights, ctx: int) -> Bytes:
+    """What cannot be rewound of a sequence, which does not grow with the text; all where the engine saves only that."""
+    if not model.binding.saves_recurrent:
+        return save(model, ctx)
+    lib = model.binding.lib
+    state: Bytes = np.empty(lib.llama_state_seq_get_size_ext(ctx, 0, _RECURRENT), dtype=np.uint8)
+    return _saved(model, state, lib.llama_state_seq_get_data_ext(ctx, _address(state), state.nbytes, 0, _RECURRENT))
+
+
+def restore_recurrent(model: LlamaWeights, ctx: int, state: Bytes, n: int) -> None:
+    """Go back to what ``save_recurrent`` made when a sequence had its first n tokens, which it still has."""
     binding = model.binding
-    if not binding.lib.llama_state_seq_set_data(ctx, _address(state), state.nbytes, sequence, *binding.state_flags):
+    if not binding.saves_recurrent:
+        binding.clear(ctx)
+        restore(model, ctx, state)
+        return
+    fits = binding.lib.llama_state_seq_set_data_ext(ctx, _address(state), state.nbytes, 0, _RECURRENT)
+    _check_restored(model, fits and binding.remove(ctx, n))  # the keys and values after it
+
+
+def _saved(model: LlamaWeights, state: Bytes, n_written: int) -> Bytes:
+    model.check_devices()
+    if not n_written:
+        raise EngineError(f"{model.engine} could not save the state of a context")
+    return state[:n_written]
+
+
+def _check_restored(model: LlamaWeights, fits: bool) -> None:
+    if not fits:
         raise EngineError(f"{model.engine} rejected the saved state of a context")
     model.check_devices()
 
 
 def saved_sequence(state: ContextState, path: Path) -> Bytes:
-    """The record in an exported state.
-
-    Raises:
-        EngineError: there is none.
-    """
+    """The record in an exported state; EngineError where there is none."""
     sequence = state.arrays.get("sequence")
     if sequence is None or sequence.dtype != np.uint8 or sequence.ndim != 1:
         raise EngineError(f"the saved state does not fit {path.name}")

@@ -1,7 +1,6 @@
 """llama.cpp's functions for the heads that models are published with, found by name in the installed version.
 
-They are staging functions: C++ symbols that move between versions (``src/llama-ext.h`` of llama.cpp). What a version
-lacks is said in a line; nothing of it is called then.
+They are staging functions: C++ symbols that move between versions (``src/llama-ext.h`` of llama.cpp).
 """
 
 from __future__ import annotations
@@ -39,14 +38,7 @@ ENCODE, DECODE = 0, 1
 
 
 class Staging:
-    """The functions.
-
-    Args:
-        find: a name -> the function; raises AttributeError where there is none.
-
-    Raises:
-        AttributeError: one is missing.
-    """
+    """The functions, by ``find``, which raises AttributeError where there is none of a name."""
 
     def __init__(self, find: Callable[[str], Any]) -> None:
         (
@@ -66,15 +58,11 @@ class Staging:
         ) = map(find, (*_PLAIN, *_STAGED))
 
     def floats(self, row: FloatArray) -> Any:
-        """A contiguous row [n] as an argument; it is copied by the function."""
+        """A contiguous row [n] as an argument, which functions copy."""
         return self._floats(row.ctypes.data_as(ctypes.POINTER(ctypes.c_float)), 1, row.size)
 
     def nextn(self, handle: int, n: int, width: int) -> FloatArray:
-        """A copy of the states that a context's last pass left for the next head [n, width].
-
-        Raises:
-            EngineError: it left none.
-        """
+        """A copy of the states that a context's last pass left for the next head [n, width]; EngineError: none."""
         address = ctypes.cast(self.get_nextn(handle), ctypes.c_void_p).value
         if not address:
             raise EngineError("llama.cpp handed out no states")

@@ -21,7 +21,7 @@ whether they scale rows of floats."""
 
 
 class LlamaWeights(Model):
-    """Weights that a llama.cpp engine loaded, and the devices that they are on; see ``backends.base.Model``."""
+    """Weights that a llama.cpp engine loaded, and the devices that they are on."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class LlamaWeights(Model):
             batches=rewinds,
             keeps_kv_type=binding.takes_several(kv_type),
         )
+        # Whether the process lives through passes over several sequences; for files where that is not known.
         self.survives_several: Callable[[], bool] = lambda: True
-        """Whether the process lives through passes over several sequences; for files where that is not known."""
 
     def _load(self, path: Path, progress: Progress | None = None) -> int:
         load = partial(self.binding.load_model, path, self._n_gpu_layers, progress, self._placed)
@@ -89,7 +89,7 @@ class LlamaWeights(Model):
 
     @property
     def reloads(self) -> bool:
-        """Whether the weights may be loaded again while contexts are open: those on servers, see ``recover``."""
+        """Whether the weights may be loaded again while contexts are open, those on servers; see ``recover``."""
         return self._placed is not None and bool(self._placed.links)
 
     @property
@@ -98,11 +98,7 @@ class LlamaWeights(Model):
         return None if self._placed is None else self._placed.lost
 
     def check_devices(self) -> None:
-        """Refuse what was computed while a device was gone.
-
-        Raises:
-            EngineError: one is.
-        """
+        """Raise EngineError where what was computed is wrong because a device is gone."""
         if self._placed is not None and (lost := self._placed.lost) is not None:
             raise EngineError(f"{lost}; the conversation is kept: ask again once the server is back")
 
@@ -113,7 +109,7 @@ class LlamaWeights(Model):
 
     @property
     def on_gpus(self) -> bool:
-        """Whether all of it lies on GPUs, as the engine would have it."""
+        """Whether all is on GPUs, placed by the engine."""
         return self._placed is None and self.capabilities.device == "gpu"
 
     def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:

@@ -23,7 +23,7 @@ def load(
     kv_type: str = "f16",
     progress: Progress | None = None,
 ) -> MLXModel:
-    """Load a GGUF with MLX; see ``backends.registry.LoadEngine``.
+    """Load a GGUF with MLX; see ``backends.registry``.
 
     A model is not divided between GPU and CPU: ``n_gpu_layers`` is None, 0 or all of them. ``q8_0`` and ``q4_0`` keep
     keys and values in MLX's 8 and 4 bits with a scale and an offset for every 32 of them; with ``f16`` and ``f32`` they

@@ -16,8 +16,6 @@ import numpy.typing as npt
 from localspec.errors import UnsupportedModel
 from localspec.model_files.gguf import GGUFFile
 
-# The settings of one architecture in a GGUF header, read so that none is overlooked.
-
 _WITHOUT_EFFECT = {
     "vocab_size",
     "context_length",
@@ -32,11 +30,11 @@ _WITHOUT_EFFECT = {
     "rope.scaling.finetuned",
     "classifier.output_labels",
 }
-"""Settings that say what follows anyway from others, or that llama.cpp does not look at for these architectures."""
+"""Settings that follow from others, or that llama.cpp does not look at for these architectures."""
 
 
 class Header:
-    """``<architecture>.<key>`` settings, which remembers the keys that were read.
+    """``<architecture>.<key>`` settings of a file, which remembers the keys that were read.
 
     A setting that was not read may change what the model computes, so ``refuse_unread`` is called last.
     """
@@ -89,11 +87,7 @@ class Header:
         self._read.update(keys)
 
     def refuse_unread(self) -> None:
-        """Raise for a setting that was not read.
-
-        Raises:
-            UnsupportedModel: it names the settings.
-        """
+        """Raise UnsupportedModel where a setting was not read."""
         prefix = self.file.architecture + "."
         found = {key.removeprefix(prefix) for key in self.file.metadata if key.startswith(prefix)}
         unread = sorted(found - self._read - _WITHOUT_EFFECT)
@@ -144,65 +138,40 @@ def _nothing(header: Header) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Architecture:
-    """One GGUF architecture.
+    """One GGUF architecture."""
 
-    Attributes:
-        module: the module of ``mlx_lm.models``.
-        blocks: ``blk.N.<key>.weight`` or ``.bias`` -> path of the submodule or parameter in layer N.
-        arguments: settings -> arguments of the class beyond ``common_arguments``, which they replace.
-        attention: whether it has attention heads and a rotary embedding.
-        interleaved: the rotary embedding turns neighbouring channels (llama.cpp's NORM); its conversion has permuted
-            the query and key rows for that.
-        shifted_norms: norm weights are stored one too large for the class, which adds 1.
-        converted: ``blk`` key and suffix -> function from the stored array to the parameter.
-        trunk: attribute of the model up to and including the last norm.
-        embedding: of the trunk: the token embedding.
-        norm: of the trunk: the last norm.
-        ignored: settings that llama.cpp does not look at either.
-        without_rope: whether a layer (numbered from 0) does not rotate.
-        top: tensors beside the layers, but for embedding, last norm and output matrix -> path in the trunk.
-        no_parameters: tensors that are none, and are read by others.
-    """
-
-    module: str
-    blocks: Mapping[str, str]
+    module: str  # of ``mlx_lm.models``
+    blocks: Mapping[str, str]  # ``blk.N.<key>.weight`` or ``.bias`` -> path of the submodule or parameter in layer N
+    # Settings -> arguments of the class beyond ``common_arguments``, which they replace.
     arguments: Callable[[Header], dict[str, Any]] = _nothing
-    attention: bool = True
+    attention: bool = True  # whether it has attention heads and a rotary embedding
+    # The rotary embedding turns neighbouring channels (llama.cpp's NORM): query and key rows were permuted for that.
     interleaved: bool = False
-    shifted_norms: bool = False
+    shifted_norms: bool = False  # norm weights are stored one too large for the class, which adds 1
+    # ``blk`` key and suffix -> function from the stored array to the parameter.
     converted: Mapping[str, Callable[[Array], Array]] = field(default_factory=dict)
-    trunk: str = "model"
-    embedding: str = "embed_tokens"
-    norm: str = "norm"
-    ignored: tuple[str, ...] = ()
-    without_rope: Callable[[int], bool] = lambda layer: False
+    trunk: str = "model"  # attribute of the model up to and including the last norm
+    embedding: str = "embed_tokens"  # of the trunk
+    norm: str = "norm"  # the last one, of the trunk
+    ignored: tuple[str, ...] = ()  # settings that llama.cpp does not look at either
+    without_rope: Callable[[int], bool] = lambda layer: False  # whether a layer (numbered from 0) does not rotate
+    # Tensors outside of layers, but for embedding, last norm and output matrix -> path in the trunk.
     top: Mapping[str, str] = field(default_factory=dict)
-    no_parameters: tuple[str, ...] = ()
+    no_parameters: tuple[str, ...] = ()  # tensors that are none, and are read by others
 
 
 @dataclass(frozen=True)
 class Attention:
-    """What the attention layers have in common.
+    """What the attention layers have in common."""
 
-    Attributes:
-        n_head: query heads.
-        n_head_kv: key and value heads.
-        d_head: channels of a head.
-        d_rope: channels of a head that rotate.
-    """
-
-    n_head: int
-    n_head_kv: int
-    d_head: int
-    d_rope: int
+    n_head: int  # query heads
+    n_head_kv: int  # key and value heads
+    d_head: int  # channels of a head
+    d_rope: int  # channels of a head that rotate
 
 
 def read_attention(header: Header) -> Attention:
-    """The head counts and sizes.
-
-    Raises:
-        UnsupportedModel: they are missing or contradict each other.
-    """
+    """The head counts and sizes; UnsupportedModel where they are missing or contradict each other."""
     n_embd, n_head = header.integer("embedding_length"), header.integer("attention.head_count")
     if n_head <= 0:
         raise UnsupportedModel(f"{header.name} has {n_head} attention heads")
@@ -418,11 +387,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen2": Architecture("qwen2", _LLAMA),
     "qwen3": Architecture("qwen3", _LLAMA | _QK_NORMS),
-    "qwen3moe": Architecture(
-        "qwen3_moe",
-        _ATTENTION | _NORMS | _QK_NORMS | _EXPERTS,
-        _qwen3moe,
-    ),
+    "qwen3moe": Architecture("qwen3_moe", _ATTENTION | _NORMS | _QK_NORMS | _EXPERTS, _qwen3moe),
     "smollm3": Architecture(
         "smollm3", _LLAMA, _llama, interleaved=True, without_rope=lambda layer: (layer + 1) % 4 == 0
     ),
@@ -431,11 +396,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def find_architecture(header: Header) -> Architecture:
-    """The entry for a file.
-
-    Raises:
-        UnsupportedModel: there is none; it lists what there is.
-    """
+    """The entry for a file; UnsupportedModel where there is none."""
     name = header.file.architecture
     if name not in ARCHITECTURES:
         raise UnsupportedModel(

@@ -1,8 +1,7 @@
-"""What a context remembers in MLX's arrays: keys and values that can be taken back, and states that are restored.
+"""The memory of a context in MLX's arrays: keys and values that can be taken back, and states that are restored.
 
-mlx-lm's cache for sliding windows overwrites old rows once it is full and cannot be rewound after that; one rejected
-token would leave it wrong. Here every row is kept, and a layer with a window is shown only those that its new tokens
-can see, so attention costs what the window costs and rewinding is a matter of a number.
+mlx-lm's cache for sliding windows overwrites old rows and cannot be rewound after that. Here every row is kept, and a
+layer with a window is shown only those that its new tokens can see: rewinding is a matter of a number.
 """
 
 from __future__ import annotations
@@ -26,15 +25,9 @@ KV_BITS = {"f32": None, "f16": None, "q8_0": 8, "q4_0": 4}
 
 _N_CHECKPOINTS = 4
 
-State = list[Any]
-
 
 class Tree:
-    """Rows of a pass that branch.
-
-    Args:
-        parents: which of the rows each follows; -1 is the last row of the memory.
-    """
+    """Rows of a pass that branch; ``parents`` as for ``Context.decode_tree``."""
 
     def __init__(self, parents: Sequence[int]) -> None:
         n = len(parents)
@@ -103,15 +96,7 @@ class QuantizedRows(_Windowed, QuantizedKVCache):  # type: ignore[misc]
 
 
 class LayerCaches:
-    """The memory of one sequence. Only to be touched by the thread that computes.
-
-    Attributes:
-        layers: one cache per layer, as mlx-lm's models take them.
-        n_past: tokens in the memory.
-
-    Raises:
-        UsageError: the model's heads do not divide into the groups of a quantised cache, or it has no cache.
-    """
+    """The memory of one sequence. Only to be touched by the thread that computes."""
 
     def __init__(self, network: Network, kv_type: str) -> None:
         self._network = network
@@ -119,11 +104,10 @@ class LayerCaches:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything."""
         network, bits = self._network, self._bits
         self.n_past = 0
-        self._checkpoints: dict[int, list[State]] = {}
-        self.layers: list[Any]
+        self._checkpoints: dict[int, list[list[Any]]] = {}
+        self.layers: list[Any]  # a cache for each, as mlx-lm's models take them
         if network.recurrent:
             self.layers = network.make_cache()
         elif bits is None:
@@ -176,7 +160,6 @@ class LayerCaches:
         mx.eval(self.arrays())
 
     def arrays(self) -> list[mx.array]:
-        """Every array there is."""
         return [array for _, array in self._named()]
 
     def _named(self) -> Iterator[tuple[str, mx.array]]:
@@ -192,8 +175,6 @@ class LayerCaches:
             return sum(array.nbytes for array in self.arrays())
         return sum(array.nbytes // array.shape[-2] * self.n_past for array in self.arrays())
 
-    # -- as plain arrays -------------------------------------------------------------------------------------------
-
     def export(self) -> dict[str, npt.NDArray[Any]]:
         """Copies of the rows in use, by layer and part; bfloat16, which NumPy lacks, as unsigned integers."""
         exported = {}
@@ -203,12 +184,9 @@ class LayerCaches:
         return exported
 
     def restore(self, arrays: dict[str, npt.NDArray[Any]], n_past: int, like: LayerCaches) -> None:
-        """Hold what was exported.
+        """Hold what ``export`` gave of ``n_past`` tokens.
 
-        Args:
-            arrays: what ``export`` gave.
-            n_past: tokens they belong to.
-            like: a memory of the same model that holds one token, for the shapes and types.
+        ``like``: a memory of the same model that holds one token, for the shapes and types.
 
         Raises:
             EngineError: the arrays do not fit.

@@ -26,13 +26,7 @@ _NEEDS = ("mlx", "mlx-lm", "tokenizers")
 
 
 class MLXLibrary:
-    """MLX as it is installed here.
-
-    Attributes:
-        version: of MLX, and of mlx-lm, whose model classes are used.
-        gpu: whether it computes on a GPU.
-        built_for: what it computes on, for people.
-    """
+    """MLX as it is installed here."""
 
     def __init__(self) -> None:
         if not runs_here():
@@ -51,7 +45,7 @@ class MLXLibrary:
             raise EngineUnavailable(
                 f"MLX cannot load its library ({error}); install it with: pip install 'localspec[mlx]'"
             ) from None
-        self.version = f"{versions['mlx']} (mlx-lm {versions['mlx-lm']})"
+        self.version = f"{versions['mlx']} (mlx-lm {versions['mlx-lm']})"  # mlx-lm's model classes are used
         self.gpu = bool(mx.metal.is_available())
         self.built_for = ["Metal"] if self.gpu else ["CPU: slow, for tests only"]
 
@@ -72,10 +66,9 @@ def binding() -> MLXLibrary:
 
 
 def defer_mlx_lm() -> None:
-    """Make ``import mlx_lm.models.…`` skip the package's own imports until something asks for them.
+    """Make ``import mlx_lm.models.…`` skip the package's own imports until another of its names is looked at.
 
-    Its ``__init__`` brings in transformers, for 2 seconds of a CPU's time; the model classes and caches need none of
-    that. The package stays whole: the first look at any other of its names imports all of it.
+    They bring in transformers, which takes seconds; the model classes and caches need none of that.
 
     Raises:
         EngineUnavailable: mlx-lm is not installed.
@@ -100,24 +93,18 @@ def defer_mlx_lm() -> None:
     sys.modules["mlx_lm"] = package
 
 
-# The one thread that computes with MLX.
-#
-# MLX's streams belong to threads: what one thread has begun another cannot always finish. So every call into it, of all
-# models of the process, is made by one thread of our own, and callers on any thread wait for it. The handing over costs
-# some 30 microseconds a pass.
-#
-# The streams must also be gone before the process is: MLX aborts it otherwise, one time in three here, after all is
-# said and done ("terminate called without an active exception"). So the thread ends just before the program, and
-# clears up.
-
 T = TypeVar("T")
 
 _PATIENCE_S = 30.0
-"""How long the end of the program waits for the pass that is under way."""
+"""How long the end of the program waits for a pass to end."""
 
 
 class OwnerThread:
-    """Runs functions one after the other on a thread of its own, until the program ends."""
+    """The one thread that computes with MLX, for all models of the process: it runs functions one after the other.
+
+    MLX's streams belong to threads: what one has begun another cannot always finish. The streams must also be gone
+    before the process is, or MLX aborts it; so the thread ends just before the program, and clears up.
+    """
 
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
@@ -130,9 +117,7 @@ class OwnerThread:
         in_child(self, OwnerThread._renounce)
 
     def run(self, function: Callable[[], T]) -> T:
-        """The function's result, or its exception.
-
-        Ctrl-C reaches the caller at once; the function still ends, and whatever is asked for next comes after it.
+        """The function's result, or its exception. Ctrl-C reaches the caller at once; the function still ends.
 
         Raises:
             Closed: the program is ending, or is a child forked after MLX was used.
@@ -147,7 +132,7 @@ class OwnerThread:
         return future.result()
 
     def end(self) -> None:
-        """Finish what was handed in, and free MLX's streams. Nothing runs here afterwards."""
+        """Finish what was handed in, and free MLX's streams; nothing runs afterwards."""
         with self._handing_in:
             if not self._ended:
                 self._ended = "MLX cannot be used any more: the program is ending"
@@ -174,5 +159,4 @@ class OwnerThread:
 
 @cache
 def owner() -> OwnerThread:
-    """The process's one."""
     return OwnerThread()

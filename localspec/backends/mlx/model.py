@@ -1,4 +1,4 @@
-"""A model loaded by MLX; see ``backends.base.Model``."""
+"""A model computed by MLX, the memory of one sequence, and passes over several."""
 
 from __future__ import annotations
 
@@ -52,34 +52,24 @@ from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.kv_memory import check_kv_type
 from localspec.model_files.nextn import has_layer
 
-# The largest logits of each row, found by MLX where it computes them; see ``backends.best_rows``.
+# -- the largest logits of each row, see ``backends.best_rows`` --------------------------------------------------------
 
 _BLOCK = 128
 
 
 class Largest(NamedTuple):
-    """Of a pass, before it is computed.
+    """Of a pass, before it is computed."""
 
-    Attributes:
-        values: the k largest logits of each row, in any order [n_rows, k].
-        ids: their tokens [n_rows, k].
-        has_nan: whether a logit, of all of them, is NaN.
-    """
-
-    values: mx.array
-    ids: mx.array
-    has_nan: mx.array
+    values: mx.array  # the k largest logits of each row, in any order [n_rows, k]
+    ids: mx.array  # their tokens [n_rows, k]
+    has_nan: mx.array  # whether a logit, of all of them, is NaN
 
 
 def largest(logits: mx.array, n_best: int) -> Largest | None:
-    """The largest logits of rows, ``n_best`` or more of each; None where rows have to be whole.
+    """The largest of logits [n_rows, n_vocab], ``n_best`` (over 0) or more of each row; None where rows must be whole.
 
-    A GPU sorts all of a row to partition it. The k largest logits of 152k are in the k blocks with the largest maxima,
-    so 1,188 maxima and k * 128 logits are sorted instead; of equals some may then be missing, as ever at the end.
-
-    Args:
-        logits: float32 [n_rows, n_vocab]
-        n_best: over 0.
+    A GPU sorts all of a row to partition it. The k largest logits are in the k blocks with the largest maxima, so only
+    maxima and k blocks are sorted; among equals at the end some may then be missing, as ever.
     """
     n_rows, n_vocab = logits.shape
     k = n_looked_for(n_best, n_vocab)
@@ -113,7 +103,7 @@ def settled(best: Largest, n_best: int) -> tuple[FloatArray, TokenIds] | None:
     return by_token(np.array(best.values, copy=False), np.array(best.ids, copy=False), n_best)
 
 
-# One sequence on MLX: passes, rollback, and fetching no more than is asked for.
+# -- one sequence ------------------------------------------------------------------------------------------------------
 
 N_CHUNK = {"gpu": 512, "cpu": 32}
 """Most tokens in one pass; between passes Ctrl-C and ``interrupted`` are heard. A CPU gains nothing by more."""
@@ -218,7 +208,7 @@ class MLXContext(Context):
             floats = None if rows is None else mx.array(rows[None]).astype(network.compute_dtype)
             ids = mx.array([tokens]) if rows is None or network.reads_tokens_too else mx.zeros((1, n), mx.int32)
             states = network.states(ids, memory.layers, n_of, rows=floats, n_layers=n_layers)
-            # What only rows that nobody wants need, such as the last layer's feed-forward part, is never computed.
+            # What only unwanted rows need, such as the last layer's feed-forward part, is never computed.
             found = {name: states[name][0, n - n_name :].astype(mx.float32) for name, n_name in n_of.items() if n_name}
             best: Largest | None = None
             if n_rows:
@@ -281,12 +271,12 @@ class MLXContext(Context):
         self._owner.run(self._memory.clear)
 
 
-# Several sequences in one pass on MLX: what reads weights is computed over the rows of all of them together.
+# -- several sequences in one pass -------------------------------------------------------------------------------------
 #
-# That is every linear layer, those within attention too, whose inputs' and output's projections are taken out of
-# mlx-lm's module for the time of a pass. What depends on the sequence mlx-lm's own attention computes for one after
-# the other, over its own rows alone: the heads' norms, the rotary embedding, keys and values, and which of them a row
-# sees. Nothing is padded, and a row passes over no other sequence's cells.
+# Every linear layer is computed over the rows of all of them together, those within attention too, whose inputs' and
+# output's projections are taken out of mlx-lm's module for the time of a pass. mlx-lm's own attention computes the
+# rest, for one sequence after the other: the heads' norms, the rotary embedding, keys and values, and which of them a
+# row sees. Nothing is padded.
 
 _OUTPUT = "o_proj"
 _INPUTS = ({"q_proj", "k_proj", "v_proj"}, {"qkv_proj"})
@@ -297,7 +287,7 @@ Part = tuple[slice, list[Any]]
 
 
 class MLXSequences(SequencesInTurn):
-    """Contexts of one model that are fed in one pass; one alone, or what only one can be fed, as that context is."""
+    """Contexts of one model that are fed in one pass; one that is fed alone as a context is."""
 
     model: MLXModel
     _contexts: Sequence[MLXContext]
@@ -376,7 +366,7 @@ class MLXSequences(SequencesInTurn):
 
 
 def _passes(pieces: Sequence[Piece], n_chunk: int) -> Iterator[list[tuple[int, Piece]]]:
-    """The pieces in passes of at most so many rows: in each, parts of some of them, and which they are of."""
+    """The pieces in passes of at most so many rows: in each, parts of pieces with the pieces' numbers."""
     parts: list[tuple[int, Piece]] = []
     room = n_chunk
     for number, (sequence, tokens, logits) in enumerate(pieces):
@@ -392,9 +382,6 @@ def _passes(pieces: Sequence[Piece], n_chunk: int) -> Iterator[list[tuple[int, P
                 parts, room = [], n_chunk
     if parts:
         yield parts
-
-
-# -- layers that compute rows of several sequences ---------------------------------------------------------------------
 
 
 def can_divide(network: Network) -> bool:
@@ -413,14 +400,8 @@ def _can_divide(layer: nn.Module) -> bool:
 
 @contextmanager
 def divided(network: Network, parts: Sequence[Part]) -> Iterator[None]:
-    """Within it, the rows of a pass are those of several sequences, and the cache given to the network is not used.
-
-    On the owner thread.
-
-    Args:
-        network: of which ``can_divide`` holds.
-        parts: that the rows of a pass consist of, in their order.
-    """
+    """Within it, the rows of a pass are those of several sequences, in the order of ``parts``, and the cache that the
+    network is given is not used. On the owner thread."""
     layers = network.module.layers
     originals = [layer["self_attn"] for layer in layers]
     masks = [_masks(caches, rows.stop - rows.start) for rows, caches in parts]
@@ -444,19 +425,14 @@ def _masks(caches: Sequence[Any], n: int) -> list[Any]:
 
 
 class _Divided:
-    """An attention module over rows of several sequences: projections of all, and in between each by itself.
-
-    Args:
-        attention: mlx-lm's.
-        parts: rows, mask and cache of each sequence.
-    """
+    """mlx-lm's attention module over rows of several sequences, with a mask and a cache for each."""
 
     def __init__(self, attention: nn.Module, parts: Sequence[tuple[slice, Any, Any]]) -> None:
         self._attention = attention
         self._parts = parts
 
     def __call__(self, x: mx.array, *_: Any, **__: Any) -> mx.array:
-        """[1, n, n_embd] -> [1, n, n_embd]; the one mask and cache that the layer hands over are not looked at."""
+        """[1, n, n_embd] -> [1, n, n_embd]; the mask and cache that the layer hands over are not looked at."""
         attention = self._attention
         linear = {name: attention[name] for name in (_OUTPUT, *set.union(*_INPUTS)) if name in attention}
         projected = {name: layer(x) for name, layer in linear.items() if name != _OUTPUT}
@@ -479,19 +455,17 @@ def _giving(array: mx.array) -> Callable[[mx.array], mx.array]:
     return lambda _: array
 
 
-class MLXModel(Model):
-    """Weights in MLX's arrays, on one device.
+# -- the model ---------------------------------------------------------------------------------------------------------
 
-    Attributes:
-        device: where it computes.
-        owner: the thread that everything of MLX is done on.
-    """
+
+class MLXModel(Model):
+    """Weights in MLX's arrays, on one device."""
 
     def __init__(
         self, path: Path, *, n_gpu_layers: int | None = None, kv_type: str = "f16", progress: Progress | None = None
     ) -> None:
         engine = binding()
-        self.owner = owner()
+        self.owner = owner()  # the thread that everything of MLX is done on
         with GGUFFile(path) as file:
             self._read_header(file)
             check_hyperparameters(file)
@@ -522,18 +496,14 @@ class MLXModel(Model):
 
     @property
     def network(self) -> Network:
-        """The loaded weights; only the owner thread may compute with them.
-
-        Raises:
-            Closed: the model was closed.
-        """
+        """The loaded weights; only the owner thread may compute with them."""
         if self._network is None:
             raise Closed("this model was closed")
         return self._network
 
     @cached_property
     def finds_best(self) -> bool:
-        """Whether ``Context.decode_best`` looks for the largest logits on the device: where that takes less time."""
+        """Whether contexts look for the largest logits on the device: where that takes less time."""
         return self.capabilities.device == "gpu" and best_pays(self)
 
     def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> MLXContext:

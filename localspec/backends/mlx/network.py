@@ -29,30 +29,20 @@ from localspec.errors import UnsupportedModel, UsageError
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.nextn import n_layers
 
-# Rotary position embeddings as llama.cpp computes them, with every kind of scaling that a GGUF can ask for.
+# -- rotary position embeddings as llama.cpp computes them -------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How positions are stretched (llama.cpp: ``ggml_rope_ext``).
+    """How positions are stretched (llama.cpp: ``ggml_rope_ext``)."""
 
-    Attributes:
-        factor: linear interpolation: positions are divided by it.
-        factors: divisors for each frequency [dims / 2], from the file (Llama 3's, Phi 3's); None for none.
-        magnitude: queries and keys are multiplied by it.
-        yarn: whether high frequencies are left alone, by YaRN's ramp (arXiv:2309.00071, section 3.2).
-        n_ctx_original: the context length before stretching; YaRN's ramp depends on it.
-        beta_fast: rotations over the original context above which a frequency is left alone.
-        beta_slow: rotations below which it is fully interpolated.
-    """
-
-    factor: float = 1.0
-    factors: npt.NDArray[np.float32] | None = None
-    magnitude: float = 1.0
-    yarn: bool = False
-    n_ctx_original: int = 0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    factor: float = 1.0  # linear interpolation: positions are divided by it
+    factors: npt.NDArray[np.float32] | None = None  # divisors of each frequency [dims / 2] (Llama 3's, Phi 3's)
+    magnitude: float = 1.0  # queries and keys are multiplied by it
+    yarn: bool = False  # whether high frequencies are left alone, by YaRN's ramp (arXiv:2309.00071, section 3.2)
+    n_ctx_original: int = 0  # the context length before stretching, for YaRN
+    beta_fast: float = 32.0  # rotations over the original context above which a frequency is left alone
+    beta_slow: float = 1.0  # rotations below which it is fully interpolated
 
 
 class Rope(nn.Module):  # type: ignore[misc]
@@ -76,7 +66,7 @@ class Rope(nn.Module):  # type: ignore[misc]
         self._depths: mx.array | None = None
 
     def branch(self, depths: Sequence[int] | None) -> None:
-        """The rows of the passes to come stand so far behind ``offset``, and not one behind the other; None ends it."""
+        """Turn the rows of the passes to come so far behind ``offset``, not one behind the other; None ends it."""
         self._depths = None if depths is None else mx.array(list(depths), mx.int32)
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
@@ -120,44 +110,30 @@ def _yarn_magnitude(scaling: RopeScaling) -> float:
     return 1 + 0.1 * math.log(scaling.factor) if scaling.yarn and scaling.factor > 1 else 1.0
 
 
+# -- the network -------------------------------------------------------------------------------------------------------
+
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
 @dataclass(frozen=True)
 class Network:
-    """A model ready to compute, all of it in memory.
+    """A model ready to compute, all of it in memory."""
 
-    Attributes:
-        module: mlx-lm's model: ``module(tokens [1, n], cache=...)`` -> logits [1, n, n_vocab].
-        args: its arguments.
-        architecture: GGUF's name of it.
-        n_vocab: width of a row of logits.
-        n_layer: number of layers.
-        n_embd: width of the hidden states.
-        compute_dtype: of activations, scales and plain numbers.
-        layer_windows: for each layer, how many tokens its attention sees; None for all.
-        recurrent: whether its memory is a state that cannot be rewound.
-        max_context: tokens up to which it computes what the file means; None for no limit.
-        size_bytes: bytes of all parameters.
-        formats: tensor name -> how it is stored.
-        reads_tokens_too: where rows of floats are fed, tokens beside them are real ids.
-    """
-
-    module: nn.Module
-    args: Any
-    architecture: str
-    n_vocab: int
+    module: nn.Module  # mlx-lm's model: ``module(tokens [1, n], cache=...)`` -> logits [1, n, n_vocab]
+    args: Any  # its arguments
+    architecture: str  # GGUF's name of it
+    n_vocab: int  # width of a row of logits
     n_layer: int
-    n_embd: int
-    compute_dtype: mx.Dtype
-    layer_windows: tuple[int | None, ...]
-    recurrent: bool
-    max_context: int | None
-    size_bytes: int
-    formats: Mapping[str, Format]
+    n_embd: int  # width of the hidden states
+    compute_dtype: mx.Dtype  # of activations, scales and plain numbers
+    layer_windows: tuple[int | None, ...]  # for each layer, how many tokens its attention sees; None for all
+    recurrent: bool  # whether its memory is a state that cannot be rewound
+    max_context: int | None  # tokens up to which it computes what the file means; None for no limit
+    size_bytes: int  # of all parameters
+    formats: Mapping[str, Format]  # tensor name -> how it is stored
     _trunk: nn.Module
     _head: Callable[[mx.array], mx.array]
-    reads_tokens_too: bool = False
+    reads_tokens_too: bool = False  # where rows of floats are fed, their tokens are real ids
 
     def hidden(self, tokens: mx.array, cache: list[Any] | None = None) -> mx.array:
         """The last layer's states, normalised, as the output matrix takes them: [1, n] -> [1, n, n_embd]."""
@@ -172,14 +148,14 @@ class Network:
         rows: mx.array | None = None,
         n_layers: int | None = None,
     ) -> dict[str, mx.array]:
-        """``hidden``, as "norm" and "nextn", and the residual stream after the layers that are named; see ``forward``.
+        """``hidden``, as "norm" and "nextn", and the residual stream after the layers that are named.
 
         What is not evaluated is not computed.
 
         Args:
             tokens: [1, n].
             cache: the memory, or None.
-            names: which.
+            names: of hidden states, as ``Forward.hidden`` has them.
             rows: what the first layer takes instead of the tokens' embeddings [1, n, n_embd].
             n_layers: go no further than so many; "norm" has no meaning then.
 
@@ -204,7 +180,7 @@ class Network:
         return states
 
     def branch(self, depths: Sequence[int] | None) -> None:
-        """The rows of the passes to come stand so far behind the memory; None ends that. See ``Rope.branch``."""
+        """The rows of the passes to come are so far behind the memory; None ends that. See ``Rope.branch``."""
         for rope in {id(rope): rope for layer in self.module.layers if (rope := _rope_of(layer)) is not None}.values():
             rope.branch(depths)
 
@@ -278,10 +254,9 @@ def load_network(
 def default_dtype(file: GGUFFile) -> str:
     """What to compute in, as far as the device and the header tell.
 
-    float32 on a CPU, where half precision is emulated. On a GPU bfloat16 for files that hold it, else float16: the
-    scales in a file are float16 and bfloat16 would round them (KL 2e-4 to 1.4e-3 nats on the real models of the tests,
-    float16 3e-6 at most). Gemma's states outgrow float16, and a recurrent state gathers its rounding: float32. So do
-    heads: how large the rows are that they are fed with, no probe of their file can tell.
+    float32 on a CPU, where half precision is emulated. On a GPU bfloat16 for files that hold it, else float16: scales
+    in a file are float16, and bfloat16 would round them. Gemma's states and the rows that heads read can outgrow
+    float16, and a recurrent state gathers its rounding: float32.
     """
     wide = file.architecture.startswith(("gemma", "mamba")) or file.has_rows_only
     if wide or mx.default_device() == mx.Device(mx.cpu):
@@ -342,9 +317,6 @@ def _load(file: GGUFFile, compute_dtype: str, progress: Progress | None) -> Netw
         _trunk=trunk,
         _head=_make_head(module, architecture, args, tied),
     )
-
-
-# -- the parts around the weights --------------------------------------------------------------------------------------
 
 
 def _check_head_size(header: Header, architecture: Architecture, args: Any) -> None:

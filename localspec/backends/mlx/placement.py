@@ -77,7 +77,7 @@ def block_of(tensor: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor belongs: a parameter of a submodule."""
+    """A parameter of a submodule."""
 
     path: str
     parameter: str

@@ -1,7 +1,4 @@
-"""Byte-level BPE by the ``tokenizers`` package, given the file's vocabulary, merges and split.
-
-No other file of the model is needed, nor the packages that usually assemble such a tokenizer.
-"""
+"""Byte-level BPE by the ``tokenizers`` package, given a file's vocabulary, merges and split into words."""
 
 from __future__ import annotations
 
@@ -10,13 +7,10 @@ from collections.abc import Iterable, Mapping
 from localspec.errors import UnsupportedModel
 from localspec.model_files.vocab import byte_of_character
 
-# How a byte-level tokenizer cuts a text into the words that its merges stay within.
-#
-# A GGUF only names the split (``tokenizer.ggml.pre``); what the names mean is a convention of llama.cpp, so its
-# expressions are the definition, and agreement with it is what the tests ask for. The ``tokenizers`` package runs them.
+# A GGUF only names the split (``tokenizer.ggml.pre``) into words, which merges stay within. What the names mean is a
+# convention of llama.cpp: its expressions are the definition.
 
-# llama.cpp's tables of letters, numbers and so on are those of Unicode 15.1, the package's those of 16.0. These are the
-# characters that came between; they belong to no class there.
+# llama.cpp's classes of characters are those of Unicode 15.1, the package's those of 16.0. These came between.
 _NEWER = (
     r"\x{897}\x{1B4E}\x{1B4F}\x{1B7F}\x{1C89}\x{1C8A}\x{2427}-\x{2429}\x{31E4}\x{31E5}\x{A7CB}-\x{A7CD}"
     r"\x{A7DA}-\x{A7DC}\x{105C0}-\x{105F3}\x{10D40}-\x{10D8F}\x{10EC2}-\x{10EFC}\x{11380}-\x{113E2}"
@@ -93,12 +87,8 @@ IGNORES_MERGES = frozenset(
 def word_split(pre: str, file_name: str) -> list[str]:
     """The expressions of a split, in Oniguruma's syntax: each cuts what the ones before left in one piece.
 
-    Args:
-        pre: ``tokenizer.ggml.pre``.
-        file_name: for the error.
-
     Raises:
-        UnsupportedModel: the name is not known here.
+        UnsupportedModel: the split is not known here.
     """
     expressions = _SPLITS.get(pre or "default")
     if expressions is None:
@@ -110,19 +100,11 @@ def word_split(pre: str, file_name: str) -> list[str]:
 
 
 def known_splits() -> list[str]:
-    """Every name that ``word_split`` knows."""
     return sorted(_SPLITS)
 
 
 class ByteLevel:
-    """Byte-level BPE over text without special tokens.
-
-    Args:
-        ids: token text, in GPT-2's letters for bytes -> id.
-        merges: pairs of such texts with a space between, the first to be applied first.
-        pre: the split's name.
-        file_name: for errors.
-    """
+    """Byte-level BPE over text without special tokens; see ``backends.tokenizer.ByteLevelMaker``."""
 
     def __init__(self, ids: Mapping[str, int], merges: Iterable[str], pre: str, file_name: str) -> None:
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers
@@ -142,7 +124,6 @@ class ByteLevel:
         self._tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
 
     def encode(self, text: str) -> list[int]:
-        """Token ids."""
         tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         if self._spelled and max(tokens, default=0) >= self._n_tokens:
             return [each for token in tokens for each in self._spelled.get(token, (token,))]

@@ -18,8 +18,8 @@ from localspec.model_files.gguf import GGUFFile, TensorInfo
 # GGML's quantised blocks rewritten as MLX's affine groups: ``value = scale * code + bias``.
 #
 # A ggml row is a chain of blocks, each with its own scales; MLX keeps the codes of a row in one little-endian bit
-# stream and the scale and bias of every group of 32, 64 or 128 values beside it. Most of ggml's types are affine in
-# groups of 32 and change their layout only. What each type becomes:
+# stream, and the scale and bias of every group of 32, 64 or 128 values apart. Most of ggml's types are affine in groups
+# of 32 and change their layout only:
 #
 # =========  ====  =====  =================================================================================
 # type       bits  group  why
@@ -57,53 +57,30 @@ _N_THREADS = min(8, os.cpu_count() or 1)
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """How a quantised ggml type is represented.
+    """How a quantised ggml type is represented."""
 
-    Attributes:
-        name: ggml's name.
-        block: values in a block.
-        n_bytes: bytes of a block.
-        bits: bits of a code in MLX.
-        group: values that share a scale and a bias in MLX.
-        exact: whether the represented values are the file's values.
-        unpack: blocks [n_blocks, n_bytes] -> ``Unpacked``.
-    """
-
-    name: str
-    block: int
-    n_bytes: int
-    bits: int
-    group: int
-    exact: bool
-    unpack: Callable[[Bytes], Unpacked]
+    name: str  # ggml's name
+    block: int  # values in a block
+    n_bytes: int  # of a block
+    bits: int  # of a code in MLX
+    group: int  # values that share a scale and a bias in MLX
+    exact: bool  # whether the represented values are the file's values
+    unpack: Callable[[Bytes], Unpacked]  # blocks [n_blocks, n_bytes] -> ``Unpacked``
 
 
 @dataclass(frozen=True, slots=True)
 class AffineMatrix:
-    """A matrix in MLX's affine format.
+    """A matrix in MLX's affine format."""
 
-    Attributes:
-        codes: uint32 [n_rows, n_columns * bits / 32], the codes of a row as one bit stream.
-        scales: float32 [n_rows, n_columns / group].
-        biases: as ``scales``.
-        bits: bits of a code.
-        group: values that share a scale.
-    """
-
-    codes: npt.NDArray[np.uint32]
-    scales: Floats
-    biases: Floats
-    bits: int
-    group: int
+    codes: npt.NDArray[np.uint32]  # [n_rows, n_columns * bits / 32], the codes of a row as one bit stream
+    scales: Floats  # [n_rows, n_columns / group]
+    biases: Floats  # as ``scales``
+    bits: int  # of a code
+    group: int  # values that share a scale
 
 
 def repack(kind: BlockType, rows: Bytes) -> AffineMatrix:
-    """Rewrite a matrix.
-
-    Args:
-        kind: the type of its blocks.
-        rows: the blocks, row by row [n_rows, n_columns / block * n_bytes].
-    """
+    """Rewrite a matrix of blocks of a kind: rows [n_rows, n_columns / block * n_bytes]."""
     n_rows, row_bytes = rows.shape
     n_columns = row_bytes // kind.n_bytes * kind.block
     codes = np.empty((n_rows, n_columns * kind.bits // 8), dtype=np.uint8)
@@ -260,9 +237,7 @@ def _q6_k(blocks: Bytes) -> Unpacked:
     """Values d·s·q with q in -32..31 and a scale s in -128..127 for each 16 of them; MLX's groups are 32 wide.
 
     Of the two scales in a group the larger in magnitude, S, is kept: codes count steps of d·S/4, so its 16 values are
-    represented as they are, and those of the other are rounded to a step: an error of at most d·|S|/8. Relative to the
-    weights that is 4e-3 on real files, 6.5e-3 on the worst tensor of one; spreading 256 codes over each group's range
-    gives 4.8e-3 and 6.6e-3.
+    represented as they are, and those of the other are rounded to a step: an error of at most d·|S|/8.
     """
     n = len(blocks)
     low = _nibbles(blocks[:, :128].reshape(n, 2, 64)).reshape(n, 256)
@@ -321,41 +296,24 @@ PLAIN_TYPES = ("F32", "F16", "BF16")
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a tensor is stored in memory.
+    """How a tensor is stored in memory."""
 
-    Attributes:
-        ggml_type: its type in the file.
-        bits: bits of a code; 0 for plain numbers.
-        group: values that share a scale and a bias; 0 for plain numbers.
-        dtype: of the numbers, or of scales and biases: ``float32``, ``float16`` or ``bfloat16``.
-        exact: whether it holds the file's values to the last bit.
-        n_bytes: bytes in memory.
-        parameter: the path of the model's parameter that holds it.
-    """
-
-    ggml_type: str
-    bits: int
-    group: int
-    dtype: str
-    exact: bool
-    n_bytes: int
-    parameter: str = ""
+    ggml_type: str  # in the file
+    bits: int  # of a code; 0 for plain numbers
+    group: int  # values that share a scale and a bias; 0 for plain numbers
+    dtype: str  # of the numbers, or of scales and biases: ``float32``, ``float16`` or ``bfloat16``
+    exact: bool  # whether it holds the file's values to the last bit
+    n_bytes: int  # in memory
+    parameter: str = ""  # the path of the model's parameter that holds it
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor as MLX arrays.
+    """A tensor as MLX arrays."""
 
-    Attributes:
-        weight: plain numbers, or codes as uint32 [..., n_columns * bits / 32].
-        scales: [..., n_columns / group], or None for plain numbers.
-        biases: as ``scales``.
-        format: see ``Format``.
-    """
-
-    weight: mx.array
-    scales: mx.array | None
-    biases: mx.array | None
+    weight: mx.array  # plain numbers, or codes as uint32 [..., n_columns * bits / 32]
+    scales: mx.array | None  # [..., n_columns / group], or None for plain numbers
+    biases: mx.array | None  # as ``scales``
     format: Format
 
 
@@ -370,8 +328,6 @@ def read_tensor(
     """Read and repack one tensor.
 
     Args:
-        file: where it is.
-        info: which it is.
         dtype: of plain numbers, scales and biases.
         convert: applied to the numbers [rows, columns] of a plain tensor.
         plain: whether the tensor has to be plain numbers.

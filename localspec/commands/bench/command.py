@@ -21,8 +21,7 @@ from localspec.system.files import is_same_file
 from localspec.system.terminal import Progress
 
 INTERRUPTED = 130
-AUTO = "auto"
-"""The arm that decodes as chat and serve do."""
+AUTO = "auto"  # the arm that decodes as chat and serve do
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,8 @@ from localspec.measuring.subject import Sample
 from localspec.system.terminal import on_one_line
 
 SCHEMA_VERSION = 2
-READABLE_VERSIONS = (1, 2)
-"""1 also had energy, clock, temperature and load average."""
+READABLE_VERSIONS = (1, 2)  # 1 also had energy, clock, temperature and load average
 TYPE = "localspec bench"
-
 Ending = Literal["running", "complete", "tight", "time", "interrupted"]
 
 

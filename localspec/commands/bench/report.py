@@ -42,14 +42,11 @@ from localspec.report.svg import N_COLOURS, Axis, Drawing, Point, Scale, Series,
 
 # The plots of a run.
 
-_LABELS = 96
-"""Width of the column of categories."""
-
+_LABELS = 96  # width of the column of categories
 _LEAST_REACH = 2.0
 """The axis of speed-ups reaches at least to this multiple and fraction of plain, so that noise looks small."""
 
-_CEILING = 4.0
-"""Upper end of that axis in multiples of the largest median: intervals of few questions can be huge."""
+_CEILING = 4.0  # upper end of that axis in multiples of the largest median: intervals of few questions can be huge
 
 
 def speedup_plot(record: Record, results: Results, *, heading: bool = False) -> Drawing:

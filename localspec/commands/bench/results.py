@@ -23,11 +23,8 @@ from localspec.spec_decode.rounds import SpecStats
 
 # Remarks: a machine that was busy, hot, on battery, or drifting.
 
-BUSY = 0.10
-"""CPU share of others from which an answer counts as disturbed."""
-
-DRIFT = 0.05
-"""Change of plain speed from the first third of a run to the last that is worth a remark."""
+BUSY = 0.10  # CPU share of others from which an answer counts as disturbed
+DRIFT = 0.05  # change of plain speed from the first third of a run to the last that is worth a remark
 
 
 def remarks(record: Record, rows: Sequence[Row], drift: Sequence[Drift]) -> list[str]:
@@ -150,9 +147,7 @@ def wilson(hits: int, n: int, z: float = 1.959964) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-ALL = "all"
-"""Row over all categories."""
-
+ALL = "all"  # row over all categories
 Ratios = dict[str, list[float]]
 Verdict = Literal["faster", "same", "slower"]
 

@@ -147,15 +147,9 @@ class Mode:
 QUICK = Mode("quick", ("plain", "auto"), 64, 2.0, 3, 0.05, least_answers=9)
 DEFAULT = Mode("default", ("plain", "auto"), 128, 15.0, 3, 0.03)
 FULL = Mode("full", ("plain", "auto", "1", "2", "4", "8"), 256, None, 5, 0.02)
-
-LEAST_TOKENS = 24
-"""A draft model waits for some tokens of an answer, so shorter ones say nothing."""
-
-READING = 0.8
-"""Time to read a prompt before any was read, in times of a plain answer."""
-
-TOP_K = 40
-"""Default for sampling: the tail of a large vocabulary only costs time."""
+LEAST_TOKENS = 24  # A draft model waits for some tokens of an answer, so shorter ones say nothing
+READING = 0.8  # time to read a prompt before any was read, in times of a plain answer
+TOP_K = 40  # default for sampling: the tail of a large vocabulary only costs time
 
 
 def affordable_tokens(mode: Mode, seconds: float, n_answers: int, tokens_per_second: float) -> int:

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 
 # Files that go with the next message: part of its text, and drafted from by n-grams.
 
-MAX_BYTES = 16 << 20
-"""More than the longest contexts hold: a million tokens of four bytes."""
+MAX_BYTES = 16 << 20  # more than the longest contexts hold: a million tokens of four bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +100,7 @@ def without_files(text: str) -> str:
 
 # Conversations kept in LOCALSPEC_HOME as they go on.
 
-MOST = 50
-"""Conversations kept; the one unused for longest goes first."""
+MOST = 50  # conversations kept; the one unused for longest goes first
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +171,7 @@ def _files() -> list[Path]:
 
 # A chat in a file: a saved session with notes on how its answers came about.
 
-FORMER_FORMAT = "localspec-chat"
-"""``format`` of the JSON documents that chats were before they were sessions."""
+FORMER_FORMAT = "localspec-chat"  # ``format`` of the JSON documents that chats were before they were sessions
 
 
 @dataclass(slots=True)
@@ -186,14 +183,7 @@ class AnswerRecord:
     stats: dict[str, Any] = field(default_factory=dict)
 
 
-Turn: TypeAlias = "tuple[list[Message], AnswerRecord]"
-"""A question with its answer, and the record of that."""
-
-
-def save(path: Path, session: Session, records: Sequence[AnswerRecord], **notes: Any) -> None:
-    session.notes = notes | {"answers": [asdict(record) for record in records]}
-    # Without what the models hold of it: that is megabytes, is read ahead again, and would have to wait for the engine.
-    saved.write(path, to_text(session), [])
+Turn: TypeAlias = "tuple[list[Message], AnswerRecord]"  # A question with its answer, and the record of that
 
 
 def load(llm: LLM, path: Path) -> tuple[Session, list[AnswerRecord]]:
@@ -414,7 +404,10 @@ class Chat:
         llm = self.llm
         records = self.records if rounds else [replace(record, rounds=[]) for record in self.records]
         made_by = {"model": llm.model_name, "draft": llm.draft_names, "backend": llm.backend_name}
-        save(path, self.session, records, **made_by, view=self.view, draft_length=llm.draft_length, **notes)
+        shown = {"view": self.view, "draft_length": llm.draft_length, "answers": [asdict(record) for record in records]}
+        self.session.notes = made_by | notes | shown
+        # Without the models' memory of it: that takes megabytes, is read ahead again, and would wait for the engine.
+        saved.write(path, to_text(self.session), [])
 
     def keep_at(self, path: Path) -> None:
         """From now on keep the conversation, if it is kept, in another file."""
@@ -502,13 +495,9 @@ def header(llm: LLM, screen: ChatScreen, follows: str = "") -> None:
 # A chat begins with the target and n-grams alone; head and draft model are loaded between requests. A missing draft
 # model is fetched first, if passes measured here say that it will gain.
 
-ASKED_S = (1, 2, 4, 8, 16, 32, 64)
-"""Pauses in which better measurements than the first are awaited [s]."""
-
+ASKED_S = (1, 2, 4, 8, 16, 32, 64)  # pauses in which better measurements than the first are awaited [s]
 LOOKING = "looking whether a draft model would help"
-
-LEAVING_S = 5.0
-"""How long leaving waits for downloads to stop [s]; what arrived is kept."""
+LEAVING_S = 5.0  # how long leaving waits for downloads to stop [s]; what arrived is kept
 
 
 class LateDraft:
@@ -619,8 +608,7 @@ def may_be_drafted_for(llm: LLM) -> bool:
 
 # The project of a folder: what chats started there copy from.
 
-NONE = "none"
-"""Forgets the project."""
+NONE = "none"  # forgets the project
 
 
 def kept_project() -> Path | None:

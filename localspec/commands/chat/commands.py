@@ -107,11 +107,8 @@ def _editor() -> list[str]:
 
 # Copying to the clipboard: with the platform's tool, or by asking the terminal (OSC 52).
 
-SECONDS = 5.0
-"""A tool waiting for a display that is gone would wait forever."""
-
-MAX_OSC_52 = 74_994
-"""Bytes that every terminal takes: xterm's limit of 100,000 bytes a sequence, in base64."""
+SECONDS = 5.0  # A tool waiting for a display that is gone would wait forever
+MAX_OSC_52 = 74_994  # bytes that every terminal takes: xterm's limit of 100,000 bytes a sequence, in base64
 
 
 def copy(text: str, terminal: TextIO | None) -> str:
@@ -285,8 +282,7 @@ def _path(argument: str, name: str) -> Path:
     return Path(argument.strip("\"'")).expanduser()
 
 
-ONLY = "only"
-"""``--draft-only`` among the names that ``/draft`` takes."""
+ONLY = "only"  # ``--draft-only`` among the names that ``/draft`` takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -560,7 +556,6 @@ def _models() -> Iterable[str]:
 
 BAR = 30
 _PHASES = ("prompt", "draft", "verify", "other")
-
 Stats = Mapping[str, Any]
 
 
@@ -611,12 +606,8 @@ def _right(counts: Stats | None) -> str:
 # ``/race``: the last question again, plain and with guesses.
 
 SEED_BITS = 32
-
 _NAMES = {False: "plain", True: "with guesses"}
-
-MENTIONED = 0.05
-"""CPU share of other programs from which it is mentioned."""
-
+MENTIONED = 0.05  # CPU share of other programs from which it is mentioned
 NOISE = "Nothing was guessed, so both did the same work; the difference is noise."
 
 
@@ -764,10 +755,7 @@ COMMANDS: dict[str, Command] = {
 ALIASES = {"clear": "new", "reset": "new", "exit": "quit", "bye": "quit", "q": "quit", "?": "help"}
 """Names from other programs."""
 
-LEAVING = ("exit", "quit")
-"""Lines that leave without a slash."""
-
+LEAVING = ("exit", "quit")  # lines that leave without a slash
 _GUESSING = ("draft", "length", "project", "stats", "why", "race")
-
 GROUPS = {"": tuple(name for name in COMMANDS if name not in _GUESSING), "guessing": _GUESSING}
 """What follows ``/help`` -> the commands it shows."""

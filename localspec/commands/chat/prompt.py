@@ -25,8 +25,7 @@ from localspec.system.terminal import clip, decode
 
 # Asking for a line where the terminal can only print.
 
-QUOTES = '"""'
-"""Around a message of several lines."""
+QUOTES = '"""'  # around a message of several lines
 
 
 def is_open(text: str) -> bool:
@@ -73,8 +72,7 @@ class PlainPrompt:
 
 
 PROMPT = "> "
-EDIT = "/edit"
-"""Result of Ctrl-X Ctrl-E."""
+EDIT = "/edit"  # result of Ctrl-X Ctrl-E
 
 
 class _CommandCompleter(Completer):

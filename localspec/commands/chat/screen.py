@@ -53,8 +53,7 @@ def status_line(stats: Mapping[str, Any]) -> str:
 # Views of an answer while it is made; ``ReadingView`` is below.
 
 VIEWS = ("tokens", "reading", "rounds", "plain")
-FORMER_VIEWS = {"lane": "rounds"}
-"""Former names, as saved chats have them -> present ones."""
+FORMER_VIEWS = {"lane": "rounds"}  # former names, as saved chats have them -> present ones
 
 
 def guessing(drafters: Sequence[str], follows: str = "") -> str:
@@ -259,8 +258,7 @@ def plain_parts(rounds: Sequence[Round], *, unicode: bool = True) -> list[Styled
     return [(f"{numbers}  ", Style.NOTE), (on_one_line(text).replace("↵", "↵\n"), Style.TARGET)]
 
 
-INDENT = 6
-"""Cells before further rows of a round."""
+INDENT = 6  # cells before further rows of a round
 
 
 def rows_of(parts: Sequence[StyledText], columns: int) -> list[list[StyledText]]:
@@ -512,11 +510,8 @@ _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 _NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
 """In the region, a line that comes out wider than counted (joined emoji) must not become two."""
 
-MIN_LINES = 4
-"""Lower screens have no region."""
-
-PAUSE = 4.0
-"""Pause after drawing in multiples of its duration: leaves the engine this share of a core."""
+MIN_LINES = 4  # lower screens have no region
+PAUSE = 4.0  # pause after drawing in multiples of its duration: leaves the engine this share of a core
 
 
 class ReadingView(View):

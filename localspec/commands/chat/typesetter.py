@@ -81,7 +81,6 @@ def token_style(kind: TokenKind, source: str) -> Style:
 
 
 StyledText = tuple[str, Style]
-
 _RESET, _INDEX, _SAVE, _RESTORE, _ERASE_BELOW = "\x1b[0m", "\x1bD", "\x1b7", "\x1b8", "\x1b[J"
 TAIL_LINES = 2
 

@@ -60,11 +60,8 @@ EASY, HARD = 0.55, 0.85
 TYPICAL, HIGH = 0.7, 0.9
 """Acceptance rates for which a speed-up is named: where drafting pays nearly everywhere, and on easy text only."""
 
-_LEAST_NOISE = 0.03
-"""Noise between two equal answers by turns (``SLICE_TOKENS``); few prompts may show less by chance."""
-
-_LEAST_MARGIN = 0.02
-"""Smaller gains are called none."""
+_LEAST_NOISE = 0.03  # noise between two equal answers by turns (``SLICE_TOKENS``); few prompts may show less by chance
+_LEAST_MARGIN = 0.02  # smaller gains are called none
 
 
 _DOUBTS = ("load", "one token", "heat")
@@ -178,9 +175,7 @@ def noise_margin(rank: RankFacts) -> float:
 # The findings as parts of a report.
 
 _LABEL, _HEIGHT = 11, 4
-_KINDS = ("edit", "code", "chat")
-"""Kinds of question whose speed-up is shown."""
-
+_KINDS = ("edit", "code", "chat")  # kinds of question whose speed-up is shown
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 

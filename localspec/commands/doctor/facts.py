@@ -316,8 +316,7 @@ _BUILDS = {
 }
 """Graphics hardware -> what to build for it, and how."""
 
-FOR_GPUS = ("llama-cpp", "mlx")
-"""Engines with builds for GPUs."""
+FOR_GPUS = ("llama-cpp", "mlx")  # engines with builds for GPUs
 
 
 def look_at_engines() -> list[EngineFacts]:
@@ -402,11 +401,8 @@ def preferred_engine(engines: Sequence[EngineFacts], load: LoadOptions) -> Engin
 
 # What measured passes mean for speculation: the speed-up formula.
 
-LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
-"""Draft lengths of the break-even table."""
-
-ACCEPTANCES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-"""Acceptance rates of the speed-up table."""
+LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # draft lengths of the break-even table
+ACCEPTANCES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # acceptance rates of the speed-up table
 
 
 def break_even_by_length(times: Times, step_ms: float, *, one_pass: bool = False) -> dict[int, float | None]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from localspec.backends.layout import Share, Target, layout
 from localspec.backends.llama.binding import N_UBATCH, Place, Placed
 from localspec.backends.llama.ggml import Device
-from localspec.backends.llama.rpc_link import ServerFacts, ask
+from localspec.backends.llama.rpc import ServerFacts, ask
 from localspec.backends.placement import Placement
 from localspec.backends.registry import engine_module
 from localspec.commands.doctor.facts import FOR_GPUS, EngineFacts, FitFacts, ModelFacts, NeedFacts
@@ -192,17 +192,10 @@ def missing(model: ExaminedModel) -> Finding:
     return Finding("note", "download", text, f"localspec pull {model.spec}")
 
 
-PROGRAM_BYTES = 64 << 20
-"""Engine library, vocabularies and Python; 50 to 60 MB were measured."""
-
-TIGHT = 0.9
-"""Share of free memory that leaves little for other programs."""
-
-_LEAST_CTX = 512
-"""Smallest context worth suggesting."""
-
-_CTX_STEP = 256
-"""Engines round a context up to a multiple of this."""
+PROGRAM_BYTES = 64 << 20  # engine library, vocabularies and Python; 50 to 60 MB were measured
+TIGHT = 0.9  # share of free memory that leaves little for other programs
+_LEAST_CTX = 512  # smallest context worth suggesting
+_CTX_STEP = 256  # engines round a context up to a multiple of this
 
 
 @dataclass(frozen=True, slots=True)

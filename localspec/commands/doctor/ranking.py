@@ -40,9 +40,7 @@ WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 """Widths of a pass that are shown: for drafts of up to 15 tokens, as finely as calibration measures."""
 
 _FILL, _PASSES = 64, 7
-_STALE = 1.35
-"""Ratio of a pass now to the calibrated one from which the calibration is doubted."""
-
+_STALE = 1.35  # ratio of a pass now to the calibrated one from which the calibration is doubted
 Progress = Callable[[str, float | None], None]
 _Result = TypeVar("_Result")
 
@@ -196,16 +194,12 @@ def cost_finding(cost: CostFacts, bandwidth_gb_per_s: float | None) -> Finding:
     return Finding("note", "one token", text, again)
 
 
-SECONDS = 60.0
-"""Time for all candidates with loading; a question begun is finished."""
-
+SECONDS = 60.0  # time for all candidates with loading; a question begun is finished
 MOST_TOKENS, LEAST_TOKENS = 64, 32
 """Answer lengths. A draft model waits for some tokens of an answer, so shorter ones say nothing."""
 
 _QUESTIONS_WANTED = 3
-
-_AGAIN = Arm("plain again", None, 0)
-"""Plain decoding is measured twice; the difference is noise."""
+_AGAIN = Arm("plain again", None, 0)  # plain decoding is measured twice; the difference is noise
 
 
 def tuning_questions() -> list[Question]:

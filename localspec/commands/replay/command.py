@@ -24,10 +24,7 @@ from localspec.system.terminal import on_one_line, visible
 # JSON from an untrusted file, with the type of each field checked.
 
 T = TypeVar("T")
-
-LARGEST = 10**12
-"""Limit of figures: sums of these stay finite."""
-
+LARGEST = 10**12  # limit of figures: sums of these stay finite
 _REQUIRED: Any = object()
 _SPACE = re.compile(r"\s*")
 _KIND_NAMES = {str: "text", dict: "an object", list: "a list", bool: "true or false", int: "a whole number"}

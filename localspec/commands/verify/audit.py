@@ -216,16 +216,10 @@ class RunningSystem:
             yield round_, recorder.rows, laws
 
 
-LENGTHS = (3, 8, 0, 1, 5)
-"""Forced draft lengths by turns; 0 is the longest."""
-
+LENGTHS = (3, 8, 0, 1, 5)  # forced draft lengths by turns; 0 is the longest
 SAMPLED_LENGTH = 3
-
-SAMPLED_ANSWER = 2
-"""Length factor of sampled answers without a seed: evidence grows with every token."""
-
-STEPS = 11
-"""Steps of a prompt, for the progress; the law of verification counts as one more prompt."""
+SAMPLED_ANSWER = 2  # length factor of sampled answers without a seed: evidence grows with every token
+STEPS = 11  # steps of a prompt, for the progress; the law of verification counts as one more prompt
 
 
 @dataclass(slots=True)

@@ -68,25 +68,15 @@ def _in_short(result: AuditResult) -> Iterator[Finding]:
     rounded = ", up to rounding" if result.ties else ""
     words = f"every token is the one that the model itself would choose{rounded}"
     yield row("words", words, "decision", "row", there=drafted)
-    yield row(
-        "memory",
-        "wrong guesses leave no trace in what the model remembers",
-        "memory",
-        "engine",
-        there=result.memory is not None,
-    )
+    trace = "wrong guesses leave no trace in what the model remembers"
+    yield row("memory", trace, "memory", "engine", there=result.memory is not None)
     same = "checking several tokens at once computes what one at a time does"
     yield row("engine", same, "kernel", there=bool(result.noise["rows"]))
-    yield row(
-        "chance",
-        "at a temperature guesses do not change how probable any token is",
-        "law",
-        there=result.decoding_law is not None,
-    )
+    chance = "at a temperature guesses do not change how probable any token is"
+    yield row("chance", chance, "law", there=result.decoding_law is not None)
     if result.thinking:
-        yield row(
-            "thinking", f"budgets for thinking ended {result.thinking['closed']} blocks where they should", "decision"
-        )
+        closed = f"budgets for thinking ended {result.thinking['closed']} blocks where they should"
+        yield row("thinking", closed, "decision")
     if several := result.several:
         bad, known = any(defect.arm == SEVERAL for defect in result.defects), several["bound"] is not None
         text = f"{several['sequences']} answers at a time, as the server makes them, are each the model's own{rounded}"
@@ -272,11 +262,8 @@ TOKENS, QUICK_TOKENS = 32, 16
 LEAST_TOKENS = 16
 DRAWS, QUICK_DRAWS = 1000, 200
 WINDOWS, QUICK_WINDOWS = 4, 2
-LONG = 8
-"""Draft tokens of several answers at a time, where they are asked for a second time."""
-TOP_K = 256
-"""Default of sampled answers: the tail of a large vocabulary only costs time."""
-
+LONG = 8  # draft tokens of several answers at a time, where they are asked for a second time
+TOP_K = 256  # default of sampled answers: the tail of a large vocabulary only costs time
 CHECK_FAILED, INTERRUPTED = 1, 130
 PENALTIES = ("repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty")
 FILTERS = ("temperature", "top_k", "top_p", "min_p", "seed")

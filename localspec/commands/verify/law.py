@@ -45,9 +45,7 @@ from localspec.spec_decode.verification import STREAM_DRAFT, STREAM_TARGET
 # average; with its variance that gives the power on the distributions that were met.
 
 FALSE_ALARM = 1e-6
-THRESHOLD = -math.log(FALSE_ALARM)
-"""Evidence that counts as a defect [nats]."""
-
+THRESHOLD = -math.log(FALSE_ALARM)  # evidence that counts as a defect [nats]
 SAMPLED, FIXED = "sampled", "deterministic"
 
 ABOUT_DRAFTS = {
@@ -70,8 +68,7 @@ SUSPICIONS = (
 )
 """What the bettors suspect. The two rules of verification are separate code, so each has bettors of its own."""
 
-MIXTURES = {"": 0.5, " a little": 0.05}
-"""Share of tokens that a suspected defect touches."""
+MIXTURES = {"": 0.5, " a little": 0.05}  # share of tokens that a suspected defect touches
 
 
 @dataclass(slots=True)
@@ -186,15 +183,9 @@ def _suspected(p: Distribution, q: Distribution | None, before: Distribution | N
     return laws
 
 
-PER_ROW = 16
-"""Tokens kept of each row of a window."""
-
-LONGEST = 3
-"""Draft tokens kept of a window."""
-
-CHECKED_DRAWS = 50
-"""Draws between two looks at the cancel flag."""
-
+PER_ROW = 16  # tokens kept of each row of a window
+LONGEST = 3  # draft tokens kept of a window
+CHECKED_DRAWS = 50  # draws between two looks at the cancel flag
 KINDS = ("sampled", "fixed", "seldom right", "coupled", "mixed")
 
 

@@ -21,25 +21,17 @@ from localspec.spec_decode.decoder import PREFILL_CHUNK
 
 # The oracle: the target alone, in fresh contexts that are never rolled back, token by token and in wide passes.
 
-TOP = 20
-"""Tokens that a deviation looks at: those that could have been chosen."""
-
-KEPT = 64
-"""Tokens of a row that are kept: whole rows of an audit would take gigabytes."""
-
-SINGLE = 2e-5
-"""What logarithms in single precision may change [logits]."""
-
-SLACK = 8
-"""Tokens of room behind a text, for probes."""
+TOP = 20  # tokens that a deviation looks at: those that could have been chosen
+KEPT = 64  # tokens of a row that are kept: whole rows of an audit would take gigabytes
+SINGLE = 2e-5  # what logarithms in single precision may change [logits]
+SLACK = 8  # tokens of room behind a text, for probes
 
 
 class AuditStopped(Exception):
     """The audit was interrupted."""
 
 
-Check = Callable[[], Literal[False]]
-"""Called between passes; raises ``AuditStopped`` to end the audit."""
+Check = Callable[[], Literal[False]]  # called between passes; raises ``AuditStopped`` to end the audit
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +194,6 @@ def row_behind(context: Context, text: Sequence[int], check: Check) -> FloatArra
 
 
 FORMAT, VERSION = "localspec-audit", 1
-
 DefectKind = Literal["kernel", "row", "decision", "memory", "law", "engine"]
 Figures = Mapping[str, Any]
 
@@ -478,23 +469,12 @@ def sensitivity(model: Model, plain: PlainAnswer, check: Check) -> list[Deviatio
 # computed again in fresh contexts at several widths, and is a defect where none of them moves half as far. Where the
 # engine claims that width does not matter, the bound is 0.
 
-FALSE_ALARM = 0.01
-"""Probability that a healthy audit has to compute a row again."""
-
-RESOLUTION = 1e-3
-"""Least bound [logits] of a fast engine: it moves a probability by a thousandth."""
-
-MIN_ROWS = 10
-"""Fewer rows say nothing about a tail."""
-
-MOST_RECHECKS = 3
-"""After so many unexplained rows, further ones are not computed again."""
-
-WIDTHS = (2, 5, 9, 16)
-"""Passes that a suspicious row is computed again in, one for each of ``prompt_cuts``."""
-
-EXPLAINED = 2.0
-"""A row is explained if fresh contexts move it at least 1 / EXPLAINED as far."""
+FALSE_ALARM = 0.01  # probability that a healthy audit has to compute a row again
+RESOLUTION = 1e-3  # least bound [logits] of a fast engine: it moves a probability by a thousandth
+MIN_ROWS = 10  # fewer rows say nothing about a tail
+MOST_RECHECKS = 3  # after so many unexplained rows, further ones are not computed again
+WIDTHS = (2, 5, 9, 16)  # passes that a suspicious row is computed again in, one for each of ``prompt_cuts``
+EXPLAINED = 2.0  # A row is explained if fresh contexts move it at least 1 / EXPLAINED as far
 
 
 @dataclass(slots=True)

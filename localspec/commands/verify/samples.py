@@ -30,8 +30,7 @@ from localspec.spec_decode.rounds import DraftToken
 BINS = 4
 ORDERS = ("probability", "id")
 THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
-LIKELIEST = 2.0
-"""Stands for a threshold that only the most probable token passes."""
+LIKELIEST = 2.0  # stands for a threshold that only the most probable token passes
 
 
 @dataclass(slots=True)

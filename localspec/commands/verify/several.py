@@ -29,8 +29,7 @@ from localspec.sampling.sampling import SamplingParams
 SEQUENCES = 3
 ARM = "several at a time"
 N_TOP = 20
-PIECE = 64
-"""Tokens of each prompt in one pass."""
+PIECE = 64  # tokens of each prompt in one pass
 
 
 @dataclass(slots=True)
