@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from localspec.prompts.folding import merged
 from localspec.server.blocks import AnswerBlock, BlockAnswer, Change, identifier
@@ -135,6 +136,14 @@ class AnthropicTool(Body):
     description: str = ""
     input_schema: dict[str, Any] | None = None
     strict: Flag = False
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _has_a_schema(cls, tool: Any, read: Callable[[Any], Any]) -> Any:
+        if isinstance(tool, dict) and tool.get("type") not in (None, "custom"):
+            why = "cannot be had: only tools with an input_schema can be used"
+            raise PydanticCustomError("unsupported_parameter", "refused", {"name": "type", "why": why})
+        return read(tool)
 
     def for_template(self) -> dict[str, Any]:
         function = {"name": self.name, "description": self.description, "parameters": self.input_schema}

@@ -1,7 +1,7 @@
 """Streamed answers: server-sent events, or a line of JSON for each piece.
 
-sse-starlette does not fit: it starts a response before its first event, so that a refusal comes with status 200, ends
-streams by polling uvicorn's signal handler, which it replaces, and knows no lines of JSON.
+sse-starlette does not fit: it sends status 200 before the first event, so that a refusal cannot have its own, cuts
+streams without a last event where the server ends, replaces uvicorn's signal handler, and has no lines of JSON.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ def test_the_store_is_bounded_in_number_and_size() -> None:
         ({"background": True}, "background"),
         ({"conversation": "c"}, "conversation"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "no"}}, "tool_choice"),
-        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nothing"}}}}, "response_format"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nothing"}}}}, "text.format"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
