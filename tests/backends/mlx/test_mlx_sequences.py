@@ -285,7 +285,7 @@ def test_the_engine_is_checked_with_the_file(model: MLXModel, monkeypatch: pytes
 
 
 def test_answers_share_passes(tiny: TinyFiles, measured_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of target and draft model; a row is taken to pass over the cells of its own answer, not over those of all."""
+    """Of the target; a row is taken to pass over the cells of its own answer, not over those of all."""
     loaded_with("gpu", monkeypatch)
     params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     prompts = ["la la lo " * n for n in (12, 16, 20)]
@@ -314,6 +314,6 @@ def test_answers_share_passes(tiny: TinyFiles, measured_home: Path, monkeypatch:
         assert [stream.reply.token_ids for stream in streams] == alone
     assert {name: max(found) for name, found in widths.items()} == {
         tiny.pair.target.name: 3,
-        tiny.pair.draft.name: 3,
+        tiny.pair.draft.name: 1,  # drafts are made one after the other
     }
     assert 0 < max(n_cells) <= longest < max(n_held)
