@@ -32,7 +32,7 @@ from localspec.engine.options import (
 from localspec.engine.pair import Pair, ReadAhead
 from localspec.engine.request import AnswerRequest, AsyncRoundStream, Reply, RoundStream, Submit
 from localspec.engine.saved import SavedContext, restore_contexts, save_contexts
-from localspec.engine.scheduler import answer, never_ran, score, serve_beside
+from localspec.engine.scheduler import answer, never_ran, score, serve_batch
 from localspec.engine.worker import PREPARATION, IdleWork, Job, OnMains, Result, Worker
 from localspec.errors import Cancelled, SessionFileError, UsageError, checked_whole
 from localspec.model_files.catalog import Catalog
@@ -748,7 +748,7 @@ class LLM(Tokenizing, AskingModel):
             self._worker.close(self._pair.close)
             raise
         self._encoder = PromptEncoder(target, self.template)
-        serve_beside(self._pair, self._encoder, self._worker)
+        serve_batch(self._pair, self._encoder, self._worker)
         self._read_ahead = ReadAhead(self._pair)
         self._worker.when_idle(self._read_ahead)
         self._last = (self._encoder.close, self._pair.close)
@@ -874,7 +874,7 @@ class LLM(Tokenizing, AskingModel):
         """
         specs, report = draft_specs(spec), self._report()
         if gives_way is not None:
-            report = giving_way(lambda: self._worker.queue.presses or gives_way())
+            report = giving_way(lambda: self._worker.queue.is_urgent or gives_way())
         self.run(lambda pair: pair.set_draft(specs, report))
 
     def explain(self) -> str:

@@ -369,7 +369,7 @@ class Admission:
         n_prompt, most = len(prepared.asked[0]), prepared.request.params.max_tokens or RECKONED
         return min(self._batch.n_ctx, n_prompt + min(most, RECKONED) + SLACK)
 
-    def make_way(self, one: SeatedAnswer | Prepared, there: Sequence[SeatedAnswer]) -> list[SeatedAnswer] | None:
+    def preempt(self, one: SeatedAnswer | Prepared, there: Sequence[SeatedAnswer]) -> list[SeatedAnswer] | None:
         """Which answers have to be put aside so that another can begin, or go on: the lowest, and as few as it takes.
 
         An answer makes way only for a higher priority.
@@ -415,11 +415,11 @@ class Admission:
         return self._batch[answer.sequence].n_past
 
 
-def serve_beside(pair: Pair, encoder: PromptEncoder, worker: Worker) -> None:
+def serve_batch(pair: Pair, encoder: PromptEncoder, worker: Worker) -> None:
     """Have a worker answer as many requests side by side as the pair was loaded for."""
     if pair.parallel.n > 1:
         scheduler = Scheduler(pair, encoder, worker.queue, worker.running)
-        worker.serve_beside(scheduler.run, pair.parallel.n)
+        worker.serve_batch(scheduler.run, pair.parallel.n)
 
 
 @dataclass(slots=True)
@@ -513,7 +513,7 @@ class Scheduler:
     def _admit(self) -> None:
         """As many of those that wait, or were put aside, as have a sequence and room, in the order of their rank."""
         while (first := self._first()) is not None:
-            way = self._at.admission.make_way(first, self._there)
+            way = self._at.admission.preempt(first, self._there)
             if way is None:
                 return
             for answer in way:

@@ -364,13 +364,13 @@ class FairQueue:
                     raise QueueFull(f"{waiting} requests are waiting already; try again later")
             self._conversations.setdefault(job.conversation, deque()).append(job)
             self._prune()
-            self._stir()
+            self._wake()
 
     def get(self, pause: Callable[[], Pause] = lambda: Pause(None, at_rest=True)) -> Job | None:
         """The next job, once there is one; None when the queue was closed and is empty, or it is time for other work.
 
         Args:
-            pause: when it is time for other work, where there is no job; asked again after that time and by ``stir``.
+            pause: when it is time for other work, where there is no job; asked again after that time and by ``wake``.
         """
         with self._changed:
             while True:
@@ -422,12 +422,12 @@ class FairQueue:
         if conversation in self._conversations:
             self._conversations[conversation] = self._conversations.pop(conversation)
 
-    def stir(self) -> None:
+    def wake(self) -> None:
         """Have ``get`` ask its ``pause`` again."""
         with self._changed:
-            self._stir()
+            self._wake()
 
-    def _stir(self) -> None:
+    def _wake(self) -> None:
         self._at_rest = False
         self._changed.notify_all()
 
@@ -437,7 +437,7 @@ class FairQueue:
             return self._changed.wait_for(lambda: self._at_rest or self._closed is not None, timeout)
 
     @property
-    def presses(self) -> bool:
+    def is_urgent(self) -> bool:
         """Whether idle work has to end: a job came, or the queue was closed."""
         return bool(self._conversations) or self._closed is not None
 
@@ -458,7 +458,7 @@ class FairQueue:
         """Take no more jobs, for a reason; those that wait are still handed out."""
         with self._changed:
             self._closed = self._closed or reason
-            self._stir()
+            self._wake()
 
     def _prune(self) -> None:
         """Drop jobs that were cancelled while they waited: a long answer must not let them pile up."""
@@ -530,7 +530,7 @@ class Worker:
         """How many jobs run now."""
         return sum(job.state == "running" for job in list(self.running))
 
-    def serve_beside(self, run: Callable[[Job], None], at_once: int) -> None:
+    def serve_batch(self, run: Callable[[Job], None], at_once: int) -> None:
         """From now on run jobs that have a ``request`` so, at most so many at a time."""
         self.beside, self.queue.at_once = run, at_once
 
@@ -567,7 +567,7 @@ class Worker:
     def when_idle(self, task: IdleTask, *, priority: int = 0, warn: Callable[[str], None] | None = None) -> None:
         """Have a task done on the thread while nothing waits, step by step; see ``IdleWork.add``."""
         self._idle.add(task, priority=priority, warn=warn)
-        self.queue.stir()
+        self.queue.wake()
 
     def forget_idle(self, task: IdleTask) -> None:
         """Do no more of a task."""
@@ -576,7 +576,7 @@ class Worker:
     def idle_work_waits(self) -> None:
         """Have tasks looked at again, as they may have new work; happens by itself after every job."""
         self._idle.renew()
-        self.queue.stir()
+        self.queue.wake()
 
     def wait_idle(self, timeout: float | None = None) -> bool:
         """Wait until no job and no idle work that may be done now is left; whether that came about in time."""
@@ -621,7 +621,7 @@ class Worker:
             elif self.queue.ended:
                 break
             else:
-                self._idle.step(lambda: self.queue.presses)
+                self._idle.step(lambda: self.queue.is_urgent)
         self._idle.clear()
         with ExitStack() as ending:  # each of them, whatever another raises
             for last in reversed(self._last):
