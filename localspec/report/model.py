@@ -47,10 +47,10 @@ class Facts:
 class Finding:
     """A line of a checklist: what was looked at, what was found, and advice."""
 
-    status: Status
-    name: str
-    text: str
-    advice: str | None = None
+    status: Status  # how it went
+    name: str  # what was looked at
+    text: str  # what was found
+    advice: str | None = None  # what to do about it
 
 
 @dataclass(frozen=True, slots=True)
