@@ -45,12 +45,12 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A line of a checklist: what was looked at, what was found, and advice."""
+    """A line of a checklist."""
 
-    status: Status  # how it went
+    status: Status  # how it is
     name: str  # what was looked at
     text: str  # what was found
-    advice: str | None = None  # what to do about it
+    advice: str | None = None  # what to do about it, or to know
 
 
 @dataclass(frozen=True, slots=True)

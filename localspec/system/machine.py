@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import psutil
 
 from localspec.system.process import output, read_text
@@ -280,6 +280,8 @@ def measure_bandwidth(n_threads: int, *, available: int, seconds: float = 0.6) -
     The array takes an eighth of the ``available`` memory [bytes] at most, and is filled before the ``seconds`` of
     reading.
     """
+    import numpy as np  # this module is imported by commands that need no arrays
+
     size = min(MOST, available // 8)
     if size < min(MOST, max(_LEAST, _CHUNK * n_threads)):
         return None
@@ -288,11 +290,11 @@ def measure_bandwidth(n_threads: int, *, available: int, seconds: float = 0.6) -
     chunks = [array[start : start + _CHUNK] for start in range(0, size, _CHUNK)]
     shares = [chunks[i::n_threads] for i in range(n_threads)]
 
-    def fill(share: list[np.ndarray]) -> None:
+    def fill(share: list[Any]) -> None:
         for chunk in share:
             chunk.fill(1)
 
-    def read(share: list[np.ndarray]) -> None:
+    def read(share: list[Any]) -> None:
         for chunk in share:
             chunk.max()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from localspec.backends import backend_names, candidates, unavailable_reason
 from localspec.backends.llama.ggml import (
@@ -25,7 +25,6 @@ from localspec.backends.llama.ggml import (
 )
 from localspec.backends.registry import engine_module
 from localspec.controllers.stopping import Times, best_length, break_even, speedup, with_block
-from localspec.engine.options import LoadOptions
 from localspec.measuring.last_bench import LastBench
 from localspec.model_files.sources.base import size_text
 from localspec.report.model import Finding, Status
@@ -39,6 +38,9 @@ from localspec.system.machine import (
     usable_cpus,
     visible_gpus,
 )
+
+if TYPE_CHECKING:
+    from localspec.engine.options import LoadOptions
 
 SCHEMA_VERSION = 1
 
