@@ -15,9 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from localspec.errors import ModelFileError, UnknownModel, shown
-from localspec.model_files.gguf import part_names
 from localspec.system.files import models_dir
 from localspec.system.machine import read_memory
+
+_FIRST = re.compile(r"(.*)-00001-of-(\d{5})\.gguf", re.DOTALL)
+
+
+def part_names(first: str) -> tuple[str, ...]:
+    """The names of all files of a model, given that of the first, as ``gguf-split`` names them."""
+    match = _FIRST.fullmatch(first)
+    rest = range(2, int(match[2]) + 1) if match else ()
+    return (first, *(f"{match[1]}-{i:05}-of-{match[2]}.gguf" for i in rest if match))
+
 
 _HUB_SPEC = re.compile(r"hf:([\w.-]+)/([\w.-]+)/((?:[\w.-]+/)*[\w.-]+\.gguf)")
 _SUFFIX = re.compile(r"[-._](instruct|it|chat|i?q\d\w*|b?f16|f32)(?=[-._]|$).*", re.IGNORECASE)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import re
 import struct
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -17,16 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.errors import ModelFileError, NotGGUF, UnsupportedModel, is_whole, shown
+from localspec.model_files.catalog import part_names
 from localspec.system.plugins import HEAD_KINDS, offered
-
-_FIRST = re.compile(r"(.*)-00001-of-(\d{5})\.gguf", re.DOTALL)
-
-
-def part_names(first: str) -> tuple[str, ...]:
-    """The names of all files of a model, given that of the first, as ``gguf-split`` names them."""
-    match = _FIRST.fullmatch(first)
-    rest = range(2, int(match[2]) + 1) if match else ()
-    return (first, *(f"{match[1]}-{i:05}-of-{match[2]}.gguf" for i in rest if match))
 
 
 def model_files(path: Path) -> tuple[Path, ...]:

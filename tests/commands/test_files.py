@@ -19,8 +19,8 @@ from localspec.errors import DownloadError, ModelFileError, NotGGUF, UnknownMode
 from localspec.heads.card import CurvePoint, Training
 from localspec.heads.file import engine_folder, heads_folder
 from localspec.heads.listing import inspect
-from localspec.model_files.catalog import Catalog, Entry
-from localspec.model_files.gguf import GGUFFile, part_names
+from localspec.model_files.catalog import Catalog, Entry, part_names
+from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.kv_memory import kv_shape
 from localspec.model_files.sources import parts_folder
 from localspec.system.files import home, models_dir
@@ -343,7 +343,7 @@ def test_cache_memory_of_real_models(
 def test_nothing_heavy_is_imported() -> None:
     """The command line imports this module before it knows what is asked."""
     heavy = ("numpy", "rich", "huggingface_hub", "gguf")
-    modules = "localspec.commands.files, localspec.commands.files"
+    modules = "localspec.commands.files, localspec.commands.cli"
     code = f"import sys, {modules}; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

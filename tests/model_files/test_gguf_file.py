@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from localspec.errors import ModelFileError, NotGGUF, UnsupportedModel
 from localspec.heads.listing import inspect
 from localspec.model_files import gguf as gguf_module
-from localspec.model_files.gguf import TENSOR_TYPES, GGUFFile, model_bytes, model_files, part_names, string_offsets
+from localspec.model_files.catalog import part_names
+from localspec.model_files.gguf import TENSOR_TYPES, GGUFFile, model_bytes, model_files, string_offsets
 from localspec.model_files.vocab import Vocab
 from tests.conftest import TinyFiles
 from tests.support import ggufs

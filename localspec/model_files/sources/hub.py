@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from localspec.errors import DigestMismatch, DownloadError
-from localspec.model_files.catalog import Entry
-from localspec.model_files.gguf import part_names
+from localspec.model_files.catalog import Entry, part_names
 from localspec.model_files.sources.base import Hashing, Source, Watch, check_space, mismatch
 
 _RANGE = re.compile(r"bytes (\d{1,18})-")
