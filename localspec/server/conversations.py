@@ -361,7 +361,7 @@ class ConversationBody(Body):
     IGNORED = {"the server sets it": "format created updated"}
 
     id: str | None = None
-    revision: Annotated[int, whole(1, MAX_COUNT)] | None = None
+    revision: Annotated[int, whole(0, MAX_COUNT)] | None = None
     title: str = ""
     system: str = ""
     settings: Annotated[
