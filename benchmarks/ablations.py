@@ -41,23 +41,18 @@ import numpy.typing as npt
 from benchmarks import branching, replay_traces
 from benchmarks.record_traces import Spy
 from benchmarks.replay_traces import CURVES, Replay, Times
-from localspec.controllers import (
-    acceptance,
-    auto,
-    cost_model,
-    learned,
-    stopping,
-)
-from localspec.controllers.acceptance import START, SourceAcceptance
+from localspec.controllers import acceptance, auto, cost_model, learned, stopping
+from localspec.controllers.acceptance import START, Acceptance, SourceAcceptance
 from localspec.controllers.auto import AutoController, AutoPlan, PrefillGate
 from localspec.controllers.cost_model import Corrections, PassTimes
 from localspec.controllers.learned import TimeBudget
-from localspec.controllers.stopping import Continuation, Estimates, expected_tokens
+from localspec.controllers.stopping import Continuation, Stopping, expected_tokens
 from localspec.sampling.sampling import Noise, SamplingParams
 from localspec.spec_decode import decoder
 from localspec.spec_decode.drafters import draft_model
+from localspec.spec_decode.drafters.base import Plan
 from localspec.spec_decode.drafters.ngram import NgramDrafter
-from localspec.spec_decode.proposer import SamplingProposer
+from localspec.spec_decode.proposer import Proposer
 from localspec.system.files import write_atomically
 from tests.support import ggufs
 
@@ -140,7 +135,7 @@ class Myopic(Continuation):
     def _solve(self) -> float:
         n_rows, rate = self._n_ahead, self.rate
         n_groups = len(self._models[0][0].shares) if self._models else 1
-        grid = len(replay_grid())
+        grid = stopping._N_GRID
         value, ms = np.zeros((n_rows + 1, n_groups, grid)), np.zeros((n_rows + 1, n_groups, grid))
         self._steps = np.full((len(self._models), n_rows + 1, n_groups, grid), -np.inf)
         n_bins = len(self._free[0].acceptance) if self._free else 0
@@ -174,11 +169,6 @@ class Myopic(Continuation):
 
     def copy(self, n: int, reach: float, acceptance: float, room: int, leads_to: int = 0) -> float:
         return self.send(n, reach, acceptance, leads_to)
-
-
-def replay_grid() -> Floats:
-    """The probabilities at which a ``Continuation`` tabulates."""
-    return np.exp(-0.1 * np.arange(28))
 
 
 class PerProcess(TimeBudget):
@@ -251,7 +241,7 @@ class ChargedInFull(AutoPlan):
     """Steps are charged as they went."""
 
     def spent(self, source: str, n_tokens: int, ms: float) -> None:
-        more = max(0.0, ms - self.estimates.draft_times[source](n_tokens))
+        more = max(0.0, ms - self.costs.draft_times[source](n_tokens))
         super().spent(source, n_tokens, ms)
         if self._is_reading:
             self.ms_invested += more
@@ -263,64 +253,33 @@ class CopiesFirst(AutoPlan):
     """A copy that is worth its row is never passed over for a step of a draft model."""
 
     def _row_pays(self, source: str, expected: float, after: int) -> bool:
-        if source in self.estimates.draft_times:
+        if source in self.costs.draft_times:
             return super()._row_pays(source, expected, after)
         if not self._affords(0.0, auto.share_of(source)):
             return False
-        return self.estimates.at_hand.copy(self._n, self._reach, expected, self.room, after) > 0
+        return self.stopping.current.copy(self._n, self._reach, expected, self.room, after) > 0
 
 
 def pays_if_affordable(self: PrefillGate, source: str, n_tokens: int, room: int, round_index: int) -> bool:
     """Reading is bounded by its budget, and not weighed."""
-    known, plain = self._estimates, self._estimates.times(1)
-    cost = self._catch_up(source, n_tokens)
-    return cost <= auto.READING * plain or cost <= self._budget.for_reading * known.ms_plain
+    costs, cost = self._costs, self._catch_up(source, n_tokens)
+    return cost <= auto.READING * costs.times(1) or cost <= self._budget.for_reading * costs.ms_plain
 
 
 def one_group(self: AutoPlan, source: str, confidence: float, right: bool) -> None:
-    acceptance = self.estimates.acceptance[source]
-    acceptance.notice(confidence)
-    acceptance.observe(confidence, right)
-    self.estimates.stale = True
+    self.acceptance[source].notice(confidence)
+    self.acceptance[source].observe(confidence, right)
+    self.stopping.stale = True
 
 
-def with_certainty(self: AutoController, row: Any) -> None:
-    """None."""
+def reading_alone(self: Stopping, source: str) -> Continuation:
+    """The solution as if all draft models had read what this one has."""
+    return self.prospect if source in self.lagging else self.current
 
 
-def begins(takes_samples: bool | None) -> Callable[..., None]:
-    real = Estimates.begin
-
-    def begin(self: Estimates, *, takes_samples: bool) -> None:
-        real(self, takes_samples=False)
-
-    return begin
-
-
-def samples_alone(self: Estimates, source: str) -> Any:
-    """What is expected of a source's samples, where it takes them."""
-    known = self.acceptance[source]
-    if not self.takes_samples or source not in self.sampled:
-        return _prospects(self, source)
-    with patch.object(known, "table", self.sampled[source].table):
-        return _prospects(self, source)
-
-
-_prospects = Estimates._prospects
-
-
-class Thinking(AutoController):
-    """Told where thinking ends: after so many tokens."""
-
-    n_thinking = 0
-    apart = True
-
-    def __init__(self, *args: Any, thinking: Any = None) -> None:
-        super().__init__(*args, thinking=thinking if self.apart else None)
-
-    def plan(self, room: int, n_past: int) -> Any:
-        self.enter(thinks=self.apart and self.time_budget.n_tokens < self.n_thinking)
-        return super().plan(room, n_past)
+def rank_reading_alone(self: Stopping, source: str) -> int:
+    models = self.models if source in self.lagging else [m for m in self.costs.draft_times if m not in self.lagging]
+    return models.index(source)
 
 
 Patch = tuple[Any, str, Any]
@@ -336,8 +295,10 @@ class Arm:
         sources: the drafters.
         conditions: under which it is replayed.
         sampled: whether it differs at temperature 0 too (None), or only above (True), or only there (False).
-        prior: whether n-grams have no hit rates of their own.
         flags: of the replay.
+
+    Raises:
+        AttributeError: a patch replaces what is not there.
     """
 
     off: str
@@ -346,6 +307,10 @@ class Arm:
     conditions: tuple[str, ...] = ("new",)
     sampled: bool | None = None
     flags: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        for what, name, _ in self.patches:
+            getattr(what, name)
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
@@ -409,15 +374,11 @@ ARMS: dict[str, Arm] = {
         "read at once", ((PrefillGate, "piece", lambda self, source, n: n),), conditions=("busy",)
     ),
     "gate: one model at a time": Arm(
-        "as if all had read",
-        (
-            (Estimates, "joined", lambda self, source: self.at_hand if source not in self.lagging else self.prospect),
-            (Estimates, "rank", lambda self, source: _rank(self, source)),
-        ),
+        "as if all had read", ((Stopping, "joined", reading_alone), (Stopping, "rank", rank_reading_alone))
     ),
     # Acceptance.
     "counterfactual tokens": Arm("none", ((AutoPlan, "counterfactual", nothing),), conditions=LEARNING),
-    "target's certainty": Arm("not looked at", ((AutoController, "watch", nothing),), conditions=LEARNING),
+    "target's certainty": Arm("not looked at", ((AutoController, "_certainty_of", nothing),), conditions=LEARNING),
     "calibration online": Arm("the priors", ((SourceAcceptance, "observe", nothing),), conditions=LEARNING),
     "histograms online": Arm(
         "the priors, and certainty", ((SourceAcceptance, "notice", nothing),), conditions=LEARNING
@@ -428,12 +389,18 @@ ARMS: dict[str, Arm] = {
     "histograms kept": Arm("forgotten after each answer", ((acceptance, "NEW_TEXT_KEPT", 0.0),), conditions=("kept",)),
     "likeliest or sample: likeliest": Arm(
         "always the likeliest",
-        ((AutoPlan, "samples", lambda self, source, confidence: False), (Estimates, "begin", begins(False))),
+        (
+            (AutoPlan, "samples", lambda self, source, confidence: False),
+            (Acceptance, "table", lambda self, source: np.array(self[source].table())),
+        ),
         sampled=True,
     ),
     "likeliest or sample: sample": Arm(
         "always a sample",
-        ((AutoPlan, "samples", lambda self, source, confidence: True), (Estimates, "_prospects", samples_alone)),
+        (
+            (AutoPlan, "samples", lambda self, source, confidence: True),
+            (Acceptance, "table", lambda self, source: np.array(self.sampled.get(source, self[source]).table())),
+        ),
         sampled=True,
     ),
     "thinking apart": Arm("one table", flags=frozenset({"together"}), conditions=("thinks",)),
@@ -453,15 +420,8 @@ ARMS: dict[str, Arm] = {
     "corrections: of idle models": Arm(
         "the draft's passes teach alone", ((PassTimes, "slow_down", nothing),), conditions=COSTS
     ),
-    "unprofitable left out": Arm(
-        "thought about", ((stopping, "NEVER", 2.0), (auto, "NEVER", 2.0)), conditions=("new",)
-    ),
+    "unprofitable left out": Arm("thought about", ((auto, "NEVER", 2.0),)),
 }
-
-
-def _rank(self: Estimates, source: str) -> int:
-    models = self.models if source in self.lagging else [each for each in self.draft_times if each not in self.lagging]
-    return models.index(source)
 
 
 # -- replaying -----------------------------------------------------------------------------------------------------
@@ -478,15 +438,15 @@ def switched_off(arm: Arm) -> Iterator[None]:
 def prior_ngrams(trace: dict[str, Any]) -> dict[str, list[float]]:
     """The n-gram drafter's confidences without what it learns; what it proposes is the same."""
     drafter, tokens, confidences = NgramDrafter(), list(trace["prompt"]), list[float]()
-    drafter._hits.learn = nothing  # type: ignore[method-assign]
     drafter.begin(tokens)
-    proposer = SamplingProposer(SamplingParams(), Noise(0))
-    for token in trace["answer"]:
-        spy = Spy()
-        found = drafter.draft(tokens, spy, proposer)
-        confidences.append(round(spy.confidence, 4) if found else -1.0)
-        drafter.accept([token])
-        tokens.append(token)
+    proposer = Proposer(SamplingParams(), Noise(0))
+    with patch.object(drafter._hits, "learn", nothing):
+        for token in trace["answer"]:
+            spy = Spy()
+            found = drafter.draft(tokens, spy, proposer)
+            confidences.append(round(spy.confidence, 4) if found else -1.0)
+            drafter.accept([token])
+            tokens.append(token)
     return {"confidence": confidences, "right": trace["sources"]["ngram"]["right"]}
 
 
@@ -542,19 +502,24 @@ def replayed(
     return found
 
 
-def thinking(replay: Replay, trace: dict[str, Any], arm: Arm) -> Callable[..., AutoController]:
-    """Makes controllers that are told where thinking ends; what is learned of it stays with the replay."""
+def thinking(replay: Replay, trace: dict[str, Any], arm: Arm) -> type[AutoController]:
+    """A controller that is told where thinking ends; what is learned of it stays with the replay."""
     if not hasattr(replay, "thinking"):
         tables = (
             {name: SourceAcceptance(each.prior) for name, each in of.items()} for of in (replay.sources, replay.sampled)
         )
         replay.thinking = tuple(tables)  # type: ignore[attr-defined]
 
-    def make(*args: Any) -> AutoController:
-        kind = type("Told", (Thinking,), {"n_thinking": trace["n_thinking"], "apart": "together" not in arm.flags})
-        return kind(*args, thinking=replay.thinking)  # type: ignore[attr-defined, no-any-return]
+    class Told(AutoController):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            apart = None if "together" in arm.flags else replay.thinking  # type: ignore[attr-defined]
+            super().__init__(*args, **options, thinking=apart)
 
-    return make
+        def plan(self, room: int, n_past: int, **situation: Any) -> Plan:
+            n_tokens = self.time_budget.n_tokens if self._n_rounds else 0
+            return super().plan(room, n_past, thinks=n_tokens < trace["n_thinking"], **situation)
+
+    return Told
 
 
 Key = tuple[str, str, str, str, int]
