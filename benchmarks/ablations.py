@@ -29,7 +29,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,9 @@ CONDITIONS = {
 }
 
 
+Patches = tuple[tuple[Any, str, Any], ...]
+
+
 # -- what arms replace ---------------------------------------------------------------------------------------------
 
 
@@ -171,47 +174,23 @@ class Myopic(Continuation):
         return self.send(n, reach, acceptance, leads_to)
 
 
-class PerProcess(TimeBudget):
-    """No bound within the answer."""
-
-    for_drafts = property(lambda self: self.balance)  # type: ignore[assignment]
-    for_reading = property(lambda self: self.balance)  # type: ignore[assignment]
-
-
-class PerAnswer(TimeBudget):
-    """No bound over the process."""
-
-    @property
-    def for_drafts(self) -> float:
-        return self.answer_grant + self.answer_share * self.n_tokens + self.in_answer
-
-    @property
-    def for_reading(self) -> float:
-        in_all = learned.READING_GRANT + learned.READING_SHARE * self.n_tokens + max(0.0, self.in_answer)
-        return in_all - self.invested
+def bounds(for_drafts: Callable[[TimeBudget], float] | None, for_reading: Callable[[TimeBudget], float]) -> Patches:
+    """Other bounds of what drafts (None: as they are) and readings may cost."""
+    drafts = () if for_drafts is None else ((TimeBudget, "for_drafts", property(for_drafts)),)
+    return (*drafts, (TimeBudget, "for_reading", property(for_reading)))
 
 
-class NoBudget(TimeBudget):
-    for_drafts = property(lambda self: math.inf)  # type: ignore[assignment]
-    for_reading = property(lambda self: math.inf)  # type: ignore[assignment]
+def of_the_process(budget: TimeBudget) -> float:
+    return budget.balance
 
 
-class NoReadingBudget(TimeBudget):
-    """Readings are bounded by the balance of the process alone."""
+def of_the_answer(name: str) -> Callable[[TimeBudget], float]:
+    bound = getattr(TimeBudget, name).fget
+    return lambda budget: bound(replace(budget, balance=math.inf))
 
-    for_reading = property(lambda self: self.balance)  # type: ignore[assignment]
 
-
-class OwnShare(Corrections):
-    """In place of the filter: a fixed share of each surprise goes to the scale, and one to the width's own factor."""
-
-    def observe(self, width: int, surprise: float, believed: float) -> float:
-        told = min(cost_model.ONCE_MORE, max(-cost_model.ONCE_MORE, surprise))
-        change = max(believed, 0.1 * told, key=abs)
-        self.scale *= math.exp(change)
-        if width > 1 and not believed:
-            self.trim[width] = min(2.0, max(0.5, self.trim.get(width, 1.0) * math.exp(0.2 * told)))
-        return change
+def unbounded(budget: TimeBudget) -> float:
+    return math.inf
 
 
 class ScaleAlone(Corrections):
@@ -221,6 +200,16 @@ class ScaleAlone(Corrections):
         change = max(believed, 0.1 * min(cost_model.ONCE_MORE, max(-cost_model.ONCE_MORE, surprise)), key=abs)
         self.scale *= math.exp(change)
         return change
+
+
+class OwnShare(ScaleAlone):
+    """A fixed share goes to the width's own factor too."""
+
+    def observe(self, width: int, surprise: float, believed: float) -> float:
+        if width > 1 and not believed:
+            told = min(cost_model.ONCE_MORE, max(-cost_model.ONCE_MORE, surprise))
+            self.trim[width] = min(2.0, max(0.5, self.trim.get(width, 1.0) * math.exp(0.2 * told)))
+        return super().observe(width, surprise, believed)
 
 
 def NoRows() -> Corrections:
@@ -272,17 +261,14 @@ def one_group(self: AutoPlan, source: str, confidence: float, right: bool) -> No
     self.stopping.stale = True
 
 
-def reading_alone(self: Stopping, source: str) -> Continuation:
-    """The solution as if all draft models had read what this one has."""
+def joined_by_all(self: Stopping, source: str) -> Continuation:
+    """As ``Stopping.joined``, but where this model has much to read, as if all others had read too."""
     return self.prospect if source in self.lagging else self.current
 
 
-def rank_reading_alone(self: Stopping, source: str) -> int:
+def rank_among_all(self: Stopping, source: str) -> int:
     models = self.models if source in self.lagging else [m for m in self.costs.draft_times if m not in self.lagging]
     return models.index(source)
-
-
-Patch = tuple[Any, str, Any]
 
 
 @dataclass(frozen=True)
@@ -302,7 +288,7 @@ class Arm:
     """
 
     off: str
-    patches: tuple[Patch, ...] = ()
+    patches: Patches = ()
     sources: tuple[str, ...] = ("ngram", "head", "model")
     conditions: tuple[str, ...] = ("new",)
     sampled: bool | None = None
@@ -334,7 +320,9 @@ ARMS: dict[str, Arm] = {
     "head alone": Arm("no n-grams, no draft model", sources=("head",)),
     "n-grams' hit rates": Arm("the prior shares only", flags=frozenset({"prior"})),
     # When to stop.
-    "look-ahead": Arm("a myopic rule, with the best rate it reaches", ((stopping, "Continuation", Myopic),)),
+    "look-ahead": Arm(
+        "a myopic rule, with the best rate it reaches", ((stopping, "Continuation", Myopic),), conditions=LEARNING
+    ),
     "copies give way": Arm("a copy that pays is always taken", ((auto, "AutoPlan", CopiesFirst),)),
     "order by worth": Arm("n-grams, head, draft model", ((AutoPlan, "order", lambda self, sources: sources),)),
     "runs of sure tokens": Arm(
@@ -344,17 +332,18 @@ ARMS: dict[str, Arm] = {
             (stopping, "_LEADS_TO", np.zeros_like(stopping._LEADS_TO)),
             (AutoPlan, "counterfactual", one_group),
         ),
+        conditions=LEARNING,
     ),
     "plain rounds": Arm(
         "none is plain to see t(1)", ((AutoController, "_wants_plain", lambda self: False),), conditions=COSTS
     ),
     # What may be lost.
-    "budget of the answer": Arm("the process's alone", ((replay_traces, "TimeBudget", PerProcess),), conditions=ALL),
-    "budget of the process": Arm("the answer's alone", ((replay_traces, "TimeBudget", PerAnswer),), conditions=ALL),
-    "both budgets": Arm("none", ((replay_traces, "TimeBudget", NoBudget),), conditions=ALL),
-    "budget of readings": Arm(
-        "the process's alone", ((replay_traces, "TimeBudget", NoReadingBudget),), conditions=LEARNING
+    "budget of the answer": Arm("the process's alone", bounds(of_the_process, of_the_process), conditions=ALL),
+    "budget of the process": Arm(
+        "the answer's alone", bounds(of_the_answer("for_drafts"), of_the_answer("for_reading")), conditions=ALL
     ),
+    "both budgets": Arm("none", bounds(unbounded, unbounded), conditions=ALL),
+    "budget of readings": Arm("the process's alone", bounds(None, of_the_process), conditions=LEARNING),
     "half for heads and copies": Arm("they may lose all", ((auto, "share_of", lambda source: 1.0),)),
     "less beside a head": Arm("one percent, as without", ((learned, "STATES_SHARE", 0.0),)),
     "charged as expected": Arm("steps are charged as they went", ((auto, "AutoPlan", ChargedInFull),), conditions=BUSY),
@@ -374,7 +363,7 @@ ARMS: dict[str, Arm] = {
         "read at once", ((PrefillGate, "piece", lambda self, source, n: n),), conditions=("busy",)
     ),
     "gate: one model at a time": Arm(
-        "as if all had read", ((Stopping, "joined", reading_alone), (Stopping, "rank", rank_reading_alone))
+        "as if all had read", ((Stopping, "joined", joined_by_all), (Stopping, "rank", rank_among_all))
     ),
     # Acceptance.
     "counterfactual tokens": Arm("none", ((AutoPlan, "counterfactual", nothing),), conditions=LEARNING),
@@ -401,6 +390,7 @@ ARMS: dict[str, Arm] = {
             (AutoPlan, "samples", lambda self, source, confidence: True),
             (Acceptance, "table", lambda self, source: np.array(self.sampled.get(source, self[source]).table())),
         ),
+        conditions=LEARNING,
         sampled=True,
     ),
     "thinking apart": Arm("one table", flags=frozenset({"together"}), conditions=("thinks",)),
