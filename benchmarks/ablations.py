@@ -29,7 +29,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -41,23 +41,18 @@ import numpy.typing as npt
 from benchmarks import branching, replay_traces
 from benchmarks.record_traces import Spy
 from benchmarks.replay_traces import CURVES, Replay, Times
-from localspec.controllers import (
-    acceptance,
-    auto,
-    cost_model,
-    learned,
-    stopping,
-)
-from localspec.controllers.acceptance import START, SourceAcceptance
+from localspec.controllers import acceptance, auto, cost_model, learned, stopping
+from localspec.controllers.acceptance import START, Acceptance, SourceAcceptance
 from localspec.controllers.auto import AutoController, AutoPlan, PrefillGate
 from localspec.controllers.cost_model import Corrections, PassTimes
 from localspec.controllers.learned import TimeBudget
-from localspec.controllers.stopping import Continuation, Estimates, expected_tokens
+from localspec.controllers.stopping import Continuation, Stopping, expected_tokens
 from localspec.sampling.sampling import Noise, SamplingParams
 from localspec.spec_decode import decoder
 from localspec.spec_decode.drafters import draft_model
+from localspec.spec_decode.drafters.base import Plan
 from localspec.spec_decode.drafters.ngram import NgramDrafter
-from localspec.spec_decode.proposer import SamplingProposer
+from localspec.spec_decode.proposer import Proposer
 from localspec.system.files import write_atomically
 from tests.support import ggufs
 
@@ -128,6 +123,9 @@ CONDITIONS = {
 }
 
 
+Patches = tuple[tuple[Any, str, Any], ...]
+
+
 # -- what arms replace ---------------------------------------------------------------------------------------------
 
 
@@ -140,7 +138,7 @@ class Myopic(Continuation):
     def _solve(self) -> float:
         n_rows, rate = self._n_ahead, self.rate
         n_groups = len(self._models[0][0].shares) if self._models else 1
-        grid = len(replay_grid())
+        grid = stopping._N_GRID
         value, ms = np.zeros((n_rows + 1, n_groups, grid)), np.zeros((n_rows + 1, n_groups, grid))
         self._steps = np.full((len(self._models), n_rows + 1, n_groups, grid), -np.inf)
         n_bins = len(self._free[0].acceptance) if self._free else 0
@@ -176,52 +174,23 @@ class Myopic(Continuation):
         return self.send(n, reach, acceptance, leads_to)
 
 
-def replay_grid() -> Floats:
-    """The probabilities at which a ``Continuation`` tabulates."""
-    return np.exp(-0.1 * np.arange(28))
+def bounds(for_drafts: Callable[[TimeBudget], float] | None, for_reading: Callable[[TimeBudget], float]) -> Patches:
+    """Other bounds of what drafts (None: as they are) and readings may cost."""
+    drafts = () if for_drafts is None else ((TimeBudget, "for_drafts", property(for_drafts)),)
+    return (*drafts, (TimeBudget, "for_reading", property(for_reading)))
 
 
-class PerProcess(TimeBudget):
-    """No bound within the answer."""
-
-    for_drafts = property(lambda self: self.balance)  # type: ignore[assignment]
-    for_reading = property(lambda self: self.balance)  # type: ignore[assignment]
+def of_the_process(budget: TimeBudget) -> float:
+    return budget.balance
 
 
-class PerAnswer(TimeBudget):
-    """No bound over the process."""
-
-    @property
-    def for_drafts(self) -> float:
-        return self.answer_grant + self.answer_share * self.n_tokens + self.in_answer
-
-    @property
-    def for_reading(self) -> float:
-        in_all = learned.READING_GRANT + learned.READING_SHARE * self.n_tokens + max(0.0, self.in_answer)
-        return in_all - self.invested
+def of_the_answer(name: str) -> Callable[[TimeBudget], float]:
+    bound = getattr(TimeBudget, name).fget
+    return lambda budget: bound(replace(budget, balance=math.inf))
 
 
-class NoBudget(TimeBudget):
-    for_drafts = property(lambda self: math.inf)  # type: ignore[assignment]
-    for_reading = property(lambda self: math.inf)  # type: ignore[assignment]
-
-
-class NoReadingBudget(TimeBudget):
-    """Readings are bounded by the balance of the process alone."""
-
-    for_reading = property(lambda self: self.balance)  # type: ignore[assignment]
-
-
-class OwnShare(Corrections):
-    """In place of the filter: a fixed share of each surprise goes to the scale, and one to the width's own factor."""
-
-    def observe(self, width: int, surprise: float, believed: float) -> float:
-        told = min(cost_model.ONCE_MORE, max(-cost_model.ONCE_MORE, surprise))
-        change = max(believed, 0.1 * told, key=abs)
-        self.scale *= math.exp(change)
-        if width > 1 and not believed:
-            self.trim[width] = min(2.0, max(0.5, self.trim.get(width, 1.0) * math.exp(0.2 * told)))
-        return change
+def unbounded(budget: TimeBudget) -> float:
+    return math.inf
 
 
 class ScaleAlone(Corrections):
@@ -231,6 +200,16 @@ class ScaleAlone(Corrections):
         change = max(believed, 0.1 * min(cost_model.ONCE_MORE, max(-cost_model.ONCE_MORE, surprise)), key=abs)
         self.scale *= math.exp(change)
         return change
+
+
+class OwnShare(ScaleAlone):
+    """A fixed share goes to the width's own factor too."""
+
+    def observe(self, width: int, surprise: float, believed: float) -> float:
+        if width > 1 and not believed:
+            told = min(cost_model.ONCE_MORE, max(-cost_model.ONCE_MORE, surprise))
+            self.trim[width] = min(2.0, max(0.5, self.trim.get(width, 1.0) * math.exp(0.2 * told)))
+        return super().observe(width, surprise, believed)
 
 
 def NoRows() -> Corrections:
@@ -251,7 +230,7 @@ class ChargedInFull(AutoPlan):
     """Steps are charged as they went."""
 
     def spent(self, source: str, n_tokens: int, ms: float) -> None:
-        more = max(0.0, ms - self.estimates.draft_times[source](n_tokens))
+        more = max(0.0, ms - self.costs.draft_times[source](n_tokens))
         super().spent(source, n_tokens, ms)
         if self._is_reading:
             self.ms_invested += more
@@ -263,67 +242,33 @@ class CopiesFirst(AutoPlan):
     """A copy that is worth its row is never passed over for a step of a draft model."""
 
     def _row_pays(self, source: str, expected: float, after: int) -> bool:
-        if source in self.estimates.draft_times:
+        if source in self.costs.draft_times:
             return super()._row_pays(source, expected, after)
         if not self._affords(0.0, auto.share_of(source)):
             return False
-        return self.estimates.at_hand.copy(self._n, self._reach, expected, self.room, after) > 0
+        return self.stopping.current.copy(self._n, self._reach, expected, self.room, after) > 0
 
 
 def pays_if_affordable(self: PrefillGate, source: str, n_tokens: int, room: int, round_index: int) -> bool:
     """Reading is bounded by its budget, and not weighed."""
-    known, plain = self._estimates, self._estimates.times(1)
-    cost = self._catch_up(source, n_tokens)
-    return cost <= auto.READING * plain or cost <= self._budget.for_reading * known.ms_plain
+    costs, cost = self._costs, self._catch_up(source, n_tokens)
+    return cost <= auto.READING * costs.times(1) or cost <= self._budget.for_reading * costs.ms_plain
 
 
 def one_group(self: AutoPlan, source: str, confidence: float, right: bool) -> None:
-    acceptance = self.estimates.acceptance[source]
-    acceptance.notice(confidence)
-    acceptance.observe(confidence, right)
-    self.estimates.stale = True
+    self.acceptance[source].notice(confidence)
+    self.acceptance[source].observe(confidence, right)
+    self.stopping.stale = True
 
 
-def with_certainty(self: AutoController, row: Any) -> None:
-    """None."""
+def joined_by_all(self: Stopping, source: str) -> Continuation:
+    """As ``Stopping.joined``, but where this model has much to read, as if all others had read too."""
+    return self.prospect if source in self.lagging else self.current
 
 
-def begins(takes_samples: bool | None) -> Callable[..., None]:
-    real = Estimates.begin
-
-    def begin(self: Estimates, *, takes_samples: bool) -> None:
-        real(self, takes_samples=False)
-
-    return begin
-
-
-def samples_alone(self: Estimates, source: str) -> Any:
-    """What is expected of a source's samples, where it takes them."""
-    known = self.acceptance[source]
-    if not self.takes_samples or source not in self.sampled:
-        return _prospects(self, source)
-    with patch.object(known, "table", self.sampled[source].table):
-        return _prospects(self, source)
-
-
-_prospects = Estimates._prospects
-
-
-class Thinking(AutoController):
-    """Told where thinking ends: after so many tokens."""
-
-    n_thinking = 0
-    apart = True
-
-    def __init__(self, *args: Any, thinking: Any = None) -> None:
-        super().__init__(*args, thinking=thinking if self.apart else None)
-
-    def plan(self, room: int, n_past: int) -> Any:
-        self.enter(thinks=self.apart and self.time_budget.n_tokens < self.n_thinking)
-        return super().plan(room, n_past)
-
-
-Patch = tuple[Any, str, Any]
+def rank_among_all(self: Stopping, source: str) -> int:
+    models = self.models if source in self.lagging else [m for m in self.costs.draft_times if m not in self.lagging]
+    return models.index(source)
 
 
 @dataclass(frozen=True)
@@ -336,16 +281,22 @@ class Arm:
         sources: the drafters.
         conditions: under which it is replayed.
         sampled: whether it differs at temperature 0 too (None), or only above (True), or only there (False).
-        prior: whether n-grams have no hit rates of their own.
         flags: of the replay.
+
+    Raises:
+        AttributeError: a patch replaces what is not there.
     """
 
     off: str
-    patches: tuple[Patch, ...] = ()
+    patches: Patches = ()
     sources: tuple[str, ...] = ("ngram", "head", "model")
     conditions: tuple[str, ...] = ("new",)
     sampled: bool | None = None
     flags: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        for what, name, _ in self.patches:
+            getattr(what, name)
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
@@ -369,7 +320,9 @@ ARMS: dict[str, Arm] = {
     "head alone": Arm("no n-grams, no draft model", sources=("head",)),
     "n-grams' hit rates": Arm("the prior shares only", flags=frozenset({"prior"})),
     # When to stop.
-    "look-ahead": Arm("a myopic rule, with the best rate it reaches", ((stopping, "Continuation", Myopic),)),
+    "look-ahead": Arm(
+        "a myopic rule, with the best rate it reaches", ((stopping, "Continuation", Myopic),), conditions=LEARNING
+    ),
     "copies give way": Arm("a copy that pays is always taken", ((auto, "AutoPlan", CopiesFirst),)),
     "order by worth": Arm("n-grams, head, draft model", ((AutoPlan, "order", lambda self, sources: sources),)),
     "runs of sure tokens": Arm(
@@ -379,17 +332,18 @@ ARMS: dict[str, Arm] = {
             (stopping, "_LEADS_TO", np.zeros_like(stopping._LEADS_TO)),
             (AutoPlan, "counterfactual", one_group),
         ),
+        conditions=LEARNING,
     ),
     "plain rounds": Arm(
         "none is plain to see t(1)", ((AutoController, "_wants_plain", lambda self: False),), conditions=COSTS
     ),
     # What may be lost.
-    "budget of the answer": Arm("the process's alone", ((replay_traces, "TimeBudget", PerProcess),), conditions=ALL),
-    "budget of the process": Arm("the answer's alone", ((replay_traces, "TimeBudget", PerAnswer),), conditions=ALL),
-    "both budgets": Arm("none", ((replay_traces, "TimeBudget", NoBudget),), conditions=ALL),
-    "budget of readings": Arm(
-        "the process's alone", ((replay_traces, "TimeBudget", NoReadingBudget),), conditions=LEARNING
+    "budget of the answer": Arm("the process's alone", bounds(of_the_process, of_the_process), conditions=ALL),
+    "budget of the process": Arm(
+        "the answer's alone", bounds(of_the_answer("for_drafts"), of_the_answer("for_reading")), conditions=ALL
     ),
+    "both budgets": Arm("none", bounds(unbounded, unbounded), conditions=ALL),
+    "budget of readings": Arm("the process's alone", bounds(None, of_the_process), conditions=LEARNING),
     "half for heads and copies": Arm("they may lose all", ((auto, "share_of", lambda source: 1.0),)),
     "less beside a head": Arm("one percent, as without", ((learned, "STATES_SHARE", 0.0),)),
     "charged as expected": Arm("steps are charged as they went", ((auto, "AutoPlan", ChargedInFull),), conditions=BUSY),
@@ -409,15 +363,11 @@ ARMS: dict[str, Arm] = {
         "read at once", ((PrefillGate, "piece", lambda self, source, n: n),), conditions=("busy",)
     ),
     "gate: one model at a time": Arm(
-        "as if all had read",
-        (
-            (Estimates, "joined", lambda self, source: self.at_hand if source not in self.lagging else self.prospect),
-            (Estimates, "rank", lambda self, source: _rank(self, source)),
-        ),
+        "as if all had read", ((Stopping, "joined", joined_by_all), (Stopping, "rank", rank_among_all))
     ),
     # Acceptance.
     "counterfactual tokens": Arm("none", ((AutoPlan, "counterfactual", nothing),), conditions=LEARNING),
-    "target's certainty": Arm("not looked at", ((AutoController, "watch", nothing),), conditions=LEARNING),
+    "target's certainty": Arm("not looked at", ((AutoController, "_certainty_of", nothing),), conditions=LEARNING),
     "calibration online": Arm("the priors", ((SourceAcceptance, "observe", nothing),), conditions=LEARNING),
     "histograms online": Arm(
         "the priors, and certainty", ((SourceAcceptance, "notice", nothing),), conditions=LEARNING
@@ -428,12 +378,19 @@ ARMS: dict[str, Arm] = {
     "histograms kept": Arm("forgotten after each answer", ((acceptance, "NEW_TEXT_KEPT", 0.0),), conditions=("kept",)),
     "likeliest or sample: likeliest": Arm(
         "always the likeliest",
-        ((AutoPlan, "samples", lambda self, source, confidence: False), (Estimates, "begin", begins(False))),
+        (
+            (AutoPlan, "samples", lambda self, source, confidence: False),
+            (Acceptance, "table", lambda self, source: np.array(self[source].table())),
+        ),
         sampled=True,
     ),
     "likeliest or sample: sample": Arm(
         "always a sample",
-        ((AutoPlan, "samples", lambda self, source, confidence: True), (Estimates, "_prospects", samples_alone)),
+        (
+            (AutoPlan, "samples", lambda self, source, confidence: True),
+            (Acceptance, "table", lambda self, source: np.array(self.sampled.get(source, self[source]).table())),
+        ),
+        conditions=LEARNING,
         sampled=True,
     ),
     "thinking apart": Arm("one table", flags=frozenset({"together"}), conditions=("thinks",)),
@@ -453,15 +410,8 @@ ARMS: dict[str, Arm] = {
     "corrections: of idle models": Arm(
         "the draft's passes teach alone", ((PassTimes, "slow_down", nothing),), conditions=COSTS
     ),
-    "unprofitable left out": Arm(
-        "thought about", ((stopping, "NEVER", 2.0), (auto, "NEVER", 2.0)), conditions=("new",)
-    ),
+    "unprofitable left out": Arm("thought about", ((auto, "NEVER", 2.0),)),
 }
-
-
-def _rank(self: Estimates, source: str) -> int:
-    models = self.models if source in self.lagging else [each for each in self.draft_times if each not in self.lagging]
-    return models.index(source)
 
 
 # -- replaying -----------------------------------------------------------------------------------------------------
@@ -478,15 +428,15 @@ def switched_off(arm: Arm) -> Iterator[None]:
 def prior_ngrams(trace: dict[str, Any]) -> dict[str, list[float]]:
     """The n-gram drafter's confidences without what it learns; what it proposes is the same."""
     drafter, tokens, confidences = NgramDrafter(), list(trace["prompt"]), list[float]()
-    drafter._hits.learn = nothing  # type: ignore[method-assign]
     drafter.begin(tokens)
-    proposer = SamplingProposer(SamplingParams(), Noise(0))
-    for token in trace["answer"]:
-        spy = Spy()
-        found = drafter.draft(tokens, spy, proposer)
-        confidences.append(round(spy.confidence, 4) if found else -1.0)
-        drafter.accept([token])
-        tokens.append(token)
+    proposer = Proposer(SamplingParams(), Noise(0))
+    with patch.object(drafter._hits, "learn", nothing):
+        for token in trace["answer"]:
+            spy = Spy()
+            found = drafter.draft(tokens, spy, proposer)
+            confidences.append(round(spy.confidence, 4) if found else -1.0)
+            drafter.accept([token])
+            tokens.append(token)
     return {"confidence": confidences, "right": trace["sources"]["ngram"]["right"]}
 
 
@@ -542,19 +492,24 @@ def replayed(
     return found
 
 
-def thinking(replay: Replay, trace: dict[str, Any], arm: Arm) -> Callable[..., AutoController]:
-    """Makes controllers that are told where thinking ends; what is learned of it stays with the replay."""
+def thinking(replay: Replay, trace: dict[str, Any], arm: Arm) -> type[AutoController]:
+    """A controller that is told where thinking ends; what is learned of it stays with the replay."""
     if not hasattr(replay, "thinking"):
         tables = (
             {name: SourceAcceptance(each.prior) for name, each in of.items()} for of in (replay.sources, replay.sampled)
         )
         replay.thinking = tuple(tables)  # type: ignore[attr-defined]
 
-    def make(*args: Any) -> AutoController:
-        kind = type("Told", (Thinking,), {"n_thinking": trace["n_thinking"], "apart": "together" not in arm.flags})
-        return kind(*args, thinking=replay.thinking)  # type: ignore[attr-defined, no-any-return]
+    class Told(AutoController):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            apart = None if "together" in arm.flags else replay.thinking  # type: ignore[attr-defined]
+            super().__init__(*args, **options, thinking=apart)
 
-    return make
+        def plan(self, room: int, n_past: int, **situation: Any) -> Plan:
+            n_tokens = self.time_budget.n_tokens if self._n_rounds else 0
+            return super().plan(room, n_past, thinks=n_tokens < trace["n_thinking"], **situation)
+
+    return Told
 
 
 Key = tuple[str, str, str, str, int]
