@@ -19,8 +19,6 @@ from localspec.system.steps import exhaust
 from tests.conftest import TinyFiles
 from tests.support.machines import Machine, TimedContext
 
-pytestmark = pytest.mark.usefixtures("measured_home")
-
 USUAL, OTHER = ENGINES
 NAMES = list(ENGINES)
 Longer = Callable[[int, int], float]
