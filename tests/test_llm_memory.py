@@ -14,7 +14,6 @@ from tests.conftest import TinyFiles, open_backend
 from tests.support.heads import write_random_head
 from tests.support.memory import growth_per_cycle
 
-pytestmark = pytest.mark.usefixtures("measured_home")
 
 CYCLES = """
 import gc, sys
