@@ -14,7 +14,6 @@ from tests.conftest import TinyFiles, open_backend
 from tests.support.heads import write_random_head
 from tests.support.memory import growth_per_cycle
 
-
 CYCLES = """
 import gc, sys
 from localspec import LLM, SamplingParams

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -280,8 +281,9 @@ class World:
                 patches.enter_context(patch.object(pair_module, "why_chains", _branches_here))
                 patches.enter_context(patch.object(state_module, "FixedController", partial(FixedController, beside=3)))
             if case.parallel == 1 and case.way == "ahead":
-                ahead = DraftAhead(cautious=False, n_steps=3)
-                patches.enter_context(patch.object(AheadChoice, "of", lambda self, target, drafts: ahead))
+                # One for each pair: the target alone answers in another thread meanwhile.
+                made = defaultdict[AheadChoice, DraftAhead](lambda: DraftAhead(cautious=False, n_steps=3))
+                patches.enter_context(patch.object(AheadChoice, "of", lambda self, target, drafts: made[self]))
             options = self._options() | {"parallel": case.parallel, "prefix_cache_bytes": case.cache}
             with LLM(files["target"], draft=[files[each] for each in case.drafts], **options) as llm:
                 yield llm
