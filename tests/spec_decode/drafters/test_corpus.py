@@ -160,7 +160,7 @@ def test_files_are_read_while_nobody_waits(
 
 def test_saved_chats_are_a_corpus_if_one_says_so(tiny: TinyFiles, home: Path) -> None:
     options = {"draft_length": 4, "backend": "reference", "n_ctx": 512, "idle": False}
-    home.mkdir()
+    home.mkdir(exist_ok=True)
     with LLM(tiny.quick.target, None, **options) as llm:
         session = llm.session(params=KINDS["greedy"])
         answer = session.chat("la la la").token_ids
