@@ -386,8 +386,6 @@ def _batch_bytes(model: Model, n_ctx: int) -> int:
         return kv_shape(file).bytes(N_CONTEXTS * n_ctx, model.kv_type if model.kv_type in KV_VALUE_BYTES else "f16")
 
 
-log = logging.getLogger("localspec")
-
 DEFAULT_CTX = 8192
 """Context size where none is asked for, if the model was trained for as much."""
 

@@ -1,7 +1,7 @@
 """Several answers side by side: their rounds become one pass of the target.
 
 Between two passes answers join, end and are cancelled. In every pass each answer has a row for its next token and as
-many for draft tokens as they are worth (``controllers.shared_rows``); prompts are read in pieces beside them, so that
+many for draft tokens as they are worth (``controllers.batching``); prompts are read in pieces beside them, so that
 nobody's text stalls (``controllers.prompt_pieces``). The memory is one: an answer is let in if what it may
 need fits, and one that turns out longer than was reckoned with can be put aside until there is room, and goes on where
 it was.
