@@ -41,7 +41,8 @@ def test_a_sound_file_passes_on_every_engine(fast_backend: Any, tiny: TinyFiles)
 def test_a_defective_batch_is_found(fast_backend: Any, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits of wide passes that belong to the wrong token are far outside the noise."""
     with fast_backend.load(tiny.bpe) as model:
-        kind = type(model.new_context(8))
+        with model.new_context(8) as context:
+            kind = type(context)
         original = kind._decode
 
         def shifted(self: Any, tokens: Any, logits: Any) -> Any:
@@ -60,7 +61,8 @@ def test_a_defect_of_one_width_is_found(
 ) -> None:
     """Kernels are chosen by width, so each that the check looks at is looked at for itself."""
     with fast_backend.load(tiny.bpe, n_threads=1) as model:
-        kind = type(model.new_context(8))
+        with model.new_context(8) as context:
+            kind = type(context)
         original = kind._decode
 
         def defective(self: Any, tokens: Any, logits: Any) -> Any:
@@ -74,7 +76,8 @@ def test_a_defect_of_one_width_is_found(
 def test_a_doubt_is_settled_by_more_passes(fast_backend: Any, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[int] = []
     with fast_backend.load(tiny.bpe, n_threads=1) as model:
-        kind = type(model.new_context(8))
+        with model.new_context(8) as context:
+            kind = type(context)
         original = kind._decode
 
         def counted(self: Any, tokens: Any, logits: Any) -> Any:
@@ -304,6 +307,35 @@ def answered(path: Path, backend: str, *more: str) -> str:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip()
+
+
+MANY = """
+import sys
+from pathlib import Path
+from localspec.backends import load
+from localspec.errors import EngineError
+model, contexts = load(Path(sys.argv[1]), "ik-llama"), []
+try:
+    while True:
+        contexts.append(model.new_context(8))
+except EngineError as error:
+    print(error)
+contexts[0].decode([5])
+for context in contexts:
+    context.close()
+with model.new_context(8) as context:
+    print(len(contexts) > 8, context.decode([5]).logits.shape)
+"""
+
+
+@pytest.mark.usefixtures("ik")
+def test_more_contexts_than_the_engine_can_hold_are_refused_in_one_line(tiny: TinyFiles) -> None:
+    """It would end the process: there are 64 places in its library, whatever the memory."""
+    done = subprocess.run([sys.executable, "-c", MANY, str(tiny.bpe)], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    refused, then = done.stdout.splitlines()
+    assert "ik-llama can hold no more models and contexts in one process" in refused
+    assert then.startswith("True (1, ")
 
 
 @pytest.mark.usefixtures("ik")

@@ -86,7 +86,8 @@ def test_copies_are_timed_in_turns(fast_backend: Any, tiny: TinyFiles, monkeypat
     now, steps = [0.0], list[str]()
     monkeypatch.setattr(loading_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     with fast_backend.load(tiny.pair.draft) as one, fast_backend.load(tiny.pair.draft) as two:
-        kind = type(one.new_context(8))
+        with one.new_context(8) as context:
+            kind = type(context)
         original = kind.decode
 
         def decode(self: Any, tokens: Any, logits: Any = "all") -> Any:

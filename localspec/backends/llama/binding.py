@@ -169,6 +169,9 @@ class Binding(ABC):
     def set_context_options(self, params: Any, n_sequences: int, branches: bool = False) -> None:
         """Fill in what this engine alone has in ``llama_context_params``."""
 
+    def check_room(self) -> None:  # noqa: B027
+        """EngineError where the engine can hold no more weights or contexts in this process, whatever the memory."""
+
     @abstractmethod
     def places(self, placement: Placement) -> Places:
         """Where weights can be put, the servers that a placement names among them."""
@@ -183,6 +186,7 @@ class Binding(ABC):
         mtp: bool = False,
     ) -> int | None:
         """The weights, with ``mtp`` those of the file's layer for multi-token prediction too."""
+        self.check_room()
         params = self.api.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
         callback = self.api.llama_progress_callback(lambda fraction, _data: progress(fraction) if progress else True)
@@ -215,6 +219,7 @@ class Binding(ABC):
         ``evaluate`` is asked about each node of its passes, and must live as long as the context. ``n_snapshots``: how
         many tokens of a pass to be able to take back from a memory that cannot be rewound.
         """
+        self.check_room()
         params = self.api.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, N_BATCH, N_UBATCH
         params.n_threads = params.n_threads_batch = n_threads
@@ -233,6 +238,7 @@ class Binding(ABC):
 
     def new_embedding_context(self, model: int, n_ctx: int, n_threads: int, pooling: int) -> int | None:
         """A context that computes a text's embedding, in one pass, since every token may see all others."""
+        self.check_room()
         params = self.api.llama_context_default_params()
         params.n_ctx = params.n_batch = params.n_ubatch = n_ctx
         params.n_threads = params.n_threads_batch = n_threads

@@ -13,7 +13,8 @@ from functools import cache, partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -160,7 +161,14 @@ _ALL_LAYERS = 9999  # of its GPU layers there is no number that stands for all
 
 _MOVED_AT_ONCE = 100  # rows that one round of its defragmentation moves at least; of a model of 28 layers it moves 390
 
+_N_OBJECTS = 64  # GGML_MAX_CONTEXTS: weights and contexts take two to four each, a pass two more while it runs
+_N_SPARE = 8  # of them stay free: an engine that gets none while it loads ends the process
+
 _LOG_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+
+
+class _InitParams(ctypes.Structure):
+    _fields_: ClassVar = [("size", ctypes.c_size_t), ("buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool)]
 
 
 class IkLlamaBinding(Binding):
@@ -231,6 +239,9 @@ class IkLlamaBinding(Binding):
         ):
             function = getattr(lib, name)
             function.argtypes, function.restype = argtypes, restype
+        ggml.ggml_init.argtypes, ggml.ggml_init.restype = [_InitParams], pointer
+        ggml.ggml_free.argtypes, ggml.ggml_free.restype = [pointer], None
+        self._ggml, self._counting = ggml, Lock()
         self._check_structs()
         self.gpu = lib.ggml_backend_reg_get_count() > 1  # never in a wheel
         self.tensors = TensorFunctions(lib, api.ggml_backend_sched_eval_callback)
@@ -253,6 +264,17 @@ class IkLlamaBinding(Binding):
         # Repacked rows are what makes wide passes cheap; they cannot be shared with the file's pages.
         params.use_mmap = not self.repacks
         params.repack_tensors = self.repacks
+
+    def check_room(self) -> None:
+        with self._counting:
+            made = [self._ggml.ggml_init(_InitParams(1024, None, True)) for _ in range(_N_SPARE)]
+            for each in filter(None, made):
+                self._ggml.ggml_free(each)
+        if not all(made):
+            raise EngineError(
+                f"ik-llama can hold no more models and contexts in one process (its limit is {_N_OBJECTS} ggml "
+                "contexts): close some, use fewer drafters or a smaller --parallel, or --backend llama-cpp"
+            )
 
     def places(self, placement: Placement) -> Places:
         # Its registry names kinds of memory, the CPU's first; a wheel has no other.

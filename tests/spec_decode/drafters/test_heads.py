@@ -741,8 +741,10 @@ def test_every_engine_guesses_as_the_definitions_say(
         backend.load(tiny.pair.target) as model,
         open_head(tiny.pair.target, tmp_path, kind, backend.name, type_name="F16", **taps) as head,
         open_head(tiny.pair.target, tmp_path, kind, type_name="F16", **taps) as same,
+        model.new_context(128, hidden=head.taps) as target,
+        head.new_context(128) as memory,
     ):
-        target, drafter = model.new_context(128, hidden=head.taps), drafter_of(head, 128)
+        drafter: Any = HEAD_DRAFTERS[head.kind](head, memory, source_of(head.kind))
         rows = watch(monkeypatch, drafter, target)
         decoder = SpeculativeDecoder(target, [drafter], FixedController(3))
         rounds = run(decoder, words(40), SamplingParams(max_tokens=20, ignore_eos=True))
