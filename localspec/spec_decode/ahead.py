@@ -15,30 +15,33 @@ the time there was and on distributions, never on which tokens came out.
 from __future__ import annotations
 
 import heapq
-import queue
 import statistics
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
-from localspec.spec_decode.drafters.base import SURE_COPY, Plan
+from localspec.spec_decode.drafters.base import Plan
 from localspec.spec_decode.drafters.group import DrafterGroup
 from localspec.spec_decode.proposer import Alternatives, Proposer
 from localspec.spec_decode.rounds import AheadCount, Draft, DraftToken
 
+Result = TypeVar("Result")
+
 # Whether drafting while the target verifies saves time, measured while it is done.
 
+# Rounds of a trial, over which drafting ahead must save time, and rounds without it where two in a row do not. After a
+# pause comes one trial, and if that fails a pause twice as long.
 N_TRIAL, N_PAUSE, LONGEST_PAUSE = 24, 96, 1536
-"""Rounds of a trial, over which drafting ahead must save time, and rounds without it where two in a row do not. After a
-pause comes one trial, and if that fails a pause twice as long."""
 
+# Passes without drafting beside them and with it that are compared; one of so many goes without, until there are enough
+# and afterwards.
 N_ALONE, N_BESIDE, OFTEN, RARELY = 12, 48, 4, 24
-"""Passes without drafting beside them and with it that are compared; one of so many goes without, until there are
-enough and afterwards."""
 
 
 def moved(mean_ms: float, ms: float, share: float) -> float:
@@ -50,10 +53,8 @@ class AheadBalance:
     """Whether drafting ahead saves time: the steps that it spares, less what it makes passes take longer.
 
     It may take time from a pass on another device after all: the driver's thread or the server that a pass needs can be
-    on the cores that draft. So some passes go without it, and passes over equally many tokens are compared.
-
-    Args:
-        cautious: False is for tests and benchmarks: no pass goes without, whatever it costs.
+    on the cores that draft. So some passes go without it, and passes over equally many tokens are compared; not where
+    ``cautious`` is false, for tests and benchmarks.
     """
 
     def __init__(self, *, cautious: bool = True) -> None:
@@ -66,7 +67,6 @@ class AheadBalance:
 
     @property
     def is_pausing(self) -> bool:
-        """Whether it did not pay lately."""
         return self._n_paused > 0
 
     def leaves_alone(self) -> bool:
@@ -86,12 +86,10 @@ class AheadBalance:
         return self._n_tried % (OFTEN if len(self._alone) < N_ALONE else RARELY) == 0
 
     def took_in_order(self, n_tokens: int, ms: float) -> None:
-        """So many tokens of draft models were drafted in the ordinary order."""
         if n_tokens:
             self._step_ms = moved(self._step_ms, ms / n_tokens, 0.2)
 
     def spared(self, n_tokens: int) -> None:
-        """So many tokens of draft models were there when the verdict was."""
         self._saved_ms += n_tokens * self._step_ms
 
     def passed(self, n_tokens: int, ms: float, *, late_ms: float | None = None) -> None:
@@ -111,7 +109,6 @@ class AheadBalance:
         self._n_tried, self._n_beside, self._saved_ms = 0, 0, 0.0
 
     def _longer_ms(self) -> float:
-        """How much longer a pass usually takes with drafting beside it."""
         by_tokens: defaultdict[int, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
         for which, passes in enumerate((self._alone, self._beside)):
             for n_tokens, ms in passes:
@@ -124,13 +121,12 @@ class AheadBalance:
         return statistics.median(longer) if longer else 0.0
 
 
+# Outcomes less probable than this are not prepared for: a draft step in fifty that is of use costs more in heat.
 LEAST = 0.02
-"""Outcomes less probable than this are not prepared for: a draft step in fifty that is of use costs more in heat."""
 
+# Share of the draft tokens that is expected to have been prepared, before any were (``benchmarks/ahead.py``). Too high
+# tries a draft that does not pay, which the time budget bounds; too low never tries one that only pays so.
 HIDDEN = 0.4
-"""Share of the draft tokens that is expected to have been prepared, before any were: what 8 steps a pass made of drafts
-of 4 that are right four times in five (``benchmarks/ahead.py``). Too high tries a draft that does not pay, which the
-time budget bounds; too low never tries one that only pays so."""
 
 
 @dataclass(slots=True)
@@ -153,72 +149,20 @@ class _AheadPlan(Plan):
         copying: frozenset[str],
         samples_any: bool,
     ) -> None:
-        super().__init__(room)
-        self.outer, self.goes_on, self.took = outer, goes_on, took
-        self.copying, self.samples_any = copying, samples_any
+        super().__init__(room, copying)  # what the controller would send of copies is not known yet
+        self.outer, self.goes_on, self.took, self.samples_any = outer, goes_on, took, samples_any
 
     def order(self, sources: Sequence[str]) -> Sequence[str]:
         return self.outer.order(sources)
 
-    def more(self, source: str, pending: int = 0) -> bool:
-        return self.room > 0 and (pending == 0 or self.goes_on())
+    def more(self, source: str, pending: int = 0) -> int:
+        return super().more(source, pending) if pending == 0 or self.goes_on() else 0
 
     def spent(self, source: str, n_tokens: int, ms: float) -> None:
         self.took(ms)
 
     def samples(self, source: str, confidence: float) -> bool:
         return self.samples_any and self.outer.samples(source, confidence)
-
-    def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
-        if source in self.copying and confidence < SURE_COPY:  # what the controller would send is not known yet
-            return None
-        return super().keep(source, confidence)
-
-
-class SideThread:
-    """A thread that does one thing at a time while its owner does another."""
-
-    def __init__(self) -> None:
-        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._is_busy = False
-
-    def start(self, work: Callable[[], object]) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="localspec-ahead", daemon=True)
-            self._thread.start()
-        self._is_busy = True
-        self._work.put(work)
-
-    def wait(self) -> None:
-        """Until what was started is done; what it raised is raised here."""
-        if self._is_busy:
-            error = self._done.get()
-            self._is_busy = False
-            if error is not None:
-                raise error
-
-    def close(self) -> None:
-        """End the thread, once it has done what it is doing."""
-        try:
-            self.wait()
-        finally:
-            if self._thread is not None:
-                self._work.put(None)
-                self._thread.join()
-                self._thread = None
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            try:
-                work()
-                error = None
-            except BaseException as raised:
-                error = raised
-            del work  # it holds the conversation
-            self._done.put(error)
-            del error
 
 
 @dataclass(slots=True)
@@ -238,7 +182,6 @@ class _Clock:
 
     @property
     def ms(self) -> float:
-        """Since the pass began."""
         return (time.perf_counter() - self.started) * 1e3
 
     def fits(self, probability: float) -> bool:
@@ -258,6 +201,10 @@ class _Clock:
         self.pass_ms = moved(self.pass_ms, ms, 0.3)
 
 
+def one_thread() -> Executor:
+    return ThreadPoolExecutor(1, "localspec-ahead")
+
+
 class DraftAhead:
     """Drafts with a group of drafters, beginning while the target is still at the draft before.
 
@@ -266,12 +213,19 @@ class DraftAhead:
 
     Args:
         cautious: pause where it takes more time than it saves.
-        beside: what runs beside the pass.
+        new_executor: makes what drafts beside the passes of an answer.
         n_steps: draft steps a pass, which are waited for; None is as many as there is time for.
     """
 
-    def __init__(self, *, cautious: bool = True, beside: SideThread | None = None, n_steps: int | None = None) -> None:
-        self._beside = beside or SideThread()
+    def __init__(
+        self,
+        *,
+        cautious: bool = True,
+        new_executor: Callable[[], Executor] = one_thread,
+        n_steps: int | None = None,
+    ) -> None:
+        self._new_executor = new_executor
+        self._executor: Executor | None = None
         self._balance = AheadBalance(cautious=cautious)
         self._clock = _Clock(n_steps)
         self._cache: dict[tuple[int, ...], _Prepared] = {}
@@ -282,7 +236,6 @@ class DraftAhead:
         self._share = HIDDEN
 
     def begin(self, drafters: DrafterGroup, proposer: Proposer, end_tokens: frozenset[int]) -> None:
-        """A new answer begins."""
         self._drafters, self._proposer, self._end_tokens = drafters, proposer, end_tokens
         readers = [each.info for each in drafters.drafters if not each.info.taps]
         self._copying = frozenset(each.source for each in readers if each.copies)
@@ -304,21 +257,20 @@ class DraftAhead:
         return Draft([*taken, *rest])
 
     def _in_order(self, tokens: list[int], begun: Draft, plan: Plan) -> Draft:
-        """What follows the beginning of a draft, in the ordinary order."""
-        work = partial(self._drafters.draft, tokens, plan, self._proposer, self._end_tokens)
+        draft = partial(self._drafters.draft, tokens, plan, self._proposer, self._end_tokens)
         settled, started = len(tokens), time.perf_counter()
         tokens += begun.ids
-        found: list[Draft] = []
-        try:
-            if self._is_drafting:
-                self._beside.start(lambda: found.append(work()))
-                self._beside.wait()
-            else:  # where little is drafted a change of threads would be most of what it takes
-                found.append(work())
+        try:  # where little is drafted a change of threads would be most of what it takes
+            found = self._start(draft).result() if self._is_drafting else draft()
         finally:
             del tokens[settled:]
-        self._balance.took_in_order(self._n_of_models(found[0]), (time.perf_counter() - started) * 1e3)
-        return found[0]
+        self._balance.took_in_order(self._n_of_models(found), (time.perf_counter() - started) * 1e3)
+        return found
+
+    def _start(self, work: Callable[[], Result]) -> Future[Result]:
+        if self._executor is None:
+            self._executor = self._new_executor()
+        return self._executor.submit(work)
 
     def _n_of_models(self, tokens: Sequence[DraftToken]) -> int:
         return sum(token.source in self._models for token in tokens)
@@ -358,13 +310,13 @@ class DraftAhead:
             yield
             self._balance.passed(n_tokens, clock.ms)
             return
-        self._beside.start(partial(self._prepare, list(tokens), draft))
+        preparing = self._start(partial(self._prepare, list(tokens), draft))
         try:
             yield
         finally:
             ms = clock.ms
             clock.stopped.set()
-            self._beside.wait()
+            preparing.result()
             clock.took_pass(ms)
             self._balance.passed(n_tokens, ms, late_ms=clock.ms - ms)
             self._count.outcomes = len(self._cache)
@@ -378,17 +330,16 @@ class DraftAhead:
 
     @property
     def count(self) -> AheadCount:
-        """Of the round under way."""
         return self._count
 
     def close(self) -> None:
-        """The answer is over: end the thread."""
-        self._beside.close()
+        if self._executor is not None:
+            self._executor.shutdown()
+            self._executor = None
 
     # -- in the thread ---------------------------------------------------------------------------------------------
 
     def _prepare(self, tokens: list[int], draft: Draft) -> None:
-        """Draft for one outcome after the other, the likeliest first."""
         depth = min(self._depth, len(draft) + 1)
         order = 0
         outcomes: list[tuple[float, int, tuple[int, ...] | None]] = []  # None: all accepted, and what then?
@@ -424,7 +375,6 @@ class DraftAhead:
     def _drafted(
         self, tokens: list[int], suffix: Sequence[int], n: int, probability: float, *, samples: bool = True
     ) -> tuple[list[DraftToken], list[Alternatives]]:
-        """What the drafters draft after one outcome, up to n tokens."""
         clock, text = self._clock, [*tokens, *suffix]
         plan = _AheadPlan(n, self._plan, lambda: clock.fits(probability), clock.took_step, self._copying, samples)
         others: dict[int, Alternatives] = {}

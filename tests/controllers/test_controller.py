@@ -355,11 +355,9 @@ def test_on_a_machine_that_has_become_slower_a_prompt_is_read_a_piece_first() ->
             finish(controller, rounds_of(slower * 52.0, 0, 0))
         controller.time_budget.balance = 40.0
     plan = calm.plan(room=500, n_past=80)
-    assert plan.more("model", 80)
-    assert plan.piece("model", 80) == 80
+    assert plan.more("model", 80) == 80
     plan = busy.plan(room=500, n_past=80)
-    assert plan.more("model", 80)
-    assert plan.piece("model", 80) == PROBE_TOKENS
+    assert plan.more("model", 80) == PROBE_TOKENS
     in_answer = busy.time_budget.in_answer
     plan.spent("model", PROBE_TOKENS, 6 * busy.costs.draft_times["model"](PROBE_TOKENS))
     assert plan.more("model", 80 - PROBE_TOKENS)  # one pass may be a stall
@@ -405,7 +403,7 @@ def test_copies_that_failed_do_not_cost_a_draft_model_its_chance() -> None:
         finish(controller, rounds_of(controller.costs.times(1), 0, 0))
     while controller.time_budget.for_drafts > 0:  # copies lose all that they may in this answer
         finish(controller, rounds_of(controller.costs.times(2), 1, 0))
-    assert controller.plan(room=500, n_past=60).more("model", pending=2) is False
+    assert controller.plan(room=500, n_past=60).more("model", pending=2) == 0
     balance = controller.time_budget.balance
     assert balance > 4
     controller.time_budget.in_answer = 0.0

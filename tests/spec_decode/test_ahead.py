@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from localspec.backends.base import Context
 from localspec.controllers.fixed import FixedController
 from localspec.errors import EngineError
 from localspec.sampling.sampling import SamplingParams
-from localspec.spec_decode.ahead import DraftAhead, SideThread
+from localspec.spec_decode.ahead import DraftAhead
 from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.drafters.base import Drafter, Plan
@@ -30,24 +31,20 @@ from tests.support.enumeration import Branches, BranchingNoise, branching_sample
 from tests.support.waiting_engine import Timing, WaitingModel
 
 
-class AtOnce(SideThread):
+class AtOnce(Executor):
     """Does the work at once, in the same thread: every run of an enumeration is alike."""
 
-    def start(self, work: Callable[[], object]) -> None:
-        self.error: BaseException | None = None
+    def submit(self, work: Any, /, *args: Any, **options: Any) -> Future[Any]:
+        future = Future[Any]()
         try:
-            work()
+            future.set_result(work(*args, **options))
         except Exception as error:
-            self.error = error
-
-    def wait(self) -> None:
-        error, self.error = getattr(self, "error", None), None
-        if error is not None:
-            raise error
+            future.set_exception(error)
+        return future
 
 
 def ahead_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "localspec-ahead"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("localspec-ahead")]
 
 
 # -- the law -----------------------------------------------------------------------------------------------------------
@@ -72,7 +69,7 @@ def law_of(
             nonlocal n_hits
             noise = BranchingNoise(branches)
             monkeypatch.setattr(localspec.spec_decode.decoder, "Noise", lambda seed: noise)
-            ahead = DraftAhead(cautious=False, beside=AtOnce(), n_steps=n_steps)
+            ahead = DraftAhead(cautious=False, new_executor=AtOnce, n_steps=n_steps)
             drafters = [DraftModelDrafter(TableContext(small))]
             decoder = SpeculativeDecoder(TableContext(target), drafters, make(), ahead=ahead)
             rounds = run(decoder, list(PROMPT), params)
@@ -129,7 +126,7 @@ class WorldAhead(World):
         self.decoders = [
             SpeculativeDecoder(
                 each.target,
-                each.drafters.drafters,
+                each.group.drafters,
                 RandomController(rng),
                 ahead=DraftAhead(cautious=False, n_steps=n_steps),
             )

@@ -15,10 +15,9 @@ import localspec.spec_decode.decoder
 from localspec import LLM
 from localspec.backends import reference
 from localspec.backends.base import Context, Forward
-from localspec.controllers.fixed import FixedBranching, FixedPlan
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.decoder import SpeculativeDecoder
-from localspec.spec_decode.drafters.base import Controller, Drafter, DrafterInfo, Plan, Proposer
+from localspec.spec_decode.drafters.base import Branching, Controller, Drafter, DrafterInfo, Plan, Proposer
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.rounds import Draft, DraftToken, Round
@@ -55,7 +54,7 @@ class Branchy(Controller):
         controller = self
         length = self.length if self.rng is None else self.rng.choice([0, 1, 2, 3, 5])
 
-        class Sampling(FixedPlan):
+        class Sampling(Plan):
             def samples(self, source: str, confidence: float) -> bool:
                 return controller.mood != 0
 
@@ -217,7 +216,7 @@ def test_an_engine_that_feeds_no_trees_gets_chains(tiny: TinyFiles, monkeypatch:
 )
 def test_through_the_whole_of_it(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, params: SamplingParams) -> None:
     """The text is the plain one; rounds, events, statistics and logprobs go by the path that was accepted."""
-    monkeypatch.setattr(FixedPlan, "branching", lambda self: FixedBranching(4))
+    monkeypatch.setattr(Plan, "branching", lambda self: Branching(4))
     pair = tiny.quick
     with LLM(pair.target, draft=["ngram", pair.draft], draft_length=2, backend="reference", n_ctx=256) as llm:
         plain = llm.generate("la la la", params, speculate=False, logprobs=1)

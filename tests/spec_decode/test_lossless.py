@@ -21,7 +21,7 @@ import localspec.spec_decode.decoder
 from localspec.backends import reference
 from localspec.backends.base import Context
 from localspec.backends.tokenizer import NAMED
-from localspec.controllers.fixed import FixedController, FixedPlan
+from localspec.controllers.fixed import FixedController
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.detokenizer import TextAssembler, ThinkingReader
@@ -87,7 +87,7 @@ class RandomController(Controller):
         self.rng = rng
 
     def plan(self, room: int, n_past: int, **situation: Any) -> Plan:
-        return FixedPlan(min(room, self.rng.choice([0, 1, 2, 3, 5, 8, 60])))
+        return Plan(min(room, self.rng.choice([0, 1, 2, 3, 5, 8, 60])))
 
     def learn(self, round_: Round) -> None:
         pass
@@ -246,7 +246,7 @@ class NosyController(Controller):
     def plan(self, room: int, n_past: int, **situation: Any) -> Plan:
         controller = self
 
-        class Nosy(FixedPlan):
+        class Nosy(Plan):
             def samples(self, source: str, confidence: float) -> bool:
                 # Any rule that looks at the law only, not at what comes out of it, must leave the answer's law alone.
                 return (confidence < 0.6) == (controller.mood != 1)

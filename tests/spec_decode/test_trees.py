@@ -121,8 +121,8 @@ class GrowingDraft(Draft):
     """A tree whose candidates are made when they are first asked for."""
 
     def __init__(self, grow: Callable[[Tokens], list[DraftToken]], depth: int) -> None:
-        super().__init__([], [])
-        self._parents = []
+        super().__init__()
+        self.branches = True
         self._grow, self._depth = grow, depth
         self._grown: set[int] = set()
 
@@ -131,7 +131,7 @@ class GrowingDraft(Draft):
         if index not in self._grown and len(path) < self._depth:
             self._grown.add(index)
             for each in self._grow(path):
-                self.append(each, index)
+                self.add(each, index)
         return super().children(index)
 
 
@@ -335,7 +335,7 @@ def test_a_chain_is_a_draft_that_does_not_branch() -> None:
     chain = Draft([token(1), token(2), token(3)], [-1, 0, 1])
     assert not chain.branches
     assert chain.parents == [-1, 0, 1]
-    assert chain.depths == [0, 1, 2]
+    assert chain.depth == 3
     assert [list(chain.children(i)) for i in range(-1, 3)] == [[0], [1], [2], []]
     assert chain.path(1) == [0, 1]
 
@@ -343,18 +343,18 @@ def test_a_chain_is_a_draft_that_does_not_branch() -> None:
 def test_the_shape_of_a_tree() -> None:
     draft = tree()
     assert draft.branches
-    assert draft.depths == [0, 1, 2, 1, 2, 0]
+    assert draft.depth == 3
     assert [list(draft.children(i)) for i in (-1, 0, 3, 4)] == [[0, 5], [1, 3], [4], []]
     assert draft.path(4) == [0, 3, 4]
     assert draft.path(-1) == []
-    draft.append(token(7))
+    draft.add(token(7), 5)
     assert draft.path(6) == [5, 6]
 
 
 @pytest.mark.parametrize(("id_", "parent"), [(9, 6), (9, -2), (6, -1), (2, 0)])
 def test_a_draft_token_follows_one_that_is_there_and_is_not_there_twice(id_: int, parent: int) -> None:
     with pytest.raises(ValueError, match="draft token"):
-        tree().append(token(id_), parent)
+        tree().add(token(id_), parent)
 
 
 def test_statistics_and_events_of_a_tree() -> None:

@@ -12,33 +12,25 @@ from localspec import LLM, SamplingParams
 from localspec.backends.base import FEW_ROWS, Forward
 from localspec.controllers.auto import AutoPlan
 from localspec.sampling.sampling import Ids, Noise, Row
+from localspec.spec_decode.drafters.base import Plan
 from localspec.spec_decode.drafters.draft_model import MAX_COUNTERFACTUAL
 from localspec.spec_decode.proposer import Proposer
 from tests.conftest import TinyFiles
 
 
-class Recorder:
+class Recorder(Plan):
     """A plan that only writes down."""
 
-    room = 1
-
     def __init__(self, worth: int = 1 << 20) -> None:
+        super().__init__(1)
         self.seen: list[tuple[float, bool]] = []
         self.worth = worth
 
-    def more(self, source: str, pending: int = 0) -> bool:
-        return pending <= self.worth
-
-    def piece(self, source: str, pending: int) -> int:
-        return pending
+    def more(self, source: str, pending: int = 0) -> int:
+        return pending if pending <= self.worth else 0
 
     def spent(self, source: str, n_tokens: int, ms: float) -> None:
         self.n_read, self.ms = n_tokens, ms
-
-    def nothing(self, source: str) -> None: ...
-
-    def samples(self, source: str, confidence: float) -> bool:
-        return True
 
     def counterfactual(self, source: str, confidence: float, right: bool) -> None:
         self.seen.append((confidence, right))

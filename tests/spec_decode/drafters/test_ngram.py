@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localspec.sampling.sampling import Noise, SamplingParams
+from localspec.spec_decode.drafters.base import Plan
 from localspec.spec_decode.drafters.ngram import MAX_WALK, NgramDrafter, SuffixAutomaton
 from localspec.spec_decode.proposer import Proposer
 from localspec.spec_decode.rounds import DraftToken
@@ -22,31 +23,13 @@ ANYTHING = Proposer(SamplingParams(), Noise(0))
 """A request without a grammar: every guess is legal."""
 
 
-class FixedPlan:
+class Watching(Plan):
     """Room for n guesses of at least some confidence; ``asked`` is what the drafter said of each."""
 
     def __init__(self, room: int, least: float = 0.0) -> None:
-        self.room = room
+        super().__init__(room)
         self.least = least
         self.asked: list[float] = []
-
-    def more(self, source: str, pending: int = 0) -> bool:
-        return True
-
-    def piece(self, source: str, pending: int) -> int:
-        return pending
-
-    def spent(self, source: str, n_tokens: int, ms: float) -> None:
-        raise AssertionError("an n-gram runs no model")
-
-    def nothing(self, source: str) -> None:
-        pass
-
-    def counterfactual(self, source: str, confidence: float, right: bool) -> None:
-        raise AssertionError("an n-gram learns by itself")
-
-    def samples(self, source: str, confidence: float) -> bool:
-        raise AssertionError("a copy is not sampled")
 
     def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
         self.asked.append(confidence)
@@ -72,7 +55,7 @@ def occurs(part: Sequence[int], whole: Sequence[int]) -> int:
 
 
 def drafted(drafter: NgramDrafter, tokens: Sequence[int], n: int, least: float = 0.0) -> list[int]:
-    guesses = drafter.draft(tokens, FixedPlan(n, least), ANYTHING)
+    guesses = drafter.draft(tokens, Watching(n, least), ANYTHING)
     return [guess.id for guess in guesses]
 
 
@@ -85,15 +68,15 @@ class TestSuffixAutomaton:
     @given(TOKENS, TOKENS)
     def test_steps_keep_the_longest_suffix_that_occurs(self, tokens: list[int], walk: list[int]) -> None:
         automaton = automaton_of(tokens)
-        state, length = 0, 0
+        place = 0, 0
         for i, token in enumerate(walk):
-            state, length = automaton.step(state, length, token)
+            place = automaton.step(place, token)
             walked = walk[: i + 1]
-            assert length == max(n for n in range(len(walked) + 1) if n == 0 or occurs(walked[-n:], tokens))
+            assert place[1] == max(n for n in range(len(walked) + 1) if n == 0 or occurs(walked[-n:], tokens))
 
     @given(TOKENS)
     def test_continuation_follows_its_context_and_is_counted(self, tokens: list[int]) -> None:
-        found = (automaton := automaton_of(tokens)).continuation(*automaton.match())
+        found = (automaton := automaton_of(tokens)).continuation(automaton.match())
         if found is None:
             assert automaton.match()[1] == 0
             return
@@ -114,7 +97,7 @@ class TestSuffixAutomaton:
     )
     def test_frequency_and_recency(self, text: str, expected: str) -> None:
         automaton = automaton_of([ord(c) for c in text])
-        found = automaton.continuation(*automaton.match())
+        found = automaton.continuation(automaton.match())
         assert found is not None
         assert chr(found[0]) == expected
 
@@ -130,7 +113,7 @@ class TestSuffixAutomaton:
         automaton = automaton_of([7] * 1000)
         assert automaton.n_states == 1001
         assert max(len(changes) for *_, changes in automaton._log) <= 2 * MAX_WALK
-        assert automaton.continuation(*automaton.match())[0] == 7  # type: ignore[index]
+        assert automaton.continuation(automaton.match())[0] == 7  # type: ignore[index]
 
     def test_at_most_two_states_a_token(self) -> None:
         rng = random.Random(1)
@@ -143,7 +126,7 @@ class TestNgramDrafter:
     def test_copies_what_followed(self) -> None:
         drafter = NgramDrafter()
         drafter.begin(self.TEXT)
-        guesses = drafter.draft(self.TEXT, FixedPlan(4), ANYTHING)
+        guesses = drafter.draft(self.TEXT, Watching(4), ANYTHING)
         assert [guess.id for guess in guesses] == [4, 5, 6, 9]
         assert all(guess.source == "ngram" and guess.dist is None for guess in guesses)
         assert [guess.expected for guess in guesses] == [guess.prob / 2 for guess in guesses]
@@ -151,7 +134,7 @@ class TestNgramDrafter:
     def test_confidence_grows_with_the_match(self) -> None:
         drafter = NgramDrafter()
         drafter.begin([*range(30), 99, 0])
-        plan = FixedPlan(25)
+        plan = Watching(25)
         drafter.draft([*range(30), 99, 0], plan, ANYTHING)
         assert plan.asked == sorted(plan.asked)
         assert plan.asked[0] < 0.35
@@ -178,11 +161,11 @@ class TestNgramDrafter:
     def test_continues_the_guesses_of_others_without_being_changed_by_them(self) -> None:
         drafter = NgramDrafter()
         drafter.begin([1, 2, 3, 4, 5, 8, 8])
-        before = state_of(drafter._automaton)
+        before = state_of(drafter._places)
         before = {name: value[:] if isinstance(value, list) else value for name, value in before.items()}
         assert drafted(drafter, [1, 2, 3, 4, 5, 8, 8, 2, 3], 2) == [4, 5]
         assert drafted(drafter, [1, 2, 3, 4, 5, 8, 8, 77, 2], 1) == [3]
-        assert state_of(drafter._automaton) == before
+        assert state_of(drafter._places) == before
         assert drafted(drafter, [1, 2, 3, 4, 5, 8, 8], 1) == [8]
 
     def test_learns_what_was_emitted(self) -> None:
@@ -201,7 +184,7 @@ class TestNgramDrafter:
             drafter.begin(tokens)
             fresh = NgramDrafter()
             fresh.begin(tokens)
-            assert state_of(drafter._automaton) == state_of(fresh._automaton)
+            assert state_of(drafter._places) == state_of(fresh._places)
             drafter.accept([1, 0])
             tokens = [*tokens, 1, 0]
 
@@ -238,7 +221,7 @@ class TestNgramDrafter:
                 a, b = next(fresh), next(fresh)
                 drafter.accept([a, b, next(fresh), a])  # a, b seen once: the next guess after a is b
                 tokens = list(drafter._tokens)
-                guess: DraftToken = drafter.draft(tokens, FixedPlan(1), ANYTHING)[0]
+                guess: DraftToken = drafter.draft(tokens, Watching(1), ANYTHING)[0]
                 assert guess.id == b
                 estimates.append(guess.prob)
                 drafter.accept([b if rng.random() < p else next(fresh)])
@@ -281,4 +264,4 @@ class TestExpectedText:
         drafter = self.expecting(self.TEXT)
         drafter.begin(self.PROMPT)
         assert drafted(drafter, self.PROMPT, 5) == []
-        assert state_of(drafter._automaton) == state_of(automaton_of(self.PROMPT))
+        assert state_of(drafter._places) == state_of(automaton_of(self.PROMPT))

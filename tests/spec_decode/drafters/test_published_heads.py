@@ -22,7 +22,7 @@ from localspec.backends.base import Forward
 from localspec.backends.llama import llama_cpp
 from localspec.backends.llama import staging as staging_module
 from localspec.commands.files import inspect_command, list_command
-from localspec.controllers.fixed import FixedController, FixedPlan
+from localspec.controllers.fixed import FixedController
 from localspec.engine.pair import Pair
 from localspec.errors import Cancelled, EngineError, ModelFileError
 from localspec.heads.drafters import BlockHead, ChainedHead
@@ -30,7 +30,7 @@ from localspec.heads.listing import inspect
 from localspec.heads.published import load_published
 from localspec.sampling.sampling import Noise
 from localspec.spec_decode.decoder import SpeculativeDecoder
-from localspec.spec_decode.drafters.base import Drafter
+from localspec.spec_decode.drafters.base import Drafter, Plan
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.proposer import Proposer
@@ -192,7 +192,7 @@ def drafts_as_a_fresh_one(world: World, used: ChainedHead | BlockHead, fresh: An
 
 def proposed(drafter: Drafter, tokens: list[int], n: int = 3) -> list[tuple[int, float]]:
     """What it drafts next, with its confidence."""
-    proposer, plan, found = Proposer(SamplingParams(), Noise(None)), FixedPlan(n), list[tuple[int, float]]()
+    proposer, plan, found = Proposer(SamplingParams(), Noise(None)), Plan(n), list[tuple[int, float]]()
     text = list(tokens)
     for _ in range(n):
         for token in drafter.draft(text, plan, proposer):
