@@ -74,7 +74,7 @@ def model_trace(
     llm: LLM, target: Forward, prompt: list[int], answer: list[int], params: SamplingParams
 ) -> dict[str, list[float]]:
     tokens = prompt + answer
-    drafts = reading(llm._pair.contexts[1], tokens, len(prompt)).logits
+    drafts = reading(llm.inspect().contexts[1], tokens, len(prompt)).logits
     trace: dict[str, list[float]] = {"confidence": [], "right": [], "sampled": [], "certainty": []}
     for i, row in enumerate(drafts):
         history = tokens[: len(prompt) + i]
@@ -121,7 +121,7 @@ def head_trace(
     llm: LLM, target: Forward, prompt: list[int], answer: list[int], params: SamplingParams
 ) -> dict[str, list[list[float]]]:
     """What a chained head would have guessed: [steps, n], by draft tokens before it and place; -1 where it has none."""
-    drafter = next(draft.drafter for draft in llm._pair.state.models if draft.source == "head")
+    drafter = next(draft.drafter for draft in llm.inspect().state.models if draft.source == "head")
     assert isinstance(drafter, HeadDrafter)
     proposer = Proposer(replace(params, seed=None), Noise(0))
     names, steps = ("confidence", "right", "sampled"), range(drafter.head.card.steps)
@@ -173,7 +173,7 @@ def main() -> None:
     traces = json.loads(args.out.read_text())["traces"] if args.out.exists() else []
     known = {trace["id"] for trace in traces}
     with LLM(args.model, drafts, backend=args.backend, remember=False, idle=False) as llm:
-        pair = llm._pair
+        pair = llm.inspect()
         stored = {"engine": pair.target.engine, "temperature": args.temperature}
         times = {"target": pair.times} | {draft.source: draft.times for draft in pair.state.models}
         stored["ms"] = {source: each.curve.measured for source, each in times.items()}

@@ -32,10 +32,12 @@ from localspec.engine.options import DraftLength, LoadOptions
 from localspec.engine.prefix_cache import PassCounts, PrefixCache
 from localspec.engine.request import AnswerRequest
 from localspec.engine.state import FULL_CONTEXTS, DecodingState, DraftModel, Seat, target_memory
-from localspec.engine.worker import Stopped
+from localspec.engine.worker import PREPARATION, Stopped, Worker
 from localspec.errors import Cancelled, ContextFull, EngineError, EngineMismatch, LocalspecError, UnsupportedModel
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.kv_memory import KV_VALUE_BYTES, kv_shape
+from localspec.prompts.prompts import PromptEncoder
+from localspec.prompts.templates import ChatTemplate
 from localspec.sampling.constraint import constraint_for
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.decoder import SpeculativeDecoder, TargetPass
@@ -403,14 +405,18 @@ class Pair:
         warnings: one-line remarks from loading, and from idle time, that a user should see.
         conversation: the one last worked on, prompt and answer.
         prefix_cache: other conversations, put aside.
+        encoder: makes prompts of messages and texts; its methods may be called from any thread.
+        worker: the thread that owns it.
+        read_ahead: reads in idle time what the next prompt will begin with.
         preparation: what is left to find out in idle time.
         why_chains: why drafts do not branch; None where they may.
         shared: what the rows of passes that answers shared were for.
         refused: why nothing is answered any more, where the engine turned out to be wrong; else None.
     """
 
-    def __init__(self, path: Path, draft: Sequence[str], options: LoadOptions, report: Report) -> None:
+    def __init__(self, path: Path, draft: Sequence[str], options: LoadOptions, report: Report, worker: Worker) -> None:
         self.options = options
+        self.worker = worker
         self.warnings: list[str] = Remarks()
         self.loader = Loader(options, self.warnings)
         self.preparation = Preparation()
@@ -423,6 +429,9 @@ class Pair:
             undo.callback(trim_heap)
             self.target = self.loader.load_target(path, report)
             undo.callback(self.target.close)
+            self.encoder = PromptEncoder(
+                self.target, ChatTemplate.for_vocab(self.target.chat_template, self.target.vocab)
+            )
             n_ctx = self._context_size()
             times = self.loader.times(self.target, n_ctx, report)
             opened = open_memory(self.loader, self.target, times, n_ctx, report)
@@ -434,6 +443,9 @@ class Pair:
                 self.prefix_cache.join(batch)
             self.set_draft(draft, report)
             undo.pop_all()
+        self.read_ahead = ReadAhead(self)
+        worker.when_idle(self.read_ahead)
+        worker.when_idle(self.preparation, priority=PREPARATION)
         if options.idle:
             prepare_times(self, "target curve", context, times)
             ask_another_engine(self, path)
@@ -649,6 +661,7 @@ class Pair:
 
     def close(self) -> None:
         """Free everything; safe to call twice."""
+        self.encoder.close()
         state = self.state
         state.acceptance.save()
         self.preparation.clear()

@@ -848,6 +848,6 @@ def test_contexts_that_take_branches_round_in_their_own_way(
 ) -> None:
     monkeypatch.setattr("localspec.engine.pair.FLAT_ROW", 1e9)
     with opened_with_heads(tiny, "ik-llama", tmp_path) as llm:
-        assert llm._pair.context.can_branch
+        assert llm.inspect().context.can_branch
         report = audit(llm, replace(SMALL, n_prompts=3))
     assert found(report) == set(), report.verdict
