@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
-from functools import lru_cache, partial
+from functools import partial
 from types import MappingProxyType
 
 from localspec.controllers.acceptance import START, Acceptance, SourceAcceptance, Tables, leads_to
@@ -286,7 +286,6 @@ class AutoPlan(Plan, Branching):
         return spent <= share * self._most_ms
 
 
-@lru_cache(maxsize=64)
 def share_of(source: str) -> float:
     return 1.0 if kind_of(source) == "model" else ONE_SHARE
 

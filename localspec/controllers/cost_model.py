@@ -67,26 +67,26 @@ class Curve:
         self.widest, self.read = max(self.measured), {}
 
     def __call__(self, width: int) -> float:
-        if (ms := self.read.get(width)) is None:
-            ms = self.read[width] = self._interpolated(width)
-        return ms
-
-    def _interpolated(self, width: int) -> float:
-        known = self.measured
-        if width in known:
-            return known[width]
-        widths = sorted(known)
-        if width > widths[-1]:
-            if len(widths) == 1:
-                return known[widths[-1]] * width / widths[-1]
+        if (ms := self.read.get(width)) is not None:
+            return ms
+        known, widths = self.measured, sorted(self.measured)
+        if width > widths[-1] and len(widths) == 1:
+            ms = known[widths[-1]] * width / widths[-1]
+        elif width > widths[-1]:
             # Beyond what was measured: the mean slope of the whole curve; the last step alone may be a plateau. A curve
             # that falls was disturbed while it was measured: going on so, wide passes would take less than no time.
-            slope = max(0.0, (known[widths[-1]] - known[widths[0]]) / (widths[-1] - widths[0]))
-            return known[widths[-1]] + slope * (width - widths[-1])
-        above = next(w for w in widths if w > width)
-        below = max(w for w in widths if w < width)
-        share = (width - below) / (above - below)
-        return known[below] * (1 - share) + known[above] * share
+            rise = known[widths[-1]] - known[widths[0]]
+            slope = max(0.0, rise / (widths[-1] - widths[0]))
+            ms = known[widths[-1]] + slope * (width - widths[-1])
+        elif width in known:
+            ms = known[width]
+        else:
+            above = next(w for w in widths if w > width)
+            below = max(w for w in widths if w < width)
+            share = (width - below) / (above - below)
+            ms = known[below] * (1 - share) + known[above] * share
+        self.read[width] = ms
+        return ms
 
 
 @dataclass(slots=True)
@@ -110,7 +110,15 @@ class Corrections:
     def observe(self, width: int, surprise: float, believed: float) -> float:
         """Correct by one pass, which took exp(``surprise``) times as long as expected; returns the change of the
         logarithm of ``scale``. ``believed`` is taken at once for the machine's speed; 0: the filter decides."""
-        self._fade(width)
+        self._unsure += WALK**2
+        if width == 1:
+            self.rows **= KEPT
+            self._together *= KEPT
+            self._unsure_rows += (1.0 - KEPT**2) * (ROWS**2 - self._unsure_rows)
+        for known, unsure in self._unsure_alone.items():
+            if known != width:
+                self.trim[known] **= KEPT
+                self._unsure_alone[known] = unsure + (1.0 - KEPT**2) * (ALONE**2 - unsure)
         told = min(ONCE_MORE, max(-ONCE_MORE, surprise))
         scale, rows, alone = self._unsure, self._together, 0.0  # covariances with what is seen
         if width > 1:
@@ -133,17 +141,6 @@ class Corrections:
     def observe_beyond(self, surprise: float) -> None:
         once = min(ONCE_MOST, max(-ONCE_MOST, surprise))
         self.beyond = min(3.0, max(0.33, self.beyond * math.exp(0.3 * once)))
-
-    def _fade(self, width: int) -> None:
-        self._unsure += WALK**2
-        if width == 1:
-            self.rows **= KEPT
-            self._together *= KEPT
-            self._unsure_rows += (1.0 - KEPT**2) * (ROWS**2 - self._unsure_rows)
-        for known, unsure in self._unsure_alone.items():
-            if known != width:
-                self.trim[known] **= KEPT
-                self._unsure_alone[known] = unsure + (1.0 - KEPT**2) * (ALONE**2 - unsure)
 
 
 @dataclass(slots=True)
@@ -171,10 +168,8 @@ class PassTimes:
         if width <= 0:
             return 0.0
         curve, now = self.curve, self.corrections
-        if (ms := curve.read.get(width)) is None:  # first without a call: it is asked for so often
-            ms = curve(width)
         longer = (1.0 + self.growth * self.n_past) / (1.0 + self.growth * CALIBRATED_PAST)
-        ms = ms * longer * now.scale * (now.rows if width > 1 else 1.0)
+        ms = curve(width) * longer * now.scale * (now.rows if width > 1 else 1.0)
         return ms * (now.beyond if width > curve.widest else now.trim.get(width, 1.0))
 
     def begin(self) -> None:

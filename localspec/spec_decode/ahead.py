@@ -19,7 +19,7 @@ import statistics
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,6 +32,9 @@ from localspec.spec_decode.proposer import Alternatives, Proposer
 from localspec.spec_decode.rounds import AheadCount, Draft, DraftToken
 
 Result = TypeVar("Result")
+
+# A draft for one outcome, and what the drafter thought of in the place of each of its tokens.
+Prepared = tuple[list[DraftToken], list[Alternatives]]
 
 # Whether drafting while the target verifies saves time, measured while it is done.
 
@@ -130,42 +133,6 @@ HIDDEN = 0.4
 
 
 @dataclass(slots=True)
-class _Prepared:
-    """A draft for one outcome, and what the drafter thought of in the place of each of its tokens."""
-
-    tokens: list[DraftToken]
-    alternatives: list[Alternatives]
-
-
-class _AheadPlan(Plan):
-    """Draft up to a number of tokens for one outcome, as long as there is time."""
-
-    def __init__(
-        self,
-        room: int,
-        outer: Plan,
-        goes_on: Callable[[], bool],
-        took: Callable[[float], None],
-        copying: frozenset[str],
-        samples_any: bool,
-    ) -> None:
-        super().__init__(room, copying)  # what the controller would send of copies is not known yet
-        self.outer, self.goes_on, self.took, self.samples_any = outer, goes_on, took, samples_any
-
-    def order(self, sources: Sequence[str]) -> Sequence[str]:
-        return self.outer.order(sources)
-
-    def more(self, source: str, pending: int = 0) -> int:
-        return super().more(source, pending) if pending == 0 or self.goes_on() else 0
-
-    def spent(self, source: str, n_tokens: int, ms: float) -> None:
-        self.took(ms)
-
-    def samples(self, source: str, confidence: float) -> bool:
-        return self.samples_any and self.outer.samples(source, confidence)
-
-
-@dataclass(slots=True)
 class _Clock:
     """How long a pass has left, and whether a step still fits in; or steps that are counted whatever the time."""
 
@@ -201,6 +168,31 @@ class _Clock:
         self.pass_ms = moved(self.pass_ms, ms, 0.3)
 
 
+class _AheadPlan(Plan):
+    """Draft up to a number of tokens for one outcome, as long as there is time."""
+
+    def __init__(self, room: int, outer: Plan, clock: _Clock, probability: float, copying: Collection[str]) -> None:
+        super().__init__(room, copying)  # what the controller would send of copies is not known yet
+        self._outer, self._clock, self._probability = outer, clock, probability
+
+    def order(self, sources: Sequence[str]) -> Sequence[str]:
+        return self._outer.order(sources)
+
+    def more(self, source: str, pending: int = 0) -> int:
+        return super().more(source, pending) if pending == 0 or self._clock.fits(self._probability) else 0
+
+    def spent(self, source: str, n_tokens: int, ms: float) -> None:
+        self._clock.took_step(ms)
+
+    def samples(self, source: str, confidence: float) -> bool:
+        return self._outer.samples(source, confidence)
+
+
+class _LikeliestPlan(_AheadPlan):
+    def samples(self, source: str, confidence: float) -> bool:
+        return False
+
+
 def one_thread() -> Executor:
     return ThreadPoolExecutor(1, "localspec-ahead")
 
@@ -215,6 +207,9 @@ class DraftAhead:
         cautious: pause where it takes more time than it saves.
         new_executor: makes what drafts beside the passes of an answer.
         n_steps: draft steps a pass, which are waited for; None is as many as there is time for.
+
+    Attributes:
+        count: of the round under way.
     """
 
     def __init__(
@@ -228,8 +223,8 @@ class DraftAhead:
         self._executor: Executor | None = None
         self._balance = AheadBalance(cautious=cautious)
         self._clock = _Clock(n_steps)
-        self._cache: dict[tuple[int, ...], _Prepared] = {}
-        self._count = AheadCount()
+        self._cache: dict[tuple[int, ...], Prepared] = {}
+        self.count = AheadCount()
         self._n_before = self._depth = 0
         self._is_drafting = False
         self._was_left_alone = False
@@ -245,7 +240,7 @@ class DraftAhead:
 
     def draft(self, tokens: list[int], plan: Plan) -> Draft:
         """Draft what follows ``tokens``: what was prepared for them, as far as the plan wants it, and what follows."""
-        self._count, self._plan, self._depth = AheadCount(), plan, plan.room
+        self.count, self._plan, self._depth = AheadCount(), plan, plan.room
         self._others = self._proposer.alternatives = {}
         taken, is_cut = self._taken(tokens, plan)
         draft, rest = Draft(taken), Draft()
@@ -285,17 +280,17 @@ class DraftAhead:
         taken: list[DraftToken] = []
         if prepared is None:
             return taken, False
-        self._count.hit = True
-        for token, alternatives in zip(prepared.tokens, prepared.alternatives, strict=True):
+        self.count.hit = True
+        for token, alternatives in zip(*prepared, strict=True):
             confidence = token.prob if token.dist is None else token.dist.top
             expected = plan.keep(token.source, confidence, sampled=token.dist is not None)
             if expected is None:
                 break
             self._others[len(tokens) + len(taken)] = alternatives
             taken.append(DraftToken(token.id, token.source, token.prob, token.dist, expected))
-        self._count.taken = len(taken)
+        self.count.taken = len(taken)
         self._balance.spared(self._n_of_models(taken))
-        return taken, len(taken) < len(prepared.tokens)
+        return taken, len(taken) < len(prepared[0])
 
     @contextmanager
     def preparing(self, tokens: Sequence[int], draft: Draft) -> Iterator[None]:
@@ -319,18 +314,14 @@ class DraftAhead:
             preparing.result()
             clock.took_pass(ms)
             self._balance.passed(n_tokens, ms, late_ms=clock.ms - ms)
-            self._count.outcomes = len(self._cache)
-            self._count.prepared = sum(len(each.tokens) for each in self._cache.values())
+            self.count.outcomes = len(self._cache)
+            self.count.prepared = sum(len(found) for found, _ in self._cache.values())
 
     @property
     def hidden(self) -> dict[str, float]:
         """By drafter that runs a model, the share of its draft tokens that is lately there when the verdict is."""
         share = 0.0 if self._balance.is_pausing else self._share
         return dict.fromkeys(self._models, share)
-
-    @property
-    def count(self) -> AheadCount:
-        return self._count
 
     def close(self) -> None:
         if self._executor is not None:
@@ -370,13 +361,13 @@ class DraftAhead:
                 continue
             found, alternatives = self._drafted(tokens, suffix, depth, -negative)
             if found:
-                self._cache[suffix] = _Prepared(found, alternatives)
+                self._cache[suffix] = found, alternatives
 
     def _drafted(
         self, tokens: list[int], suffix: Sequence[int], n: int, probability: float, *, samples: bool = True
-    ) -> tuple[list[DraftToken], list[Alternatives]]:
-        clock, text = self._clock, [*tokens, *suffix]
-        plan = _AheadPlan(n, self._plan, lambda: clock.fits(probability), clock.took_step, self._copying, samples)
+    ) -> Prepared:
+        text, kind = [*tokens, *suffix], _AheadPlan if samples else _LikeliestPlan
+        plan = kind(n, self._plan, self._clock, probability, self._copying)
         others: dict[int, Alternatives] = {}
         self._proposer.alternatives = others
         draft = list(self._drafters.draft(text, plan, self._proposer, self._end_tokens, ahead=True))

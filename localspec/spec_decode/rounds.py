@@ -6,7 +6,7 @@ from bisect import insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 from localspec.sampling.sampling import Distribution, TokenLogprobs
 
@@ -98,27 +98,6 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 FEWEST_PLAIN = 3
 """One-token passes of an answer whose median says what plain decoding would take: one alone can be an outlier."""
-
-# Keys of ``SpecStats`` whose values are whole numbers, numbers, and numbers that there may be none of.
-CountName = Literal[
-    "prompt_tokens",
-    "cached_tokens",
-    "completion_tokens",
-    "thinking_tokens",
-    "num_forced_tokens",
-    "num_rounds",
-    "num_draft_tokens",
-    "num_accepted_tokens",
-    "num_ahead_hits",
-    "num_ahead_tokens",
-    "num_ahead_tokens_used",
-]
-FigureName = Literal[
-    "seconds_prompt", "seconds_draft", "seconds_verify", "seconds_other", "mean_acceptance_length", "tokens_per_second"
-]
-EstimateName = Literal[
-    "time_to_first_token_s", "acceptance_rate", "estimated_plain_tokens_per_second", "estimated_speedup"
-]
 
 _INNER = ("seconds_plain_token", "seconds_one_token")  # fields of ``SpecStats`` that are no statistics
 
@@ -414,14 +393,6 @@ class SpecStats(Mapping[str, Any]):
             "estimated_speedup": speed / plain if plain and speed else None,
         }
 
-    @overload
-    def __getitem__(self, key: CountName) -> int: ...
-    @overload
-    def __getitem__(self, key: FigureName) -> float: ...
-    @overload
-    def __getitem__(self, key: EstimateName) -> float | None: ...
-    @overload
-    def __getitem__(self, key: str) -> Any: ...
     def __getitem__(self, key: str) -> Any:
         return self.as_dict()[key]
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-import localspec.spec_decode.decoder
 from localspec import LLM
 from localspec.backends import reference
 from localspec.backends.base import Context, Forward
@@ -24,7 +23,7 @@ from localspec.spec_decode.rounds import Draft, DraftToken, Round
 from tests.conftest import TinyFiles
 from tests.spec_decode.test_exactness import EXACT, PROMPT, SAMPLING, Predictions, Tokens, plain_law
 from tests.spec_decode.test_lossless import N_CTX, Answer, TableContext, World, run
-from tests.support.enumeration import Branches, BranchingNoise, branching_samples, explore, largest_difference
+from tests.support.enumeration import largest_difference, law_of_answers
 
 pytestmark = pytest.mark.usefixtures("measured_home")
 
@@ -168,35 +167,27 @@ class Copier(Drafter):
         self.n_settled += len(emitted)
 
 
-@pytest.fixture
-def tables(tiny: TinyFiles) -> Iterator[tuple[Predictions, Predictions]]:
-    with reference.load(tiny.micro) as model, reference.load(tiny.micro_draft) as draft_model:
-        yield Predictions(model), Predictions(draft_model)
-
-
 @pytest.mark.parametrize(("length", "n", "beside_copies"), [(1, 2, False), (2, 3, False), (1, 3, True)])
 def test_the_law_of_whole_answers_is_that_of_plain_sampling(
-    tables: tuple[Predictions, Predictions], monkeypatch: pytest.MonkeyPatch, length: int, n: int, beside_copies: bool
+    target: Predictions,
+    small: Predictions,
+    monkeypatch: pytest.MonkeyPatch,
+    length: int,
+    n: int,
+    beside_copies: bool,
 ) -> None:
     """Real decoder, drafter, proposer and group; samples and most probable tokens, with rivals, beside copies."""
-    branching_samples(monkeypatch)
-    target, small = tables
     params = replace(SAMPLING, top_k=3, max_tokens=n, ignore_eos=True)
     branched: list[bool] = []
 
-    def program(branches: Branches) -> Tokens:
-        noise = BranchingNoise(branches)
-        monkeypatch.setattr(localspec.spec_decode.decoder, "Noise", lambda seed: noise)
-        drafters: list[Drafter] = [DraftModelDrafter(BranchingTable(small))]
-        drafters += [Copier(3, 4)] * beside_copies
+    def answer() -> list[Round]:
+        drafters: list[Drafter] = [DraftModelDrafter(BranchingTable(small)), *[Copier(3, 4)] * beside_copies]
         controller = Branchy(length=length)
         rounds = run(SpeculativeDecoder(BranchingTable(target), drafters, controller), list(PROMPT), params)
         branched.append(controller.n_branched > 0)
-        return tuple(token.id for round_ in rounds for token in round_.emitted)
+        return rounds
 
-    law = explore(program)
-    assert sum(law.values()) == pytest.approx(1.0, abs=EXACT)
-    assert largest_difference(plain_law(params, target, n), law) < EXACT
+    assert largest_difference(plain_law(params, target, n), law_of_answers(monkeypatch, answer)) < EXACT
     assert sum(branched) > len(branched) / 2
 
 

@@ -12,6 +12,7 @@ import pytest
 from localspec import LLM, SamplingParams
 from localspec.backends.base import Model
 from localspec.backends.reference import load
+from localspec.controllers.auto import AutoController
 from localspec.controllers.fixed import FixedController
 from localspec.prompts.prompts import PromptEncoder
 from localspec.prompts.templates import ChatTemplate
@@ -205,12 +206,18 @@ def test_the_controller_is_told_what_comes_next(tmp_path: Path, monkeypatch: pyt
     assert sorted(set(told)) == [False, True]
 
 
-def test_acceptance_is_learned_apart_where_a_model_thinks(tiny: TinyFiles, tmp_path: Path) -> None:
-    for pair, thinks in ((thinking_pair(tmp_path, "deepseek"), True), (tiny.quick, False)):
+def test_acceptance_is_learned_apart_where_a_model_thinks(
+    tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart: list[bool] = []
+    made = AutoController.__init__
+
+    def noted(self: AutoController, *args: Any, thinking: Any, **options: Any) -> None:
+        apart.append(thinking is not None)
+        made(self, *args, thinking=thinking, **options)
+
+    monkeypatch.setattr(AutoController, "__init__", noted)
+    for pair in (thinking_pair(tmp_path, "deepseek"), tiny.quick):
         with LLM(pair.target, draft=[pair.draft, "ngram"], backend="reference", n_ctx=512, idle=False) as llm:
             llm.chat(ASKED, SETTINGS[0], thinking_budget=13)
-            controller = llm.run(lambda pair: pair._last[1])
-        controller.plan(room=4, n_past=10, thinks=False)
-        of_answers = controller.acceptance.most_probable
-        controller.plan(room=4, n_past=10, thinks=True)
-        assert (controller.acceptance.most_probable is not of_answers) == thinks
+    assert apart == [True, False]
