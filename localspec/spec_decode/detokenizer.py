@@ -335,7 +335,7 @@ class TextAssembler:
             spans = self._read(last)
         else:
             spans = self._of_parts([*self.thinking.read(last), *self.thinking.finish()])
-        if not self.stopped:
+        if self._matchers and not self.stopped:  # without any nothing is held
             end = self._held.n_read if self._found is None else self._found
             self.stopped = self._found is not None
             spans = joined([*spans, *self._released(end)])

@@ -263,28 +263,8 @@ class Round:
 class SpecStats(Mapping[str, Any]):
     """Counters of one answer, under vLLM's names; a read-only mapping once the answer is complete.
 
-    Denominators:
-
-    * ``num_rounds``: target passes that emitted at least one token (prefill is not a round, nor are forced tokens).
-    * ``thinking_tokens``: those of ``completion_tokens`` that belong to thinking blocks, marks included;
-      ``num_forced_tokens``: those that closed a block because its budget was spent.
-    * ``num_draft_tokens``: those sent to the target; ``num_accepted_tokens``: those it accepted. One that was accepted
-      but lies beyond an end token, stop string or the budget counts as accepted: the target did accept it.
-    * ``acceptance_rate``: accepted / drafted tokens; None when nothing was drafted.
-    * ``mean_acceptance_length``: completion tokens that were not forced / rounds, the target's own token included:
-      plain decoding is 1.
-    * ``accepted_per_position[i]``: rounds in which a draft token at position i was accepted;
-      ``drafted_per_position[i]``: rounds that had one there. Of a draft that branches there may be several.
-    * ``num_ahead_hits``: rounds whose draft, or its beginning, was made while the target verified the one before;
-      ``num_ahead_tokens``: draft tokens made so, ``num_ahead_tokens_used`` those of them that were sent.
-    * ``tokens_per_second``: completion tokens / (seconds_draft + seconds_verify + seconds_other); prompt excluded.
-    * ``estimated_plain_tokens_per_second``: 1 / t(1), t(1) being the median time of this answer's own one-token passes
-      if it has ``FEWEST_PLAIN`` of them, else ``seconds_plain_token``. ``estimated_speedup`` is the ratio of the two.
-      None where nothing was drafted, which is plain decoding, or where t(1) is not known.
-
-    Attributes:
-        seconds_plain_token: t(1) as known otherwise [s]; None where it is not.
-        seconds_one_token: of each pass over one token [s], sorted; None where the passes were other answers' too.
+    docs/formats.md defines each. ``seconds_plain_token`` is t(1) as known otherwise [s], ``seconds_one_token`` the time
+    of each pass over one token, sorted; None where the passes were other answers' too.
     """
 
     prompt_tokens: int = 0

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -191,17 +190,17 @@ def rounds_law(
     return continuations(PROMPT, n)
 
 
-def plain_law(params: SamplingParams, target: Predictions, n: int = 2) -> dict[Tokens, float]:
-    """The law of plain sampling, from ``distribution`` alone."""
-    law: dict[Tokens, float] = {}
-    for tokens in product(range(target.n_vocab), repeat=n):
-        probability, seen = 1.0, PROMPT
-        for token in tokens:
-            if probability:
-                probability *= distribution(target[seen], seen, params).prob(token)
-            seen = (*seen, token)
-        law[tokens] = probability
-    return law
+def plain_law(params: SamplingParams, target: Predictions, n: int = 2, said: Tokens = ()) -> dict[Tokens, float]:
+    """The law of plain sampling of n tokens, which begin with what was said, from ``distribution`` alone."""
+    if len(said) >= n:
+        return {said: 1.0}
+    seen = (*PROMPT, *said)
+    law = distribution(target[seen], seen, params)
+    return {
+        tokens: probability * weight
+        for token, probability in zip(law.ids.tolist(), law.probs.tolist(), strict=True)
+        for tokens, weight in plain_law(params, target, n, (*said, token)).items()
+    }
 
 
 @pytest.mark.parametrize("kind", GUESSES)

@@ -17,7 +17,7 @@ from localspec.controllers.fixed import FixedController
 from localspec.prompts.prompts import PromptEncoder
 from localspec.prompts.templates import ChatTemplate
 from localspec.spec_decode.detokenizer import TextAssembler, ThinkingReader
-from localspec.spec_decode.rounds import Span
+from localspec.spec_decode.rounds import Round, Span
 from tests.conftest import TinyFiles
 from tests.support.thinkers import FAMILIES, thinking_pair, write_thinker
 
@@ -190,7 +190,9 @@ def test_without_thinking_an_answer_begins_at_once(tmp_path: Path) -> None:
 
 
 def test_the_controller_is_told_what_comes_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And learns from what the model said, not from what it was made to say."""
     told: list[bool] = []
+    learned: list[Round] = []
     plan = FixedController.plan
 
     def noted(self: FixedController, *args: Any, thinks: bool, **situation: Any) -> Any:
@@ -198,11 +200,13 @@ def test_the_controller_is_told_what_comes_next(tmp_path: Path, monkeypatch: pyt
         return plan(self, *args, thinks=thinks, **situation)
 
     monkeypatch.setattr(FixedController, "plan", noted)
+    monkeypatch.setattr(FixedController, "learn", lambda self, round_: learned.append(round_))
     pair = thinking_pair(tmp_path, "deepseek")  # the prompt opens a block
     with LLM(pair.target, draft=pair.draft, backend="reference", n_ctx=512, idle=False) as llm:
         rounds = [*llm.rounds(ASKED, SETTINGS[0], draft_length=4, thinking_budget=13)]
     decided = [round_ for round_ in rounds if round_.emitted and round_.verdict.kind != "forced"]
     assert told == [round_.emitted[0].thinking for round_ in decided]
+    assert learned == decided != rounds
     assert sorted(set(told)) == [False, True]
 
 

@@ -19,7 +19,7 @@ import localspec.spec_decode.verification as verification
 from localspec.sampling.sampling import Distribution, Noise, SamplingParams, distribution
 from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, SpecStats, Verdict
 from localspec.spec_decode.verification import verify
-from tests.spec_decode.test_exactness import CHAINS, DEFECT, EXACT, PROMPT, UNFILTERED, Predictions, Tokens
+from tests.spec_decode.test_exactness import CHAINS, DEFECT, EXACT, PROMPT, UNFILTERED, Predictions, Tokens, plain_law
 from tests.support.enumeration import Branches, BranchingNoise, branching_samples, explore, largest_difference
 
 DEPTH = 3
@@ -166,23 +166,12 @@ def round_law(
 
 def difference(law: dict[Tokens, float], params: SamplingParams, target: Predictions, n: int) -> float:
     """How far what was emitted, continued by plain sampling to n tokens, is from plain sampling."""
-
-    def continued(emitted: Tokens, left: int) -> dict[Tokens, float]:
-        if left <= 0:
-            return {emitted: 1.0}
-        p = distribution(target[(*PROMPT, *emitted)], (*PROMPT, *emitted), params)
-        law: dict[Tokens, float] = {}
-        for id_, prob in zip(p.ids.tolist(), p.probs.tolist(), strict=True):
-            for tokens, weight in continued((*emitted, id_), left - 1).items():
-                law[tokens] = prob * weight
-        return law
-
     found: dict[Tokens, float] = {}
     for emitted, probability in law.items():
-        for tokens, weight in continued(emitted, n - len(emitted)).items():
+        for tokens, weight in plain_law(params, target, n, emitted).items():
             found[tokens] = found.get(tokens, 0.0) + probability * weight
     assert sum(found.values()) == pytest.approx(1.0, abs=EXACT)
-    return largest_difference(found, continued((), n))
+    return largest_difference(found, plain_law(params, target, n))
 
 
 @pytest.mark.parametrize("width", [2, 3])

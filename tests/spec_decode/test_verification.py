@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from localspec.sampling.sampling import Distribution, Noise, SamplingParams, distribution, draft_distribution
+from localspec.sampling.sampling import Distribution, Noise, SamplingParams, distribution
 from localspec.spec_decode.rounds import Draft, DraftToken, Verdict
 from localspec.spec_decode.verification import STREAM_DRAFT, verify
 
@@ -75,51 +75,6 @@ class TestGreedy:
         verify(draft_of(3), rows, tokens, SamplingParams(presence_penalty=1.0), Noise(0))
         assert tokens == [0, 1]
         assert np.array_equal(rows, before)
-
-
-class TestLargeVocabulary:
-    """The law of what is emitted without a seed, over more tokens than are worked on at a time.
-
-    By simulation: N runs, false alarm under 1e-4 a test, fixed seeds. Tokens expected less than ten times are pooled.
-    """
-
-    N = 2_000
-    PARAMS = SamplingParams(temperature=0.9)
-
-    def row(self, seed: int, n: int = 16_500) -> np.ndarray:
-        rng = np.random.default_rng(seed)
-        row = rng.normal(0, 2.0, n).astype(np.float32)
-        row[rng.integers(0, 60, 20)] += 9.0
-        return row
-
-    @pytest.mark.parametrize("likely_only", [True, False])
-    def test_drafted_and_recovered_tokens(self, likely_only: bool) -> None:
-        rows, q_row = np.stack([self.row(1), self.row(2)]), 0.5 * self.row(3) + 0.5 * self.row(1)
-        q = (draft_distribution if likely_only else distribution)(q_row, [], self.PARAMS)
-        assert (len(q.ids) < 5000) == likely_only
-        laws = [distribution(row, [], self.PARAMS) for row in rows]
-        counts = np.zeros((2, len(rows[0])))
-        kinds = Counter[str]()
-        for seed in range(self.N):
-            noise = Noise(seed)
-            noise.fresh = True
-            draft = Draft([DraftToken(q.sample(noise, seed, STREAM_DRAFT), "model", 0.5, q)])
-            verdict = verify(draft, rows, [2], self.PARAMS, noise)
-            kinds[verdict.kind] += 1
-            if verdict.n_accepted:
-                counts[1, verdict.next_token] += 1
-            counts[0, draft[0].id if verdict.n_accepted else verdict.next_token] += 1
-        assert min(kinds["bonus"], kinds["recovered"]) > self.N / 5
-        overlap = np.minimum(laws[0].probs, q.probs_of(laws[0].ids)).sum()
-        assert stats.binomtest(kinds["bonus"], self.N, overlap).pvalue > 1e-4
-        for observed, law in zip(counts, laws, strict=True):
-            wanted = law.probs * observed.sum()
-            common = wanted >= 10
-            cells = [*observed[common]], [*wanted[common]]
-            for rare in np.array_split(np.flatnonzero(~common), 6):  # of any token, also where blocks end
-                cells[0].append(observed[rare].sum())
-                cells[1].append(wanted[rare].sum())
-            assert stats.chisquare(*cells, sum_check=False).pvalue > 1e-4
 
 
 class TestSampled:

@@ -30,18 +30,14 @@ class Plan:
 
     Args:
         room: most tokens of the draft.
-        copying: sources of copies under ``SURE_COPY`` that give way to a draft model's token.
+        copying: sources whose copies give way to a draft model's token where they are under ``SURE_COPY``.
         n_beside: most tokens of the draft outside of its chain.
-
-    Attributes:
-        room: how many more tokens may be drafted in this round.
-        gives_way: whether the end of the draft may be left out where draft tokens of other answers are worth more.
     """
 
-    gives_way = False
+    gives_way = False  # whether the draft's end may be left out where draft tokens of other answers are worth more
 
     def __init__(self, room: int, copying: Collection[str] = (), n_beside: int = 0) -> None:
-        self.room = room
+        self.room = room  # how many more tokens may be drafted in this round
         self._copying, self._n_beside = copying, n_beside
 
     def branching(self) -> Branching | None:
@@ -112,27 +108,16 @@ class Branching:
 
 @dataclass(frozen=True, slots=True)
 class DrafterInfo:
-    """What the rest needs to know of a drafter.
+    """What the rest needs to know of a drafter."""
 
-    Attributes:
-        source: its name in rounds and statistics: ``model``, ``ngram``, …
-        name: what ``--draft`` calls it, where it loads no model; "" is its source.
-        runs_model: whether a draft token takes a pass of a model, which has a cost model; else it costs nothing.
-        copies: whether it copies what it has read, as n-grams do; an unsure copy can give way to a model's token.
-        one_pass: whether a pass of its model makes all of a draft, and not one token of it.
-        taps: names of the target's hidden states that ``process`` is to bring, see ``Context.hidden``.
-        n_states: of the last tokens of a prompt, after how many it wants those states.
-        rate: share of places at which its first token is right, so far as its file says; else None.
-    """
-
-    source: str
-    name: str = ""
-    runs_model: bool = False
-    copies: bool = False
-    one_pass: bool = False
-    taps: tuple[str, ...] = ()
-    n_states: int = 0
-    rate: float | None = None
+    source: str  # its name in rounds and statistics: ``model``, ``ngram``, …
+    name: str = ""  # what ``--draft`` calls it, where it loads no model; "" is its source
+    runs_model: bool = False  # a draft token takes a pass of a model, of which there is a cost model; else nothing
+    copies: bool = False  # it copies what it has read; an unsure copy can give way to a model's token
+    one_pass: bool = False  # a pass of its model makes all of a draft, and not one token of it
+    taps: tuple[str, ...] = ()  # hidden states of the target that ``process`` brings, see ``Context.hidden``
+    n_states: int = 0  # of the last tokens of a prompt, after how many it wants those states
+    rate: float | None = None  # share of places at which its first token is right, as far as its file says
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.name or self.source)
@@ -159,13 +144,10 @@ class Drafter(ABC):
     def begin(  # noqa: B027 - optional hook
         self, tokens: Sequence[int], *, prediction: Sequence[int] = (), target: Context | None = None
     ) -> None:
-        """A new answer begins. Keep what earlier ones share with it.
+        """A new answer to the prompt ``tokens`` begins; keep what earlier ones share with it.
 
-        Args:
-            tokens: the whole prompt.
-            prediction: a text that the answer is likely to repeat, from its beginning.
-            target: the context that verifies its drafts. It may decode in it while it drafts; what it has decoded there
-                is gone when the draft is verified.
+        ``prediction`` is a text that the answer is likely to repeat, ``target`` the context that verifies the drafts:
+        what a drafter decodes in it is gone by then.
         """
 
     def process(self, tokens: Sequence[int], forward: Forward) -> None:  # noqa: B027 - optional hook
