@@ -20,9 +20,9 @@ from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.ahead import DraftAhead
 from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.detokenizer import TextAssembler
-from localspec.spec_decode.drafters.base import Drafter, Plan
+from localspec.spec_decode.drafters.base import Drafter, DrafterInfo, Plan, Proposer
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
-from localspec.spec_decode.rounds import DraftToken, Round
+from localspec.spec_decode.rounds import Draft, DraftToken, Round
 from tests.conftest import TinyFiles
 from tests.spec_decode.test_exactness import DEFECT, EXACT, PROMPT, SAMPLING, Predictions, plain_law
 from tests.spec_decode.test_lossless import N_CTX, NosyController, RandomController, TableContext, World, run
@@ -186,6 +186,40 @@ def test_passes_overlap_with_drafting_on_a_waiting_engine(tiny: TinyFiles) -> No
     assert answers[0] == answers[1]
     assert sum(round_.ahead.taken for round_ in rounds if round_.ahead) > 0
     assert sum(round_.ahead.prepared for round_ in rounds if round_.ahead) > 0
+
+
+class Reader(Drafter):
+    """One that drafts from states of the target, which there are none of while the target computes them."""
+
+    info = DrafterInfo("reader", taps=("norm",))
+    is_early, n_asked = False, 0
+
+    def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
+        assert not self.is_early
+        self.n_asked += 1
+        return []
+
+
+def test_what_reads_states_waits_for_them(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, prepare = Reader(), DraftAhead._prepare
+
+    def prepared(self: DraftAhead, tokens: list[int], draft: Draft) -> None:
+        reader.is_early = True
+        prepare(self, tokens, draft)
+        reader.is_early = False
+
+    monkeypatch.setattr(DraftAhead, "_prepare", prepared)
+    with reference.load(tiny.quick.target) as target, reference.load(tiny.quick.draft) as small:
+        ahead = DraftAhead(cautious=False, new_executor=AtOnce, n_steps=8)
+        drafters = [reader, DraftModelDrafter(small.new_context(N_CTX))]
+        context = target.new_context(N_CTX, hidden=("norm",))
+        rounds = run(
+            SpeculativeDecoder(context, drafters, FixedController(3), ahead=ahead),
+            [5, 6],
+            SamplingParams(max_tokens=20),
+        )
+    assert reader.n_asked > 0
+    assert any(round_.ahead and round_.ahead.prepared for round_ in rounds)
 
 
 # -- what can go wrong -------------------------------------------------------------------------------------------------
