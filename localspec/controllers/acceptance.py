@@ -203,24 +203,24 @@ class SourceAcceptance:
             histogram[:] = [keep * old + (1.0 - keep) * new for old, new in zip(histogram, typical, strict=True)]
 
     def as_dict(self) -> dict[str, Any]:
-        beside = [list(each) for each in self._siblings]
-        return {"hits": self.hits, "seen": self.seen, "histograms": self.histograms, "beside": beside}
+        siblings = [list(each) for each in self._siblings]
+        return {"hits": self.hits, "seen": self.seen, "histograms": self.histograms, "beside": siblings}
 
     def restore(self, stored: Any) -> None:
         """Start from what another run learned, at half its weight; ignores what is malformed."""
         try:
             hits, seen = [float(x) for x in stored["hits"]], [float(x) for x in stored["seen"]]
             histograms = [[float(x) for x in histogram] for histogram in stored["histograms"]]
-            beside = [(float(hit), float(n)) for hit, n in stored.get("beside", self._siblings)]
+            siblings = [(float(hit), float(n)) for hit, n in stored.get("beside", self._siblings)]
         except (TypeError, KeyError, ValueError, AttributeError):
             return
         sizes = [len(each) for each in (hits, seen, *histograms)]
         if sizes != [N_BINS] * (2 + len(self.histograms)):
             return
         are_shares = all(abs(sum(shares) - 1) < 0.05 and min(shares) >= 0 for shares in histograms)
-        counts = [*zip(hits, seen, strict=True), *beside]
-        if are_shares and len(beside) == N_BINS and all(0 <= hit <= n <= 1e4 for hit, n in counts):
-            self._siblings = [(hit / 2, n / 2) for hit, n in beside]
+        counts = [*zip(hits, seen, strict=True), *siblings]
+        if are_shares and len(siblings) == N_BINS and all(0 <= hit <= n <= 1e4 for hit, n in counts):
+            self._siblings = [(hit / 2, n / 2) for hit, n in siblings]
             self.hits, self.seen = [hit / 2 for hit in hits], [n / 2 for n in seen]
             self.histograms = histograms
             self._drift(0.5)

@@ -197,7 +197,7 @@ class AutoPlan(Plan, Branching):
         self._after, self._last_source = after, source
         return expected
 
-    def beside(self, draft: Draft, parent: int, source: str, confidence: float) -> float | None:
+    def branch(self, draft: Draft, parent: int, source: str, confidence: float) -> float | None:
         rivals = draft.children(parent)
         acceptance = self.acceptance[source]
         expected = acceptance.sibling(confidence) if rivals else acceptance.expected(confidence)

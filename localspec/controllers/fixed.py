@@ -16,18 +16,18 @@ MAX_FIXED_DRAFT = 64
 class FixedController(Controller):
     """Always drafts the same number of tokens; 0 is plain decoding.
 
-    An unsure copy gives way where one of ``drafters`` runs a model; ``beside`` is the most tokens of a draft outside of
-    its chain. ``times`` is the target's t(w), corrected by what is observed.
+    An unsure copy gives way where one of ``drafters`` runs a model; ``branches`` is the most tokens of a draft outside
+    of its chain. ``times`` is the target's t(w), corrected by what is observed.
     """
 
     def __init__(
-        self, length: int, times: PassCost | None = None, drafters: Sequence[Drafter] = (), *, beside: int = 0
+        self, length: int, times: PassCost | None = None, drafters: Sequence[Drafter] = (), *, branches: int = 0
     ) -> None:
         if not 0 <= length <= MAX_FIXED_DRAFT:
             raise UsageError(f"the draft length must be auto or 0..{MAX_FIXED_DRAFT}, not {shown(length)}")
         self.length = length
         self.times = times
-        self._beside = beside
+        self._n_branches = branches
         has_model = any(drafter.info.runs_model for drafter in drafters)
         self.copying = {each.info.source for each in drafters if each.info.copies and has_model}
 
@@ -44,7 +44,7 @@ class FixedController(Controller):
         lost: Set[str] = frozenset(),
     ) -> Plan:
         length = min(room, self.length)
-        return Plan(length, () if lost else self.copying, min(room - length, self._beside))
+        return Plan(length, () if lost else self.copying, min(room - length, self._n_branches))
 
     def learn(self, round_: Round) -> None:
         if self.times is not None:

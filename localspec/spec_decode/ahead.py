@@ -2,13 +2,13 @@
 
 In the ordinary order draft and target wait for each other. Where they run on different devices the drafters can go on:
 a pass over k draft tokens ends in one of few likely ways, (i accepted, then token x). For the likeliest of them drafts
-are prepared beside the pass; when the verdict is one of them the next draft is there already, else it is made in the
+are prepared during the pass; when the verdict is one of them the next draft is there already, else it is made in the
 ordinary order. (Speculative speculative decoding, Kumar, Dao and May 2026, whose algorithm is called Saguaro.)
 
 With a_j the expected acceptance of draft token j and q(x) the drafter's own probability of x, the outcome (i, x) is
 taken to have the probability a_1···a_i·(1 - a_(i+1))·q(x)/(1 - q(d_(i+1))), and (k, x) a_1···a_k·q(x). What would be
 drafted then is drafted by the same drafters in the same way, so a draft is as honest as ever: its tokens are sampled
-with noise of their own, before anybody knows whether they will be sent, and which are sent depends on the outcome, on
+with noise of their own, before it is known whether they will be sent, and which are sent depends on the outcome, on
 the time there was and on distributions, never on which tokens came out.
 """
 
@@ -42,9 +42,9 @@ Prepared = tuple[list[DraftToken], list[Alternatives]]
 # pause comes one trial, and if that fails a pause twice as long.
 N_TRIAL, N_PAUSE, LONGEST_PAUSE = 24, 96, 1536
 
-# Passes without drafting beside them and with it that are compared; one of so many goes without, until there are enough
+# Passes alone and with drafting meanwhile that are compared; one of so many goes without, until there are enough
 # and afterwards.
-N_ALONE, N_BESIDE, OFTEN, RARELY = 12, 48, 4, 24
+N_ALONE, N_OVERLAPPED, OFTEN, RARELY = 12, 48, 4, 24
 
 
 def moved(mean_ms: float, ms: float, share: float) -> float:
@@ -63,9 +63,9 @@ class AheadBalance:
     def __init__(self, *, cautious: bool = True) -> None:
         self._is_cautious = cautious
         self._alone: deque[tuple[int, float]] = deque(maxlen=N_ALONE)
-        self._beside: deque[tuple[int, float]] = deque(maxlen=N_BESIDE)
+        self._overlapped: deque[tuple[int, float]] = deque(maxlen=N_OVERLAPPED)
         self._step_ms = self._saved_ms = 0.0
-        self._n_tried = self._n_beside = self._n_paused = 0
+        self._n_tried = self._n_overlapped = self._n_paused = 0
         self._pause = 0  # the first that fails is followed by another: these times are noisy
 
     @property
@@ -80,7 +80,7 @@ class AheadBalance:
             self._n_paused -= 1
             if not self._n_paused:  # times from before the pause may be of a machine that did other things
                 self._alone.clear()
-                self._beside.clear()
+                self._overlapped.clear()
             return True
         if self._n_tried == N_TRIAL:
             self._judge()
@@ -96,31 +96,31 @@ class AheadBalance:
         self._saved_ms += n_tokens * self._step_ms
 
     def passed(self, n_tokens: int, ms: float, *, late_ms: float | None = None) -> None:
-        """A pass is done; ``late_ms`` is how long the drafting beside it was then waited for."""
+        """A pass is done; ``late_ms`` is how long the drafting was then waited for."""
         if late_ms is None:
             self._alone.append((n_tokens, ms))
         else:
-            self._beside.append((n_tokens, ms))
+            self._overlapped.append((n_tokens, ms))
             self._saved_ms -= late_ms
-            self._n_beside += 1
+            self._n_overlapped += 1
 
     def _judge(self) -> None:
-        if self._saved_ms < self._n_beside * self._longer_ms():
+        if self._saved_ms < self._n_overlapped * self._longer_ms():
             self._n_paused, self._pause = self._pause, max(N_PAUSE, min(2 * self._pause, LONGEST_PAUSE))
         else:
             self._pause = 0
-        self._n_tried, self._n_beside, self._saved_ms = 0, 0, 0.0
+        self._n_tried, self._n_overlapped, self._saved_ms = 0, 0, 0.0
 
     def _longer_ms(self) -> float:
         by_tokens: defaultdict[int, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
-        for which, passes in enumerate((self._alone, self._beside)):
+        for which, passes in enumerate((self._alone, self._overlapped)):
             for n_tokens, ms in passes:
                 by_tokens[n_tokens][which].append(ms)
         longer: list[float] = []
-        for alone, beside in by_tokens.values():
-            if alone and beside:
-                difference = statistics.median(beside) - statistics.median(alone)
-                longer += [difference] * min(len(alone), len(beside))
+        for alone, overlapped in by_tokens.values():
+            if alone and overlapped:
+                difference = statistics.median(overlapped) - statistics.median(alone)
+                longer += [difference] * min(len(alone), len(overlapped))
         return statistics.median(longer) if longer else 0.0
 
 
@@ -205,7 +205,7 @@ class DraftAhead:
 
     Args:
         cautious: pause where it takes more time than it saves.
-        new_executor: makes what drafts beside the passes of an answer.
+        new_executor: makes what drafts while passes run.
         n_steps: draft steps a pass, which are waited for; None is as many as there is time for.
 
     Attributes:

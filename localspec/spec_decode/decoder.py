@@ -146,11 +146,11 @@ class SpeculativeDecoder:
             self.close()
 
     def decode(self, rows: TargetPass) -> Forward:
-        """Run one pass of the target for this answer alone; beside it, where that is done, the next draft is made."""
+        """Run one pass of the target for this answer alone; meanwhile, where that is done, the next draft is made."""
         answer, target = self._answer, self.target
         draft = None if answer is None else answer.draft
-        beside = answer.ahead.preparing(answer.tokens, draft) if answer and answer.ahead and draft is not None else None
-        with beside or nullcontext():
+        ahead = answer.ahead.preparing(answer.tokens, draft) if answer and answer.ahead and draft is not None else None
+        with ahead or nullcontext():
             if rows.parents is not None:
                 return target.decode_tree(rows.tokens, rows.parents)
             if rows.n_best:
@@ -328,7 +328,7 @@ class SpeculativeDecoder:
             judged.append((verdict.next_token, verdict.kind, "target"))
         row = forward.logits[verdict.accepted[-1] + 1 if verdict.n_accepted else 0]
         row = row.copy() if replays else row  # which a replay would overwrite
-        if draft.branches:  # what lies beside the accepted path is as if it had never been
+        if draft.branches:  # what lies off the accepted path is as if it had never been
             path = [0, *(i + 1 for i in verdict.accepted)]
             read, forward = [read[i] for i in path], forward.take(path)
             target.keep(path)

@@ -96,23 +96,17 @@ def joined(spans: Sequence[Span]) -> list[Span]:
 class ThinkingMarks(Protocol):
     """How a chat format marks thinking; names of control tokens are written after ``NAMED``."""
 
+    # What begins a block: at the beginning of the answer only, or anywhere if it begins with a control token.
     @property
-    def opening(self) -> Sequence[str]:
-        """What begins a block: at the beginning of the answer only, or anywhere if it begins with a control token."""
-
+    def opening(self) -> Sequence[str]: ...
     @property
     def closing(self) -> Sequence[str]: ...
     @property
-    def dropped(self) -> Sequence[str]:
-        """What belongs to the format of an answer, and is not shown."""
-
+    def dropped(self) -> Sequence[str]: ...  # belongs to the format of an answer, and is not shown
     @property
-    def names(self) -> Mapping[int, str]:
-        """The control tokens among these, by token id."""
-
+    def names(self) -> Mapping[int, str]: ...  # of the control tokens among these, by token id
     @property
-    def forced(self) -> Sequence[int]:
-        """Tokens that end a block whose budget is spent."""
+    def forced(self) -> Sequence[int]: ...  # tokens that end a block whose budget is spent
 
 
 class ThinkingReader:

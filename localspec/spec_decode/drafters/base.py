@@ -31,18 +31,18 @@ class Plan:
     Args:
         room: most tokens of the draft.
         copying: sources whose copies give way to a draft model's token where they are under ``SURE_COPY``.
-        n_beside: most tokens of the draft outside of its chain.
+        n_branches: most tokens of the draft outside of its chain.
     """
 
     gives_way = False  # whether the draft's end may be left out where draft tokens of other answers are worth more
 
-    def __init__(self, room: int, copying: Collection[str] = (), n_beside: int = 0) -> None:
+    def __init__(self, room: int, copying: Collection[str] = (), n_branches: int = 0) -> None:
         self.room = room  # how many more tokens may be drafted in this round
-        self._copying, self._n_beside = copying, n_beside
+        self._copying, self._n_branches = copying, n_branches
 
     def branching(self) -> Branching | None:
         """The permission to let the draft branch; None where that cannot pay."""
-        return Branching(self._n_beside) if self._n_beside else None
+        return Branching(self._n_branches) if self._n_branches else None
 
     def order(self, sources: Sequence[str]) -> Sequence[str]:
         """In which order drafters are asked for the next token of the draft."""
@@ -93,7 +93,7 @@ class Branching:
     def __init__(self, room: int) -> None:
         self.room = room
 
-    def beside(self, draft: Draft, parent: int, source: str, confidence: float) -> float | None:
+    def branch(self, draft: Draft, parent: int, source: str, confidence: float) -> float | None:
         """Whether another token that follows the draft token ``parent`` is worth a row of the target's pass.
 
         ``confidence`` is the drafter's own estimate that the token is right where those that follow ``parent`` already

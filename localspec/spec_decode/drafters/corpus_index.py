@@ -189,7 +189,7 @@ def _rules_above(folder: Path) -> _Rules:
 
 # A part of a corpus on disk: tokens, and their places in the order of the texts that end there.
 #
-# The texts are kept backwards, so that what ends like the text at hand *begins* like it backwards, and all places of
+# The texts are kept backwards, so that what ends like a text *begins* like it backwards, and all places of
 # it stand together in the suffix array (Manber and Myers 1990): one binary search finds the longest match, two more
 # how often it occurs. Only ``DEPTH`` tokens are compared, so sorting is bounded, and what a longer match would add is
 # little.

@@ -69,14 +69,14 @@ class DrafterGroup:
     def _branch(
         self, draft: Draft, tokens: list[int], branching: Branching, proposer: Proposer, end_tokens: frozenset[int]
     ) -> None:
-        """Beside a chain: what else its draft model would have said, place by place, and what others copy.
+        """Add to a chain what else its draft model would have said, place by place, and what others copy.
 
         What is sampled comes before what is not, which may then be left out for being there already.
         """
         rivals = proposer.rivals or {}
         for at, first in enumerate(draft[:]):
             rival = rivals.get(len(tokens) + at)
-            expected = rival and branching.beside(draft, at - 1, first.source, rival.confidence)
+            expected = rival and branching.branch(draft, at - 1, first.source, rival.confidence)
             if rival is not None and expected is not None:
                 token = DraftToken(proposer.draw(rival), first.source, rival.confidence, rival.law, expected)
                 draft.add(token, at - 1)
@@ -87,7 +87,7 @@ class DrafterGroup:
             for copy in self._ask(drafter, tokens, _Whatever(branching.room), proposer):
                 here = [child for child in draft.children(at) if draft[child].id == copy.id]
                 if not here:
-                    expected = branching.beside(draft, at, copy.source, copy.prob)
+                    expected = branching.branch(draft, at, copy.source, copy.prob)
                     if expected is None:
                         break
                     draft.add(DraftToken(copy.id, copy.source, copy.prob, None, expected), at)

@@ -16,7 +16,7 @@ from localspec.spec_decode.drafters.names import NGRAM
 # A suffix automaton (Blumer et al. 1985) is the smallest machine that reads exactly the substrings of a text. A state
 # stands for the substrings that end at the same set of places; its *link* leads to the longest shorter suffix that
 # also ends elsewhere. So the link of the state of the whole text is the longest recent suffix that occurred before:
-# the match is at hand at any time, without a search. A token is added in amortised constant time; there are at most
+# the match is known at any time, without a search. A token is added in amortised constant time; there are at most
 # two states a token.
 #
 # On top of it every state knows how often it was followed by a token at all, and its best continuation: a token takes
