@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from localspec.backends.base import Model
 from localspec.errors import UnsupportedModel, shown
 from localspec.heads.card import TargetFacts, Training
 from localspec.model_files.gguf import TENSOR_TYPES, GGUFFile, damaged, whole
@@ -16,6 +18,21 @@ from localspec.model_files.vocab import Vocab
 
 LLAMA_CPP = {"llama-cpp": "localspec.heads.llama:load"}
 """llama.cpp computes all kinds; see ``PublishedHead.engines``."""
+
+OWN_TENSORS = {"embeddings": "token_embd.weight", "output": "output.weight"}
+"""Matrices that a head has or borrows from its target."""
+
+
+class LoadHeadModel(Protocol):
+    """Load a head's weights; its contexts' ``decode_floats`` takes states and the tokens' real ids.
+
+    Raises:
+        UnsupportedModel: the engine has no kernels for it, or cannot borrow what it borrows.
+        ModelFileError: it is damaged.
+        EngineError: the engine refuses it.
+    """
+
+    def __call__(self, head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None) -> Model: ...
 
 
 @dataclass(frozen=True)
@@ -52,7 +69,7 @@ class PublishedHead:
     Attributes:
         kind: its name in files and arguments.
         title: its name for people.
-        engines: engine that computes it -> its ``published.LoadHeadModel``, as "module:function". The first serves
+        engines: engine that computes it -> its ``LoadHeadModel``, as "module:function". The first serves
             targets on other engines.
         taps: the hidden states of the target that it reads, in order; see ``backends.base``.
         n_target: width of each of them.

@@ -27,7 +27,7 @@ from localspec.backends.reference import (
 )
 from localspec.errors import EngineError, UnsupportedModel, shown
 from localspec.heads.card import HeadCard, Training
-from localspec.heads.kinds.base import LLAMA_CPP, PublishedHead, attention_sizes, layers_read, token_map
+from localspec.heads.kinds.base import LLAMA_CPP, OWN_TENSORS, PublishedHead, attention_sizes, layers_read, token_map
 from localspec.model_files.gguf import (
     GGUFFile,
     GGUFOutput,
@@ -139,7 +139,7 @@ def read(file: GGUFFile) -> PublishedHead:
     vocab = Vocab.from_gguf(file) if has_tokens else None
     n_vocab = vocab.n_tokens if vocab is not None else whole(file, "vocab_size")
     ids = token_map(file, n_vocab)
-    borrows = [what for what, tensor in _OWN.items() if tensor not in file.tensors]
+    borrows = [what for what, tensor in OWN_TENSORS.items() if tensor not in file.tensors]
     if "output" in borrows and "d2t" in file.tensors:
         raise damaged(file, "it has a token map but no output matrix")
     shapes: dict[str, tuple[int, ...]] = {
@@ -160,7 +160,7 @@ def read(file: GGUFFile) -> PublishedHead:
     }
     if file.field("norm_before_fc", False):
         shapes["enc.output_norm.weight"] = (N_TAPS * n_target,)
-    check_shapes(file, shapes, optional=tuple(_OWN.values()))
+    check_shapes(file, shapes, optional=tuple(OWN_TENSORS.values()))
     return PublishedHead(
         kind="eagle3",
         title="EAGLE-3",
@@ -176,9 +176,6 @@ def read(file: GGUFFile) -> PublishedHead:
         vocab=vocab,
         training=_training(file),
     )
-
-
-_OWN = {"embeddings": "token_embd.weight", "output": "output.weight"}
 
 
 def _training(file: GGUFFile) -> Training | None:
