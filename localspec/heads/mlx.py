@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from localspec.backends.base import Capabilities, FloatArray, Forward, Model, TokenIds, Wanted
+from localspec.backends.base import Capabilities, FloatArray, Forward, Model, Wanted
 from localspec.backends.best_rows import best_pays, head_pass
 from localspec.backends.mlx.architecture import ARCHITECTURES, Architecture, Attention, Header, read_attention
 from localspec.backends.mlx.library import NAME, binding, defer_mlx_lm, owner
@@ -20,7 +20,8 @@ from localspec.backends.mlx.network import Network, install_rope, rope_scaling
 from localspec.backends.mlx.placement import fill
 from localspec.backends.mlx.weights import Format
 from localspec.errors import EngineError, UnsupportedModel
-from localspec.heads.kinds.base import OWN_TENSORS, LoadHeadModel, MaskBlock, PublishedHead
+from localspec.heads.base import HeadContext
+from localspec.heads.kinds.base import OWN_TENSORS, LoadHeadModel, PublishedHead
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.vocab import Vocab
 
@@ -78,9 +79,7 @@ class MLXHeadModel(MLXModel):
         return (MLXBlockContext if self.head.block else MLXHeadContext)(self, n_ctx, hidden)
 
 
-class MLXHeadContext(MLXContext):
-    """Memory of a head. ``decode_floats`` takes states as rows, and the tokens' real ids."""
-
+class MLXHeadContext(HeadContext, MLXContext):
     model: MLXHeadModel
 
     def fuse(self, states: FloatArray) -> FloatArray:
@@ -99,17 +98,11 @@ class MLXHeadContext(MLXContext):
         return self._owner.run(compute)
 
     def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted, n_best: int = 0) -> Forward:
-        if max(tokens) >= self.model.head.n_vocab:
-            raise EngineError(f"{self.model.path.name} has no token {max(tokens)}")
+        self._check_tokens(tokens)
         return super()._decode_floats(rows, tokens, logits, n_best)
-
-    def _decode(self, tokens: Sequence[int], logits: Wanted) -> Forward:
-        raise EngineError(f"{self.model.path.name} is a draft head and cannot tokenize text")
 
 
 class MLXBlockContext(MLXHeadContext):
-    """See ``heads.llama.LlamaBlockContext``."""
-
     def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted, n_best: int = 0) -> Forward:
         for start in range(0, len(rows), self._n_chunk):
             part = rows[start : start + self._n_chunk]
@@ -128,23 +121,14 @@ class MLXBlockContext(MLXHeadContext):
             raise EngineError(f"{self.model.engine} failed on {len(rows)} rows: {error}") from None
         memory.n_past += len(rows)
 
-    def guesses(self, token: int, n: int, n_best: int = 0) -> tuple[FloatArray, TokenIds | None]:
-        of = cast(MaskBlock, self.model.head.block)
-        block = [token, *[of.mask] * (n + of.n_skipped - 1)]
-        self._check_room(len(block))
-        if not 0 <= token < self.model.head.n_vocab or not 0 < n <= of.n_guesses:
-            raise EngineError(f"{self.model.path.name} cannot decode a block of {n} tokens after {token}")
-        n_best = n_best if self.finds_best else 0
-        forward = self._feed(block, lambda: self._pass(block, "all", n_best=n_best))
-        ids = None if forward.ids is None else self.model.head.ids[forward.ids[of.n_skipped :]]
-        return forward.logits[of.n_skipped :], ids
+    def _guess(self, block: Sequence[int], n_best: int) -> Forward:
+        return self._pass(block, "all", n_best=n_best)
 
 
 # Parts of networks of heads, built as mlx-lm's model classes are: memory, rotary embedding, repacking and passes are
 # those of every model.
 
-HEAD_DTYPE = mx.float32
-"""No probe of a head's file tells how large the states are that it is fed with."""
+HEAD_DTYPE = mx.float32  # no probe of a head's file tells how large the states are that it is fed with
 
 
 class HeadAttention(nn.Module):  # type: ignore[misc]
@@ -203,8 +187,8 @@ class HeadModule(nn.Module):  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Sizes in a head's header; ``n_taps``: channels of all tapped states."""
+class HeadSizes:
+    """HeadSizes in a head's header; ``n_taps``: channels of all tapped states."""
 
     n_embd: int
     n_ff: int
@@ -218,7 +202,7 @@ def read_network(
     target: Network | None,
     architecture: Architecture,
     checked: Sequence[str],
-    build: Callable[[Header, Sizes], nn.Module],
+    build: Callable[[Header, HeadSizes], nn.Module],
 ) -> Network:
     """A head as a network whose logits are for ``head.ids``, in their order; call it on the thread that will compute.
 
@@ -235,7 +219,7 @@ def read_network(
     with GGUFFile(head.path) as file:
         header = Header(file)
         n_ff, eps = header.integer("feed_forward_length"), header.real("attention.layer_norm_rms_epsilon")
-        sizes = Sizes(head.n_embd, n_ff, len(head.taps) * head.n_target, eps, read_attention(header))
+        sizes = HeadSizes(head.n_embd, n_ff, len(head.taps) * head.n_target, eps, read_attention(header))
         module = HeadModule(build(header, sizes))
         has_embeddings, has_output = (name in file.tensors for name in OWN_TENSORS.values())
         if has_embeddings:

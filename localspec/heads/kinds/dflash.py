@@ -25,11 +25,9 @@ from localspec.heads.kinds.base import (
 from localspec.model_files.gguf import GGUFFile, check_shapes, damaged, whole
 from localspec.model_files.vocab import Vocab
 
-MAX_ROWS = 64
-"""Rows of the widest block: one pass has to hold all of it."""
+MAX_ROWS = 64  # rows of the widest block: one pass has to hold all of it
+_BLOCK_SIZE = 16  # of a file that does not say
 
-_BLOCK_SIZE = 16
-"""Of a file that does not say."""
 
 def read(file: GGUFFile) -> PublishedHead:
     """The header of an open file of a block drafter.

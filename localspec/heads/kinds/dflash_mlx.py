@@ -16,8 +16,9 @@ from localspec.backends.mlx.architecture import MLP, Architecture, Header
 from localspec.backends.mlx.network import Network
 from localspec.errors import UnsupportedModel
 from localspec.heads.kinds.base import PublishedHead
-from localspec.heads.mlx import FeedForward, HeadAttention, Sizes, loader, read_network
+from localspec.heads.mlx import FeedForward, HeadAttention, HeadSizes, loader, read_network
 
+# Where the tensors of such a file belong; names and layout are those of llama.cpp's converter
 DFLASH = Architecture(
     "dflash",
     {
@@ -34,14 +35,13 @@ DFLASH = Architecture(
     top={"fc": "fc", "enc.output_norm": "fc_norm"},
     no_parameters=("d2t",),
 )
-"""Where the tensors of such a file belong; names and layout are those of llama.cpp's converter."""
 
+# Settings that dflash.read has read, and those read here
 _CHECKED = ("target_layers", "block_size", "block_count", "attention.sliding_window")
-"""Settings that ``dflash.read`` has read, and those read here."""
 
 
 class _Layer(nn.Module):  # type: ignore[misc]
-    def __init__(self, sizes: Sizes, window: int | None) -> None:
+    def __init__(self, sizes: HeadSizes, window: int | None) -> None:
         super().__init__()
         self.attn_norm = nn.RMSNorm(sizes.n_embd, eps=sizes.eps)
         self.self_attn = HeadAttention(sizes.attention, sizes.n_embd, sizes.n_embd, sizes.eps)
@@ -64,7 +64,7 @@ class _Layer(nn.Module):  # type: ignore[misc]
 class BlockTrunk(nn.Module):  # type: ignore[misc]
     """Tokens of a block [1, n] -> rows for the output matrix [1, n, n_embd]."""
 
-    def __init__(self, sizes: Sizes, windows: Sequence[int | None]) -> None:
+    def __init__(self, sizes: HeadSizes, windows: Sequence[int | None]) -> None:
         super().__init__()
         self.fc = nn.Linear(sizes.n_taps, sizes.n_embd, bias=False)
         self.fc_norm = nn.RMSNorm(sizes.n_embd, eps=sizes.eps)

@@ -12,8 +12,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from localspec.backends.mlx.architecture import MLP, Architecture, Header
-from localspec.heads.mlx import FeedForward, HeadAttention, Sizes, loader, read_network
+from localspec.heads.mlx import FeedForward, HeadAttention, HeadSizes, loader, read_network
 
+# Where the tensors of such a file belong; names and layout are those of llama.cpp's converter
 EAGLE3 = Architecture(
     "eagle3",
     {
@@ -30,14 +31,12 @@ EAGLE3 = Architecture(
     top={"fc": "fc", "enc.output_norm": "fc_norm"},
     no_parameters=("d2t",),
 )
-"""Where the tensors of such a file belong; names and layout are those of llama.cpp's converter."""
 
-_CHECKED = ("target_layers", "target_hidden_size", "block_count")
-"""Settings that ``eagle3.read`` has read."""
+_CHECKED = ("target_layers", "target_hidden_size", "block_count")  # settings that eagle3.read has read
 
 
 class _Layer(nn.Module):  # type: ignore[misc]
-    def __init__(self, sizes: Sizes, *, norm_before_residual: bool) -> None:
+    def __init__(self, sizes: HeadSizes, *, norm_before_residual: bool) -> None:
         super().__init__()
         self.norm_before_residual = norm_before_residual
         self.embedding_norm = nn.RMSNorm(sizes.n_embd, eps=sizes.eps)
@@ -56,7 +55,7 @@ class _Layer(nn.Module):  # type: ignore[misc]
 class Eagle3Trunk(nn.Module):  # type: ignore[misc]
     """Rows and tokens' ids [1, n] -> rows for the output matrix [1, n, n_embd]."""
 
-    def __init__(self, sizes: Sizes, *, norm_before_residual: bool, norm_before_fc: bool) -> None:
+    def __init__(self, sizes: HeadSizes, *, norm_before_residual: bool, norm_before_fc: bool) -> None:
         super().__init__()
         if norm_before_fc:
             self.fc_norm = nn.RMSNorm(sizes.n_taps, eps=sizes.eps)
@@ -80,7 +79,7 @@ class Eagle3Trunk(nn.Module):  # type: ignore[misc]
         return cast(mx.array, self.fc(self.fc_norm(states) if "fc_norm" in self else states))
 
 
-def _build(header: Header, sizes: Sizes) -> Eagle3Trunk:
+def _build(header: Header, sizes: HeadSizes) -> Eagle3Trunk:
     flags = {name: header.flag(name, False) for name in ("norm_before_residual", "norm_before_fc")}
     return Eagle3Trunk(sizes, **flags)
 

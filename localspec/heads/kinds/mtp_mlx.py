@@ -24,6 +24,7 @@ from localspec.model_files.gguf import GGUFFile
 
 ARCHITECTURE = "glm4moe"
 
+# What it has besides a block; the last three are the model's own where the file has none
 _PARTS = {
     "nextn.eh_proj": "eh_proj",
     "nextn.enorm": "enorm",
@@ -32,7 +33,6 @@ _PARTS = {
     "nextn.embed_tokens": "embed_tokens",
     "nextn.shared_head_head": "head",
 }
-"""What it has besides a block; the last three are the model's own where the file has none."""
 
 
 class _Layer(nn.Module):  # type: ignore[misc]
