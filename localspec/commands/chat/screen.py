@@ -15,6 +15,7 @@ from typing import Any, TextIO
 from localspec.commands.chat.typesetter import (
     MarkdownLines,
     Painter,
+    Region,
     Style,
     StyledText,
     Typesetter,
@@ -91,7 +92,6 @@ class TokensView(View):
 
     def wait(self, what: str) -> None:
         self._paper.tail([(what, Style.NOTE)], "")
-        self._paper.flush()
 
     def round(self, round_: Round) -> None:
         self._settle()
@@ -111,14 +111,12 @@ class TokensView(View):
             self._paper.write(text, style)
         if not round_.finish_reason:
             self._paper.tail(tail + self._pending, status_line(self._stats.as_dict()))
-        self._paper.flush()
 
     def finish(self) -> None:
         self._settle()
         self._paper.finish()
 
     def _settle(self) -> None:
-        self._paper.write("")
         for text, style in self._pending:
             self._paper.write(text, style)
         self._pending = []
@@ -148,7 +146,6 @@ class RoundsView(View):
     def wait(self, what: str) -> None:
         if self._paper is not None:
             self._paper.tail([(what, Style.NOTE)], "")
-            self._paper.flush()
 
     def round(self, round_: Round) -> None:
         if round_.draft or round_.verdict.kind == "forced":
@@ -160,7 +157,6 @@ class RoundsView(View):
             columns, _ = terminal_size()
             growing = rows_of(plain_parts(self._plain, unicode=self._unicode), columns - 1) if self._plain else [[]]
             self._paper.tail(growing[-1], status_line(self._stats.as_dict()))
-            self._paper.flush()
 
     def finish(self) -> None:
         self._settle()
@@ -492,22 +488,14 @@ def forget_typed() -> None:
             termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)
 
 
-# The reading view renders an answer's Markdown as it comes. Complete blocks are printed for good. The last one is
-# redrawn in a region at the end, at most as high as the screen, with the status line below; the cursor rests at the
-# region's first cell, so an update is one write and nothing above moves. Thinking is dim text, printed line by line, or
-# counted if folded.
+# The reading view renders an answer's Markdown as it comes. Complete blocks are printed for good; the last one is
+# redrawn. Thinking is dim text, printed line by line, or counted if folded.
 
-_ERASE_LINE, _ERASE_BELOW = "\x1b[K", "\x1b[J"
-_HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
-_NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
-"""In the region, a line that comes out wider than counted (joined emoji) must not become two."""
-
-MIN_LINES = 4  # lower screens have no region
 PAUSE = 4.0  # pause after drawing in multiples of its duration: leaves the engine this share of a core
 
 
 class ReadingView(View):
-    """Shows an answer as rendered Markdown; ``size`` is asked at every update, as windows change."""
+    """Shows an answer as rendered Markdown."""
 
     def __init__(
         self,
@@ -519,12 +507,11 @@ class ReadingView(View):
         folded: bool = False,
         size: Callable[[], tuple[int, int]] = terminal_size,
     ) -> None:
-        self._file = file
         self._stats = stats
         self._draw = MarkdownLines(colour, unicode)
         self._paint = Painter(ansi=True, colour=colour)
+        self._region = Region(file, self._paint, size)
         self._folded = folded
-        self._size = size
         self._thought = ""  # what is not printed of it
         self._thinks = False
         self._text = ""  # from the open block on
@@ -534,7 +521,7 @@ class ReadingView(View):
         self._next = 0.0
 
     def wait(self, what: str) -> None:
-        self._update([], [self._paint(what, Style.NOTE)])
+        self._region.update([], [self._paint(what, Style.NOTE)], "")
 
     def round(self, round_: Round) -> None:
         self._thought += "" if self._folded else visible(round_.thinking)
@@ -543,21 +530,21 @@ class ReadingView(View):
         now = time.monotonic()
         if now < self._next or round_.finish_reason:
             return
-        self._update(*self._drawn())
+        self._region.update(*self._drawn(), status_line(self._stats.as_dict()))
         self._next = now + (1 + PAUSE) * (time.monotonic() - now)
 
     def finish(self) -> None:
-        columns, _ = self._size()
+        columns, _ = self._region.size()
         lines = self._thoughts(columns, end=True)
         for block in blocks(self._text):
             lines += self._complete(block, columns)
-        self._write([*(f"{line}{_ERASE_LINE}\r\n" for line in lines), _ERASE_BELOW, _SHOW_CURSOR])
+        self._region.end(lines)
 
     # -- what there is to see ------------------------------------------------------------------------------------
 
     def _drawn(self) -> tuple[list[str], list[str]]:
         """Lines to print for good, and those of the region."""
-        columns, height = self._size()
+        columns, height = self._region.size()
         printed = self._thoughts(columns, end=bool(self._text.strip()))
         # Only by whole lines can it be told what the next token cannot change: "2" may become an item of a list.
         end = self._text.rfind("\n") + 1
@@ -566,14 +553,14 @@ class ReadingView(View):
             printed += self._complete(block, columns)
         self._text = last + self._text[end:]
         room = max(height - 2, 0)  # without the status, and what is printed for good above it
-        region = self._region(columns)
+        region = self._changing(columns)
         n_lines = open_code(last) if len(region) > room else None
         if n_lines is not None and n_lines - room // 2 > self._n_printed:
             printed += self._part(last, columns, n_lines - room // 2)
-            region = self._region(columns)
+            region = self._changing(columns)
         return printed, region[max(len(region) - room, 0) :]
 
-    def _region(self, columns: int) -> list[str]:
+    def _changing(self, columns: int) -> list[str]:
         lines = self._dim(self._thought.rstrip("\n"), columns)
         if self._folded and self._thinks:
             lines.append(self._paint(f"thinking, {self._stats.thinking_tokens} tokens …", Style.NOTE))
@@ -609,21 +596,3 @@ class ReadingView(View):
         lines += self._draw.render(block, columns - 1, self._n_code, (self._n_printed, end))
         self._n_printed = end or 0
         return lines
-
-    # -- the terminal --------------------------------------------------------------------------------------------
-
-    def _update(self, printed: Sequence[str], region: Sequence[str]) -> None:
-        columns, height = self._size()
-        out = [_HIDE_CURSOR, *(f"{line}{_ERASE_LINE}\r\n" for line in printed)]
-        if height >= MIN_LINES:
-            status = self._paint(clip(status_line(self._stats.as_dict()), columns - 1), Style.NOTE)
-            rows = [*region, status]
-            out += [_NO_WRAP, "\r\n".join(f"{row}{_ERASE_LINE}" for row in rows), _ERASE_BELOW, _WRAP]
-            out.append(f"\r\x1b[{len(rows) - 1}A" if len(rows) > 1 else "\r")
-        else:
-            out.append(_ERASE_BELOW)
-        self._write(out)
-
-    def _write(self, parts: Sequence[str]) -> None:
-        self._file.write("".join(parts))
-        self._file.flush()

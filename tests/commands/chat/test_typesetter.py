@@ -49,7 +49,6 @@ def stream(paper: Paper, text: str, seed: int) -> None:
         step = rng.randint(1, 12)
         paper.setter.write(text[at : at + step], rng.choice([Style.TARGET, Style.MODEL, Style.NGRAM]))
         paper.setter.tail([(GHOST * rng.randint(0, 30), Style.REJECTED)], "STATUS " * rng.randint(1, 20))
-        paper.setter.flush()
         at += step
     paper.setter.finish()
 
@@ -114,7 +113,6 @@ def test_a_tail_is_seen_and_then_gone() -> None:
     paper = Paper()
     paper.setter.write("kept ")
     paper.setter.tail([("wrong guess", Style.REJECTED), (" right", Style.TARGET)], "the status")
-    paper.setter.flush()
     lines = paper.update()
     assert lines[0] == "kept wrong guess right"
     assert lines[1] == "the status"
@@ -123,7 +121,7 @@ def test_a_tail_is_seen_and_then_gone() -> None:
     assert row[15].strikethrough
     assert not row[4].strikethrough
     assert not row[17].strikethrough
-    assert (paper.screen.cursor.x, paper.screen.cursor.y) == (5, 0)
+    assert (paper.screen.cursor.x, paper.screen.cursor.y) == (0, 0)
     paper.setter.write("right")
     paper.setter.finish()
     assert paper.text() == "kept right"
@@ -133,7 +131,6 @@ def test_a_tail_on_the_last_line_scrolls_and_is_erased() -> None:
     paper = Paper(columns=20, lines=6)
     paper.setter.write("a\nb\nc\nd\ne\n0123456789012345")
     paper.setter.tail([(GHOST * 4, Style.REJECTED)], "status")
-    paper.setter.flush()
     assert "GHOST" in paper.text()
     assert paper.update()[-1] == "status"
     paper.setter.write("6")
@@ -146,7 +143,6 @@ def test_a_line_that_ends_at_the_edge_is_followed_by_no_empty_one() -> None:
     for piece in ("```\n", "0123456789", "\nx\n```"):
         paper.setter.write(piece)
         paper.setter.tail([], "s")
-        paper.setter.flush()
     paper.setter.finish()
     assert paper.text() == "```\n0123456789\nx\n```"
 
@@ -155,8 +151,7 @@ def test_a_window_too_low_for_a_tail_shows_none() -> None:
     paper = Paper(lines=3)
     paper.setter.write("text that")
     paper.setter.tail([(GHOST, Style.REJECTED)], "status")
-    paper.setter.flush()
-    assert paper.text() == "text"
+    assert paper.text() == "text that"
 
 
 def test_control_characters_never_reach_the_terminal() -> None:
@@ -164,7 +159,6 @@ def test_control_characters_never_reach_the_terminal() -> None:
     setter = Typesetter(file, size=lambda: (80, 24))
     setter.write("a\x1b]0;owned\x07b\x9b31mc\r\x08\x7f\u202ed")
     setter.tail([("\x1b[2J\n", Style.REJECTED)], "\x1b[H")
-    setter.flush()
     text = file.getvalue()
     assert "\x1b]" not in text
     assert "\x1b[2J" not in text
