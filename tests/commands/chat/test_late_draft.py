@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from localspec.commands.chat.commands import run_command
 from localspec.commands.chat.screen import ChatScreen
 from localspec.commands.options import RunOptions
 from localspec.controllers.cost_model import PassTimes
-from localspec.engine.loading import draft_gain
+from localspec.engine.loading import draft_gain, giving_way
 from localspec.engine.options import LoadOptions
 from localspec.engine.worker import Job
 from localspec.errors import Cancelled, DownloadError
@@ -36,6 +37,17 @@ from tests.support.published_heads import write_dflash, write_eagle3
 SOON = 60.0
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 DRAFT = Entry("some-draft", "some-draft.gguf", bytes=100)
+
+
+def head_of(target: Path) -> None:
+    """Have a trained head where such are kept."""
+    heads_folder().mkdir(parents=True)
+    write_random_head(target, heads_folder() / "a-head.gguf")
+
+
+def news(chat: Chat, capsys: pytest.CaptureFixture[str]) -> str:
+    chat.show_news()
+    return "".join(capsys.readouterr())
 
 
 @pytest.fixture
@@ -77,10 +89,7 @@ def test_what_is_asked_goes_first(llm: LLM, tiny: TinyFiles) -> None:
     assert llm.draft_names == names(tiny)
 
 
-def test_loading_gives_way(llm: LLM) -> None:
-    from localspec.engine.loading import giving_way
-    from localspec.errors import Cancelled
-
+def test_loading_gives_way() -> None:
     stopped = [False]
     report = giving_way(lambda: stopped[0])
     report("loading", 0.5)
@@ -155,20 +164,14 @@ def test_a_draft_that_cannot_be_had_is_said_once(
     chat.late = LateDraft(llm, [DRAFT])
     fetching.go_on.set()
     assert chat.late.wait(SOON)
-    for said in (1, 0):
-        chat.show_news()
-        captured = capsys.readouterr()
-        assert (captured.out + captured.err).count("going on without a draft model: no source") == said
+    assert [news(chat, capsys).count("going on without a draft model: no source") for _ in range(2)] == [1, 0]
     assert chat.ask("x")
 
 
 def test_what_came_up_in_idle_time_is_said_at_the_next_prompt(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     chat = Chat(llm, ChatScreen(plain=True), params=GREEDY)
     llm._pair.warnings.append("something was found")
-    for said in (1, 0):
-        chat.show_news()
-        captured = capsys.readouterr()
-        assert (captured.out + captured.err).count("something was found") == said
+    assert [news(chat, capsys).count("something was found") for _ in range(2)] == [1, 0]
 
 
 def test_only_the_target_is_fetched_before_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,8 +193,7 @@ def test_only_the_target_is_fetched_before_the_prompt(monkeypatch: pytest.Monkey
 def test_the_head_comes_before_the_draft_model_is_fetched(
     llm: LLM, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heads_folder().mkdir(parents=True)
-    write_random_head(tiny.quick.target, heads_folder() / "a-head.gguf")
+    head_of(tiny.quick.target)
     fetching = Fetching(monkeypatch)
     monkeypatch.setattr(Catalog, "draft_for", lambda self, path: tiny.quick.draft if fetching.go_on.is_set() else None)
     late = LateDraft(llm, [DRAFT])
@@ -207,8 +209,7 @@ def test_a_draft_model_that_would_add_nothing_is_not_fetched(
     llm: LLM, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, with_head: bool
 ) -> None:
     if with_head:
-        heads_folder().mkdir(parents=True)
-        write_random_head(tiny.quick.target, heads_folder() / "a-head.gguf")
+        head_of(tiny.quick.target)
     fetched: list[Entry] = []
     monkeypatch.setattr(sources, "pull", lambda entry, **options: fetched.append(entry))
     monkeypatch.setattr(Catalog, "draft_for", lambda self, path: None)
@@ -240,8 +241,7 @@ def test_what_is_said_of_it_is_what_was_measured(
 
 def test_loading_that_gives_way_to_a_request_is_no_remark_and_is_made_up_for(llm: LLM, tiny: TinyFiles) -> None:
     """A head's too, which ``auto`` otherwise goes on without where it fails."""
-    heads_folder().mkdir(parents=True)
-    write_random_head(tiny.quick.target, heads_folder() / "a-head.gguf")
+    head_of(tiny.quick.target)
     for _ in range(2):
         with pytest.raises(Cancelled):
             llm.set_draft(["auto"], gives_way=lambda: True)
@@ -272,8 +272,7 @@ def test_what_a_draft_model_would_add_follows_from_the_targets_passes() -> None:
 def test_a_head_alone_comes_too(llm: LLM, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Catalog, "draft_for", lambda self, path: None)
     assert not may_be_drafted_for(llm)
-    heads_folder().mkdir(parents=True)
-    write_random_head(tiny.quick.target, heads_folder() / "a-head.gguf")
+    head_of(tiny.quick.target)
     assert may_be_drafted_for(llm)
     assert LateDraft(llm, []).wait(SOON)
     assert llm.draft_names == [*AUTOMATIC, "head"]
@@ -283,15 +282,9 @@ def mtp_target(tiny: TinyFiles, folder: Path) -> tuple[Path, list[str]]:
     return write_glm(folder / "glm.gguf"), ["mtp"]
 
 
-def with_eagle3(tiny: TinyFiles, folder: Path) -> tuple[Path, list[str]]:
+def with_head(write: Callable[[Path, Path], Path], tiny: TinyFiles, folder: Path) -> tuple[Path, list[str]]:
     target = Path(shutil.copy(tiny.pair.target, folder / "target.gguf"))
-    write_eagle3(target, folder / "head.gguf")
-    return target, ["head"]
-
-
-def with_dflash(tiny: TinyFiles, folder: Path) -> tuple[Path, list[str]]:
-    target = Path(shutil.copy(tiny.pair.target, folder / "target.gguf"))
-    write_dflash(target, folder / "head.gguf")
+    write(target, folder / "head.gguf")
     return target, ["head"]
 
 
@@ -301,7 +294,9 @@ def with_mtp_beside(tiny: TinyFiles, folder: Path) -> tuple[Path, list[str]]:
     return write_apart(whole, folder / "trunk.gguf", folder / "mtp.gguf")[0], ["head"]
 
 
-@pytest.mark.parametrize("make", [mtp_target, with_eagle3, with_dflash, with_mtp_beside])
+@pytest.mark.parametrize(
+    "make", [mtp_target, partial(with_head, write_eagle3), partial(with_head, write_dflash), with_mtp_beside]
+)
 def test_what_models_are_published_with_comes_without_being_asked_for(
     tiny: TinyFiles, tmp_path: Path, make: Callable[[TinyFiles, Path], tuple[Path, list[str]]]
 ) -> None:
