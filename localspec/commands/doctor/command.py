@@ -563,7 +563,7 @@ class Doctor:
                 watch.call(llm, lambda pair: pair.recalibrate(watch.report))
             cost, times = measure_costs(llm, examined.target.name, [draft.name for draft in drafts], bandwidth, watch)
             loaded = llm.run(lambda pair: pair.state.models)
-            one_pass = {each.name for each in loaded if each.drafter.one_pass}
+            one_pass = {each.name for each in loaded if each.drafter.info.one_pass}
             rows = list(cost_findings(llm, cost, bandwidth, watch, busy=busy))
             warnings = [each for each in llm.warnings if not _SAID_OF_PAIRS.search(each)]
             rows += [Finding("note", "engine", warning) for warning in warnings]
@@ -576,7 +576,7 @@ class Doctor:
         found.add("cost", rows)
         self.parts += cost_parts(cost, rows, self.page.width, self.page.unicode)
         self.parts += payoff_parts(payoffs)
-        names = {each.name: each.spec for each in loaded if not each.drafter.reads_text}
+        names = {each.name: each.spec for each in loaded if not each.drafter.info.reads_text}
         if examined.automatic or HEAD in examined.heads:
             names[HEAD] = HEAD
         names |= {draft.name: draft.spec for draft in drafts}
