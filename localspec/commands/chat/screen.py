@@ -23,11 +23,12 @@ from localspec.commands.chat.typesetter import (
     code_blocks,
     open_code,
     token_style,
+    whole,
 )
 from localspec.commands.options import called, joined
 from localspec.heads import FROM_STATES
 from localspec.spec_decode.drafters.names import CORPUS, NGRAM
-from localspec.spec_decode.rounds import Round, Span, SpecStats, TokenKind
+from localspec.spec_decode.rounds import Round, Span, SpecStats
 from localspec.system.terminal import (
     char_width,
     clip,
@@ -64,10 +65,14 @@ def guessing(drafters: Sequence[str], follows: str = "") -> str:
 
 
 class View(ABC):
-    """Shows one answer."""
+    """Shows one answer; ``paper`` is where what is shown may still change."""
 
-    def wait(self, what: str) -> None:  # noqa: B027 # most views have no place for it
+    paper: Typesetter | None = None
+
+    def wait(self, what: str) -> None:
         """Say what happens before the first round."""
+        if self.paper is not None:
+            self.paper.tail([(what, Style.NOTE)], "")
 
     @abstractmethod
     def round(self, round_: Round) -> None: ...
@@ -83,15 +88,12 @@ class TokensView(View):
     def __init__(
         self, file: TextIO, stats: SpecStats, *, colour: bool, drafts: bool = True, folded: bool = False
     ) -> None:
-        self._paper = Typesetter(file, colour=colour)
+        self.paper = self._paper = Typesetter(file, colour=colour)
         self._stats = stats
         self._drafts = drafts
         self._folded = folded
         self._thinks = False
         self._pending: list[StyledText] = []
-
-    def wait(self, what: str) -> None:
-        self._paper.tail([(what, Style.NOTE)], "")
 
     def round(self, round_: Round) -> None:
         self._settle()
@@ -129,10 +131,7 @@ class TokensView(View):
             if self._thinks:
                 yield "\n\n", Style.TARGET
                 self._thinks = False
-            yield span.text, self._style(span.kind, span.source)
-
-    def _style(self, kind: TokenKind, source: str) -> Style:
-        return token_style(kind, source) if self._drafts else Style.TARGET
+            yield span.text, token_style(span.kind, span.source) if self._drafts else Style.TARGET
 
 
 class RoundsView(View):
@@ -140,12 +139,8 @@ class RoundsView(View):
 
     def __init__(self, file: TextIO, stats: SpecStats, *, ansi: bool, colour: bool, unicode: bool) -> None:
         self._file, self._stats, self._unicode = file, stats, unicode
-        self._paper = Typesetter(file, colour=colour) if ansi else None
+        self.paper = Typesetter(file, colour=colour) if ansi else None
         self._plain: list[Round] = []
-
-    def wait(self, what: str) -> None:
-        if self._paper is not None:
-            self._paper.tail([(what, Style.NOTE)], "")
 
     def round(self, round_: Round) -> None:
         if round_.draft or round_.verdict.kind == "forced":
@@ -153,30 +148,31 @@ class RoundsView(View):
             self._print(round_parts(round_, unicode=self._unicode))
         elif round_.emitted:
             self._plain.append(round_)
-        if self._paper is not None:
-            columns, _ = terminal_size()
-            growing = rows_of(plain_parts(self._plain, unicode=self._unicode), columns - 1) if self._plain else [[]]
-            self._paper.tail(growing[-1], status_line(self._stats.as_dict()))
+        if self.paper is not None:
+            growing = self._rows(plain_parts(self._plain, unicode=self._unicode)) if self._plain else [[]]
+            self.paper.tail(growing[-1], status_line(self._stats.as_dict()))
 
     def finish(self) -> None:
         self._settle()
-        if self._paper is not None:
-            self._paper.finish()
+        if self.paper is not None:
+            self.paper.finish()
 
     def _settle(self) -> None:
         if self._plain:
             self._print(plain_parts(self._plain, unicode=self._unicode))
             self._plain = []
 
-    def _print(self, parts: Sequence[StyledText]) -> None:
+    def _rows(self, parts: Sequence[StyledText]) -> list[list[StyledText]]:
         columns, _ = terminal_size()
-        for row in rows_of(parts, columns - 1):
-            if self._paper is None:
-                self._file.write("".join(text for text, _ in row) + "\n")
-                continue
-            for text, style in row:
-                self._paper.write(text, style)
-            self._paper.write("\n")
+        return rows_of(parts, columns - 1)
+
+    def _print(self, parts: Sequence[StyledText]) -> None:
+        for row in self._rows(parts):
+            for text, style in [*row, ("\n", Style.TARGET)]:
+                if self.paper is not None:
+                    self.paper.write(text, style)
+                else:
+                    self._file.write(text)
         self._file.flush()
 
 
@@ -296,12 +292,15 @@ class ChatScreen:
         self.folded = False  # thinking is left out
         self.unicode = (self.file.encoding or "").lower().replace("-", "") in ("utf8", "utf16")
 
+    @property
+    def columns(self) -> int:
+        return terminal_size()[0]
+
     # -- lines ---------------------------------------------------------------------------------------------------
 
     def line(self, text: str = "", style: Style = Style.TARGET) -> None:
         """Print lines of our own, wrapped on a terminal."""
-        columns, _ = terminal_size()
-        for line in wrapped(visible(text), columns) if self.terminal else [visible(text)]:
+        for line in wrapped(visible(text), self.columns) if self.terminal else [visible(text)]:
             print(self.paint(line, style), file=self.file, flush=True)
 
     def note(self, text: str) -> None:
@@ -316,15 +315,13 @@ class ChatScreen:
         self.file.flush()
         line = "localspec: " + " ".join(visible(text).split())
         paint = Painter(self.ansi and self.errors.isatty(), self.colour)
-        columns, _ = terminal_size()
-        for row in wrapped(line, columns) if self.errors.isatty() else [line]:
+        for row in wrapped(line, self.columns) if self.errors.isatty() else [line]:
             print(paint(row, Style.ERROR), file=self.errors, flush=True)
 
     def question(self, text: str) -> None:
         """Show a question as it was typed, with a mark before each line."""
-        columns, _ = terminal_size()
         for mark, line in zip(chain(["> "], repeat(". ")), visible(text).split("\n"), strict=False):
-            first, *rest = wrapped(mark + line, columns)
+            first, *rest = wrapped(mark + line, self.columns)
             print(self.paint(first[: len(mark)], Style.PROMPT) + first[len(mark) :], *rest, sep="\n", file=self.file)
         self.file.flush()
 
@@ -332,10 +329,9 @@ class ChatScreen:
         """Print a renderable of rich."""
         from rich.console import Console
 
-        columns, _ = terminal_size()
         console = Console(
             file=self.file,
-            width=columns if self.terminal else 80,
+            width=self.columns if self.terminal else 80,
             force_terminal=self.ansi,
             no_color=not self.colour,
             highlight=False,
@@ -361,13 +357,12 @@ class ChatScreen:
             ("wrong guess", Style.REJECTED, True),
             ("the model's own", Style.TARGET, True),
         ]
-        columns, _ = terminal_size()
         rows, used = [""], 0
         for text, style, is_in_use in looks:
             if not is_in_use:
                 continue
             gap = " · " if used else ""
-            if used and used + len(gap) + len(text) > columns:
+            if used and used + len(gap) + len(text) > self.columns:
                 rows.append("")
                 gap, used = "", 0
             rows[-1] += gap + self.paint(text, style)
@@ -381,10 +376,7 @@ class ChatScreen:
         if not self.ansi:
             self.line(text)
         elif view == "reading":
-            from localspec.commands.chat.typesetter import MarkdownLines, whole
-
-            columns, _ = terminal_size()
-            lines = whole(visible(text), columns - 1, MarkdownLines(self.colour, self.unicode))
+            lines = whole(visible(text), self.columns - 1, MarkdownLines(self.colour, self.unicode))
             print(*lines, sep="\n", file=self.file, flush=True)
         else:
             paper = Typesetter(self.file, colour=self.colour)
