@@ -23,7 +23,7 @@ from localspec.errors import Cancelled, Closed, LocalspecError, SessionFileError
 from localspec.llm import Session, from_text, to_text
 from localspec.model_files.catalog import short_name
 from localspec.sampling.sampling import SamplingParams
-from localspec.spec_decode.drafters.names import CORPUS, NGRAM, is_corpus
+from localspec.spec_decode.drafters.names import NGRAM
 from localspec.spec_decode.rounds import SpecStats
 from localspec.system.files import JsonStore, decoded, home, private_folder
 from localspec.system.machine import BUSY, process_bytes
@@ -633,13 +633,6 @@ def with_project(options: RunOptions, named: str | None) -> RunOptions:
         if project is not None and not (project.exists() and options.drafters()):
             project = None
     return options if project is None else options.with_corpus(str(project))
-
-
-def drafters_with(names: list[str], project: Path | None) -> list[str]:
-    """Names of drafters with a project in place of the kept one."""
-    before = f"{CORPUS}:{kept_project()}"
-    others = [name for name in names if not (is_corpus(name) and name == before)]
-    return others if project is None else list(dict.fromkeys([*others, f"{CORPUS}:{project}"]))
 
 
 def _store() -> JsonStore:

@@ -19,7 +19,6 @@ from rich.table import Table
 from rich.text import Text
 
 from localspec.commands.chat.chat import (
-    drafters_with,
     first_and_number,
     forget_all,
     keep_project,
@@ -40,7 +39,7 @@ from localspec.prompts.thinking import THINK
 from localspec.report.model import Lines
 from localspec.report.model import Table as Grid
 from localspec.sampling.sampling import CHAT_SETTINGS, SamplingParams
-from localspec.spec_decode.drafters.names import is_corpus
+from localspec.spec_decode.drafters.names import CORPUS, is_corpus
 from localspec.spec_decode.rounds import SpecStats
 from localspec.system.machine import CPUTimes, others_share
 from localspec.system.process import interrupts_left_to_others, on_interrupt
@@ -411,9 +410,11 @@ def _project(chat: Chat, argument: str) -> None:
         if chat.late is not None:
             chat.late.stop()
         try:
-            names = chat.llm.run(lambda pair: pair.draft_specs)
-            corpora = [name for name in names if is_corpus(name)]
-            chat.llm.set_draft(drafters_with(["auto", *corpora] if follows else names, project))
+            kept, names = kept_project(), chat.llm.run(lambda pair: pair.draft_specs)
+            if follows:
+                names = ["auto", *filter(is_corpus, names)]
+            added = [] if project is None else [f"{CORPUS}:{project}"]
+            chat.llm.set_draft(list(dict.fromkeys([*(name for name in names if name != f"{CORPUS}:{kept}"), *added])))
             keep_project(project)
         finally:
             chat.loaded()
