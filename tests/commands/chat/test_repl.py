@@ -168,11 +168,11 @@ import os, sys, time
 from localspec import llm
 from localspec.__main__ import main
 load = llm.Pair
-def wait(path, draft, options, report):
+def wait(path, draft, options, report, *more):
     report("loading", 0.0)
     while not os.path.exists(sys.argv[1]):
         time.sleep(0.02)
-    return load(path, draft, options, report)
+    return load(path, draft, options, report, *more)
 llm.Pair = wait
 main(sys.argv[2:])
 """
