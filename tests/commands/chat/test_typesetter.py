@@ -123,6 +123,9 @@ def test_a_tail_is_seen_and_then_gone() -> None:
         # A line that ends at the edge is followed by no empty one.
         ((10, 24), ["```\n", "0123456789", "\nx\n```"], f"{GHOST}\nstatus", "```\n0123456789\nx\n```"),
         ((10, 24), ["one word45", " next\n\n", "end"], f"{GHOST}\nstatus", "one word45\nnext\n\nend"),
+        ((10, 24), ["one word45 ", "\nend"], f"{GHOST}\nstatus", "one word45\nend"),
+        # Prose after code is wrapped again.
+        ((10, 24), ["```\nx\n```\n", "one two three"], f"{GHOST}\nstatus", "```\nx\n```\none two\nthree"),
         # A window too low shows none.
         ((80, 3), ["text ", "that"], "text that", "text that"),
     ],
