@@ -45,17 +45,6 @@ def test_help_imports_nothing_heavy() -> None:
     assert localspec("--version").stdout.startswith(b"localspec 0.")
 
 
-@pytest.mark.parametrize("command", ["chat", "generate"])
-def test_help_names_the_shared_options(command: str) -> None:
-    text = localspec(command, "--help").stdout.decode()
-    options = (
-        "draft draft-length backend temperature top-k top-p min-p repeat-penalty seed max-tokens stop ctx threads "
-        "gpu-layers system verbose"
-    )
-    for option in options.split():
-        assert f"--{option} " in text
-
-
 # -- bad usage ---------------------------------------------------------------------------------------------------------
 
 BAD_USAGE = {
