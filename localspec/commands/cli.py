@@ -419,7 +419,7 @@ def serve(
 ) -> int:
     """Serve OpenAI, Anthropic and Ollama compatible APIs, and a web chat."""
     from localspec.commands.serve import serve_command
-    from localspec.server.fields import ServerSettings
+    from localspec.server.http import ServerSettings
 
     settings = ServerSettings(
         host=host,
