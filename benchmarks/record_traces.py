@@ -29,7 +29,7 @@ from localspec.backends.base import Context, FloatArray, Forward
 from localspec.heads.drafters import HeadDrafter
 from localspec.prompts.questions import in_turns, of_categories, own_questions, read_questions
 from localspec.sampling.sampling import Distribution, Noise, distribution, top_probability
-from localspec.spec_decode.drafters.base import FreePlan
+from localspec.spec_decode.drafters.base import Plan
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.proposer import Proposer
 from localspec.system.files import write_atomically
@@ -37,7 +37,7 @@ from localspec.system.files import write_atomically
 PIECE = 128
 
 
-class Spy(FreePlan):
+class Spy(Plan):
     """A plan that lets a drafter make one guess and notes its confidence.
 
     Args:
@@ -177,7 +177,7 @@ def main() -> None:
         stored = {"engine": pair.target.engine, "temperature": args.temperature}
         times = {"target": pair.times} | {draft.source: draft.times for draft in pair.state.models}
         stored["ms"] = {source: each.curve.measured for source, each in times.items()}
-        stored["rates"] = {draft.source: draft.drafter.rate for draft in pair.state.models}
+        stored["rates"] = {draft.source: draft.drafter.info.rate for draft in pair.state.models}
         for question in questions:
             if question.id in known:
                 continue

@@ -285,7 +285,7 @@ def test_a_forks_own_context_returns_only_what_its_drafters_want(tiny: TinyFiles
         before, expected = pair.state, answer()
         for sources in (None, ["ngram"], ["head"], ["early-exit", "ngram"]):
             fork = before.fork(sources, own_contexts=True)
-            wanted = {tap for drafter in fork.drafters for tap in drafter.taps}
+            wanted = {tap for drafter in fork.drafters for tap in drafter.info.taps}
             assert set(fork.context.hidden) == wanted
             assert bool(wanted) == (sources != ["ngram"])
             pair.use(fork)

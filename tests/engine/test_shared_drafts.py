@@ -257,9 +257,9 @@ def test_an_early_exit_drafts_nothing_where_the_targets_memory_is_full(tiny: Tin
             batch[0].truncate(0)
             batch[0].decode([5, 6], "none")
             batch.cells.take(1, batch.free_cells - n_free)  # somebody else's
-            drafter.attach(batch[0])
+            drafter.begin([5, 6, 7], target=batch[0])
             draft = drafter.draft([5, 6, 7], FixedPlan(2), Proposer(SamplingParams(), Noise(0)))
-            drafter.drafted()
+            batch[0].truncate(2)
             batch.cells.cut(1, 0)
             return len(draft)
 
