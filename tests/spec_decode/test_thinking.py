@@ -209,7 +209,7 @@ def test_acceptance_is_learned_apart_where_a_model_thinks(tiny: TinyFiles, tmp_p
     for pair, thinks in ((thinking_pair(tmp_path, "deepseek"), True), (tiny.quick, False)):
         with LLM(pair.target, draft=[pair.draft, "ngram"], backend="reference", n_ctx=512, idle=False) as llm:
             llm.chat(ASKED, SETTINGS[0], thinking_budget=13)
-            controller = llm.run(lambda pair: pair._last[1])
+            controller = llm.run(lambda pair: pair.last[1])
         controller.plan(room=4, n_past=10, thinks=False)
         of_answers = controller.acceptance.most_probable
         controller.plan(room=4, n_past=10, thinks=True)

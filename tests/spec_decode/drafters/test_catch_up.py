@@ -110,7 +110,7 @@ def test_a_guess_is_charged_for_what_is_made_of_its_logits_too(
 
 def test_counterfactual_draft_tokens_are_learned_from(tiny: TinyFiles) -> None:
     with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=256) as llm:
-        controller = llm.inspect().controller("auto")
+        controller = llm.inspect().state.controller("auto")
         plan = controller.plan(room=8, n_past=4)
         assert isinstance(plan, AutoPlan)
         before = plan.acceptance["model"].expected(0.97)
