@@ -670,7 +670,7 @@ class OpenAnswer:
         """The rows of its next pass of the target; None where it has ended, or is cancelled."""
         decoder = self._decoder
         if not self._is_open:
-            if decoder.is_reading and not self._cancelled():
+            if decoder.unread and not self._cancelled():
                 return decoder.propose()
             self._is_open = True
             self._stats.seconds_prompt = time.perf_counter() - self._started
