@@ -24,7 +24,7 @@ class CorpusDrafter(CopyingDrafter[Place]):
 
     def __init__(self, index: CorpusIndex, source: str, name: str) -> None:
         super().__init__(DrafterInfo(source, name, copies=True))
-        self.index = self._places = index
+        self.index = self._texts = index
         self._settled = index.place([])
         self._n_settled = 0
 
