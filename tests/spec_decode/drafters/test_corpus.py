@@ -139,7 +139,6 @@ def test_files_are_read_while_nobody_waits(
 ) -> None:
     monkeypatch.setattr(module, "LOOK_AGAIN_S", 0.0)
     monkeypatch.setattr("localspec.engine.worker.on_battery", lambda: False)
-    monkeypatch.setattr("localspec.llm.OnMains", lambda: lambda: True)
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "a.txt").write_text("some words that are there from the start")
