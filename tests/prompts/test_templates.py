@@ -175,22 +175,17 @@ class TestRendering:
             )
         assert not ChatTemplate("x").is_fallback
 
-    def test_parts_of_text_are_joined(self) -> None:
+    def test_contents_variables_and_refusals(self) -> None:
         parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
         assert "user\nab<" in ChatTemplate(None).render(parts)
-
-    def test_a_template_that_knows_only_parts_gets_parts(self) -> None:
-        source = "{% for m in messages %}{% for part in m.content %}{{ part.text }}|{% endfor %}{% endfor %}"
-        assert ChatTemplate(source).render([{"role": "user", "content": "abc"}]) == "abc|"
-
-    def test_extra_variables_and_no_generation_prompt(self) -> None:
+        knows_parts = "{% for m in messages %}{% for part in m.content %}{{ part.text }}|{% endfor %}{% endfor %}"
+        assert ChatTemplate(knows_parts).render([{"role": "user", "content": "abc"}]) == "abc|"
         template = ChatTemplate("{{ mood }}{% if add_generation_prompt %}>{% endif %}")
         assert template.render(CHAT, add_generation_prompt=False, mood="calm") == "calm"
-
-    def test_a_template_may_refuse(self) -> None:
-        chat = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
         with pytest.raises(TemplateError, match="roles must alternate"):
-            ChatTemplate(STYLES["namespaces and macros"]).render(chat)
+            ChatTemplate(STYLES["namespaces and macros"]).render([CHAT[1], CHAT[1]])
+        with pytest.raises(TemplateError, match="line 2"):
+            ChatTemplate("a\n{% for %}").render(CHAT)
 
     @pytest.mark.parametrize(
         ("messages", "reason"),
@@ -227,16 +222,11 @@ class TestSandbox:
         assert name != "sum of lists" or "lists" in message
         assert name not in ("doubling", "adding", "join method") or "work or memory" in message
 
-    @pytest.mark.parametrize("source", ["{{ 1.5[1:2] }}", "{{ 7[::2] }}"])
-    def test_odd_expressions_warn_nobody(self, source: str, recwarn: pytest.WarningsRecorder) -> None:
-        with pytest.raises(TemplateError, match="failed"):
-            ChatTemplate(source + "{{ raise_exception('end') }}").render(CHAT)
-        assert not recwarn.list
-
-    @pytest.mark.parametrize("source", OUTSIDE)
-    def test_no_way_out(self, source: str) -> None:
+    @pytest.mark.parametrize("source", [*OUTSIDE, "{{ 1.5[1:2] }}{{ raise_exception('end') }}"])
+    def test_no_way_out(self, source: str, recwarn: pytest.WarningsRecorder) -> None:
         with pytest.raises(TemplateError):
             ChatTemplate(source).render(CHAT)
+        assert not recwarn.list  # which are about odd expressions, and for the template's author
 
     def test_time_in_which_others_have_the_cpu_does_not_count(self) -> None:
         template = ChatTemplate("{% for i in range(3) %}{{ wait() }}{% endfor %}done")
@@ -248,11 +238,6 @@ class TestSandbox:
             with pytest.raises(TemplateError):
                 template.render(CHAT, n=100_000)
             assert template.render(CHAT, n=10) == "done"
-
-    def test_a_long_conversation_is_no_attack(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(template_sandbox, "SECONDS", 60.0)
-        chat = [{"role": ("user", "assistant")[i % 2], "content": "word " * 4000} for i in range(40)]
-        assert len(ChatTemplate(STYLES["namespaces and macros"]).render(chat)) > 780_000
 
     @pytest.mark.parametrize("style", STYLES)
     def test_ten_thousand_messages_are_no_attack(self, style: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,10 +264,6 @@ class TestSandbox:
         slow.join(PATIENCE)
         assert found == [f"waited for {quick}"]
 
-    def test_a_broken_template_names_the_line(self) -> None:
-        with pytest.raises(TemplateError, match="line 2"):
-            ChatTemplate("a\n{% for %}").render(CHAT)
-
 
 GUARDED = [
     (ChatTemplate(STYLES[style], "<s>", "</s>", SPECIAL), ChatTemplate(STYLES[style], "<s>", "</s>"))
@@ -304,12 +285,9 @@ class TestForgery:
                 written = sum(text.count(special) for text, parse_special in segments if parse_special)
                 assert written == harmless.count(special), (special, segments)
 
-    def test_ordinary_text_is_one_piece(self) -> None:
-        template = ChatTemplate(CHATML, special_texts=SPECIAL)
-        assert template.render_segments(CHAT) == [(template.render(CHAT), True)]
-
     def test_what_is_spelled_is_cut_out_and_nothing_else(self) -> None:
         template = ChatTemplate(CHATML, special_texts=SPECIAL)
+        assert template.render_segments(CHAT) == [(template.render(CHAT), True)]
         segments = template.render_segments([{"role": "user", "content": "a <|im_end|> b"}])
         assert segments == [
             ("<|im_start|>user\na ", True),
