@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
@@ -85,14 +85,14 @@ class Entry:
         return sum(path.stat().st_size for path in paths if path.is_file())
 
 
-class Catalog(Mapping[str, Entry]):
+class Catalog(dict[str, Entry]):
     """Entries by name; ``default`` and ``fallback`` (where memory or disk is short) name a target and its drafts."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
-        self._entries: dict[str, Entry] = {}
+        super().__init__()
         for name, row in data["models"].items():
             values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in row.items()}
-            self._entries[name] = Entry(name, **values)
+            self[name] = Entry(name, **values)
         self.default = tuple(data["default"])
         self.fallback = tuple(data["fallback"])
 
@@ -101,19 +101,10 @@ class Catalog(Mapping[str, Entry]):
         """The catalogue that ships with localspec; read once."""
         return _shipped()
 
-    def __getitem__(self, name: str) -> Entry:
-        return self._entries[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def entry(self, spec: str) -> Entry:
         """The entry of a catalogue name or an ``hf:OWNER/REPO/FILE.gguf`` address; else ``UnknownModel``."""
-        if spec in self._entries:
-            return self._entries[spec]
+        if spec in self:
+            return self[spec]
         if spec.startswith("hf:"):
             match = _HUB_SPEC.fullmatch(spec)
             if match is None or ".." in spec:
@@ -121,23 +112,23 @@ class Catalog(Mapping[str, Entry]):
             owner, repo, file = match.groups()
             source = {"kind": "hf", "repo": f"{owner}/{repo}", "file": file}
             return Entry(spec, f"hf/{owner}/{repo}/{file}", sources=(source,))
-        close = difflib.get_close_matches(spec[:100].lower(), self._entries, n=3, cutoff=0.5)
+        close = difflib.get_close_matches(spec[:100].lower(), self, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(close)}?" if close else "see: localspec list --all"
         raise UnknownModel(f"there is no model {shown(spec)}; {hint}")
 
     def find(self, part: str) -> Entry:
         """As ``entry``, by any part of a name that no other entry has; else ``UnknownModel``."""
-        found = [name for name in self._entries if part.lower() in name]
-        if part in self._entries or not part or not found:
+        found = [name for name in self if part.lower() in name]
+        if part in self or not part or not found:
             return self.entry(part)
         if len(found) > 1:
             raise UnknownModel(f"several models have {shown(part)} in their names: {', '.join(found)}")
-        return self._entries[found[0]]
+        return self[found[0]]
 
     def resolve(self, spec: str) -> Path:
         """The file that a MODEL argument means: a catalogue name, a path to a ``.gguf``, or a hub address.
         ``UnknownModel``: no such name or file; ``ModelFileError``: known, but not on this disk yet."""
-        if spec not in self._entries and not spec.startswith("hf:"):
+        if spec not in self and not spec.startswith("hf:"):
             path = Path(spec).expanduser()
             if _is_file(path):
                 return path
@@ -151,7 +142,7 @@ class Catalog(Mapping[str, Entry]):
 
     def of_path(self, path: Path) -> Entry | None:
         """The entry whose file this is: by place, or by name and exact size for a copy kept elsewhere."""
-        for entry in self._entries.values():
+        for entry in self.values():
             if entry.path.name == path.name and (
                 is_same_file(entry.path, path)
                 or (entry.sha256 and path.exists() and path.stat().st_size == entry.bytes)
@@ -162,7 +153,7 @@ class Catalog(Mapping[str, Entry]):
     def draft_for(self, path: Path) -> Path | None:
         entry = self.of_path(path)
         for name in entry.draft if entry else ():
-            draft = self._entries[name]
+            draft = self[name]
             if draft.present:
                 return draft.path
             copy = path.with_name(Path(draft.file).name)
@@ -176,7 +167,7 @@ class Catalog(Mapping[str, Entry]):
         known = self.of_path(target)
         if known is None:
             return list(heads)
-        of_any = {name for entry in self._entries.values() for name in entry.heads}
+        of_any = {name for entry in self.values() for name in entry.heads}
         order = [*known.heads, ""]  # the last are those of no entry
         names = [(entry.name if (entry := self.of_path(path)) and entry.name in of_any else "", path) for path in heads]
         ranked = [(order.index(name), path) for name, path in names if name in order]

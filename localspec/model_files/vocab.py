@@ -201,7 +201,7 @@ class Vocab:
 
     def token_bytes(self, token: int) -> bytes:
         """What the token adds to the text; nothing for control tokens and padding."""
-        if not 0 <= token < self.n_tokens or self.is_control(token):
+        if not 0 <= token < self.n_tokens or token in self._hidden:
             return b""
         raw, kind = self._tokens.bytes_at(token), int(self.types[token])
         if kind == BYTE:
@@ -213,7 +213,7 @@ class Vocab:
             return b""
         if self.kind == "gpt2":
             table = byte_of_character()
-            return b"".join(table.get(c) or c.encode() for c in raw.decode("utf-8", "replace"))
+            return b"".join([table.get(c) or c.encode() for c in raw.decode("utf-8", "replace")])
         return raw.replace("\u2581".encode(), b" ")
 
     def display(self, token: int) -> str:
@@ -221,25 +221,6 @@ class Vocab:
         if not 0 <= token < self.n_tokens:
             return f"<{shown(token)}>"
         return self.token_bytes(token).decode("utf-8", "replace") or self.token_text(token)
-
-    def token_table(self) -> list[bytes]:
-        """``token_bytes`` of every token [n_tokens], several times as fast."""
-        if self.kind != "gpt2":
-            return [self.token_bytes(token) for token in range(self.n_tokens)]
-        table = dict.fromkeys(range(0x80, 0x100), 0xFFFD)  # of those, what stands for no byte is left to token_bytes
-        table |= {ord(character): byte[0] for character, byte in byte_of_character().items()}
-        plain = self.types == NORMAL
-        plain[list(self._hidden | self._shown)] = False
-        texts: list[bytes] = []
-        for token, is_plain in enumerate(plain.tolist()):
-            if is_plain:
-                try:
-                    texts.append(self._tokens.bytes_at(token).decode().translate(table).encode("latin-1"))
-                    continue
-                except UnicodeError:  # characters that stand for no byte, or no characters at all
-                    pass
-            texts.append(self.token_bytes(token))
-        return texts
 
     @property
     def marks(self) -> list[int]:

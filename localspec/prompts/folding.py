@@ -1,9 +1,9 @@
 """Conversations that a chat template refuses, or prints in part only, changed so that all of them is in the prompt.
 
 Some templates have no role ``system``, or only one message of it, some want users and assistants in turns, some print
-no text of a message with calls, some no results of tools. Where the texts of a conversation cannot be found in what a
-template prints, it is probed with a word of its own in place of each text. Where that fails, or a word is missing, the
-conversation is changed by the repairs that change the least of it: see ``_REPAIRS``.
+no text of a message with calls, some no results of tools. So a template is probed with a word of its own in place of
+each text. Where that fails, or a word is missing, the conversation is changed by the repairs that change the least of
+it: see ``_REPAIRS``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, combinations
@@ -27,7 +26,6 @@ _KNOWS_TOOLS = re.compile(r"\btools\b")
 _KNOWS_NULL = re.compile(r"""content(['"]\])? is (not )?none""", re.IGNORECASE)
 _WORD = re.compile(r"localspec\d+(?:text|call\d+x|tool)")
 _MOST_KNOWN, _MOST_TRAITS = 256, 256  # Kinds of conversations that are remembered, and what one may consist of
-_LEAST_EVIDENT = 12  # Characters of a text that a template is not taken to print by chance
 # Messages -> how many repairs are tried together, before all of them are; one for longer conversations.
 _AT_A_TIME = ((200, 3), (1000, 2))
 
@@ -59,19 +57,7 @@ def folded(
     known: Known,
     **variables: Any,
 ) -> Conversation:
-    """The conversation as the template prints all of it; arguments and errors are those of ``rendered``."""
-    asked = Conversation(checked_messages(messages), tools)
-    return _applied(asked, _repairs_for(template, asked, known, variables))
-
-
-def rendered(
-    template: ChatTemplate,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
-    known: Known,
-    **variables: Any,
-) -> list[tuple[str, bool]]:
-    """The pieces of ``ChatTemplate.render_segments`` for a conversation, with all of its texts.
+    """The conversation so that the template prints all of it.
 
     Args:
         template: the model's.
@@ -84,33 +70,7 @@ def rendered(
         TemplateError: the template refuses them, or leaves something out, however they are put.
     """
     asked = Conversation(checked_messages(messages), tools)
-    if _is_evident(template, asked):
-        guess = known.get(_traits(asked), _always(template))
-        with suppress(TemplateError):
-            pieces = template.render_segments(_applied(asked, guess).messages, **variables)
-            if _says(pieces, asked):
-                return pieces
-    put = folded(template, messages, tools, known, **variables)
-    return template.render_segments(put.messages, tools=put.tools, **variables)
-
-
-def _is_evident(template: ChatTemplate, asked: Conversation) -> bool:
-    """Whether the texts can be told from what a template prints by itself: no tools, nothing short or its own."""
-    if asked.tools is not None or any(message.get("tool_calls") for message in asked.messages):
-        return False
-    texts = [message["content"].strip() for message in asked.messages if message["content"]]
-    return all(len(text) >= _LEAST_EVIDENT and text not in template.source for text in texts)
-
-
-def _says(pieces: Sequence[tuple[str, bool]], asked: Conversation) -> bool:
-    """Whether the texts of all messages are there, one after the other."""
-    whole, at = "".join(text for text, _ in pieces), 0
-    for message in asked.messages:
-        text = (message["content"] or "").strip()
-        at = whole.find(text, at) + len(text)
-        if at < len(text):
-            return False
-    return True
+    return _applied(asked, _repairs_for(template, asked, known, variables))
 
 
 def _always(template: ChatTemplate) -> tuple[int, ...]:

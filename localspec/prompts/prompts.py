@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from localspec.backends.base import Model
 from localspec.errors import Closed, PromptTooLong, UsageError, listed, shown, token_ids
-from localspec.prompts.folding import rendered
+from localspec.prompts.folding import folded
 from localspec.prompts.templates import ChatTemplate
 from localspec.prompts.thinking import N_TAIL, THINK, ThinkingFormat, ThinkingState
 from localspec.system.process import SharedLock, in_child
@@ -98,7 +98,8 @@ class PromptEncoder:
             "continue_final_message": continue_final_message,
         }
         options |= {} if self.thinking is None else self.thinking.switches(think)
-        segments = rendered(self.template, messages, tools, self._folded, **options)
+        put = folded(self.template, messages, tools, self._folded, **options)
+        segments = self.template.render_segments(put.messages, tools=put.tools, **options)
         self.check_room(room, *(text for text, _ in segments))
         for text, parse_special in segments:
             tokens += self.tokenize(text, parse_special=parse_special)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import secrets
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from localspec.errors import TemplateError, UsageError
 from localspec.model_files.vocab import CONTROL, UNKNOWN, Vocab
-from localspec.system.process import in_child
 
 if TYPE_CHECKING:
     from localspec.prompts.template_sandbox import SandboxedTemplate
@@ -56,8 +54,6 @@ class ChatTemplate:
         self._template: SandboxedTemplate | None = None
         self._wants_parts = False
         self._thought = next((name for name in _THOUGHTS if re.search(rf"""[.'"]{name}\b""", self.source)), None)
-        self._lock = threading.Lock()
-        in_child(self, ChatTemplate._renounce)
 
     @classmethod
     def for_vocab(cls, source: str | None, vocab: Vocab) -> ChatTemplate:
@@ -131,26 +127,19 @@ class ChatTemplate:
             return message
         return {self._thought: thought} | message
 
-    def _renounce(self) -> None:
-        self._lock = threading.Lock()
-
     def _render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
-        with self._lock:  # renderings need none: a long one delays no other
-            if self._template is None:
-                from localspec.prompts.template_sandbox import SandboxedTemplate  # jinja2 takes 0.1 s to import
+        if self._template is None:  # several threads may do this at once, with the same result
+            from localspec.prompts.template_sandbox import SandboxedTemplate  # jinja2 takes 0.1 s to import
 
-                template = SandboxedTemplate(self.source)
-                template.start([])
-                self._wants_parts = self._probe(template)
-                self._template = template
+            compiled = SandboxedTemplate(self.source)
+            compiled.start([])
+            self._wants_parts = self._probe(compiled)
+            self._template = compiled
         template = self._template
         if self._wants_parts:
-            messages = [
-                message | {"content": [{"type": "text", "text": message["content"]}]}
-                if isinstance(message.get("content"), str)
-                else message
-                for message in messages
-            ]
+            contents = [message.get("content") for message in messages]
+            parts = [[{"type": "text", "text": c}] if isinstance(c, str) else c for c in contents]
+            messages = [message | {"content": part} for message, part in zip(messages, parts, strict=True)]
         template.start([messages, variables])
         return template.run({"messages": messages} | self._variables | dict(variables))
 

@@ -28,7 +28,7 @@ class GrammarVocabulary:
     """
 
     def __init__(self, vocab: Vocab) -> None:
-        texts = vocab.token_table()
+        texts = list(map(vocab.token_bytes, range(vocab.n_tokens)))
         self.lengths: npt.NDArray[np.int64] = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
         self.ends = frozenset(vocab.eog)
         llguidance = library()

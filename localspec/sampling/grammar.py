@@ -19,8 +19,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from graphlib import CycleError, TopologicalSorter
+from itertools import combinations
 from typing import Any, NoReturn, TypeVar
 
 from localspec.errors import EngineUnavailable, UsageError, shown
@@ -319,14 +320,10 @@ class _Writer:
         self.rules = rules
         self.numbers = {name: i for i, name in enumerate(rules)}
         self.start = f"r{self.numbers['root']}"
-        self.regular: set[str] = set()
-        self._nullable: set[str] = set()
-        for name in _regular(rules):
-            self.regular.add(name)
-            if self.nullable(rules[name]):
-                self._nullable.add(name)
-        self._first: dict[Node, Ranges] = {}
-        self._prefix_free: dict[Node, bool] = {}
+        self.regular = _regular(rules)
+        self.first: Callable[[Node], Ranges] = cache(self._first)
+        self.nullable: Callable[[Node], bool] = cache(self._nullable)
+        self.prefix_free: Callable[[Node], bool] = cache(self._prefix_free)
         self.refused: set[Node] = set()
         self.lexemes: dict[Node, None] = {}
         self.named: dict[str, str] = {}  # rules and parts of lexemes that are referred to: name here -> GBNF's
@@ -396,13 +393,8 @@ class _Writer:
 
     def mistakable(self) -> set[Node]:
         """Long lexemes that begin like another one."""
-        found: set[Node] = set()
-        lexemes = [(node, self.first(node)) for node in self.lexemes]
-        for i, (node, first) in enumerate(lexemes):
-            for other, its_first in lexemes[:i]:
-                if _meet(first, its_first):
-                    found |= {each for each in (node, other) if not isinstance(each, Chars)}
-        return found
+        pairs = [pair for pair in combinations(self.lexemes, 2) if _meet(*map(self.first, pair))]
+        return {node for pair in pairs for node in pair if not isinstance(node, Chars)}
 
     def lexeme(self, node: Node) -> str:
         if isinstance(node, Chars):
@@ -411,10 +403,8 @@ class _Writer:
 
     # -- what texts of a regular node look like --------------------------------------------------------------------
 
-    def first(self, node: Node) -> Ranges:
-        if node not in self._first:
-            self._first[node] = united([pair for each in self._begins(node) for pair in each])
-        return self._first[node]
+    def _first(self, node: Node) -> Ranges:
+        return united([pair for each in self._begins(node) for pair in each])
 
     def _begins(self, node: Node) -> Iterator[Ranges]:
         match node:
@@ -432,13 +422,13 @@ class _Writer:
             case Repeat(body):
                 yield self.first(body)
 
-    def nullable(self, node: Node) -> bool:
+    def _nullable(self, node: Node) -> bool:
         """Whether the empty text is one of its texts."""
         match node:
             case Chars():
                 return False
             case Rule(name):
-                return name in self._nullable
+                return self.nullable(self.rules[name])
             case Sequence(parts):
                 return all(map(self.nullable, parts))
             case Choice(options):
@@ -446,13 +436,8 @@ class _Writer:
             case Repeat(body, least):
                 return least == 0 or self.nullable(body)
 
-    def prefix_free(self, node: Node) -> bool:
+    def _prefix_free(self, node: Node) -> bool:
         """Whether it is regular, and surely no text of it begins another one; the empty text begins every text."""
-        if node not in self._prefix_free:
-            self._prefix_free[node] = self._is_prefix_free(node)
-        return self._prefix_free[node]
-
-    def _is_prefix_free(self, node: Node) -> bool:
         match node:
             case Chars():
                 return True
@@ -483,14 +468,14 @@ class _Writer:
         )
 
 
-def _regular(rules: Mapping[str, Node]) -> list[str]:
-    """The rules that are regular expressions, each after those it uses: what they use never comes back to them."""
+def _regular(rules: Mapping[str, Node]) -> set[str]:
+    """The rules that are regular expressions: what they use never comes back to them."""
     sorter = TopologicalSorter({name: set(names_in(node)) for name, node in rules.items()})
     with suppress(CycleError):  # it still sorts what no cycle blocks
         sorter.prepare()
-    regular: list[str] = []
+    regular: set[str] = set()
     while ready := sorter.get_ready():
-        regular += ready
+        regular.update(ready)
         sorter.done(*ready)
     return regular
 

@@ -19,34 +19,25 @@ from localspec.backends import reference
 from localspec.commands.options import RunOptions, answer_form
 from localspec.errors import EngineUnavailable, UsageError
 from localspec.model_files.vocab import Vocab
-from localspec.sampling import constraint as constraint_module
 from localspec.sampling import grammar as grammar_module
 from localspec.sampling.constraint import Constraint, constraint_for
 from localspec.sampling.grammar import grammar_of
 from localspec.spec_decode.rounds import Round
 from tests.commands.test_cli import localspec
 from tests.conftest import TinyFiles
+from tests.support.grammars import thing
 
 # Every string and number is bounded: a model of random weights would go on for ever inside one.
-PARENT = {
-    "type": "object",
-    "properties": {"é\n": {"const": "😀"}},
-    "required": ["é\n"],
-    "additionalProperties": False,
-}
-PERSON = {
-    "type": "object",
-    "properties": {
+PERSON = thing(
+    {
         "name": {"type": "string", "maxLength": 6},
         "age": {"type": "integer", "minimum": 0, "maximum": 150},
         "kind": {"enum": ["cat", "catfish", "dog"]},
         "tags": {"type": "array", "items": {"type": "string", "pattern": "^[a-c]{1,3}$"}, "maxItems": 3},
         "alive": {"type": "boolean"},
-        "parent": {"anyOf": [{"type": "null"}, PARENT]},
-    },
-    "required": ["name", "age", "kind", "tags", "alive", "parent"],
-    "additionalProperties": False,
-}
+        "parent": {"anyOf": [{"type": "null"}, thing({"é\n": {"const": "😀"}})]},
+    }
+)
 
 
 def schema_format(schema: Any) -> dict[str, Any]:
@@ -242,14 +233,6 @@ def test_masking_at_an_earlier_place(vocab: Vocab) -> None:
         assert (constraint.masked(row, behind) == expected).all()
     assert np.isfinite(expected).any()
     assert (expected[np.isfinite(expected)] == row[np.isfinite(expected)]).all()
-
-
-def test_tables_of_token_texts(tiny: TinyFiles, vocab: Vocab) -> None:
-    for path in (tiny.spm, tiny.bpe):
-        with reference.load(path) as model:
-            each = [model.vocab.token_bytes(token) for token in range(model.vocab.n_tokens)]
-            assert model.vocab.token_table() == each
-    assert constraint_module.vocabulary_of(vocab) is constraint_module.vocabulary_of(vocab)
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def child():
 
 def forked():
     pair = llm.inspect()
-    with pair.worker.queue._changed, pair.encoder._in_use.alone(), llm.template._lock:  # as others may have them
+    with pair.worker.queue._changed, pair.encoder._in_use.alone():  # as others may have them
         pid = os.fork()
     return pid
 

@@ -6,10 +6,9 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from io import BytesIO
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -167,14 +166,6 @@ def _read_events(data: bytes) -> Recording:
     # PowerShell 5 writes `command > file` in UTF-16. Bytes that are no text become U+FFFD, which a string can hold.
     encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
     values = Values(data.decode(encoding, "replace"))
-    try:
-        first = next(values)
-    except StopIteration:
-        raise RecordingError(f"{FOREIGN}: it is not JSON") from None
-    return _events(chain([first], values), values)
-
-
-def _events(values: Iterable[Any], source: Values) -> Recording:
     answers: list[Answer] = []
     rounds: list[dict[str, Any]] = []
     damage = ""
@@ -188,9 +179,11 @@ def _events(values: Iterable[Any], source: Values) -> Recording:
         except ValueError as error:
             if not (rounds or answers):
                 raise RecordingError(f"{FOREIGN}: {error}") from None
-            damage = f"line {source.line} is damaged: {error}"
+            damage = f"line {values.line} is damaged: {error}"
             break
-    damage = damage or source.damage
+    damage = damage or values.damage
+    if damage and not (rounds or answers):
+        raise RecordingError(f"{FOREIGN}: it is not JSON")
     if rounds:
         damage = damage or "it ends before the answer does"
         answers.append(Answer(rounds, text=_settle(rounds, None), stats=_stats(rounds, {})))
