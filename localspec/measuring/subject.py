@@ -372,7 +372,7 @@ class EngineUnderTest:
         others = [arm for arm in self.arms if arm is not last]
         kv_type, room = pair.options.kv_cache_type, read_memory().available
         needed = sum(kv_bytes(each, kv_type) for arm in others for each in self._untaught[arm].contexts)
-        if room is not None and needed > room / 2:  # an engine's buffers come on top
+        if needed > room / 2:  # an engine's buffers come on top
             return False
         made: dict[Arm, DecodingState] = {}
         try:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+import tomllib
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import resources
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -35,46 +37,15 @@ def model_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in model_files(path))
 
 
-# ggml's tensor types: number -> (name, values in a block, bytes of a block). Importing ``gguf`` would take 0.2 s.
+# What files mean by number and by name. Importing ``gguf`` for that would take 0.2 s.
+KNOWN: dict[str, Any] = tomllib.loads(resources.files(__package__).joinpath("known.toml").read_text("utf-8"))
 TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
-    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 36), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
-    12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292),
-    16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50),
-    20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136),
-    24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8),
-    29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
-    39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
-}  # fmt: skip
-
-# ``general.file_type``: the mix of tensor types a file was quantised with.
-FILE_TYPES = {
-    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S",
-    12: "Q3_K_M", 13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS",
-    20: "IQ2_XS", 21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M",
-    28: "IQ2_S", 29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE",
-}  # fmt: skip
-
-_EMBEDDING = (
-    "bert nomic-bert nomic-bert-moe modern-bert neo-bert jina-bert-v2 jina-bert-v3 eurobert gemma-embedding llama-embed"
-)
-A_HEAD = "a head that drafts for another model"
-NOT_GENERATORS = {
-    **dict.fromkeys(_EMBEDDING.split(), "an embedding model"),
-    "t5encoder": "an encoder",
-    "t5": "an encoder-decoder model",
-    "clip": "an image projector",
-    "wavtokenizer-dec": "an audio decoder",
-    "whisper": "a speech recogniser",
-    "flux": "an image model",
-    "sd1": "an image model",
-    "sdxl": "an image model",
-    "sd3": "an image model",
-    "dream": "a diffusion model",
-    "llada": "a diffusion model",
-    "localspec-head": A_HEAD,
+    number: (name, block, n_bytes) for name, (number, block, n_bytes) in KNOWN["tensor_types"].items()
 }
-"""Architectures that cannot continue a text token by token, and what they are; kinds of heads are plugins besides."""
+"""Number -> (name, values in a block, bytes of a block)."""
+
+_FILE_TYPES: dict[int, str] = {number: name for name, number in KNOWN["file_types"].items()}
+_NOT_GENERATORS: dict[str, str] = {each: what for what, names in KNOWN["not_generators"].items() for each in names}
 
 ROWS_ONLY = "localspec.head.engine_file"
 """Metadata key of a file whose contexts are fed with rows of floats: it has no tokens."""
@@ -396,8 +367,8 @@ class GGUFFile:
     def quantization(self) -> str:
         """The quantisation as people call it, e.g. ``Q4_K_M``."""
         declared = self.metadata.get("general.file_type")
-        if isinstance(declared, int) and declared in FILE_TYPES:
-            return FILE_TYPES[declared]
+        if isinstance(declared, int) and declared in _FILE_TYPES:
+            return _FILE_TYPES[declared]
         return next(iter(self.bytes_by_type), "none")
 
     def check_generates_text(self) -> None:
@@ -406,9 +377,9 @@ class GGUFFile:
         kind = str(self.metadata.get("general.type", "model"))
         if kind == "adapter" or "adapter.type" in self.metadata:
             raise UnsupportedModel(f"{name} is a LoRA adapter, not a model; merge it into its base model first")
-        what = NOT_GENERATORS.get(architecture, "an image projector" if kind == "mmproj" else "")
+        what = _NOT_GENERATORS.get(architecture, "an image projector" if kind == "mmproj" else "")
         if not what and architecture in offered(HEAD_KINDS):
-            what = A_HEAD
+            what = "a head that drafts for another model"
         if what:
             raise UnsupportedModel(f"{name} is {what} ({architecture or kind}), which cannot generate text")
         number = self.metadata.get("split.no", 0)

@@ -12,41 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.errors import UnsupportedModel, shown
-from localspec.model_files.gguf import GGUFFile, StringArray
+from localspec.model_files.gguf import KNOWN, GGUFFile, StringArray
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
-# What llama.cpp recognises by name, because files do not declare it; such tokens have no text either.
-_END_OF_TURN = (
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>",
-    "[EOT]", "<end_of_utterance>",
-)  # fmt: skip
-_END_OF_MESSAGE = ("<|eom_id|>",)
-_ENDS = frozenset(
-    {*_END_OF_TURN, *_END_OF_MESSAGE, "</s>", "[EOS]", "<eos>", "<turn|>", "<|tool_response>"}
-    | {"<|return|>", "<|call|>", "<|flush|>", "<|calls|>"}
-)
-_FILL_IN = {
-    "fim_pre": (
-        "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<PRE>", "▁<PRE>", "<｜fim▁begin｜>", "<|code_prefix|>",
-        "<|prefix|>",
-    ),
-    "fim_suf": (
-        "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<SUF>", "▁<SUF>", "<｜fim▁hole｜>", "<|code_suffix|>",
-        "<|suffix|>",
-    ),
-    "fim_mid": (
-        "<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<MID>", "▁<MID>", "<｜fim▁end｜>", "<|code_middle|>",
-        "<|middle|>",
-    ),
-    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
-    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
-    "fim_sep": ("<|file_sep|>",),
-}  # fmt: skip
-# Qwen, StarCoder and Granite, CodeLlama, DeepSeek, GLM, Falcon-H1.
-# StarCoder 2 and CodeGemma. llama.cpp does not know these names, so they are neither hidden nor ends of an answer.
-_FILL_IN_TOO = {"fim_rep": ("<repo_name>",), "fim_sep": ("<file_sep>", "<|file_separator|>")}
-_SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
+_TOKENS: dict[str, list[str]] = KNOWN["tokens"]
+_ENDS = frozenset(_TOKENS["end_of_turn"] + _TOKENS["end_of_message"] + _TOKENS["other_ends"])
+_FILL_IN: dict[str, list[str]] = KNOWN["fill_in"]
+_FILL_IN_TOO: dict[str, list[str]] = KNOWN["fill_in_too"]
+_SHOWN = _TOKENS["shown"]
 _NAMES = _ENDS.union(*_FILL_IN.values(), *_FILL_IN_TOO.values(), _SHOWN)
 _LONGEST_NAME = max(len(name.encode()) for name in _NAMES)
 
@@ -56,10 +30,6 @@ _KEYS = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unk": "unknown
 _KEYS |= {name: name for name in _FILL_IN}
 _OLD_KEYS = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}  # of files from before October 2024
 _DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unk": 0}, "gpt2": {"bos": 11, "eos": 11}, "gemma4": {}, "t5": {"eos": 1}}
-_BOS_BY_PRE = (
-    "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken", "chameleon",
-    "llama4",
-)  # fmt: skip
 
 
 class Vocab:
@@ -83,7 +53,7 @@ class Vocab:
         self.kind = kind
         self.pre = pre
         self.n_tokens = len(tokens)
-        self.add_bos = kind == "llama" or (kind == "gpt2" and pre in _BOS_BY_PRE)
+        self.add_bos = kind == "llama" or (kind == "gpt2" and pre in KNOWN["pre_tokenizers"]["with_bos"])
         self.bos: int | None = None
         self.eos: int | None = None
         self.eot: int | None = None
@@ -130,7 +100,7 @@ class Vocab:
     def _find_special(self, special: dict[str, int | None]) -> None:
         """Fill in the special ids: those declared, and those known by their name."""
         named = self._named()
-        for what, names in {"eot": _END_OF_TURN, "eom": _END_OF_MESSAGE, **_FILL_IN}.items():
+        for what, names in {"eot": _TOKENS["end_of_turn"], "eom": _TOKENS["end_of_message"], **_FILL_IN}.items():
             found = next((named[name] for name in names if name in named), None)
             if special.get(what) is None and found is not None:
                 special[what] = found

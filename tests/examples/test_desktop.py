@@ -302,21 +302,3 @@ def test_the_program_ends_with_ctrl_c(app: Any, tiny: TinyFiles) -> None:
     command = [sys.executable, "-c", INTERRUPTED, str(tiny.quick.target), "--draft", "none", "--backend", "reference"]
     done = subprocess.run(command, cwd=EXAMPLES, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout, done.stderr.replace(OFF_SCREEN, "")) == (0, "", "")
-
-
-@pytest.mark.real
-@pytest.mark.timeout(1200)
-def test_a_real_chat(window: Any, real_model: Callable[[str], Path]) -> None:
-    it = window(real_model("smollm2-135m"), "ngram", backend="auto")
-    first = ask(it, "Count from one to twenty in words, one on each line.")
-    assert first.finish_reason == "stop"
-    assert "one" in first.text.lower()
-    second = ask(it, "Say exactly the same again.")
-    assert second.stats["cached_tokens"] > first.stats["prompt_tokens"]
-    assert second.stats["num_accepted_tokens"] > 0
-    click(it.new_chat)  # or it answers with its counting once more, all copied in two rounds
-    say(it, "Write a very long story about a lighthouse.")
-    until(lambda: it.stats.num_rounds > 3, "rounds")
-    click(it.stop)
-    until(lambda: it.state == "idle", "stopped")
-    assert it.transcript.toPlainText().endswith(" [stopped]")
