@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 import localspec.spec_decode.decoder
-import localspec.spec_decode.drafters.group
 from localspec.backends import reference
 from localspec.errors import EngineError
 from localspec.sampling.constraint import Constraint, MaskedRows, constraint_for
@@ -217,12 +216,14 @@ def unmasked(self: Proposer, row: object, history: object, n_known: int = 0, ids
         self.constraint = constraint
 
 
-CONFIDENCE, VERIFY = Proposer.confidence, localspec.spec_decode.decoder.verify
+CONFIDENCE, VERIFY, DRAFT = Proposer.confidence, localspec.spec_decode.decoder.verify, DraftModelDrafter.draft
 FORCED = LANGUAGES["forced text"]
 WORDS = LANGUAGES["words that begin one another"]
 
 
-def drop(guesses: list[DraftToken], proposer: Proposer) -> list[DraftToken]:
+def dropping(self: DraftModelDrafter, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
+    """Samples that the grammar forbids are dropped, rather than masked."""
+    guesses = DRAFT(self, tokens, plan, proposer)
     return guesses[: proposer.n_legal([guess.id for guess in guesses]) if guesses else 0]
 
 
@@ -238,10 +239,15 @@ def late(self: MaskedRows, index: int) -> object:
     return self.constraint.masked(self.logits[index])
 
 
-GROUP, DECODER = localspec.spec_decode.drafters.group, localspec.spec_decode.decoder
+DECODER, UNMASKED = localspec.spec_decode.decoder, (Proposer, "confidence", unmasked)
 DEFECTS: dict[str, tuple[list[tuple[object, str, object]], Language, str, int]] = {
     "unmasked samples": ([(Proposer, "confidence", unmasked)], WORDS, "model", 2),
-    "dropped samples": ([(Proposer, "confidence", unmasked), (GROUP, "_legal", drop)], WORDS, "model", 2),
+    "dropped samples": (
+        [(Proposer, "confidence", unmasked), (DraftModelDrafter, "draft", dropping)],
+        WORDS,
+        "model",
+        2,
+    ),
     "forced text as tokens": ([(DECODER, "verify", credulous)], FORCED, "grammar, model", 3),
     "a mask of the wrong place": ([(MaskedRows, "__getitem__", late)], FORCED, "model", 3),
     "a constraint not taken back": ([(Constraint, "_back", lambda self, n: None)], WORDS, "model", 3),
@@ -263,5 +269,7 @@ def test_defects_are_noticed(
         error = raised
     if defect == "unmasked samples":
         assert "sampled a token that may not come" in str(error)
+    if defect in ("dropped samples", "forced text as tokens"):
+        assert error is None
     if error is None:
         assert largest_difference(plain_law(language, models[0], SAMPLING, n), law) > DEFECT
