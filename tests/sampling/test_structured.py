@@ -23,9 +23,9 @@ from localspec.sampling import grammar as grammar_module
 from localspec.sampling.constraint import Constraint, constraint_for
 from localspec.sampling.grammar import grammar_of
 from localspec.spec_decode.rounds import Round
-from tests.commands.test_cli import localspec
 from tests.conftest import TinyFiles
 from tests.support.grammars import thing
+from tests.support.program import localspec
 
 # Every string and number is bounded: a model of random weights would go on for ever inside one.
 PERSON = thing(

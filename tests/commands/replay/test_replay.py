@@ -15,9 +15,9 @@ from localspec.commands.chat.chat import AnswerRecord
 from localspec.commands.replay.command import Recording, RecordingError, read, replay_command, replay_page
 from localspec.errors import UsageError
 from localspec.system.terminal import visible
-from tests.commands.test_cli import localspec
 from tests.commands.test_generate import generate
 from tests.conftest import TinyFiles
+from tests.support.program import localspec
 from tests.support.saved_chats import write_chat
 
 EVENTS = Path(__file__).parents[2] / "data" / "replay-events.jsonl"
