@@ -340,7 +340,7 @@ class BenchRun:
                 stack.callback(subject.restore)
                 subjects.append(subject)
             record = self._begun(subjects, sitting)
-            with on_interrupt(self._watch.stop):
+            with on_interrupt(self._watch.stopped.set):
                 try:
                     record.ended = self._ask(subjects, record)
                 except Cancelled:
