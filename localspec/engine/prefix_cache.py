@@ -3,8 +3,7 @@
 A context holds one conversation. When a prompt continues another, the memory is copied out of the engine to ordinary
 memory, and the best match among what was put aside earlier is copied in. Copying 1,500 tokens takes some tens of
 milliseconds, reading them again tens of seconds. The alternative, several sequences inside of one context, avoids the
-copies but takes its room from the context that all share and makes every pass walk over the others' cells; see
-``benchmarks/prefix_cache.py`` for both measured side by side.
+copies but takes its room from the context that all share and makes every pass walk over the others' cells.
 """
 
 from __future__ import annotations
