@@ -43,6 +43,7 @@ Array = npt.NDArray[np.float64]
 
 BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
 _HEAD_COUNTS = ("head_count", "head_count_kv")
+_LEAST = 5e-324  # the smallest number over 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +69,9 @@ class Hyperparameters:
                 raise UnsupportedModel(f"the file does not say {architecture}.{key}")
             return value
 
-        def number(key: str, default: float | None = None) -> float:
+        def number(key: str, default: float | None = None, least: float = 0.0) -> float:
             value = get(key, default)
-            if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+            if not isinstance(value, int | float) or not math.isfinite(value) or value < least:
                 raise UnsupportedModel(
                     f"the file says {architecture}.{key} = {_short(value)}, which is not a valid size"
                 )
@@ -103,23 +104,16 @@ class Hyperparameters:
             )
         if not d_head or d_head % 2:
             raise UnsupportedModel(f"the file says heads of {d_head} channels, which cannot be rotated in pairs")
-        base, factor = number("rope.freq_base", 10000.0), number("rope.scaling.factor", 1.0)
-        if not base or not factor:
-            raise UnsupportedModel(f"the file says a rotation of base {base} and factor {factor}")
-        norm_eps = number("attention.layer_norm_rms_epsilon")
-        if not norm_eps:
-            raise UnsupportedModel(
-                f"the file says {architecture}.attention.layer_norm_rms_epsilon = 0, which divides by nothing"
-            )
+        factor = number("rope.scaling.factor", 1.0, _LEAST)
         return cls(
             n_layer=size("block_count"),
             n_embd=n_embd,
             n_head=n_head,
             n_head_kv=n_head_kv,
             d_head=d_head,
-            rope_base=base,
+            rope_base=number("rope.freq_base", 10000.0, _LEAST),
             rope_scale=factor if scaling == "linear" else 1.0,
-            norm_eps=norm_eps,
+            norm_eps=number("attention.layer_norm_rms_epsilon", None, _LEAST),
         )
 
 

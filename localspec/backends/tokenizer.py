@@ -61,16 +61,11 @@ class SpecialTokens:
             yield piece
             return
         strips = self._strips and special not in _NEVER_STRIPPING
-        for i, between in enumerate(_split_at(piece, special, strips)):
+        for i, between in enumerate(piece.split(special)):
             if i:
                 yield token
-            if between:
-                yield between
-
-
-def _split_at(text: str, special: str, strips: bool) -> Sequence[str]:
-    parts = text.split(special)
-    return [parts[0], *(part.lstrip(_BLANKS) for part in parts[1:])] if strips else parts
+            if text := between.lstrip(_BLANKS) if i and strips else between:
+                yield text
 
 
 # -- SentencePiece's BPE -----------------------------------------------------------------------------------------------
@@ -253,20 +248,15 @@ def _words_of(text: str, pre: str) -> list[str]:
     """Cut a text into the words that merges stay within."""
     words = [text]
     for pattern in _patterns(pre):
-        words = [piece for word in words for piece in _cut(word, pattern)]
+        found: list[str] = []
+        for word in words:
+            start = 0
+            for match in pattern.finditer(word):
+                found += word[start : match.start()], match.group()
+                start = match.end()
+            found.append(word[start:])
+        words = [word for word in found if word]
     return words
-
-
-def _cut(text: str, pattern: re.Pattern[str]) -> Iterator[str]:
-    start = 0
-    for match in pattern.finditer(text):
-        if match.start() > start:
-            yield text[start : match.start()]
-        if match.group():
-            yield match.group()
-        start = match.end()
-    if start < len(text):
-        yield text[start:]
 
 
 @cache

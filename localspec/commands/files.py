@@ -187,7 +187,7 @@ class _List:
             if self.everything or self._by_name[name].present:
                 yield self._row(self._by_name[name], f"  {name}", is_head=True)
         if entry.present and self._heads:
-            from localspec.backends.trust import fingerprint
+            from localspec.model_files.fingerprint import fingerprint
 
             digest = fingerprint(entry.path)
             for head in [head for head in self._heads if head.get("target_fingerprint") == digest]:

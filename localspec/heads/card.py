@@ -43,7 +43,7 @@ class TargetFacts:
     """What identifies a target.
 
     Attributes:
-        fingerprint: of the file, see ``backends.trust.fingerprint``.
+        fingerprint: of the file, see ``model_files.fingerprint``.
         n_layers: blocks that a pass goes through.
         n_vocab: rows of the output matrix.
         vocab: ``Vocab.fingerprint``.

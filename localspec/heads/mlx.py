@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, cast
 
@@ -16,7 +16,6 @@ from localspec.backends.mlx.architecture import ARCHITECTURES, Attention
 from localspec.backends.mlx.library import NAME, binding, owner
 from localspec.backends.mlx.model import MLXContext, MLXModel, building, device_for
 from localspec.backends.mlx.network import Network
-from localspec.backends.mlx.weights import Format
 from localspec.errors import EngineError, UnsupportedModel
 from localspec.heads.kinds.base import MaskBlock, PublishedHead
 from localspec.model_files.gguf import GGUFFile
@@ -115,7 +114,7 @@ class MLXBlockContext(MLXHeadContext):
         return Forward(np.empty((0, self.model.n_vocab), dtype=np.float32), {})
 
     def _remember(self, rows: FloatArray) -> None:
-        memory, trunk = self._memory, cast(Any, self.model.network.module.model)
+        memory, trunk = self.memory, cast(Any, self.model.network.module.model)
         mx.set_default_device(self.model.device)
         try:
             trunk.remember(mx.array(rows[None]), memory.layers)
@@ -191,8 +190,6 @@ class FeedForward(nn.Module):  # type: ignore[misc]
 def head_network(
     head: PublishedHead,
     module: nn.Module,
-    args: Any,
-    formats: Mapping[str, Format],
     max_context: int | None,
     project: Callable[[mx.array], mx.array],
 ) -> Network:
@@ -201,12 +198,11 @@ def head_network(
     Args:
         head: its header.
         module: with its trunk as ``model``.
-        args, formats, max_context: as for ``Network``.
+        max_context: as for ``Network``.
         project: the output matrix, for the tokens that it can guess.
     """
     return Network(
         module=module,
-        args=args,
         architecture=head.kind,
         n_vocab=len(head.ids),
         n_layer=1,
@@ -215,8 +211,6 @@ def head_network(
         layer_windows=(None,),
         recurrent=False,
         max_context=max_context,
-        size_bytes=sum(format_.n_bytes for format_ in formats.values()),
-        formats=formats,
         _trunk=module.model,
         _head=project,
         reads_tokens_too=True,

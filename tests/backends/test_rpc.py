@@ -66,7 +66,7 @@ def test_the_same_tokens_as_without(tiny: TinyFiles, addresses: tuple[str, ...])
         wanted = llm.generate(TEXT, PARAMS).token_ids
     for split in (None, (1, 1), (1, 0)):
         with LLM(tiny.bpe, "ngram", placement=Placement(rpc=addresses, tensor_split=split), **options()) as llm:
-            links = llm.run(lambda pair: pair.target._placed.links)  # type: ignore[attr-defined]
+            links = llm.run(lambda pair: pair.target.placed.links)
             before = [link.n_requests for link in links]
             assert llm.generate(TEXT, PARAMS).token_ids == wanted
             assert llm.generate(TEXT, PARAMS, speculate=False).token_ids == wanted

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from localspec.backends.trust import fingerprint
 from localspec.controllers.calibration import WIDE, curve_key, curves
 from localspec.engine import loading as loading_module
 from localspec.engine.loading import ENGINES, EngineTimes, compared, engines_comparing, forget, ordered
+from localspec.model_files.fingerprint import fingerprint
 from localspec.system.files import JsonStore
 from localspec.system.steps import exhaust
 from tests.conftest import TinyFiles

@@ -43,21 +43,6 @@ CHECKPOINT_EVERY = 32
 """Most tokens that are fed again where snapshots serve most rejections: a few tokens' time; set by hand."""
 
 
-def n_snapshots(model: LlamaModel) -> int:
-    """Of how many tokens snapshots are to be kept; 0 where the engine keeps none for the architecture."""
-    if not model.binding.saves_recurrent:
-        return 0
-    passes = LlamaPasses(model, 2, model.n_threads, model.kv_type, n_snapshots=1)
-    try:
-        if not passes.n_snapshots:
-            return 0
-        passes.run(PassRows.behind(0, [0], "none"))
-        n_bytes = save_recurrent(model, passes.handle).nbytes
-    finally:
-        passes.close()
-    return min(MAX_SNAPSHOTS, int(SNAPSHOT_SHARE * model.size_bytes / n_bytes))
-
-
 class Rollback:
     """The states that a context can go back to; ``passes`` has an empty memory at first."""
 
@@ -213,33 +198,27 @@ class LeafSequences:
 class LlamaModel(LlamaWeights):
     """Weights, and the contexts and batches over them."""
 
-    @cached_property
-    def _contexts(self) -> WeakSet[LlamaContext]:
-        return WeakSet()
-
-    @cached_property
-    def _batches(self) -> WeakSet[LlamaSequences]:
-        return WeakSet()
-
-    @cached_property
-    def _known_states(self) -> set[str]:
-        return set()
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.contexts: WeakSet[LlamaContext] = WeakSet()
+        self._batches: WeakSet[LlamaSequences] = WeakSet()
+        self._known_states: set[str] = set()
 
     def recover(self) -> None:
-        if self._placed is None or (self._handle and self._placed.lost is None):
+        if self.placed is None or (self._handle and self.placed.lost is None):
             return
-        for link in self._placed.links:
+        for link in self.placed.links:
             if link.lost is not None:
                 ask(link.address)
         for batch in list(self._batches):
             batch.close()
-        for context in list(self._contexts):
+        for context in list(self.contexts):
             context.release()
         with self._in_use.alone():  # other threads tokenize
             self._close()
             self._handle = 0
             self._handle = self._load(self.path)
-        for context in list(self._contexts):
+        for context in list(self.contexts):
             context.reset()
 
     @cached_property
@@ -250,7 +229,17 @@ class LlamaModel(LlamaWeights):
     @cached_property
     def n_snapshots(self) -> int:
         """How many tokens of a pass a context takes back at once, though its memory cannot be rewound."""
-        return 0 if self.capabilities.rollback == "exact" else n_snapshots(self)
+        if self.capabilities.rollback == "exact" or not self.binding.saves_recurrent:
+            return 0
+        passes = LlamaPasses(self, 2, self.n_threads, self.kv_type, n_snapshots=1)
+        try:
+            if not passes.n_snapshots:
+                return 0  # the engine keeps none for this architecture
+            passes.run(PassRows.behind(0, [0], "none"))
+            n_bytes = save_recurrent(self, passes.handle).nbytes
+        finally:
+            passes.close()
+        return min(MAX_SNAPSHOTS, int(SNAPSHOT_SHARE * self.size_bytes / n_bytes))
 
     def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> LlamaContext:
         self._check_states(hidden)
@@ -318,7 +307,7 @@ class LlamaContext(Context):
         self._leaves: LeafSequences | None = None
         self.finds_best = not branches and model.finds_best
         self.reset()
-        model._contexts.add(self)
+        model.contexts.add(self)
 
     @property
     def can_branch(self) -> bool:
@@ -438,6 +427,6 @@ class LlamaContext(Context):
         restore(self.model, self._handle, self._binding.by_columns(sequence) if self._branches else sequence)
 
     def _close(self) -> None:
-        self.model._contexts.discard(self)
+        self.model.contexts.discard(self)
         self._passes.close()
         self._forget()

@@ -154,7 +154,7 @@ def _network(head: PublishedHead, target: Network | None) -> Network:
         module = _Head(sizes, len(head.ids), has_embeddings=has["embeddings"], has_output=has["output"])
         install_rope(header, DFLASH, module, sizes, scaling)
         header.refuse_unread()
-        formats = fill(file, DFLASH, module, HEAD_DTYPE, None)
+        fill(file, DFLASH, module, HEAD_DTYPE, None)
         if "d2t" in file.tensors:
             sort_rows(module.lm_head, np.argsort(file.tensor_bytes("d2t").view("<i8")))
     if not has["embeddings"]:
@@ -164,7 +164,7 @@ def _network(head: PublishedHead, target: Network | None) -> Network:
     else:
         project = output_of(needed(target)) if "output" in head.borrows else module.model.embed_tokens.as_linear
     n_out = len(head.ids)
-    network = head_network(head, module, sizes, formats, max_context, lambda hidden: project(hidden)[..., :n_out])
+    network = head_network(head, module, max_context, lambda hidden: project(hidden)[..., :n_out])
     return replace(network, n_layer=len(sizes.windows), layer_windows=sizes.windows)
 
 

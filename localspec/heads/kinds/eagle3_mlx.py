@@ -151,13 +151,13 @@ def _network(head: PublishedHead, target: Network | None) -> Network:
         module = _Head(sizes, has_embeddings=has["embeddings"], has_output=has["output"])
         install_rope(header, EAGLE3, module, sizes, scaling)
         header.refuse_unread()
-        formats = fill(file, EAGLE3, module, HEAD_DTYPE, None)
+        fill(file, EAGLE3, module, HEAD_DTYPE, None)
         if "d2t" in file.tensors:
             sort_rows(module.lm_head, np.argsort(file.tensor_bytes("d2t").view("<i8")))
     if not has["embeddings"]:
         module.model.embed_tokens = embedding_of(needed(target))
     project = module.lm_head if has["output"] else output_of(needed(target))
-    return head_network(head, module, sizes, formats, max_context, lambda hidden: project(hidden)[..., : sizes.n_out])
+    return head_network(head, module, max_context, lambda hidden: project(hidden)[..., : sizes.n_out])
 
 
 def load(head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None) -> MLXHeadModel:
