@@ -51,7 +51,7 @@ def engine_file(head: Path, target: Path, fingerprint: str, output_type: str = "
 
     Args:
         head, target: their files.
-        fingerprint: of the target; see ``backends.trust.fingerprint``.
+        fingerprint: of the target; see ``model_files.fingerprint``.
         output_type: one of ``OUTPUT_TYPES``. Rows that fill no blocks are F16; F16 holds for the head's matrices too.
 
     Raises:

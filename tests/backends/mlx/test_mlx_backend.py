@@ -363,8 +363,7 @@ def test_target_and_draft_on_different_engines(tiny: TinyFiles, target: str, dra
     open_backend(draft)
     pair = tiny.pair
     with LLM(pair.target, draft=pair.draft, backend=target, draft_backend=draft, n_ctx=512) as llm:
-        assert llm.backend_name == target
-        assert llm.run(lambda loaded: loaded.state.models[0].model.backend) == draft
+        assert (llm.backend_name, llm.inspect().state.models[0].model.backend) == (target, draft)
         prompt = "the rain in the and of"
         reply = llm.generate(prompt, SamplingParams(max_tokens=60, ignore_eos=True), draft_length=3)
         tokens = llm.tokenize(prompt, add_special=True)
