@@ -52,7 +52,8 @@ def n_wanted(logits: Wanted, n: int) -> int:
 def shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """Length of the longest common prefix of two texts in tokens."""
     n = min(len(a), len(b))
-    if list(a[:n]) == list(b[:n]):  # asked of whole conversations, before every draft token: without a loop
+    one, other = a[:n], b[:n]  # asked of whole conversations, before every draft token: without a loop
+    if one == other or list(one) == list(other):
         return n
     return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
 

@@ -29,12 +29,8 @@ _NEVER_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")
 class SpecialTokens:
     """Cuts a text at its special tokens, as llama.cpp does: the longest first, each over the whole text.
 
-    User-defined tokens are always recognised; control tokens such as ``<|im_end|>`` only where asked for.
-
-    Args:
-        vocab: the vocabulary.
-        ids: token text -> id.
-        metadata: of the file: its name tells whether special tokens swallow the white space behind them (Phi-3).
+    User-defined tokens are always recognised; control tokens such as ``<|im_end|>`` only where asked for. The name in
+    the file's metadata tells whether special tokens swallow the white space behind them (Phi-3).
     """
 
     def __init__(self, vocab: Vocab, ids: Mapping[str, int], metadata: Mapping[str, Any]) -> None:
@@ -80,12 +76,8 @@ _CACHED_WORDS = 1 << 14
 class SentencePiece:
     """Joins neighbours into the best-scored token, until none do, the leftmost pair first among equal scores.
 
-    A table of ranked merges (what the ``tokenizers`` package takes) cannot say that.
-
-    Args:
-        ids: token text -> id.
-        scores: of each id.
-        unknown: stands for a character that a vocabulary without byte tokens cannot spell; None leaves it out.
+    A table of ranked merges (what the ``tokenizers`` package takes) cannot say that. ``unknown`` stands for a character
+    that a vocabulary without byte tokens cannot spell; None leaves it out.
     """
 
     def __init__(self, ids: Mapping[str, int], scores: Sequence[float], unknown: int | None = None) -> None:
@@ -157,15 +149,10 @@ between, the first to be applied first; the name of the split into words; the fi
 
 
 class Tokenizer:
-    """The tokenizer of one file.
-
-    Args:
-        file: the open file; not needed afterwards.
-        vocab: its vocabulary.
-        byte_level: makes what splits and merges the words of byte-level BPE.
+    """The tokenizer of one file, which is not needed afterwards.
 
     Raises:
-        UnsupportedModel: another kind of tokenizer, or a split into words that is not known.
+        UnsupportedModel: another kind of tokenizer, or a split into words that ``byte_level`` does not know.
     """
 
     def __init__(self, file: GGUFFile, vocab: Vocab, byte_level: ByteLevelMaker) -> None:

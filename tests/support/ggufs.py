@@ -145,12 +145,12 @@ def write_gguf(
 
 
 def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    if isinstance(value, list | tuple | np.ndarray):
-        writer.add_array(key, list(value))
-        return
-    adders = {bool: "bool", int: "uint32", np.uint16: "uint16", np.int32: "int32", float: "float32", str: "string"}
-    kind, name = next((kind, name) for kind, name in adders.items() if isinstance(value, kind))
-    getattr(writer, f"add_{name}")(key, kind(value))
+    kinds = {bool: "bool", int: "uint32", np.uint16: "uint16", np.int32: "int32", float: "float32", str: "string"}
+    for kind, name in kinds.items():
+        if isinstance(value, kind):
+            getattr(writer, f"add_{name}")(key, kind(value))
+            return
+    writer.add_array(key, list(value))
 
 
 def sizes(

@@ -40,7 +40,6 @@ class LlamaSequences(SequenceBatch):
         kv_type = model.kv_type if model.binding.batches_kv_types else "f16"
         self._passes = LlamaPasses(model, n_cells, n_threads, kv_type, hidden, n_sequences)
         self._handle = self._passes.handle
-        self._n_gaps = 0  # cells that were given back since rows were last moved together
 
     def _decode(self, pieces: Sequence[Piece]) -> list[Forward]:
         parts = [self._behind(sequence, tokens, logits) for sequence, tokens, logits in pieces]
@@ -62,15 +61,14 @@ class LlamaSequences(SequenceBatch):
         return PassRows.behind(self._sequences[sequence].n_past, rows, logits, sequence)
 
     def _run(self, rows: PassRows, last: str | None = None) -> Forward:
-        self._close_gaps()
         try:
             return self._passes.run(rows, last=last, interrupted=self.interrupted)
         except BaseException:
-            self._n_gaps += len(rows)  # those that it came to will be removed
+            self._passes.n_gaps += len(rows)  # those that it came to will be removed
             raise
 
     def _truncate(self, sequence: int, n: int) -> None:
-        self._n_gaps += max(0, self._sequences[sequence].n_past - n)
+        self._passes.n_gaps += max(0, self._sequences[sequence].n_past - n)
         if not self._binding.remove(self._handle, n, sequence):
             self._read_again(sequence, n)
 
@@ -89,7 +87,7 @@ class LlamaSequences(SequenceBatch):
         tokens = context.tokens[:n]
         try:
             self._binding.remove(self._handle, 0, sequence)
-            self._n_gaps += n
+            self._passes.n_gaps += n
             self.cells.cut(sequence, 0)
             self.check_cells(n)
             self._run(PassRows.behind(0, tokens, "none", sequence))
@@ -107,18 +105,13 @@ class LlamaSequences(SequenceBatch):
 
     def _import(self, sequence: int, state: ContextState) -> None:
         saved = saved_sequence(state, self.model.path)
-        self._n_gaps += self._sequences[sequence].n_past
+        self._passes.n_gaps += self._sequences[sequence].n_past
         self._binding.remove(self._handle, 0, sequence)
-        self._close_gaps()
+        self._passes.close_gaps()
         restore(self.model, self._handle, self._binding.by_columns(saved), sequence)
 
     def _close(self) -> None:
         self._passes.close()
-
-    def _close_gaps(self) -> None:
-        if self._n_gaps:
-            self._binding.close_gaps(self._handle, self._n_gaps)
-            self._n_gaps = 0
 
 
 def _divided(forward: Forward, pieces: Sequence[Piece], n_layers: int) -> list[Forward]:

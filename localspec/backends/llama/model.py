@@ -114,15 +114,14 @@ def leaf_sequences(parents: Sequence[int]) -> list[list[int]]:
 class LeafSequences:
     """The sequences of a memory after the first, which is that of its text."""
 
-    def __init__(self, binding: Binding, handle: int) -> None:
-        self._binding, self._handle = binding, handle
+    def __init__(self, binding: Binding, passes: LlamaPasses, handle: int) -> None:
+        self._binding, self._passes, self._handle = binding, passes, handle
         # A memory that gives away what lies before its window does so only where one sequence alone has it.
         self._keeps = not binding.window(handle)
         self._held = [0] * MAX_SEQUENCES  # how much of the text each sequence has; of the first it does not matter
         self._tree: list[list[int]] = []
         self._is_known = True  # ``_held`` is right, and no sequence but the first has more than that of the text
         self._is_ordered = True
-        self._n_gaps = 0
 
     def begin(self, parents: Sequence[int], n: int) -> list[list[int]]:
         """Let a tree follow the first n tokens, which are all there are; the sequences of its tokens.
@@ -160,14 +159,14 @@ class LeafSequences:
             self._held[other] = n if self._keeps else 0
         self._is_ordered &= list(path) == list(range(len(path)))
         if not self._is_ordered:
-            self._n_gaps += len(tree) - len(path)
+            self._passes.n_gaps += len(tree) - len(path)
         self._tree, self._is_known = [], True
         return binding.remove(handle, n + len(path))
 
     def cut(self, n: int, n_before: int) -> None:
         """The text, of ``n_before`` tokens, will be cut to n; a tree that is there is dropped."""
         if not self._is_ordered:
-            self._n_gaps += n_before - n + len(self._tree)
+            self._passes.n_gaps += n_before - n + len(self._tree)
         if not self._is_known:
             self.forget()
         for sequence, held in enumerate(self._held):
@@ -184,12 +183,6 @@ class LeafSequences:
             self._binding.remove(self._handle, 0, sequence)
         self._held = [0] * MAX_SEQUENCES
         self._tree, self._is_known = [], True
-
-    def close_gaps(self) -> None:
-        """Before a pass: move rows together, for an engine that needs it."""
-        if self._n_gaps:
-            self._binding.close_gaps(self._handle, self._n_gaps)
-            self._n_gaps = 0
 
 
 # -- the model and its contexts ----------------------------------------------------------------------------------------
@@ -327,7 +320,8 @@ class LlamaContext(Context):
         self._set_leaves()
 
     def _set_leaves(self) -> None:
-        self._leaves = LeafSequences(self._binding, self._handle) if self._branches else None
+        self._passes.n_gaps = 0
+        self._leaves = LeafSequences(self._binding, self._passes, self._handle) if self._branches else None
 
     @property
     def _handle(self) -> int:
@@ -356,8 +350,6 @@ class LlamaContext(Context):
         self, rows: Sequence[int] | FloatArray, n_past: int, logits: Wanted, last: str | None = None, n_best: int = 0
     ) -> Forward:
         """Feed rows after the first ``n_past`` of the memory."""
-        if self._leaves is not None:
-            self._leaves.close_gaps()
         return self._run(PassRows.behind(n_past, rows, logits), last, n_best)
 
     def _run(self, rows: PassRows, last: str | None = None, n_best: int = 0) -> Forward:
@@ -369,7 +361,7 @@ class LlamaContext(Context):
         if self._leaves is None:
             self._set_leaves()  # which says what was lost
         assert self._leaves is not None
-        self._leaves.close_gaps()
+        self._passes.close_gaps()
         sequences = self._leaves.begin(parents, self.n_past)
         positions: list[int] = []
         for parent in parents:

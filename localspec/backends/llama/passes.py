@@ -197,6 +197,7 @@ class LlamaPasses:
         self._takes_floats = not model.binding.token_before_floats
         self._best: BestLogits | None = None
         self._ms_to_begin: deque[float] = deque(maxlen=5)  # lately
+        self.n_gaps = 0  # cells of several sequences that were given back since rows were last moved together
 
     @property
     def begins_soon(self) -> bool:
@@ -230,6 +231,7 @@ class LlamaPasses:
         """
         if not self.handle:
             raise EngineError(f"{self._model.path.name} is not loaded: a device was lost")
+        self.close_gaps()
         if n_best and (found := self._best_of(rows, n_best, begun)) is not None:
             return found
         if self._best is not None and rows.wanted.any():
@@ -348,6 +350,12 @@ class LlamaPasses:
         self._binding.lib.llama_synchronize(self.handle)
         self._binding.remove(self.handle, position, sequence)
         self._takes_floats = True
+
+    def close_gaps(self) -> None:
+        """Move rows together, for an engine that needs it."""
+        if self.n_gaps:
+            self._binding.close_gaps(self.handle, self.n_gaps)
+            self.n_gaps = 0
 
     def close(self) -> None:
         if self.handle:

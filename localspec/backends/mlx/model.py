@@ -374,16 +374,15 @@ def _passes(pieces: Sequence[Piece], n_chunk: int) -> Iterator[list[tuple[int, P
 
 def can_divide(network: Network) -> bool:
     """Whether ``divided`` is right about a network: only its attention looks at more than one row, by a known call."""
-    return not network.recurrent and all(_can_divide(layer) for layer in network.module.layers)
-
-
-def _can_divide(layer: nn.Module) -> bool:
-    attention = layer.get("self_attn")
-    if not isinstance(attention, nn.Module):
-        return False
-    linear = {name for name, part in attention.items() if isinstance(part, nn.Linear | nn.QuantizedLinear)}
-    call = [*signature(type(attention).__call__).parameters]
-    return call == ["self", "x", "mask", "cache"] and _OUTPUT in linear and linear - {_OUTPUT} in _INPUTS
+    for layer in network.module.layers:
+        attention = layer.get("self_attn")
+        if network.recurrent or not isinstance(attention, nn.Module):
+            return False
+        linear = {name for name, part in attention.items() if isinstance(part, nn.Linear | nn.QuantizedLinear)}
+        call = [*signature(type(attention).__call__).parameters]
+        if call != ["self", "x", "mask", "cache"] or _OUTPUT not in linear or linear - {_OUTPUT} not in _INPUTS:
+            return False
+    return True
 
 
 @contextmanager
@@ -428,19 +427,14 @@ class _Divided:
         try:
             attention[_OUTPUT] = lambda heads: heads
             for rows, mask, cache in self._parts:
-                for name, array in projected.items():
-                    attention[name] = _giving(array[:, rows])
+                for name, array in projected.items():  # a layer that puts this out whatever is put in
+                    attention[name] = lambda _, part=array[:, rows]: part
                 found.append(attention(x[:, rows], mask, cache))
         finally:
             for name, layer in linear.items():
                 attention[name] = layer
         output: mx.array = linear[_OUTPUT](mx.concatenate(found, axis=1))
         return output
-
-
-def _giving(array: mx.array) -> Callable[[mx.array], mx.array]:
-    """A layer that puts this out whatever is put in."""
-    return lambda _: array
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------

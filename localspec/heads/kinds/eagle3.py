@@ -270,13 +270,11 @@ class ReferenceHeadContext(ReferenceContext):
     def _decode(self, tokens: Sequence[int], logits: Wanted) -> Forward:
         raise EngineError(f"{self.model.path.name} is a draft head and cannot tokenize text")
 
-    def _attention_input(self, x: Array) -> Array:
+    def _entry(self, x: Array) -> tuple[Array, Array]:
         embedding, state = x.reshape(2, -1)
-        return np.concatenate([self._normalised(embedding), self._normalised(state)])
-
-    def _residual(self, x: Array) -> Array:
-        state = x[len(x) // 2 :]
-        return self._normalised(state) * self.model.state_norm if self.model.goes_on_from_norm else state
+        norm = self._normalised(state)
+        both = np.concatenate([self._normalised(embedding), norm])
+        return both, norm * self.model.state_norm if self.model.goes_on_from_norm else state
 
 
 def load_reference(head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None) -> ReferenceHeadModel:

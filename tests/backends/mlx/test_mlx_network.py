@@ -17,12 +17,12 @@ mx = pytest.importorskip("mlx.core")
 
 from mlx.utils import tree_flatten  # noqa: E402
 
-from localspec.backends.base import NORM, Progress, layer_name  # noqa: E402
+from localspec.backends.base import NORM, layer_name  # noqa: E402
 from localspec.backends.mlx import network as network_module  # noqa: E402
 from localspec.backends.mlx.architecture import ARCHITECTURES  # noqa: E402
 from localspec.backends.mlx.network import Network  # noqa: E402
 from localspec.backends.trust import agreement  # noqa: E402
-from localspec.errors import EngineError, UnsupportedModel  # noqa: E402
+from localspec.errors import UnsupportedModel  # noqa: E402
 from localspec.model_files.gguf import GGUFFile  # noqa: E402
 from tests.conftest import open_backend  # noqa: E402
 from tests.support.mlx_ggufs import Sizes, TinyFile  # noqa: E402
@@ -79,9 +79,9 @@ FILES = {name: TinyFile(name) for name in ARCHITECTURES} | {
 }
 
 
-def load_network(path: Path, progress: Progress | None = None) -> Network:
+def load_network(path: Path) -> Network:
     with GGUFFile(path) as file:
-        return network_module.load_network(file, progress)
+        return network_module.load_network(file)
 
 
 def tokens_for(n_vocab: int, n: int = 40) -> list[int]:
@@ -216,6 +216,10 @@ def test_the_default_precision_depends_on_the_device_the_file_and_its_states(
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[TinyFile, str]] = {
+    "unknown architecture": (
+        TinyFile("starcoder2"),
+        r"'starcoder2' \(it knows gemma, gemma3, glm4moe, granite, llama, .*qwen3",
+    ),
     "unknown tensor": (
         replace(LLAMA, extra={"blk.1.attn_sinks.weight": np.ones(4, np.float32)}),
         r"does not use blk\.1\.attn_sinks\.weight in a llama model",
@@ -276,27 +280,6 @@ def test_a_file_that_would_be_computed_wrongly_is_refused_by_name(name: str, tmp
     with pytest.raises(UnsupportedModel, match=message) as caught:
         load_network(path)
     assert "\n" not in str(caught.value)
-
-
-def test_an_unknown_architecture_is_told_what_there_is(tmp_path: Path) -> None:
-    path = TinyFile("starcoder2").write(tmp_path / "model.gguf")
-    with pytest.raises(
-        UnsupportedModel, match=r"'starcoder2' \(it knows gemma, gemma3, glm4moe, granite, llama, .*qwen3"
-    ):
-        load_network(path)
-
-
-def test_loading_can_be_cancelled(tmp_path: Path) -> None:
-    seen: list[float] = []
-
-    def stop_half_way(done: float) -> bool:
-        seen.append(done)
-        return done < 0.5
-
-    with pytest.raises(EngineError, match="cancelled"):
-        load_network(LLAMA.write(tmp_path / "model.gguf"), stop_half_way)
-    assert seen == sorted(seen)
-    assert 0.5 <= seen[-1] < 1
 
 
 def test_a_long_context_of_phi_is_known_to_be_another_model(tmp_path: Path) -> None:
