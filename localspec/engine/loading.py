@@ -18,7 +18,7 @@ from localspec import backends
 from localspec.backends.base import Model
 from localspec.backends.registry import engine_module, unavailable_reason
 from localspec.backends.repack import lightening, lighter_copy
-from localspec.backends.trust import fingerprint, verdict_key, verdicts
+from localspec.backends.trust import verdict_key, verdicts
 from localspec.controllers.calibration import (
     NOISY,
     WHOLE,
@@ -38,6 +38,7 @@ from localspec.controllers.stopping import best_speedup
 from localspec.engine.options import LoadOptions
 from localspec.engine.state import DecodingState
 from localspec.errors import Cancelled, LocalspecError, VocabularyMismatch
+from localspec.model_files.fingerprint import fingerprint
 from localspec.system.files import JsonStore, home
 from localspec.system.machine import BUSY, cpu_name, default_threads
 from localspec.system.steps import Steps, exhaust

@@ -17,7 +17,6 @@ from typing import Any
 from localspec._version import __version__
 from localspec.backends.base import Context
 from localspec.backends.placement import Placement
-from localspec.backends.trust import fingerprint
 from localspec.commands.bench.record import (
     Ending,
     Engine,
@@ -54,6 +53,7 @@ from localspec.measuring.subject import (
     places,
     split_names,
 )
+from localspec.model_files.fingerprint import fingerprint
 from localspec.model_files.gguf import model_bytes, model_files
 from localspec.model_files.sources.base import size_text
 from localspec.prompts.questions import SETS, Question, digest, in_turns, of_categories, own_questions, read_questions
