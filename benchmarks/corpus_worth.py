@@ -59,7 +59,7 @@ N_TIMED = 2000
 def replay(drafters: Sequence[Drafter], prompt: list[int], answer: list[int], curve: str) -> tuple[float, Counter[str]]:
     """The speed-up over plain decoding of an answer, and how many draft tokens of each source were sent and right."""
     real = CURVES[curve][0]  # of 1 to 8 tokens every width is there, and WIDEST is 7
-    times, sources = PassTimes(dict(real)), {drafter.source: SourceAcceptance(COPIED) for drafter in drafters}
+    times, sources = PassTimes(dict(real)), {drafter.info.source: SourceAcceptance(COPIED) for drafter in drafters}
     controller = AutoController(times, {}, sources, {}, WIDEST, TimeBudget())
     group, proposer = DrafterGroup(drafters), Proposer(SamplingParams(), Noise(0))
     group.begin(prompt)

@@ -74,7 +74,7 @@ class Watched(Drafter):
 
     def __init__(self, drafter: Drafter, length: int) -> None:
         self._drafter, self._length = drafter, length
-        self.source, self.taps = drafter.source, drafter.taps
+        self.info = drafter.info
         self.drafts: dict[int, list[int]] = {}
         self.confidences: dict[int, list[float]] = {}
         self.ms: list[float] = []
@@ -83,12 +83,9 @@ class Watched(Drafter):
         self.where_certain = np.zeros((len(CERTAINTY_EDGES) + 1, N_BINS))
         self._confidence: float | None = None
 
-    def attach(self, target: Context) -> None:
-        self._drafter.attach(target)
-
-    def begin(self, tokens: Sequence[int]) -> None:
+    def begin(self, tokens: Sequence[int], *, prediction: Sequence[int] = (), target: Context | None = None) -> None:
         self.drafts, self.confidences = {}, {}
-        self._drafter.begin(tokens)
+        self._drafter.begin(tokens, prediction=prediction, target=target)
 
     def process(self, tokens: Sequence[int], forward: Forward) -> None:
         if self._confidence is not None:  # it has drafted: this pass verifies
@@ -106,7 +103,6 @@ class Watched(Drafter):
                 self.after[after, bin_of(token.prob)] += 1
                 self.confidences.setdefault(len(tokens), []).append(token.prob)
                 after = leads_to(token.prob)
-        self._drafter.drafted()
         self.drafts[len(tokens)] = text[len(tokens) :]
         if self.drafts[len(tokens)] and len(self.drafts) > 1:  # the first reads the prompt
             self.ms += mine.ms
@@ -132,7 +128,7 @@ def watch(pair: Pair, watched: Sequence[Watched], prompt: list[int], n_tokens: i
     """Answer plainly, drafting before every pass."""
 
     def failed(drafter: Drafter, why: str) -> None:
-        raise SystemExit(f"{drafter.source} {why}")
+        raise SystemExit(f"{drafter.info.source} {why}")
 
     decoder = SpeculativeDecoder(pair.context, watched, FixedController(1), failed)
     decoder.prefill(prompt, lambda: False)

@@ -146,7 +146,7 @@ class Localspec:
         llm = self._llm
 
         def forget() -> None:
-            for context in llm._pair.contexts:
+            for context in llm.inspect().contexts:
                 context.truncate(0)
 
         llm.run(lambda pair: forget())

@@ -244,8 +244,8 @@ def main() -> int:
     engine = mlx.binding()
     say("loading")
     with LLM(arguments.model, draft=arguments.draft or "auto", backend="mlx", n_ctx=2048) as llm:
-        models = {"target": llm._pair.target}
-        models |= {f"draft {i + 1}": draft.model for i, draft in enumerate(llm._pair.state.models)}
+        models = {"target": llm.inspect().target}
+        models |= {f"draft {i + 1}": draft.model for i, draft in enumerate(llm.inspect().state.models)}
         assert all(isinstance(model, MLXModel) for model in models.values())
         say("timing passes")
         times = {role: pass_times(model, arguments.repeats) for role, model in models.items()}

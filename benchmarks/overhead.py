@@ -75,7 +75,7 @@ def main() -> None:
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with LLM(args.model, draft=args.draft, backend=args.backend, n_ctx=1024) as llm:
-        loaded = llm._pair
+        loaded = llm.inspect()
         context = loaded.target.new_context(1024)
         assert isinstance(context, LlamaContext)
         prompt = llm.tokenize(PROMPT, add_special=True)

@@ -83,7 +83,9 @@ def loaded(ms: float, n_vocab: int, draft: str | None, *, spins: bool = False) -
 def rounds_of(llm: LLM, way: str, n_tokens: int) -> list[dict[str, float]]:
     """Of each round: our own time by the clock and of the processor, and what its passes should last [ms]."""
     params, length, _ = WAYS[way]
-    models = [m for m in (llm._pair.target, *(d.model for d in llm._pair.state.models)) if isinstance(m, WaitingModel)]
+    models = [
+        m for m in (llm.inspect().target, *(d.model for d in llm.inspect().state.models)) if isinstance(m, WaitingModel)
+    ]
     stream = llm.rounds(
         "One two three", SamplingParams(**{**_fields(params), "max_tokens": n_tokens}), draft_length=length
     )

@@ -29,7 +29,7 @@ from localspec.backends.base import Context, FloatArray, Forward
 from localspec.heads.drafters import HeadDrafter
 from localspec.prompts.questions import in_turns, of_categories, own_questions, read_questions
 from localspec.sampling.sampling import Distribution, Noise, distribution, top_probability
-from localspec.spec_decode.drafters.base import FreePlan
+from localspec.spec_decode.drafters.base import Plan
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.proposer import Proposer
 from localspec.system.files import write_atomically
@@ -37,7 +37,7 @@ from localspec.system.files import write_atomically
 PIECE = 128
 
 
-class Spy(FreePlan):
+class Spy(Plan):
     """A plan that lets a drafter make one guess and notes its confidence.
 
     Args:
@@ -74,7 +74,7 @@ def model_trace(
     llm: LLM, target: Forward, prompt: list[int], answer: list[int], params: SamplingParams
 ) -> dict[str, list[float]]:
     tokens = prompt + answer
-    drafts = reading(llm._pair.contexts[1], tokens, len(prompt)).logits
+    drafts = reading(llm.inspect().contexts[1], tokens, len(prompt)).logits
     trace: dict[str, list[float]] = {"confidence": [], "right": [], "sampled": [], "certainty": []}
     for i, row in enumerate(drafts):
         history = tokens[: len(prompt) + i]
@@ -121,7 +121,7 @@ def head_trace(
     llm: LLM, target: Forward, prompt: list[int], answer: list[int], params: SamplingParams
 ) -> dict[str, list[list[float]]]:
     """What a chained head would have guessed: [steps, n], by draft tokens before it and place; -1 where it has none."""
-    drafter = next(draft.drafter for draft in llm._pair.state.models if draft.source == "head")
+    drafter = next(draft.drafter for draft in llm.inspect().state.models if draft.source == "head")
     assert isinstance(drafter, HeadDrafter)
     proposer = Proposer(replace(params, seed=None), Noise(0))
     names, steps = ("confidence", "right", "sampled"), range(drafter.head.card.steps)
@@ -173,11 +173,11 @@ def main() -> None:
     traces = json.loads(args.out.read_text())["traces"] if args.out.exists() else []
     known = {trace["id"] for trace in traces}
     with LLM(args.model, drafts, backend=args.backend, remember=False, idle=False) as llm:
-        pair = llm._pair
+        pair = llm.inspect()
         stored = {"engine": pair.target.engine, "temperature": args.temperature}
         times = {"target": pair.times} | {draft.source: draft.times for draft in pair.state.models}
         stored["ms"] = {source: each.curve.measured for source, each in times.items()}
-        stored["rates"] = {draft.source: draft.drafter.rate for draft in pair.state.models}
+        stored["rates"] = {draft.source: draft.drafter.info.rate for draft in pair.state.models}
         for question in questions:
             if question.id in known:
                 continue

@@ -29,17 +29,16 @@ from localspec.engine.options import (
     draft_specs,
     split_options,
 )
-from localspec.engine.pair import Pair, ReadAhead
+from localspec.engine.pair import Pair
 from localspec.engine.request import AnswerRequest, AsyncRoundStream, Reply, RoundStream, Submit
 from localspec.engine.saved import SavedContext, restore_contexts, save_contexts
 from localspec.engine.scheduler import answer, never_ran, score, serve_batch
-from localspec.engine.worker import PREPARATION, IdleWork, Job, OnMains, Result, Worker
+from localspec.engine.worker import IdleWork, Job, OnMains, Result, Worker
 from localspec.errors import Cancelled, SessionFileError, UsageError, checked_whole
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.vocab import Vocab
 from localspec.prompts.infill import FILL_TOKENS, SUFFIX_TOKENS, ContextFiles, FillPrompt, fill_prompt, marked_prompt
 from localspec.prompts.prompts import Prompt, PromptEncoder
-from localspec.prompts.templates import ChatTemplate
 from localspec.prompts.thinking import ThinkingFormat
 from localspec.sampling.sampling import SamplingParams, ScoredToken, checked_top
 from localspec.system.files import printable
@@ -524,7 +523,7 @@ class Tokenizing:
     """The methods on text of whatever has an encoder, and a worker."""
 
     _encoder: PromptEncoder
-    _read_ahead: ReadAhead
+    _pair: Pair
     _worker: Worker
     n_ctx: int
 
@@ -648,12 +647,12 @@ class Tokenizing:
             UsageError, TemplateError: as from ``encode``.
         """
         if isinstance(messages, FillPrompt):
-            self._read_ahead.expect(messages.tokens[: messages.n_before], anew=True)
+            self._pair.read_ahead.expect(messages.tokens[: messages.n_before], anew=True)
             self._worker.idle_work_waits()
             return
         asked = ([*messages, {"role": "user", "content": text}] for text in ("a", "1"))
         one, other = (self.encode(each, think=think) for each in asked)
-        self._read_ahead.expect(one[: shared_prefix(one, other)])
+        self._pair.read_ahead.expect(one[: shared_prefix(one, other)])
         self._worker.idle_work_waits()
 
 
@@ -738,30 +737,19 @@ class LLM(Tokenizing, AskingModel):
         self.chat_defaults: dict[str, Any] = Catalog.load().chat_defaults(path)
         # What can be refused was refused before there is a thread.
         self._worker = Worker(bound, IdleWork(OnMains()) if options.idle else None)
-        self._pair = self._load(path, drafts, options, cancel)
-        target = self._pair.target
-        self.backend_name, self.engine = target.backend, target.engine
-        self.n_ctx = self._pair.context.n_ctx
-        try:
-            self.template = ChatTemplate.for_vocab(target.chat_template, target.vocab)
-        except BaseException:
-            self._worker.close(self._pair.close)
-            raise
-        self._encoder = PromptEncoder(target, self.template)
-        serve_batch(self._pair, self._encoder, self._worker)
-        self._read_ahead = ReadAhead(self._pair)
-        self._worker.when_idle(self._read_ahead)
-        self._last = (self._encoder.close, self._pair.close)
-        self._worker.when_idle(self._pair.preparation, priority=PREPARATION)
+        pair = self._pair = self._load(path, drafts, options, cancel)
+        self.backend_name, self.engine = pair.target.backend, pair.target.engine
+        self.n_ctx, self._encoder, self.template = pair.context.n_ctx, pair.encoder, pair.encoder.template
+        serve_batch(pair)
         # Neither the worker nor this holds on to the LLM: dropped without close(), it gives its memory back too.
-        self._finalizer = weakref.finalize(self, self._worker.close, *self._last, cancel=True, wait=False)
+        self._finalizer = weakref.finalize(self, self._worker.close, pair.close, cancel=True, wait=False)
         self._finalizer.atexit = False
 
     def _load(self, path: Path, draft: Sequence[str], options: LoadOptions, cancel: threading.Event) -> Pair:
         loaded: list[Pair] = []
 
         def load() -> None:
-            loaded.append(Pair(path, draft, options, self._report(cancel)))
+            loaded.append(Pair(path, draft, options, self._report(cancel), self._worker))
 
         try:
             self._worker.call(load)
@@ -930,6 +918,20 @@ class LLM(Tokenizing, AskingModel):
 
     # -- the worker ----------------------------------------------------------------------------------------------
 
+    def inspect(self) -> Pair:
+        """The loaded pair, for tests and tools: models, contexts, cost models, prompt encoder and worker.
+
+        What it holds is private to localspec and may change with any version. Its models belong to the worker's
+        thread: look at them while no request runs, or within ``run``.
+
+        >>> llm.inspect().context.tokens  # what the target's memory holds
+
+        Raises:
+            Closed: after ``close``.
+        """
+        self._worker.queue.check_open()
+        return self._pair
+
     def run(self, work: Callable[[Pair], Result], *, conversation: Hashable | None = None) -> Result:
         """Run ``work(pair)`` on the worker thread in its turn, so while no request runs, and return what it returns.
 
@@ -958,7 +960,7 @@ class LLM(Tokenizing, AskingModel):
         queued = {name: rest.pop(name) for name in ("deadline", "conversation", "priority") if name in rest}
         request = AnswerRequest.checked(question, params, self._encoder, self.draft_length, self.model_name, **rest)
         return self._submitter(
-            lambda job: answer(request, self._pair, self._encoder, job),
+            lambda job: answer(request, self._pair, job),
             lambda job: never_ran(request, job, self._pair),
             request=request,
             **queued,
@@ -967,7 +969,7 @@ class LLM(Tokenizing, AskingModel):
     def _scorer(self, prompt: Prompt, top: int, deadline: float | None, conversation: Hashable | None) -> Submit:
         n_top = checked_top(top)
         return self._submitter(
-            lambda job: score(self._encoder.encode(prompt), n_top, self._pair, self._encoder, job),
+            lambda job: score(self._encoder.encode(prompt), n_top, self._pair, job),
             lambda job: Cancelled(f"the request was cancelled by its {job.cancelled_by} while it waited"),
             deadline=deadline,
             conversation=conversation,
@@ -992,7 +994,7 @@ class LLM(Tokenizing, AskingModel):
             cancel: stop them within a round instead; their replies say ``cancelled``.
         """
         self._finalizer.detach()
-        self._worker.close(*self._last, cancel=cancel)
+        self._worker.close(self._pair.close, cancel=cancel)
 
     async def aclose(self, *, cancel: bool = False) -> None:
         """As ``close``, for asyncio."""

@@ -35,7 +35,7 @@ def reference_llm(tiny: TinyFiles, measured_home: Path) -> Iterator[LLM]:
 
 
 def draft_context(llm: LLM) -> Any:
-    return next(d for d in llm._pair.state.drafters if isinstance(d, DraftModelDrafter)).context
+    return next(d for d in llm.inspect().state.drafters if isinstance(d, DraftModelDrafter)).context
 
 
 def test_answers_and_counts(llm: LLM) -> None:
@@ -259,7 +259,7 @@ def test_closed_means_closed(tiny: TinyFiles) -> None:
 
 def test_a_draft_model_is_not_fed_while_it_does_not_pay(tiny: TinyFiles) -> None:
     with LLM(tiny.pair.target, draft=tiny.pair.draft, backend="reference", n_ctx=256) as llm:
-        for times in (draft.times for draft in llm._pair.state.models):
+        for times in (draft.times for draft in llm.inspect().state.models):
             times.curve = Curve({1: 1e6})
         llm.generate("x", GREEDY)
         assert draft_context(llm).n_past == 0
@@ -268,7 +268,7 @@ def test_a_draft_model_is_not_fed_while_it_does_not_pay(tiny: TinyFiles) -> None
 def test_nothing_is_drafted_behind_an_end_token(tiny: TinyFiles) -> None:
     with LLM(tiny.pair.target, draft=tiny.pair.target, backend="reference", n_ctx=256) as llm:
         end = llm.generate("the cat", SamplingParams(max_tokens=12, ignore_eos=True)).token_ids[4]
-        llm._pair.target.vocab.eog = frozenset({end})
+        llm.inspect().target.vocab.eog = frozenset({end})
         rounds = list(llm.rounds("the cat", SamplingParams(max_tokens=40), draft_length=12))
         assert rounds[-1].finish_reason == "stop"
         for round_ in rounds:
@@ -278,7 +278,7 @@ def test_nothing_is_drafted_behind_an_end_token(tiny: TinyFiles) -> None:
 def test_the_estimate_of_plain_speed_follows_this_answers_own_passes(tiny: TinyFiles) -> None:
     """Whatever was calibrated; and without drafts an answer is plain decoding, which nothing is estimated of."""
     with LLM(tiny.pair.target, "ngram", backend="reference", n_ctx=256) as llm:
-        llm._pair.times.curve = Curve({1: 1e5})
+        llm.inspect().times.curve = Curve({1: 1e5})
         params = SamplingParams(max_tokens=12, ignore_eos=True)
         stats = llm.generate("the cat", params, speculate=False).stats
         assert stats["estimated_plain_tokens_per_second"] is stats["estimated_speedup"] is None

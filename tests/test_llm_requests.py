@@ -63,7 +63,7 @@ class Gate:
             entered.set()
             self._open.wait(PATIENCE)
 
-        llm._worker.queue.put(Job(hold, lambda item: None), bounded=False)
+        llm.inspect().worker.queue.put(Job(hold, lambda item: None), bounded=False)
         assert entered.wait(PATIENCE)
 
     def open(self) -> None:
@@ -190,8 +190,8 @@ def test_what_is_made_for_a_request_that_never_ran_may_fail(llm: LLM) -> None:
     job.cancel()
     assert isinstance(got[0], KeyError)
     late = Job(lambda job: "ran", got.append, abandoned=lambda job: {}["gone"], deadline=1e-9)
-    llm._worker.queue.put(late)
-    assert llm._worker.call(lambda: 5) == 5
+    llm.inspect().worker.queue.put(late)
+    assert llm.inspect().worker.call(lambda: 5) == 5
     assert isinstance(got[1], KeyError)
 
 
@@ -300,7 +300,7 @@ def test_turns_between_conversations_of_an_llm(llm: LLM) -> None:
 
 
 def test_a_request_cancelled_in_the_queue_never_runs(llm: LLM) -> None:
-    n_past = llm._pair.context.n_past
+    n_past = llm.inspect().context.n_past
     gate = Gate(llm)
     stream = llm.rounds("never", GREEDY)
     dropped = llm.rounds("nor this", GREEDY)
@@ -311,11 +311,11 @@ def test_a_request_cancelled_in_the_queue_never_runs(llm: LLM) -> None:
     assert stream.state == "done"
     del dropped
     gc.collect()
-    before = list(llm._pair.context.tokens)
+    before = list(llm.inspect().context.tokens)
     gate.open()
     llm.run(lambda pair: None)
-    assert llm._pair.context.tokens == before
-    assert llm._pair.context.n_past == n_past
+    assert llm.inspect().context.tokens == before
+    assert llm.inspect().context.n_past == n_past
 
 
 def test_a_deadline_in_the_queue(llm: LLM) -> None:
@@ -339,7 +339,7 @@ def test_a_deadline_in_the_queue(llm: LLM) -> None:
 def test_a_deadline_in_an_answer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = llm.generate("hello", GREEDY, speculate=False).token_ids
     whole = llm.generate("endless", LONG, speculate=False).token_ids
-    clock, context = Clock(), llm._pair.context
+    clock, context = Clock(), llm.inspect().context
     monkeypatch.setattr("localspec.engine.worker.time", clock)
     decode, passes = context._decode, []
 
@@ -369,7 +369,7 @@ def test_prefill_is_interruptible(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> 
     llm.prefix_cache_bytes = 0
     expected = llm.generate(prompt, SamplingParams(max_tokens=8, ignore_eos=True), speculate=False).token_ids
     llm.generate("something else", GREEDY)
-    context = llm._pair.context
+    context = llm.inspect().context
     stream: Any = None
     decode, sizes = context._decode, []
 
@@ -498,7 +498,7 @@ def test_answers_survive_random_cancels_from_many_threads(tiny: TinyFiles, backe
 
 def solo_logprobs(llm: LLM, tokens: list[int]) -> np.ndarray[Any, Any]:
     """log softmax [n_tokens, n_vocab] in float64, from one-token passes of a fresh context."""
-    with llm._pair.target.new_context(512) as context:
+    with llm.inspect().target.new_context(512) as context:
         rows = np.concatenate([context.decode([token]).logits.astype(np.float64) for token in tokens])
     rows -= rows.max(axis=1, keepdims=True)
     return rows - np.log(np.exp(rows).sum(axis=1, keepdims=True))
@@ -658,7 +658,7 @@ def test_close_finishes_what_waits(tiny: TinyFiles) -> None:
 def test_a_dropped_llm_is_collected_and_its_thread_ends(tiny: TinyFiles) -> None:
     llm = LLM(tiny.quick.target, draft=None, backend="reference", n_ctx=256)
     llm.generate("x", GREEDY)
-    thread, context, alive = llm._worker._thread, llm._pair.context, weakref.ref(llm)
+    thread, context, alive = llm.inspect().worker._thread, llm.inspect().context, weakref.ref(llm)
     del llm
 
     def collected() -> bool:

@@ -71,7 +71,7 @@ def test_going_back_to_a_conversation_reads_nothing_again(any_llm: LLM, monkeypa
     sessions = [llm.session(system=f"{LONG_TEXT} You are number {i}.") for i in range(4)]
     first = [session.chat("hello", GREEDY, draft_length=3) for session in sessions]
     assert all(reply.stats["cached_tokens"] < reply.stats["prompt_tokens"] for reply in first)
-    target, draft = decoded(llm._pair.context, monkeypatch), decoded(draft_context(llm), monkeypatch)
+    target, draft = decoded(llm.inspect().context, monkeypatch), decoded(draft_context(llm), monkeypatch)
     for i in (1, 3, 0, 2):
         target.clear(), draft.clear()
         reply = sessions[i].chat("go on", GREEDY, draft_length=3)
@@ -108,7 +108,7 @@ def test_answers_do_not_depend_on_the_cache(tiny: TinyFiles) -> None:
 
 def test_the_bound_holds_and_the_least_recently_used_goes_first(tiny: TinyFiles) -> None:
     with load(tiny, draft=None) as llm:
-        one = llm._pair.context
+        one = llm.inspect().context
         prompts = [llm.encode(f"{i} {LONG_TEXT}") for i in range(4)]
         llm.generate(prompts[0], SamplingParams(max_tokens=1))
         size = one.state_bytes
@@ -141,7 +141,7 @@ def test_a_branch_keeps_its_trunk(llm: LLM) -> None:
 
 
 def test_a_conversation_that_goes_on_replaces_what_it_was(llm: LLM) -> None:
-    cache, context = PrefixCache(1 << 24), llm._pair.context
+    cache, context = PrefixCache(1 << 24), llm.inspect().context
     prompt = llm.encode(LONG_TEXT)
     for n in (40, 80, 120):
         context.reuse(prompt[:n])
@@ -279,7 +279,7 @@ def test_a_saved_session_goes_on_without_reading(tiny: TinyFiles, tmp_path: Path
             assert session.notice is None
             assert session.messages == messages
             assert session.params == GREEDY
-            target, draft = decoded(llm._pair.context, monkeypatch), decoded(draft_context(llm), monkeypatch)
+            target, draft = decoded(llm.inspect().context, monkeypatch), decoded(draft_context(llm), monkeypatch)
             reply = session.chat("and then", draft_length=3)
             assert reply.token_ids == expected.token_ids
             assert reply.stats["cached_tokens"] == expected.stats["cached_tokens"]
@@ -291,9 +291,9 @@ def test_a_saved_session_goes_on_without_reading(tiny: TinyFiles, tmp_path: Path
 def test_nothing_of_another_conversation_is_in_the_file(tiny: TinyFiles, saved: Path) -> None:
     with load(tiny) as llm:
         session = llm.load_session(saved)
-        tokens = llm._encoder.encode(session.messages, add_generation_prompt=False)
+        tokens = llm.inspect().encoder.encode(session.messages, add_generation_prompt=False)
         assert session.notice is None
-        for context in llm._pair.contexts:
+        for context in llm.inspect().contexts:
             assert len(context.tokens) > 100
             assert context.tokens == tokens[: context.n_past]
     data = saved.read_bytes()

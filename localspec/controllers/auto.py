@@ -120,7 +120,7 @@ ONE_SHARE = 0.5
 LEAST_PIECE = 8  # Least tokens that a draft model reads in a round, where it may not read all at once
 
 
-class AutoPlan:
+class AutoPlan(Plan):
     """Draft while it pays: a step of a draft model if it is worth its time, a token if it is worth its row.
 
     Attributes:
@@ -130,9 +130,11 @@ class AutoPlan:
         lessons: what its steps teach, called once the round is over: no decision of this plan depends on it.
     """
 
+    gives_way = True
+
     def __init__(self, stopping: Stopping, budget: TimeBudget, gate: PrefillGate, room: int, index: int) -> None:
         self.costs, self.acceptance, self.stopping = stopping.costs, stopping.acceptance, stopping
-        self.room = min(room, stopping.max_draft)
+        super().__init__(min(room, stopping.max_draft))
         self.ms_spent = self.ms_invested = 0.0
         self.stepped: set[str] = set()
         self.lessons: list[Callable[[], None]] = []
@@ -148,10 +150,6 @@ class AutoPlan:
         self._last_source = ""
         self._is_reading = False
         self._last_counterfactual = START
-
-    @property
-    def gives_way(self) -> bool:
-        return True
 
     def branching(self) -> Branching | None:
         costs = self.stopping.costs

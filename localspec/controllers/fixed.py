@@ -8,19 +8,19 @@ from types import MappingProxyType
 
 from localspec.controllers.cost_model import PassCost
 from localspec.errors import UsageError, shown
-from localspec.spec_decode.drafters.base import SURE_COPY, Controller, Drafter, FreePlan, Plan
+from localspec.spec_decode.drafters.base import SURE_COPY, Controller, Drafter, Plan
 from localspec.spec_decode.rounds import Draft, Round
 
 MAX_FIXED_DRAFT = 64
 
 
-@dataclass(slots=True)
-class FixedPlan(FreePlan):
+class FixedPlan(Plan):
     """Draft up to ``room`` tokens, whatever they cost; a copy under ``SURE_COPY`` gives way to a draft model's
     token."""
 
-    copying: Collection[str] = ()
-    n_beside: int = 0
+    def __init__(self, room: int, copying: Collection[str] = (), n_beside: int = 0) -> None:
+        super().__init__(room)
+        self.copying, self.n_beside = copying, n_beside
 
     def branching(self) -> FixedBranching | None:
         return FixedBranching(self.n_beside) if self.n_beside else None
@@ -28,7 +28,7 @@ class FixedPlan(FreePlan):
     def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
         if source in self.copying and confidence < SURE_COPY:
             return None
-        return FreePlan.keep(self, source, confidence)
+        return super().keep(source, confidence)
 
 
 @dataclass(slots=True)
@@ -59,8 +59,8 @@ class FixedController(Controller):
         self.length = length
         self.times = times
         self._beside = beside
-        has_model = any(drafter.runs_model for drafter in drafters)
-        self.copying = {drafter.source for drafter in drafters if drafter.copies and has_model}
+        has_model = any(drafter.info.runs_model for drafter in drafters)
+        self.copying = {each.info.source for each in drafters if each.info.copies and has_model}
 
     def may_use(self, source: str) -> bool:
         return self.length > 0

@@ -130,13 +130,13 @@ class DraftMaker:
         except Cancelled:
             raise
         except LocalspecError as error:
-            if not is_automatic or not any(draft.drafter.taps for draft in models):
+            if not is_automatic or not any(draft.drafter.info.taps for draft in models):
                 raise
             self._go_without(error)
             for draft in models:
-                if draft.drafter.taps:
+                if draft.drafter.info.taps:
                     draft.close()
-            models = [draft for draft in models if not draft.drafter.taps]
+            models = [draft for draft in models if not draft.drafter.info.taps]
             context, batch = self._context_for([])
         acceptance = self._acceptance_of(free, models)
         return DecodingState(context, before.times, free, models, acceptance, before.ahead, batch)
@@ -195,7 +195,7 @@ class DraftMaker:
             if any(is_same_file(found.path, each.path) for each in alike):
                 return []
             return [self._from_plugin(source, source_of(source.name, len(alike)), found)]
-        draft_models = [each for each in others if each.drafter.reads_text]
+        draft_models = [each for each in others if each.drafter.info.reads_text]
         if any(is_same_file(path, each.path) for each in draft_models):
             return []
         return [self._draft_model(path, source_of("model", len(draft_models)))]
@@ -240,7 +240,11 @@ class DraftMaker:
 
     def _known(self, path: Path, *, reads_text: bool) -> DraftModel | None:
         for draft in self.before.models:
-            if draft is not self.renew and draft.drafter.reads_text == reads_text and is_same_file(draft.path, path):
+            if (
+                draft is not self.renew
+                and draft.drafter.info.reads_text == reads_text
+                and is_same_file(draft.path, path)
+            ):
                 return draft
         return None
 
@@ -288,13 +292,13 @@ class DraftMaker:
     def _acceptance_of(self, free: Sequence[Drafter], models: Sequence[DraftModel]) -> AcceptanceStore:
         """What earlier runs learned of these drafters for this target."""
         files, names = [fingerprint(draft.path) for draft in models], [draft.name for draft in models]
-        drafters = " ".join([*files, *(drafter.name for drafter in free), *names])
+        drafters = " ".join([*files, *(drafter.info.name for drafter in free), *names])
         key = {"target": fingerprint(self.before.target.path), "drafters": drafters}
         return AcceptanceStore(home() / "acceptance" if self.loader.options.remember else None, key)
 
 
 def _named(models: Sequence[DraftModel], free: Sequence[Drafter]) -> list[DraftModel]:
     """Draft models by the names of their files, as short as tells them apart."""
-    taken = [*(drafter.source for drafter in free), *(draft.name for draft in models if draft.name)]
+    taken = [*(drafter.info.source for drafter in free), *(draft.name for draft in models if draft.name)]
     called = iter(names_of_files([draft.path for draft in models if not draft.name], taken))
     return [draft if draft.name else replace(draft, name=next(called)) for draft in models]

@@ -32,15 +32,18 @@ from localspec.engine.options import DraftLength, LoadOptions
 from localspec.engine.prefix_cache import PassCounts, PrefixCache
 from localspec.engine.request import AnswerRequest
 from localspec.engine.state import FULL_CONTEXTS, DecodingState, DraftModel, Seat, target_memory
-from localspec.engine.worker import Stopped
+from localspec.engine.worker import PREPARATION, Stopped, Worker
 from localspec.errors import Cancelled, ContextFull, EngineError, EngineMismatch, LocalspecError, UnsupportedModel
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.kv_memory import KV_VALUE_BYTES, kv_shape
+from localspec.prompts.prompts import PromptEncoder
+from localspec.prompts.templates import ChatTemplate
 from localspec.sampling.constraint import constraint_for
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.decoder import SpeculativeDecoder, TargetPass
 from localspec.spec_decode.detokenizer import TextAssembler, ThinkingReader
 from localspec.spec_decode.drafters.base import Controller, Drafter
+from localspec.spec_decode.drafters.corpus import CorpusDrafter
 from localspec.spec_decode.drafters.grammar import GrammarDrafter
 from localspec.spec_decode.overlapping import RoundOverlap, before_pass
 from localspec.spec_decode.rounds import Round
@@ -193,7 +196,7 @@ def checking_draft(pair: Pair, draft: DraftModel) -> Steps[None]:
 def prepare_draft(pair: Pair, draft: DraftModel) -> None:
     """Queue what is to be found out about a draft model in use; a head was checked when it was loaded."""
     prepare_times(pair, "draft curve", draft.context, draft.times, draft.passes)
-    if not draft.drafter.reads_text:
+    if not draft.drafter.info.reads_text:
         return
     pair.preparation.add("draft check", lambda stopped: checking_draft(pair, draft))
     if pair.loader.may_be_lighter(draft.path, draft.model, pair.state):
@@ -206,10 +209,10 @@ def prepare_draft(pair: Pair, draft: DraftModel) -> None:
         pair.preparation.add("draft copy", choosing)
 
 
-def prepare_free(pair: Pair, drafters: Sequence[Drafter]) -> None:
-    """Queue what drafters have to do that cost nothing, such as reading files that changed."""
+def prepare_corpora(pair: Pair, drafters: Sequence[Drafter]) -> None:
+    """Queue the reading of files that drafters copy from, where these may have changed."""
     for drafter in drafters:
-        steps = drafter.idle_work()
+        steps = drafter.index.idle_work(drafter.info.name) if isinstance(drafter, CorpusDrafter) else None
         if steps is not None:
             pair.preparation.add("corpus", partial(_telling, pair, steps))
 
@@ -402,14 +405,18 @@ class Pair:
         warnings: one-line remarks from loading, and from idle time, that a user should see.
         conversation: the one last worked on, prompt and answer.
         prefix_cache: other conversations, put aside.
+        encoder: makes prompts of messages and texts; its methods may be called from any thread.
+        worker: the thread that owns it.
+        read_ahead: reads in idle time what the next prompt will begin with.
         preparation: what is left to find out in idle time.
         why_chains: why drafts do not branch; None where they may.
         shared: what the rows of passes that answers shared were for.
         refused: why nothing is answered any more, where the engine turned out to be wrong; else None.
     """
 
-    def __init__(self, path: Path, draft: Sequence[str], options: LoadOptions, report: Report) -> None:
+    def __init__(self, path: Path, draft: Sequence[str], options: LoadOptions, report: Report, worker: Worker) -> None:
         self.options = options
+        self.worker = worker
         self.warnings: list[str] = Remarks()
         self.loader = Loader(options, self.warnings)
         self.preparation = Preparation()
@@ -422,6 +429,9 @@ class Pair:
             undo.callback(trim_heap)
             self.target = self.loader.load_target(path, report)
             undo.callback(self.target.close)
+            self.encoder = PromptEncoder(
+                self.target, ChatTemplate.for_vocab(self.target.chat_template, self.target.vocab)
+            )
             n_ctx = self._context_size()
             times = self.loader.times(self.target, n_ctx, report)
             opened = open_memory(self.loader, self.target, times, n_ctx, report)
@@ -433,6 +443,9 @@ class Pair:
                 self.prefix_cache.join(batch)
             self.set_draft(draft, report)
             undo.pop_all()
+        self.read_ahead = ReadAhead(self)
+        worker.when_idle(self.read_ahead)
+        worker.when_idle(self.preparation, priority=PREPARATION)
         if options.idle:
             prepare_times(self, "target curve", context, times)
             ask_another_engine(self, path)
@@ -484,12 +497,12 @@ class Pair:
     def draft_names(self) -> list[str]:
         """Names of the drafters in use, in the order they are asked; one that failed is not in use any more."""
         state = self.state  # once: another thread asks while the worker replaces it
-        return [state.names[drafter.source] for drafter in state.drafters if not drafter.failed]
+        return [state.names[drafter.info.source] for drafter in state.usable]
 
     @property
     def draft_specs(self) -> list[str]:
         """What ``set_draft`` takes to load the drafters in use."""
-        return [*(drafter.name for drafter in self.state.free), *(draft.spec for draft in self.state.models)]
+        return [*(drafter.info.name for drafter in self.state.free), *(draft.spec for draft in self.state.models)]
 
     def set_draft(self, names: Sequence[str], report: Report, *, renew: DraftModel | None = None) -> None:
         """Replace the drafters; on an error the ones in use stay.
@@ -516,8 +529,6 @@ class Pair:
                 self.prefix_cache.join(after.batch)
             self.prefix_cache.move(before.context, after.context)
             before.close_target()
-        for drafter in before.free:
-            drafter.close()
         for draft in after.models:
             if draft.memory.batch is not None:
                 self.prefix_cache.join(draft.memory.batch)
@@ -525,7 +536,7 @@ class Pair:
         if self.options.idle:
             for draft in after.models:
                 prepare_draft(self, draft)
-            prepare_free(self, after.free)
+            prepare_corpora(self, after.free)
 
     def reload_drafts(self, report: Report, *, drop: DraftModel | None = None, renew: DraftModel | None = None) -> None:
         """Load the drafters anew that are in use, but for a draft model that is dropped.
@@ -549,11 +560,12 @@ class Pair:
         for draft in state.models:
             draft.times = self.loader.times(draft.model, n_ctx, report, draft.passes)
 
-    def lose_drafter(self, drafter: Drafter, why: str) -> None:
-        """Say that a drafter failed, and why; it is not asked any more."""
+    def lose_drafter(self, state: DecodingState, drafter: Drafter, why: str) -> None:
+        """Note and say that a drafter of a state failed, and why; it is not asked any more."""
+        state.failed.add(drafter.info.source)
         # The draft's file by its path: its name alone can be that of another, and of a lighter copy it says little.
         files = {draft.source: str(draft.path) for draft in self.state.models}
-        line = f"the draft {files.get(drafter.source, drafter.source)} is not used any more: it {why}"
+        line = f"the draft {files.get(drafter.info.source, drafter.info.source)} is not used any more: it {why}"
         if line not in self.warnings:  # each of several answers has a drafter of its own
             log.warning(line)
         self.warnings.append(line)
@@ -642,17 +654,18 @@ class Pair:
 
     def useful_drafts(self) -> list[Context]:
         """Contexts of the draft models that the next answer may use, going by the last one's controller."""
-        models = [each for each in self.state.models if each.drafter.reads_text and not each.drafter.failed]
+        models = [
+            each for each in self.state.models if each.drafter.info.reads_text and each.source not in self.state.failed
+        ]
         return [each.context for each in models if self._last is None or self._last[1].may_use(each.source)]
 
     def close(self) -> None:
         """Free everything; safe to call twice."""
+        self.encoder.close()
         state = self.state
         state.acceptance.save()
         self.preparation.clear()
         self.prefix_cache.clear()
-        for drafter in state.free:
-            drafter.close()
         for draft in state.models:
             self._close_draft(draft)
         self.loader.forget_if_wrong(self.target, state.times)
@@ -712,12 +725,14 @@ class OpenAnswer:
         )
         seat.decides, self._last = controller, (request.draft_length, controller)
         if pair.options.idle:
-            prepare_free(pair, chosen)
-        chosen = [drafter for drafter in chosen if controller.may_use(drafter.source)]
+            prepare_corpora(pair, chosen)
+        chosen = [drafter for drafter in chosen if controller.may_use(drafter.info.source)]
         target, ahead = seat.state.context, seat.drafting_ahead
         overlaps = seat.overlaps and target.overlaps and ahead is None
-        self._decoder = SpeculativeDecoder(target, chosen, controller, pair.lose_drafter, ahead, learns_later=overlaps)
-        self._drafts = [each.context for each in chosen if each.context is not None and each.reads_text]
+        lost = partial(pair.lose_drafter, seat.state)
+        self._decoder = SpeculativeDecoder(target, chosen, controller, lost, ahead, learns_later=overlaps)
+        models = [each for each in seat.state.models if each.drafter in chosen]
+        self._drafts = [each.context for each in models if each.drafter.info.reads_text]
         self._overlap = RoundOverlap([target, *self._drafts], self._hand_on) if overlaps else None
         self._conversation = list(prompt)
         pair.remember(self._conversation, self._last)
@@ -738,7 +753,8 @@ class OpenAnswer:
                 return decoder.propose()
             self._is_open = True
             self._on_prefilled(self._n_cached)
-            decoder.start(self._prompt, self._request.params, self._text, self._request.n_logprobs, self._constraint)
+            asked = self._request
+            decoder.start(self._prompt, asked.params, self._text, asked.n_logprobs, self._constraint, asked.prediction)
         if decoder.finish_reason is not None or self._cancelled():
             return None
         return decoder.propose()

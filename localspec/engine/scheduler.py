@@ -22,9 +22,8 @@ from localspec.engine.pair import OpenAnswer, Pair
 from localspec.engine.prefix_cache import MIN_TOKENS, PrefixCache
 from localspec.engine.request import AnswerRequest, Reply
 from localspec.engine.state import DecodingState, Seat
-from localspec.engine.worker import FairQueue, Job, Worker
+from localspec.engine.worker import Job
 from localspec.errors import Cancelled, EngineError, LocalspecError, PromptTooLong, UsageError
-from localspec.prompts.prompts import PromptEncoder
 from localspec.sampling.sampling import ScoredToken, token_logprobs
 from localspec.spec_decode.decoder import PREFILL_CHUNK, TargetPass
 from localspec.spec_decode.detokenizer import ThinkingReader
@@ -51,13 +50,13 @@ def never_ran(request: AnswerRequest, job: Job, pair: Pair) -> Reply:
     )
 
 
-def answer(request: AnswerRequest, pair: Pair, encoder: PromptEncoder, job: Job) -> Reply:
+def answer(request: AnswerRequest, pair: Pair, job: Job) -> Reply:
     """Answer a request alone, giving every Round to the job as it happens.
 
     Raises:
         UsageError, TemplateError, EngineError: the request failed; the pair is ready for the next one.
     """
-    asked = request.read(encoder, pair.context.n_ctx)
+    asked = request.read(pair.encoder, pair.context.n_ctx)
     transcript = Transcript(request, pair, job, Seat(pair.state, overlaps=True), asked)
     with transcript.answer as making, suppress(Cancelled):
         while (rows := making.propose()) is not None:
@@ -137,7 +136,7 @@ class Transcript:
         )
 
 
-def score(tokens: Sequence[int], n_top: int, pair: Pair, encoder: PromptEncoder, job: Job) -> list[ScoredToken]:
+def score(tokens: Sequence[int], n_top: int, pair: Pair, job: Job) -> list[ScoredToken]:
     """How probable the target finds each token after those before it.
 
     Raises:
@@ -149,12 +148,12 @@ def score(tokens: Sequence[int], n_top: int, pair: Pair, encoder: PromptEncoder,
         raise UsageError("there is no text to score")
     if len(tokens) > pair.context.n_ctx:
         raise PromptTooLong(f"the text has {len(tokens)} tokens and the context holds {pair.context.n_ctx}")
-    scored = [ScoredToken(tokens[0], encoder.token_text(tokens[0]), None)]
+    scored = [ScoredToken(tokens[0], pair.encoder.token_text(tokens[0]), None)]
     for start, logits in pair.read(tokens[:-1], SCORING_CHUNK):
         for i, row in enumerate(logits):
             token = tokens[start + i + 1]
             found = token_logprobs(row, token, n_top)
-            scored.append(ScoredToken(token, encoder.token_text(token), found.logprob, found.top))
+            scored.append(ScoredToken(token, pair.encoder.token_text(token), found.logprob, found.top))
         if job.stopped():
             raise Cancelled(f"scoring was stopped by its {job.cancelled_by} after {len(scored)} tokens")
     return scored
@@ -415,11 +414,10 @@ class Admission:
         return self._batch[answer.sequence].n_past
 
 
-def serve_batch(pair: Pair, encoder: PromptEncoder, worker: Worker) -> None:
-    """Have a worker answer as many requests side by side as the pair was loaded for."""
+def serve_batch(pair: Pair) -> None:
+    """Have its worker answer as many requests side by side as the pair was loaded for."""
     if pair.parallel.n > 1:
-        scheduler = Scheduler(pair, encoder, worker.queue, worker.running)
-        worker.serve_batch(scheduler.run, pair.parallel.n)
+        pair.worker.serve_batch(Scheduler(pair).run, pair.parallel.n)
 
 
 @dataclass(slots=True)
@@ -455,17 +453,12 @@ class Scheduler:
     """Answers requests side by side, on the worker's thread.
 
     Args:
-        pair: what they are answered with.
-        encoder: reads prompts.
-        queue: where further requests come from.
-        running: is kept up to date.
+        pair: what they are answered with; further requests come from its worker.
     """
 
-    def __init__(self, pair: Pair, encoder: PromptEncoder, queue: FairQueue, running: list[Job]) -> None:
+    def __init__(self, pair: Pair) -> None:
         self._pair = pair
-        self._encoder = encoder
-        self._queue = queue
-        self._running = running
+        self._queue, self._running = pair.worker.queue, pair.worker.running
         self._answers: list[SeatedAnswer] = []
         self._prepared: list[Prepared] = []
         self._at = _TargetMemory.of(pair)
@@ -506,7 +499,7 @@ class Scheduler:
             self._is_over(job)
             return
         try:
-            self._prepared.append(Prepared(job, job.request.read(self._encoder, self._pair.context.n_ctx)))
+            self._prepared.append(Prepared(job, job.request.read(self._pair.encoder, self._pair.context.n_ctx)))
         except BaseException as error:
             self._end(job, _raising(error))
 

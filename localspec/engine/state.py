@@ -163,7 +163,7 @@ class DraftModel:
     @property
     def source(self) -> str:
         """What rounds and statistics call it."""
-        return self.drafter.source
+        return self.drafter.info.source
 
     def clone(self, context: Context) -> DraftModel:
         """The same weights with a copy of what was learned, in a context that may be another."""
@@ -197,6 +197,7 @@ class DecodingState:
         acceptance: how often draft tokens were accepted, and the time that drafting may cost.
         ahead: whether drafters go on while the target verifies.
         batch: the memory that the context is a sequence of, where several answers share passes.
+        failed: sources of drafters that have failed, and are not asked any more.
     """
 
     context: Context
@@ -206,11 +207,12 @@ class DecodingState:
     acceptance: AcceptanceStore
     ahead: AheadChoice = field(default_factory=AheadChoice)
     batch: SequenceBatch | None = None
+    failed: set[str] = field(default_factory=set)
 
     @property
     def drafting_ahead(self) -> DraftAhead | None:
         """What drafts while the target verifies; None where that is not done."""
-        return self.ahead.of(self.context, [draft.model for draft in self.models if draft.drafter.reads_text])
+        return self.ahead.of(self.context, [draft.model for draft in self.models if draft.drafter.info.reads_text])
 
     @property
     def target(self) -> Model:
@@ -225,7 +227,7 @@ class DecodingState:
     @property
     def text_contexts(self) -> list[Context]:
         """Of these, those that hold a text, which can be put aside and brought back: the target's, draft models'."""
-        return [self.context, *(draft.context for draft in self.models if draft.drafter.reads_text)]
+        return [self.context, *(draft.context for draft in self.models if draft.drafter.info.reads_text)]
 
     @property
     def drafters(self) -> list[Drafter]:
@@ -233,9 +235,14 @@ class DecodingState:
         return [*self.free, *(draft.drafter for draft in self.models)]
 
     @property
+    def usable(self) -> list[Drafter]:
+        """Those of them that have not failed."""
+        return [each for each in self.drafters if each.info.source not in self.failed]
+
+    @property
     def names(self) -> dict[str, str]:
         """Source -> what people call the drafter."""
-        return {drafter.source: drafter.name for drafter in self.free} | {
+        return {drafter.info.source: drafter.info.name for drafter in self.free} | {
             draft.source: draft.name for draft in self.models
         }
 
@@ -250,7 +257,7 @@ class DecodingState:
         Raises:
             EngineError: there is no memory for more contexts.
         """
-        free = [each.clone(None) for each in self.free if sources is None or each.source in sources]
+        free = [each.clone(None) for each in self.free if sources is None or each.info.source in sources]
         chosen = [each for each in self.models if sources is None or each.source in sources]
         made: list[Context] = []
 
@@ -308,7 +315,7 @@ def target_memory(
 
 def taps_of(drafters: Iterable[Drafter]) -> tuple[str, ...]:
     """The hidden states of the target that drafters want, each once."""
-    return tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.taps))
+    return tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.info.taps))
 
 
 # Where an answer is made: the state that it is decoded with, and what depends on whether others are made beside it.
@@ -358,11 +365,9 @@ class Seat:
         unknown = [name for name in names or () if name not in called.values()]
         if unknown:
             raise UsageError(f"no drafter {unknown[0]!r} is loaded; there is {', '.join(called.values()) or 'none'}")
-        chosen = [d for d in self.state.drafters if not d.failed and (names is None or called[d.source] in names)]
-        if prediction and not any(drafter.source == NGRAM for drafter in chosen) and (chosen or names is None):
+        chosen = [each for each in self.state.usable if names is None or called[each.info.source] in names]
+        if prediction and not any(drafter.info.source == NGRAM for drafter in chosen) and (chosen or names is None):
             chosen.insert(0, NgramDrafter())
-        for drafter in chosen:
-            drafter.expect(prediction)
         return chosen
 
     def controller(
@@ -384,7 +389,7 @@ class Seat:
             thinks: whether the model is known to think before it answers.
         """
         state, target_times = self.state, self.times or self.state.times
-        drafters = [each for each in state.drafters if not each.failed] if drafters is None else drafters
+        drafters = state.usable if drafters is None else drafters
         if draft_length != "auto" or not drafters:
             return FixedController(0 if draft_length == "auto" else int(draft_length), target_times, drafters)
         params = params or SamplingParams()
@@ -393,30 +398,34 @@ class Seat:
         def table(drafter: Drafter, *, sampled: bool, thinks: bool) -> SourceAcceptance:
             return state.acceptance.source(
                 params,
-                drafter.source,
-                copies=not drafter.runs_model,
+                drafter.info.source,
+                copies=not drafter.info.runs_model,
                 sampled=sampled,
-                reads_target=drafter.reads_target,
+                reads_target=bool(drafter.info.taps),
                 thinks=thinks,
-                rate=drafter.rate,
+                rate=drafter.info.rate,
             )
 
         def tables(*, thinks: bool) -> Tables:
             return (
-                {drafter.source: table(drafter, sampled=False, thinks=thinks) for drafter in drafters},
-                {each.source: table(each, sampled=True, thinks=thinks) for each in drafters if each.runs_model},
+                {drafter.info.source: table(drafter, sampled=False, thinks=thinks) for drafter in drafters},
+                {
+                    each.info.source: table(each, sampled=True, thinks=thinks)
+                    for each in drafters
+                    if each.info.runs_model
+                },
             )
 
         # What longer copies gain where text repeats itself is less than they would cost all text after it.
         longest = FEW_ROWS - 1 if state.target.capabilities.keeps_rows else MAX_DRAFT
         return AutoController(
             target_times,
-            {drafter.source: times[drafter.source] for drafter in drafters if drafter.runs_model},
+            {drafter.info.source: times[drafter.info.source] for drafter in drafters if drafter.info.runs_model},
             *tables(thinks=False),
             longest,
             state.acceptance.budget,
             predicted=predicted,
             thinking=tables(thinks=True) if thinks else None,
-            one_pass=frozenset(drafter.source for drafter in drafters if drafter.one_pass),
+            one_pass=frozenset(drafter.info.source for drafter in drafters if drafter.info.one_pass),
             params=params,
         )

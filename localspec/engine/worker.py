@@ -353,8 +353,7 @@ class FairQueue:
             Closed: the queue was closed.
         """
         with self._changed:
-            if self._closed:
-                raise Closed(self._closed)
+            self.check_open()
             known = job.conversation in self._served or job.conversation in self._conversations
             if bounded and self.max_waiting is not None and not known:
                 others = (jobs for each, jobs in self._conversations.items() if each not in self._served)
@@ -365,6 +364,11 @@ class FairQueue:
             self._conversations.setdefault(job.conversation, deque()).append(job)
             self._prune()
             self._wake()
+
+    def check_open(self) -> None:
+        """Raises ``Closed`` where no more jobs are taken."""
+        if self._closed:
+            raise Closed(self._closed)
 
     def get(self, pause: Callable[[], Pause] = lambda: Pause(None, at_rest=True)) -> Job | None:
         """The next job, once there is one; None when the queue was closed and is empty, or it is time for other work.

@@ -22,7 +22,7 @@ from localspec.heads.base import STATE, DraftHead
 from localspec.heads.published import EngineHead
 from localspec.heads.trained import Head
 from localspec.sampling.sampling import Ids, Row
-from localspec.spec_decode.drafters.base import Drafter, DrafterFailed, Plan, Proposer
+from localspec.spec_decode.drafters.base import Drafter, DrafterFailed, DrafterInfo, Plan, Proposer, proposed
 from localspec.spec_decode.rounds import DraftToken
 
 # The target's hidden states at the end of a text, for drafters that go on from them.
@@ -75,33 +75,33 @@ class HeadDrafter(Drafter):
     anew.
     """
 
-    context: Context
+    one_pass = False
 
     def __init__(self, head: DraftHead, context: Context, source: str = "head") -> None:
-        self.source = source
+        window = head.window(context.n_ctx)
+        self.info = DrafterInfo(
+            source, runs_model=True, one_pass=self.one_pass, taps=head.taps, n_states=window, rate=head.rate
+        )
         self.head = head
         self.context = context
-        self.taps = head.taps
-        self.rate = head.rate
         self._ids = head.token_map.astype(np.int64)
         self._text: list[int] = []  # all that is settled
-        self.n_states = head.window(context.n_ctx)
-        self._states = StateWindow(self.n_states)
-        self._seen: deque[tuple[int, FloatArray]] = deque(maxlen=self.n_states + LONGEST_PASS)  # not yet placed
+        self._states = StateWindow(window)
+        self._seen: deque[tuple[int, FloatArray]] = deque(maxlen=window + LONGEST_PASS)  # not yet placed
         self._first = self._n_true = 0  # the memory holds true rows for positions from _first on
 
     def clone(self, context: Context | None) -> Drafter:
-        return type(self)(self.head, context or self.context, self.source)
+        return type(self)(self.head, context or self.context, self.info.source)
 
     def process(self, tokens: Sequence[int], forward: Forward) -> None:
-        states = [forward.hidden[tap] for tap in self.taps]
+        states = [forward.hidden[tap] for tap in self.info.taps]
         n = min(map(len, states))  # a last layer's state comes with logits only
         if n < len(tokens):
             self._seen.clear()
         rows = np.concatenate([state[len(state) - n :] for state in states], axis=1)  # [n, n_taps * n_embd]
         self._seen.extend(zip(tokens[len(tokens) - n :], rows, strict=True))
 
-    def begin(self, tokens: Sequence[int]) -> None:
+    def begin(self, tokens: Sequence[int], *, prediction: Sequence[int] = (), target: Context | None = None) -> None:
         shared = shared_prefix(self._text, tokens)
         self._text = list(tokens)
         self._states.cut(shared)
@@ -177,9 +177,6 @@ class HeadDrafter(Drafter):
         except EngineError as error:
             raise DrafterFailed(f"failed: {error}") from error
 
-    def close(self) -> None:
-        self.context.close()
-
 
 class ChainedHead(HeadDrafter):
     """A head that continues its own states, a pass for each draft token (EAGLE: Li et al. 2024, arXiv:2401.15077).
@@ -191,8 +188,8 @@ class ChainedHead(HeadDrafter):
         super().__init__(head, context, source)
         self._judged = 0  # up to this position of the text its guesses were asked for, or are none of its business
 
-    def begin(self, tokens: Sequence[int]) -> None:
-        super().begin(tokens)
+    def begin(self, tokens: Sequence[int], *, prediction: Sequence[int] = (), target: Context | None = None) -> None:
+        super().begin(tokens, prediction=prediction, target=target)
         self._judged = len(tokens)
 
     def _begin_round(self) -> None:
@@ -205,7 +202,7 @@ class ChainedHead(HeadDrafter):
         if unread is None or len(drafted) >= self.head.steps:
             return []
         n_rows = len(unread) + len(drafted) - (self._n_drafted or 0)
-        if not n_rows or not plan.more(self.source, n_rows):
+        if not n_rows or not plan.more(self.info.source, n_rows):
             return []
         started, n_pass = time.perf_counter(), len(unread)
         if self._n_drafted is None:
@@ -213,16 +210,16 @@ class ChainedHead(HeadDrafter):
             self._n_drafted = 0
         for token in drafted[self._n_drafted :]:
             if n_pass:
-                plan.spent(self.source, n_pass, (time.perf_counter() - started) * 1e3)
+                plan.spent(self.info.source, n_pass, (time.perf_counter() - started) * 1e3)
             started, n_pass = time.perf_counter(), 1
             row, ids = self._keep(
                 self._decode(self.head.chained_rows(self._state, [token]), [token], "last", proposer.n_best)
             )
             self._n_drafted += 1
         confidence = proposer.confidence(row, tokens, ids=ids)
-        plan.spent(self.source, n_pass, (time.perf_counter() - started) * 1e3)
+        plan.spent(self.info.source, n_pass, (time.perf_counter() - started) * 1e3)
         self._judged = len(tokens) + 1
-        return self._proposed(confidence, len(tokens), plan, proposer)
+        return proposed(self.info.source, confidence, len(tokens), plan, proposer)
 
     def _catch_up(self, unread: range, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> tuple[Row, Ids]:
         """Read true rows; return the logits after the last, and their tokens.
@@ -241,7 +238,7 @@ class ChainedHead(HeadDrafter):
             ids = tokens_of(forward, i, self._ids)
             confidence = proposer.confidence(row, tokens[:at], n_known=len(tokens) - at, ids=ids)
             if confidence:
-                plan.counterfactual(self.source, confidence, proposer.best() == tokens[at])
+                plan.counterfactual(self.info.source, confidence, proposer.best() == tokens[at])
         return self._keep(forward)
 
     def _keep(self, forward: Forward) -> tuple[Row, Ids]:
@@ -260,44 +257,38 @@ class EarlyExitDrafter(Drafter):
     Args:
         head: of the kind ``exit``: the layer, the target's last norm, and some rows of its output matrix.
         context: of the head.
-        source: see ``Drafter``.
+        source: see ``DrafterInfo``.
     """
 
-    context: Context
-
     def __init__(self, head: Head, context: Context, source: str = "early-exit") -> None:
-        self.source = source
+        self.info = DrafterInfo(source, runs_model=True, taps=head.taps)
         self.head = head
         self.context = context
-        self.taps = head.taps
         self._ids = head.token_map.astype(np.int64)
         self._n_layers = int(head.taps[0].removeprefix("layer:")) + 1
         self._target: Context | None = None
-        self._n_past: int | None = None  # of the target, before this round's draft
 
     def clone(self, context: Context | None) -> Drafter:
-        return EarlyExitDrafter(self.head, context or self.context, self.source)
+        return EarlyExitDrafter(self.head, context or self.context, self.info.source)
 
-    def attach(self, target: Context) -> None:
-        self._target, self._n_past = target, None
+    def begin(self, tokens: Sequence[int], *, prediction: Sequence[int] = (), target: Context | None = None) -> None:
+        self._target = target
 
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         target = self._target
         assert target is not None
-        if self._n_past is None:
-            self._n_past = target.n_past
         unread = tokens[target.n_past :]
-        if not unread or len(unread) > target.n_free or not plan.more(self.source, len(unread)):
+        if not unread or len(unread) > target.n_free or not plan.more(self.info.source, len(unread)):
             return []
         started = time.perf_counter()
         row, ids = self._row(target, unread, proposer.n_best)
         confidence = proposer.confidence(row, tokens, ids=ids)
-        plan.spent(self.source, len(unread), (time.perf_counter() - started) * 1e3)
-        return self._proposed(confidence, len(tokens), plan, proposer)
+        plan.spent(self.info.source, len(unread), (time.perf_counter() - started) * 1e3)
+        return proposed(self.info.source, confidence, len(tokens), plan, proposer)
 
     def _row(self, target: Context, tokens: Sequence[int], n_best: int) -> tuple[Row, Ids]:
         try:
-            state = target.decode_first_layers(tokens, self._n_layers).hidden[self.taps[0]][-1:]
+            state = target.decode_first_layers(tokens, self._n_layers).hidden[self.info.taps[0]][-1:]
             if not np.isfinite(state).all():
                 raise DrafterFailed("computed states that are not numbers")
             self.context.truncate(0)
@@ -305,14 +296,6 @@ class EarlyExitDrafter(Drafter):
         except EngineError as error:
             raise DrafterFailed(f"failed: {error}") from error
         return forward.logits[0], tokens_of(forward, 0, self._ids)
-
-    def drafted(self) -> None:
-        if self._target is not None and self._n_past is not None:
-            self._target.truncate(self._n_past)
-        self._n_past = None
-
-    def close(self) -> None:
-        self.context.close()
 
 
 # Heads that guess several tokens ahead in one pass: rows for positions not known yet, or a matrix for each.
@@ -334,17 +317,17 @@ class OnePassHead(HeadDrafter):
         if self._rows is None:
             unread = self._unread()
             n_wanted = min(n_drafted + plan.room, self.head.steps)
-            if unread is None or not plan.more(self.source, n_pass := self._n_rows(unread, n_wanted)):
+            if unread is None or not plan.more(self.info.source, n_pass := self._n_rows(unread, n_wanted)):
                 return []
             self._candidates = None
             self._rows = self._guesses(unread, n_wanted, proposer.n_best)
-        elif n_drafted >= len(self._rows) or not plan.more(self.source):
+        elif n_drafted >= len(self._rows) or not plan.more(self.info.source):
             return []
         ids = self._ids if self._candidates is None else self._candidates[n_drafted]
         confidence = proposer.confidence(self._rows[n_drafted], tokens, ids=ids)
         if n_pass:
-            plan.spent(self.source, n_pass, (time.perf_counter() - started) * 1e3)
-        return self._proposed(confidence, len(tokens), plan, proposer)
+            plan.spent(self.info.source, n_pass, (time.perf_counter() - started) * 1e3)
+        return proposed(self.info.source, confidence, len(tokens), plan, proposer)
 
     @abstractmethod
     def _n_rows(self, unread: range, n_wanted: int) -> int:

@@ -194,7 +194,7 @@ class ReadQuestion:
     def put_into(self, context: Context, n_states: int = 0) -> None:
         """Have a context hold the prompt alone, without its last ``n_states`` tokens.
 
-        A head wants the target's states after those (``Drafter.n_states``), and no copy of a context holds states. The
+        A head wants the target's states after those, see ``DrafterInfo``, and no copy of a context holds states. The
         arm reads them before its time counts.
         """
         prompt = self.tokens[:-1]
@@ -264,7 +264,7 @@ class TimedAnswer:
             read = time.perf_counter()
 
         self._subject.become(self.arm, pair)
-        self._asked.put_into(pair.context, max((each.n_states for each in pair.state.drafters), default=0))
+        self._asked.put_into(pair.context, max((each.info.n_states for each in pair.state.drafters), default=0))
         self._rounds = pair.rounds(
             self._asked.tokens, self._params, self.arm.length, prefilled, self._subject.stop.is_set
         )
@@ -362,7 +362,7 @@ class EngineUnderTest:
         self.stop = stop
         self._system = [{"role": "system", "content": system}] if system else []
         self.own = llm.run(lambda pair: pair.state)
-        self.sources = [drafter.source for drafter in self.own.drafters]
+        self.sources = [drafter.info.source for drafter in self.own.drafters]
         for arm in arms:
             arm.check(self.sources)
         self._untaught = {arm: self.own.fork(arm.among(self.sources)) for arm in self.arms}

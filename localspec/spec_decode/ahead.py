@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from localspec.spec_decode.drafters.base import SURE_COPY, FreePlan, Plan
+from localspec.spec_decode.drafters.base import SURE_COPY, Plan
 from localspec.spec_decode.drafters.group import DrafterGroup
 from localspec.spec_decode.proposer import Alternatives, Proposer
 from localspec.spec_decode.rounds import AheadCount, Draft, DraftToken
@@ -141,15 +141,21 @@ class _Prepared:
     alternatives: list[Alternatives]
 
 
-@dataclass(slots=True)
-class _AheadPlan(FreePlan):
+class _AheadPlan(Plan):
     """Draft up to a number of tokens for one outcome, as long as there is time."""
 
-    outer: Plan
-    goes_on: Callable[[], bool]
-    took: Callable[[float], None]
-    copying: frozenset[str] = frozenset()
-    samples_any: bool = True
+    def __init__(
+        self,
+        room: int,
+        outer: Plan,
+        goes_on: Callable[[], bool],
+        took: Callable[[float], None],
+        copying: frozenset[str],
+        samples_any: bool,
+    ) -> None:
+        super().__init__(room)
+        self.outer, self.goes_on, self.took = outer, goes_on, took
+        self.copying, self.samples_any = copying, samples_any
 
     def order(self, sources: Sequence[str]) -> Sequence[str]:
         return self.outer.order(sources)
@@ -166,7 +172,7 @@ class _AheadPlan(FreePlan):
     def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
         if source in self.copying and confidence < SURE_COPY:  # what the controller would send is not known yet
             return None
-        return FreePlan.keep(self, source, confidence)
+        return super().keep(source, confidence)
 
 
 class SideThread:
@@ -278,10 +284,9 @@ class DraftAhead:
     def begin(self, drafters: DrafterGroup, proposer: Proposer, end_tokens: frozenset[int]) -> None:
         """A new answer begins."""
         self._drafters, self._proposer, self._end_tokens = drafters, proposer, end_tokens
-        # What drafts from the target's states has to wait for the pass that makes them.
-        self._readers = DrafterGroup([each for each in drafters.drafters if not each.taps], drafters.lost)
-        self._copying = frozenset(each.source for each in self._readers.drafters if each.copies)
-        self._models = frozenset(each.source for each in self._readers.drafters if each.runs_model)
+        readers = [each.info for each in drafters.drafters if not each.info.taps]
+        self._copying = frozenset(each.source for each in readers if each.copies)
+        self._models = frozenset(each.source for each in readers if each.runs_model)
         self._cache.clear()
         self._others: dict[int, Alternatives] = {}
 
@@ -362,7 +367,6 @@ class DraftAhead:
             self._beside.wait()
             clock.took_pass(ms)
             self._balance.passed(n_tokens, ms, late_ms=clock.ms - ms)
-            self._drafters.drafters = [each for each in self._drafters.drafters if not each.failed]
             self._count.outcomes = len(self._cache)
             self._count.prepared = sum(len(each.tokens) for each in self._cache.values())
 
@@ -425,5 +429,5 @@ class DraftAhead:
         plan = _AheadPlan(n, self._plan, lambda: clock.fits(probability), clock.took_step, self._copying, samples)
         others: dict[int, Alternatives] = {}
         self._proposer.alternatives = others
-        draft = list(self._readers.draft(text, plan, self._proposer, self._end_tokens))
+        draft = list(self._drafters.draft(text, plan, self._proposer, self._end_tokens, ahead=True))
         return draft, [others.get(len(text) + i, ()) for i in range(len(draft))]

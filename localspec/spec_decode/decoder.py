@@ -105,7 +105,6 @@ class SpeculativeDecoder:
             raise UsageError(
                 f"the target's context was not made to return {sorted(missing)[0]!r}, which a drafter reads"
             )
-        self.drafters.attach(target)
         self.controller = controller
         self.finish_reason: FinishReason | None = None
         self._lost = lost
@@ -116,7 +115,7 @@ class SpeculativeDecoder:
         self._answer: _Answer | None = None
 
     def _without(self, drafter: Drafter, why: str) -> None:
-        self._failed.add(drafter.source)
+        self._failed.add(drafter.info.source)
         self._lost(drafter, why)
 
     # -- one answer alone --------------------------------------------------------------------------------------------
@@ -145,6 +144,7 @@ class SpeculativeDecoder:
         cancelled: Callable[[], bool] = lambda: False,
         n_logprobs: int | None = None,
         constraint: Constraint | None = None,
+        prediction: Sequence[int] = (),
     ) -> Iterator[Round]:
         """Decode round by round until an end token, a stop string, the budget or the cancel flag.
 
@@ -155,11 +155,12 @@ class SpeculativeDecoder:
             cancelled: polled once a round.
             n_logprobs: judge every emitted token by the target's row, naming that many alternatives; None does not.
             constraint: the grammar that the answer follows, at its beginning.
+            prediction: a text that the answer is likely to repeat.
 
         Returns:
             One ``Round`` per target pass; the last one carries ``finish_reason``.
         """
-        self.start(prompt, params, text, n_logprobs, constraint)
+        self.start(prompt, params, text, n_logprobs, constraint, prediction)
         try:
             while self.finish_reason is None and not cancelled():
                 round_ = self.commit(self.decode(self.propose()))
@@ -219,6 +220,7 @@ class SpeculativeDecoder:
         text: TextAssembler,
         n_logprobs: int | None = None,
         constraint: Constraint | None = None,
+        prediction: Sequence[int] = (),
     ) -> None:
         """Have ``propose`` and ``commit`` make an answer to a prompt that was read; arguments as for ``rounds``."""
         target, tokens, noise = self.target, list(prompt), Noise(params.seed)
@@ -230,7 +232,7 @@ class SpeculativeDecoder:
         ahead = self.ahead if constraint is None else None  # a grammar's state follows one text only
         self._answer = _Answer(tokens, params, noise, proposer, emitter, draft_ends, ahead)
         self._unread, self.finish_reason = (), None
-        self.drafters.begin(tokens)
+        self.drafters.begin(tokens, prediction, target)
         if ahead is not None:
             ahead.begin(self.drafters, proposer, draft_ends)
 
@@ -309,11 +311,16 @@ class SpeculativeDecoder:
             emitter.room, self.target.n_past, thinks=emitter.thinks, hidden=hidden, lost=self._failed
         )
         answer.gives_way = plan.gives_way
-        if ahead is not None:
-            return ahead.draft(answer.tokens, plan)
-        may_branch = self.target.can_branch and emitter.constraint is None
-        branching = plan.branching() if may_branch else None
-        return self.drafters.draft(answer.tokens, plan, answer.proposer, answer.draft_ends, branching)
+        n_past = self.target.n_past
+        try:
+            if ahead is not None:
+                return ahead.draft(answer.tokens, plan)
+            may_branch = self.target.can_branch and emitter.constraint is None
+            branching = plan.branching() if may_branch else None
+            return self.drafters.draft(answer.tokens, plan, answer.proposer, answer.draft_ends, branching)
+        finally:
+            if self.target.n_past > n_past:  # a drafter decoded in it
+                self.target.truncate(n_past)
 
     def _verified(self, answer: _Answer, forward: Forward) -> Round:
         """Accept or reject the draft, take back what was rejected, emit the rest, learn."""

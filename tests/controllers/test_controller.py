@@ -540,7 +540,7 @@ def test_copies_are_no_longer_than_an_engine_bears(tiny: TinyFiles, engine: str,
     """Where wide passes make all later ones longer, the free copies of a text that repeats itself stay narrow."""
     open_backend(engine)
     with LLM(tiny.pair.target, "ngram", backend=engine, n_ctx=512) as llm:
-        llm._pair.state.times = PassTimes({1: 10.0, 24: 10.5})  # where width is all but free
+        llm.inspect().state.times = PassTimes({1: 10.0, 24: 10.5})  # where width is all but free
         params = SamplingParams(max_tokens=120, ignore_eos=True)
         prediction = llm.generate("a b c d", params, speculate=False).token_ids
         with llm.rounds("a b c d", params, prediction=prediction) as rounds:

@@ -268,10 +268,10 @@ def test_one_file_under_several_names_is_one_draft(tiny: TinyFiles, tmp_path: Pa
     with LLM(pair.target, draft=names, backend="reference", n_ctx=64, draft_length=2) as llm:
         assert llm.draft_names == [pair.draft.stem]
         expected = llm.generate([5, 6], SHORT).token_ids
-        (loaded,) = llm._pair.state.models
+        (loaded,) = llm.inspect().state.models
         llm.set_draft([link, hard, "ngram"])
         assert llm.draft_names == ["ngram", "link"]
-        assert llm._pair.state.models[0].model is loaded.model  # not read again
+        assert llm.inspect().state.models[0].model is loaded.model  # not read again
         assert llm.generate([5, 6], SHORT, drafters=["link"]).token_ids == expected
 
 
@@ -283,11 +283,11 @@ def test_two_files_of_one_name_are_told_apart(tiny: TinyFiles, tmp_path: Path) -
         shutil.copy(pair.draft, file)
     with LLM(pair.target, draft=[*files, "ngram"], backend="reference", n_ctx=64, draft_length=2) as llm:
         assert llm.draft_names == ["ngram", "a/draft", "b/draft", f"{tmp_path.name}/ngram"]
-        every = {drafter.source for drafter in Seat(llm._pair.state).drafters_for(None, ())}
+        every = {drafter.info.source for drafter in Seat(llm.inspect().state).drafters_for(None, ())}
         assert every == {"ngram", "model", "model2", "model3"}
         for name, source in zip(llm.draft_names, ["ngram", "model", "model2", "model3"], strict=True):
-            (one,) = Seat(llm._pair.state).drafters_for([name], ())
-            assert one.source == source
+            (one,) = Seat(llm.inspect().state).drafters_for([name], ())
+            assert one.info.source == source
         reply = llm.generate([5, 6], SHORT, drafters=["b/draft"])
         assert set(reply.stats["by_source"]) == {"model2"}
 

@@ -71,13 +71,13 @@ def test_the_faster_copy_drafts_and_the_choice_is_kept(
     for _ in range(2):
         with LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256, idle=in_idle_time) as llm:
             assert llm.wait_idle(200)
-            model = llm._pair.state.models[0].model
+            model = llm.inspect().state.models[0].model
             assert ("q4_0-draft" in model.path.name) == light_is_faster
             assert llm.draft_names == [tiny.pair.draft.stem]
             assert llm.generate("the cat", GREEDY, draft_length=3).stats["num_draft_tokens"] > 0
     assert len(compared) == 2
     with LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256, light_draft=False) as llm:
-        model = llm._pair.state.models[0].model
+        model = llm.inspect().state.models[0].model
         assert model.path == tiny.pair.draft
 
 
@@ -116,7 +116,7 @@ def test_no_room_for_a_copy_is_no_error(
     monkeypatch.setattr(repack, "writing_copy", full)
     with LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256, idle=in_idle_time) as llm:
         assert llm.wait_idle(200)
-        model = llm._pair.state.models[0].model
+        model = llm.inspect().state.models[0].model
         assert model.path == tiny.pair.draft
     assert not list(isolated_home.glob("repacked/*.gguf"))
 
@@ -135,7 +135,7 @@ def test_a_broken_copy_is_passed_over(
     monkeypatch.setattr("localspec.engine.loading.lightening", lightening)
     with LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256, idle=in_idle_time) as llm:
         assert llm.wait_idle(200)
-        model = llm._pair.state.models[0].model
+        model = llm.inspect().state.models[0].model
         assert model.path == tiny.pair.draft
 
 

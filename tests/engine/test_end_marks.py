@@ -55,7 +55,7 @@ def test_a_text_that_is_continued_has_no_turns(llm: LLM) -> None:
 def test_where_marks_are_tokens_their_names_are_text(tiny: TinyFiles) -> None:
     with LLM(tiny.bpe, None, backend="reference", n_ctx=256, idle=False) as llm:
         assert llm.chat(QUESTION, saying("<|im_END|> <|im")).text == "<|im_END|> <|im"
-        assert llm._encoder.end_marks == []
+        assert llm.inspect().encoder.end_marks == []
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import localspec
 from localspec import LLM, SamplingParams
-from localspec.spec_decode.drafters.base import Controller
+from localspec.spec_decode.drafters.base import Controller, Drafter
 from tests.conftest import TinyFiles
 
 MOST_FILES, MOST_FUNCTIONS = 34, 295
@@ -50,11 +50,10 @@ def test_an_answer_enters_few_files_and_functions(tiny: TinyFiles) -> None:
     assert [each.rpartition(".")[2] for each in PASS] in above
 
 
-def test_a_controller_has_five_members() -> None:
-    assert sorted(name for name in vars(Controller) if not name.startswith("_")) == [
-        "explain",
-        "learn",
-        "may_use",
-        "observe",
-        "plan",
-    ]
+def members(interface: type) -> list[str]:
+    return sorted(name for name in {*vars(interface), *interface.__annotations__} if not name.startswith("_"))
+
+
+def test_a_controller_has_five_members_and_a_drafter_six() -> None:
+    assert members(Controller) == ["explain", "learn", "may_use", "observe", "plan"]
+    assert members(Drafter) == ["accept", "begin", "clone", "draft", "info", "process"]

@@ -105,7 +105,7 @@ def test_an_engine_that_cannot_copy_a_context_reads_the_conversation_again(
         def refuse() -> Any:
             raise EngineError("not now")
 
-        monkeypatch.setattr(llm._pair.context, "export_state", refuse)
+        monkeypatch.setattr(llm.inspect().context, "export_state", refuse)
         llm.set_draft("head")
         assert llm.run(lambda pair: pair.context.tokens) == []
         assert says(llm) == before
@@ -223,14 +223,14 @@ def test_auto_goes_on_without_a_head_where_the_target_cannot_return_its_states(
     tiny: TinyFiles, head: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_llm(tiny, None) as llm:
-        real = llm._pair.target.new_context
+        real = llm.inspect().target.new_context
 
         def refuse(n_ctx: int, *, hidden: Sequence[str] = (), **options: Any) -> Any:
             if hidden:
                 raise EngineError("no memory")
             return real(n_ctx, **options)
 
-        monkeypatch.setattr(llm._pair.target, "new_context", refuse)
+        monkeypatch.setattr(llm.inspect().target, "new_context", refuse)
         before = llm.run(lambda pair: pair.context)
         with pytest.raises(EngineError, match="no memory"):
             llm.set_draft("head")
@@ -285,7 +285,7 @@ def test_a_forks_own_context_returns_only_what_its_drafters_want(tiny: TinyFiles
         before, expected = pair.state, answer()
         for sources in (None, ["ngram"], ["head"], ["early-exit", "ngram"]):
             fork = before.fork(sources, own_contexts=True)
-            wanted = {tap for drafter in fork.drafters for tap in drafter.taps}
+            wanted = {tap for drafter in fork.drafters for tap in drafter.info.taps}
             assert set(fork.context.hidden) == wanted
             assert bool(wanted) == (sources != ["ngram"])
             pair.use(fork)
@@ -342,7 +342,7 @@ def test_a_head_is_expected_to_be_right_as_often_as_its_card_says(tiny: TinyFile
     expected = {}
     for name in ("good", "unknown"):
         with open_llm(tiny, f"head:{heads_folder() / name}.gguf", draft_length="auto") as llm:
-            pair = llm._pair
+            pair = llm.inspect()
             expected[name] = pair.controller("auto", GREEDY).acceptance["head"].mean()  # type: ignore[attr-defined]
     assert expected["good"] == pytest.approx(0.6, abs=0.005)
     assert expected["unknown"] == SourceAcceptance(of_a_head(GREEDY_PRIOR)).mean()

@@ -129,9 +129,9 @@ def test_answers_of_a_model_wherever_they_end(llm: LLM, data: st.DataObject) -> 
             job.cancel()
 
     request = AnswerRequest(prompt, params, length, None, "tiny")
-    job = Job(lambda job: answer(request, llm._pair, llm._encoder, job), deliver)
+    job = Job(lambda job: answer(request, llm.inspect(), job), deliver)
     with late_after(10**9 if looks is None else looks):
-        llm._worker.call(job.run)
+        llm.inspect().worker.call(job.run)
     check(llm, params, rounds, ended[0])
 
 

@@ -206,7 +206,7 @@ def test_an_answer_stops_idle_work_and_idle_work_counts_as_no_request(tiny: Tiny
     with LLM(tiny.quick.target, draft=None, backend="reference", n_ctx=256) as llm:
         assert llm.wait_idle(SOON)
         holding = Holding()
-        llm._worker.when_idle(holding)
+        llm.inspect().worker.when_idle(holding)
         assert holding.entered.wait(SOON)
         assert (llm.busy, llm.queue_length) == (False, 0)
         assert llm.generate("x", SamplingParams(max_tokens=4, ignore_eos=True)).stats["completion_tokens"] == 4
@@ -216,9 +216,9 @@ def test_an_answer_stops_idle_work_and_idle_work_counts_as_no_request(tiny: Tiny
 def test_a_dropped_llm_with_idle_work_is_collected(tiny: TinyFiles) -> None:
     llm = LLM(tiny.quick.target, draft=None, backend="reference", n_ctx=256)
     holding = Holding()
-    llm._worker.when_idle(holding)
+    llm.inspect().worker.when_idle(holding)
     assert holding.entered.wait(SOON)
-    thread, context, alive = llm._worker._thread, llm._pair.context, weakref.ref(llm)
+    thread, context, alive = llm.inspect().worker._thread, llm.inspect().context, weakref.ref(llm)
     del llm
     gc.collect()
     assert alive() is None
@@ -230,7 +230,7 @@ def test_a_dropped_llm_with_idle_work_is_collected(tiny: TinyFiles) -> None:
 def test_idle_work_can_be_declined(tiny: TinyFiles) -> None:
     with LLM(tiny.quick.target, draft=None, backend="reference", n_ctx=256, idle=False) as llm:
         log: list[str] = []
-        llm._worker.when_idle(steps(1, log))
+        llm.inspect().worker.when_idle(steps(1, log))
         llm.generate("x", SamplingParams(max_tokens=1))
         assert llm.wait_idle(SOON)
     assert log == []
@@ -245,14 +245,14 @@ started = __import__("threading").Event()
 tokens = llm.tokenize("hello hello") * 100
 
 def task(stopped):
-    with llm._pair.target.new_context(1024) as context:
+    with llm.inspect().target.new_context(1024) as context:
         started.set()
         while not stopped():
             context.decode(tokens[:64], "none")
             context.truncate(0)
     return True
 
-llm._worker.when_idle(task)
+llm.inspect().worker.when_idle(task)
 started.wait()
 print("done")
 """

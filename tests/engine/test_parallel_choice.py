@@ -93,7 +93,7 @@ def test_a_pair_is_loaded_for_so_many(tiny: TinyFiles, monkeypatch: pytest.Monke
     with LLM(tiny.pair.target, draft="ngram", backend="llama-cpp", n_ctx=2048, parallel="auto") as llm:
         n = llm.parallel_info()["parallel"]
         assert n == 4  # two contexts of 2,048 tokens have room for so many
-        batch = llm._pair.state.batch
+        batch = llm.inspect().state.batch
         assert batch is not None
         assert batch.n_sequences == n + SPARE
         params = SamplingParams(max_tokens=20, ignore_eos=True)

@@ -105,8 +105,8 @@ def test_forgotten_work_frees_what_it_holds() -> None:
 def test_a_load_measures_little_and_leaves_the_rest(tiny: TinyFiles, isolated_home: Path) -> None:
     open_backend("ik-llama")
     with LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256, n_threads=1) as llm:
-        assert llm._pair.times.quick
-        assert llm._pair.state.models[0].times.quick
+        assert llm.inspect().times.quick
+        assert llm.inspect().state.models[0].times.quick
         assert llm.generate("the cat", GREEDY).stats["completion_tokens"] == 24
         assert not list(isolated_home.glob("repacked/*"))
         checked = {json.loads(path.read_text())["key"]["file"] for path in (isolated_home / "trust").iterdir()}
@@ -116,16 +116,16 @@ def test_a_load_measures_little_and_leaves_the_rest(tiny: TinyFiles, isolated_ho
 def test_idle_time_finds_out_the_rest(tiny: TinyFiles, isolated_home: Path) -> None:
     open_backend("ik-llama")
     with LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256, n_threads=1) as llm:
-        times = llm._pair.times
+        times = llm.inspect().times
         assert llm.wait_idle(SOON)
-        assert llm._pair.times is times  # who holds on to it sees the new curve
+        assert llm.inspect().times is times  # who holds on to it sees the new curve
         assert not times.quick
-        assert not llm._pair.state.models[0].times.quick
+        assert not llm.inspect().state.models[0].times.quick
         assert list(isolated_home.glob("repacked/*q4_0-draft.gguf"))
         assert llm.generate("the cat", GREEDY, draft_length=3).stats["num_draft_tokens"] > 0
     assert len(list((isolated_home / "drafts").iterdir())) == 1
     with LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256, n_threads=1) as llm:
-        assert not llm._pair.times.quick  # at once
+        assert not llm.inspect().times.quick  # at once
 
 
 def test_idle_time_measures_heads_too(tiny: TinyFiles, isolated_home: Path) -> None:
@@ -134,8 +134,8 @@ def test_idle_time_measures_heads_too(tiny: TinyFiles, isolated_home: Path) -> N
     drafts = [f"head:{head}", "early-exit:1"]
     with LLM(tiny.pair.target, drafts, backend="ik-llama", n_ctx=256, n_threads=1) as llm:
         assert llm.wait_idle(SOON)
-        assert [draft.times.quick for draft in llm._pair.state.models] == [False, False]
-        assert all(len(draft.times.curve.measured) > 8 for draft in llm._pair.state.models)
+        assert [draft.times.quick for draft in llm.inspect().state.models] == [False, False]
+        assert all(len(draft.times.curve.measured) > 8 for draft in llm.inspect().state.models)
         assert llm.warnings == []
         assert llm.generate("the cat", GREEDY, draft_length=3).stats["num_draft_tokens"] > 0
     assert not list(isolated_home.glob("repacked/*"))
@@ -144,10 +144,10 @@ def test_idle_time_measures_heads_too(tiny: TinyFiles, isolated_home: Path) -> N
 def test_without_idle_time_a_load_finds_out_everything(tiny: TinyFiles, isolated_home: Path) -> None:
     open_backend("ik-llama")
     with LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256, n_threads=1, idle=False) as llm:
-        assert not llm._pair.times.quick
-        assert not llm._pair.state.models[0].times.quick
+        assert not llm.inspect().times.quick
+        assert not llm.inspect().state.models[0].times.quick
         assert len(list((isolated_home / "drafts").iterdir())) == 1
-        assert not llm._pair.preparation(lambda: False)
+        assert not llm.inspect().preparation(lambda: False)
 
 
 def test_answers_between_idle_steps_are_the_same(
@@ -194,11 +194,11 @@ def test_a_draft_that_its_engine_computes_wrongly_drafts_no_more(tiny: TinyFiles
     with LLM(
         tiny.trap, ["ngram", tiny.trap], backend="ik-llama", n_ctx=256, n_threads=1, light_draft=False, idle=False
     ) as llm:
-        assert "repacked" in str(llm._pair.target.path)
+        target = llm.inspect().target.path
+        assert "repacked" in str(target)
     # The check of the target has found it out; here it is the draft's that does.
     for path in trust.verdicts().folder.iterdir():
         path.unlink()
-    target = llm._pair.target.path
     with LLM(target, ["ngram", tiny.trap], backend="ik-llama", n_ctx=256, n_threads=1, light_draft=False) as llm:
         assert llm.draft_names == ["ngram", tiny.trap.stem]
         assert llm.wait_idle(SOON)
@@ -285,19 +285,19 @@ def test_what_was_measured_beside_other_programs_is_measured_again_once_they_are
     monkeypatch.setattr(pair_module, "others_share", lambda spans: busy[0])
     with LLM(tiny.bpe, None, backend="ik-llama", n_ctx=256, n_threads=1) as llm:
         assert llm.wait_idle(SOON)
-        assert llm._pair.times.noisy
-        assert not llm._pair.times.quick
+        assert llm.inspect().times.noisy
+        assert not llm.inspect().times.quick
         monkeypatch.setattr(pair_module, "AGAIN_S", 0.0)
-        due = {item.kind: item for item in llm._pair.preparation._items}
+        due = {item.kind: item for item in llm.inspect().preparation._items}
         assert set(due) == {"target curve"}
         busy[0] = 0.0
         assert llm.generate("the cat", GREEDY).stats["completion_tokens"] == 24
         assert llm.wait_idle(SOON)
-        assert llm._pair.times.noisy  # not so soon
+        assert llm.inspect().times.noisy  # not so soon
         due["target curve"].due = 0.0
         assert llm.generate("the cat", GREEDY).stats["completion_tokens"] == 24
         assert llm.wait_idle(SOON)
-        assert llm._pair.times.others_share == 0.0
+        assert llm.inspect().times.others_share == 0.0
 
 
 def test_both_engines_are_measured_in_idle_time(tiny: TinyFiles) -> None:

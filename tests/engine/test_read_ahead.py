@@ -36,7 +36,7 @@ def test_a_draft_model_has_read_the_conversation_when_the_next_turn_comes(
     tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=512, draft_length=2) as llm:
-        (draft,) = [context for context in llm._pair.contexts if context is not llm._pair.context]
+        (draft,) = [context for context in llm.inspect().contexts if context is not llm.inspect().context]
         first = llm.generate("the cat sat on the mat and", PARAMS, speculate=False)
         assert llm.wait_idle(SOON)
         assert draft.tokens == []  # plain decoding was asked for: there is nothing to read for
@@ -57,7 +57,7 @@ def test_what_the_next_prompt_begins_with_is_read_while_the_user_types(tiny: Tin
         prompt = llm.encode(messages)
         llm.read_ahead([SYSTEM])
         assert llm.wait_idle(SOON)
-        n_read = [shared_prefix(context.tokens, prompt) for context in llm._pair.contexts]
+        n_read = [shared_prefix(context.tokens, prompt) for context in llm.inspect().contexts]
         assert min(n_read) >= len(llm.encode([SYSTEM])) - 8 > TARGET_PIECE
         reply = llm.chat(messages, PARAMS)
         assert reply.stats["cached_tokens"] == n_read[0]
@@ -72,7 +72,7 @@ def test_another_conversation_is_not_disturbed_by_what_was_expected(tiny: TinyFi
         other = llm.generate("quite another text, which nobody expected", PARAMS)
         assert llm.wait_idle(SOON)
         said = llm.tokenize("quite another text, which nobody expected", add_special=True) + other.token_ids
-        for context in llm._pair.contexts:
+        for context in llm.inspect().contexts:
             assert list(context.tokens[: len(said) - 1]) == said[:-1]
 
 
@@ -80,7 +80,7 @@ def test_no_step_reads_more_than_one_piece_and_none_once_a_request_waits(
     tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=512, draft_length=2, idle=False) as llm:
-        pair = llm._pair
+        pair = llm.inspect()
         (draft,) = [context for context in pair.contexts if context is not pair.context]
         llm.generate("the cat sat on the mat and then " * 12, PARAMS)
         task = ReadAhead(pair)
@@ -103,4 +103,4 @@ def test_without_idle_work_nothing_is_read(tiny: TinyFiles) -> None:
     with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=512, idle=False) as llm:
         llm.read_ahead([SYSTEM])
         assert llm.wait_idle(SOON)
-        assert [len(context.tokens) for context in llm._pair.contexts] == [0, 0]
+        assert [len(context.tokens) for context in llm.inspect().contexts] == [0, 0]

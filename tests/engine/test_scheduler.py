@@ -57,7 +57,7 @@ def llm(tiny: TinyFiles, drafts: list[Any], module_home: Path) -> Iterator[LLM]:
 
 
 def batch_of(llm: LLM) -> SequenceBatch:
-    batch = llm._pair.state.batch
+    batch = llm.inspect().state.batch
     assert batch is not None
     return batch
 
@@ -162,7 +162,7 @@ def test_a_long_prompt_is_read_beside_a_stream_in_pieces(llm: LLM, monkeypatch: 
     monkeypatch.setattr(batching_module, "LONG_MS", 0.0)
     monkeypatch.setattr(batching_module, "LEARNED", 0.0)
     monkeypatch.setattr(SharedPasses, "__call__", lambda _, width: ms(width))  # whatever this machine's passes take
-    prompts = llm._worker.beside.__self__._at.passes.prompts  # type: ignore[union-attr] # the scheduler's
+    prompts = llm.inspect().worker.beside.__self__._at.passes.prompts  # type: ignore[union-attr] # the scheduler's
     monkeypatch.setattr(prompts, "_dearer", {False: 1.0, True: 1.0})  # whatever was learned before
     passes = Passes(llm, monkeypatch)
     with Brake(llm, after=3) as brake:
@@ -186,7 +186,7 @@ def test_a_long_prompt_is_read_beside_a_stream_in_pieces(llm: LLM, monkeypatch: 
 
 def test_plain_decoding_is_estimated_for_answers_that_had_no_company(llm: LLM) -> None:
     params = SamplingParams(max_tokens=20, ignore_eos=True)
-    llm._pair.times.noisy = llm._pair.times.quick = False
+    llm.inspect().times.noisy = llm.inspect().times.quick = False
     repeated = llm.generate("la la", params).token_ids[3:]
     alone = llm.generate("la la", params, prediction=repeated, draft_length=3).stats
     assert alone["num_draft_tokens"]

@@ -41,6 +41,6 @@ def test_each_token_is_the_targets_own(backend: str, has_model: bool, real_model
             assert scored
             gaps = [token.top[0][1] - (token.logprob or 0.0) for token in scored]
             assert max(gaps) < MOST_GAP
-        batch = llm._pair.state.batch
+        batch = llm.inspect().state.batch
         assert batch is not None
         assert batch.n_cells - batch.free_cells <= sum(batch[i].n_past for i in range(3))

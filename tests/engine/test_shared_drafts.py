@@ -80,7 +80,7 @@ def llm(open_llm: Callable[..., LLM]) -> Iterator[LLM]:
 
 
 def memory_of(llm: LLM) -> SequenceBatch:
-    batch = llm._pair.state.models[0].memory.batch
+    batch = llm.inspect().state.models[0].memory.batch
     assert batch is not None
     return batch
 
@@ -98,8 +98,8 @@ def passes_of(batch: SequenceBatch, monkeypatch: pytest.MonkeyPatch) -> list[lis
 
 
 def target_passes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[list[Piece]]:
-    assert llm._pair.state.batch is not None
-    return passes_of(llm._pair.state.batch, monkeypatch)
+    assert llm.inspect().state.batch is not None
+    return passes_of(llm.inspect().state.batch, monkeypatch)
 
 
 def counts(reply: Reply) -> Any:
@@ -212,7 +212,7 @@ def test_rows_go_to_the_draft_tokens_that_are_worth_most(drafted: LLM, monkeypat
 def test_a_draft_model_reads_a_long_prompt_in_pieces(drafted: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batching_module, "STALL", 0.5)
     expect(drafted, Known({1: 10.0, 64: 10.5}), Known({1: 0.2, 200: 30.0}))
-    context = drafted._pair.state.models[0].context
+    context = drafted.inspect().state.models[0].context
     read: list[int] = []
     decode = context.decode
 
@@ -257,9 +257,9 @@ def test_an_early_exit_drafts_nothing_where_the_targets_memory_is_full(tiny: Tin
             batch[0].truncate(0)
             batch[0].decode([5, 6], "none")
             batch.cells.take(1, batch.free_cells - n_free)  # somebody else's
-            drafter.attach(batch[0])
+            drafter.begin([5, 6, 7], target=batch[0])
             draft = drafter.draft([5, 6, 7], FixedPlan(2), Proposer(SamplingParams(), Noise(0)))
-            drafter.drafted()
+            batch[0].truncate(2)
             batch.cells.cut(1, 0)
             return len(draft)
 
@@ -293,7 +293,7 @@ def test_other_drafters_take_the_place_of_these_and_free_their_memory(drafted: L
     before = drafted.generate("la la lo", params).token_ids
     drafted.set_draft("ngram")
     assert memory.closed
-    assert not any(context.model is memory.model for context in drafted._pair.prefix_cache._batches)
+    assert not any(context.model is memory.model for context in drafted.inspect().prefix_cache._batches)
     drafted.set_draft([tiny.quick.draft, "early-exit:1"])
     with Brake(drafted, after=0):  # they begin together
         streams = [drafted.rounds("la la lo", params, draft_length=2) for _ in range(N_PARALLEL)]

@@ -50,12 +50,12 @@ def test_work_runs_on_the_engines_thread_while_no_request_runs(llm: LLM) -> None
 
 def test_the_state_names_what_decodes(llm: LLM, tiny: TinyFiles) -> None:
     state = llm.run(lambda pair: pair.state)
-    assert [drafter.source for drafter in state.drafters] == ["ngram", "model"] == list(state.names)
-    assert [drafter.runs_model for drafter in state.drafters] == [False, True]
-    assert [drafter.copies for drafter in state.drafters] == [True, False]
+    assert [drafter.info.source for drafter in state.drafters] == ["ngram", "model"] == list(state.names)
+    assert [drafter.info.runs_model for drafter in state.drafters] == [False, True]
+    assert [drafter.info.copies for drafter in state.drafters] == [True, False]
     assert state.target.path == tiny.pair.target
     (draft,) = state.models
-    assert (draft.path, draft.context, draft.source) == (tiny.pair.draft, draft.drafter.context, "model")
+    assert (draft.path, draft.source) == (tiny.pair.draft, "model")
     assert state.contexts == [state.context, draft.context]
 
 

@@ -478,7 +478,7 @@ def check_text(plain: LLM, asked: Asked) -> None:
 
 def _read(llm: LLM, prompt: Any, params: SamplingParams, options: dict[str, Any]) -> Any:
     """The tokens of a prompt, and what tells thinking apart in the answer."""
-    return AnswerRequest.checked(prompt, params, llm._encoder, 0, "", **options).read(llm._encoder)
+    return AnswerRequest.checked(prompt, params, llm.inspect().encoder, 0, "", **options).read(llm.inspect().encoder)
 
 
 def _groups(asks: Sequence[Ask]) -> list[list[Ask]]:

@@ -22,7 +22,7 @@ from localspec.sampling.constraint import Constraint, MaskedRows, constraint_for
 from localspec.sampling.sampling import SamplingParams, distribution
 from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.detokenizer import TextAssembler
-from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
+from localspec.spec_decode.drafters.base import Drafter, DrafterInfo, Plan, Proposer
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.grammar import GrammarDrafter
 from localspec.spec_decode.drafters.ngram import NgramDrafter
@@ -117,13 +117,13 @@ def plain_law(language: Language, target: Predictions, params: SamplingParams, n
 class Meddler(Drafter):
     """Guesses by rote, mostly what the grammar forbids; what it says once legal must do no harm either."""
 
-    source = "meddler"
+    info = DrafterInfo("meddler")
 
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         guesses: list[DraftToken] = []
         for token in ((len(tokens) * 5) % 7 + 3, 3, 9, END, 0)[: 1 + len(tokens) % 4]:
-            if plan.room > 0 and plan.keep(self.source, 0.5) is not None:
-                guesses.append(DraftToken(token, self.source, 0.5))
+            if plan.room > 0 and plan.keep(self.info.source, 0.5) is not None:
+                guesses.append(DraftToken(token, self.info.source, 0.5))
         return guesses
 
 

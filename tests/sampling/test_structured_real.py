@@ -110,7 +110,7 @@ def test_answers_are_valid_and_drafted_ones_hold_when_replayed(llm: LLM, name: s
 
 def allowed(llm: LLM, params: SamplingParams, rows: FloatArray, answer: list[int]) -> FloatArray:
     """The rows of an answer with all that its grammar forbids masked."""
-    constraint = constraint_for(params, llm._pair.target.vocab)
+    constraint = constraint_for(params, llm.inspect().target.vocab)
     assert constraint is not None
     masked = []
     for row, token in zip(rows, answer, strict=True):
@@ -127,7 +127,7 @@ def test_sampled_answers_are_valid(llm: LLM, name: str) -> None:
 
 
 def test_every_guess_that_was_sent_was_legal(llm: LLM) -> None:
-    vocab, n_sent = llm._pair.target.vocab, 0
+    vocab, n_sent = llm.inspect().target.vocab, 0
     for name in ("flat", "list", "letters of the world"):
         for temperature in (0.0, 1.0):
             asking = params(name, temperature=temperature, max_tokens=80)

@@ -36,13 +36,13 @@ def endless(tmp_path_factory: pytest.TempPathFactory, module_home: Path) -> Iter
     """A server whose model does not stop by itself, and takes its time."""
     path = write_endless(tmp_path_factory.mktemp("endless") / "endless.gguf")
     with LLM(path, draft=None, backend="reference", n_ctx=N_CTX) as loaded, serve(loaded) as running:
-        decode = loaded._pair.context.decode
+        decode = loaded.inspect().context.decode
 
         def slowly(*args: Any, **options: Any) -> Any:
             time.sleep(0.01)
             return decode(*args, **options)
 
-        loaded._pair.context.decode = slowly  # type: ignore[method-assign]
+        loaded.inspect().context.decode = slowly  # type: ignore[method-assign]
         yield running
 
 

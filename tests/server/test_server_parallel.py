@@ -137,7 +137,7 @@ class Shared:
 
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         self.most = 0
-        batch = llm._pair.state.batch
+        batch = llm.inspect().state.batch
         assert batch is not None
         decode = batch.decode
 
@@ -320,7 +320,7 @@ def test_the_figures_say_what_the_rows_of_shared_passes_were_for(
         return found
 
     fed: list[Sequence[Piece]] = []
-    batch = llm._pair.state.batch
+    batch = llm.inspect().state.batch
     assert batch is not None
     decode = batch.decode
 

@@ -339,7 +339,7 @@ def test_statuses(server: Server) -> None:
 
 def test_a_template_that_refuses_is_422(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     picky = ChatTemplate("{{ raise_exception('roles must alternate') }}")
-    monkeypatch.setattr(server.service.llm._encoder, "template", picky)
+    monkeypatch.setattr(server.service.llm.inspect().encoder, "template", picky)
     status, _, answer = server.ask("POST", "/v1/chat/completions", {"messages": CHAT})
     assert status == 422
     assert b"roles must alternate" in answer

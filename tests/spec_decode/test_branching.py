@@ -18,7 +18,7 @@ from localspec.backends.base import Context, Forward
 from localspec.controllers.fixed import FixedBranching, FixedPlan
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.decoder import SpeculativeDecoder
-from localspec.spec_decode.drafters.base import Controller, Drafter, Plan, Proposer
+from localspec.spec_decode.drafters.base import Controller, Drafter, DrafterInfo, Plan, Proposer
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.rounds import Draft, DraftToken, Round
@@ -87,8 +87,8 @@ class Forest(World):
     def groups(self) -> list[list[Drafter]]:
         return [
             [DraftModelDrafter(self.small.new_context(N_CTX))],
-            [DraftModelDrafter(self.small.new_context(N_CTX)), NgramDrafter(min_match=1)],
-            [self.random, NgramDrafter(min_match=1), DraftModelDrafter(self.small.new_context(N_CTX))],
+            [DraftModelDrafter(self.small.new_context(N_CTX)), NgramDrafter()],
+            [self.random, NgramDrafter(), DraftModelDrafter(self.small.new_context(N_CTX))],
         ]
 
 
@@ -149,8 +149,7 @@ class BranchingTable(TableContext):
 class Copier(Drafter):
     """Says the same two tokens always, as n-grams might."""
 
-    source = "copier"
-    copies = True
+    info = DrafterInfo("copier", copies=True)
 
     def __init__(self, *copied: int) -> None:
         self.copied = copied
@@ -158,12 +157,12 @@ class Copier(Drafter):
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         n_drafted = len(tokens) - self.n_settled
         return [
-            DraftToken(token, self.source, 0.5)
+            DraftToken(token, self.info.source, 0.5)
             for token in self.copied
-            if n_drafted == 0 and plan.keep(self.source, 0.5)
+            if n_drafted == 0 and plan.keep(self.info.source, 0.5)
         ]
 
-    def begin(self, tokens: Sequence[int]) -> None:
+    def begin(self, tokens: Sequence[int], **situation: Any) -> None:
         self.n_settled = len(tokens)
 
     def accept(self, emitted: Sequence[int]) -> None:
@@ -239,11 +238,10 @@ def test_through_the_whole_of_it(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatc
 class Watcher(Drafter):
     """Keeps the target's states of what was settled, as heads do."""
 
-    source = "watcher"
-    taps = ("layer:0", "norm")
+    info = DrafterInfo("watcher", taps=("layer:0", "norm"))
 
-    def begin(self, tokens: Sequence[int]) -> None:
-        self.kept: dict[str, list[np.ndarray]] = {tap: [] for tap in self.taps}
+    def begin(self, tokens: Sequence[int], **situation: Any) -> None:
+        self.kept: dict[str, list[np.ndarray]] = {tap: [] for tap in self.info.taps}
 
     def process(self, tokens: Sequence[int], forward: Forward) -> None:
         self.seen = dict(forward.hidden)
@@ -259,13 +257,13 @@ class Watcher(Drafter):
 def test_states_are_those_of_the_accepted_path(tiny: TinyFiles) -> None:
     watcher, controller = Watcher(), Branchy(random.Random(0))
     with reference.load(tiny.quick.target) as model, reference.load(tiny.quick.draft) as small:
-        target = model.new_context(N_CTX, hidden=watcher.taps)
-        drafters = [DraftModelDrafter(small.new_context(N_CTX)), NgramDrafter(min_match=1), watcher]
+        target = model.new_context(N_CTX, hidden=watcher.info.taps)
+        drafters = [DraftModelDrafter(small.new_context(N_CTX)), NgramDrafter(), watcher]
         answer = Answer.of(
             run(SpeculativeDecoder(target, drafters, controller), [5, 6, 7], SamplingParams(max_tokens=50))
         )
         assert controller.n_beside > 0
         text = [5, 6, 7, *answer.tokens[:-1]]
-        wanted = model.new_context(N_CTX, hidden=watcher.taps).decode(text).hidden
-    for tap in watcher.taps:
+        wanted = model.new_context(N_CTX, hidden=watcher.info.taps).decode(text).hidden
+    for tap in watcher.info.taps:
         assert np.array_equal(np.array(watcher.kept[tap]), wanted[tap][2:])

@@ -25,7 +25,7 @@ from localspec.controllers.fixed import FixedController, FixedPlan
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.detokenizer import TextAssembler, ThinkingReader
-from localspec.spec_decode.drafters.base import Controller, Drafter, Plan, Proposer
+from localspec.spec_decode.drafters.base import Controller, Drafter, DrafterInfo, Plan, Proposer
 from localspec.spec_decode.drafters.corpus import CorpusDrafter
 from localspec.spec_decode.drafters.corpus_index import CorpusIndex, PathSource
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
@@ -57,24 +57,26 @@ class Answer:
 class RandomDrafter(Drafter):
     """Knows the plain answer, and guesses along it with a given share of errors, in bursts of any length."""
 
-    source = "random"
+    info = DrafterInfo("random")
 
     def __init__(self, rng: random.Random, n_vocab: int) -> None:
         self.rng, self.n_vocab = rng, n_vocab
         self.answer: list[int] = []
         self.errors = 0.0
 
-    def begin(self, tokens: Sequence[int]) -> None:
+    def begin(self, tokens: Sequence[int], **situation: Any) -> None:
         self.n_prompt = len(tokens)
 
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         guesses: list[DraftToken] = []
         for _ in range(self.rng.randint(0, 6)):
-            if not plan.more(self.source) or plan.keep(self.source, 0.5) is None:
+            if not plan.more(self.info.source) or plan.keep(self.info.source, 0.5) is None:
                 break
             at = len(tokens) + len(guesses) - self.n_prompt
             wrong = self.rng.random() < self.errors or at >= len(self.answer)
-            guesses.append(DraftToken(self.rng.randrange(self.n_vocab) if wrong else self.answer[at], self.source, 0.5))
+            guesses.append(
+                DraftToken(self.rng.randrange(self.n_vocab) if wrong else self.answer[at], self.info.source, 0.5)
+            )
         return guesses
 
 
@@ -122,7 +124,7 @@ class World:
         self.random = RandomDrafter(rng, self.target.n_vocab)
         self.corpus = corpus_of(folder, [rng.randrange(self.target.n_vocab) for _ in range(2000)])
         groups = self.groups()
-        taps = {tap for group in groups for drafter in group for tap in drafter.taps}
+        taps = {tap for group in groups for drafter in group for tap in drafter.info.taps}
         context = self.target.new_context(N_CTX, hidden=sorted(taps))
         self.decoders = [SpeculativeDecoder(context, group, RandomController(rng)) for group in groups]
         self.prompt = [5, 6, 7]
@@ -134,7 +136,7 @@ class World:
             [DraftModelDrafter(self.small.new_context(N_CTX))],
             [NgramDrafter(), DraftModelDrafter(self.small.new_context(N_CTX))],
             [NgramDrafter(), CorpusDrafter(self.corpus, "corpus", "corpus:x")],
-            [DraftModelDrafter(self.small.new_context(N_CTX // 4)), self.random, NgramDrafter(min_match=2)],
+            [DraftModelDrafter(self.small.new_context(N_CTX // 4)), self.random, NgramDrafter()],
         ]
 
     def next_prompt(self) -> list[int]:

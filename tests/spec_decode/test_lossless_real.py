@@ -60,11 +60,11 @@ def test_greedy_answers_hold_when_replayed_at_width_one(llm: LLM, prompt: str) -
 
 def test_a_wrong_rollback_would_be_seen(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: a rejected token's row in place of the last settled one's, and the replay finds it."""
-    kind = type(llm._pair.context)
+    kind = type(llm.inspect().context)
     original = kind.truncate
 
     def sloppy(self: Any, n: int) -> None:
-        if self is llm._pair.context and 0 < n < self.n_past:
+        if self is llm.inspect().context and 0 < n < self.n_past:
             right, stale = self.tokens[n - 1], self.tokens[n]
             original(self, n - 1)
             self._decode([stale], "none")
@@ -79,7 +79,7 @@ def test_a_wrong_rollback_would_be_seen(llm: LLM, monkeypatch: pytest.MonkeyPatc
     monkeypatch.undo()
     single = rows_at_width(1, llm, tokens, answer)
     assert margins(single, answer).max() > 2 * width_noise(llm, tokens, answer, single)
-    llm._pair.context.truncate(0)
+    llm.inspect().context.truncate(0)
 
 
 @pytest.mark.parametrize("rule", ["sampled", "deterministic"])

@@ -7,6 +7,7 @@ that is rolled back by decoding again, those passes return states as well, and m
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from localspec.controllers.fixed import FixedController
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.decoder import PREFILL_CHUNK, SpeculativeDecoder
 from localspec.spec_decode.detokenizer import TextAssembler
-from localspec.spec_decode.drafters.base import Drafter, DrafterFailed, Plan, Proposer
+from localspec.spec_decode.drafters.base import Drafter, DrafterFailed, DrafterInfo, Plan, Proposer
 from localspec.spec_decode.rounds import DraftToken
 from tests.backends.test_backends import some_tokens
 from tests.conftest import TinyFiles, open_backend
@@ -48,8 +49,7 @@ def model(request: pytest.FixtureRequest, tiny: TinyFiles) -> Iterator[Model]:
 class Recorder(Drafter):
     """Proposes the right answer up to a place that changes from round to round, and keeps the states of all passes."""
 
-    source = "recorder"
-    taps = TAPS
+    info = DrafterInfo("recorder", taps=TAPS)
 
     def __init__(self, answer: Sequence[int]) -> None:
         self.answer = list(answer)
@@ -61,7 +61,7 @@ class Recorder(Drafter):
     def process(self, tokens: Sequence[int], forward: Forward) -> None:
         self.passes.append((list(tokens), forward))
 
-    def begin(self, tokens: Sequence[int]) -> None:
+    def begin(self, tokens: Sequence[int], **situation: Any) -> None:
         self.text = list(tokens)
         self.n_prompt = len(tokens)
         end = len(tokens) - 1
@@ -92,7 +92,7 @@ class Recorder(Drafter):
         done = len(tokens) - self.n_prompt
         right = self.answer[done : done + len(self.text) % 5]
         proposed = [*right, *(7 + i for i in range(3))]
-        return [DraftToken(token, self.source, 0.5) for token in proposed if plan.keep(self.source, 0.5)]
+        return [DraftToken(token, self.info.source, 0.5) for token in proposed if plan.keep(self.info.source, 0.5)]
 
 
 def answer(decoder: SpeculativeDecoder, prompt: Sequence[int], n: int) -> list[int]:
@@ -139,28 +139,21 @@ def test_states_are_those_of_the_settled_text(model: Model) -> None:
 class Borrower(Drafter):
     """Decodes the last token and a wrong one in the target's own first layers; in the third round it fails there."""
 
-    source = "borrower"
-    taps = TAPS
+    info = DrafterInfo("borrower", taps=TAPS)
 
     def __init__(self, target: Context) -> None:
         self.target = target
-        self.n_past: int | None = None
         self.n_rounds = 0
 
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
-        if self.n_past is not None:
+        if self.target.n_past >= len(tokens):
             return []
-        self.n_past, self.n_rounds = self.target.n_past, self.n_rounds + 1
+        self.n_rounds += 1
         states = self.target.decode_first_layers([tokens[-1], 7], 1).hidden
         assert {name: rows.shape for name, rows in states.items()} == {"layer:0": (2, self.target.model.n_embd)}
         if self.n_rounds == 3:
             raise DrafterFailed("broke in the middle")
-        return [DraftToken(7, self.source, 0.5)] if plan.keep(self.source, 0.5) else []
-
-    def drafted(self) -> None:
-        assert self.n_past is not None
-        self.target.truncate(self.n_past)
-        self.n_past = None
+        return [DraftToken(7, self.info.source, 0.5)] if plan.keep(self.info.source, 0.5) else []
 
 
 def test_what_was_drafted_in_the_targets_memory_leaves_no_trace(model: Model) -> None:

@@ -14,7 +14,7 @@ def rows_at_width(width: int, llm: LLM, prompt: list[int], answer: list[int]) ->
     They are computed in a context of the kind that the answers have: one for branches has no flash attention.
     """
     fed = [prompt[-1], *answer[:-1]]
-    with llm._pair.target.new_context(1024, branches=llm._pair.context.can_branch) as context:
+    with llm.inspect().target.new_context(1024, branches=llm.inspect().context.can_branch) as context:
         context.decode(prompt[:-1], "none")
         passes = [context.decode(fed[at : at + width]).logits.copy() for at in range(0, len(fed), width)]
     return np.concatenate(passes)

@@ -57,7 +57,7 @@ class Brake:
         self._reached, self._released = threading.Event(), threading.Event()
 
     def __enter__(self) -> Brake:
-        state = self._llm._pair.state
+        state = self._llm.inspect().state
         self._memory: Any = state.context if state.batch is None else state.batch  # of several requests at a time
         self._decode = self._memory._decode
         self._memory._decode = self._held

@@ -58,7 +58,8 @@ def child():
             assert another.generate("hi", params).token_ids == expected
 
 def forked():
-    with llm._worker.queue._changed, llm._encoder._in_use.alone(), llm.template._lock:  # as others may have them
+    pair = llm.inspect()
+    with pair.worker.queue._changed, pair.encoder._in_use.alone(), llm.template._lock:  # as others may have them
         pid = os.fork()
     return pid
 

@@ -85,14 +85,14 @@ def test_an_llm_answers_while_it_answers(tiny: TinyFiles, measured_home: Path) -
     mark = measured_home / "answering" / str(os.getpid())
     go_on, n_rounds = threading.Event(), count()
     with LLM(tiny.quick.target, draft=None, backend="reference", n_ctx=128, idle=False) as llm:
-        decode = llm._pair.context.decode
+        decode = llm.inspect().context.decode
 
         def held(tokens: Sequence[int], logits: Literal["all", "last", "none"] = "all") -> Forward:
             if logits == "all" and next(n_rounds):
                 go_on.wait(60)
             return decode(tokens, logits)
 
-        llm._pair.context.decode = held  # type: ignore[method-assign]
+        llm.inspect().context.decode = held  # type: ignore[method-assign]
         rounds = llm.rounds("la la la")
         next(rounds)
         assert mark.exists()

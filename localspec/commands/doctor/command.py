@@ -574,7 +574,7 @@ class Doctor:
                 watch.call(llm, lambda pair: pair.recalibrate(watch.report))
             cost, times = measure_costs(llm, examined.target.name, [draft.name for draft in drafts], bandwidth, watch)
             loaded = llm.run(lambda pair: pair.state.models)
-            one_pass = {each.name for each in loaded if each.drafter.one_pass}
+            one_pass = {each.name for each in loaded if each.drafter.info.one_pass}
             rows = [cost_finding(cost, bandwidth), *compare_engines(llm, watch, busy=busy), branches_finding(cost)]
             rows += copies_findings(llm)
             rows += [Finding("note", "engine", warning) for warning in llm.warnings if not _is_shown(warning)]
@@ -587,7 +587,7 @@ class Doctor:
         found.add("cost", rows)
         self.parts += cost_parts(cost, rows, self.page.width, self.page.unicode)
         self.parts += payoff_parts(payoffs)
-        names = {each.name: each.spec for each in loaded if not each.drafter.reads_text}
+        names = {each.name: each.spec for each in loaded if not each.drafter.info.reads_text}
         if examined.automatic or HEAD in examined.heads:
             names[HEAD] = HEAD
         names |= {draft.name: draft.spec for draft in drafts}

@@ -347,7 +347,7 @@ class Audit:
     def _arm(
         self, drafters: Sequence[Drafter], length: int | str, params: SamplingParams | None = None, note: str = ""
     ) -> AuditArm:
-        name = "+".join(drafter.source for drafter in drafters)
+        name = "+".join(drafter.info.source for drafter in drafters)
         name = f"{name} ×{length}{note}" if drafters else "plain"
         return AuditArm(name, drafters, self.pair.controller(length, params, drafters))
 

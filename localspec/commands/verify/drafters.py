@@ -11,7 +11,7 @@ import numpy as np
 
 from localspec.backends.base import Context, FloatArray, Forward
 from localspec.sampling.sampling import Distribution
-from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
+from localspec.spec_decode.drafters.base import Drafter, DrafterInfo, Plan, Proposer
 from localspec.spec_decode.rounds import DraftToken
 
 
@@ -21,7 +21,7 @@ class Recorder(Drafter):
     Asked before the others, it also has their proposer note what is drawn for them.
     """
 
-    source = "recorder"
+    info = DrafterInfo("recorder")
 
     def __init__(self) -> None:
         self.rows: FloatArray = np.empty((0, 0), dtype=np.float32)
@@ -50,7 +50,7 @@ class _Scripted(Drafter):
 
     _drafted = False
 
-    def begin(self, tokens: Sequence[int]) -> None:
+    def begin(self, tokens: Sequence[int], *, prediction: Sequence[int] = (), target: Context | None = None) -> None:
         self._drafted = False
 
     def accept(self, emitted: Sequence[int]) -> None:
@@ -59,9 +59,9 @@ class _Scripted(Drafter):
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         draft: list[DraftToken] = []
         for token in [] if self._drafted else self._script(tokens):
-            if not plan.more(self.source) or plan.keep(self.source, 1.0) is None:
+            if not plan.more(self.info.source) or plan.keep(self.info.source, 1.0) is None:
                 break
-            draft.append(DraftToken(token, self.source, 1.0))
+            draft.append(DraftToken(token, self.info.source, 1.0))
         self._drafted = True
         return draft
 
@@ -77,7 +77,7 @@ class Adversary(_Scripted):
     random tokens; every third draft has none.
     """
 
-    source = "adversary"
+    info = DrafterInfo("adversary")
 
     def __init__(self, n_vocab: int, reach: int) -> None:
         self._rng = random.Random(1)
@@ -110,15 +110,14 @@ class Adversary(_Scripted):
 class Beside(Adversary):
     """The adversary's drafts as branches next to those of others."""
 
-    source = "beside"
-    copies = True
+    info = DrafterInfo("beside", copies=True)
 
 
 class NearMisses(Adversary):
     """Drafts the second best token of a known answer, and then what follows the right one: at every gap that the answer
     has, a lenient check would accept it."""
 
-    source = "near misses"
+    info = DrafterInfo("near misses")
 
     def __init__(self, n_vocab: int, reach: int = 2) -> None:
         super().__init__(n_vocab, reach)
@@ -132,7 +131,7 @@ class Openers(_Scripted):
     """Drafts that a thinking block opens, again and again: where its budget is spent, nothing accepted behind the mark
     may be part of the answer."""
 
-    source = "openers"
+    info = DrafterInfo("openers")
 
     def __init__(self, mark: Sequence[int], reach: int) -> None:
         self._opening = (list(mark) * reach)[:reach]
@@ -148,16 +147,12 @@ class HeatedDrafter(Drafter):
     """
 
     def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter.clone(drafter.context)
-        self._drafter.source = self.source = f"hot {drafter.source}"
-        self.context, self.taps = drafter.context, drafter.taps
+        self._drafter = drafter.clone(None)
+        self._drafter.info = self.info = replace(drafter.info, source=f"hot {drafter.info.source}")
         self._proposer: Proposer | None = None
 
-    def attach(self, target: Context) -> None:
-        self._drafter.attach(target)
-
-    def begin(self, tokens: Sequence[int]) -> None:
-        self._drafter.begin(tokens)
+    def begin(self, tokens: Sequence[int], *, prediction: Sequence[int] = (), target: Context | None = None) -> None:
+        self._drafter.begin(tokens, prediction=prediction, target=target)
 
     def process(self, tokens: Sequence[int], forward: Forward) -> None:
         self._drafter.process(tokens, forward)
@@ -169,9 +164,6 @@ class HeatedDrafter(Drafter):
             self._proposer, self._hot = proposer, Proposer(hot, proposer.noise)
             self._hot.drawn = proposer.drawn
         return self._drafter.draft(tokens, plan, self._hot)
-
-    def drafted(self) -> None:
-        self._drafter.drafted()
 
     def accept(self, emitted: Sequence[int]) -> None:
         self._drafter.accept(emitted)

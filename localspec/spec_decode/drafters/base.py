@@ -9,50 +9,58 @@ made deterministically, or with the target's own noise, may be dropped at will.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 from localspec.backends.base import Context, Forward
 from localspec.sampling.sampling import Row
 from localspec.spec_decode.proposer import DrafterFailed as DrafterFailed
 from localspec.spec_decode.proposer import Proposer as Proposer
 from localspec.spec_decode.rounds import Draft, DraftToken, Round
-from localspec.system.steps import Steps
+
+SURE_COPY = 0.7
+"""Confidence of a copy under which a draft model is asked instead, where nothing is weighed."""
 
 
-class Plan(Protocol):
-    """The controller's permission to draft in this round; drafters ask it token by token."""
+class Plan:
+    """The permission to draft in one round; drafters ask it token by token.
 
-    @property
-    def room(self) -> int:
-        """How many more tokens may be drafted in this round."""
+    This one weighs nothing: drafters are asked in the order in which they were loaded, and what they have is taken
+    while there is room. Others change what they are about.
 
-    @property
-    def gives_way(self) -> bool:
-        """Whether the end of the draft may be left out where draft tokens of other answers are worth more."""
+    Attributes:
+        room: how many more tokens may be drafted in this round.
+        gives_way: whether the end of the draft may be left out where draft tokens of other answers are worth more.
+    """
+
+    gives_way = False
+
+    def __init__(self, room: int) -> None:
+        self.room = room
 
     def branching(self) -> Branching | None:
         """The permission to let the draft branch; None where that cannot pay."""
+        return None
 
     def order(self, sources: Sequence[str]) -> Sequence[str]:
-        """In which order drafters are to be asked for the next token of the draft.
-
-        Args:
-            sources: their names, in the order in which they were loaded.
-        """
+        """In which order drafters are asked for the next token of the draft; ``sources`` are in the order in which they
+        were loaded."""
+        return sources
 
     def more(self, source: str, pending: int = 0) -> bool:
-        """Whether one more step of this drafter is worth its time; asked before the step.
+        """Whether one more step of a drafter is worth its time; asked before the step.
 
         Args:
             source: the drafter's name.
             pending: tokens it must decode for the step; 0 when a step costs no pass of a model.
         """
+        return self.room > 0
 
     def piece(self, source: str, pending: int) -> int:
         """How many of ``pending`` tokens to read before ``more`` is asked again for the rest; 1 to ``pending``."""
+        return pending
 
     def spent(self, source: str, n_tokens: int, ms: float) -> None:
         """A pass over ``n_tokens`` tokens of the drafter's own model, and a draft token made of it, took so long."""
@@ -62,6 +70,7 @@ class Plan(Protocol):
 
         Asked before ``keep``, and only where a request samples with fresh noise. Both are verified exactly.
         """
+        return True
 
     def nothing(self, source: str) -> None:
         """The drafter, asked for a draft token, has none."""
@@ -70,7 +79,7 @@ class Plan(Protocol):
         """A counterfactual draft token: one never sent, scored against the token already emitted in its place."""
 
     def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
-        """Whether the token at hand is worth a row of the target's pass.
+        """Whether a draft token is worth a row of the target's pass; takes one of ``room``.
 
         Args:
             source: the drafter's name.
@@ -80,6 +89,10 @@ class Plan(Protocol):
         Returns:
             The calibrated probability of acceptance if the token should be sent, else None.
         """
+        if self.room <= 0:
+            return None
+        self.room -= 1
+        return confidence
 
 
 class Branching(Protocol):
@@ -104,40 +117,32 @@ class Branching(Protocol):
         """
 
 
-class Drafter(ABC):
-    """One source of draft tokens. It says what policy needs to know of it, so that its class matters nowhere else.
+@dataclass(frozen=True, slots=True)
+class DrafterInfo:
+    """What the rest needs to know of a drafter, so that its class matters nowhere else.
 
     Attributes:
         source: its name in rounds and statistics: ``model``, ``ngram``, …
-        context: what it decodes in with a model of its own; None where it runs none.
+        name: what ``--draft`` calls it, where it loads no model; "" is its source.
+        runs_model: whether a draft token takes a pass of a model, which has a cost model; else it costs nothing.
         copies: whether it copies what it has read, as n-grams do; an unsure copy can give way to a model's token.
-        one_pass: whether a pass of its model guesses all of a draft, and not one token of it.
-        ranked: whether of it and others that are so the one with most ``confidence`` is asked first.
+        one_pass: whether a pass of its model makes all of a draft, and not one token of it.
         taps: names of the target's hidden states that ``process`` is to bring, see ``Context.hidden``.
         n_states: of the last tokens of a prompt, after how many it wants those states.
         rate: share of places at which its first token is right, so far as its file says; else None.
-        failed: whether it has raised ``DrafterFailed``; it is then done without.
     """
 
     source: str
-    context: Context | None = None
+    name: str = ""
+    runs_model: bool = False
     copies: bool = False
     one_pass: bool = False
-    ranked: bool = False
     taps: tuple[str, ...] = ()
     n_states: int = 0
     rate: float | None = None
-    failed: bool = False
 
-    @property
-    def name(self) -> str:
-        """What ``--draft`` calls it, where it runs no model."""
-        return self.source
-
-    @property
-    def runs_model(self) -> bool:
-        """Whether a draft token takes a pass of a model, so that there is a cost model of it; else it costs nothing."""
-        return self.context is not None
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.name or self.source)
 
     @property
     def reads_text(self) -> bool:
@@ -145,52 +150,47 @@ class Drafter(ABC):
 
         What decodes states of the target cannot read a text without it, and starts anew after a gap.
         """
-        return self.context is not None and not self.taps
+        return self.runs_model and not self.taps
 
-    @property
-    def reads_target(self) -> bool:
-        """Whether it drafts from what the target computes, as heads do, and not with a model of the text of its own."""
-        return bool(self.taps)
+
+class Drafter(ABC):
+    """One source of draft tokens.
+
+    Its resources belong to its maker: it closes no context.
+
+    Attributes:
+        info: what the rest needs to know of it.
+    """
+
+    info: DrafterInfo
 
     def clone(self, context: Context | None) -> Drafter:
         """Another one that knows what this one has learned, and has read nothing.
 
         Args:
-            context: what it decodes in, if it does: this one's, where the two take turns, or one like it.
+            context: what it decodes in, if it does: another one than this one's; None is this one's, where the two
+                take turns.
         """
-        raise NotImplementedError(f"a drafter of {self.source} tokens cannot be cloned")
+        raise NotImplementedError(f"a drafter of {self.info.source} tokens cannot be cloned")
 
-    def expect(self, text: Sequence[int]) -> None:  # noqa: B027 - optional hook
-        """The answers to come are likely to repeat this text, from its beginning; [] ends that. Before ``begin``."""
+    def begin(  # noqa: B027 - optional hook
+        self, tokens: Sequence[int], *, prediction: Sequence[int] = (), target: Context | None = None
+    ) -> None:
+        """A new answer begins. Keep what earlier ones share with it.
 
-    def attach(self, target: Context) -> None:  # noqa: B027 - optional hook
-        """From now on it drafts for this context."""
-
-    def begin(self, tokens: Sequence[int]) -> None:  # noqa: B027 - optional hook
-        """A new request starts; ``tokens`` is its whole prompt. Keep what earlier requests share with it."""
+        Args:
+            tokens: the whole prompt.
+            prediction: a text that the answer is likely to repeat, from its beginning.
+            target: the context that verifies its drafts. It may decode in it while it drafts; what it has decoded there
+                is gone when the draft is verified.
+        """
 
     def process(self, tokens: Sequence[int], forward: Forward) -> None:  # noqa: B027 - optional hook
         """The target decoded ``tokens``: in prefill, before ``begin``, or in a round, before ``accept``."""
 
-    def confidence(self, tokens: Sequence[int]) -> float:
-        """Of one that is ``ranked``: its confidence [0, 1] in what it would propose next; 0 where it has nothing.
-
-        Args:
-            tokens: as for ``draft``.
-        """
-        return 0.0
-
-    def idle_work(self) -> Steps[str] | None:
-        """What it has to do while nobody waits, if anything; asked when it is loaded, and with every request.
-
-        Returns:
-            Steps that end with a remark for the user, or with nothing to say.
-        """
-        return None
-
     @abstractmethod
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
-        """Draft what follows ``tokens``: everything settled, then what other drafters drafted already in this round.
+        """Draft what follows ``tokens``: everything settled, then what was drafted already in this round.
 
         Returns:
             At most ``plan.room`` draft tokens; empty when this drafter has nothing worth trying.
@@ -199,31 +199,27 @@ class Drafter(ABC):
             DrafterFailed: it cannot go on; it is not asked again.
         """
 
-    def drafted(self) -> None:  # noqa: B027 - optional hook
-        """The draft of this round is complete: a drafter that decoded in the target's context leaves it as it was."""
-
-    def _proposed(self, confidence: float, position: int, plan: Plan, proposer: Proposer) -> list[DraftToken]:
-        """The draft token for the row that ``proposer`` was last asked for its confidence in, if the plan wants it.
-
-        Args:
-            confidence: the answer.
-            position: where in the text the token stands.
-        """
-        if not confidence:
-            return []
-        sampled = proposer.has_fresh_noise and plan.samples(self.source, confidence)
-        expected = plan.keep(self.source, confidence, sampled=sampled)
-        if expected is None:
-            return []
-        token, dist = proposer.choose(position, sampled=sampled)
-        prob = confidence if dist is None else dist.prob(token)
-        return [DraftToken(token, self.source, prob, dist, expected)]
-
     def accept(self, emitted: Sequence[int]) -> None:  # noqa: B027 - optional hook
         """The round is over: these tokens were settled."""
 
-    def close(self) -> None:  # noqa: B027 - optional hook
-        """Free what the drafter holds; safe to call twice."""
+
+def proposed(source: str, confidence: float, position: int, plan: Plan, proposer: Proposer) -> list[DraftToken]:
+    """The draft token for the row that ``proposer`` was last asked for its confidence in, if the plan wants it.
+
+    Args:
+        source: the drafter's name.
+        confidence: what ``proposer`` returned.
+        position: where in the text the token stands.
+    """
+    if not confidence:
+        return []
+    sampled = proposer.has_fresh_noise and plan.samples(source, confidence)
+    expected = plan.keep(source, confidence, sampled=sampled)
+    if expected is None:
+        return []
+    token, dist = proposer.choose(position, sampled=sampled)
+    prob = confidence if dist is None else dist.prob(token)
+    return [DraftToken(token, source, prob, dist, expected)]
 
 
 # How much to draft, and from which drafter: what the decoder asks of a controller.
@@ -274,77 +270,3 @@ class Controller(ABC):
     @abstractmethod
     def explain(self) -> str:
         """Why there is, or is not, drafting: sentences for people, a line for each drafter."""
-
-
-# A plan that weighs nothing, which others change in what they are about.
-
-SURE_COPY = 0.7
-"""Confidence of a copy under which a draft model is asked instead, where nothing is weighed."""
-
-
-@dataclass(slots=True)
-class FreePlan:
-    """Drafters are asked in the order in which they were loaded, and what they have is taken while there is room."""
-
-    room: int
-
-    @property
-    def gives_way(self) -> bool:
-        return False
-
-    def branching(self) -> Branching | None:
-        return None
-
-    def order(self, sources: Sequence[str]) -> Sequence[str]:
-        return sources
-
-    def more(self, source: str, pending: int = 0) -> bool:
-        return self.room > 0
-
-    def piece(self, source: str, pending: int) -> int:
-        return pending
-
-    def spent(self, source: str, n_tokens: int, ms: float) -> None:
-        pass
-
-    def samples(self, source: str, confidence: float) -> bool:
-        return True
-
-    def nothing(self, source: str) -> None:
-        pass
-
-    def counterfactual(self, source: str, confidence: float, right: bool) -> None:
-        pass
-
-    def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
-        if self.room <= 0:
-            return None
-        self.room -= 1
-        return confidence
-
-
-# How often draft tokens of a kind were right: what drafters without probabilities of their own are confident by.
-
-Kind = TypeVar("Kind", bound=Hashable)
-
-
-class HitRates(Generic[Kind]):
-    """Shares of draft tokens that were right, by kind; old evidence fades, a prior stands in for missing evidence.
-
-    Args:
-        priors: the expected share of each kind.
-        prior_weight: draft tokens that a prior counts as.
-        memory: draft tokens that the evidence counts as in the long run.
-    """
-
-    def __init__(self, priors: Mapping[Kind, float], prior_weight: float, memory: float) -> None:
-        self._fade = 1.0 - 1.0 / memory
-        self._right = {kind: prior * prior_weight for kind, prior in priors.items()}
-        self._total = dict.fromkeys(priors, prior_weight)
-
-    def rate(self, kind: Kind) -> float:
-        return self._right[kind] / self._total[kind]
-
-    def learn(self, kind: Kind, right: bool) -> None:
-        self._right[kind] = self._right[kind] * self._fade + right
-        self._total[kind] = self._total[kind] * self._fade + 1.0

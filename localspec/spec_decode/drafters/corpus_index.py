@@ -478,6 +478,9 @@ bytes each, took 62 s on a busy machine (``benchmarks/RESULTS.md``)."""
 
 MOST_FILES = 500_000
 
+LOOK_AGAIN_S = 30.0
+"""How soon after a look at the files there is another: a look at 10,000 files takes a tenth of a second."""
+
 BATCH = 4 << 20
 """Tokens that are sorted and can be used together: ten to twenty megabytes of text, and 100 MB of memory meanwhile."""
 
@@ -597,6 +600,23 @@ class CorpusIndex:
         return Match(length, places, is_whole)
 
     # -- keeping in step -------------------------------------------------------------------------------------------
+
+    def idle_work(self, name: str) -> Steps[str] | None:
+        """What is to be done while there is no request: an ``update``, where the files were not looked at just now.
+
+        Returns:
+            Steps that end with a remark for the user, or with ""; ``name`` is what ``--draft`` calls the corpus.
+        """
+        is_known = self.is_current or self.was_updated
+        if self.is_updating or (is_known and time.monotonic() - self.seen < LOOK_AGAIN_S):
+            return None
+        self.is_updating = True
+        return self._updated(name)
+
+    def _updated(self, name: str) -> Steps[str]:
+        n_before = self.n_tokens
+        yield from self.update()
+        return "" if n_before or not self.n_tokens else f"{name}: {self.n_tokens:,} tokens are indexed"
 
     def survey(self) -> Steps[Survey]:
         """Look at the files, and open what is indexed of them.

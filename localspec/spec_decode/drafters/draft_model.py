@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from localspec.backends.base import FEW_ROWS, Context, Forward, Wanted
 from localspec.errors import ContextFull, EngineError
 from localspec.sampling.sampling import Ids
-from localspec.spec_decode.drafters.base import Drafter, DrafterFailed, Plan, Proposer
+from localspec.spec_decode.drafters.base import Drafter, DrafterFailed, DrafterInfo, Plan, Proposer, proposed
 from localspec.spec_decode.overlapping import before_pass
 from localspec.spec_decode.rounds import DraftToken
 
@@ -26,22 +26,17 @@ class DraftModelDrafter(Drafter):
 
     Args:
         context: of the draft model.
-        source: see ``Drafter``.
+        source: see ``DrafterInfo``.
     """
-
-    context: Context
 
     def __init__(self, context: Context, source: str = "model") -> None:
         self.context = context
-        self.source = source
+        self.info = DrafterInfo(source, runs_model=True)
         self._n_prompt = self._n_settled = 0
         self._n_best = 0
-        self._text: Sequence[int] | None = None
-        """What is drafted for, once a step of this draft has read it: it only grows while the draft does."""
-        self._n_known = 0
 
     def clone(self, context: Context | None) -> Drafter:
-        return DraftModelDrafter(context or self.context, self.source)
+        return DraftModelDrafter(context or self.context, self.info.source)
 
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         try:
@@ -63,33 +58,30 @@ class DraftModelDrafter(Drafter):
         n_counterfactual = min(self._n_settled - max(known, self._n_prompt - 1) - 1, MAX_COUNTERFACTUAL)
         n_scored = n_counterfactual if len(tokens) - known > 2 else 0
         forward = self._read(tokens, known, n_scored, plan, proposer)
-        self._text, self._n_known = tokens, self.context.n_past
         confidence = proposer.confidence(forward.logits[-1], tokens, ids=_ids(forward, -1))
-        plan.spent(self.source, len(tokens) - known, (time.perf_counter() - started) * 1e3)
-        return self._proposed(confidence, position, plan, proposer)
+        plan.spent(self.info.source, len(tokens) - known, (time.perf_counter() - started) * 1e3)
+        return proposed(self.info.source, confidence, position, plan, proposer)
 
     def _what_it_knows(self, tokens: Sequence[int], plan: Plan) -> int | None:
         """How much of the text this model knows; None if the rest cannot be read, or is not worth it."""
-        known = self.context.n_past
-        if self._text is not tokens or known != self._n_known or known >= len(tokens):
-            known = self._reuse(tokens[:-1])
+        known = self._reuse(tokens[:-1])
         if max(tokens[known:]) >= self.context.model.n_vocab:  # the target's padding can be wider than the draft's
             return None
         pending = len(tokens) - known
         if pending > self.context.n_free:  # other answers' texts can be in the same memory
             return None
-        if not plan.more(self.source, pending):
+        if not plan.more(self.info.source, pending):
             return None
         return known if pending == 1 else self._probe(tokens, known, plan)
 
     def _probe(self, tokens: Sequence[int], known: int, plan: Plan) -> int | None:
         """Read first pieces, if the plan wants to see what reading costs now; None if the rest is not worth it."""
-        while (piece := plan.piece(self.source, len(tokens) - known)) < len(tokens) - known:
+        while (piece := plan.piece(self.info.source, len(tokens) - known)) < len(tokens) - known:
             started = time.perf_counter()
             self._decode(tokens[known : known + piece], "none")
-            plan.spent(self.source, piece, (time.perf_counter() - started) * 1e3)
+            plan.spent(self.info.source, piece, (time.perf_counter() - started) * 1e3)
             known += piece
-            if not plan.more(self.source, len(tokens) - known):
+            if not plan.more(self.info.source, len(tokens) - known):
                 return None
         return known
 
@@ -112,7 +104,7 @@ class DraftModelDrafter(Drafter):
                 row, ids = forward.logits[at - start - 1], _ids(forward, at - start - 1)
                 confidence = proposer.confidence(row, tokens[:at], n_known=len(tokens) - at, ids=ids)
                 if confidence:
-                    plan.counterfactual(self.source, confidence, proposer.best() == tokens[at])
+                    plan.counterfactual(self.info.source, confidence, proposer.best() == tokens[at])
         return forward
 
     # The answer does not need a draft model: where its engine fails, it is done without.
@@ -134,17 +126,11 @@ class DraftModelDrafter(Drafter):
         except EngineError as error:
             raise DrafterFailed(f"failed: {error}") from error
 
-    def begin(self, tokens: Sequence[int]) -> None:
+    def begin(self, tokens: Sequence[int], *, prediction: Sequence[int] = (), target: Context | None = None) -> None:
         self._n_prompt = self._n_settled = len(tokens)
-
-    def drafted(self) -> None:
-        self._text = None
 
     def accept(self, emitted: Sequence[int]) -> None:
         self._n_settled += len(emitted)
-
-    def close(self) -> None:
-        self.context.close()
 
 
 def _ids(forward: Forward, row: int) -> Ids | None:

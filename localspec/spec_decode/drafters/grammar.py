@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from localspec.backends.base import Context
 from localspec.sampling.constraint import Constraint
-from localspec.spec_decode.drafters.base import Drafter, HitRates, Plan, Proposer
+from localspec.spec_decode.drafters.base import Drafter, DrafterInfo, Plan, Proposer
+from localspec.spec_decode.drafters.copying import HitRates
 from localspec.spec_decode.rounds import DraftToken
 
 SURE, INSIDE, BEFORE_TEXT, LAST = range(4)
@@ -38,7 +40,7 @@ class GrammarDrafter(Drafter):
         tokenize: the model's tokenizer, special tokens not read.
     """
 
-    source = "grammar"
+    info = DrafterInfo("grammar")
 
     def __init__(self, constraint: Constraint, tokenize: Callable[[str], list[int]]) -> None:
         self.constraint = constraint
@@ -47,16 +49,16 @@ class GrammarDrafter(Drafter):
         self._drafted: dict[int, tuple[int, int]] = {}
         self._hits = HitRates(dict(enumerate(_PRIORS)), PRIOR_WEIGHT, MEMORY)
 
-    def begin(self, tokens: Sequence[int]) -> None:
+    def begin(self, tokens: Sequence[int], *, prediction: Sequence[int] = (), target: Context | None = None) -> None:
         self._n_settled = len(tokens)
 
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
-        if plan.room <= 0 or not plan.more(self.source):
+        if plan.room <= 0 or not plan.more(self.info.source):
             return []
         constraint = self.constraint
         forced = constraint.forced_bytes()
         if not forced:
-            plan.nothing(self.source)
+            plan.nothing(self.info.source)
             return []
         before = constraint.drafted
         drafted: list[DraftToken] = []
@@ -67,11 +69,11 @@ class GrammarDrafter(Drafter):
             kind = self._kind(forced[:n], forced[n:])
             forced = forced[n:]
             confidence = self._hits.rate(kind)
-            expected = plan.keep(self.source, confidence)
+            expected = plan.keep(self.info.source, confidence)
             if expected is None:
                 break
             self._drafted[len(tokens) + len(drafted)] = token, kind
-            drafted.append(DraftToken(token, self.source, confidence, None, expected))
+            drafted.append(DraftToken(token, self.info.source, confidence, None, expected))
             constraint.advance(token)
         constraint.place(before)
         return drafted

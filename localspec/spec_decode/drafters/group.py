@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 from localspec.backends.base import Context, Forward
 from localspec.errors import EngineError
-from localspec.spec_decode.drafters.base import Branching, Drafter, DrafterFailed, FreePlan, Plan, Proposer
+from localspec.spec_decode.drafters.base import Branching, Drafter, DrafterFailed, Plan, Proposer
+from localspec.spec_decode.drafters.copying import CopyingDrafter
 from localspec.spec_decode.rounds import Draft, DraftToken
 
 
@@ -30,15 +31,11 @@ class DrafterGroup:
     @property
     def taps(self) -> set[str]:
         """The hidden states of the target that they want."""
-        return {tap for drafter in self.drafters for tap in drafter.taps}
+        return {tap for drafter in self.drafters for tap in drafter.info.taps}
 
-    def attach(self, target: Context) -> None:
+    def begin(self, tokens: Sequence[int], prediction: Sequence[int], target: Context) -> None:
         for drafter in self.drafters:
-            drafter.attach(target)
-
-    def begin(self, tokens: Sequence[int]) -> None:
-        for drafter in self.drafters:
-            drafter.begin(tokens)
+            drafter.begin(tokens, prediction=prediction, target=target)
 
     def process(self, tokens: Sequence[int], forward: Forward) -> None:
         for drafter in self.drafters:
@@ -51,6 +48,8 @@ class DrafterGroup:
         proposer: Proposer,
         end_tokens: frozenset[int] = frozenset(),
         branching: Branching | None = None,
+        *,
+        ahead: bool = False,
     ) -> Draft:
         """Draft what follows ``tokens`` (left as it was on return), up to an end token: nothing after one counts.
 
@@ -60,24 +59,25 @@ class DrafterGroup:
             proposer: makes draft tokens of logits.
             end_tokens: tokens that end an answer.
             branching: the permission to add branches, if there is one.
+            ahead: whether the target has yet to read what precedes the draft; what drafts from its states waits.
         """
         settled = len(tokens)
         proposer.rivals = None if branching is None else {}
         try:
-            draft = self._chain(tokens, plan, proposer, end_tokens)
+            draft = self._chain(tokens, plan, proposer, end_tokens, ahead)
             if branching is not None and draft:
                 del tokens[settled:]
                 self._branch(draft, tokens, branching, proposer, end_tokens)
         finally:
             del tokens[settled:]
-            for drafter in self.drafters:
-                drafter.drafted()
         return draft
 
-    def _chain(self, tokens: list[int], plan: Plan, proposer: Proposer, end_tokens: frozenset[int]) -> Draft:
+    def _chain(
+        self, tokens: list[int], plan: Plan, proposer: Proposer, end_tokens: frozenset[int], ahead: bool
+    ) -> Draft:
         draft = Draft()
         while plan.room > 0:
-            for drafter in self._in_order(tokens, plan):
+            for drafter in self._in_order(tokens, plan, ahead):
                 found = _legal(self._ask(drafter, tokens, plan, proposer), proposer)
                 if found:
                     break
@@ -104,7 +104,9 @@ class DrafterGroup:
             if rival is not None and expected is not None:
                 token = DraftToken(proposer.draw(rival), first.source, rival.confidence, rival.law, expected)
                 draft.append(token, at - 1)
-        for drafter in [drafter for drafter in self.drafters if drafter.copies and drafter.source != draft[0].source]:
+        for drafter in [
+            drafter for drafter in self.drafters if drafter.info.copies and drafter.info.source != draft[0].source
+        ]:
             at = -1
             for copy in self._ask(drafter, tokens, _Whatever(branching.room), proposer):
                 here = [child for child in draft.children(at) if draft[child].id == copy.id]
@@ -117,24 +119,22 @@ class DrafterGroup:
                 if copy.id in end_tokens:
                     break
 
-    def _in_order(self, tokens: Sequence[int], plan: Plan) -> list[Drafter]:
-        if len(self.drafters) < 2:
-            return list(self.drafters)
-        place = {source: i for i, source in enumerate(plan.order([drafter.source for drafter in self.drafters]))}
-        drafters = sorted(self.drafters, key=lambda drafter: place[drafter.source])
-        rivals = [i for i, drafter in enumerate(drafters) if drafter.ranked]
+    def _in_order(self, tokens: Sequence[int], plan: Plan, ahead: bool) -> list[Drafter]:
+        drafters = [each for each in self.drafters if not (ahead and each.info.taps)]
+        if len(drafters) < 2:
+            return drafters
+        order = plan.order([each.info.source for each in drafters])
+        drafters.sort(key=lambda each: order.index(each.info.source))
+        rivals = [each for each in drafters if isinstance(each, CopyingDrafter)]
         if len(rivals) > 1:  # each of these takes a place of theirs, the surest the first
-            surest = sorted((drafters[i] for i in rivals), key=lambda each: -each.confidence(tokens))
-            for i, drafter in zip(rivals, surest, strict=True):
-                drafters[i] = drafter
+            surest = iter(sorted(rivals, key=lambda each: -each.confidence(tokens)))
+            drafters = [next(surest) if isinstance(each, CopyingDrafter) else each for each in drafters]
         return drafters
 
     def _ask(self, drafter: Drafter, tokens: list[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         try:
             return drafter.draft(tokens, plan, proposer)
         except DrafterFailed as error:
-            drafter.drafted()
-            drafter.failed = True
             self.drafters.remove(drafter)
             self.lost(drafter, str(error))
             return []
@@ -143,12 +143,8 @@ class DrafterGroup:
         for drafter in self.drafters:
             drafter.accept(emitted)
 
-    def close(self) -> None:
-        for drafter in self.drafters:
-            drafter.close()
 
-
-class _Whatever(FreePlan):
+class _Whatever(Plan):
     """A plan under which a drafter says all that it would, to be weighed afterwards: only for what costs nothing."""
 
     __slots__ = ()

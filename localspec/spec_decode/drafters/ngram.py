@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from copy import deepcopy
 
 from localspec.backends.base import Context, shared_prefix
-from localspec.spec_decode.drafters.base import Drafter, HitRates, Plan, Proposer
+from localspec.spec_decode.drafters.base import Drafter, DrafterInfo
+from localspec.spec_decode.drafters.copying import Copy, CopyingDrafter
 from localspec.spec_decode.drafters.names import NGRAM
-from localspec.spec_decode.rounds import DraftToken
 
 # Every context that a text has had, and what followed it: a suffix automaton that grows token by token, and shrinks.
 #
@@ -159,12 +158,10 @@ class SuffixAutomaton:
             return _ROOT, 0
         return self._next[state][token], length + 1
 
-    def continuation(self, state: int, length: int) -> tuple[int, int, int, int] | None:
+    def continuation(self, state: int, length: int) -> Copy | None:
         """What followed a context most, the recent counting double.
 
-        Returns:
-            (token, how often it followed, how often anything did, length of the context), or None without a context.
-            A context that only occurs at the end of the text is shortened until something followed it.
+        A context that only occurs at the end of the text is shortened until something followed it; None without one.
         """
         while state > _ROOT and self._best[state] == _NONE:
             state = self._link[state]
@@ -174,65 +171,40 @@ class SuffixAutomaton:
         token = self._best[state]
         total = self._followed[state]
         times = min(max(self._followed[self._next[state][token]], 1), total)
-        return token, times, total, length
+        return Copy(token, times, total, length)
 
-
-# Lower ends of the ranges of match lengths, and how often a continuation was right for each on 59,000 tokens of code
-# and prose (Qwen2.5 tokens): seen once; seen several times, always the same; in at least half of the cases; in fewer.
-_LENGTHS = (1, 2, 3, 4, 5, 6, 9, 13, 21)
-_SHARES = (
-    (0.20, 0.28, 0.38, 0.48, 0.54, 0.65, 0.71, 0.79, 0.90),
-    (0.58, 0.67, 0.75, 0.78, 0.85, 0.90, 0.92, 0.95, 0.96),
-    (0.29, 0.30, 0.30, 0.32, 0.30, 0.35, 0.35, 0.35, 0.40),
-    (0.12, 0.14, 0.15, 0.15, 0.16, 0.18, 0.18, 0.20, 0.20),
-)
-PRIORS = {(i, j): share for i, shares in enumerate(_SHARES) for j, share in enumerate(shares)}
-PRIOR_WEIGHT = 12.0
-MEMORY = 100.0
-"""A prior counts as so many draft tokens, and the evidence as the last so many. Set by hand; nothing was tuned."""
 
 LEAD = 16
-"""Tokens of the prompt's end that are put in front of an expected text: what follows them is then its beginning, with a
-match in the last range but one of ``_LENGTHS``."""
+"""Tokens of the prompt's end that are put in front of a predicted text: what follows them is then its beginning, with a
+match in the last range but one of ``copying.PRIORS``."""
 
 _BREAK = 1 << 40
-"""Stands between an expected text and the prompt; no vocabulary has such a token."""
+"""Stands between a predicted text and the prompt; no vocabulary has such a token."""
 
 
-class NgramDrafter(Drafter):
-    """Copies what followed the longest recent suffix when it occurred earlier, in prompt or conversation.
+class NgramDrafter(CopyingDrafter[tuple[int, int]]):
+    """Copies from prompt and conversation (prompt-lookup decoding), by a suffix automaton of the text.
 
-    The suffix automaton has the match at hand, so a token costs no search and no pass of a model (about 5 µs). Each
-    carries an estimate of being right: how often those with such a match were, counted in this conversation on top of a
-    prior. Every settled token is compared with the draft token for it, real or counterfactual; so the estimate is
-    learned even while the controller does not draft.
-
-    Args:
-        min_match: shortest suffix, in tokens, that is worth looking up.
+    That has the match at any time, so a token costs no search (about 5 µs). A place is a state of it and a length.
     """
 
-    source = NGRAM
-    copies = ranked = True
-
-    def __init__(self, min_match: int = 1) -> None:
-        self.min_match = max(1, min_match)
+    def __init__(self) -> None:
+        super().__init__(DrafterInfo(NGRAM, copies=True))
         self._automaton = SuffixAutomaton()
         self._tokens: list[int] = []
-        self._expected: list[int] = []
         self._n_ahead = 0
-        self._hits = HitRates(PRIORS, PRIOR_WEIGHT, MEMORY)
 
     def clone(self, context: Context | None) -> Drafter:
-        clone = NgramDrafter(self.min_match)
+        clone = NgramDrafter()
         clone._hits = deepcopy(self._hits)
         return clone
 
-    def expect(self, text: Sequence[int]) -> None:
-        self._expected = list(text)  # read by `begin`, as if it had once followed the end of the prompt
+    def begin(self, tokens: Sequence[int], *, prediction: Sequence[int] = (), target: Context | None = None) -> None:
+        """Read a prompt, and before it a prediction, as if that had once followed the prompt's end.
 
-    def begin(self, tokens: Sequence[int]) -> None:
-        """Read a prompt. What it shares with what was read before stays; only the rest is undone and read."""
-        ahead = [*tokens[-LEAD:], *self._expected, _BREAK] if self._expected else []
+        What both share with what was read before stays; only the rest is undone and read.
+        """
+        ahead = [*tokens[-LEAD:], *prediction, _BREAK] if prediction else []
         self._n_ahead = len(ahead)
         tokens = [*ahead, *tokens]
         shared = shared_prefix(self._tokens, tokens)
@@ -249,59 +221,20 @@ class NgramDrafter(Drafter):
         self._tokens = tokens
 
     def accept(self, emitted: Sequence[int]) -> None:
-        """Read what was settled, and learn whether the draft token for each was, or would have been, right."""
         for token in emitted:
-            found = self._automaton.continuation(*self._automaton.match())
-            if found is not None and found[0] != _BREAK:
-                self._hits.learn(kind_of_match(*found[1:]), found[0] == token)
+            self._learn(self._automaton.match(), token)
             self._automaton.push(token)
             self._tokens.append(token)
 
-    def confidence(self, tokens: Sequence[int]) -> float:
-        found = self._automaton.continuation(*self._after(tokens))
-        return 0.0 if found is None or found[0] == _BREAK else self._hits.rate(kind_of_match(*found[1:]))
-
-    def _after(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """The match of a text that goes on from the settled one."""
-        state, length = self._automaton.match()
+    def _place(self, tokens: Sequence[int]) -> tuple[int, int]:
+        place = self._automaton.match()
         for token in tokens[len(self._tokens) - self._n_ahead :]:
-            state, length = self._automaton.step(state, length, token)
-        return state, length
+            place = self._automaton.step(*place, token)
+        return place
 
-    def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
-        """Draft on from the end of ``tokens``; those after the settled ones are others' drafts of this round."""
-        automaton = self._automaton
-        state, length = self._after(tokens)
-        draft: list[DraftToken] = []
-        while plan.room > 0 and plan.more(self.source):
-            found = automaton.continuation(state, length)
-            if found is None or found[3] < self.min_match or found[0] == _BREAK:
-                plan.nothing(self.source)
-                break
-            token = found[0]
-            run = [*(each.id for each in draft), token]
-            if proposer.n_legal(run) < len(run):
-                plan.nothing(self.source)
-                break
-            confidence = self._hits.rate(kind_of_match(*found[1:]))
-            expected = plan.keep(self.source, confidence)
-            if expected is None:
-                break
-            draft.append(DraftToken(token, self.source, confidence, None, expected))
-            state, length = automaton.step(state, length, token)
-        return draft
+    def _next(self, place: tuple[int, int], token: int) -> tuple[int, int]:
+        return self._automaton.step(*place, token)
 
-    def close(self) -> None:
-        self._automaton, self._tokens = SuffixAutomaton(), []
-        self._n_ahead = 0
-
-
-def kind_of_match(times: int, total: int, length: int) -> tuple[int, int]:
-    """The cell of the table for a continuation seen ``times`` of ``total`` after a context of ``length`` tokens."""
-    if total == 1:
-        row = 0
-    elif times == total:
-        row = 1
-    else:
-        row = 2 if 2 * times >= total else 3
-    return row, bisect_right(_LENGTHS, length) - 1
+    def _continuation(self, place: tuple[int, int]) -> Copy | None:
+        found = self._automaton.continuation(*place)
+        return None if found is None or found.token == _BREAK else found

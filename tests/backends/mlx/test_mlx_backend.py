@@ -490,7 +490,7 @@ def test_target_and_draft_on_different_engines(tiny: TinyFiles, target: str, dra
     open_backend(draft)
     pair = tiny.pair
     with LLM(pair.target, draft=pair.draft, backend=target, draft_backend=draft, n_ctx=512) as llm:
-        model, draft_model = llm._pair.target, llm._pair.state.models[0].model
+        model, draft_model = llm.inspect().target, llm.inspect().state.models[0].model
         assert (model.backend, draft_model.backend) == (target, draft)
         prompt = "the rain in the and of"
         reply = llm.generate(prompt, SamplingParams(max_tokens=60, ignore_eos=True), draft_length=3)

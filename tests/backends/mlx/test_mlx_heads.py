@@ -81,7 +81,7 @@ def test_much_of_its_draft_is_right_and_the_text_is_the_targets(draft: str, tiny
     )
     with LLM(path, draft=name, backend="mlx", n_ctx=256, draft_length=3) as llm:
         reply = llm.generate(prompt, SamplingParams(max_tokens=60, ignore_eos=True))
-        tokens = llm._pair.target.tokenize(prompt, add_special=True)
+        tokens = llm.inspect().target.tokenize(prompt, add_special=True)
     # by chance, one of hundreds would be right
     assert 8 < reply.stats.num_accepted_tokens < reply.stats.num_draft_tokens - 10
     assert replay("mlx", path, tokens, reply.token_ids).max() < 0.05, "an emitted token is not the target's"

@@ -67,7 +67,7 @@ def test_what_is_asked_goes_first(llm: LLM, tiny: TinyFiles) -> None:
         entered.set()
         go_on.wait(SOON)
 
-    llm._worker.queue.put(Job(hold, lambda item: None))
+    llm.inspect().worker.queue.put(Job(hold, lambda item: None))
     assert entered.wait(SOON)
     late = LateDraft(llm, [])
     stream = llm.rounds("x", GREEDY)
@@ -164,7 +164,7 @@ def test_a_draft_that_cannot_be_had_is_said_once(
 
 def test_what_came_up_in_idle_time_is_said_at_the_next_prompt(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     chat = Chat(llm, ChatScreen(plain=True), params=GREEDY)
-    llm._pair.warnings.append("something was found")
+    llm.inspect().warnings.append("something was found")
     for said in (1, 0):
         chat.show_news()
         captured = capsys.readouterr()
@@ -228,7 +228,7 @@ def test_what_is_said_of_it_is_what_was_measured(
 ) -> None:
     """Beside other programs, or where repeats disagree, nothing is said of this machine."""
     llm.wait_idle(SOON)
-    llm._pair.times.quick, llm._pair.times.noisy, llm._pair.times.others_share = False, noisy, others
+    llm.inspect().times.quick, llm.inspect().times.noisy, llm.inspect().times.others_share = False, noisy, others
     monkeypatch.setattr(chat_module, "draft_gain", lambda times: 0.9)
     monkeypatch.setattr(Catalog, "draft_for", lambda self, path: None)
     late = LateDraft(llm, [DRAFT])

@@ -30,12 +30,12 @@ from localspec.commands.verify.samples import DrawnSamples
 from localspec.commands.verify.several import SeveralFigures, audit_several
 from localspec.controllers.fixed import FixedPlan
 from localspec.engine.options import LoadOptions
-from localspec.heads.drafters import EarlyExitDrafter
 from localspec.report.model import Findings
 from localspec.sampling.sampling import Distribution, Noise, distribution
 from localspec.spec_decode import decoder, verification
 from localspec.spec_decode.detokenizer import ThinkingReader
-from localspec.spec_decode.drafters.base import Drafter
+from localspec.spec_decode.drafters import draft_model
+from localspec.spec_decode.drafters.base import proposed
 from localspec.spec_decode.proposer import Proposer
 from localspec.spec_decode.rounds import Draft, DraftToken, Verdict
 from tests.commands.test_cli import localspec
@@ -197,7 +197,14 @@ def test_heads_are_audited_too(tiny: TinyFiles, backend: str, tmp_path: Path) ->
 
 def rows_of_early_exits_stay(patch: pytest.MonkeyPatch) -> None:
     """Draft tokens that went through some layers only are left in the target's memory, and nobody looks."""
-    patch.setattr(EarlyExitDrafter, "drafted", lambda self: setattr(self, "_n_past", None))
+    draft = decoder.SpeculativeDecoder._draft
+
+    def staying(self: decoder.SpeculativeDecoder, *given: Any) -> Draft:
+        with patch.context() as inner:
+            inner.setattr(self.target, "truncate", lambda n: None)
+            return draft(self, *given)
+
+    patch.setattr(decoder.SpeculativeDecoder, "_draft", staying)
     patch.setattr(Context, "_check_whole", lambda self: None)
 
 
@@ -494,13 +501,12 @@ def test_the_law_is_tested_through_the_whole_decoder(
 
 def drops_unlikely_samples(patch: pytest.MonkeyPatch) -> None:
     """The bias that ``drafters/base.py`` warns of; verification itself is right."""
-    proposed = Drafter._proposed
 
-    def dropping(self: Drafter, *given: Any) -> list[DraftToken]:
-        found = proposed(self, *given)
+    def dropping(*given: Any) -> list[DraftToken]:
+        found = proposed(*given)
         return [] if found and found[0].dist is not None and found[0].prob < 0.3 else found
 
-    patch.setattr(Drafter, "_proposed", dropping)
+    patch.setattr(draft_model, "proposed", dropping)
 
 
 def test_a_drafter_that_throws_samples_away_is_found(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -843,6 +849,6 @@ def test_contexts_that_take_branches_round_in_their_own_way(
 ) -> None:
     monkeypatch.setattr("localspec.engine.pair.FLAT_ROW", 1e9)
     with opened_with_heads(tiny, "ik-llama", tmp_path) as llm:
-        assert llm._pair.context.can_branch
+        assert llm.inspect().context.can_branch
         report = audit(llm, replace(SMALL, n_prompts=3))
     assert found(report) == set(), report.verdict

@@ -89,7 +89,7 @@ def unseen_token(target: Path) -> int:
 @pytest.mark.parametrize("length", [4, "auto"])
 def test_a_wider_draft_guesses_only_what_the_target_has(engine: str, wide: ggufs.Pair, length: int | str) -> None:
     with LLM(wide.target, draft=wide.draft, backend=engine, n_ctx=128, draft_length=length) as llm:
-        assert llm._pair.target.n_vocab == N_VOCAB
+        assert llm.inspect().target.n_vocab == N_VOCAB
         for params in KINDS.values():
             with llm.rounds(PROMPT, params) as rounds:
                 seen = list(rounds)
@@ -223,7 +223,7 @@ def test_a_draft_that_fails_while_it_catches_up_is_dropped(
     """The guesses it would have made for what it missed are of rows that are not numbers."""
     bad = unseen_token(wide.target)
     with LLM(wide.target, draft=turns_bad, backend="reference", n_ctx=256) as llm:
-        drafter = llm._pair.state.drafters[0]
+        drafter = llm.inspect().state.drafters[0]
         seen: list[object] = []
 
         class Watching(FixedController):
@@ -238,13 +238,13 @@ def test_a_draft_that_fails_while_it_catches_up_is_dropped(
         drafter.begin(PROMPT)
         assert llm.generate(text, GREEDY).token_ids == plain
         assert seen[-1] == {"model"}
-        assert drafter.failed
+        assert llm.inspect().draft_names == []
 
 
 def test_a_draft_whose_engine_fails_is_done_without(wide: ggufs.Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(wide.target, draft=["ngram", wide.draft], backend="reference", n_ctx=256, draft_length=3) as llm:
         plain = llm.generate(PROMPT, GREEDY, speculate=False).token_ids
-        context = llm._pair.contexts[1]
+        context = llm.inspect().contexts[1]
         real, left = context._decode, [5]
 
         def failing(tokens: Sequence[int], logits: Literal["all", "last", "none"]) -> Forward:

@@ -110,11 +110,11 @@ class BlockWorld(World):
     def groups(self) -> list[list[Drafter]]:
         found: list[list[Drafter]] = [[self.head()], [NgramDrafter(), self.head(n_out=200)]]
         if self.engine == "mlx":  # which computes DFlash alone
-            return [*found, [self.random, NgramDrafter(min_match=2), self.head(block_size=16)]]
+            return [*found, [self.random, NgramDrafter(), self.head(block_size=16)]]
         return [
             *found,
             [self.random, self.head(**DSPARK)],
-            [NgramDrafter(min_match=2), self.head(block_size=16), self.head(markov=True, from_anchor=False)],
+            [NgramDrafter(), self.head(block_size=16), self.head(markov=True, from_anchor=False)],
             [self.head(**SELECTOR)],
         ]
 
@@ -217,7 +217,7 @@ def test_a_block_is_what_is_timed(tiny: TinyFiles, tmp_path: Path) -> None:
 
     def passes(pair: Pair) -> list[tuple[int, int]]:
         (draft,) = pair.state.models
-        assert draft.drafter.one_pass
+        assert draft.drafter.info.one_pass
         found: list[tuple[int, int]] = []
         with draft.passes.context(draft.model, 64) as context:
             for n, logits in ((20, "none"), (1, "all"), (3, "last")):

@@ -49,7 +49,7 @@ class Recorder:
 
 def test_guesses_for_missed_tokens_are_judged_and_no_others(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=256) as llm:
-        pair = llm._pair
+        pair = llm.inspect()
         (drafter,) = pair.state.drafters
         params = SamplingParams(max_tokens=40, ignore_eos=True)
         answer = llm.generate("the cat sat", params, speculate=False).token_ids
@@ -99,7 +99,7 @@ def test_a_guess_is_charged_for_what_is_made_of_its_logits_too(
             return super().confidence(row, history, n_known, ids)
 
     with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=256) as llm:
-        (drafter,) = llm._pair.state.drafters
+        (drafter,) = llm.inspect().state.drafters
         prompt, plan = llm.tokenize("the cat sat", add_special=True), Recorder()
         drafter.begin(prompt)
         clock = SimpleNamespace(perf_counter=lambda: now[0])
@@ -110,7 +110,7 @@ def test_a_guess_is_charged_for_what_is_made_of_its_logits_too(
 
 def test_counterfactual_draft_tokens_are_learned_from(tiny: TinyFiles) -> None:
     with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=256) as llm:
-        controller = llm._pair.controller("auto")
+        controller = llm.inspect().controller("auto")
         plan = controller.plan(room=8, n_past=4)
         assert isinstance(plan, AutoPlan)
         before = plan.acceptance["model"].expected(0.97)
@@ -121,8 +121,8 @@ def test_counterfactual_draft_tokens_are_learned_from(tiny: TinyFiles) -> None:
 
 def test_all_of_a_prompt_is_read_once_that_has_come_to_be_worth_it(tiny: TinyFiles) -> None:
     with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=1024) as llm:
-        (drafter,) = llm._pair.state.drafters
-        context = llm._pair.contexts[1]
+        (drafter,) = llm.inspect().state.drafters
+        context = llm.inspect().contexts[1]
 
         def read() -> None:
             proposer = Proposer(SamplingParams(), Noise(0))

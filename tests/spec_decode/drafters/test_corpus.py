@@ -14,7 +14,7 @@ from localspec.engine.saved_chats import said_in
 from localspec.errors import UsageError
 from localspec.sampling.sampling import Noise
 from localspec.server.conversations import ConversationStore
-from localspec.spec_decode.drafters import corpus as module
+from localspec.spec_decode.drafters import corpus_index as module
 from localspec.spec_decode.drafters.corpus import CorpusDrafter
 from localspec.spec_decode.drafters.corpus_index import CorpusIndex, PathSource
 from localspec.spec_decode.drafters.group import DrafterGroup
@@ -60,7 +60,6 @@ def test_it_copies_what_follows_in_a_file(tmp_path: Path) -> None:
     assert drafted(drafter, "my cat s?", 5) == ""
     drafter.begin(tokens_of("a d"))
     assert drafted(drafter, "a d", 5) == "og ra"
-    drafter.close()
 
 
 def test_it_learns_how_often_it_is_right(tmp_path: Path) -> None:
@@ -88,7 +87,8 @@ def test_the_surer_of_corpus_and_ngrams_goes_first(tmp_path: Path, surer: str) -
     prompt = f"{in_prompt} N. {long}"
     for order in ([NgramDrafter(), drafter], [drafter, NgramDrafter()]):
         group = DrafterGroup(order)
-        group.begin(tokens_of(prompt))
+        for each in order:
+            each.begin(tokens_of(prompt))
         draft = group.draft(tokens_of(prompt), FixedPlan(2), ANYTHING)
         assert {token.source for token in draft} == {surer}
         assert draft.ids == tokens_of(" A" if surer == "corpus" else " N")

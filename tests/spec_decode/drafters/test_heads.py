@@ -31,7 +31,6 @@ from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
-from localspec.spec_decode.drafters.group import DrafterGroup
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.rounds import DraftToken, Round
 from tests.conftest import Backend, TinyFiles
@@ -109,7 +108,7 @@ class HeadWorld(World):
             [NgramDrafter(), head("medusa")],
             [head("exit")],
             [self.random, head("chained", taps=("layer:1", "layer:0")), head("exit")],
-            [NgramDrafter(min_match=2), model, head("parallel", taps=("norm",))],
+            [NgramDrafter(), model, head("parallel", taps=("norm",))],
         ]
 
 
@@ -664,7 +663,6 @@ def test_a_head_that_fails_is_done_without(
         assert reader.lost == ["failed: out of memory" if how == "engine" else reader.lost[0]]
         assert how == "engine" or "not numbers" in reader.lost[0]
         assert reader.target.tokens == plain[:-1]
-        assert drafter.failed
 
 
 def test_states_that_nobody_returns_are_an_error(reader: Reader) -> None:
@@ -675,28 +673,29 @@ def test_states_that_nobody_returns_are_an_error(reader: Reader) -> None:
         SpeculativeDecoder(context, [reader.drafter], FixedController(1))
 
 
-def test_an_early_exit_leaves_the_target_as_it_was(tiny: TinyFiles, tmp_path: Path) -> None:
+def test_an_early_exit_leaves_the_target_as_it_was(
+    tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with (
         open_head(tiny.quick.target, tmp_path, "exit") as head,
         reference.load(tiny.quick.target) as model,
         model.new_context(64, hidden=head.taps) as target,
     ):
-        drafter = drafter_of(head)
-        group = DrafterGroup([NgramDrafter(), drafter])
-        group.attach(target)
-        text = words(12)
-        target.decode(text[:-1], "none")
-        proposer = Proposer(SamplingParams(), Noise(0))
+        text, controller = words(12), FixedController(4)
+        decoder = SpeculativeDecoder(target, [NgramDrafter(), drafter_of(head)], controller)
+        decoder.prefill(text, lambda: False)
+        decoder.start(text, SamplingParams(), TextAssembler(model.vocab, ()))
         for _ in range(2):
-            assert len(group.draft(text, FixedPlan(4), proposer)) == 4
+            assert len(decoder.propose().tokens) == 5
             assert target.tokens == text[:-1]
 
         class Interrupted(FixedPlan):
             def spent(self, source: str, n_tokens: int, ms: float) -> None:
                 raise KeyboardInterrupt
 
+        monkeypatch.setattr(controller, "plan", lambda *args, **situation: Interrupted(4))
         with pytest.raises(KeyboardInterrupt):
-            group.draft(text, Interrupted(4), proposer)
+            decoder.propose()
         assert target.tokens == text[:-1]
         target.decode(text[-1:])
 

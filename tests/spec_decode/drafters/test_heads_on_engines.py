@@ -64,7 +64,7 @@ def draft_everywhere(engine: str, target_path: Path, head_path: Path, text: Sequ
         head = load_published(head_path, target)
         assert head.model.backend == engine
         drafter = ChainedHead(head, head.new_context(256))
-        with target.new_context(256, hidden=drafter.taps) as context:
+        with target.new_context(256, hidden=drafter.info.taps) as context:
             drafter.process(text[:3], context.decode(text[:3]))
             drafter.begin(text[:4])
             for n in range(4, len(text)):
@@ -75,7 +75,7 @@ def draft_everywhere(engine: str, target_path: Path, head_path: Path, text: Sequ
                 found.rows.append(proposer.rows)
                 drafter.process(text[n - 1 : n], context.decode(text[n - 1 : n]))
                 drafter.accept([text[n]])
-        drafter.close()
+        drafter.context.close()
         head.close()
     return found
 

@@ -170,11 +170,6 @@ class TestNgramDrafter:
             drafter.begin(tokens)
             assert drafted(drafter, tokens, 4) == []
 
-    def test_the_shortest_match(self) -> None:
-        drafter = NgramDrafter(min_match=3)
-        drafter.begin([1, 2, 7, 8, 1, 2])
-        assert drafted(drafter, [1, 2, 7, 8, 1, 2], 4) == []
-
     def test_goes_round_in_a_loop(self) -> None:
         drafter = NgramDrafter()
         drafter.begin([1, 2, 3] * 3)
@@ -249,24 +244,16 @@ class TestNgramDrafter:
                 drafter.accept([b if rng.random() < p else next(fresh)])
             assert abs(sum(estimates[-100:]) / 100 - p) < 0.12
 
-    def test_closed_it_holds_nothing(self) -> None:
-        drafter = NgramDrafter()
-        drafter.begin(self.TEXT)
-        drafter.close()
-        drafter.close()
-        assert len(drafter._automaton) == 0
-
 
 class TestExpectedText:
-    """``NgramDrafter.expect``: a text that the answer is likely to repeat."""
+    """A text that the answer is likely to repeat."""
 
     PROMPT = tuple(range(100, 130))
     TEXT = tuple(range(200, 240))
 
     def expecting(self, text: Sequence[int]) -> NgramDrafter:
         drafter = NgramDrafter()
-        drafter.expect(text)
-        drafter.begin(self.PROMPT)
+        drafter.begin(self.PROMPT, prediction=text)
         return drafter
 
     def test_the_answer_is_guessed_from_its_first_token_on(self) -> None:
@@ -286,14 +273,12 @@ class TestExpectedText:
         self, text: list[int], prompt: list[int], answer: list[int]
     ) -> None:
         drafter = NgramDrafter()
-        drafter.expect(text)
-        drafter.begin(prompt)
+        drafter.begin(prompt, prediction=text)
         drafter.accept(answer)
         assert set(drafted(drafter, prompt + answer, 20)) <= {*text, *prompt, *answer}
 
     def test_the_next_request_knows_nothing_of_it(self) -> None:
         drafter = self.expecting(self.TEXT)
-        drafter.expect([])
         drafter.begin(self.PROMPT)
         assert drafted(drafter, self.PROMPT, 5) == []
         assert state_of(drafter._automaton) == state_of(automaton_of(self.PROMPT))

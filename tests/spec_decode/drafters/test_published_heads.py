@@ -135,7 +135,7 @@ class HeadWorld(World):
             [self.head()],
             [NgramDrafter(), self.head(n_out=200)],
             [self.random, self.head(tokens=False)],
-            [NgramDrafter(min_match=2), model, self.head(n_out=100)],
+            [NgramDrafter(), model, self.head(n_out=100)],
         ]
 
 
@@ -205,7 +205,7 @@ def proposed(drafter: Drafter, tokens: list[int], n: int = 3) -> list[tuple[int,
 def test_a_head_reads_all_of_a_prompt(quick: ggufs.Pair, tmp_path: Path, engine: str) -> None:
     world = HeadWorld(quick, random.Random(2), tmp_path, engine)
     drafter = world.head(512)
-    target = world.target.new_context(512, hidden=drafter.taps)
+    target = world.target.new_context(512, hidden=drafter.info.taps)
     prompt = [world.rng.randrange(20, 280) for _ in range(400)]
     run(SpeculativeDecoder(target, [drafter], FixedController(3)), prompt, SamplingParams(max_tokens=4))
     assert drafter.context.n_past >= 400
