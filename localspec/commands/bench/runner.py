@@ -74,7 +74,7 @@ def engine_facts(subject: EngineUnderTest, kv_type: str, watch: Watch, *, measur
     llm, own = subject.llm, subject.own
     files = [_model_file("target", llm.model_name, own.context, own.target.path, kv_type, watch)]
     for draft in own.models:  # of a head the file that was trained, not what was made of it here
-        path = draft.model.path if draft.drafter.info.reads_text else draft.path
+        path = draft.model.path if draft.drafter.info.is_draft_model else draft.path
         files.append(_model_file(draft.source, draft.name, draft.context, path, kv_type, watch))
     times = {"target": own.times} | {draft.source: draft.times for draft in own.models}
     measured: Literal["now", "before"] = "before"

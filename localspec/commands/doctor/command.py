@@ -587,7 +587,7 @@ class Doctor:
         found.add("cost", rows)
         self.parts += cost_parts(cost, rows, self.page.width, self.page.unicode)
         self.parts += payoff_parts(payoffs)
-        names = {each.name: each.spec for each in loaded if not each.drafter.info.reads_text}
+        names = {each.name: each.spec for each in loaded if not each.drafter.info.is_draft_model}
         if examined.automatic or HEAD in examined.heads:
             names[HEAD] = HEAD
         names |= {draft.name: draft.spec for draft in drafts}

@@ -91,7 +91,7 @@ def measure_costs(
         device=target.capabilities.device,
         target=_curve(target_name, target, state.times),
         drafts=[
-            _curve(next(names) if each.drafter.info.reads_text else each.name, each.model, each.times)
+            _curve(next(names) if each.drafter.info.is_draft_model else each.name, each.model, each.times)
             for each in state.models
         ],
         now_ms=round(watch.call(llm, lambda pair: single_pass_ms(target, pair.context, watch)), 4),

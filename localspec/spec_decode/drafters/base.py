@@ -127,6 +127,7 @@ class DrafterInfo:
         runs_model: whether a draft token takes a pass of a model, which has a cost model; else it costs nothing.
         copies: whether it copies what it has read, as n-grams do; an unsure copy can give way to a model's token.
         one_pass: whether a pass of its model makes all of a draft, and not one token of it.
+        own_tokens: whether its model reads the text in tokens of its own vocabulary, and not in the target's.
         taps: names of the target's hidden states that ``process`` is to bring, see ``Context.hidden``.
         n_states: of the last tokens of a prompt, after how many it wants those states.
         rate: share of places at which its first token is right, so far as its file says; else None.
@@ -137,6 +138,7 @@ class DrafterInfo:
     runs_model: bool = False
     copies: bool = False
     one_pass: bool = False
+    own_tokens: bool = False
     taps: tuple[str, ...] = ()
     n_states: int = 0
     rate: float | None = None
@@ -145,12 +147,17 @@ class DrafterInfo:
         object.__setattr__(self, "name", self.name or self.source)
 
     @property
+    def is_draft_model(self) -> bool:
+        """Whether it runs a model of its own over the text, and not over states of the target."""
+        return self.runs_model and not self.taps
+
+    @property
     def reads_text(self) -> bool:
-        """Whether its context holds the text itself, which can be read ahead, put aside and brought back.
+        """Whether its context holds the text in the target's tokens: it can be read ahead, put aside and brought back.
 
         What decodes states of the target cannot read a text without it, and starts anew after a gap.
         """
-        return self.runs_model and not self.taps
+        return self.is_draft_model and not self.own_tokens
 
 
 class Drafter(ABC):

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
-from localspec.backends.base import Context, Forward, Model
-from localspec.errors import ContextFull, EngineError
+from localspec.backends.base import Context, Model
 from localspec.sampling.sampling import best_and_certainty
-from localspec.spec_decode.drafters.base import Drafter, DrafterFailed, Plan, Proposer
+from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
 from localspec.spec_decode.drafters.carried_text import CarriedText, Side
-from localspec.spec_decode.overlapping import before_pass
+from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.rounds import DraftToken
 
 
-class OtherVocabularyDrafter(Drafter):
+class OtherVocabularyDrafter(DraftModelDrafter):
     """Drafts greedily in the draft model's own tokens; the target's tokens for that text are the draft.
 
     A draft token is always a function of the text before it, a point mass for verification, so that rejection sampling
@@ -28,77 +28,46 @@ class OtherVocabularyDrafter(Drafter):
     Args:
         context: of the draft model.
         target: the model to draft for.
-        source: see ``Drafter``.
+        source: see ``DrafterInfo``.
     """
 
-    context: Context
-
     def __init__(self, context: Context, target: Model, source: str = "model") -> None:
-        self.context, self.source, self._target = context, source, target
-        self._carried = CarriedText(
-            Side(target.vocab, target.tokenize), Side(context.model.vocab, context.model.tokenize)
-        )
-
-    @property
-    def reads_text(self) -> bool:
-        return False  # in the target's tokens it does not
+        super().__init__(context, source)
+        self.info = replace(self.info, own_tokens=True)
+        self._target = target
+        draft = context.model
+        self._carried = CarriedText(Side(target.vocab, target.tokenize), Side(draft.vocab, draft.tokenize))
 
     def clone(self, context: Context | None) -> Drafter:
-        return OtherVocabularyDrafter(context or self.context, self._target, self.source)
+        return OtherVocabularyDrafter(context or self.context, self._target, self.info.source)
 
-    def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
+    def _draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
+        source, found, drafted = self.info.source, list[DraftToken](), list[int]()
+        reach = [1.0]  # the draft model's probability of all it drafted, by number of its tokens
+        done = 0  # how many of them the tokens in ``found`` are made of
         ids = self._carried.follow(tokens)
-        if not ids:
+        known = self._what_it_knows(ids, plan) if ids else None
+        if known is None:
             return []
-        known = self._reuse(ids[:-1])
         pending = ids[known:]
-        if len(pending) > self.context.n_free or not plan.more(self.source, len(pending)):
-            return []
-        found: list[DraftToken] = []
-        drafted: list[int] = []
-        reach = [1.0]  # the draft model's probability of what it drafted, by number of its tokens
-        done = 0  # of ``drafted``, what the tokens in ``found`` are made of
         while True:
-            forward = self._decode(pending, plan)
-            if forward is None:
-                return found
-            best, certainty = best_and_certainty(forward.logits[-1])
+            started = time.perf_counter()
+            best, certainty = best_and_certainty(self._decode(pending, "last").logits[-1])
+            plan.spent(source, len(pending), (time.perf_counter() - started) * 1e3)
             pending = [best]
             drafted.append(best)
             reach.append(reach[-1] * certainty)
             carried = self._carried.continuation(drafted)
             if [token for token, _ in carried[: len(found)]] != [token.id for token in found]:
-                return found  # merged with what was drafted before
-            goes_on = best not in self.context.model.vocab.eog and self.context.n_free > 0
-            may_end = not (goes_on and plan.room > len(carried) - len(found) and plan.more(self.source, 1))
-            for token, n in carried[len(found) : len(carried) if may_end else -1]:
+                return found  # what is drafted now merges with what was drafted before
+            can_go_on = best not in self.context.model.vocab.eog and self.context.n_free > 0
+            is_last = not (can_go_on and plan.room > len(carried) - len(found) and plan.more(source, 1))
+            for token, n in carried[len(found) : len(carried) if is_last else -1]:
                 confidence = reach[n] / reach[done] if reach[done] else 0.0
-                expected = plan.keep(self.source, confidence)
+                expected = plan.keep(source, confidence)
                 if expected is None:
                     return found
-                found.append(DraftToken(token, self.source, confidence, None, expected))
+                found.append(DraftToken(token, source, confidence, None, expected))
                 done = n
-            if may_end:
+            if is_last:
                 return found
-
-    def _decode(self, tokens: Sequence[int], plan: Plan) -> Forward | None:
-        """A pass of the draft model; None where its memory, which holds other answers' texts too, has no room."""
-        started = time.perf_counter()
-        before_pass(self.context)
-        try:
-            forward = self.context.decode(tokens, "last")
-        except ContextFull:
-            return None
-        except EngineError as error:
-            raise DrafterFailed(f"failed: {error}") from error
-        plan.spent(self.source, len(tokens), (time.perf_counter() - started) * 1e3)
-        return forward
-
-    def _reuse(self, tokens: Sequence[int]) -> int:
-        try:
-            return self.context.reuse(tokens)
-        except EngineError as error:
-            raise DrafterFailed(f"failed: {error}") from error
-
-    def close(self) -> None:
-        self.context.close()

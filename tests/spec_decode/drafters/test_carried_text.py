@@ -17,8 +17,8 @@ from localspec.backends.tokenizer import PythonByteLevel, Tokenizer
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.vocab import Vocab
 from localspec.spec_decode.drafters.carried_text import CarriedText, Side
-from tests.support.ggufs import write_tokenizer_only
 from tests.support.gguf_vocabs import TinyVocab, bpe_vocab, spm_vocab
+from tests.support.ggufs import write_tokenizer_only
 
 VOCABS = {
     "bpe": bpe_vocab(300),
