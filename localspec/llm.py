@@ -33,8 +33,8 @@ from localspec.engine.pair import Pair
 from localspec.engine.request import AnswerRequest, AsyncRoundStream, Reply, RoundStream, Submit
 from localspec.engine.saved import SavedContext, restore_contexts, save_contexts
 from localspec.engine.scheduler import answer, never_ran, score, serve_batch
-from localspec.engine.worker import IdleWork, Job, OnMains, Result, Worker
-from localspec.errors import Cancelled, SessionFileError, UsageError, checked_whole
+from localspec.engine.worker import Job, Result, Worker, on_mains
+from localspec.errors import Cancelled, Closed, SessionFileError, UsageError, checked_whole
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.vocab import Vocab
 from localspec.prompts.infill import FILL_TOKENS, SUFFIX_TOKENS, ContextFiles, FillPrompt, fill_prompt, marked_prompt
@@ -430,10 +430,10 @@ class Session(Asking[str]):
 
         def with_memory(deliver: Callable[[Any], Any]) -> Job:
             def settle(item: Any) -> None:
-                if isinstance(item, Reply) and item.token_ids:
+                if isinstance(item, Job) and item.exception() is None and (reply := item.reply()).token_ids:
                     # What was thought is kept beside the answer; the template says whether the model sees it again.
-                    thought = {"reasoning_content": item.thinking} if item.thinking else {}
-                    self.messages += [asked, {"role": "assistant", "content": item.text} | thought]
+                    thought = {"reasoning_content": reply.thinking} if reply.thinking else {}
+                    self.messages += [asked, {"role": "assistant", "content": reply.text} | thought]
                 deliver(item)
 
             return submit(settle)
@@ -736,7 +736,7 @@ class LLM(Tokenizing, AskingModel):
         self.model_name = name if not name.endswith(".gguf") else path.name.removesuffix(".gguf")
         self.chat_defaults: dict[str, Any] = Catalog.load().chat_defaults(path)
         # What can be refused was refused before there is a thread.
-        self._worker = Worker(bound, IdleWork(OnMains()) if options.idle else None)
+        self._worker = Worker(bound, on_mains if options.idle else None)
         pair = self._pair = self._load(path, drafts, options, cancel)
         self.backend_name, self.engine = pair.target.backend, pair.target.engine
         self.n_ctx, self._encoder, self.template = pair.context.n_ctx, pair.encoder, pair.encoder.template
@@ -929,7 +929,8 @@ class LLM(Tokenizing, AskingModel):
         Raises:
             Closed: after ``close``.
         """
-        self._worker.queue.check_open()
+        if self._worker.queue.closed:
+            raise Closed(self._worker.queue.closed)
         return self._pair
 
     def run(self, work: Callable[[Pair], Result], *, conversation: Hashable | None = None) -> Result:
@@ -958,27 +959,29 @@ class LLM(Tokenizing, AskingModel):
         """See ``Asking.submitter``; a question that is a function is called when its turn comes."""
         params, rest = split_options(params, **options)
         queued = {name: rest.pop(name) for name in ("deadline", "conversation", "priority") if name in rest}
-        request = AnswerRequest.checked(question, params, self._encoder, self.draft_length, self.model_name, **rest)
+        pair, length = self._pair, self._draft_length
+        request = AnswerRequest.checked(question, params, pair.encoder, length, self.model_name, **rest)
         return self._submitter(
-            lambda job: answer(request, self._pair, job),
-            lambda job: never_ran(request, job, self._pair),
+            lambda job: answer(request, pair, job),
+            abandoned=lambda job: never_ran(request, job, pair),
             request=request,
             **queued,
         )
 
     def _scorer(self, prompt: Prompt, top: int, deadline: float | None, conversation: Hashable | None) -> Submit:
-        n_top = checked_top(top)
+        pair, n_top = self._pair, checked_top(top)
         return self._submitter(
-            lambda job: score(self._encoder.encode(prompt), n_top, self._pair, job),
-            lambda job: Cancelled(f"the request was cancelled by its {job.cancelled_by} while it waited"),
+            lambda job: score(pair.encoder.encode(prompt), n_top, pair, job),
             deadline=deadline,
             conversation=conversation,
         )
 
-    def _submitter(self, work: Callable[[Job], Any], abandoned: Callable[[Job], Any], **options: Any) -> Submit:
+    def _submitter(self, work: Callable[[Job], Any], **options: Any) -> Submit:
+        queue = self._worker.queue
+
         def submit(deliver: Callable[[Any], Any]) -> Job:
-            job = Job(work, deliver, abandoned=abandoned, **options)
-            self._worker.queue.put(job)
+            job = Job(work, deliver, **options)
+            queue.put(job)
             return job
 
         return submit

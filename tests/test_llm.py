@@ -14,7 +14,6 @@ from localspec import LLM, Closed, ModelFileError, PromptTooLong, Round, Samplin
 from localspec.controllers.cost_model import Curve
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from tests.conftest import TinyFiles, open_backend
-from tests.support import ggufs
 from tests.support.waiting import Brake
 
 GREEDY = SamplingParams(max_tokens=48, ignore_eos=True)

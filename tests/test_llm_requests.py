@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import math
-import queue
 import random
 import re
 import threading
@@ -150,49 +149,41 @@ def test_cancelled_jobs_of_the_conversation_that_is_served_do_not_pile_up() -> N
     assert ran == ["first", "second"]
 
 
-@pytest.mark.parametrize("kind", [TypeError, MemoryError, SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+@pytest.mark.parametrize("kind", [MemoryError, SystemExit, KeyboardInterrupt, asyncio.CancelledError])
 def test_the_worker_outlives_whatever_delivery_raises(kind: type[BaseException]) -> None:
-    """Who waits gets the error, be it raised at the result or at something given before."""
-    worker = Worker()
-    got: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    seen: list[bool] = []
-
-    def deliver(item: Any) -> None:
-        if not isinstance(item, BaseException):
-            raise kind("not here")
-        got.put(item)
+    """What is given meanwhile stops the work."""
+    worker, seen = Worker(), list[bool]()
 
     def work(job: Job) -> str:
+        seen.append(job.stopped())
         job.give("a round")
         seen.append(job.stopped())
-        job.give("another")
         return "the result"
 
     def nobody(item: Any) -> None:
         raise kind("not here")
 
     try:
-        worker.queue.put(Job(lambda job: "the result", deliver))
-        assert isinstance(got.get(timeout=10), kind)
-        worker.queue.put(Job(work, deliver))
-        assert isinstance(got.get(timeout=10), kind)
-        assert seen == [True]
-        worker.queue.put(Job(work, nobody))
+        job = Job(work, nobody)
+        worker.queue.put(job)
         assert worker.call(lambda: 5) == 5
-        assert got.empty()
+        assert job.reply() == "the result"
+        assert seen == [False, True]
     finally:
         worker.close()
 
 
-def test_what_is_made_for_a_request_that_never_ran_may_fail(llm: LLM) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_what_is_made_for_a_request_that_never_ran_may_fail(llm: LLM, late: bool) -> None:
     got: list[Any] = []
-    job = Job(lambda job: "ran", got.append, abandoned=lambda job: {}["gone"])
-    job.cancel()
-    assert isinstance(got[0], KeyError)
-    late = Job(lambda job: "ran", got.append, abandoned=lambda job: {}["gone"], deadline=1e-9)
-    llm.inspect().worker.queue.put(late)
+    job = Job(lambda job: "ran", got.append, abandoned=lambda job: {}["gone"], deadline=1e-9 if late else None)
+    if not late:
+        job.cancel()
+    llm.inspect().worker.queue.put(job)
     assert llm.inspect().worker.call(lambda: 5) == 5
-    assert isinstance(got[1], KeyError)
+    assert got == [job]
+    with pytest.raises(KeyError):
+        job.reply()
 
 
 def test_an_answer_that_raises_stop_iteration_is_no_end_without_an_answer(llm: LLM) -> None:
@@ -216,40 +207,30 @@ def test_all_that_a_worker_ends_with_is_done() -> None:
 
 
 def test_who_claims_a_job_first_answers_for_it() -> None:
-    given: list[str] = []
+    """Exactly one side does, and it is delivered once."""
+    given: list[Job] = []
 
-    def job() -> Job:
-        return Job(lambda job: "ran", given.append, abandoned=lambda job: "abandoned")
+    def job(deadline: float | None = None) -> Job:
+        return Job(lambda job: "ran", given.append, abandoned=lambda job: job.cancelled_by, deadline=deadline)
 
-    cancelled = job()
+    cancelled, done, late = job(), job(), job(1e-9)
     cancelled.cancel()
-    cancelled.run()
-    cancelled.cancel()
-    assert given == ["abandoned"]
-    done = job()
-    done.run()
-    done.cancel()
-    done.run()
-    assert given == ["abandoned", "ran"]
-    late = Job(lambda job: "ran", given.append, abandoned=lambda job: job.cancelled_by, deadline=1e-9)
-    late.run()
-    assert given == ["abandoned", "ran", "deadline"]
-
-
-def test_a_job_runs_once_or_is_abandoned_never_both() -> None:
-    """Cancelled at the very moment it starts, over and over: exactly one side answers for it."""
+    for each in (cancelled, done, late):
+        each.run()
+        each.cancel()
+    assert given == [cancelled, done, late]
+    assert [each.reply() for each in given] == ["caller", "ran", "deadline"]
     worker = Worker()
     try:
-        for trial in range(300):
-            delivered: queue.SimpleQueue[str] = queue.SimpleQueue()
-            job = Job(lambda job: "ran", delivered.put, abandoned=lambda job: "abandoned")
-            worker.queue.put(job)
+        for trial in range(300):  # cancelled at the very moment it starts
+            one = job()
+            worker.queue.put(one)
             if trial % 3:
                 time.sleep(random.Random(trial).random() * 1e-4)
-            job.cancel()
-            assert delivered.get(timeout=PATIENCE) in ("ran", "abandoned")
+            one.cancel()
             worker.call(lambda: None)
-            assert delivered.empty()
+            assert one.reply() in ("ran", "caller")
+            assert given.count(one) == 1
     finally:
         worker.close()
 

@@ -16,7 +16,6 @@ from localspec.system.terminal import read_all, visible
 
 if TYPE_CHECKING:
     from localspec.engine.request import RoundStream
-    from localspec.llm import LLM
 
 
 FORMATS = ("text", "json", "events")
@@ -75,19 +74,15 @@ def generate_command(
         raise UsageError("the prompt is empty: give it as an argument, after -p or on standard input")
     with options.opened(chats=not raw) as llm:
         params = options.params({} if raw else llm.chat_defaults)
-        question = prompt if raw else _messages(llm, options, prompt)
-        stream = llm.rounds(question, params) if raw else llm.rounds(question, params, **asked)
+        system = options.system if options.system is not None else llm.chat_defaults.get("system")
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": prompt})
+        stream = llm.rounds(prompt, params) if raw else llm.rounds(messages, params, **asked)
         with stream, on_interrupt(stream.close):
             _print_answer(stream, format)
             if stream.reply.finish_reason == "cancelled":
                 raise KeyboardInterrupt
     return 0
-
-
-def _messages(llm: LLM, options: RunOptions, prompt: str) -> list[dict[str, Any]]:
-    system = options.system if options.system is not None else llm.chat_defaults.get("system")
-    messages = [{"role": "system", "content": system}] if system else []
-    return [*messages, {"role": "user", "content": prompt}]
 
 
 def _print_answer(stream: RoundStream, format: str) -> None:

@@ -13,7 +13,7 @@ from localspec.commands.options import RunOptions, ensure_model
 from localspec.errors import UsageError
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.gguf import GGUFFile
-from localspec.server.fields import ServerSettings
+from localspec.server.http import ServerSettings
 
 if TYPE_CHECKING:
     from localspec.server.app import AppRunner

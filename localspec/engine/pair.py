@@ -749,7 +749,7 @@ class OpenAnswer:
         """What its next pass of the target is over; None where it has ended, or is cancelled."""
         decoder = self._decoder
         if not self._is_open:
-            if decoder.is_reading and not self._cancelled():
+            if decoder.unread and not self._cancelled():
                 return decoder.propose()
             self._is_open = True
             self._on_prefilled(self._n_cached)

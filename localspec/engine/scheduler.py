@@ -417,7 +417,7 @@ class Admission:
 def serve_batch(pair: Pair) -> None:
     """Have its worker answer as many requests side by side as the pair was loaded for."""
     if pair.parallel.n > 1:
-        pair.worker.serve_batch(Scheduler(pair).run, pair.parallel.n)
+        pair.worker.batch, pair.worker.queue.at_once = Scheduler(pair).run, pair.parallel.n
 
 
 @dataclass(slots=True)

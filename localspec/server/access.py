@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import compile_path
 
 from localspec.engine.request import Reply
-from localspec.server.fields import ApiError
+from localspec.server.http import ApiError
 from localspec.spec_decode.drafters.names import CHATS, CORPUS, is_corpus, source_of
 
 SCOPE_KEY = "localspec.client"

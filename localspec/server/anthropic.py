@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from localspec.prompts.folding import merged
-from localspec.server.blocks import AnswerBlock, BlockAnswer, Change, identifier
+from localspec.server.answers import AnswerBlock, BlockAnswer, Change, identifier
 from localspec.server.bodies import (
     ACCOUNT,
     CACHE,
@@ -25,7 +25,7 @@ from localspec.server.bodies import (
     whole,
 )
 from localspec.server.events import Wire, event
-from localspec.server.fields import invalid
+from localspec.server.http import invalid
 from localspec.server.requests import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -261,16 +261,16 @@ class MessagesBody(CountBody):
 class MessagesAnswer(BlockAnswer):
     """The answer to ``/v1/messages``."""
 
-    def __init__(self, service: Service, request: ChatRequest) -> None:
-        task = service.chat_task(request.messages, request.tools, request.options)
-        super().__init__(service, request.options, task)
+    def __init__(self, service: Service, body: MessagesBody) -> None:
+        request = body.asked(service.served())
+        super().__init__(service, request.options, service.tasks(request))
         self._id = identifier("msg")
 
     def begin(self) -> Iterator[bytes]:
-        usage = {"input_tokens": len(self.task.prompt), "output_tokens": 0}
+        usage = {"input_tokens": len(self.tasks[0].prompt), "output_tokens": 0}
         yield _event("message_start", message=self._message() | {"usage": usage})
 
-    def change(self, change: Change) -> Iterator[bytes]:
+    def told(self, change: Change) -> Iterator[bytes]:
         block, at = change.block, {"index": change.block.index}
         if change.what == "begin":
             yield _event("content_block_start", **at, content_block=_content(block))
@@ -301,17 +301,17 @@ class MessagesAnswer(BlockAnswer):
 
     def _stop(self) -> dict[str, Any]:
         assert self.finish_reason is not None
-        said = "".join(token.text for token in self.reply.tokens if not token.thinking)
-        if self.reply.tokens and not self.reply.tokens[-1].text:  # it may be a special token
-            said += self.service.llm.token_text(self.reply.tokens[-1].id)
-        stop = min((s for s in self.task.params.stop if s in said), key=said.index, default=None)
+        said = "".join(token.text for token in self.replies[0].tokens if not token.thinking)
+        if self.replies[0].tokens and not self.replies[0].tokens[-1].text:  # it may be a special token
+            said += self.service.llm.token_text(self.replies[0].tokens[-1].id)
+        stop = min((s for s in self.options.params.stop if s in said), key=said.index, default=None)
         if self.finish_reason == "stop" and stop is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
         return {"stop_reason": _STOP_REASONS[self.finish_reason], "stop_sequence": None}
 
     def _usage(self) -> dict[str, Any]:
         """Anthropic counts cached input tokens apart."""
-        stats, n = self.reply.stats, len(self.task.prompt)
+        stats, n = self.replies[0].stats, len(self.tasks[0].prompt)
         return {
             "input_tokens": n - stats.cached_tokens,
             "cache_read_input_tokens": stats.cached_tokens,
@@ -323,7 +323,9 @@ class MessagesAnswer(BlockAnswer):
 class CountAnswer:
     """The answer to ``/v1/messages/count_tokens``, also of what does not fit."""
 
-    def __init__(self, service: Service, request: ChatRequest) -> None:
+    def __init__(self, service: Service, body: CountBody) -> None:
+        request = body.asked(service.served())
+        self.options = request.options
         self._n = len(service.chat_prompt(request.messages, request.tools, request.options).prompt)
 
     async def whole(self) -> dict[str, Any]:

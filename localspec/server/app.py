@@ -35,8 +35,8 @@ from localspec.server.access import ALL, SEES_OTHERS, Address, Client, client_of
 from localspec.server.bodies import read
 from localspec.server.conversations import ConversationApi, ConversationStore
 from localspec.server.events import LLAMA_SERVER, OPENAI, EventStream, Wire, while_connected
-from localspec.server.fields import ApiError, ServerSettings
 from localspec.server.guard import application
+from localspec.server.http import ApiError, ServerSettings
 from localspec.server.infill import InfillAnswer, InfillBody
 from localspec.server.ollama import OllamaModels, timestamp
 from localspec.server.openai import ChatAnswer, ChatBody, CompletionAnswer, CompletionBody
@@ -56,7 +56,7 @@ class Api:
         path: of the address.
         name: in the metrics.
         body: what is asked.
-        answer: what answers a service and a request: ``whole()``, and ``events()`` where the request asks for them.
+        answer: what answers a service and a body: ``whole()``, and ``events()`` where the request asks for them.
         wire: how events are sent.
     """
 
@@ -74,8 +74,8 @@ APIS = (
     Api("/v1/responses", "responses", responses.ResponsesBody, responses.ResponsesAnswer, responses.WIRE),
     Api("/v1/messages", "messages", anthropic.MessagesBody, anthropic.MessagesAnswer, anthropic.WIRE),
     Api("/v1/messages/count_tokens", "count_tokens", anthropic.CountBody, anthropic.CountAnswer, anthropic.WIRE),
-    Api("/api/chat", "ollama_chat", ollama.OllamaChatBody, ollama.ollama_chat, ollama.WIRE),
-    Api("/api/generate", "ollama_generate", ollama.OllamaGenerateBody, ollama.ollama_generate, ollama.WIRE),
+    Api("/api/chat", "ollama_chat", ollama.OllamaChatBody, ollama.OllamaChat, ollama.WIRE),
+    Api("/api/generate", "ollama_generate", ollama.OllamaGenerateBody, ollama.OllamaGenerate, ollama.WIRE),
 )
 
 
@@ -109,8 +109,8 @@ def _answering(service: Service, api: Api) -> Callable[[Request], Awaitable[Resp
         nothing that others should wait for."""
         asked = read(api.body, body)
         seen.check_model(asked.model)
-        request = asked.asked(seen.served())
-        return api.answer(seen, request), request.options.stream
+        answering = api.answer(seen, asked)
+        return answering, answering.options.stream
 
     async def events(answering: Any, started: float) -> AsyncGenerator[bytes, None]:
         with service.counted(api.name, started):

@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, StrictBool,
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from localspec.errors import nearest
-from localspec.server.fields import ApiError, invalid
+from localspec.server.http import ApiError, invalid
 
 MAX_COUNT = 1 << 31
 _LONGEST_NAME = 60

@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from localspec.server.access import READS_TEXTS, Address
 from localspec.server.bodies import MAX_COUNT, Body, Flag, items, must_be, read, whole
-from localspec.server.fields import ApiError, invalid
+from localspec.server.http import ApiError, invalid
 from localspec.server.requests import MAX_MESSAGES
 from localspec.server.service import Service
 from localspec.system.files import private_folder, write_atomically

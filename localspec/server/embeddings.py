@@ -20,8 +20,8 @@ from localspec.errors import PromptTooLong
 from localspec.server.access import ALL, Address
 from localspec.server.bodies import ACCOUNT, LOADED, Body, Flag, read, whole
 from localspec.server.events import while_connected
-from localspec.server.fields import ApiError, BodyReader, ServerSettings, invalid, stopping, too_busy
 from localspec.server.guard import application
+from localspec.server.http import ApiError, BodyReader, ServerSettings, invalid, stopping, too_busy
 from localspec.server.ollama import OLLAMA_VERSION, OllamaOptions
 
 Row = npt.NDArray[np.float32]

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from localspec.server.fields import ApiError, as_api_error, log_failure, stopping
+from localspec.server.http import ApiError, as_api_error, log_failure, stopping
 
 Result = TypeVar("Result")
 

@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from localspec.errors import LocalspecError
 from localspec.server.access import ALL, SCOPE_KEY, Address, Client, Kind, Rules
-from localspec.server.fields import ApiError, ServerSettings, as_api_error, log_failure, on_error
+from localspec.server.http import ApiError, ServerSettings, as_api_error, log_failure, on_error
 
 PAGE_POLICY = "; ".join(
     (

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 from localspec.engine.request import Reply
 from localspec.prompts.infill import FILL_TOKENS
+from localspec.server.answers import ApiAnswer
 from localspec.server.bodies import (
     CACHE,
     MAX_COUNT,
@@ -22,8 +21,7 @@ from localspec.server.bodies import (
     whole,
 )
 from localspec.server.events import event
-from localspec.server.openai import figures
-from localspec.server.requests import AnswerOptions, ApiBody, ServedModel, Shared, Stops
+from localspec.server.requests import ApiBody, CompletionRequest, ServedModel, Shared, Stops
 from localspec.server.service import AnswerEvent, AnswerTask, Service
 
 MAX_FILES, MAX_SAMPLERS, MAX_FIELDS, WIDEST_INDENT = 1024, 64, 64, 1 << 16
@@ -66,7 +64,7 @@ class InfillBody(ApiBody, Shared):
     stop: Stops | None = None
     stream: Flag = False
 
-    def asked(self, served: ServedModel) -> InfillRequest:
+    def asked(self, served: ServedModel) -> CompletionRequest:
         # A suggestion is not a conversation: the server's temperature does not hold. The samplers ``infill`` and, where
         # no ``samplers`` name it, ``temperature`` make no choice by chance here: the most probable token is taken.
         chooses = self.temperature is not None and (not self.samplers or "temperature" in self.samplers)
@@ -77,7 +75,7 @@ class InfillBody(ApiBody, Shared):
             max_tokens=FILL_TOKENS if self.only_reads else self.n_predict,
             stream=self.stream,
         )
-        return InfillRequest(options, self)
+        return CompletionRequest(options, [self.input_prefix + self.prompt], suffix=self.input_suffix)
 
     @property
     def slot(self) -> int | None:
@@ -88,12 +86,6 @@ class InfillBody(ApiBody, Shared):
     def only_reads(self) -> bool:
         """Whether nothing is to be said: the next request will begin so."""
         return self.n_predict == 0
-
-
-@dataclass(frozen=True, slots=True)
-class InfillRequest:
-    options: AnswerOptions
-    body: InfillBody
 
 
 MAX_HELD = 4096
@@ -146,81 +138,77 @@ class LineRules:
         return released
 
 
-class InfillAnswer:
-    """One suggestion."""
+class InfillAnswer(ApiAnswer[str]):
+    """One suggestion; none where the editor only has something read."""
 
-    def __init__(self, service: Service, request: InfillRequest) -> None:
-        self.options = request.options
-        self._service = service
-        self._asked = body = request.body
-        milliseconds = body.t_max_predict_ms
+    def __init__(self, service: Service, body: InfillBody) -> None:
+        request = body.asked(service.served())
+        milliseconds, params = body.t_max_predict_ms, request.options.params
+        self._asked = body
         self._rules = LineRules(body.n_indent, milliseconds / 1e3 if milliseconds > 0 else None)
-        self._reply: Reply | None = None
-        params = self.options.params
-        prefix = service.windows.joined(body.slot, body.input_prefix + body.prompt)
+        self._content = ""
+        prefix = service.windows.joined(body.slot, str(request.prompts[0]))
         files = [(extra.filename or "snippet", extra.text) for extra in body.input_extra]
-        prompt = service.llm.fill_prompt(prefix, body.input_suffix, files, max_tokens=params.max_tokens)
+        self._prompt = service.llm.fill_prompt(prefix, body.input_suffix, files, max_tokens=params.max_tokens)
+        tasks = []
         if body.only_reads:
-            service.llm.read_ahead(prompt)
-        self._task = AnswerTask(prompt.tokens, params, keep_tokens=prompt.n_before, enough=lambda: self._rules.over)
+            service.llm.read_ahead(self._prompt)
+        else:
+            # The slot is taken once the queue has this request: one that is refused leaves an older one alone.
+            self.holding = service.slots.newest(body.slot)
+            before, rules = self._prompt.n_before, self._rules
+            tasks = [AnswerTask(self._prompt.tokens, params, keep_tokens=before, enough=lambda: rules.over)]
+        super().__init__(service, request.options, tasks)
 
-    async def whole(self) -> dict[str, Any]:
-        async with aclosing(self._pieces()) as pieces:
-            content = "".join([piece async for piece in pieces])
-        return self._picked(self._frame(content) | self._end(content))
-
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        content = ""
-        async with aclosing(self._pieces()) as pieces:
-            async for piece in pieces:
-                content += piece
-                yield event(self._frame(piece))
-        yield event(self._picked(self._frame("") | self._end(content)))
-
-    async def _pieces(self) -> AsyncGenerator[str, None]:
-        if self._asked.only_reads:
-            return
-        # The slot is taken once the queue has this request: one that is refused leaves an older one alone.
-        slot = self._service.slots.newest(self._asked.slot)
-        async with aclosing(self._service.answers(self.options, [self._task], slot)) as steps:
-            async for step in steps:
-                if piece := self._text_of(step):
-                    yield piece
-
-    def _text_of(self, step: AnswerEvent) -> str:
+    def read(self, step: AnswerEvent) -> Iterator[str]:
         text = self._rules.push(step.delta.text) if not self._rules.over else ""
         if step.reply is not None:
-            self._reply = step.reply
             text += self._rules.finish()
-        return text
+        if text:
+            self._content += text
+            yield text
+
+    def told(self, part: str) -> Iterator[bytes]:
+        yield event(self._frame(part))
+
+    def end(self) -> Iterator[bytes]:
+        yield event(self._last(""))
+
+    def finished(self) -> dict[str, Any]:
+        return self._last(self._content)
 
     def _frame(self, content: str) -> dict[str, Any]:
         return {"index": 0, "content": content, "id_slot": -1 if (slot := self._asked.slot) is None else slot} | {
             "stop": False
         }
 
-    def _end(self, content: str) -> dict[str, Any]:
-        llm, params, reply = self._service.llm, self.options.params, self._reply
-        n_prompt = len(self._task.prompt)
+    def _last(self, content: str) -> dict[str, Any]:
+        llm, params, reply = self.service.llm, self.options.params, self._reply
+        n_prompt = len(self._prompt.tokens)
         n_said = reply.stats.completion_tokens if reply else 0
         settings: dict[str, Any] = {
             "n_ctx": llm.n_ctx,
             "n_predict": -1 if params.max_tokens is None else params.max_tokens,
         }
         settings |= {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
-        return {
+        answer = self._frame(content) | {
             "stop": True,
-            "model": self._service.names[0],
+            "model": self.service.names[0],
             "tokens_predicted": n_said,
             "tokens_evaluated": n_prompt,
             "tokens_cached": n_prompt + n_said if reply else 0,
             "truncated": reply is not None and n_prompt + n_said >= llm.n_ctx,
-            "has_new_line": "\n" in content,
+            "has_new_line": "\n" in self._content,
             "stop_type": self._stop_type(),
             "generation_settings": settings | {"stop": list(params.stop)},
             "timings": _timings(reply),
-            "localspec": figures([reply]) if reply else {},
+            "localspec": self.figures(),
         }
+        return self._picked(answer)
+
+    @property
+    def _reply(self) -> Reply | None:
+        return self.replies[0] if self.replies else None
 
     def _stop_type(self) -> str:
         reply = self._reply
@@ -228,7 +216,7 @@ class InfillAnswer:
             return "none"
         if self._rules.over or reply.finish_reason != "stop":  # the engine may have been ahead, and done
             return "limit"
-        return "eos" if reply.token_ids and reply.token_ids[-1] in self._service.llm.vocab.eog else "word"
+        return "eos" if reply.token_ids and reply.token_ids[-1] in self.service.llm.vocab.eog else "word"
 
     def _picked(self, answer: dict[str, Any]) -> dict[str, Any]:
         if not self._asked.response_fields:

@@ -8,8 +8,8 @@ import json
 import math
 import re
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -21,11 +21,10 @@ from localspec._version import __version__
 from localspec.model_files.gguf import GGUFFile
 from localspec.prompts.folding import merged
 from localspec.server.access import public_name
-from localspec.server.blocks import AnswerBlock, BlockAnswer, Change
+from localspec.server.answers import AnswerBlock, BlockAnswer, Change
 from localspec.server.bodies import LOADED, MAX_COUNT, TEXT_ONLY, Body, Flag, items, must_be, read, whole
 from localspec.server.events import Wire
-from localspec.server.fields import invalid
-from localspec.server.openai import completion_tasks
+from localspec.server.http import invalid
 from localspec.server.requests import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -56,19 +55,6 @@ def _line(value: Any) -> bytes:
 
 # No sign of life while a request waits: clients take every line for a piece of the answer.
 WIRE = Wire("application/x-ndjson", lambda error, n: _line(error.as_ollama()))
-
-
-@dataclass(frozen=True, slots=True)
-class OllamaRequest:
-    """The body of ``/api/chat`` or ``/api/generate``.
-
-    Attributes:
-        options: of the answer.
-        asked: a chat, or a text to continue or to fill in; None only asks whether the model is loaded.
-    """
-
-    options: AnswerOptions
-    asked: ChatRequest | CompletionRequest | None
 
 
 class OllamaOptions(Shared):
@@ -151,9 +137,13 @@ class OllamaBody(ApiBody):
             **more,
         )
 
-    def chat(self, messages: Sequence[Any], tools: ToolUse, served: ServedModel) -> OllamaRequest:
+    @abstractmethod
+    def asked(self, served: ServedModel) -> ChatRequest | CompletionRequest:
+        """A chat, or a text to continue or to fill in; without messages it only asks whether the model is loaded."""
+
+    def chat(self, messages: Sequence[Any], tools: ToolUse, served: ServedModel) -> ChatRequest:
         if not messages:  # how clients load a model beforehand
-            return OllamaRequest(AnswerOptions(served.params, stream=self.stream), None)
+            return ChatRequest(AnswerOptions(served.params, stream=self.stream), [], tools)
         think = ("on" if self.think else "off") if isinstance(self.think, bool) else self.think
         options = self.answer_options(
             served,
@@ -161,7 +151,7 @@ class OllamaBody(ApiBody):
             ending="continue" if begins_answer(messages) else "assistant",  # as Ollama's own templates have it
             **thinking(served, think=think),
         )
-        return OllamaRequest(options, ChatRequest(options, list(messages), tools))
+        return ChatRequest(options, list(messages), tools)
 
 
 class OllamaChatBody(OllamaBody):
@@ -170,7 +160,7 @@ class OllamaChatBody(OllamaBody):
     messages: Annotated[list[OllamaMessage], items(MAX_MESSAGES)] = []
     tools: Tools = []
 
-    def asked(self, served: ServedModel) -> OllamaRequest:
+    def asked(self, served: ServedModel) -> ChatRequest:
         messages = merged(message.for_template() for message in self.messages)
         return self.chat(messages, tool_use(openai_tools(self.tools)), served)
 
@@ -191,7 +181,7 @@ class OllamaGenerateBody(OllamaBody):
     system: str | None = None
     raw: Flag = False
 
-    def asked(self, served: ServedModel) -> OllamaRequest:
+    def asked(self, served: ServedModel) -> ChatRequest | CompletionRequest:
         if not self.suffix and not (self.prompt and self.raw):
             system = [{"role": "system", "content": self.system}] if self.system else []
             said = [*system, {"role": "user", "content": self.prompt}] if self.prompt else []
@@ -206,7 +196,7 @@ class OllamaGenerateBody(OllamaBody):
             if asks:
                 raise invalid(f"{path} cannot be had with raw or suffix", path, "unsupported_parameter")
         options = self.answer_options(served)
-        return OllamaRequest(options, CompletionRequest(options, [self.prompt], suffix=self.suffix or None))
+        return CompletionRequest(options, [self.prompt], suffix=self.suffix or None)
 
 
 class OllamaShowBody(Body):
@@ -219,14 +209,10 @@ class OllamaShowBody(Body):
 class OllamaChat(BlockAnswer):
     """The answer to ``/api/chat``."""
 
-    def __init__(self, service: Service, request: OllamaRequest) -> None:
-        asked = request.asked
-        if isinstance(asked, CompletionRequest):
-            task = completion_tasks(service, asked)[0]
-        else:
-            assert asked is not None
-            task = service.chat_task(asked.messages, asked.tools, request.options)
-        super().__init__(service, request.options, task)
+    def __init__(self, service: Service, body: OllamaBody) -> None:
+        request = body.asked(service.served())
+        asks_nothing = isinstance(request, ChatRequest) and not request.messages
+        super().__init__(service, request.options, [] if asks_nothing else service.tasks(request))
 
     @staticmethod
     def said(text: str, thinking: str = "", calls: Sequence[AnswerBlock] = ()) -> dict[str, Any]:
@@ -240,10 +226,7 @@ class OllamaChat(BlockAnswer):
             ]
         return {"message": message}
 
-    def begin(self) -> Iterable[bytes]:
-        return ()
-
-    def change(self, change: Change) -> Iterator[bytes]:
+    def told(self, change: Change) -> Iterator[bytes]:
         if change.block.kind == "call":
             if change.what == "end":
                 yield self._piece("", "", [change.block])
@@ -263,13 +246,15 @@ class OllamaChat(BlockAnswer):
 
     def _last(self) -> dict[str, Any]:
         """Why it ended, and figures; durations in nanoseconds."""
-        stats = self.reply.stats
+        if not self.tasks:
+            return {"done": True, "done_reason": "load"}
+        stats = self.replies[0].stats
         return {
             "done": True,
             "done_reason": "length" if self.finish_reason == "length" else "stop",
             "total_duration": _ns(time.time() - self.created),
             "load_duration": 0,
-            "prompt_eval_count": len(self.task.prompt),
+            "prompt_eval_count": len(self.tasks[0].prompt),
             "prompt_eval_duration": _ns(stats.seconds_prompt),
             "eval_count": stats.completion_tokens,
             "eval_duration": _ns(stats.seconds_decode),
@@ -283,29 +268,6 @@ class OllamaGenerate(OllamaChat):
     @staticmethod
     def said(text: str, thinking: str = "", calls: Sequence[AnswerBlock] = ()) -> dict[str, Any]:
         return {"response": text} | ({"thinking": thinking} if thinking else {})
-
-
-class _LoadedAnswer:
-    """The answer to a request that asks nothing: the model is there."""
-
-    def __init__(self, service: Service, said: dict[str, Any]) -> None:
-        self._line = _head(service) | said | {"done": True, "done_reason": "load"}
-
-    async def whole(self) -> dict[str, Any]:
-        return self._line
-
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        yield _line(self._line)
-
-
-def ollama_chat(service: Service, request: OllamaRequest) -> Any:
-    return _LoadedAnswer(service, OllamaChat.said("")) if request.asked is None else OllamaChat(service, request)
-
-
-def ollama_generate(service: Service, request: OllamaRequest) -> Any:
-    if request.asked is None:
-        return _LoadedAnswer(service, OllamaGenerate.said(""))
-    return OllamaGenerate(service, request)
 
 
 def _head(service: Service) -> dict[str, Any]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-import time
-from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from contextlib import aclosing
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from localspec.engine.request import Reply
+from localspec.server.answers import ApiAnswer
 from localspec.server.bodies import (
     ACCOUNT,
     CACHE,
@@ -27,7 +24,7 @@ from localspec.server.bodies import (
     wrong,
 )
 from localspec.server.events import event
-from localspec.server.fields import invalid
+from localspec.server.http import invalid
 from localspec.server.requests import (
     MAX_CHOICES,
     MAX_MESSAGES,
@@ -52,9 +49,9 @@ from localspec.server.requests import (
     thinking,
     tool_use,
 )
-from localspec.server.service import AnswerEvent, AnswerTask, Service, repeated
+from localspec.server.service import AnswerEvent, Service, repeated
 from localspec.server.tool_calls import CallStart
-from localspec.server.tools import Delta, ToolUse
+from localspec.server.tools import Delta, ToolUse, joined
 from localspec.spec_decode.rounds import EmittedToken
 
 ROUND_EVENT = "localspec.round"
@@ -117,6 +114,9 @@ class OpenAIBody(ApiBody, Shared):
     max_completion_tokens: MaxTokens | None = None
     n_predict: MaxTokens | None = None
     response_format: ResponseFormat | None = None
+
+    @abstractmethod
+    def asked(self, served: ServedModel) -> ChatRequest | CompletionRequest: ...
 
     def openai_options(self, served: ServedModel, logprobs: int | None, **more: Any) -> AnswerOptions:
         if self.stream_options is not None and not self.stream:
@@ -313,40 +313,35 @@ def _are_tokens(ids: list[Any], n_vocab: int) -> bool:
 
 # What is answered.
 
+Content = tuple[str | None, dict[str, Any]]
+"""A chunk: the name of its event, and what it says apart from the frame."""
 
-class ApiAnswer(ABC):
-    """The answer to one request, of one or several choices: chunks, streamed or added up.
 
-    Made in a thread, as all answers are: templates, grammars and tokenization take time.
-
-    Args:
-        service: what answers.
-        options: of the request.
-        tasks: one for each choice.
+class OpenAIAnswer(ApiAnswer[Content]):
+    """Chunks of one or several choices.
 
     Attributes:
         prefix: of the identifier, as OpenAI has it.
         kind, chunk_kind: ``object`` of a whole answer, and of a piece of one.
-
-    Raises:
-        LocalspecError: the request does not fit the template, the context or the model.
+        nothing: what the last chunk of a choice says, apart from the reason.
     """
 
     prefix: ClassVar[str]
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
+    nothing: ClassVar[dict[str, Any]]
 
-    def __init__(self, service: Service, options: AnswerOptions, tasks: Sequence[AnswerTask]) -> None:
-        self.service = service
-        self.options = options
-        self._tasks = tasks
+    def __init__(self, service: Service, body: OpenAIBody) -> None:
+        self.request = body.asked(service.served())
+        options = self.request.options
+        tasks = [each for task in service.tasks(self.request) for each in repeated(task, options.n)]
+        super().__init__(service, options, tasks)
         self._id = f"{self.prefix}-{secrets.token_hex(14)}"
-        self._created = int(time.time())
-        self._opened: set[int] = set()
-        self._replies: list[Reply] = []
+        self._deltas: list[list[Delta]] = [[] for _ in tasks]
+        self._reasons: dict[int, str | None] = {}
 
     @abstractmethod
-    def begin(self, index: int) -> Iterable[dict[str, Any]]:
+    def opening(self, index: int) -> Iterable[dict[str, Any]]:
         """What the chunks of a choice begin with."""
 
     @abstractmethod
@@ -354,105 +349,68 @@ class ApiAnswer(ABC):
         """What the chunks say of a delta."""
 
     @abstractmethod
-    def end(self) -> dict[str, Any]:
-        """What the last chunk of a choice says, apart from the reason."""
+    def whole_choice(self, index: int, delta: Delta) -> dict[str, Any]:
+        """All that the chunks of a choice said."""
 
-    @abstractmethod
-    def whole_choice(self, pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """All that the chunks of a choice said, as one."""
-
-    async def whole(self) -> dict[str, Any]:
-        pieces: list[list[dict[str, Any]]] = [[] for _ in self._tasks]
-        async with aclosing(self.service.answers(self.options, self._tasks)) as steps:
-            async for step in steps:
-                pieces[step.index] += [*self._opening(step.index), *self._choices(step)]
-        return await asyncio.to_thread(self._whole, pieces)
-
-    def _whole(self, pieces: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
-        choices = [_choice(i, self.whole_choice(said), said[-1]["finish_reason"]) for i, said in enumerate(pieces)]
-        return self._frame(self.kind) | {
-            "choices": choices,
-            "usage": self._usage(),
-            "localspec": figures(self._replies),
-        }
-
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        def chunk(name: str | None = None, **content: Any) -> bytes:
-            return event(self._frame(self.chunk_kind) | {"choices": []} | content, name)
-
+    def read(self, step: AnswerEvent) -> Iterator[Content]:
+        i, said = step.index, self._deltas[step.index]
         usage = {"usage": None} if self.options.include_usage else {}
-        async with aclosing(self.service.answers(self.options, self._tasks)) as steps:
-            async for step in steps:
-                for choice in self._opening(step.index):
-                    yield chunk(choices=[choice], **usage)
-                if step.round is not None and self.options.rounds:
-                    # OpenAI's clients do not look at an event's name, so it is also a chunk without choices.
-                    own = {"choice": step.index, "round": step.round.as_event()}
-                    yield chunk(ROUND_EVENT, localspec=own)
-                for choice in self._choices(step):
-                    yield chunk(choices=[choice], **usage)
-        if self.options.include_usage or self.options.rounds:
-            yield chunk(usage=self._usage(), localspec=figures(self._replies))
-
-    def _opening(self, index: int) -> Iterator[dict[str, Any]]:
-        if index not in self._opened:
-            self._opened.add(index)
-            for piece in self.begin(index):
-                yield _choice(index, piece)
-
-    def _choices(self, step: AnswerEvent) -> Iterator[dict[str, Any]]:
-        if step.delta:
-            for piece in self.pieces(step.index, step.delta):
-                yield _choice(step.index, piece)
+        if not said:
+            for piece in self.opening(i):
+                yield None, {"choices": [_choice(i, piece)]} | usage
+        if step.round is not None and self.options.rounds:
+            # OpenAI's clients do not look at an event's name, so it is also a chunk without choices.
+            yield ROUND_EVENT, {"localspec": {"choice": i, "round": step.round.as_event()}}
+        said.append(step.delta)
+        if step.delta and self.options.stream:
+            for piece in self.pieces(i, step.delta):
+                yield None, {"choices": [_choice(i, piece)]} | usage
         if step.reply is not None:
-            self._replies.append(step.reply)
-            yield _choice(step.index, self.end(), step.finish_reason)
+            self._reasons[i] = step.finish_reason
+            yield None, {"choices": [_choice(i, self.nothing, step.finish_reason)]} | usage
+
+    def told(self, part: Content) -> Iterator[bytes]:
+        name, content = part
+        yield event(self._frame(self.chunk_kind) | {"choices": []} | content, name)
+
+    def end(self) -> Iterator[bytes]:
+        if self.options.include_usage or self.options.rounds:
+            yield from self.told((None, {"usage": self._usage(), "localspec": self.figures()}))
+
+    def finished(self) -> dict[str, Any]:
+        choices = [
+            _choice(i, self.whole_choice(i, joined(said)), self._reasons[i]) for i, said in enumerate(self._deltas)
+        ]
+        return self._frame(self.kind) | {"choices": choices, "usage": self._usage(), "localspec": self.figures()}
 
     def _frame(self, kind: str) -> dict[str, Any]:
         return {
             "id": self._id,
             "object": kind,
-            "created": self._created,
+            "created": int(self.created),
             "model": self.service.names[0],
             "system_fingerprint": self.service.fingerprint,
         }
 
     def _usage(self) -> dict[str, Any]:
         """OpenAI's usage. Predictions are the draft tokens of all drafters."""
-        prompts = {id(task.prompt): len(task.prompt) for task in self._tasks}  # several answers to one count it once
-        prompt = sum(prompts.values())
-        completion = sum(reply.stats.completion_tokens for reply in self._replies)
-        accepted = sum(token.kind == "accepted" for reply in self._replies for token in reply.tokens)
-        thought = sum(reply.stats.thinking_tokens for reply in self._replies)
-        rejected = sum(reply.stats.num_draft_tokens - reply.stats.num_accepted_tokens for reply in self._replies)
+        prompts = {id(task.prompt): len(task.prompt) for task in self.tasks}  # several answers to one count it once
+        prompt, stats = sum(prompts.values()), [reply.stats for reply in self.replies]
+        completion = sum(each.completion_tokens for each in stats)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {
-                "cached_tokens": self._replies[0].stats.cached_tokens if self._replies else 0,
-                "audio_tokens": 0,
-            },
+            "prompt_tokens_details": {"cached_tokens": stats[0].cached_tokens if stats else 0, "audio_tokens": 0},
             "completion_tokens_details": {
-                "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": rejected,
-                "reasoning_tokens": thought,
+                "accepted_prediction_tokens": sum(
+                    token.kind == "accepted" for reply in self.replies for token in reply.tokens
+                ),
+                "rejected_prediction_tokens": sum(each.num_draft_tokens - each.num_accepted_tokens for each in stats),
+                "reasoning_tokens": sum(each.thinking_tokens for each in stats),
                 "audio_tokens": 0,
             },
         }
-
-
-def figures(replies: Sequence[Reply]) -> dict[str, Any]:
-    """``localspec`` in an answer: statistics, a list of them where there are several replies."""
-    first, last = replies[0], replies[-1]
-    stats = [reply.stats.as_dict() for reply in replies]
-    return {
-        "stats": stats[0] if len(stats) == 1 else stats,
-        "draft": last.draft,
-        "backend": last.backend,
-        "explanation": last.explanation,
-        "seconds_waited": round(first.seconds_waited, 3),
-    }
 
 
 def _choice(index: int, piece: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
@@ -463,60 +421,45 @@ def finite(logprob: float) -> float:
     return max(logprob, -9999.0)  # OpenAI's own figure for "never"; JSON has no infinity
 
 
-class ChatAnswer(ApiAnswer):
+class ChatAnswer(OpenAIAnswer):
     """The answer to ``/v1/chat/completions``."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    nothing: ClassVar = {"delta": {}}
 
-    def __init__(self, service: Service, request: ChatRequest) -> None:
-        task = service.chat_task(request.messages, request.tools, request.options)
-        super().__init__(service, request.options, repeated(task, request.options.n))
-
-    def begin(self, index: int) -> Iterator[dict[str, Any]]:
+    def opening(self, index: int) -> Iterator[dict[str, Any]]:
         yield {"delta": {"role": "assistant", "content": "", "refusal": None}}
 
     def pieces(self, index: int, delta: Delta) -> Iterator[dict[str, Any]]:
         if delta.thinking:
             yield {"delta": {"reasoning_content": delta.thinking}}
         if delta.text or delta.tokens:
-            piece: dict[str, Any] = {"delta": {"content": delta.text}}
-            if self.options.logprobs is not None:
-                piece["logprobs"] = {"content": [self._entry(token) for token in delta.tokens], "refusal": None}
-            yield piece
+            yield {"delta": {"content": delta.text}} | self._logprobs(delta)
         for call in delta.calls:
-            if isinstance(call, CallStart):
-                said = {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}}
-            else:
-                said = {"function": {"arguments": call.text}}
+            said = _call(call) if isinstance(call, CallStart) else {"function": {"arguments": call.text}}
             yield {"delta": {"tool_calls": [{"index": call.index} | said]}}
 
-    def end(self) -> dict[str, Any]:
-        return {"delta": {}}
-
-    def whole_choice(self, pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        message: dict[str, Any] = {}
-        texts: dict[str, list[str]] = {"content": [], "reasoning_content": []}
-        calls: list[dict[str, Any]] = []
-        arguments: list[list[str]] = []
-        for delta in (dict(piece["delta"]) for piece in pieces):
-            for call in delta.pop("tool_calls", ()):
-                if "id" in call:
-                    calls.append({name: value for name, value in call.items() if name != "index"})
-                    arguments.append([])
-                arguments[-1].append(call["function"]["arguments"])
-            for name, said in texts.items():
-                if name in delta:
-                    said.append(delta[name])
-            message |= delta
-        message |= {name: "".join(said) for name, said in texts.items() if said}
-        for call, said in zip(calls, arguments, strict=True):
-            call["function"]["arguments"] = "".join(said)
+    def whole_choice(self, index: int, delta: Delta) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
+        if delta.thinking:
+            message["reasoning_content"] = delta.thinking
+        calls, arguments = list[dict[str, Any]](), list[list[str]]()
+        for call in delta.calls:
+            if isinstance(call, CallStart):
+                calls.append(_call(call))
+                arguments.append([])
+            else:
+                arguments[-1].append(call.text)
+        for each, said in zip(calls, arguments, strict=True):
+            each["function"]["arguments"] = "".join(said)
         if calls:
-            message |= {"tool_calls": calls, "content": message["content"] or None}
+            message |= {"tool_calls": calls, "content": delta.text or None}
+        return {"message": message} | self._logprobs(delta)
+
+    def _logprobs(self, delta: Delta) -> dict[str, Any]:
         if self.options.logprobs is None:
-            return {"message": message}
-        tokens = [entry for piece in pieces if piece["logprobs"] for entry in piece["logprobs"]["content"]]
-        return {"message": message, "logprobs": {"content": tokens, "refusal": None}}
+            return {}
+        return {"logprobs": {"content": [self._entry(token) for token in delta.tokens], "refusal": None}}
 
     def _entry(self, token: EmittedToken) -> dict[str, Any]:
         assert token.logprobs is not None
@@ -529,56 +472,43 @@ class ChatAnswer(ApiAnswer):
         return {"token": llm.token_text(token), "logprob": finite(logprob), "bytes": raw}
 
 
-_LOGPROBS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+def _call(call: CallStart) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}}
 
 
-class CompletionAnswer(ApiAnswer):
+class CompletionAnswer(OpenAIAnswer):
     """The answer to ``/v1/completions``: texts continued as they are, or filled in before a suffix."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    nothing: ClassVar = {"text": ""}
+    request: CompletionRequest
 
-    def __init__(self, service: Service, request: CompletionRequest) -> None:
-        n, prompts = request.options.n, request.prompts
-        tasks = [each for task in completion_tasks(service, request) for each in repeated(task, n)]
-        super().__init__(service, request.options, tasks)
-        self._echoes: list[str] = []
-        if request.echo:
-            texts = [prompt if isinstance(prompt, str) else service.llm.detokenize(prompt) for prompt in prompts]
-            self._echoes = [text for text in texts for _ in range(n)]
-        self._offsets = [0] * len(tasks)
+    def __init__(self, service: Service, body: CompletionBody) -> None:
+        super().__init__(service, body)
+        prompts, n = self.request.prompts if self.request.echo else (), self.options.n
+        texts = [prompt if isinstance(prompt, str) else service.llm.detokenize(prompt) for prompt in prompts]
+        self._echoes = [text for text in texts for _ in range(n)]
+        self._offsets = [0] * len(self.tasks)
 
-    def begin(self, index: int) -> Iterator[dict[str, Any]]:
+    def opening(self, index: int) -> Iterator[dict[str, Any]]:
         if self._echoes:
             yield {"text": self._echoes[index]}
 
     def pieces(self, index: int, delta: Delta) -> Iterator[dict[str, Any]]:
-        piece: dict[str, Any] = {"text": delta.text}
-        if self.options.logprobs is not None:
-            piece["logprobs"] = self._logprobs(index, delta.tokens)
-        yield piece
+        yield {"text": delta.text} | self._logprobs(index, delta.tokens)
 
-    def end(self) -> dict[str, Any]:
-        return {"text": ""}
-
-    def whole_choice(self, pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        text = "".join(piece["text"] for piece in pieces)
-        if self.options.logprobs is None:
-            return {"text": text}
-        each = [piece["logprobs"] for piece in pieces if piece["logprobs"]]
-        return {"text": text, "logprobs": {name: [v for one in each for v in one[name]] for name in _LOGPROBS}}
+    def whole_choice(self, index: int, delta: Delta) -> dict[str, Any]:
+        before = self._echoes[index] if self._echoes else ""
+        return {"text": before + delta.text} | self._logprobs(index, delta.tokens)
 
     def _logprobs(self, index: int, tokens: Sequence[EmittedToken]) -> dict[str, Any]:
-        llm = self.service.llm
-        rows = []
+        if self.options.logprobs is None:
+            return {}
+        llm, rows = self.service.llm, []
         for token in tokens:
             assert token.logprobs is not None
             top = {llm.token_text(id): finite(logprob) for id, logprob in token.logprobs.top}
             rows.append((llm.token_text(token.id), finite(token.logprobs.logprob), top, self._offsets[index]))
             self._offsets[index] += len(token.text)
-        return {name: [row[i] for row in rows] for i, name in enumerate(_LOGPROBS)}
-
-
-def completion_tasks(service: Service, request: CompletionRequest) -> list[AnswerTask]:
-    if request.suffix is None:
-        return [service.text_task(prompt, request.options) for prompt in request.prompts]
-    return [service.fill_task(str(prompt), request.suffix, request.options) for prompt in request.prompts]
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        return {"logprobs": {name: [row[i] for row in rows] for i, name in enumerate(names)}}

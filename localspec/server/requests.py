@@ -32,7 +32,7 @@ from localspec.server.bodies import (
     whole,
     wrong,
 )
-from localspec.server.fields import invalid
+from localspec.server.http import invalid
 from localspec.server.tools import ToolUse
 
 MAX_CHOICES, MAX_STOPS, MAX_STOP, MAX_MESSAGES = 16, 16, 1024, 10_000

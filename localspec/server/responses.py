@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from localspec.prompts.folding import merged
-from localspec.server.blocks import AnswerBlock, BlockAnswer, Change, identifier
+from localspec.server.answers import AnswerBlock, BlockAnswer, Change, identifier
 from localspec.server.bodies import (
     ACCOUNT,
     CACHE,
@@ -26,11 +26,10 @@ from localspec.server.bodies import (
     wrong,
 )
 from localspec.server.events import Wire, event
-from localspec.server.fields import ApiError, invalid
+from localspec.server.http import ApiError, invalid
 from localspec.server.requests import (
     MAX_MESSAGES,
     MAX_TOOLS,
-    AnswerOptions,
     ApiBody,
     ChatRequest,
     Effort,
@@ -268,7 +267,7 @@ class ResponsesBody(ApiBody, Shared):
     thinking_budget: ThinkingBudget | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def asked(self, served: ServedModel) -> ResponsesRequest:
+    def asked(self, served: ServedModel) -> ChatRequest:
         for include in self.include:
             if include not in _INCLUDES:
                 message = f"include: {include!r:.60} cannot be had; log-probabilities are at /v1/chat/completions"
@@ -289,7 +288,7 @@ class ResponsesBody(ApiBody, Shared):
             thinking_budget=self.thinking_budget,
             **thinking(served, self.reasoning.effort if self.reasoning else "", self.chat_template_kwargs),
         )
-        return ResponsesRequest(options, ChatRequest(options, messages, self._tools()), self)
+        return ChatRequest(options, messages, self._tools())
 
     def _tools(self) -> ToolUse:
         tools = []
@@ -318,31 +317,21 @@ def _response_format(form: TextFormat) -> dict[str, Any]:
     return {"type": form.type} | schema
 
 
-@dataclass(frozen=True, slots=True)
-class ResponsesRequest:
-    """A chat without what went before, and the body that it is made of."""
-
-    options: AnswerOptions
-    chat: ChatRequest
-    body: ResponsesBody
-
-
 # The answer.
 
 
 class ResponsesAnswer(BlockAnswer):
     """The answer to ``/v1/responses``."""
 
-    def __init__(self, service: Service, request: ResponsesRequest) -> None:
-        self._request = request
+    def __init__(self, service: Service, body: ResponsesBody) -> None:
+        self._body, self._request = body, body.asked(service.served())
         history: list[dict[str, Any]] = []
-        body = request.body
         if body.previous_response_id is not None:
             history += stored_response(service, body.previous_response_id, 400, "previous_response_id").messages
-        self._messages = [*history, *request.chat.messages]
+        self._messages = [*history, *self._request.messages]
         system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-        task = service.chat_task(merged([*system, *self._messages]), request.chat.tools, request.options)
-        super().__init__(service, request.options, task)
+        whole = replace(self._request, messages=merged([*system, *self._messages]))
+        super().__init__(service, whole.options, service.tasks(whole))
         self._id = identifier("resp")
         self._n_events = 0
 
@@ -350,7 +339,7 @@ class ResponsesAnswer(BlockAnswer):
         yield self._event("response.created", response=self._response("in_progress"))
         yield self._event("response.in_progress", response=self._response("in_progress"))
 
-    def change(self, change: Change) -> Iterator[bytes]:
+    def told(self, change: Change) -> Iterator[bytes]:
         block = change.block
         at = {"output_index": block.index}
         inside = at | {"item_id": self._item(block)["id"]}
@@ -390,7 +379,7 @@ class ResponsesAnswer(BlockAnswer):
             "usage": self._usage(),
             "localspec": self.figures(),
         }
-        if self._request.body.store:
+        if self._body.store:
             items = [self._item(block) for block in self.blocks]
             messages = [message for item in items for message in messages_of(item, "output")]
             owner = self.service.client.owner
@@ -398,7 +387,7 @@ class ResponsesAnswer(BlockAnswer):
         return response
 
     def _response(self, status: str) -> dict[str, Any]:
-        params, body = self.task.params, self._request.body
+        params, body = self.options.params, self._body
         return (
             {
                 "id": self._id,
@@ -413,7 +402,7 @@ class ResponsesAnswer(BlockAnswer):
                 "instructions": None,
                 "max_output_tokens": None,
                 "metadata": {},
-                "parallel_tool_calls": self._request.chat.tools.parallel,
+                "parallel_tool_calls": self._request.tools.parallel,
                 "previous_response_id": None,
                 "reasoning": {"effort": None, "summary": None},
                 "store": body.store,
@@ -440,7 +429,7 @@ class ResponsesAnswer(BlockAnswer):
         return {"type": "message", "id": f"msg_{name}", "status": status, "role": "assistant", "content": content}
 
     def _usage(self) -> dict[str, Any]:
-        stats, n = self.reply.stats, len(self.task.prompt)
+        stats, n = self.replies[0].stats, len(self.tasks[0].prompt)
         return {
             "input_tokens": n,
             "input_tokens_details": {"cached_tokens": stats.cached_tokens},

@@ -29,7 +29,7 @@ from localspec.sampling.constraint import constraint_for
 from localspec.sampling.grammar import grammar_of, is_schema
 from localspec.sampling.sampling import SamplingParams
 from localspec.server.access import Client, public_name
-from localspec.server.fields import (
+from localspec.server.http import (
     ApiError,
     BodyReader,
     ServerSettings,
@@ -39,7 +39,7 @@ from localspec.server.fields import (
     too_busy,
     too_late,
 )
-from localspec.server.requests import AnswerOptions, ServedModel
+from localspec.server.requests import AnswerOptions, ChatRequest, CompletionRequest, ServedModel
 from localspec.server.tool_calls import MARKERS
 from localspec.server.tools import Delta, DeltaReader, ToolUse, forced_call, messages_for
 from localspec.spec_decode.rounds import Round, SpecStats
@@ -402,6 +402,15 @@ class Service:
         return ServedModel(settings.params, names, n_vocab, on_request, thinks, item, as_loaded)
 
     # -- prompts -------------------------------------------------------------------------------------------------------
+
+    def tasks(self, request: ChatRequest | CompletionRequest) -> list[AnswerTask]:
+        """What is to be answered: one task of a chat, one of each text."""
+        options = request.options
+        if isinstance(request, ChatRequest):
+            return [self.chat_task(request.messages, request.tools, options)]
+        if request.suffix is None:
+            return [self.text_task(prompt, options) for prompt in request.prompts]
+        return [self.fill_task(str(prompt), request.suffix, options) for prompt in request.prompts]
 
     def chat_task(self, messages: Sequence[Any], tools: ToolUse, options: AnswerOptions) -> AnswerTask:
         """Messages through the chat template. As all that makes a task, it takes time: not for the event loop.

@@ -165,6 +165,15 @@ class Delta:
         return [piece for piece in self.pieces if not isinstance(piece, TextPiece)]
 
 
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """Several deltas as one."""
+    return Delta(
+        [piece for delta in deltas for piece in delta.pieces],
+        "".join(delta.thinking for delta in deltas),
+        [token for delta in deltas for token in delta.tokens],
+    )
+
+
 class DeltaReader:
     """Rounds -> deltas.
 

@@ -112,12 +112,6 @@ def wrapped(text: str, columns: int) -> list[str]:
     return lines
 
 
-def width_is_certain(char: str) -> bool:
-    """Whether every terminal agrees how wide the character is."""
-    code = ord(char)
-    return code < 0x300 or 0x2500 <= code < 0x2580 or 0x3041 <= code < 0xA000 or 0xAC00 <= code < 0xD7A4
-
-
 INTERVAL = 0.1  # Seconds between two updates of a line
 
 

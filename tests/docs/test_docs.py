@@ -19,12 +19,12 @@ from localspec.commands.chat.screen import VIEWS
 from localspec.commands.cli import app
 from localspec.sampling import grammar as structured
 from localspec.server import embeddings, infill, requests, responses
-from localspec.server import fields as fields_module
+from localspec.server import http as fields_module
 from localspec.server import service as service_module
 from localspec.server import tool_calls as tool_calls_module
 from localspec.server.app import MAX_CONNECTIONS
 from localspec.server.conversations import ConversationLimits
-from localspec.server.fields import ServerSettings
+from localspec.server.http import ServerSettings
 from scripts import make_docs
 from tests.conftest import TinyFiles
 from tests.test_packaging import tracked_files

@@ -36,7 +36,7 @@ def test_a_greedy_answer_with_branches_is_the_plain_one(
         prompts = ["one two three one two", "a fork in the road, a fork", "0 1 2 3"]
         monkeypatch.setattr(Seat, "controller", lambda *given, **more: FixedController(0))
         plain = [llm.generate(prompt, PARAMS).token_ids for prompt in prompts]
-        monkeypatch.setattr(Seat, "controller", lambda *given, **more: FixedController(2, beside=3))
+        monkeypatch.setattr(Seat, "controller", lambda *given, **more: FixedController(2, branches=3))
         n_branched = n_beside = 0
         for prompt, wanted in zip(prompts, plain, strict=True):
             found: list[int] = []

@@ -32,7 +32,7 @@ GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 @pytest.fixture
 def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Idle time that does not come."""
-    monkeypatch.setattr("localspec.llm.OnMains", lambda: lambda: False)
+    monkeypatch.setattr("localspec.engine.worker.on_battery", lambda: True)
 
 
 # The list of work.

@@ -162,7 +162,7 @@ def test_a_long_prompt_is_read_beside_a_stream_in_pieces(llm: LLM, monkeypatch: 
     monkeypatch.setattr(batching_module, "LONG_MS", 0.0)
     monkeypatch.setattr(batching_module, "LEARNED", 0.0)
     monkeypatch.setattr(SharedPasses, "__call__", lambda _, width: ms(width))  # whatever this machine's passes take
-    prompts = llm.inspect().worker.beside.__self__._at.passes.prompts  # type: ignore[union-attr] # the scheduler's
+    prompts = llm.inspect().worker.batch.__self__._at.passes.prompts  # type: ignore[union-attr] # the scheduler's
     monkeypatch.setattr(prompts, "_dearer", {False: 1.0, True: 1.0})  # whatever was learned before
     passes = Passes(llm, monkeypatch)
     with Brake(llm, after=3) as brake:

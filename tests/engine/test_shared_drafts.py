@@ -14,11 +14,11 @@ from localspec import LLM, Reply, SamplingParams
 from localspec.backends.base import Context, Forward, Piece, SequenceBatch, SequencesInTurn
 from localspec.controllers import batching as batching_module
 from localspec.controllers.cost_model import PassTimes
-from localspec.controllers.fixed import FixedPlan
 from localspec.engine import state
 from localspec.engine.pair import Pair
 from localspec.errors import EngineError, EngineMismatch
 from localspec.sampling.sampling import Noise
+from localspec.spec_decode.drafters.base import Plan
 from localspec.spec_decode.proposer import Proposer
 from tests.conftest import TinyFiles
 from tests.support.enumeration import law_of_two
@@ -258,7 +258,7 @@ def test_an_early_exit_drafts_nothing_where_the_targets_memory_is_full(tiny: Tin
             batch[0].decode([5, 6], "none")
             batch.cells.take(1, batch.free_cells - n_free)  # somebody else's
             drafter.begin([5, 6, 7], target=batch[0])
-            draft = drafter.draft([5, 6, 7], FixedPlan(2), Proposer(SamplingParams(), Noise(0)))
+            draft = drafter.draft([5, 6, 7], Plan(2), Proposer(SamplingParams(), Noise(0)))
             batch[0].truncate(2)
             batch.cells.cut(1, 0)
             return len(draft)

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 import localspec.spec_decode.decoder
-import localspec.spec_decode.drafters.group
 from localspec.backends import reference
 from localspec.errors import EngineError
 from localspec.sampling.constraint import Constraint, MaskedRows, constraint_for
@@ -233,11 +232,14 @@ def test_a_sample_that_the_grammar_forbids_is_an_error(
 def test_dropping_forbidden_samples_instead_of_masking_makes_the_law_differ(
     monkeypatch: pytest.MonkeyPatch, models: tuple[Predictions, Predictions]
 ) -> None:
-    def drop(guesses: list[DraftToken], proposer: Proposer) -> list[DraftToken]:
+    draft = DraftModelDrafter.draft
+
+    def dropping(self: DraftModelDrafter, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
+        guesses = draft(self, tokens, plan, proposer)
         return guesses[: proposer.n_legal([guess.id for guess in guesses]) if guesses else 0]
 
     monkeypatch.setattr(Proposer, "confidence", unmasked)
-    monkeypatch.setattr(localspec.spec_decode.drafters.group, "_legal", drop)
+    monkeypatch.setattr(DraftModelDrafter, "draft", dropping)
     law = drafted_law(monkeypatch, WORDS, models, SAMPLING, DRAFTERS["model"], 2)
     assert largest_difference(plain_law(WORDS, models[0], SAMPLING, 2), law) > DEFECT
 

@@ -15,7 +15,7 @@ import pytest
 from localspec import LLM
 from localspec.errors import MAX_DEPTH
 from localspec.server.conversations import ConversationLimits, ConversationStore
-from localspec.server.fields import ApiError
+from localspec.server.http import ApiError
 from tests.conftest import TinyFiles
 from tests.support.serving import Server, serve
 

@@ -15,7 +15,7 @@ import pytest
 
 from localspec import LLM, SamplingParams
 from localspec.server.bodies import read
-from localspec.server.fields import ApiError
+from localspec.server.http import ApiError
 from localspec.server.infill import MAX_HELD, InfillBody, LineRules
 from localspec.server.requests import ServedModel
 from localspec.server.service import MAX_CHARACTERS, MAX_WINDOWS, Slots, Windows, join

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from localspec import SamplingParams
 from localspec.server import anthropic, embeddings, infill, ollama, openai, requests, responses
 from localspec.server.bodies import Body, read
-from localspec.server.fields import ApiError
+from localspec.server.http import ApiError
 from localspec.server.requests import ApiBody, ServedModel
 
 SERVED = ServedModel(SamplingParams(temperature=0.7, max_tokens=99, seed=5), ["ngram"], 1000)
@@ -314,7 +314,7 @@ def test_only_some_of_the_tools_may_be_allowed() -> None:
     assert found.tools.required
     tools = [{"type": "function", "name": name, "parameters": SCHEMA} for name in "fg"]
     choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}
-    chat = asked("responses", {"tools": tools, "tool_choice": choice}).chat
+    chat = asked("responses", {"tools": tools, "tool_choice": choice})
     assert [tool["function"]["name"] for tool in chat.tools.tools] == ["f"]
     assert not chat.tools.required
 
@@ -333,7 +333,7 @@ def test_items_of_responses() -> None:
         {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}], "id": "msg_1"},
         {"role": "developer", "content": "Be kind."},
     ]
-    messages = asked("responses", {"input": items}).chat.messages
+    messages = asked("responses", {"input": items}).messages
     assert [message["role"] for message in messages] == [
         "user",
         "assistant",

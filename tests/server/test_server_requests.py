@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from localspec import LLM, SamplingParams, TemplateError, UsageError
 from localspec.prompts.folding import folded
 from localspec.prompts.templates import ChatTemplate
-from localspec.server.blocks import AnswerBlock
+from localspec.server.answers import AnswerBlock
 from localspec.server.bodies import read
-from localspec.server.fields import ApiError, as_api_error, parse
+from localspec.server.http import ApiError, as_api_error, parse
 from localspec.server.openai import ChatBody, CompletionBody
 from localspec.server.requests import ServedModel
 from localspec.server.tools import messages_for

@@ -15,7 +15,7 @@ import pytest
 from localspec import LLM
 from localspec.errors import LocalspecError, UsageError
 from localspec.server.app import listen, url_of
-from localspec.server.fields import is_loopback
+from localspec.server.http import is_loopback
 from tests.conftest import TinyFiles
 from tests.support.serving import Server, serve
 

@@ -15,7 +15,7 @@ from localspec import LLM
 from localspec.backends.base import Model
 from localspec.prompts.template_sandbox import SandboxedTemplate
 from localspec.sampling import grammar as structured
-from localspec.server import fields as bodies
+from localspec.server import http as bodies
 from localspec.server import service as service_module
 from localspec.server.requests import MAX_BIASES, MAX_STOP, MAX_STOPS
 from tests.conftest import TinyFiles

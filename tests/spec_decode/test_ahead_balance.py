@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 import types
-from collections.abc import Callable
-from functools import partial
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -115,10 +114,11 @@ class Clock(AtOnce):
         self.now, self.toll_ms = 0.0, toll_ms
         self._is_preparing, self._n_steps = False, 0
 
-    def start(self, work: Callable[[], object]) -> None:
-        self._is_preparing = isinstance(work, partial)
-        super().start(work)
+    def submit(self, work: Any, /, *args: Any, **options: Any) -> Future[Any]:
+        self._is_preparing = work.func.__name__ == "_prepare"
+        future = super().submit(work, *args, **options)
         self._is_preparing = False
+        return future
 
     def pass_of(self, decode: Any, ms: float, *, is_target: bool) -> Any:
         def timed(tokens: Any, logits: Any) -> Any:
@@ -145,7 +145,7 @@ def test_a_target_whose_passes_the_drafting_slows_is_left_alone(
     for context, ms in ((target, 20.0), (draft, 2.0)):
         timed = clock.pass_of(context._decode, ms, is_target=context is target)
         monkeypatch.setattr(context, "_decode", timed)
-    ahead = DraftAhead(beside=clock, n_steps=6)
+    ahead = DraftAhead(new_executor=lambda: clock, n_steps=6)
     decoder = SpeculativeDecoder(target, [DraftModelDrafter(draft)], FixedController(3), ahead=ahead)
     params, counts, answers, hidden = SamplingParams(max_tokens=60, ignore_eos=True), [], [], set[float]()
     for _ in range(20):

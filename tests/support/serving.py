@@ -15,7 +15,7 @@ from localspec import LLM
 from localspec.backends.llama.embedding import EmbeddingModel
 from localspec.server.app import AppRunner, Runner, listen, url_of
 from localspec.server.embeddings import EmbeddingService
-from localspec.server.fields import ServerSettings
+from localspec.server.http import ServerSettings
 from localspec.server.service import Service
 from tests.support.waiting import PATIENCE, wait_until
 

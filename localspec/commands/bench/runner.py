@@ -349,7 +349,7 @@ class BenchRun:
             anew = plan.mode.name != "quick" and plan.before is None
             facts = [engine_facts(each, settings.kv_cache, self._watch, measure=anew) for each in subjects]
             record = self._record(settings, facts, sitting)
-            with on_interrupt(self._watch.stop):
+            with on_interrupt(self._watch.stopped.set):
                 try:
                     record.ended = self._ask(subjects, record)
                 except Cancelled:

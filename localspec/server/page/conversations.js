@@ -8,7 +8,7 @@ import {$, alertIn, count, element, offerUndo} from "./words.js";
 
 const TITLE = 60; // characters of the first question
 const PAUSE = 200; // milliseconds without a key until a search begins
-const EVERY = 2000; // milliseconds between two savings of an answer that comes
+const EVERY = 2000, SELDOM = 20_000; // milliseconds between two savings of an answer that comes, at least and at most
 const AGAIN = 3000; // milliseconds until a server that did not answer is tried again
 const TRIES = 5; // at a conversation that others change all the time
 
@@ -23,6 +23,7 @@ export class Conversations {
     this.changes = this.kept = 0; // number of the last change, and of the last one that the server has
     this.saved = Promise.resolve(); // once what was to be saved is, or cannot be
     this.saving = 0;
+    this.held = null; // the state that is kept in this browser, as JSON
     this.pace = 0; // milliseconds that saving takes
     $("new-chat").addEventListener("click", () => this.begin());
     $("search").addEventListener("input", () => {
@@ -214,7 +215,7 @@ export class Conversations {
       if (!this.chat.running || !this.present) return;
       this.changes += 1;
       this.save();
-    }, Math.max(EVERY, 10 * this.pace));
+    }, Math.min(SELDOM, Math.max(EVERY, 10 * this.pace)));
   }
 
   get isUnsaved() {
@@ -308,12 +309,17 @@ export class Conversations {
     return this.here === false ? thisTab : allTabs;
   }
 
+  /* What is held already is not written again: a page that goes late may run after another has saved it. */
   hold() {
-    const content = this.content();
-    return this.box.set(`unsaved.${this.present.id}.${this.tab}`, content.messages.length ? {...this.present, ...content, time: Date.now()} : null);
+    const content = this.content(), whole = JSON.stringify([this.present.id, content]);
+    if (whole === this.held) return true;
+    const kept = this.box.set(`unsaved.${this.present.id}.${this.tab}`, content.messages.length ? {...this.present, ...content, time: Date.now()} : null);
+    this.held = kept ? whole : null;
+    return kept;
   }
 
   release(id) {
+    this.held = null;
     this.box.set(`unsaved.${id}.${this.tab}`, null);
   }
 

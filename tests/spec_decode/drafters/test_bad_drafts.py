@@ -157,12 +157,6 @@ def test_no_guess_comes_of_a_row_that_is_not_numbers(params: SamplingParams, bro
     assert proposer.confidence(row, []) > 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_what_the_request_bans_is_not_the_drafts_failure(temperature: float) -> None:
-    params = SamplingParams(temperature=temperature, logit_bias={i: -np.inf for i in range(20)})
-    assert Proposer(params, Noise(0)).confidence(np.zeros(20, dtype=np.float32), []) == 0.0
-
-
 @pytest.fixture(scope="module")
 def never_sound(folder: Path, wide: ggufs.Pair) -> Path:
     """One of its logits is never a number."""
