@@ -110,38 +110,15 @@ class Branching:
 class DrafterInfo:
     """What the rest needs to know of a drafter."""
 
-<<<<<<< HEAD
-    Attributes:
-        source: its name in rounds and statistics: ``model``, ``ngram``, …
-        name: what ``--draft`` calls it, where it loads no model; "" is its source.
-        runs_model: whether a draft token takes a pass of a model, which has a cost model; else it costs nothing.
-        copies: whether it copies what it has read, as n-grams do; an unsure copy can give way to a model's token.
-        one_pass: whether a pass of its model makes all of a draft, and not one token of it.
-        own_tokens: whether its model reads the text in tokens of its own vocabulary, and not in the target's.
-        taps: names of the target's hidden states that ``process`` is to bring, see ``Context.hidden``.
-        n_states: of the last tokens of a prompt, after how many it wants those states.
-        rate: share of places at which its first token is right, so far as its file says; else None.
-    """
-
-    source: str
-    name: str = ""
-    runs_model: bool = False
-    copies: bool = False
-    one_pass: bool = False
-    own_tokens: bool = False
-    taps: tuple[str, ...] = ()
-    n_states: int = 0
-    rate: float | None = None
-=======
     source: str  # its name in rounds and statistics: ``model``, ``ngram``, …
     name: str = ""  # what ``--draft`` calls it, where it loads no model; "" is its source
     runs_model: bool = False  # a draft token takes a pass of a model, of which there is a cost model; else nothing
     copies: bool = False  # it copies what it has read; an unsure copy can give way to a model's token
     one_pass: bool = False  # a pass of its model makes all of a draft, and not one token of it
+    own_tokens: bool = False  # its model reads the text in tokens of its own vocabulary, not in the target's
     taps: tuple[str, ...] = ()  # hidden states of the target that ``process`` brings, see ``Context.hidden``
     n_states: int = 0  # of the last tokens of a prompt, after how many it wants those states
     rate: float | None = None  # share of places at which its first token is right, as far as its file says
->>>>>>> main
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.name or self.source)

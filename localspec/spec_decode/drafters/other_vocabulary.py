@@ -46,7 +46,7 @@ class OtherVocabularyDrafter(DraftModelDrafter):
         reach = [1.0]  # the draft model's probability of all it drafted, by number of its tokens
         done = 0  # how many of them the tokens in ``found`` are made of
         ids = self._carried.follow(tokens)
-        known = self._what_it_knows(ids, plan) if ids else None
+        known = self._n_known(ids, plan) if ids else None
         if known is None:
             return []
         pending = ids[known:]
