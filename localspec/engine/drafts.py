@@ -44,13 +44,13 @@ from localspec.system.steps import exhaust
 
 
 def plugin_drafts(target: Model, warn: Callable[[str], None] = lambda line: None) -> Iterator[str]:
-    """What ``auto`` loads of plugins for a loaded target, as ``--draft`` calls it, found one by one."""
+    """What ``auto`` loads of plugins for a loaded target, as ``--draft`` calls it."""
     for source in draft_sources(warn):
         yield from source.automatic(target)
 
 
 def found_drafts(target: Model, warn: Callable[[str], None] = lambda line: None) -> Iterator[str]:
-    """All that ``auto`` loads for a loaded target, found one by one: the above, and a draft model's path."""
+    """All that ``auto`` loads for a loaded target: plugins, and a draft model's path."""
     yield from plugin_drafts(target, warn)
     draft = Catalog.load().draft_for(target.path)
     if draft is not None:
@@ -61,16 +61,7 @@ def found_drafts(target: Model, warn: Callable[[str], None] = lambda line: None)
 
 
 def open_corpus(where: str, target: Model, loader: Loader, report: Report) -> CorpusIndex:
-    """The index of a corpus for the target's tokenizer.
-
-    What is new in it is read now, with progress, where there will be no idle time; else then. How much that is is said
-    first.
-
-    Args:
-        where: a path, or ``chats``.
-        target: the model whose tokens it is made of.
-        loader: says whether there will be idle time, and takes remarks.
-        report: takes progress; raising from it leaves what was indexed so far.
+    """The index of a corpus, a path or ``chats``, for the target's tokenizer; updated now where there is no idle time.
 
     Raises:
         UsageError: there is no such path, it holds too much, or the index cannot be written.
@@ -97,9 +88,7 @@ class DraftMaker:
     """Makes the drafters that names stand for; what is loaded already is used again.
 
     Attributes:
-        loader: loads models.
         before: the state in use.
-        report: takes progress.
         undo: takes what frees what was made, should that fail.
         renew: a draft model that is loaded again though it is in use.
     """
@@ -111,10 +100,7 @@ class DraftMaker:
     renew: DraftModel | None = None
 
     def state(self, names: Sequence[str]) -> DecodingState:
-        """The state that decodes with drafters; its target's context holds what the one in use does, or is that.
-
-        Args:
-            names: as ``arguments.draft_specs`` returns them.
+        """The state that decodes with drafters of ``draft_specs``; its target's context holds what the one in use does.
 
         Raises:
             VocabularyMismatch: a draft model numbers its tokens differently.
@@ -153,7 +139,6 @@ class DraftMaker:
         return free, _named(models, free)
 
     def _automatic(self) -> tuple[list[Drafter], list[DraftModel]]:
-        """What costs nothing, and what is at hand for the target."""
         target, free = self.before.target, [self._free(name) for name in AUTOMATIC]
         models: list[DraftModel] = []
         for name in found_drafts(target, self.loader.warnings.append):
@@ -283,10 +268,7 @@ class DraftMaker:
     # -- the rest of the state -------------------------------------------------------------------------------------
 
     def _context_for(self, drafters: Sequence[Drafter]) -> tuple[Context, SequenceBatch | None]:
-        """The target's context, or one like it that returns the hidden states that drafters want, and no others.
-
-        Beside it the memory that it is a part of, see ``DecodingState``.
-        """
+        """The target's context, or another that returns the hidden states that drafters want; and its memory."""
         context, taps = self.before.context, taps_of(drafters)
         if set(taps) == set(context.hidden):
             return context, self.before.batch
@@ -299,7 +281,6 @@ class DraftMaker:
         return other, batch
 
     def _acceptance_of(self, free: Sequence[Drafter], models: Sequence[DraftModel]) -> AcceptanceStore:
-        """What earlier runs learned of these drafters for this target."""
         files, names = [fingerprint(draft.path) for draft in models], [draft.name for draft in models]
         drafters = " ".join([*files, *(drafter.info.name for drafter in free), *names])
         key = {"target": fingerprint(self.before.target.path), "drafters": drafters}

@@ -119,9 +119,9 @@ def test_a_round_is_handed_on_before_a_far_server_has_computed_the_next_pass(
         assert llm.generate(TEXT, SamplingParams(max_tokens=4), speculate=False).token_ids == wanted[:4]
     at = log.index("Round")
     if beside:
-        assert log[at - 2 :] == ["_logits", *["_decode", "Round", "_logits"] * 3, "Round", "Reply"]
+        assert log[at - 2 :] == ["_logits", *["_decode", "Round", "_logits"] * 3, "Round", "Job"]
     else:
-        assert log[at - 2 :] == [*["_decode", "_logits", "Round"] * 4, "Reply"]
+        assert log[at - 2 :] == [*["_decode", "_logits", "Round"] * 4, "Job"]
 
 
 @pytest.mark.slow

@@ -179,7 +179,7 @@ def test_the_answer_says_what_bench_measured_and_nothing_else(tiny: TinyFiles) -
     assert examine(*arguments)[1]["pair"]["bench"]["speedups"] == measured["speedups"]
 
 
-def test_beside_other_programs_nothing_measured_is_ticked(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_measured_on_a_busy_machine_is_ticked(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     quiet(monkeypatch, busy=0.45)
     arguments = (tiny.quick.target, *NGRAM, "--calibrate")
     assert answers(screen(*arguments)[1])["guesses"].startswith("! guesses not known: what was timed is in doubt, see")
