@@ -158,7 +158,7 @@ def test_what_a_model_cannot_do_is_one_line(tiny: TinyFiles) -> None:
         (generate, 1, "LOCALSPEC_OFFLINE"),
         (chat, 1, "LOCALSPEC_OFFLINE"),
         ([*generate, tiny.bpe, "--backend", "llamacpp"], 2, "llama-cpp"),
-        ([*generate, tiny.quick.target, "--backend", "reference", "--draft", tiny.spm], 1, tiny.spm.name),
+        ([*generate, tiny.quick.target, "--backend", "reference", "--draft", tiny.embedding], 1, tiny.embedding.name),
         (long, 2, "16", "--ctx"),
     ):
         assert_one_line(localspec(*arguments), status, *parts)
