@@ -24,11 +24,12 @@ from localspec.backends.llama import ggml as ggml_module
 from localspec.backends.llama.ggml import Device
 from localspec.commands.doctor import facts, fit, ranking
 from localspec.commands.doctor.command import bars, ranking_parts, recommend_ranked
-from localspec.engine import loading as loading_module
+from localspec.controllers.cost_model import PassTimes
+from localspec.engine import loading
+from localspec.engine.options import LoadOptions
 from localspec.heads.file import heads_folder
 from localspec.measuring.last_bench import remember
 from localspec.model_files.catalog import Catalog, Entry
-from localspec.model_files.fingerprint import fingerprint
 from localspec.report.model import Finding, Findings, Lines, Table
 from localspec.report.renderers import Screen
 from localspec.system import machine as machine_module
@@ -195,24 +196,24 @@ def test_the_engine_that_auto_takes(tiny: TinyFiles, monkeypatch: pytest.MonkeyP
     """It is ticked only on a quiet machine, and ``--calibrate`` measures it again, with the usual engine loaded."""
     open_backend("ik-llama")
     quiet(monkeypatch, busy=busy)
-    monkeypatch.setattr(loading_module, "_versions", lambda: ["ik-llama 1", "llama-cpp 1"])
-    with loading_module.engine_module("ik-llama").load(tiny.bpe) as model:
-        threads = model.n_threads
-    rounds = {"ik-llama": [4000.0] * 3, "llama-cpp": [2000.0] * 3}
-    known = loading_module.EngineTimes("25 Nov", {"ik-llama": 4000.0, "llama-cpp": 2000.0}, rounds, 0.0)
-    once = dataclasses.replace(known, rounds={"ik-llama": [4000.0], "llama-cpp": []}, others_share=0.45)
-    key = loading_module._key(fingerprint(tiny.bpe), threads, "f16")
+    models: list[Any] = [types.SimpleNamespace(backend=n, path=tiny.bpe, n_threads=None) for n in loading.ENGINES]
+
+    def timed(ms: float, n_quiet: int) -> Any:
+        times = PassTimes({1: ms, 64: 64 * ms})
+        times.others_share = 0.0 if n_quiet else 0.45
+        return types.SimpleNamespace(times=lambda: times, quiet_rounds=lambda: [times] * n_quiet)
+
     done = types.SimpleNamespace(waits=False)
-    for times, status, said in (
-        (known, "info" if busy else "ok", "auto takes llama-cpp"),
-        (once, "note", "others used 45% of the CPU: nothing is chosen by that, auto keeps ik-llama and"),
+    for n_quiet, status, said in (
+        (3, "info" if busy else "ok", "auto takes llama-cpp"),
+        (0, "note", "others used 45% of the CPU: nothing is chosen by that, auto keeps ik-llama and"),
     ):
-        loading_module._store().put(key, dataclasses.asdict(times))
+        loading.remember(models, [timed(20.0, n_quiet), timed(10.0, n_quiet)], LoadOptions())
         check = row(examine(tiny.bpe, "--draft", "none")[1], "cost", "engines")
         assert (check["status"], said in check["text"]) == (status, True)
         monkeypatch.setattr(ranking, "second_opinion", lambda *args: done)
     examine(tiny.bpe, "--draft", "none", "--calibrate")
-    assert loading_module.compared(tiny.bpe, threads, "f16") is None
+    assert loading.compared(tiny.bpe, LoadOptions()) is None
 
 
 def test_a_copy_that_an_engine_needs_is_said_here_and_nowhere_else(tiny: TinyFiles) -> None:
