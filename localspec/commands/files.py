@@ -25,7 +25,7 @@ def pull(name: str) -> Path:
     from localspec.model_files import sources
 
     entry = Catalog.load().entry(name)
-    with _PullProgress() as progress:
+    with PullProgress() as progress:
         return sources.pull(entry, watch=progress.watch, say=progress.say)
 
 
@@ -228,7 +228,7 @@ def _print_columns(rows: Sequence[Sequence[str]]) -> None:
         print(line if len(line) <= limit else line[: limit - 1] + "…")
 
 
-class _PullProgress(Progress):
+class PullProgress(Progress):
     """Progress of a pull: a line redrawn on a terminal, else one every tenth or minute. ``clock`` returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -180,7 +180,7 @@ class Clock:
 
 
 def test_progress_without_a_terminal_is_a_line_every_tenth(capsys: Out) -> None:
-    with files._PullProgress() as report:
+    with files.PullProgress() as report:
         report.watch("asking", 0, 0)
         for done in range(0, 1001, 5):
             report.watch("downloading x", done * 1000, 1_000_000)
@@ -192,7 +192,7 @@ def test_progress_without_a_terminal_is_a_line_every_tenth(capsys: Out) -> None:
 
 def test_progress_of_a_slow_download_is_a_line_a_minute_with_the_speed_of_late(capsys: Out) -> None:
     clock = Clock()
-    with files._PullProgress(clock) as report:
+    with files.PullProgress(clock) as report:
         for second in range(3601):
             clock.now = float(second)
             # 100 kB/s in the first half hour, a tenth of that afterwards.
@@ -208,11 +208,11 @@ def test_progress_on_a_terminal_is_a_line_that_goes_away(capsys: Out, monkeypatc
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "60")  # the figures are kept
+    monkeypatch.setattr("localspec.system.terminal.INTERVAL", 0.0)  # every update is shown
     clock = Clock()
-    with files._PullProgress(clock) as report:
+    with files.PullProgress(clock) as report:
         for second in (0, 10):
             clock.now = float(second)
-            report._next = 0.0  # every update is shown
             report.watch("downloading qwen2.5-coder-1.5b-instruct-q4_k_m.gguf", second * 1_000_000, 20_000_000)
         report.say("a remark [not markup]")
         report.watch("putting x together", 0, 0)
