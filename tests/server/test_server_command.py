@@ -10,12 +10,14 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from localspec.__main__ import run
 from tests.conftest import TinyFiles
 from tests.support.waiting import PATIENCE
 
@@ -43,13 +45,16 @@ def serving(*arguments: str | Path, **environment: str) -> Iterator[tuple[subpro
         process.communicate()
 
 
-def fail(*arguments: str | Path) -> tuple[int, list[str]]:
-    done = subprocess.run(
-        [*PROGRAM, *map(str, arguments)], capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
-    assert done.stdout == ""
-    assert "Traceback" not in done.stderr
-    return done.returncode, done.stderr.splitlines()
+@pytest.fixture
+def fail(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, list[str]]]:
+    """Runs the command in this process, which says nothing on standard output: status, and lines of standard error."""
+
+    def run_it(*arguments: str | Path) -> tuple[int, list[str]]:
+        status, said = run(["serve", *map(str, arguments)]), capsys.readouterr()
+        assert said.out == ""
+        return status, said.err.splitlines()
+
+    return run_it
 
 
 @pytest.mark.parametrize("parallel", [1, 2])
@@ -87,7 +92,7 @@ def test_it_serves_until_it_is_told_to_stop(tiny: TinyFiles, number: int, status
             socket.create_connection(("127.0.0.1", port), timeout=5)
 
 
-def test_a_port_in_use_is_one_line_at_once(tiny: TinyFiles) -> None:
+def test_a_port_in_use_is_one_line_at_once(tiny: TinyFiles, fail: Callable[..., Any]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         status, lines = fail(tiny.quick.target, "--port", str(port))
@@ -113,14 +118,14 @@ def test_a_port_in_use_is_one_line_at_once(tiny: TinyFiles) -> None:
         (["--api-key", " "], "empty"),
     ],
 )
-def test_bad_usage_is_one_line(arguments: list[str], part: str) -> None:
+def test_bad_usage_is_one_line(fail: Callable[..., Any], arguments: list[str], part: str) -> None:
     status, lines = fail("/no/such.gguf", *arguments)
     assert status == 2
     assert len(lines) == 1
     assert part in lines[0]
 
 
-def test_a_model_that_is_not_there_leaves_the_port(tmp_path: Path) -> None:
+def test_a_model_that_is_not_there_leaves_the_port(tmp_path: Path, fail: Callable[..., Any]) -> None:
     status, lines = fail(tmp_path / "none.gguf", "--port", "0")
     assert (status, len(lines)) == (2, 1)
     assert "does not exist" in lines[0]
