@@ -62,7 +62,8 @@ def replay(drafters: Sequence[Drafter], prompt: list[int], answer: list[int], cu
     times, sources = PassTimes(dict(real)), {drafter.info.source: SourceAcceptance(COPIED) for drafter in drafters}
     controller = AutoController(times, {}, sources, {}, WIDEST, TimeBudget())
     group, proposer = DrafterGroup(drafters), Proposer(SamplingParams(), Noise(0))
-    group.begin(prompt)
+    for drafter in drafters:
+        drafter.begin(prompt)
     text, at, ms, counts = list(prompt), 0, 0.0, Counter[str]()
     while at < len(answer):
         plan = controller.plan(room=len(answer) - at - 1, n_past=len(text))
@@ -77,7 +78,8 @@ def replay(drafters: Sequence[Drafter], prompt: list[int], answer: list[int], cu
         ms_verify = real[len(draft) + 1]
         tokens = [EmittedToken(0, "plain")] * len(emitted)
         controller.learn(Round(0, draft, Verdict(n, 0, "plain"), tokens, ms_draft=ms_draft, ms_verify=ms_verify))
-        group.accept(emitted)
+        for drafter in drafters:
+            drafter.accept(emitted)
         text += emitted
         at += len(emitted)
         ms += ms_draft + ms_verify + OTHER_MS
@@ -127,7 +129,7 @@ def measure(name: str, root: Path, files: list[Path], model: Model, args: argpar
         seconds = time.perf_counter() - started
         print(
             f"\n{name}: {len(kept)} files, {index.n_tokens:,} tokens, indexed in {seconds:.0f} s, "
-            f"{index.size_bytes / 1e6:.0f} MB; {len(held)} files held out"
+            f"{sum(each.size_bytes for each in index.segments) / 1e6:.0f} MB; {len(held)} files held out"
         )
         rng = random.Random(1)
         rng.shuffle(held)

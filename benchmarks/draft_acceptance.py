@@ -39,7 +39,7 @@ import numpy.typing as npt
 from localspec import LLM, SamplingParams
 from localspec.backends.base import Context, Forward
 from localspec.controllers.acceptance import CERTAINTY_EDGES, N_BINS, PRIORS, START, bin_of, leads_to
-from localspec.controllers.fixed import FixedController, FixedPlan
+from localspec.controllers.fixed import FixedController
 from localspec.engine.pair import Pair
 from localspec.prompts.questions import SETS, of_categories, own_questions
 from localspec.report.renderers import table
@@ -50,7 +50,7 @@ from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
 from localspec.spec_decode.rounds import DraftToken, Round
 
 
-class TimedPlan(FixedPlan):
+class TimedPlan(Plan):
     """A draft of so many tokens; ``ms`` is what the passes for them took."""
 
     def __init__(self, room: int) -> None:

@@ -85,8 +85,7 @@ def train(file: GGUFFile, folder: RunFolder, recipe: Recipe, examples: Path, div
     if ids is None:
         raise SystemExit(f"{folder.path} has no examples; begin with localspec distill --kind {recipe.kind}")
     taps = recipe.taps(facts.n_layers)
-    sizes = {"steps": recipe.steps, "d_ff": recipe.d_ff}
-    card = new_card(file, facts.fingerprint, kind=recipe.kind, taps=taps, token_map=ids, **sizes)
+    card = new_card(file, facts.fingerprint, recipe, ids)
     output = tensor_rows(file, "output.weight" if "output.weight" in file.tensors else "token_embd.weight", ids)
 
     def embed(tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:

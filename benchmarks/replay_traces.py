@@ -144,8 +144,7 @@ class DraftModelSource(ModelSource):
             self.known = min(self.known, position)
         self.position = position
         n_pending = left = at + 1 + (self.n_prompt if self.known is None else -self.known)
-        while left > 0 and plan.more(self.name, left):
-            piece = plan.piece(self.name, left)
+        while left > 0 and (piece := plan.more(self.name, left)):
             self.read(plan, piece)
             left -= piece
         if left > 0:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from inspect import Signature
 from inspect import signature as signature_of
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from typer import Argument, Option
@@ -37,19 +36,15 @@ def _drafts(incomplete: str) -> list[tuple[str, str]]:
     return [(word, "") for word in draft_words() if word.startswith(incomplete)] + models(incomplete)
 
 
-Model = Annotated[
-    str | None,
-    Argument(
-        autocompletion=models,
-        metavar="MODEL",
-        help="Catalogue name, path of a .gguf file, or hf:OWNER/REPO/FILE.gguf. Default: the catalogue's default pair.",
-        show_default=False,
-    ),
-]
-Backend = Annotated[str, Option(metavar="auto|llama-cpp|ik-llama|mlx|reference", help="Inference engine.")]
-Threads = Annotated[
-    int | None, Option("--threads", min=1, max=MAX_THREADS, help="CPU threads.", show_default="the physical cores")
-]
+MODEL = Argument(
+    None,
+    autocompletion=models,
+    metavar="MODEL",
+    help="Catalogue name, path of a .gguf file, or hf:OWNER/REPO/FILE.gguf. Default: the catalogue's default pair.",
+    show_default=False,
+)
+BACKEND = Option("auto", metavar="auto|llama-cpp|ik-llama|mlx|reference", help="Inference engine.")
+THREADS = Option(None, "--threads", min=1, max=MAX_THREADS, help="CPU threads.", show_default="the physical cores")
 
 
 def _known_think(value: str) -> str:
@@ -59,118 +54,83 @@ def _known_think(value: str) -> str:
     return value
 
 
-Think = Annotated[
-    str,
-    Option(
-        metavar="auto|on|off|low|medium|high",
-        callback=_known_think,
-        help="Whether the model thinks before answering, if its chat template supports the choice.",
-    ),
-]
-ThinkBudget = Annotated[int | None, Option(min=0, max=MAX_COUNT, metavar="N", help="Maximum thinking tokens.")]
-Verbose = Annotated[bool, Option("--verbose", help="Show engine logs.")]
-Json = Annotated[bool, Option("--json", help="Print JSON.")]
+THINK = Option(
+    "auto",
+    metavar="auto|on|off|low|medium|high",
+    callback=_known_think,
+    help="Whether the model thinks before answering, if its chat template supports the choice.",
+)
+THINK_BUDGET = Option(None, min=0, max=MAX_COUNT, metavar="N", help="Maximum thinking tokens.")
+VERBOSE = Option(False, "--verbose", help="Show engine logs.")
+JSON = Option(False, "--json", help="Print JSON.")
 
 
 def _shared(
-    draft: Annotated[
-        list[str] | None,
-        Option(
-            autocompletion=_drafts,
-            metavar="auto|none|ngram|head|corpus:PATH|MODEL",
-            help="Drafters to use, in addition to n-grams; repeatable. "
-            f"MODEL may be {PUBLISHED}. "
-            "Also head:FILE, mtp (the model's own multi-token-prediction layer), early-exit[:LAYERS].",
-            show_default="auto",
-        ),
-    ] = None,
-    draft_only: Annotated[bool, Option("--draft-only", help="Use only the drafters named by --draft.")] = False,
-    draft_length: Annotated[str, Option(metavar="auto|N", help="Tokens to draft per round.")] = "auto",
-    backend: Backend = "auto",
-    draft_backend: Annotated[
-        str | None,
-        Option(metavar="auto|llama-cpp|…", help="Inference engine for draft models.", show_default="--backend"),
-    ] = None,
-    temperature: Annotated[
-        float | None, Option(help="Sampling temperature; 0 is greedy.", show_default="the model's")
-    ] = None,
-    top_k: Annotated[int | None, Option(min=0, help="Sample from the N most likely tokens; 0 disables.")] = None,
-    top_p: Annotated[
-        float | None, Option(help="Sample from the most likely tokens up to this total probability.")
-    ] = None,
-    min_p: Annotated[float | None, Option(help="Minimum probability, relative to the most likely token.")] = None,
-    repeat_penalty: Annotated[
-        float | None, Option(help="Penalty for repeating recent tokens; values above 1 discourage it.")
-    ] = None,
-    seed: Annotated[int | None, Option(help="Random seed; the same seed reproduces the same text.")] = None,
-    max_tokens: Annotated[
-        int | None, Option(min=1, help="Maximum answer tokens.", show_default="what fits the context")
-    ] = None,
-    stop: Annotated[list[str] | None, Option(metavar="TEXT", help="Stop before this text; repeatable.")] = None,
-    n_ctx: Annotated[
-        int | None, Option("--ctx", min=1, max=MAX_COUNT, help="Context size in tokens, including the answer.")
-    ] = None,
-    n_threads: Threads = None,
-    n_gpu_layers: Annotated[
-        int | None,
-        Option(
-            "--gpu-layers", min=0, max=MAX_COUNT, help="Layers to place on the GPU.", show_default="all, if supported"
-        ),
-    ] = None,
-    split_mode: Annotated[
-        str | None,
-        Option(metavar="none|layer|row", help="How to split the target model across devices.", show_default="layer"),
-    ] = None,
-    tensor_split: Annotated[
-        str | None,
-        Option(metavar="N,N…", help="Fraction of the model for each device, e.g. 3,1.", show_default="by free memory"),
-    ] = None,
-    main_gpu: Annotated[int | None, Option(min=0, metavar="N", help="GPU to use with --split-mode none.")] = None,
-    device: Annotated[
-        list[str] | None,
-        Option(metavar="NAME,NAME…|none", help="Devices for the target model, as listed by doctor; none: CPU only."),
-    ] = None,
-    override_tensor: Annotated[
-        list[str] | None, Option(metavar="PATTERN=BUFFER", help="Place matching tensors in BUFFER; repeatable.")
-    ] = None,
-    cpu_moe: Annotated[bool, Option("--cpu-moe", help="Keep all MoE experts of the target model on the CPU.")] = False,
-    n_cpu_moe: Annotated[
-        int | None,
-        Option(min=0, max=MAX_COUNT, metavar="N", help="Keep the MoE experts of the first N layers on the CPU."),
-    ] = None,
-    rpc: Annotated[
-        list[str] | None,
-        Option(metavar="HOST:PORT", help="llama.cpp RPC server, on loopback or through a tunnel; repeatable."),
-    ] = None,
-    allow_insecure_rpc: Annotated[
-        bool, Option("--allow-insecure-rpc", help="Allow non-loopback addresses; traffic can be read and altered.")
-    ] = False,
-    kv_cache_type: Annotated[
-        str, Option("--kv-cache", metavar="f16|f32|q8_0|q4_0", help="Data type of the KV cache.")
-    ] = "f16",
-    light_draft: Annotated[
-        bool, Option(help="On a CPU, draft with a requantized copy of the draft model where that is faster.")
-    ] = True,
-    idle: Annotated[bool, Option(help="Do background work while idle, but never on battery.")] = True,
-    system: Annotated[str | None, Option(metavar="TEXT", help="System prompt.")] = None,
-    yes: Annotated[bool, Option("--yes", "-y", help="Fetch models that are not here without asking.")] = False,
-    verbose: Verbose = False,
+    draft: list[str] | None = Option(
+        None,
+        autocompletion=_drafts,
+        metavar="auto|none|ngram|head|corpus:PATH|MODEL",
+        help="Drafters to use, in addition to n-grams; repeatable. "
+        f"MODEL may be {PUBLISHED}. "
+        "Also head:FILE, mtp (the model's own multi-token-prediction layer), early-exit[:LAYERS].",
+        show_default="auto",
+    ),
+    draft_only: bool = Option(False, "--draft-only", help="Use only the drafters named by --draft."),
+    draft_length: str = Option("auto", metavar="auto|N", help="Tokens to draft per round."),
+    backend: str = BACKEND,
+    draft_backend: str | None = Option(
+        None, metavar="auto|llama-cpp|…", help="Inference engine for draft models.", show_default="--backend"
+    ),
+    temperature: float | None = Option(None, help="Sampling temperature; 0 is greedy.", show_default="the model's"),
+    top_k: int | None = Option(None, min=0, help="Sample from the N most likely tokens; 0 disables."),
+    top_p: float | None = Option(None, help="Sample from the most likely tokens up to this total probability."),
+    min_p: float | None = Option(None, help="Minimum probability, relative to the most likely token."),
+    repeat_penalty: float | None = Option(
+        None, help="Penalty for repeating recent tokens; values above 1 discourage it."
+    ),
+    seed: int | None = Option(None, help="Random seed; the same seed reproduces the same text."),
+    max_tokens: int | None = Option(None, min=1, help="Maximum answer tokens.", show_default="what fits the context"),
+    stop: list[str] | None = Option(None, metavar="TEXT", help="Stop before this text; repeatable."),
+    n_ctx: int | None = Option(
+        None, "--ctx", min=1, max=MAX_COUNT, help="Context size in tokens, including the answer."
+    ),
+    n_threads: int | None = THREADS,
+    n_gpu_layers: int | None = Option(
+        None, "--gpu-layers", min=0, max=MAX_COUNT, help="Layers to place on the GPU.", show_default="all, if supported"
+    ),
+    split_mode: str | None = Option(
+        None, metavar="none|layer|row", help="How to split the target model across devices.", show_default="layer"
+    ),
+    tensor_split: str | None = Option(
+        None, metavar="N,N…", help="Fraction of the model for each device, e.g. 3,1.", show_default="by free memory"
+    ),
+    main_gpu: int | None = Option(None, min=0, metavar="N", help="GPU to use with --split-mode none."),
+    device: list[str] | None = Option(
+        None, metavar="NAME,NAME…|none", help="Devices for the target model, as listed by doctor; none: CPU only."
+    ),
+    override_tensor: list[str] | None = Option(
+        None, metavar="PATTERN=BUFFER", help="Place matching tensors in BUFFER; repeatable."
+    ),
+    cpu_moe: bool = Option(False, "--cpu-moe", help="Keep all MoE experts of the target model on the CPU."),
+    n_cpu_moe: int | None = Option(
+        None, min=0, max=MAX_COUNT, metavar="N", help="Keep the MoE experts of the first N layers on the CPU."
+    ),
+    rpc: list[str] | None = Option(
+        None, metavar="HOST:PORT", help="llama.cpp RPC server, on loopback or through a tunnel; repeatable."
+    ),
+    allow_insecure_rpc: bool = Option(
+        False, "--allow-insecure-rpc", help="Allow non-loopback addresses; traffic can be read and altered."
+    ),
+    kv_cache_type: str = Option("f16", "--kv-cache", metavar="f16|f32|q8_0|q4_0", help="Data type of the KV cache."),
+    light_draft: bool = Option(
+        True, help="On a CPU, draft with a requantized copy of the draft model where that is faster."
+    ),
+    idle: bool = Option(True, help="Do background work while idle, but never on battery."),
+    system: str | None = Option(None, metavar="TEXT", help="System prompt."),
+    yes: bool = Option(False, "--yes", "-y", help="Fetch models that are not here without asking."),
+    verbose: bool = VERBOSE,
 ) -> None:
     """In the order of ``--help``."""
-
-
-def with_shared_options(function: Callable[..., int], without: Collection[str] = ()) -> Signature:
-    """Signature of a command with the shared options, but those in ``without``, in place of ``**options``.
-
-    An option that the command declares itself takes the shared one's place.
-    """
-    signature = signature_of(function, eval_str=True)
-    own = dict(signature.parameters)
-    if own.pop("options", None) is None:
-        return signature
-    shared = signature_of(_shared, eval_str=True).parameters
-    last = [own.pop(name, parameter) for name, parameter in shared.items() if name not in without]
-    return signature.replace(parameters=[*own.values(), *last])
 
 
 def run_options(model: str | None, given: dict[str, Any], **sampling: Any) -> RunOptions:
@@ -221,14 +181,15 @@ def _version(wanted: bool) -> None:
 @app.callback(invoke_without_command=True)
 def root(
     ctx: typer.Context,
-    version: Annotated[bool, Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: bool = Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
 ) -> None:
     if ctx.invoked_subcommand is None:
         print(ctx.get_help())
 
 
 def command(without: Collection[str] = ()) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Make a function a command; see ``with_shared_options``.
+    """Make a function a command. ``**options`` stands for the shared options, but those that are in ``without`` or that
+    the function declares itself.
 
     Parsing only binds arguments. The command runs outside of Typer, which treats Ctrl-C, closed pipes and errors in its
     own way.
@@ -238,7 +199,12 @@ def command(without: Collection[str] = ()) -> Callable[[Callable[..., int]], Cal
         def bind(**given: Any) -> Run:
             return partial(function, **given)
 
-        bind.__signature__ = with_shared_options(function, without)  # type: ignore[attr-defined]
+        signature = signature_of(function, eval_str=True)
+        own = dict(signature.parameters)
+        if own.pop("options", None) is not None:
+            shared = signature_of(_shared, eval_str=True).parameters
+            own |= {name: own.pop(name, parameter) for name, parameter in shared.items() if name not in without}
+        bind.__signature__ = signature.replace(parameters=list(own.values()))  # type: ignore[attr-defined]
         app.command(function.__name__.rstrip("_"), help=function.__doc__)(bind)
         return function
 
@@ -261,7 +227,8 @@ def parse(argv: Sequence[str]) -> Run | str:
         # Typer brings its own copy of click in some releases and uses the real one in others.
         if not hasattr(error, "format_message"):
             raise
-        return _with_help(_message_of(error), getattr(error, "ctx", None))
+        line, ctx = " ".join(_message_of(error).split()).rstrip("."), getattr(error, "ctx", None)
+        return f"{line} (see {ctx.command_path if ctx is not None else 'localspec'} --help)"
     if callable(result):
         return result  # type: ignore[no-any-return]
     if result == 130:  # how Typer reports a Ctrl-C
@@ -278,29 +245,21 @@ def _message_of(error: Any) -> str:
     return f"no such option: {name}{did_you_mean(name, (each for each in known if each.startswith('-')))}"
 
 
-def _with_help(message: str, ctx: Any) -> str:
-    line = " ".join(message.split()).rstrip(".")
-    path = ctx.command_path if ctx is not None else "localspec"
-    return f"{line} (see {path} --help)"
-
-
 @command()
 def chat(
-    model: Model = None,
-    project: Annotated[
-        str | None,
-        Option(
-            metavar="PATH|none",
-            help="Also draft from the text files of this folder; remembered for chats started here.",
-            show_default="as remembered",
-        ),
-    ] = None,
-    think: Think = "auto",
-    think_budget: ThinkBudget = None,
-    resume: Annotated[bool, Option("--continue", help="Continue the last conversation, with its model.")] = False,
-    keep: Annotated[
-        bool, Option("--keep/--no-keep", help="Save the conversation in LOCALSPEC_HOME; the last 50 are kept.")
-    ] = True,
+    model: str | None = MODEL,
+    project: str | None = Option(
+        None,
+        metavar="PATH|none",
+        help="Also draft from the text files of this folder; remembered for chats started here.",
+        show_default="as remembered",
+    ),
+    think: str = THINK,
+    think_budget: int | None = THINK_BUDGET,
+    resume: bool = Option(False, "--continue", help="Continue the last conversation, with its model."),
+    keep: bool = Option(
+        True, "--keep/--no-keep", help="Save the conversation in LOCALSPEC_HOME; the last 50 are kept."
+    ),
     **options: Any,
 ) -> int:
     """Chat with a model in the terminal. If standard input is not a terminal, each line is one turn."""
@@ -312,23 +271,21 @@ def chat(
 
 @command()
 def generate(
-    model: Model = None,
-    text: Annotated[
-        str | None,
-        Argument(metavar="PROMPT", help="Prompt to answer; without MODEL it needs several words.", show_default=False),
-    ] = None,
-    prompt: Annotated[
-        str | None,
-        Option("--prompt", "-p", metavar="TEXT", help="Prompt, if not an argument.", show_default="standard input"),
-    ] = None,
-    raw: Annotated[bool, Option("--raw", help="Continue the prompt verbatim, without the chat template.")] = False,
-    format: Annotated[str, Option(metavar="text|json|events", help="Output format.")] = "text",
-    json_schema: Annotated[
-        str | None, Option("--json-schema", metavar="FILE", help="Constrain the answer to this JSON schema.")
-    ] = None,
-    grammar: Annotated[str | None, Option(metavar="FILE", help="Constrain the answer to this GBNF grammar.")] = None,
-    think: Think = "auto",
-    think_budget: ThinkBudget = None,
+    model: str | None = MODEL,
+    text: str | None = Argument(
+        None, metavar="PROMPT", help="Prompt to answer; without MODEL it needs several words.", show_default=False
+    ),
+    prompt: str | None = Option(
+        None, "--prompt", "-p", metavar="TEXT", help="Prompt, if not an argument.", show_default="standard input"
+    ),
+    raw: bool = Option(False, "--raw", help="Continue the prompt verbatim, without the chat template."),
+    format: str = Option("text", metavar="text|json|events", help="Output format."),
+    json_schema: str | None = Option(
+        None, "--json-schema", metavar="FILE", help="Constrain the answer to this JSON schema."
+    ),
+    grammar: str | None = Option(None, metavar="FILE", help="Constrain the answer to this GBNF grammar."),
+    think: str = THINK,
+    think_budget: int | None = THINK_BUDGET,
     **options: Any,
 ) -> int:
     """Answer one prompt."""
@@ -343,60 +300,48 @@ def generate(
 
 @command(without=("draft_length", "idle"))
 def bench(
-    words: Annotated[
-        list[str] | None,
-        Argument(
-            metavar="[MODEL] | show FILE | compare A B",
-            help="Model to measure; or one bench --json file to show, or two to compare.",
-            show_default=False,
-        ),
-    ] = None,
-    quick: Annotated[bool, Option("--quick", help="Two-minute run with short answers.")] = False,
-    full: Annotated[bool, Option("--full", help="Long answers, also fixed draft lengths, no time limit.")] = False,
-    arm: Annotated[
-        list[str] | None,
-        Option(
-            metavar="auto|N|ngram:N|head+model:N",
-            help="Configurations to compare with plain decoding; repeatable or comma-separated.",
-            show_default="auto",
-        ),
-    ] = None,
-    prompts: Annotated[
-        str | None, Option(metavar="FILE", help="Questions in Spec-Bench or SPEED-Bench JSON Lines format.")
-    ] = None,
-    which: Annotated[str | None, Option("--set", metavar="report|tuning", help="Built-in question set to use.")] = None,
-    category: Annotated[
-        list[str] | None, Option(metavar="NAME", help="Use only questions of this category; repeatable.")
-    ] = None,
-    minutes: Annotated[float | None, Option(help="Time budget in minutes.", show_default="15, or 2 if --quick")] = None,
-    repeats: Annotated[int | None, Option(help="Times to ask each question.")] = None,
-    slice_tokens: Annotated[
-        int | None,
-        Option(
-            "--slice",
-            metavar="TOKENS",
-            help="Tokens to decode before switching configurations; 0: whole answers.",
-            show_default="4",
-        ),
-    ] = None,
-    ignore_eos: Annotated[
-        bool, Option("--ignore-eos", help="Ignore end-of-text tokens and continue to --max-tokens.")
-    ] = False,
-    json: Annotated[str | None, Option(metavar="FILE|-", help="Write all measurements as JSON.")] = None,
-    markdown: Annotated[str | None, Option(metavar="FILE|-", help="Write a Markdown report.")] = None,
-    html: Annotated[str | None, Option(metavar="FILE", help="Write an HTML report with plots.")] = None,
-    svg: Annotated[str | None, Option(metavar="FILE", help="Write the speed-up plot as SVG.")] = None,
-    resume: Annotated[str | None, Option(metavar="FILE", help="Resume the run saved in a --json file.")] = None,
-    force: Annotated[bool, Option("--force", help="Overwrite existing files.")] = False,
-    backend: Annotated[
-        list[str] | None,
-        Option(
-            metavar="auto|llama-cpp|ik-llama|reference",
-            help="Inference engines to compare; repeatable or comma-separated.",
-            show_default="auto",
-        ),
-    ] = None,
-    max_tokens: Annotated[int | None, Option(help="Maximum answer tokens.", show_default="depends on the mode")] = None,
+    words: list[str] | None = Argument(
+        None,
+        metavar="[MODEL] | show FILE | compare A B",
+        help="Model to measure; or one bench --json file to show, or two to compare.",
+        show_default=False,
+    ),
+    quick: bool = Option(False, "--quick", help="Two-minute run with short answers."),
+    full: bool = Option(False, "--full", help="Long answers, also fixed draft lengths, no time limit."),
+    arm: list[str] | None = Option(
+        None,
+        metavar="auto|N|ngram:N|head+model:N",
+        help="Configurations to compare with plain decoding; repeatable or comma-separated.",
+        show_default="auto",
+    ),
+    prompts: str | None = Option(
+        None, metavar="FILE", help="Questions in Spec-Bench or SPEED-Bench JSON Lines format."
+    ),
+    which: str | None = Option(None, "--set", metavar="report|tuning", help="Built-in question set to use."),
+    category: list[str] | None = Option(None, metavar="NAME", help="Use only questions of this category; repeatable."),
+    minutes: float | None = Option(None, help="Time budget in minutes.", show_default="15, or 2 if --quick"),
+    repeats: int | None = Option(None, help="Times to ask each question."),
+    slice_tokens: int | None = Option(
+        None,
+        "--slice",
+        metavar="TOKENS",
+        help="Tokens to decode before switching configurations; 0: whole answers.",
+        show_default="4",
+    ),
+    ignore_eos: bool = Option(False, "--ignore-eos", help="Ignore end-of-text tokens and continue to --max-tokens."),
+    json: str | None = Option(None, metavar="FILE|-", help="Write all measurements as JSON."),
+    markdown: str | None = Option(None, metavar="FILE|-", help="Write a Markdown report."),
+    html: str | None = Option(None, metavar="FILE", help="Write an HTML report with plots."),
+    svg: str | None = Option(None, metavar="FILE", help="Write the speed-up plot as SVG."),
+    resume: str | None = Option(None, metavar="FILE", help="Resume the run saved in a --json file."),
+    force: bool = Option(False, "--force", help="Overwrite existing files."),
+    backend: list[str] | None = Option(
+        None,
+        metavar="auto|llama-cpp|ik-llama|reference",
+        help="Inference engines to compare; repeatable or comma-separated.",
+        show_default="auto",
+    ),
+    max_tokens: int | None = Option(None, help="Maximum answer tokens.", show_default="depends on the mode"),
     **options: Any,
 ) -> int:
     """Measure the speed-up over plain decoding, interleaved on the same questions. Ctrl-C keeps finished answers."""
@@ -413,10 +358,10 @@ def bench(
 
 @command(without=("idle",))
 def verify(
-    model: Model = None,
-    as_json: Json = False,
-    quick: Annotated[bool, Option("--quick", help="Ask fewer questions, with shorter answers.")] = False,
-    prompts: Annotated[int | None, Option(help="Number of questions.", show_default="8, or 2 if --quick")] = None,
+    model: str | None = MODEL,
+    as_json: bool = JSON,
+    quick: bool = Option(False, "--quick", help="Ask fewer questions, with shorter answers."),
+    prompts: int | None = Option(None, help="Number of questions.", show_default="8, or 2 if --quick"),
     **options: Any,
 ) -> int:
     """Check that decoding with these drafters is lossless on this machine. Exit status 1 if not."""
@@ -427,13 +372,11 @@ def verify(
 
 @command(without=("idle",))
 def doctor(
-    model: Model = None,
-    as_json: Json = False,
-    calibrate: Annotated[bool, Option("--calibrate", help="Measure forward-pass costs again and save them.")] = False,
-    rank: Annotated[
-        bool, Option("--rank", help="Try the drafts on this disk for a minute and rank them by speed.")
-    ] = False,
-    details: Annotated[bool, Option("--details", help="Show everything that was looked at and measured.")] = False,
+    model: str | None = MODEL,
+    as_json: bool = JSON,
+    calibrate: bool = Option(False, "--calibrate", help="Measure forward-pass costs again and save them."),
+    rank: bool = Option(False, "--rank", help="Try the drafts on this disk for a minute and rank them by speed."),
+    details: bool = Option(False, "--details", help="Show everything that was looked at and measured."),
     **options: Any,
 ) -> int:
     """Does a model fit this machine, does guessing ahead pay here, and with what."""
@@ -445,42 +388,33 @@ def doctor(
 
 @command()
 def serve(
-    model: Model = None,
-    host: Annotated[str, Option(help="Address to listen on; a non-loopback address requires --api-key.")] = "127.0.0.1",
-    port: Annotated[int, Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8642,
-    api_key: Annotated[
-        str | None,
-        Option(
-            metavar="KEY",
-            help="API key that clients must send.",
-            envvar="LOCALSPEC_API_KEY",
-            show_envvar=False,
-            show_default="$LOCALSPEC_API_KEY",
-        ),
-    ] = None,
-    queue: Annotated[int, Option(min=0, help="Maximum waiting requests; further ones get HTTP 429.")] = 32,
-    parallel: Annotated[
-        str, Option(metavar="auto|N", help="Requests answered concurrently; auto: as many as gain throughput.")
-    ] = "auto",
-    prefix_cache: Annotated[
-        int, Option(min=0, max=1 << 20, metavar="MB", help="Memory for cached conversation prefixes.")
-    ] = 512,
-    time_limit: Annotated[
-        float, Option(min=1, max=1e6, metavar="SECONDS", help="Time limit per request, including its answer.")
-    ] = 3600.0,
-    alias: Annotated[
-        list[str] | None, Option(metavar="NAME", help="Additional model name to accept; repeatable.")
-    ] = None,
-    allow_origin: Annotated[
-        list[str] | None, Option(metavar="URL", help="Allow requests from web pages of this origin (CORS); repeatable.")
-    ] = None,
-    allow_corpus: Annotated[
-        list[str] | None,
-        Option(metavar="PATH|chats", help="Allow requests from this computer to draft from this text; repeatable."),
-    ] = None,
-    allow_host: Annotated[
-        list[str] | None, Option(metavar="NAME", help="Additional Host header to accept; repeatable.")
-    ] = None,
+    model: str | None = MODEL,
+    host: str = Option("127.0.0.1", help="Address to listen on; a non-loopback address requires --api-key."),
+    port: int = Option(8642, min=0, max=65535, help="Port to listen on; 0 picks a free one."),
+    api_key: str | None = Option(
+        None,
+        metavar="KEY",
+        help="API key that clients must send.",
+        envvar="LOCALSPEC_API_KEY",
+        show_envvar=False,
+        show_default="$LOCALSPEC_API_KEY",
+    ),
+    queue: int = Option(32, min=0, help="Maximum waiting requests; further ones get HTTP 429."),
+    parallel: str = Option(
+        "auto", metavar="auto|N", help="Requests answered concurrently; auto: as many as gain throughput."
+    ),
+    prefix_cache: int = Option(512, min=0, max=1 << 20, metavar="MB", help="Memory for cached conversation prefixes."),
+    time_limit: float = Option(
+        3600.0, min=1, max=1e6, metavar="SECONDS", help="Time limit per request, including its answer."
+    ),
+    alias: list[str] | None = Option(None, metavar="NAME", help="Additional model name to accept; repeatable."),
+    allow_origin: list[str] | None = Option(
+        None, metavar="URL", help="Allow requests from web pages of this origin (CORS); repeatable."
+    ),
+    allow_corpus: list[str] | None = Option(
+        None, metavar="PATH|chats", help="Allow requests from this computer to draft from this text; repeatable."
+    ),
+    allow_host: list[str] | None = Option(None, metavar="NAME", help="Additional Host header to accept; repeatable."),
     **options: Any,
 ) -> int:
     """Serve OpenAI, Anthropic and Ollama compatible APIs, and a web chat."""
@@ -505,19 +439,16 @@ def serve(
 
 @command()
 def replay(
-    file: Annotated[
-        str,
-        Argument(
-            metavar="FILE",
-            help="Output of generate --format events, or a chat saved by /save; - is standard input.",
-            show_default=False,
-        ),
-    ],
-    html: Annotated[
-        str | None,
-        Option(metavar="OUT", help="Page to write; - is standard output.", show_default="FILE with suffix .html"),
-    ] = None,
-    force: Annotated[bool, Option("--force", help="Overwrite OUT if it exists.")] = False,
+    file: str = Argument(
+        ...,
+        metavar="FILE",
+        help="Output of generate --format events, or a chat saved by /save; - is standard input.",
+        show_default=False,
+    ),
+    html: str | None = Option(
+        None, metavar="OUT", help="Page to write; - is standard output.", show_default="FILE with suffix .html"
+    ),
+    force: bool = Option(False, "--force", help="Overwrite OUT if it exists."),
 ) -> int:
     """Make a web page from a recording: the answer, with every drafted token and its verification."""
     from localspec.commands.replay.command import replay_command
@@ -527,34 +458,27 @@ def replay(
 
 @command()
 def distill(
-    model: Model = None,
-    minutes: Annotated[float | None, Option(help="Total time budget in minutes.", show_default="60")] = None,
-    resume: Annotated[bool, Option("--resume", help="Resume the interrupted run.")] = False,
-    prompts: Annotated[
-        list[str] | None,
-        Option(metavar="FILE", help="Additional questions, in the format of bench --prompts; repeatable."),
-    ] = None,
-    text: Annotated[
-        list[str] | None, Option(metavar="PATH", help="File or folder of text to train on; repeatable.")
-    ] = None,
-    chats: Annotated[bool, Option("--chats", help="Train on the chats saved in LOCALSPEC_HOME.")] = False,
-    kind: Annotated[str, Option(metavar=TRAINED_KINDS, help="Kind of head.")] = "chained",
-    seed: Annotated[
-        int | None, Option(help="Random seed.", show_default="0, or the seed of the starting head plus one")
-    ] = None,
-    begin_with: Annotated[
-        str | None,
-        Option(
-            metavar="FILE|none",
-            help="Head to start from; none starts with a linear one.",
-            show_default="the head that --draft head would use",
-        ),
-    ] = None,
-    html: Annotated[str | None, Option(metavar="FILE", help="Write a page with the learning curve.")] = None,
-    force: Annotated[bool, Option("--force", help="Start over, discarding an existing run.")] = False,
-    backend: Backend = "auto",
-    threads: Threads = None,
-    verbose: Verbose = False,
+    model: str | None = MODEL,
+    minutes: float | None = Option(None, help="Total time budget in minutes.", show_default="60"),
+    resume: bool = Option(False, "--resume", help="Resume the interrupted run."),
+    prompts: list[str] | None = Option(
+        None, metavar="FILE", help="Additional questions, in the format of bench --prompts; repeatable."
+    ),
+    text: list[str] | None = Option(None, metavar="PATH", help="File or folder of text to train on; repeatable."),
+    chats: bool = Option(False, "--chats", help="Train on the chats saved in LOCALSPEC_HOME."),
+    kind: str = Option("chained", metavar=TRAINED_KINDS, help="Kind of head."),
+    seed: int | None = Option(None, help="Random seed.", show_default="0, or the seed of the starting head plus one"),
+    begin_with: str | None = Option(
+        None,
+        metavar="FILE|none",
+        help="Head to start from; none starts with a linear one.",
+        show_default="the head that --draft head would use",
+    ),
+    html: str | None = Option(None, metavar="FILE", help="Write a page with the learning curve."),
+    force: bool = Option(False, "--force", help="Start over, discarding an existing run."),
+    backend: str = BACKEND,
+    threads: int | None = THREADS,
+    verbose: bool = VERBOSE,
 ) -> int:
     """Train a draft head for a model on this machine. Ctrl-C stops it; --resume continues."""
     from localspec.commands.distill.command import DistillRequest, distill_command
@@ -568,18 +492,16 @@ def distill(
 
 @command()
 def pull(
-    names: Annotated[
-        list[str] | None,
-        Argument(
-            autocompletion=models,
-            metavar="NAME...",
-            help="Catalogue names, parts of them, or hf:OWNER/REPO/FILE.gguf. Default: the default pair.",
-            show_default=False,
-        ),
-    ] = None,
-    check: Annotated[
-        bool, Option("--check", help="Check that models (default: all) still exist on the hub; download nothing.")
-    ] = False,
+    names: list[str] | None = Argument(
+        None,
+        autocompletion=models,
+        metavar="NAME...",
+        help="Catalogue names, parts of them, or hf:OWNER/REPO/FILE.gguf. Default: the default pair.",
+        show_default=False,
+    ),
+    check: bool = Option(
+        False, "--check", help="Check that models (default: all) still exist on the hub; download nothing."
+    ),
 ) -> int:
     """Download models, verify their digests, and print their paths."""
     from localspec.commands.files import check_command, pull_command
@@ -589,8 +511,8 @@ def pull(
 
 @command()
 def list_(
-    as_json: Json = False,
-    everything: Annotated[bool, Option("--all", help="List the whole catalogue, with what can be fetched.")] = False,
+    as_json: bool = JSON,
+    everything: bool = Option(False, "--all", help="List the whole catalogue, with what can be fetched."),
 ) -> int:
     """List the models on this disk, each with its heads."""
     from localspec.commands.files import list_command
@@ -600,9 +522,9 @@ def list_(
 
 @command()
 def rm(
-    names: Annotated[
-        list[str], Argument(autocompletion=models, metavar="NAME...", help="Models to remove.", show_default=False)
-    ],
+    names: list[str] = Argument(
+        ..., autocompletion=models, metavar="NAME...", help="Models to remove.", show_default=False
+    ),
 ) -> int:
     """Remove models from this disk."""
     from localspec.commands.files import rm_command
@@ -612,8 +534,8 @@ def rm(
 
 @command()
 def inspect(
-    model: Annotated[str, Argument(metavar="FILE", help="Path or name of a model file.", show_default=False)],
-    as_json: Json = False,
+    model: str = Argument(..., metavar="FILE", help="Path or name of a model file.", show_default=False),
+    as_json: bool = JSON,
 ) -> int:
     """Show what is in a model file: sizes, vocabulary, chat template, memory use."""
     from localspec.commands.files import inspect_command

@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,7 @@ def pull(name: str) -> Path:
 
 
 def pull_command(names: Sequence[str] = ()) -> int:
-    """Fetch models, by default the default pair, and print their paths.
-
-    Raises:
-        UnknownModel: before anything is fetched.
-        DownloadError: a model cannot be had.
-    """
+    """Fetch models, by default the default pair, and print their paths."""
     catalog = Catalog.load()
     entries = [catalog.find(name) for name in names] or list(catalog.default_pair())
     for name, entry in zip(names, entries, strict=False):
@@ -47,12 +42,11 @@ def pull_command(names: Sequence[str] = ()) -> int:
         except KeyboardInterrupt:
             _note(f"interrupted; what arrived is kept, and localspec pull {entry.name} goes on from there")
             return 130
-    drafts = [draft for entry in entries for draft in entry.draft[:1] if not catalog[draft].present]
-    for draft in dict.fromkeys(drafts):
-        _note(f"its draft model can make answers faster: localspec pull {draft} ({size_text(catalog[draft].bytes)})")
-    heads = [head for entry in entries for head in entry.heads[:1] if not catalog[head].present]
-    for head in dict.fromkeys(heads):
-        _note(f"a head was published for it: localspec pull {head} ({size_text(catalog[head].bytes)})")
+    remarks = {"draft": "its draft model can make answers faster", "heads": "a head was published for it"}
+    for kind, remark in remarks.items():
+        for name in dict.fromkeys(name for entry in entries for name in getattr(entry, kind)[:1]):
+            if not catalog[name].present:
+                _note(f"{remark}: localspec pull {name} ({size_text(catalog[name].bytes)})")
     return 0
 
 
@@ -60,12 +54,7 @@ SIZE_TOLERANCE = 0.05  # relative error allowed in the size of an entry that was
 
 
 def check_command(names: Sequence[str] = ()) -> int:
-    """Ask the hub whether entries, by default all, are as the catalogue has them; returns 1 if not.
-
-    Raises:
-        UnknownModel: before anything is asked.
-        DownloadError: the hub cannot be asked.
-    """
+    """Ask the hub whether entries, by default all, are as the catalogue has them; returns 1 if not."""
     from localspec.model_files.sources import check
     from localspec.model_files.sources.hub import Unreachable
 
@@ -121,6 +110,7 @@ def wants(entries: Sequence[Entry], more: str = "") -> bool:
             return False
 
 
+ROOM = 1.25  # memory that a model takes over the size of its file: cache and buffers
 DECLINED_S = 7 * 24 * 3600.0  # how long a draft model that was declined is not offered again [s]
 
 
@@ -140,22 +130,48 @@ def wants_draft(entries: Sequence[Entry]) -> bool:
 def list_command(as_json: bool = False, everything: bool = False) -> int:
     """Print the models on this disk, with ``everything`` the whole catalogue, each with its heads."""
     from localspec.heads.listing import described_heads
+    from localspec.model_files.fingerprint import fingerprint
 
     entries, heads = known_entries(), described_heads()
     if as_json:
         listing = {"models": [_described(entry) for entry in entries], "heads": heads}
         print(json.dumps(listing, ensure_ascii=False, indent=2))
         return 0
+    by_name, memory = {entry.name: entry for entry in entries}, read_memory().usable
+
+    def row(entry: Entry, name: str, note: str) -> Sequence[str]:
+        size = ("" if entry.sha256 or entry.present else "~") + size_text(entry.bytes_on_disk or entry.bytes)
+        here = ["yes" if entry.present else ""] * everything
+        fits = "" if note == "head" or not entry.bytes else "fits" if ROOM * entry.bytes <= memory else "too big"
+        return (name, size, *here, fits, note)
+
+    files = {str(entry.path) for entry in entries}
+    others = [head for head in heads if head["path"] not in files]  # those without an entry
     shown = [entry for entry in entries if everything or entry.present]
-    listed, rows = _List(entries, heads, everything), list[Sequence[str]]()
+    under_models = {name for entry in shown for name in entry.heads}
+    rows: list[Sequence[str]] = []
     for entry in shown:
-        if not any(entry.name in other.heads for other in shown):  # else it stands under its model
-            rows += listed.rows(entry)
+        if entry.name in under_models:
+            continue
+        rows.append(row(entry, entry.name, entry.note))
+        known = [by_name[name] for name in entry.heads]
+        rows += [row(head, f"  {head.name}", "head") for head in known if everything or head.present]
+        digest = fingerprint(entry.path) if entry.present and others else None
+        for head in [head for head in others if digest and head.get("target_fingerprint") == digest]:
+            others.remove(head)
+            name, here = on_one_line(Path(head["path"]).name), ["yes"] * everything
+            rows.append((f"  {name}", size_text(head["bytes"]), *here, "", f"head, {head['kind']}"))
     if rows:
         _print_columns([("NAME", "SIZE", *(["HERE"] * everything), "FITS", ""), *rows])
     else:
         print("no model is here yet: localspec pull fetches the default pair")
-    if left := listed.left():
+    left: list[Sequence[str]] = []
+    for head in others:
+        path = Path(head["path"])
+        if everything or path.is_relative_to(home()):  # else it was shipped with localspec
+            cells = (path.name, size_text(head["bytes"]), head["kind"] or "damaged", head["target"] or "")
+            left.append([on_one_line(cell) for cell in cells])
+    if left:
         print()
         _print_columns([("HEAD OF ANOTHER MODEL", "SIZE", "KIND", "FOR"), *left])
     print(f"\nfits: this machine's memory holds {ROOM:g} times its size" if rows else "")
@@ -168,58 +184,8 @@ def list_command(as_json: bool = False, everything: bool = False) -> int:
     return 0
 
 
-ROOM = 1.25  # memory that a model takes over the size of its file: cache and buffers
-
-
-class _List:
-    """Models with their heads, as rows."""
-
-    def __init__(self, entries: Sequence[Entry], heads: Sequence[dict[str, Any]], everything: bool) -> None:
-        self.everything = everything
-        self._by_name = {entry.name: entry for entry in entries}
-        files = {str(entry.path) for entry in entries}
-        self._heads = [head for head in heads if head["path"] not in files]  # those have entries of their own
-        self._memory = read_memory().usable
-
-    def rows(self, entry: Entry) -> Iterator[Sequence[str]]:
-        yield self._row(entry, entry.name)
-        for name in entry.heads:
-            if self.everything or self._by_name[name].present:
-                yield self._row(self._by_name[name], f"  {name}", is_head=True)
-        if entry.present and self._heads:
-            from localspec.backends.trust import fingerprint
-
-            digest = fingerprint(entry.path)
-            for head in [head for head in self._heads if head.get("target_fingerprint") == digest]:
-                self._heads.remove(head)
-                here = ["yes"] * self.everything
-                name = on_one_line(Path(head["path"]).name)
-                yield (f"  {name}", size_text(head["bytes"]), *here, "", f"head, {head['kind']}")
-
-    def left(self) -> list[Sequence[str]]:
-        """Heads on this disk of models that are not; those shipped with localspec only if all is asked for."""
-        rows: list[Sequence[str]] = []
-        for head in self._heads:
-            path = Path(head["path"])
-            if self.everything or path.is_relative_to(home()):
-                cells = (path.name, size_text(head["bytes"]), head["kind"] or "damaged", head["target"] or "")
-                rows.append([on_one_line(cell) for cell in cells])
-        return rows
-
-    def _row(self, entry: Entry, name: str, *, is_head: bool = False) -> Sequence[str]:
-        size = ("" if entry.sha256 or entry.present else "~") + size_text(entry.bytes_on_disk or entry.bytes)
-        here = ["yes" if entry.present else ""] * self.everything
-        fits = "" if is_head or not entry.bytes else "fits" if ROOM * entry.bytes <= self._memory else "too big"
-        return (name, size, *here, fits, "head" if is_head else entry.note)
-
-
 def rm_command(names: Sequence[str]) -> int:
-    """Remove models, and what an interrupted pull left of them.
-
-    Raises:
-        UnknownModel: before anything is removed.
-        ModelFileError: a model is not on the disk, or is being fetched right now.
-    """
+    """Remove models, and what an interrupted pull left of them."""
     from localspec.heads.assembly import engine_files
 
     catalog = Catalog.load()
@@ -329,12 +295,7 @@ _CURVE_ROWS = 12  # points of a learning curve that are printed; ``--json`` has 
 
 
 def inspect_command(model: str, as_json: bool = False) -> int:
-    """Print what the header of a model file says.
-
-    Raises:
-        UnknownModel: no such name or file.
-        ModelFileError: it is not a readable GGUF.
-    """
+    """Print what the header of a model file says."""
     from localspec.heads.listing import inspect
 
     facts = inspect(Catalog.load().resolve(model))

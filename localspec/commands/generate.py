@@ -16,21 +16,14 @@ from localspec.system.terminal import read_all, visible
 
 if TYPE_CHECKING:
     from localspec.engine.request import RoundStream
-    from localspec.llm import LLM
 
 
 FORMATS = ("text", "json", "events")
 
 
 def model_and_prompt(model: str | None, text: str | None, prompt: str | None) -> tuple[str | None, str | None]:
-    """MODEL, PROMPT and ``--prompt`` -> model and prompt; None reads standard input.
-
-    A single argument is the prompt if it has several words and names no model.
-
-    Raises:
-        UnknownModel: one argument alone is neither.
-        UsageError: there are two prompts.
-    """
+    """MODEL, PROMPT and ``--prompt`` -> model and prompt; None reads standard input. A single argument is the prompt if
+    it has several words and names no model."""
     if text is not None and prompt is not None:
         raise UsageError("there are two prompts, an argument and --prompt: leave one of them out")
     if model is None or text is not None or prompt is not None:
@@ -54,13 +47,9 @@ def generate_command(
     raw: bool = False,
     format: str = "text",
 ) -> int:
-    """Answer one prompt on standard output.
+    """Answer one prompt on standard output; ``KeyboardInterrupt`` after Ctrl-C, the answer until then printed.
 
     ``format``: ``text`` streams the answer, ``json`` prints one object, ``events`` a line per round and the object.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C; the answer until then has been printed.
-        LocalspecError: there is no answer.
     """
     if format not in FORMATS:
         raise UsageError(f"--format must be one of {', '.join(FORMATS)}, not {format!r}")
@@ -75,19 +64,15 @@ def generate_command(
         raise UsageError("the prompt is empty: give it as an argument, after -p or on standard input")
     with options.opened(chats=not raw) as llm:
         params = options.params({} if raw else llm.chat_defaults)
-        question = prompt if raw else _messages(llm, options, prompt)
-        stream = llm.rounds(question, params) if raw else llm.rounds(question, params, **asked)
+        system = options.system if options.system is not None else llm.chat_defaults.get("system")
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": prompt})
+        stream = llm.rounds(prompt, params) if raw else llm.rounds(messages, params, **asked)
         with stream, on_interrupt(stream.close):
             _print_answer(stream, format)
             if stream.reply.finish_reason == "cancelled":
                 raise KeyboardInterrupt
     return 0
-
-
-def _messages(llm: LLM, options: RunOptions, prompt: str) -> list[dict[str, Any]]:
-    system = options.system if options.system is not None else llm.chat_defaults.get("system")
-    messages = [{"role": "system", "content": system}] if system else []
-    return [*messages, {"role": "user", "content": prompt}]
 
 
 def _print_answer(stream: RoundStream, format: str) -> None:

@@ -50,39 +50,27 @@ Histogram = tuple[float, ...]
 
 
 class Prior(NamedTuple):
-    """What is expected of a drafter before any evidence.
+    """What is expected of a drafter before any evidence."""
 
-    Attributes:
-        acceptance: probability of acceptance by confidence bin.
-        histograms: shares of the confidence bins, by ``START``, ``AFTER_SURE``, ``AFTER_UNSURE``.
-        where_certain: the same by the target's certainty at that place, in bins of ``CERTAINTY_EDGES``.
-        drift: tokens without a draft over which the histograms drift to what the target's certainty predicts.
-    """
-
-    acceptance: tuple[float, ...]
-    histograms: tuple[Histogram, ...]
-    where_certain: tuple[Histogram, ...]
-    drift: float = HISTOGRAM_MEMORY
-
-
-def _read_priors() -> dict[tuple[str, str], Prior]:
-    """Priors by kind of drafter (``model``, ``head``, ``copy``) and how its token was chosen."""
-    return {
-        (kind, choice): Prior(
-            tuple(prior["acceptance"]),
-            tuple(map(tuple, prior["histograms"])),
-            tuple(map(tuple, prior["where_certain"])),
-            prior["drift"],
-        )
-        for kind, choices in json.loads(PRIORS.read_bytes()).items()
-        for choice, prior in choices.items()
-    }
+    acceptance: tuple[float, ...]  # probability of acceptance by confidence bin
+    histograms: tuple[Histogram, ...]  # shares of the confidence bins, by START, AFTER_SURE, AFTER_UNSURE
+    where_certain: tuple[Histogram, ...]  # the same by the target's certainty at that place
+    drift: float = HISTOGRAM_MEMORY  # tokens over which the histograms drift to what the target's certainty predicts
 
 
 # Greedily a model's probability is a fair estimate. At a temperature its most probable token is right with the target's
 # probability for it, which is less; a sample is accepted with probability sum(min(p, q)), which is more where both are
 # flat. A drafter that copies reports an estimate: a bin's middle, and no confidence where it has nothing to copy.
-_PRIORS = _read_priors()
+_PRIORS = {  # by kind of drafter, and how its token was chosen
+    (kind, choice): Prior(
+        tuple(prior["acceptance"]),
+        tuple(map(tuple, prior["histograms"])),
+        tuple(map(tuple, prior["where_certain"])),
+        prior["drift"],
+    )
+    for kind, choices in json.loads(PRIORS.read_bytes()).items()
+    for choice, prior in choices.items()
+}
 GREEDY, MOST_PROBABLE, SAMPLE = (_PRIORS["model", choice] for choice in ("greedy", "most_probable", "sample"))
 COPIED = _PRIORS["copy", "greedy"]
 _OF_A_HEAD = {_PRIORS["model", choice]: prior for (kind, choice), prior in _PRIORS.items() if kind == "head"}
@@ -91,11 +79,8 @@ _MOST_TILT = 16.0  # At 16 a head is expected to be right at 0.95 of all places,
 
 
 def of_a_head(prior: Prior, rate: float | None = None) -> Prior:
-    """The prior of a head, given that of a draft model.
-
-    ``rate`` is the share of places at which the head's first draft token is right, as its card says; None: unknown. A
-    head of which too little is expected is never asked where a draft model pays, and cannot show that it is better.
-    """
+    """The prior of a head, given that of a draft model; ``rate`` is the share of places at which the head's first draft
+    token is right, as its card says. A head of which too little is expected is never asked where a draft model pays."""
     prior = _OF_A_HEAD[prior]
     tilt = 0.0 if rate is None else _tilt_for(rate, prior)
     histograms, where_certain = (
@@ -105,7 +90,6 @@ def of_a_head(prior: Prior, rate: float | None = None) -> Prior:
 
 
 def _tilt_for(rate: float, prior: Prior) -> float:
-    """The tilt at which the first token of a draft is right at this share of places."""
     low, high = -_MOST_TILT, _MOST_TILT
     for _ in range(24):
         middle = (low + high) / 2
@@ -131,9 +115,8 @@ class SourceAcceptance:
     """Calibration of one drafter.
 
     Each confidence bin holds a Beta estimate of P(accepted | confidence, all before it accepted), starting from the
-    prior; evidence fades, so that a change of topic shows within tens of tokens. The histograms hold the shares of the
-    bins among recent draft tokens, by what these follow. ``has_drafted``: whether a draft token was looked for in this
-    text.
+    prior; evidence fades within tens of tokens. The histograms hold the shares of the bins among recent draft tokens,
+    by what these follow. ``has_drafted``: whether a draft token was looked for in this text.
     """
 
     def __init__(self, prior: Prior) -> None:
@@ -161,7 +144,6 @@ class SourceAcceptance:
         ]
 
     def expected(self, confidence: float) -> float:
-        """Calibrated probability of acceptance of a draft token with this confidence."""
         i = bin_of(confidence)
         return (self.hits[i] + PRIOR_WEIGHT * self.prior.acceptance[i]) / (self.seen[i] + PRIOR_WEIGHT)
 
@@ -180,14 +162,12 @@ class SourceAcceptance:
         return sum(share * expected for share, expected in zip(self.histograms[START], self.table(), strict=True))
 
     def observe(self, confidence: float, accepted: float) -> None:
-        """Record the verdict on a draft token, all before it having been accepted."""
         i = bin_of(confidence)
         fade = 1.0 - 1.0 / MEMORY
         self.hits[i] = self.hits[i] * fade + accepted
         self.seen[i] = self.seen[i] * fade + 1.0
 
     def notice(self, confidence: float, after: int = START) -> None:
-        """Record the confidence of a draft token, sent to the target or not."""
         self.has_drafted = True
         n = self._n_noticed[after] = min(self._n_noticed[after] + 1, HISTOGRAM_MEMORY)
         fade = 1.0 - 1.0 / n
@@ -196,11 +176,8 @@ class SourceAcceptance:
         histogram[bin_of(confidence)] += 1.0 - fade
 
     def idle(self, n_tokens: int, certainties: Sequence[float] = ()) -> None:
-        """Let evidence fade after tokens without a draft, and the histograms drift to what the text predicts.
-
-        A small model is unsure where a large one is, so the target's ``certainties`` (its probabilities for its most
-        probable tokens; empty: unknown) predict, at no cost, how a draft model fares.
-        """
+        """Let evidence fade after tokens without a draft. A small model is unsure where a large one is, so the
+        histograms drift to what the target's ``certainties`` (its largest probabilities; empty: unknown) predict."""
         fade = (1.0 - 1.0 / IDLE_MEMORY) ** n_tokens
         self.hits = [hits * fade for hits in self.hits]
         self.seen = [seen * fade for seen in self.seen]
@@ -226,24 +203,24 @@ class SourceAcceptance:
             histogram[:] = [keep * old + (1.0 - keep) * new for old, new in zip(histogram, typical, strict=True)]
 
     def as_dict(self) -> dict[str, Any]:
-        beside = [list(each) for each in self._siblings]
-        return {"hits": self.hits, "seen": self.seen, "histograms": self.histograms, "beside": beside}
+        siblings = [list(each) for each in self._siblings]
+        return {"hits": self.hits, "seen": self.seen, "histograms": self.histograms, "beside": siblings}
 
     def restore(self, stored: Any) -> None:
-        """Start from what another run learned, at half its weight; malformed values are ignored."""
+        """Start from what another run learned, at half its weight; ignores what is malformed."""
         try:
             hits, seen = [float(x) for x in stored["hits"]], [float(x) for x in stored["seen"]]
             histograms = [[float(x) for x in histogram] for histogram in stored["histograms"]]
-            beside = [(float(hit), float(n)) for hit, n in stored.get("beside", self._siblings)]
+            siblings = [(float(hit), float(n)) for hit, n in stored.get("beside", self._siblings)]
         except (TypeError, KeyError, ValueError, AttributeError):
             return
         sizes = [len(each) for each in (hits, seen, *histograms)]
         if sizes != [N_BINS] * (2 + len(self.histograms)):
             return
         are_shares = all(abs(sum(shares) - 1) < 0.05 and min(shares) >= 0 for shares in histograms)
-        counts = [*zip(hits, seen, strict=True), *beside]
-        if are_shares and len(beside) == N_BINS and all(0 <= hit <= n <= 1e4 for hit, n in counts):
-            self._siblings = [(hit / 2, n / 2) for hit, n in beside]
+        counts = [*zip(hits, seen, strict=True), *siblings]
+        if are_shares and len(siblings) == N_BINS and all(0 <= hit <= n <= 1e4 for hit, n in counts):
+            self._siblings = [(hit / 2, n / 2) for hit, n in siblings]
             self.hits, self.seen = [hit / 2 for hit in hits], [n / 2 for n in seen]
             self.histograms = histograms
             self._drift(0.5)
@@ -254,13 +231,8 @@ Tables = tuple[Mapping[str, SourceAcceptance], Mapping[str, SourceAcceptance]]
 
 
 class Acceptance:
-    """Calibrations of all drafters; ``most_probable`` and ``sampled`` are those of the text that comes next.
-
-    Args:
-        most_probable: by source, for the most probable tokens of a drafter.
-        sampled: by source, for tokens that a draft model samples.
-        thinking: the same two while the model thinks; None: as in the answer.
-    """
+    """Calibrations of all drafters by source, for their most probable tokens and for tokens that they sample: those of
+    the text that comes next. ``thinking``: the same two while the model thinks; None: as in the answer."""
 
     def __init__(
         self,
@@ -274,7 +246,6 @@ class Acceptance:
         self._parts = [answer] if thinking is None else [answer, thinking]
 
     def begin(self, *, takes_samples: bool) -> None:
-        """A new answer begins."""
         self.takes_samples = takes_samples
         for tables, _ in self._parts:
             for table in tables.values():
@@ -300,7 +271,6 @@ class Acceptance:
         return table
 
     def observe(self, draft: Draft, accepted: Sequence[int]) -> None:
-        """Learn from the verdict on a draft; ``accepted`` are the indices of its accepted tokens."""
         for at in (-1, *accepted):
             for nth, rival in enumerate(draft.children(at)):
                 token, right = draft[rival], rival in accepted

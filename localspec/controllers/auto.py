@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
-from functools import lru_cache, partial
+from functools import partial
 from types import MappingProxyType
 
 from localspec.controllers.acceptance import START, Acceptance, SourceAcceptance, Tables, leads_to
@@ -47,8 +47,8 @@ GAIN_ROUNDS = 48  # Rounds for which the gain of the other sources alone is take
 
 
 def prompt_pays(cost_ms: float, gain_ms: float, plain_ms: float, n_emitted: int, room: int) -> bool:
-    """Whether reading a prompt in ``cost_ms`` pays, by what drafting saves and plain decoding takes per token [ms], the
-    tokens of the answer so far, and the most that it may still have."""
+    """Whether reading a prompt pays, by what drafting saves and plain decoding takes per token, the tokens of the
+    answer so far, and the most that it may still have."""
     if n_emitted < PATIENCE_TOKENS or gain_ms < LEAST_GAIN * plain_ms:
         return False
     return gain_ms * min(room, OUTLOOK * n_emitted) > cost_ms
@@ -67,16 +67,14 @@ class PrefillGate:
         return self._catch_up(source, n_tokens) > READING * self._costs.times(1)
 
     def piece(self, source: str, n_tokens: int) -> int:
-        """How many tokens of a reading to begin with, before it is weighed again.
-
-        A long reading is decided on in advance, at a price that may be out of date: first pieces show today's.
-        """
+        """How many tokens of a reading to begin with. It is decided on in advance, at a price that may be out of date:
+        first pieces show today's."""
         is_uncertain = self._costs.times.scale > BUSY_SCALE and not self._costs.draft_times[source].is_recent
         return min(n_tokens, PROBE_TOKENS) if is_uncertain else n_tokens
 
     def pays(self, source: str, n_tokens: int, room: int, round_index: int) -> bool:
         """Whether a draft model should decode the ``n_tokens`` that it has missed, to draft one more; 1 is an ordinary
-        step, ``room`` the most tokens that the answer may still have."""
+        step."""
         costs, n_emitted = self._costs, self._budget.n_tokens
         cost, plain = self._catch_up(source, n_tokens), costs.times(1)
         if cost <= 0:
@@ -120,14 +118,11 @@ ONE_SHARE = 0.5
 LEAST_PIECE = 8  # Least tokens that a draft model reads in a round, where it may not read all at once
 
 
-class AutoPlan(Plan):
+class AutoPlan(Plan, Branching):
     """Draft while it pays: a step of a draft model if it is worth its time, a token if it is worth its row.
 
-    Attributes:
-        ms_spent: time that draft models took for their steps.
-        ms_invested: time that they took for readings.
-        stepped: sources whose model took a step or read.
-        lessons: what its steps teach, called once the round is over: no decision of this plan depends on it.
+    ``ms_spent`` and ``ms_invested`` are the time that draft models took for steps and for readings, ``stepped`` their
+    sources; ``lessons`` are called once the round is over, and no decision of this plan depends on them.
     """
 
     gives_way = True
@@ -169,13 +164,12 @@ class AutoPlan(Plan):
         worth = {model: prospect.step(self._n, self._reach, self._after, i) for i, model in enumerate(models)}
         return sorted(sources, key=lambda source: -worth.get(source, math.inf))
 
-    def more(self, source: str, pending: int = 0) -> bool:
+    def more(self, source: str, pending: int = 0) -> int:
         if self.room <= 0 or pending == 0:  # where looking costs nothing, keep() decides with the confidence known
-            return self.room > 0
+            return int(self.room > 0)
         self._is_reading = pending > 1 and self._gate.is_reading(source, pending)
-        return self._step_pays(source, pending)
-
-    def piece(self, source: str, pending: int) -> int:
+        if not self._step_pays(source, pending):
+            return 0
         if not self._is_reading:
             return pending
         n, times = self._gate.piece(source, pending), self.costs.draft_times[source]
@@ -203,8 +197,7 @@ class AutoPlan(Plan):
         self._after, self._last_source = after, source
         return expected
 
-    def beside(self, draft: Draft, parent: int, source: str, confidence: float) -> float | None:
-        """Whether a sibling of a drafted token, or a token after one, is worth a row; see ``Branching``."""
+    def branch(self, draft: Draft, parent: int, source: str, confidence: float) -> float | None:
         rivals = draft.children(parent)
         acceptance = self.acceptance[source]
         expected = acceptance.sibling(confidence) if rivals else acceptance.expected(confidence)
@@ -293,7 +286,6 @@ class AutoPlan(Plan):
         return spent <= share * self._most_ms
 
 
-@lru_cache(maxsize=64)
 def share_of(source: str) -> float:
     return 1.0 if kind_of(source) == "model" else ONE_SHARE
 
@@ -309,9 +301,8 @@ LEAST_SHOWN = 0.005  # A smaller share is 0 %
 def explain(stopping: Stopping, needs: Mapping[str, float], may_cost: float, *, has_begun: bool) -> str:
     """The state of every source, a line each.
 
-    ``needs`` are acceptance rates at which the best fixed length equals plain decoding (1 where none does),
-    ``may_cost`` what a draft may cost now, were all of it rejected [plain tokens], ``has_begun`` whether lagging draft
-    models were weighed.
+    ``needs`` are acceptance rates at which the best fixed length equals plain decoding, ``may_cost`` what a draft may
+    cost now, were all of it rejected [plain tokens], ``has_begun`` whether lagging draft models were weighed.
     """
     states = {source: _state(stopping, source, needed, may_cost, has_begun) for source, needed in needs.items()}
     names = {source: shown(source) for source in states}
@@ -379,14 +370,12 @@ class AutoController(Controller):
     It drafts only where that is expected to pay, and what it may lose where it is wrong is bounded by a budget that
     outlives the answer (``TimeBudget``). A round is charged at most what was expected of it. A draft model that was
     given up is tried again: without new evidence its estimates drift back to what is typical, and it catches up once
-    the text it has missed is worth reading. What it would have drafted for that text is then compared with what was
-    emitted.
+    the text it has missed is worth reading.
 
     Args:
         times, draft_times, one_pass: see ``Costs``.
-        acceptance, sampled, thinking: see ``Acceptance``; kept by the caller, so that they outlive a request.
+        acceptance, sampled, thinking: see ``Acceptance``; kept by the caller, as is ``budget``.
         max_draft: longest draft to consider.
-        budget: what may be lost; kept by the caller too.
         predicted: whether the answer is likely to repeat a text that came with the request.
         params: the request's; None is greedy.
     """
@@ -468,17 +457,14 @@ class AutoController(Controller):
         return self.stopping.current.rate * self.costs.ms_plain < LITTLE
 
     def _certainty_of(self, row: Row | None) -> float | None:
-        """The target's certainty of its own token, where it says how drafts would fare."""
         # A draft model that is at work shows by itself how it does here.
         wanted = any(source not in self._at_work for source in self.stopping.models)
         due = self.time_budget.n_tokens < WATCHED_TOKENS or self._n_rounds % 2
         return None if row is None or not (wanted and due) else top_probability(row, self._params.temperature or 1.0)
 
     def observe(self, round_: Round, row: Row | None = None) -> None:
-        """Book what a round saved or lost against plain decoding.
-
-        The pass is charged as expected, not as it went: a machine that is slow now is slow for plain decoding too.
-        """
+        """Book what a round saved or lost against plain decoding. The pass is charged as expected, not as it went: a
+        machine that is slow now is slow for plain decoding too."""
         self._certainty = self._certainty_of(row)
         plan, self._plan = self._plan, None
         spent, invested = (plan.ms_spent, plan.ms_invested) if plan else (0.0, 0.0)
@@ -519,7 +505,6 @@ class AutoController(Controller):
                     self.acceptance[source].idle(len(round_.emitted), self._certainties(round_))
 
     def _certainties(self, round_: Round) -> list[float]:
-        """How certain the target was of the tokens of a round; what was copied, and rightly, counts as certain."""
         if self._certainty is None:
             return []
         n_copied = min(len(round_.emitted), round_.verdict.n_accepted)

@@ -47,12 +47,10 @@ class PromptPieces:
         self._is_long = False
 
     def divide(self, n_answers: int, unread: Sequence[int], priorities: Sequence[int], most: int) -> list[int]:
-        """How many tokens of each prompt the next pass of at most ``most`` tokens has, ``n_answers`` of them rows of
-        answers.
+        """How many of the ``unread`` tokens of each prompt, in the order in which they came, the next pass has.
 
-        Half of the rows are for the prompt that came first, the other half for the shortest ones, which so are answered
-        soon; those of a higher priority go first. ``unread`` are the tokens left of each, in the order in which they
-        came.
+        Half of the rows are for the prompt that came first, the other half for the shortest ones; those of a higher
+        priority go first.
         """
         rows, self._is_long = most, False
         if not unread:
@@ -82,7 +80,6 @@ class PromptPieces:
         return without + self._dearer[rows >= WIDE] * (self._times(n_answers + rows) - without)
 
     def observe(self, n_answers: int, rows: int, ms: float) -> None:
-        """Learn from a pass over so many rows of answers, and of prompts."""
         if n_answers:
             self._n_since += 1
         if rows and self._is_long:
@@ -109,13 +106,7 @@ class SharedPasses:
 
     A pass over w rows in a memory with c cells in use takes t(w) + w·(c - ``CALIBRATED_PAST``)·``ms_cell``. ``times``
     is t(w) of passes of one answer, not changed by shared ones; ``ms_other`` the time outside the target for each
-    answer.
-
-    Attributes:
-        n_answers: answers that are decoding now, without prompts that are being read.
-        n_open: answers, those whose prompts are being read included.
-        n_cells: tokens that every row passes over now.
-        ms_cell: what a row pays for one of them [ms].
+    answer. ``n_answers`` are decoding now, ``n_open`` include those whose prompts are being read.
     """
 
     def __init__(self, times: PassTimes, device: str = "cpu", ms_other: float = 0.3) -> None:
@@ -142,7 +133,6 @@ class SharedPasses:
         return max(1, min(self.n_answers, self._n_in_turn or self.n_answers))
 
     def with_overhead(self, width: int, n_answers: int) -> float:
-        """The same, with what each of so many answers takes outside the target."""
         return self(width) + n_answers * self._ms_other
 
     def _row_cells(self, width: int) -> int:
@@ -151,8 +141,8 @@ class SharedPasses:
     def observe(self, width: int, ms: float, n_cells: int) -> None:
         """Learn from a pass over ``width`` rows, each over ``n_cells`` tokens.
 
-        What a cell costs is learned together with how fast the machine is now, by a Kalman filter of both: passes over
-        few cells tell the one, over many the other. The rest corrects t(w).
+        What a cell costs is learned together with how fast the machine is now, by a Kalman filter of both. The rest
+        corrects t(w).
         """
         if self._calibrated.curve is not self._curve:
             self._curve = self._calibrated.curve
@@ -198,8 +188,8 @@ class SharedPasses:
     def _best(
         self, drafts: Sequence[Sequence[float]], n_reading: int = 0, rate: float | None = None
     ) -> tuple[float, int]:
-        """The worth of the best number of draft tokens [tokens/ms; tokens where a rate is given], and that number;
-        ``rate`` is what a millisecond is worth, None: the most that it can be."""
+        """The worth of the best number of draft tokens, and that number: in tokens, where a millisecond is worth
+        ``rate``; else in tokens/ms."""
         reaches = sorted((reach for draft in drafts for reach in draft), reverse=True)
         n = len(drafts) + n_reading
         worth, best, tokens = -float("inf"), 0, float(len(drafts))
@@ -216,10 +206,9 @@ class SharedPasses:
 class ShareOfPass:
     """What a pass costs one of the answers in it: a ``PassCost``.
 
-    Its first row costs its share of a pass in which every answer has one row, further rows what they add to that. So
-    the rate of plain decoding is that of all answers together. How fast the machine is shows in what the shared passes
-    cost, so ``scale`` is 1; every row passes over the cells of all, so ``n_past`` is unused. ``has_company``: whether
-    other answers were open in any of this answer's rounds.
+    Its first row costs its share of a pass in which every answer has one row, further rows what they add to that. How
+    fast the machine is shows in what the shared passes cost, so ``scale`` is 1; every row passes over the cells of all,
+    so ``n_past`` is unused. ``has_company``: whether other answers were open in any of this answer's rounds.
     """
 
     scale = 1.0

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localspec.backends.base import FEW_ROWS, Context, Model, Wanted
-from localspec.backends.trust import CHECK_TEXT, fingerprint
+from localspec.backends.trust import CHECK_TEXT
 from localspec.controllers.cost_model import CALIBRATED_PAST, Curve, PassTimes
 from localspec.errors import ModelFileError
+from localspec.model_files.fingerprint import fingerprint
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.kv_memory import kv_shape
 from localspec.system.files import JsonStore, Key, home
@@ -29,7 +30,7 @@ from localspec.system.steps import Steps
 
 @dataclass(frozen=True, slots=True)
 class PassKind:
-    """A kind of pass that is timed; this one: a model over tokens."""
+    """A kind of pass that is timed: a model over tokens."""
 
     def context(self, model: Model, n_ctx: int) -> Context:
         return model.new_context(n_ctx)
@@ -84,18 +85,13 @@ def calibrating(model: Model, n_ctx: int, passes: PassKind = WHOLE) -> Steps[Pas
 
 @contextmanager
 def timer(model: Model, n_ctx: int, passes: PassKind = WHOLE) -> Iterator[Timer]:
-    """A timer of a model's passes, in contexts that are freed with the block; ``n_ctx`` is the size of the context the
-    model will be used with."""
     n_ctx = min(max(n_ctx, _LEAST_CTX), CALIBRATED_PAST + WIDE + FEW_ROWS)
     with passes.context(model, n_ctx) as narrow, passes.context(model, n_ctx) as wide:
         yield Timer(narrow, wide, passes.tokens(model), passes)
 
 
 def in_turns(timers: Sequence[Timer]) -> Steps[None]:
-    """Take rounds of several models in turns, in an order that is reversed each time, until all have enough.
-
-    So they meet the same machine, and what drifts favours none.
-    """
+    """Take rounds of several models in turns, in an order that is reversed each time: what drifts favours none."""
     for each in timers:
         yield from each.beginning()
     order = list(timers)
@@ -142,7 +138,6 @@ class Timer:
         self._rounds: list[_Round] = []
 
     def beginning(self) -> Steps[None]:
-        """Fill the contexts."""
         for each in {self._narrow, self._wide}:
             each.truncate(0)
             for start in range(0, self._fill, 16):
@@ -152,7 +147,6 @@ class Timer:
             each.truncate(self._fill)
 
     def round(self) -> Steps[None]:
-        """Time every width."""
         samples, before = Samples(), CPUTimes.now()
         for width in self._order:
             yield
@@ -169,7 +163,6 @@ class Timer:
 
     @property
     def enough(self) -> bool:
-        """Whether further rounds would tell nothing, or take too long."""
         n = len(self._rounds)
         timed = sum(ms for each in self._rounds for widths in each.samples.values() for ms in widths) / 1e3
         if n >= 3 * REPEATS or (n and timed > ENOUGH_S):
@@ -193,7 +186,6 @@ class Timer:
         return [PassTimes(curve, noisy=True) for curve in curves]
 
     def _counted(self) -> tuple[Samples, int]:
-        """The passes that count, and the number of quiet rounds."""
         quiet = self._quiet()
         counted = Samples()
         for each in quiet if len(quiet) > 1 else self._rounds:
@@ -216,10 +208,7 @@ class Timer:
 
 
 def calibrating_quickly(model: Model, n_ctx: int, passes: PassKind = WHOLE) -> Steps[PassTimes]:
-    """A first curve from a few passes, in about a second: to begin with, until ``calibrating`` had its time.
-
-    The widths that matter most are timed first, and what there is no time for is read off between or beyond them.
-    """
+    """A first curve from a few passes, in about a second, the widths that matter most first."""
     tokens = passes.tokens(model)
     n_ctx = min(n_ctx, WIDE + FEW_ROWS)
     tokens = [tokens[i % len(tokens)] for i in range(n_ctx)]
@@ -250,7 +239,6 @@ def _undisturbed(samples: list[float]) -> float:
 
 
 def _agree(samples: Samples) -> bool:
-    """Whether repeats confirm each other, at every width and on the whole."""
     for ms in samples.values():
         least = sorted(ms)[:2]
         if len(least) < 2 or least[1] > NOISY * least[0]:
@@ -285,10 +273,8 @@ class CalibrationCache:
         self._store = JsonStore(folder, _FORMAT)
 
     def get(self, key: Key) -> PassTimes | None:
-        """The stored curve; None where there is none, it cannot be read, or was found not to fit any more.
-
-        One that is ``noisy`` is provisional: measure again, and ``put`` keeps the best of both.
-        """
+        """The stored curve, if there is one. One that is ``noisy`` is provisional: measure again, and ``put`` keeps the
+        best of both."""
         stored = self._store.get(key) or {}
         try:
             base = {int(width): float(ms) for width, ms in stored["ms"].items()}
@@ -301,21 +287,16 @@ class CalibrationCache:
         return PassTimes(base, noisy=noisy, quick=quick, others_share=others)
 
     def is_worth_waiting_for(self, key: Key) -> bool:
-        """Whether a provisional curve should be measured again before an answer.
-
-        Not where that was done ``REPEATS`` times, nor where it would be disturbed again.
-        """
+        """Whether a provisional curve should be measured again before an answer: not where that was done ``REPEATS``
+        times, nor where it would be disturbed again."""
         stored = self._store.get(key) or {}
         if bool(stored.get("quick")) or not stored:
             return True
         return int(stored.get("disturbed", 0)) < REPEATS and busy_share(SPAN_S) < BUSY
 
     def put(self, key: Key, times: PassTimes) -> None:
-        """Store a curve; a full or read-only disk only means that it is measured again next time.
-
-        A provisional one replaces no other. Of two the shortest times are kept; where they agree undisturbed, the
-        result is provisional no more.
-        """
+        """Store a curve, if the disk takes it. A provisional one replaces no other; of two the shortest times are kept,
+        and where they agree undisturbed, the result is provisional no more."""
         known, n_disturbed = self.get(key), 0
         if times.noisy and known is not None and not known.quick:
             if times.quick or not known.noisy:
@@ -340,7 +321,6 @@ def curves() -> CalibrationCache:
 
 
 def curve_key(model: Model, kv_type: str) -> dict[str, str]:
-    """What the times of a model's passes depend on; their kind follows from the file."""
     key = {
         "machine": cpu_name(),
         "engine": model.engine,

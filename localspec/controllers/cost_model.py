@@ -27,22 +27,15 @@ ONCE_MORE = 0.25  # Most that a pass counts for, as a logarithm of its time over
 
 
 class PassCost(Protocol):
-    """What passes cost one answer: its own (``PassTimes``), or shared with others (``batching.ShareOfPass``).
+    """What passes cost one answer: its own (``PassTimes``), or shared with others (``batching.ShareOfPass``)."""
 
-    Attributes:
-        n_past: tokens in the memory now.
-        n_since_one: passes since one over one token alone was seen.
-    """
-
-    n_past: int
-    n_since_one: int
+    n_past: int  # tokens in the memory now
+    n_since_one: int  # passes since one over one token alone was seen
 
     def __call__(self, width: int) -> float:
         """Expected milliseconds of a pass over ``width`` tokens; 0 for no tokens."""
 
-    def begin(self) -> None:
-        """Another answer begins."""
-
+    def begin(self) -> None: ...
     def observe(self, width: int, ms: float) -> None:
         """Correct what is expected by one measured pass."""
 
@@ -64,8 +57,7 @@ class PassCost(Protocol):
 
 @dataclass(slots=True)
 class Curve:
-    """t(w) as calibrated [ms], with ``CALIBRATED_PAST`` tokens in the memory: as measured at some widths (at least 1),
-    steps and dips included, and linear between them. ``read`` keeps what was interpolated."""
+    """t(w) as calibrated [ms], with ``CALIBRATED_PAST`` tokens in the memory: linear between what was measured."""
 
     measured: dict[int, float]
     widest: int = field(init=False, repr=False, compare=False)
@@ -75,36 +67,35 @@ class Curve:
         self.widest, self.read = max(self.measured), {}
 
     def __call__(self, width: int) -> float:
-        if (ms := self.read.get(width)) is None:
-            ms = self.read[width] = self._interpolated(width)
-        return ms
-
-    def _interpolated(self, width: int) -> float:
-        known = self.measured
-        if width in known:
-            return known[width]
-        widths = sorted(known)
-        if width > widths[-1]:
-            if len(widths) == 1:
-                return known[widths[-1]] * width / widths[-1]
+        if (ms := self.read.get(width)) is not None:
+            return ms
+        known, widths = self.measured, sorted(self.measured)
+        if width > widths[-1] and len(widths) == 1:
+            ms = known[widths[-1]] * width / widths[-1]
+        elif width > widths[-1]:
             # Beyond what was measured: the mean slope of the whole curve; the last step alone may be a plateau. A curve
             # that falls was disturbed while it was measured: going on so, wide passes would take less than no time.
-            slope = max(0.0, (known[widths[-1]] - known[widths[0]]) / (widths[-1] - widths[0]))
-            return known[widths[-1]] + slope * (width - widths[-1])
-        above = next(w for w in widths if w > width)
-        below = max(w for w in widths if w < width)
-        share = (width - below) / (above - below)
-        return known[below] * (1 - share) + known[above] * share
+            rise = known[widths[-1]] - known[widths[0]]
+            slope = max(0.0, rise / (widths[-1] - widths[0]))
+            ms = known[widths[-1]] + slope * (width - widths[-1])
+        elif width in known:
+            ms = known[width]
+        else:
+            above = next(w for w in widths if w > width)
+            below = max(w for w in widths if w < width)
+            share = (width - below) / (above - below)
+            ms = known[below] * (1 - share) + known[above] * share
+        self.read[width] = ms
+        return ms
 
 
 @dataclass(slots=True)
 class Corrections:
-    """What passes take now, as factors of what was calibrated; 1 is no correction.
+    """What passes take now, as factors of what was calibrated.
 
     Reading the weights is bound by memory, further rows by arithmetic, and other programs slow each differently. What a
     pass tells is divided among the factors by how uncertain each is (a Kalman filter): ``scale`` of all widths,
-    ``rows`` of all but the first, ``trim`` of one width alone. ``beyond``, of widths that were not calibrated, is no
-    part of the filter.
+    ``rows`` of all but the first, ``trim`` of one width alone. ``beyond``, of wider passes, is no part of the filter.
     """
 
     scale: float = 1.0
@@ -117,12 +108,17 @@ class Corrections:
     _unsure_alone: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
 
     def observe(self, width: int, surprise: float, believed: float) -> float:
-        """Correct by one pass over a calibrated width, and return the change of the logarithm of ``scale``.
-
-        ``surprise`` is the logarithm of the time it took over the expected one, ``believed`` the part of it taken at
-        once for the machine's speed; 0: the filter decides.
-        """
-        self._fade(width)
+        """Correct by one pass, which took exp(``surprise``) times as long as expected; returns the change of the
+        logarithm of ``scale``. ``believed`` is taken at once for the machine's speed; 0: the filter decides."""
+        self._unsure += WALK**2
+        if width == 1:
+            self.rows **= KEPT
+            self._together *= KEPT
+            self._unsure_rows += (1.0 - KEPT**2) * (ROWS**2 - self._unsure_rows)
+        for known, unsure in self._unsure_alone.items():
+            if known != width:
+                self.trim[known] **= KEPT
+                self._unsure_alone[known] = unsure + (1.0 - KEPT**2) * (ALONE**2 - unsure)
         told = min(ONCE_MORE, max(-ONCE_MORE, surprise))
         scale, rows, alone = self._unsure, self._together, 0.0  # covariances with what is seen
         if width > 1:
@@ -146,38 +142,18 @@ class Corrections:
         once = min(ONCE_MOST, max(-ONCE_MOST, surprise))
         self.beyond = min(3.0, max(0.33, self.beyond * math.exp(0.3 * once)))
 
-    def _fade(self, width: int) -> None:
-        self._unsure += WALK**2
-        if width == 1:
-            self.rows **= KEPT
-            self._together *= KEPT
-            self._unsure_rows += (1.0 - KEPT**2) * (ROWS**2 - self._unsure_rows)
-        for known, unsure in self._unsure_alone.items():
-            if known != width:
-                self.trim[known] **= KEPT
-                self._unsure_alone[known] = unsure + (1.0 - KEPT**2) * (ALONE**2 - unsure)
-
 
 @dataclass(slots=True)
 class PassTimes:
-    """t(w) of one model in one engine [ms]: the calibrated curve times the corrections that follow what is observed.
-
-    Attributes:
-        growth: relative increase per token in the memory: its bytes in the KV cache over the bytes of the weights.
-        n_past, n_since_one: see ``PassCost``.
-        noisy: whether the calibration is provisional: repeats did not agree, others used the CPU, or it is quick. It is
-            repeated when there is time, and nothing is chosen for good by it.
-        quick: whether it comes of a few passes only.
-        others_share: of the CPUs' time, used by other programs while it was calibrated.
-    """
+    """t(w) of one model in one engine [ms]: the calibrated curve times the corrections that follow what is observed."""
 
     measured: InitVar[dict[int, float]]
-    growth: float = 0.0
+    growth: float = 0.0  # share by which a pass grows per token in the memory
     n_past: int = CALIBRATED_PAST
     n_since_one: int = 0
-    noisy: bool = False
-    quick: bool = False
-    others_share: float = 0.0
+    noisy: bool = False  # provisional: repeats did not agree, others used the CPU, or it is quick
+    quick: bool = False  # it comes of a few passes only
+    others_share: float = 0.0  # of the CPUs' time, used by other programs while it was calibrated
     curve: Curve = field(init=False)
     corrections: Corrections = field(init=False, default_factory=Corrections)
     _n_observed: int = 0  # since the calibration
@@ -192,22 +168,16 @@ class PassTimes:
         if width <= 0:
             return 0.0
         curve, now = self.curve, self.corrections
-        if (ms := curve.read.get(width)) is None:  # first without a call: it is asked for so often
-            ms = curve(width)
         longer = (1.0 + self.growth * self.n_past) / (1.0 + self.growth * CALIBRATED_PAST)
-        ms = ms * longer * now.scale * (now.rows if width > 1 else 1.0)
+        ms = curve(width) * longer * now.scale * (now.rows if width > 1 else 1.0)
         return ms * (now.beyond if width > curve.widest else now.trim.get(width, 1.0))
 
     def begin(self) -> None:
         self._n_recent, self._left = 0, 0.0
 
     def observe(self, width: int, ms: float) -> None:
-        """Correct the curve by one measured pass.
-
-        An outlier counts as ``ONCE_MORE`` at most (beyond the calibrated widths ``ONCE_MOST``). Two in a row that both
-        differ by more than noise, as when another program has taken the CPU, are believed at once in what they agree
-        on.
-        """
+        """Correct the curve by one measured pass. An outlier counts as ``ONCE_MORE`` at most (beyond the calibrated
+        widths ``ONCE_MOST``); two in a row that differ by more than noise are believed in what they agree on."""
         expected = self(width)
         if expected <= 0 or ms <= 0:
             return
@@ -247,7 +217,6 @@ class PassTimes:
 
     @property
     def fits(self) -> bool:
-        """False when hundreds of passes took, on average, over 1.5 times or under two thirds of what was calibrated."""
         return self._n_observed < 300 or abs(self._drift) < math.log(1.5)
 
 
@@ -272,7 +241,6 @@ class Costs:
 
     @property
     def ms_plain(self) -> float:
-        """Expected time of a round of plain decoding."""
         return self.times(1) + self.ms_other
 
     def step_ms(self, source: str) -> float:

@@ -2,63 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
 from types import MappingProxyType
 
 from localspec.controllers.cost_model import PassCost
 from localspec.errors import UsageError, shown
-from localspec.spec_decode.drafters.base import SURE_COPY, Controller, Drafter, Plan
-from localspec.spec_decode.rounds import Draft, Round
+from localspec.spec_decode.drafters.base import Controller, Drafter, Plan
+from localspec.spec_decode.rounds import Round
 
 MAX_FIXED_DRAFT = 64
-
-
-class FixedPlan(Plan):
-    """Draft up to ``room`` tokens, whatever they cost; a copy under ``SURE_COPY`` gives way to a draft model's
-    token."""
-
-    def __init__(self, room: int, copying: Collection[str] = (), n_beside: int = 0) -> None:
-        super().__init__(room)
-        self.copying, self.n_beside = copying, n_beside
-
-    def branching(self) -> FixedBranching | None:
-        return FixedBranching(self.n_beside) if self.n_beside else None
-
-    def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
-        if source in self.copying and confidence < SURE_COPY:
-            return None
-        return super().keep(source, confidence)
-
-
-@dataclass(slots=True)
-class FixedBranching:
-    """Let a draft branch wherever a drafter has something to say, up to ``room`` tokens."""
-
-    room: int
-
-    def beside(self, draft: Draft, parent: int, source: str, confidence: float) -> float | None:
-        if self.room <= 0:
-            return None
-        self.room -= 1
-        return confidence
 
 
 class FixedController(Controller):
     """Always drafts the same number of tokens; 0 is plain decoding.
 
-    An unsure copy gives way where one of ``drafters`` runs a model; ``beside`` is the most tokens of a draft outside of
-    its chain. ``times`` is the target's t(w), corrected by what is observed.
+    An unsure copy gives way where one of ``drafters`` runs a model; ``branches`` is the most tokens of a draft outside
+    of its chain. ``times`` is the target's t(w), corrected by what is observed.
     """
 
     def __init__(
-        self, length: int, times: PassCost | None = None, drafters: Sequence[Drafter] = (), *, beside: int = 0
+        self, length: int, times: PassCost | None = None, drafters: Sequence[Drafter] = (), *, branches: int = 0
     ) -> None:
         if not 0 <= length <= MAX_FIXED_DRAFT:
             raise UsageError(f"the draft length must be auto or 0..{MAX_FIXED_DRAFT}, not {shown(length)}")
         self.length = length
         self.times = times
-        self._beside = beside
+        self._n_branches = branches
         has_model = any(drafter.info.runs_model for drafter in drafters)
         self.copying = {each.info.source for each in drafters if each.info.copies and has_model}
 
@@ -75,7 +44,7 @@ class FixedController(Controller):
         lost: Set[str] = frozenset(),
     ) -> Plan:
         length = min(room, self.length)
-        return FixedPlan(length, () if lost else self.copying, min(room - length, self._beside))
+        return Plan(length, () if lost else self.copying, min(room - length, self._n_branches))
 
     def learn(self, round_: Round) -> None:
         if self.times is not None:

@@ -43,32 +43,22 @@ READING_SHARE = 0.05
 
 @dataclass(slots=True)
 class TimeBudget:
-    """The balance of a process and of the current answer [plain tokens].
+    """The balance of a process and of the current answer [plain tokens]."""
 
-    Attributes:
-        balance: saved so far in all answers, the grant and the percent included.
-        in_answer: saved so far in this answer, investments left out.
-        invested: what reading has cost this answer.
-        answer_grant, answer_share: what drafts may cost this answer at its start, and of each of its tokens.
-    """
-
-    balance: float = GRANT
-    in_answer: float = 0.0
-    n_tokens: int = 0
-    invested: float = 0.0
-    answer_grant: float = ANSWER_GRANT
-    answer_share: float = ANSWER_SHARE
+    balance: float = GRANT  # saved so far in all answers, the grant and the percent included
+    in_answer: float = 0.0  # saved so far in this answer, investments left out
+    n_tokens: int = 0  # of this answer
+    invested: float = 0.0  # what reading has cost this answer
+    answer_grant: float = ANSWER_GRANT  # what drafts may cost this answer at its start
+    answer_share: float = ANSWER_SHARE  # and with each of its tokens
 
     def begin(self, *, predicted: bool = False, reads_states: bool = False) -> None:
-        """A new answer, which is likely to repeat a text of the caller's (``predicted``), or with a drafter that reads
-        hidden states."""
         self.answer_grant = PREDICTED_GRANT if predicted else ANSWER_GRANT
         self.answer_share = ANSWER_SHARE - (STATES_SHARE if reads_states else 0.0)
         self.in_answer, self.n_tokens, self.invested = 0.0, 0, 0.0
 
     def book(self, n_tokens: int, saved: float, invested: float = 0.0) -> None:
-        """A round emitted ``n_tokens`` and saved so many plain tokens against plain decoding (negative: lost), a
-        reading of ``invested`` included."""
+        """A round saved so many plain tokens against plain decoding (negative: lost), a reading included."""
         self.n_tokens += n_tokens
         self.in_answer += saved + invested
         self.invested += invested
@@ -89,8 +79,7 @@ class TimeBudget:
 
     @classmethod
     def restored(cls, stored: Any) -> TimeBudget:
-        """A budget for a new process: the grant, and a part of what an earlier one saved; malformed values are
-        ignored."""
+        """A budget for a new process: the grant, and a part of what an earlier one saved."""
         saved = stored.get("saved") if isinstance(stored, dict) else None
         if not isinstance(saved, int | float) or not math.isfinite(saved):
             return cls()
@@ -130,9 +119,8 @@ class AcceptanceStore:
     ) -> SourceAcceptance:
         """The table of one drafter, for requests sampled like this one; what an earlier run learned is its start.
 
-        ``copies``: from the text, rather than by a model. ``sampled``: of samples, rather than the most probable
-        tokens. ``reads_target``: it drafts from what the target computes, as heads do, right at ``rate`` (see
-        ``of_a_head``). ``thinks``: in thinking blocks, rather than in answers.
+        ``sampled``: of samples, rather than the most probable tokens. ``reads_target``: it drafts from what the target
+        computes, right at ``rate`` (see ``of_a_head``). ``thinks``: in thinking blocks, rather than in answers.
         """
         name = f"{mode_of(params)} {source}{' sample' if sampled else ''}{' thinking' if thinks else ''}"
         if name not in self._tables:

@@ -41,9 +41,9 @@ _LINEAR = 1.0 / -math.expm1(-_GRID_STEP)
 
 @dataclass(frozen=True, slots=True)
 class Prospects:
-    """What draft tokens of one source will look like: of each confidence bin, its share by what the token follows
-    [n_groups, n_bins], the group that it leads to [n_bins], and its expected acceptance [n_bins]. With ``one_pass``
-    only the first step of a draft takes ``step_ms`` (0: no model)."""
+    """What draft tokens of one source will look like: the share of each confidence bin by what the token follows
+    [n_groups, n_bins], the group that a bin leads to, and its expected acceptance. With ``one_pass`` only the first
+    step of a draft takes ``step_ms`` (0: no model)."""
 
     shares: Floats
     group: npt.NDArray[np.int64]
@@ -132,7 +132,6 @@ class Continuation:
         return _at(self._looked_up[1][model], n, reach, after)
 
     def send(self, n: int, reach: float, acceptance: float, leads_to: int = 0) -> float:
-        """Tokens to be gained by sending a draft token and going on in the best way."""
         if n >= len(self._row):
             return -math.inf
         reach *= acceptance
@@ -200,7 +199,6 @@ def expected_tokens(acceptance: float, length: int) -> float:
 
 
 def round_time(length: int, times: Times, step_ms: float) -> float:
-    """Time of a round with a draft of this length, over that of a plain one."""
     return (times(length + 1) + length * step_ms) / times(1)
 
 
@@ -268,7 +266,6 @@ class Stopping:
         return [source for source in self.costs.draft_times if source not in self.unprofitable]
 
     def break_even(self, source: str) -> float:
-        """The acceptance rate at which the best fixed draft length of this source only equals plain decoding."""
         costs, step_ms = self.costs, self.costs.step_ms(source)
 
         def rounds(w: int) -> float:
@@ -351,5 +348,4 @@ class Stopping:
         return self._joined[source]
 
     def rank(self, source: str) -> int:
-        """Index of this one among the models of ``joined``."""
         return [each for each in self.costs.draft_times if each not in self.lagging or each == source].index(source)

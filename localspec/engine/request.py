@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from localspec.engine.options import DraftLength, checked_length, checked_params, drafter_names
-from localspec.engine.worker import CancelledBy, Job, JobState, wait_for
+from localspec.engine.options import DraftLength, checked_length, drafter_names
+from localspec.engine.worker import CancelledBy, Job, JobState
 from localspec.errors import Closed, UsageError, checked_whole, shown
 from localspec.prompts.prompts import Prompt, PromptEncoder, is_messages
 from localspec.sampling.grammar import grammar_of
@@ -21,19 +23,12 @@ from localspec.system.process import REFUSAL
 
 @dataclass(frozen=True, slots=True)
 class AnswerRequest:
-    """What is asked of a pair.
+    """What is asked of a pair; see ``Asking.rounds``.
 
     Attributes:
         prompt: text, messages or token ids; or what makes them when the request's turn comes.
-        params: the sampling parameters.
         draft_length: ``auto``, or a number of tokens; 0 decodes plainly.
-        n_logprobs: alternatives to name for every token; None names none and judges none.
         model_name: what the reply calls the target.
-        drafters, prediction: see ``Seat.drafters_for``.
-        keep_tokens: all but so many tokens of the prompt's beginning are dropped from memory afterwards; None keeps
-            all, answer included.
-        think: ``auto``, ``on``, ``off`` or an effort, see ``prompts.thinking``; None: only messages are asked so.
-        thinking_budget: tokens until a thinking block is closed; None is any number.
         end_marks: texts that end the answer besides ``params.stop``, see ``PromptEncoder``.
     """
 
@@ -53,7 +48,7 @@ class AnswerRequest:
     def checked(
         cls,
         prompt: Prompt | Callable[[], Prompt],
-        params: SamplingParams | None,
+        params: SamplingParams,
         encoder: PromptEncoder,
         default_length: DraftLength,
         model_name: str,
@@ -67,21 +62,17 @@ class AnswerRequest:
         think: str | None = None,
         thinking_budget: int | None = None,
     ) -> AnswerRequest:
-        """A request of the options that ``Asking.rounds`` explains.
-
-        Raises:
-            UsageError: one makes no sense.
-        """
+        """A request of the options that ``Asking.rounds`` explains. Raises ``UsageError``."""
         length = default_length if draft_length is None else checked_length(draft_length)
         is_chat = think is not None or callable(prompt) or is_messages(prompt)  # a function makes a session's messages
         return cls(
             prompt=prompt,
-            params=checked_params(params),
+            params=params,
             draft_length=length if speculate else 0,
             n_logprobs=None if logprobs is None else checked_top(logprobs),
             model_name=model_name,
-            drafters=drafter_names(drafters),
-            prediction=encoder.ids("prediction", () if prediction is None else prediction),
+            drafters=None if drafters is None else drafter_names(drafters),
+            prediction=() if prediction is None else encoder.ids("prediction", prediction),
             keep_tokens=None if keep_tokens is None else checked_whole("keep_tokens", keep_tokens, 0),
             think=None if think is None else encoder.checked_think(think),
             thinking_budget=None if thinking_budget is None else checked_whole("thinking_budget", thinking_budget, 0),
@@ -164,40 +155,21 @@ class Reply:
 
 
 Submit = Callable[[Callable[[Any], Any]], Job]
-"""Queues a job; takes what delivers its Rounds, if it makes any, and then its result (a Reply) or an exception."""
+"""Queues a job; takes what delivers its Rounds, if it makes any, and then the job itself."""
 
 
 class _Stream:
-    """What the two kinds of streams share."""
-
-    _job: Job | None = None
-    _reply: Any = None
-    _done = False
+    _job: Job
 
     @property
     def state(self) -> JobState:
         """``waiting`` in the queue, ``running``, or ``done``."""
-        assert self._job is not None
         return self._job.state
 
-    def _round(self, item: Any) -> Round | None:
-        """The round that was delivered; None for the result, which ends the stream. An exception is raised."""
-        if isinstance(item, Round):
-            return item
-        self._done = True
-        if isinstance(item, BaseException):
-            raise item
-        self._reply = item
-        return None
-
-    def _result(self) -> Any:
-        if self._reply is None:
-            raise Closed("the request ended without an answer")
-        return self._reply
-
     def __del__(self) -> None:
-        if self._job is not None:
-            self._job.forget()
+        job: Job | None = getattr(self, "_job", None)  # None where submitting it failed
+        if job is not None and job.cancelled_by is None:
+            job.cancelled_by = "caller"  # no more than that: it takes no lock
 
 
 class RoundStream(_Stream, Iterator[Round]):
@@ -208,17 +180,19 @@ class RoundStream(_Stream, Iterator[Round]):
     """
 
     def __init__(self, submit: Submit) -> None:
-        self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._items = queue.SimpleQueue[Any]()
         self._job = submit(self._items.put)
 
     def __iter__(self) -> RoundStream:
         return self
 
     def __next__(self) -> Round:
-        round_ = None if self._done else self._round(wait_for(self._items, self._job))
-        if round_ is None:
-            raise StopIteration
-        return round_
+        item = self._job.wait_for(self._items)
+        if isinstance(item, Round):
+            return item
+        self._items.put(item)  # the end is still there when it is asked again
+        self._job.reply()
+        raise StopIteration
 
     @property
     def reply(self) -> Reply:
@@ -229,11 +203,10 @@ class RoundStream(_Stream, Iterator[Round]):
         """
         for _ in self:
             pass
-        return self._result()  # type: ignore[no-any-return] # what the job delivers last
+        return self._job.reply()  # type: ignore[no-any-return] # what the job returned
 
     def close(self) -> None:
         """Stop decoding; ``reply`` then has the text until here. Safe to call twice, and after the end."""
-        assert self._job is not None
         self._job.cancel()
 
     def __enter__(self) -> RoundStream:
@@ -250,31 +223,30 @@ class AsyncRoundStream(_Stream, AsyncIterator[Round]):
     round.
     """
 
-    _timer: asyncio.TimerHandle | None = None
-
     def __init__(self, submit: Submit) -> None:
         loop = asyncio.get_running_loop()
         items = self._items = asyncio.Queue[Any]()
-        self._job = submit(lambda item: loop.call_soon_threadsafe(items.put_nowait, item))
-        if self._job.seconds_left is not None:
-            self._timer = loop.call_later(max(0.0, self._job.seconds_left), self._job.expire)
+        job = self._job = submit(lambda item: loop.call_soon_threadsafe(items.put_nowait, item))
+        late = None if job.ends_at is None else max(0.0, job.ends_at - time.monotonic())
+        self._timer = None if late is None else loop.call_later(late, job.cancel, "deadline")
 
     def __aiter__(self) -> AsyncRoundStream:
         return self
 
     async def __anext__(self) -> Round:
-        if self._done:
-            raise StopAsyncIteration
-        if self._job is not None and self._job.orphaned and self._items.empty():
+        if self._job.process != os.getpid() and self._items.empty():
             raise Closed(REFUSAL)
         try:
             item = await self._items.get()
         except BaseException:
             await self.aclose()  # the task that reads was cancelled
             raise
-        if (round_ := self._round(item)) is None:
-            raise StopAsyncIteration
-        return round_
+        if isinstance(item, Round):
+            return item
+        self._items.put_nowait(item)  # the end is still there when it is asked again
+        await self.aclose()
+        self._job.reply()
+        raise StopAsyncIteration
 
     async def reply(self) -> Reply:
         """The answer; waits for the end of the stream.
@@ -284,16 +256,10 @@ class AsyncRoundStream(_Stream, AsyncIterator[Round]):
         """
         async for _ in self:
             pass
-        return self._result()  # type: ignore[no-any-return] # what the job delivers last
-
-    def _round(self, item: Any) -> Round | None:
-        if self._timer is not None and not isinstance(item, Round):
-            self._timer.cancel()
-        return super()._round(item)
+        return self._job.reply()  # type: ignore[no-any-return] # what the job returned
 
     async def aclose(self) -> None:
         """Stop decoding; ``reply`` then has the text until here. Safe to call twice, and after the end."""
-        assert self._job is not None
         if self._timer is not None:
             self._timer.cancel()
         self._job.cancel()

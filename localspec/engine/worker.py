@@ -11,15 +11,15 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
 from localspec.errors import (
     MAX_COUNT,
     Cancelled,
     Closed,
-    LocalspecError,
     QueueFull,
     UsageError,
     as_float,
@@ -30,19 +30,14 @@ from localspec.errors import (
 from localspec.system.machine import on_battery
 from localspec.system.process import REFUSAL, answering, at_end, in_child
 
-# Idle work: tasks that a worker takes up while its queue is empty.
-#
-# A task does one step at a time, at most one pass of a model or a tenth of a second; its ``stopped`` turns true when a
-# request has come. So a request waits for one pass at most.
-
 Stopped = Callable[[], bool]
 """Whether a step has to end: a job waits, or the worker is closed. Cheap; also fit for ``Context.interrupted``."""
 
 IdleTask = Callable[[Stopped], bool]
-"""One step of work. True: there is more to do now. False: nothing until there is new work, see ``IdleWork.renew``.
+"""One step of idle work: at most one pass of a model, or a tenth of a second, as a request may wait for it.
 
-``Cancelled`` from a step that was stopped means that there is more to do. After any other exception the task is
-dropped.
+True: there is more to do now. False: nothing until there is new work, see ``IdleWork.renew``. ``Cancelled`` from a step
+that was stopped means that there is more to do. After any other exception the task is dropped.
 """
 
 PREPARATION = 10
@@ -51,90 +46,70 @@ PREPARATION = 10
 log = logging.getLogger("localspec")
 
 ASK_AGAIN_S = 30.0
-"""How long an answer to "is it on battery?" is believed, and how soon it is asked again while work waits for mains."""
-
+"""How long an answer of ``IdleWork.allowed`` counts."""
 
 GRACE_S = 0.05
 """For so long after a request another is waited for: a program that asks again at once need not wait for a step."""
 
 
-class Pause(NamedTuple):
-    """How long nothing is to be done.
-
-    Attributes:
-        seconds: 0 is no time, None is until there is new work.
-        at_rest: whether nothing is left that may be done now.
-    """
-
-    seconds: float | None
-    at_rest: bool
+def on_mains() -> bool:
+    return not on_battery()
 
 
 @dataclass(slots=True)
 class _Entry:
     task: IdleTask
     priority: int
-    warn: Callable[[str], None]
     rests: bool = False
 
 
-@dataclass(slots=True)
 class IdleWork:
     """The tasks of one worker. All but ``step`` may be called from any thread.
 
-    Attributes:
-        allowed: whether there may be any idle work now; asked before every step.
+    Args:
+        allowed: whether there may be idle work now, asked every ``ASK_AGAIN_S``; None takes no tasks.
     """
 
-    allowed: Callable[[], bool] = lambda: True
-    _entries: list[_Entry] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _forbidden_until: float = 0.0
-    _not_before: float = 0.0
+    def __init__(self, allowed: Callable[[], bool] | None) -> None:
+        self._allowed = allowed
+        self._entries: list[_Entry] = []
+        self._lock = threading.Lock()
+        self._may, self._believed_until = True, 0.0
+        self._not_before = 0.0
 
-    def add(self, task: IdleTask, *, priority: int = 0, warn: Callable[[str], None] | None = None) -> None:
-        """Have a task asked for steps whenever there is time.
-
-        Args:
-            task: see ``IdleTask``.
-            priority: tasks of a lower number go first, and to their end, before others get a step.
-            warn: takes the line of a ``LocalspecError`` that ended the task, where the user should know.
-        """
-        with self._lock:
-            entries = [*self._entries, _Entry(task, priority, warn or (lambda line: None))]
-            self._entries = sorted(entries, key=lambda entry: entry.priority)
-
-    def remove(self, task: IdleTask) -> None:
-        """Forget a task; one that is not there is fine."""
-        with self._lock:
-            self._entries = [entry for entry in self._entries if entry.task != task]
+    def add(self, task: IdleTask, priority: int = 0) -> None:
+        """Ask a task for steps whenever there is time; those of a lower priority go first, and to their end."""
+        if self._allowed is not None:
+            with self._lock:
+                self._entries = sorted([*self._entries, _Entry(task, priority)], key=lambda entry: entry.priority)
 
     def clear(self) -> None:
-        """Forget all tasks, and what they hold on to."""
         with self._lock:
             self._entries = []
 
     def renew(self, *, after_job: bool = False) -> None:
-        """There may be new work: ask every task again. Happens by itself after every job."""
+        """Ask every task again, as there may be new work."""
         if after_job:
             self._not_before = time.monotonic() + GRACE_S
         with self._lock:
             for entry in self._entries:
                 entry.rests = False
 
-    def pause(self) -> Pause:
-        """When a step should be taken."""
+    def pause(self) -> tuple[float | None, bool]:
+        """How long nothing is to be done [s], None until there is new work; and whether nothing is left for now."""
         if all(entry.rests for entry in self._entries):
-            return Pause(None, at_rest=True)
+            return None, True
         now = time.monotonic()
-        if now < self._forbidden_until:
-            return Pause(self._forbidden_until - now, at_rest=True)
-        return Pause(max(0.0, self._not_before - now), at_rest=False)
+        if not self._may and now < self._believed_until:
+            return self._believed_until - now, True
+        return max(0.0, self._not_before - now), False
 
     def step(self, stopped: Stopped) -> None:
-        """Let the first task that has work do a step of it, if that is allowed; nothing that it raises gets out."""
-        if not self.allowed():
-            self._forbidden_until = time.monotonic() + ASK_AGAIN_S
+        """Have the first task that has work do a step of it, if that is allowed; nothing that it raises gets out."""
+        now = time.monotonic()
+        if self._allowed is not None and now >= self._believed_until:
+            self._may, self._believed_until = self._allowed(), now + ASK_AGAIN_S
+        if not self._may:
             return
         with self._lock:
             entry = next((entry for entry in self._entries if not entry.rests), None)
@@ -147,56 +122,34 @@ class IdleWork:
             more = isinstance(error, Cancelled) and stopped()
             if not more:
                 log.debug("a task for idle time failed and is dropped", exc_info=error)
-                self.remove(entry.task)
-                if isinstance(error, LocalspecError):
-                    entry.warn(str(error))
+                with self._lock:
+                    self._entries = [each for each in self._entries if each is not entry]
         if more:
             entry.rests = False
 
-
-class NoIdleWork(IdleWork):
-    """Takes tasks, and never does any."""
-
-    def add(self, task: IdleTask, *, priority: int = 0, warn: Callable[[str], None] | None = None) -> None:
-        return
-
-
-class OnMains:
-    """Whether the machine is not known to run on battery, asked of the system now and then only."""
-
-    def __init__(self, reader: Callable[[], bool | None] = on_battery) -> None:
-        self._reader = reader
-        self._asked: float | None = None
-        self._on_mains = True
-
-    def __call__(self) -> bool:
-        now = time.monotonic()
-        if self._asked is None or now - self._asked >= ASK_AGAIN_S:
-            self._asked, self._on_mains = now, not self._reader()
-        return self._on_mains
-
-
-# Work for the one thread that owns the engine: ``Job``, and ``FairQueue`` in which jobs wait; ``worker`` runs them.
 
 CancelledBy = Literal["caller", "deadline"]
 JobState = Literal["waiting", "running", "done"]
 
 
-class Job:
+class Job(Future[Any]):
     """One piece of work; it runs at most once, and not at all if it is cancelled or late before its turn.
 
-    It is claimed once: by the worker that runs it, or by what cancels it while it waits; that one delivers its result.
-    Claiming takes no lock that others hold, so a job may be cancelled from anywhere, a destructor included.
+    It is claimed once, as a future is: by the worker that runs it, or by what cancels it while it waits.
 
     Args:
-        work: what to do, given the job; its result, or its exception, is delivered.
-        deliver: takes what the job gives; called from the worker's thread, or from the one that cancels. What it raises
-            ends the job, and is given to it in place of the result; if that raises too, nothing is delivered.
-        abandoned: makes what is delivered in place of a result if the job never runs.
-        conversation: jobs of one conversation run in order; None is a conversation of its own.
-        deadline: seconds from now in which it has to be done, waiting included; None is for ever.
-        priority: of those that wait the ones with the highest come first.
-        request: what it is about, if it may be answered beside others; None: it runs alone.
+        work: what to do, given the job; ``reply`` returns its result, or raises its exception.
+        deliver: takes what the job gives, and at its end the job itself; called from the worker's thread, or from the
+            one that cancels. If it raises, the work is cancelled, and ``reply`` raises the same.
+        abandoned: makes the reply of a job that never ran; None raises ``Cancelled``.
+        conversation, deadline, priority: see ``Asking.rounds``.
+        request: what it is about, if it may share passes with others; None: it runs alone.
+
+    Attributes:
+        ends_at: its deadline by ``time.monotonic``.
+        started: when its turn came, by ``time.perf_counter``.
+        refused: what ``deliver`` raised.
+        process: the process that queued it; in a child of that, no thread will run it.
 
     Raises:
         UsageError: the deadline is not a positive number, the priority no whole one, or the conversation not hashable.
@@ -213,6 +166,7 @@ class Job:
         priority: int = 0,
         request: Any = None,
     ) -> None:
+        super().__init__()
         try:
             hash(conversation)
         except TypeError:
@@ -228,54 +182,67 @@ class Job:
         self.conversation: Hashable = self if conversation is None else conversation
         self.submitted = time.monotonic()
         self.ends_at = None if deadline is None else self.submitted + deadline
-        self.started = 0.0  # when its turn came, by time.perf_counter()
+        self.started = 0.0
         self.seconds_waited = 0.0
         self.cancelled_by: CancelledBy | None = None
-        self.state: JobState = "waiting"
+        self.refused: BaseException | None = None
+        self.process = os.getpid()
         self._work: Callable[[Job], Any] | None = work
-        self._deliver = deliver
-        self._abandoned = abandoned
-        self._refused: BaseException | None = None
-        self._claim = threading.Lock()
-        self._process = os.getpid()
+        self._deliver, self._abandoned = deliver, abandoned
+
+    @property
+    def state(self) -> JobState:
+        return "running" if self.running() else "done" if self.done() else "waiting"
 
     def run(self) -> None:
-        """Do the work, unless the job was cancelled or it is too late; called by the worker."""
         work = self._work
         if self.start():
             assert work is not None
-            self.end(lambda: work(self))
+            try:
+                result = work(self)
+            except BaseException as error:
+                self.fail(error)
+            else:
+                self.finish(result)
 
     def start(self) -> bool:
-        """Claim it for the worker, which has to ``end`` it; False if it was cancelled or it is too late."""
-        if self.expire() or not self._claimed():
+        """Claim it for the worker, which has to ``finish`` or ``fail`` it; False if it was cancelled or is too late."""
+        if self.stopped():
+            self.cancel("deadline")
+        self._work = None
+        if not self.set_running_or_notify_cancel():
             return False
-        self.state, self._work = "running", None
         self.started, self.seconds_waited = time.perf_counter(), time.monotonic() - self.submitted
         return True
 
     def give(self, item: Any) -> None:
-        """Deliver something; if that fails, the job ends."""
-        if self._refused is None:
-            try:
-                self._deliver(item)
-            except BaseException as error:  # the thread that works for all must outlive what one of them does
-                self._refused = error
-                self.forget()
-
-    def end(self, make: Callable[[], Any]) -> None:
-        """Give the last thing: a result, or why there is none or it could not be delivered."""
+        """Deliver something; where that fails the work is cancelled, and the thread that works for all goes on."""
         try:
-            result = make()
-        except StopIteration as error:  # raised again by an iterator, it would look like a proper end
-            result = RuntimeError(f"unexpected {error!r}")
+            self._deliver(item)
         except BaseException as error:
-            result = error
-        self.state = "done"
-        self.give(result)
-        if self._refused is not None:
-            with suppress(BaseException):  # an event loop that is closed
-                self._deliver(self._refused)
+            self.refused, self.cancelled_by = error, self.cancelled_by or "caller"
+            if self.cancelled() and isinstance(error, KeyboardInterrupt):  # meant for the thread that cancels
+                raise
+
+    def finish(self, result: Any) -> None:
+        self.set_result(result)
+        self._over()
+
+    def fail(self, error: BaseException) -> None:
+        if isinstance(error, StopIteration):  # raised by an iterator, it would look like a proper end
+            error = RuntimeError(f"unexpected {error!r}")
+        self.set_exception(error)
+        self._over()
+
+    def reply(self) -> Any:
+        """Its result, once it is done; what its work, or delivering it, raised is raised here."""
+        if self.refused is not None:
+            raise self.refused
+        if not self.cancelled():
+            return self.result()
+        if self._abandoned is None:
+            raise Cancelled(f"the request was cancelled by its {self.cancelled_by} while it waited")
+        return self._abandoned(self)
 
     def stopped(self) -> bool:
         """Whether the work should end: polled by the work itself."""
@@ -283,45 +250,40 @@ class Job:
             self.cancelled_by = "deadline"
         return self.cancelled_by is not None
 
-    def cancel(self, by: CancelledBy = "caller") -> None:
-        """Stop the work at its next look, or keep it from ever starting."""
-        if self.state == "done":
-            return
-        if self.cancelled_by is None:
-            self.cancelled_by = by
-        if self._claimed():
-            self._work = None
-            abandoned = self._abandoned
-            if abandoned is None:
-                self.state = "done"
-            else:
-                self.end(lambda: abandoned(self))
-                if isinstance(self._refused, KeyboardInterrupt):  # it was meant for the thread that cancels
-                    raise self._refused
+    def cancel(self, by: CancelledBy = "caller") -> bool:
+        """Stop the work at its next look, or keep it from ever starting; whether it never starts."""
+        if self.done():
+            return self.cancelled()
+        self.cancelled_by = self.cancelled_by or by
+        if never_starts := super().cancel():
+            self._over()
+        return never_starts
 
-    def expire(self) -> bool:
-        """Cancel it if it is too late; whether it is cancelled."""
-        if self.stopped():
-            self.cancel("deadline")
-        return self.cancelled_by is not None
+    def _over(self) -> None:
+        self.give(self)
+        if self.refused is not None:
+            with suppress(BaseException):  # an event loop that is closed
+                self._deliver(self)
+        self._deliver = lambda item: None  # what it was delivered to may hold the job
 
-    def forget(self) -> None:
-        """Nobody waits for the result any more: stop, and deliver nothing. For destructors, so it only sets flags."""
-        if self.cancelled_by is None:
-            self.cancelled_by = "caller"
+    def wait_for(self, items: queue.SimpleQueue[Any]) -> Any:
+        """The next thing that it puts into ``items``; too late while it waits for its turn, it is cancelled here.
 
-    @property
-    def seconds_left(self) -> float | None:
-        """Until the deadline; None if there is none."""
-        return None if self.ends_at is None else self.ends_at - time.monotonic()
-
-    @property
-    def orphaned(self) -> bool:
-        """Whether it was queued before this process was forked: the thread that would run it is the parent's."""
-        return self._process != os.getpid()
-
-    def _claimed(self) -> bool:
-        return self._claim.acquire(blocking=False)
+        Raises:
+            Closed: nothing will be delivered, as the process was forked meanwhile.
+        """
+        while True:
+            timeout = 1.0  # a wait without one cannot be interrupted by Ctrl-C on Windows
+            waits, orphaned = self.state == "waiting", self.process != os.getpid()
+            if waits and self.ends_at is not None:
+                timeout = min(timeout, max(0.01, self.ends_at - time.monotonic()))
+            try:
+                return items.get(timeout=0.0 if orphaned else timeout)
+            except queue.Empty:
+                if orphaned:
+                    raise Closed(REFUSAL) from None
+                if waits and self.stopped():  # one that runs looks at the clock itself
+                    self.cancel()
 
 
 class FairQueue:
@@ -329,20 +291,19 @@ class FairQueue:
 
     Of the conversations those come first whose next job has the highest priority.
 
-    Args:
-        max_waiting: most conversations that may wait, besides those that are served; None is any number.
-
     Attributes:
+        max_waiting: most conversations that may wait, besides those that are served; None is any number.
         at_once: how many are served at a time, see ``take``.
+        closed: why no more jobs are taken; None where they are.
     """
 
     def __init__(self, max_waiting: int | None = None) -> None:
         self.max_waiting = max_waiting
         self.at_once = 1
+        self.closed: str | None = None
         self._conversations: dict[Hashable, deque[Job]] = {}
         self._served: set[Hashable] = set()  # the conversations whose jobs were given last, while they may be running
         self._changed = threading.Condition()
-        self._closed: str | None = None
         self._at_rest = False
 
     def put(self, job: Job, *, bounded: bool = True) -> None:
@@ -353,7 +314,8 @@ class FairQueue:
             Closed: the queue was closed.
         """
         with self._changed:
-            self.check_open()
+            if self.closed:
+                raise Closed(self.closed)
             known = job.conversation in self._served or job.conversation in self._conversations
             if bounded and self.max_waiting is not None and not known:
                 others = (jobs for each, jobs in self._conversations.items() if each not in self._served)
@@ -362,58 +324,44 @@ class FairQueue:
                 if waiting >= self.max_waiting and (waiting or len(self._served) >= self.at_once):
                     raise QueueFull(f"{waiting} requests are waiting already; try again later")
             self._conversations.setdefault(job.conversation, deque()).append(job)
-            self._prune()
-            self._wake()
+            # Jobs that were cancelled while they waited are dropped: a long answer must not let them pile up.
+            alive = {
+                conversation: deque(job for job in jobs if job.cancelled_by is None)
+                for conversation, jobs in self._conversations.items()
+            }
+            self._conversations = {conversation: jobs for conversation, jobs in alive.items() if jobs}
+            self.wake()
 
-    def check_open(self) -> None:
-        """Raises ``Closed`` where no more jobs are taken."""
-        if self._closed:
-            raise Closed(self._closed)
-
-    def get(self, pause: Callable[[], Pause] = lambda: Pause(None, at_rest=True)) -> Job | None:
-        """The next job, once there is one; None when the queue was closed and is empty, or it is time for other work.
-
-        Args:
-            pause: when it is time for other work, where there is no job; asked again after that time and by ``wake``.
-        """
+    def get(self, pause: Callable[[], tuple[float | None, bool]] = lambda: (None, True)) -> Job | None:
+        """The next job, once there is one; None when the queue is closed and empty, or ``IdleWork.pause`` is over."""
         with self._changed:
             while True:
                 seconds, at_rest = pause()  # before the look at what came: it is long enough for something to come
                 for conversation in list(self._served):
                     self._release(conversation)
-                if (job := self._first()) is not None:
-                    return self._given(job)
-                if self._closed:
-                    return None
-                if seconds == 0:
-                    return None
+                job = self._pop()
+                if job is not None or self.closed or seconds == 0:
+                    return job
                 self._at_rest = at_rest
                 self._changed.notify_all()
                 self._changed.wait(seconds)
                 self._at_rest = False
 
     def take(self, above: int | None = None) -> Job | None:
-        """Without waiting: the next job, if it may run beside those that were given and not released; else None.
-
-        Args:
-            above: only one of a higher priority; None takes any.
-        """
+        """Without waiting: the next job, if it may share passes, and its priority is ``above`` another."""
         with self._changed:
-            job = self._first()
-            if job is None or job.request is None or (above is not None and job.priority <= above):
-                return None
-            return self._given(job)
+            return self._pop(lambda job: job.request is not None and (above is None or job.priority > above))
 
     def release(self, job: Job) -> None:
         """A job that was taken is over: its conversation may be served again, after those that came meanwhile."""
         with self._changed:
             self._release(job.conversation)
 
-    def _first(self) -> Job | None:
+    def _pop(self, fits: Callable[[Job], bool] = lambda job: True) -> Job | None:
         heads = [jobs[0] for conversation, jobs in self._conversations.items() if conversation not in self._served]
-        return max(heads, key=lambda job: job.priority, default=None)
-
-    def _given(self, job: Job) -> Job:
+        job = max(heads, key=lambda job: job.priority, default=None)
+        if job is None or not fits(job):
+            return None
         jobs = self._conversations[job.conversation]
         jobs.popleft()
         if not jobs:
@@ -429,29 +377,23 @@ class FairQueue:
     def wake(self) -> None:
         """Have ``get`` ask its ``pause`` again."""
         with self._changed:
-            self._wake()
-
-    def _wake(self) -> None:
-        self._at_rest = False
-        self._changed.notify_all()
+            self._at_rest = False
+            self._changed.notify_all()
 
     def wait_at_rest(self, timeout: float | None) -> bool:
-        """Wait until ``get`` waits, having nothing to give; whether that came about in time."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._at_rest or self._closed is not None, timeout)
+            return self._changed.wait_for(lambda: self._at_rest or self.closed is not None, timeout)
 
     @property
     def is_urgent(self) -> bool:
         """Whether idle work has to end: a job came, or the queue was closed."""
-        return bool(self._conversations) or self._closed is not None
+        return bool(self._conversations) or self.closed is not None
 
     @property
     def ended(self) -> bool:
-        """Whether the queue was closed and has nothing left."""
-        return self._closed is not None and not self._conversations
+        return self.closed is not None and not self._conversations
 
     def waiting(self) -> list[Job]:
-        """The jobs that wait and were not cancelled."""
         with self._changed:
             return [job for jobs in self._conversations.values() for job in jobs if _waits(job)]
 
@@ -461,41 +403,12 @@ class FairQueue:
     def close(self, reason: str = "this LLM was closed") -> None:
         """Take no more jobs, for a reason; those that wait are still handed out."""
         with self._changed:
-            self._closed = self._closed or reason
-            self._wake()
-
-    def _prune(self) -> None:
-        """Drop jobs that were cancelled while they waited: a long answer must not let them pile up."""
-        for conversation, jobs in list(self._conversations.items()):
-            alive = deque(job for job in jobs if job.cancelled_by is None)
-            if not alive:
-                del self._conversations[conversation]
-            elif len(alive) < len(jobs):
-                self._conversations[conversation] = alive
+            self.closed = self.closed or reason
+            self.wake()
 
 
 def _waits(job: Job) -> bool:
     return job.state == "waiting" and not job.stopped()
-
-
-def wait_for(items: queue.SimpleQueue[Any], job: Job | None = None) -> Any:
-    """The next thing delivered; a job that is too late while it waits for its turn is cancelled here.
-
-    Raises:
-        Closed: nothing will be delivered, as the process was forked meanwhile.
-    """
-    while True:
-        timeout = 1.0  # a wait without one cannot be interrupted by Ctrl-C on Windows
-        if job is not None and job.state == "waiting" and job.seconds_left is not None:
-            timeout = min(timeout, max(0.01, job.seconds_left))
-        orphaned = job is not None and job.orphaned
-        try:
-            return items.get(timeout=0.0 if orphaned else timeout)
-        except queue.Empty:
-            if orphaned:
-                raise Closed(REFUSAL) from None
-            if job is not None and job.state == "waiting":  # one that runs looks at the clock itself
-                job.expire()
 
 
 Result = TypeVar("Result")
@@ -510,19 +423,19 @@ class Worker:
     It keeps no reference to what submits the jobs, so an owner that is dropped can be collected.
 
     Args:
-        max_waiting: most jobs that may wait; None is any number.
-        idle: takes what is to be done while the queue is empty; None does nothing then.
+        max_waiting: see ``FairQueue``.
+        idle: whether there may be idle work now; None is never.
 
     Attributes:
         running: the jobs that run now.
-        beside: runs a job that has a ``request``, and others that come meanwhile beside it; None runs it alone.
+        batch: runs a job that has a ``request``, and others that come meanwhile; None runs it alone.
     """
 
-    def __init__(self, max_waiting: int | None = None, idle: IdleWork | None = None) -> None:
+    def __init__(self, max_waiting: int | None = None, idle: Callable[[], bool] | None = None) -> None:
         self.queue = FairQueue(max_waiting)
-        self._idle = idle or NoIdleWork()
+        self._idle = IdleWork(idle)
         self.running: list[Job] = []
-        self.beside: Callable[[Job], None] | None = None
+        self.batch: Callable[[Job], None] | None = None
         self._last: tuple[Callable[[], None], ...] = ()
         self._thread = threading.Thread(target=self._run, name="localspec", daemon=True)
         self._thread.start()
@@ -531,12 +444,7 @@ class Worker:
 
     @property
     def n_running(self) -> int:
-        """How many jobs run now."""
-        return sum(job.state == "running" for job in list(self.running))
-
-    def serve_batch(self, run: Callable[[Job], None], at_once: int) -> None:
-        """From now on run jobs that have a ``request`` so, at most so many at a time."""
-        self.beside, self.queue.at_once = run, at_once
+        return sum(job.running() for job in list(self.running))
 
     def call(self, function: Callable[[], Result], *, conversation: Hashable | None = None) -> Result:
         """Run a function on the thread, in its turn, and wait for what it returns.
@@ -546,36 +454,21 @@ class Worker:
         """
         if threading.current_thread() is self._thread:
             return function()
-        done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        good: list[Result] = []
-
-        def work(job: Job) -> None:
-            good.append(function())
-
-        job = Job(
-            work,
-            done.put,
-            abandoned=lambda job: Cancelled("the LLM was closed before its turn came"),
-            conversation=conversation,
-        )
+        done = queue.SimpleQueue[Any]()
+        job = Job(lambda job: function(), done.put, conversation=conversation)
         self.queue.put(job, bounded=False)
         try:
-            error = wait_for(done, job)
+            job.wait_for(done)
         except BaseException:
             job.cancel()
             raise
-        if error is not None:
-            raise error
-        return good[0]
+        if job.cancelled():
+            raise Cancelled("the LLM was closed before its turn came")
+        return job.reply()  # type: ignore[no-any-return] # what the function returned
 
-    def when_idle(self, task: IdleTask, *, priority: int = 0, warn: Callable[[str], None] | None = None) -> None:
-        """Have a task done on the thread while nothing waits, step by step; see ``IdleWork.add``."""
-        self._idle.add(task, priority=priority, warn=warn)
+    def when_idle(self, task: IdleTask, *, priority: int = 0) -> None:
+        self._idle.add(task, priority)
         self.queue.wake()
-
-    def forget_idle(self, task: IdleTask) -> None:
-        """Do no more of a task."""
-        self._idle.remove(task)
 
     def idle_work_waits(self) -> None:
         """Have tasks looked at again, as they may have new work; happens by itself after every job."""
@@ -587,11 +480,10 @@ class Worker:
         return self.queue.wait_at_rest(timeout)
 
     def close(self, *last: Callable[[], None], cancel: bool = False, wait: bool = True) -> None:
-        """End the thread after what waits is done.
+        """End the thread after what waits is done, and then what is in ``last``.
 
         Args:
-            last: run on the thread at the very end, one after the other.
-            cancel: stop the running job and drop those that wait, instead of finishing them.
+            cancel: stop the running job and drop those that wait.
             wait: return only when the thread has ended; not from the thread itself.
         """
         self._last = self._last or last
@@ -603,13 +495,8 @@ class Worker:
                 self._thread.join(timeout=1.0)
 
     def cancel_all(self) -> None:
-        """Stop the running job and keep those that wait from starting."""
         for job in [*self.queue.waiting(), *self.running]:
             job.cancel()
-
-    def join(self, seconds: float) -> None:
-        """Wait for the end of the thread, at most so long."""
-        self._thread.join(seconds)
 
     def _run(self) -> None:
         while True:
@@ -617,7 +504,7 @@ class Worker:
             if job is not None:
                 self.running.append(job)
                 with answering():
-                    run = Job.run if self.beside is None or job.request is None else self.beside
+                    run = Job.run if self.batch is None or job.request is None else self.batch
                     run(job)
                     self.running.clear()
                     del job  # at once: whoever waited for it may drop what it holds
@@ -635,7 +522,7 @@ class Worker:
         """In a forked child: refuse everything, and let nothing of it be freed."""
         self.queue = FairQueue()
         self.queue.close(REFUSAL)
-        self._idle = NoIdleWork()
+        self._idle = IdleWork(None)
         self.running = []
         _WORKERS.discard(self)
         _RENOUNCED.append(self)
@@ -653,7 +540,7 @@ def _end_all() -> None:
         worker.close(cancel=True, wait=False)
     ends_at = time.monotonic() + _ENDING_S
     for worker in workers:
-        worker.join(max(0.0, ends_at - time.monotonic()))
+        worker._thread.join(max(0.0, ends_at - time.monotonic()))
 
 
 at_end("workers", _end_all)

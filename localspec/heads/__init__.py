@@ -2,12 +2,12 @@
 
 HEAD = "head"
 EARLY_EXIT = "early-exit"
+# What --draft calls a head, also head:FILE; the target's own first layers, also early-exit:N; and the target's own
+# layer for multi-token prediction
 MTP = "mtp"
-"""What ``--draft`` calls a head, also ``head:FILE``; the target's own first layers, also ``early-exit:N``; and the
-target's own layer for multi-token prediction."""
 
 FROM_STATES = (HEAD, EARLY_EXIT, MTP)
 
 PUBLISHED = "an EAGLE-3 or DFlash file"
+# For help texts: what --draft MODEL may be besides a model, and what distill --kind takes
 TRAINED_KINDS = "chained|parallel|medusa|eagle3"
-"""For help texts: what ``--draft MODEL`` may be besides a model, and what ``distill --kind`` takes."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from localspec.errors import EngineError
 from localspec.heads.card import HeadCard
-from localspec.heads.file import check_head, engine_folder
+from localspec.heads.file import check_head, engine_folder, output_rows
 from localspec.model_files.gguf import (
     ROWS_ONLY,
     GGUFFile,
@@ -28,20 +28,17 @@ from localspec.model_files.gguf import (
     tensor_rows,
 )
 from localspec.system.files import write_atomically
-from localspec.system.steps import Steps
 
-OUTPUT_TYPES = ("Q4_0", "Q8_0", "F16")
-"""Types of the output rows, the quickest to compute first."""
+OUTPUT_TYPES = ("Q4_0", "Q8_0", "F16")  # types of the output rows, the quickest to compute first
 
+# Types of matrices that are kept; others become Q8_0. ik-llama computes Q4_1 and Q5_1 wrongly where rows are no
+# multiple of 128.
 _AS_THEY_ARE = ("Q4_0", "Q8_0", "F16", "F32")
-"""Types of matrices that are kept; others become Q8_0. ik-llama computes Q4_1 and Q5_1 wrongly where rows are no
-multiple of 128."""
 
 _FORMAT = 1
 _PIECE = 1 << 20
 
-_N_CTX = 1 << 17
-"""Context that the file declares [tokens]; engines only remark on longer ones."""
+_N_CTX = 1 << 17  # context that the file declares [tokens]; engines only remark on longer ones
 
 _MOST_KEPT = 12
 
@@ -49,13 +46,8 @@ _MOST_KEPT = 12
 def engine_file(head: Path, target: Path, fingerprint: str, output_type: str = "Q4_0") -> Path:
     """The path of the file for engines; its name is a digest of all that goes into it.
 
-    Args:
-        head, target: their files.
-        fingerprint: of the target; see ``backends.trust.fingerprint``.
-        output_type: one of ``OUTPUT_TYPES``. Rows that fill no blocks are F16; F16 holds for the head's matrices too.
-
-    Raises:
-        EngineError: the head cannot be read.
+    ``output_type`` is one of ``OUTPUT_TYPES``: rows that fill no blocks are F16, and F16 holds for the head's matrices
+    too. EngineError if the head cannot be read.
     """
     try:
         with head.open("rb") as file:
@@ -70,9 +62,8 @@ def engine_files(target: Path) -> list[Path]:
     return sorted(engine_folder().glob(f"{target.stem[:60]}.*.gguf"))
 
 
-def assembling(place: Path, head: Path, target: Path, output_type: str = "Q4_0") -> Steps[None]:
-    """Make the file for engines, of ``engine_file``, where it is missing, piece by piece; the head has to ``fit`` the
-    target.
+def assemble(place: Path, head: Path, target: Path, output_type: str = "Q4_0") -> None:
+    """Make the file for engines, of ``engine_file``, where it is missing; the head has to ``fit`` the target.
 
     Raises:
         ModelFileError: the head is damaged, or the target has rows that cannot be unpacked.
@@ -84,27 +75,24 @@ def assembling(place: Path, head: Path, target: Path, output_type: str = "Q4_0")
             return
         place.parent.mkdir(parents=True, exist_ok=True)
         with GGUFFile(head) as file, GGUFFile(target) as model:
-            yield from _writing(place, file, check_head(file), model, output_type)
+            _write(place, file, check_head(file), model, output_type)
         _remove_oldest(place.parent)
     except OSError as error:
         raise EngineError(f"cannot write {place}: {error.strerror or error}") from None
 
 
-def _writing(place: Path, head: GGUFFile, card: HeadCard, target: GGUFFile, output_type: str) -> Steps[None]:
-    rows = "output.weight" if "output.weight" in target.tensors else "token_embd.weight"
+def _write(place: Path, head: GGUFFile, card: HeadCard, target: GGUFFile, output_type: str) -> None:
     output = new_tensor("token_embd.weight", (card.n_out, card.n_embd), _engine_type(output_type, card.n_embd))
     block = list(_block(head, output_type) if card.has_block else _idle_block(card))
     with write_atomically(place) as file:
         writer = GGUFOutput(file, _metadata(card), [output, *block])
         step = max(1, _PIECE // card.n_embd)
         for first in range(0, card.n_out, step):
-            values = tensor_rows(target, rows, card.token_map[first : first + step])
+            values = tensor_rows(target, output_rows(target), card.token_map[first : first + step])
             writer.write(as_type(values, output.type_name))
-            yield
         for tensor in block:
             for piece in _pieces(head, tensor) if tensor.name in head.tensors else _idle(tensor):
                 writer.write(piece)
-                yield
 
 
 def _metadata(card: HeadCard) -> dict[str, object]:

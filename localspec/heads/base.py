@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from localspec.backends.base import Context, FloatArray
+from localspec.backends.base import Context, FloatArray, Forward, Model, TokenIds, Wanted
+from localspec.backends.trust import MAX_MEAN_KL, agreement, verdicts
+from localspec.errors import EngineError
+from localspec.heads.kinds.base import PublishedHead
+from localspec.system.files import remembered
 
-if TYPE_CHECKING:
-    from localspec.backends.base import Model
-
-
-STATE = "layer:0"
-"""The hidden state of a head's model that a chained head continues."""
+STATE = "layer:0"  # the hidden state of a head's model that a chained head continues
 
 
 class DraftHead(ABC):
     """A loaded head.
 
-    It reads rows: that at place p is made of the target's states after the p-th token and of the token after that, and
-    leads to a guess for place p + 2.
+    Row p is made of the target's states after token p and of token p + 1, and guesses token p + 2.
 
     Attributes:
         kind: key of ``drafters.HEAD_DRAFTERS``.
@@ -49,16 +47,14 @@ class DraftHead(ABC):
 
     @abstractmethod
     def window(self, n_ctx: int) -> int:
-        """Most states that wait to be read in a context of n_ctx rows; after more were missed, its memory begins
-        anew."""
+        """Most states that wait to be read in a context of n_ctx rows."""
 
     @abstractmethod
     def true_rows(self, context: Context, states: FloatArray, tokens: Sequence[int]) -> FloatArray:
-        """Rows of states that the target computed, for ``Context.decode_floats`` [n, n_embd].
+        """Rows for ``Context.decode_floats`` [n, n_embd]; the context, of this head, is unchanged.
 
         Args:
-            context: of this head; unchanged.
-            states: the tapped ones side by side [n, n_taps * width].
+            states: the target's tapped ones side by side [n, n_taps * width].
             tokens: the tokens that came after [n].
         """
 
@@ -69,3 +65,87 @@ class DraftHead(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free the weights; safe to call twice. Contexts must be closed first."""
+
+
+class HeadContext(Context):
+    """Memory of a published head. ``decode_floats`` takes states as rows, and the tokens' real ids.
+
+    That of a block drafter holds keys and values of the target's states, whose rows lead to no logits; ``guesses``
+    puts a block behind them.
+    """
+
+    model: Any
+    """Has the ``PublishedHead`` as ``head``."""
+
+    def fuse(self, states: FloatArray) -> FloatArray:
+        """The state that rows begin with [n, n_embd], of the target's tapped ones side by side [n, n_taps * n_target].
+
+        Changes no memory.
+
+        Raises:
+            EngineError: the engine failed.
+        """
+        raise NotImplementedError
+
+    def guesses(self, token: int, n: int, n_best: int = 0) -> tuple[FloatArray, TokenIds | None]:
+        """What follows a text whose states are in the memory, by one pass over its last token and masks.
+
+        The block's rows stay in the memory until they are truncated.
+
+        Args:
+            token: the last token; its state is not in the memory.
+            n: how many tokens to guess, 1 to ``MaskBlock.n_guesses``.
+            n_best: how many of the largest logits of each row are enough, where ``finds_best``; 0 wants whole rows.
+
+        Returns:
+            Logits by position [n, n_out], or fewer of each row and the tokens that they are of, ascending by row.
+
+        Raises:
+            ContextFull: the block does not fit; the memory is unchanged.
+            EngineError: the engine failed.
+            Closed: the context was closed.
+        """
+        head: PublishedHead = self.model.head
+        assert head.block is not None
+        skipped = head.block.n_skipped
+        block = [token, *[head.block.mask] * (n + skipped - 1)]
+        self._check_room(len(block))
+        if not 0 <= token < head.n_vocab or not 0 < n <= head.block.n_guesses:
+            raise EngineError(f"{head.path.name} cannot decode a block of {n} tokens after {token}")
+        forward = self._feed(block, lambda: self._guess(block, n_best if self.finds_best else 0))
+        ids = None if forward.ids is None else head.ids[forward.ids[skipped:]]
+        return forward.logits[skipped:], ids
+
+    def _guess(self, block: Sequence[int], n_best: int) -> Forward:
+        raise NotImplementedError
+
+    def _decode(self, tokens: Sequence[int], logits: Wanted) -> Forward:
+        raise EngineError(f"{self.model.path.name} is a draft head and cannot tokenize text")
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        if max(tokens) >= self.model.head.n_vocab:
+            raise EngineError(f"{self.model.path.name} has no token {max(tokens)}")
+
+
+def row_by_row(context: Context, rows: FloatArray, tokens: Sequence[int], widths: Sequence[int]) -> float:
+    """The worst mean KL divergence [nats] between rows in one pass and the same rows in passes of these widths."""
+    wide = context.decode_floats(rows, tokens).logits.copy()
+    context.truncate(0)
+    found = []
+    for width in widths:
+        part = slice(context.n_past, context.n_past + width)
+        found.append(agreement(context.decode_floats(rows[part], tokens[part]).logits, wide[part]).mean_kl)
+    return max(found)
+
+
+def verdict_on(
+    model: Model, key: Mapping[str, str], name: str, disagreement: Callable[[], float], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Whether an engine computes a head alike row by row and in one pass (``holds``, ``why``); remembered."""
+
+    def examine() -> dict[str, Any]:
+        say(f"checking that {model.engine} computes {name} correctly (once)")
+        worst = disagreement()
+        return {"holds": worst <= MAX_MEAN_KL, "why": f"KL {worst:.2g} nats"}
+
+    return remembered(verdicts(), key, examine)

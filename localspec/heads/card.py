@@ -20,50 +20,38 @@ from localspec.model_files.vocab import Vocab
 ARCHITECTURE = "localspec-head"
 VERSION = 1
 
+# chained: one layer that continues its own states (EAGLE: Li et al. 2024, arXiv:2401.15077). parallel: the same with
+# learned rows for unknown positions (P-EAGLE). medusa: a matrix for each position ahead (Cai et al. 2024,
+# arXiv:2401.10774). eagle3: a chained one in llama.cpp's layout (Li et al. 2025, arXiv:2503.01840), see kinds.eagle3.
+# exit: untrained, the target's last norm for a state after some layer (LayerSkip: Elhoushi et al. 2024,
+# arXiv:2404.16710).
 Kind = Literal["chained", "parallel", "medusa", "eagle3", "exit"]
-"""``chained``: one layer that continues its own states (EAGLE: Li et al. 2024, arXiv:2401.15077). ``parallel``: the
-same with learned rows for unknown positions (P-EAGLE). ``medusa``: a matrix for each position ahead (Cai et al. 2024,
-arXiv:2401.10774). ``eagle3``: a chained one in llama.cpp's layout (Li et al. 2025, arXiv:2503.01840), see
-``kinds.eagle3``. ``exit``: untrained, the target's last norm for a state after some layer (LayerSkip: Elhoushi et al.
-2024, arXiv:2404.16710)."""
 
 _TAP = re.compile(r"norm|layer:(0|[1-9]\d{0,3})")
 _MAX_STEPS, _MAX_TAPS, _MAX_POINTS, _MAX_CATEGORIES = 64, 16, 4096, 256
 _MAX_TEXT = 1 << 20
 
+# Category -> share of places where the head was right, by how many tokens ahead: the first is the next token
 Rates = Mapping[str, tuple[float, ...]]
-"""Category -> share of places where the head was right, by how many tokens ahead: the first is the next token."""
 
-ALL_TEXTS = "all"
-"""The category of all places."""
+ALL_TEXTS = "all"  # the category of all places
 
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """What identifies a target.
+    """What identifies a target."""
 
-    Attributes:
-        fingerprint: of the file, see ``backends.trust.fingerprint``.
-        n_layers: blocks that a pass goes through.
-        n_vocab: rows of the output matrix.
-        vocab: ``Vocab.fingerprint``.
-    """
-
-    fingerprint: str
+    fingerprint: str  # of the file, see backends.trust
     name: str
     architecture: str
     n_embd: int
-    n_layers: int
-    n_vocab: int
-    vocab: str
+    n_layers: int  # blocks that a pass goes through
+    n_vocab: int  # rows of the output matrix
+    vocab: str  # Vocab.fingerprint
 
     @classmethod
     def of(cls, file: GGUFFile, fingerprint: str) -> TargetFacts:
-        """The facts of an open model file.
-
-        Raises:
-            UnsupportedModel: it cannot generate text, or does not say its sizes.
-        """
+        """The facts of an open model file; UnsupportedModel if it cannot generate text or does not say its sizes."""
         file.check_generates_text()
         embedding, n_layers = file.tensors["token_embd.weight"], file.field("block_count")
         if len(embedding.shape) != 2 or not is_whole(n_layers):
@@ -86,29 +74,18 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Training:
-    """How a head was made.
+    """How a head was made."""
 
-    Attributes:
-        command: what makes it again.
-        data_tokens: distinct tokens in the training data.
-        tokens_seen: tokens trained on, repetitions counted.
-        minutes: of making the data and training.
-        versions: program or library -> version.
-        curve: the learning curve, on held-out answers.
-        acceptance: of the head as it is in the file, on held-out answers.
-        earlier: commands of the heads that it started from, the first one first.
-    """
-
-    command: str = ""
+    command: str = ""  # what makes it again
     seed: int = 0
-    data_tokens: int = 0
-    tokens_seen: int = 0
-    minutes: float = 0.0
+    data_tokens: int = 0  # distinct tokens in the training data
+    tokens_seen: int = 0  # tokens trained on, repetitions counted
+    minutes: float = 0.0  # of making the data and training
     machine: str = ""
-    versions: Mapping[str, str] = field(default_factory=dict)
-    curve: tuple[CurvePoint, ...] = ()
-    acceptance: Rates = field(default_factory=dict)
-    earlier: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)  # of programs and libraries
+    curve: tuple[CurvePoint, ...] = ()  # on held-out answers
+    acceptance: Rates = field(default_factory=dict)  # of the head as it is in the file, on held-out answers
+    earlier: tuple[str, ...] = ()  # commands of the heads that it started from, the first one first
 
     @property
     def first_rate(self) -> float | None:
@@ -121,33 +98,27 @@ class Training:
 
     @classmethod
     def from_json(cls, text: str) -> Training:
-        """Read what ``to_json`` wrote.
-
-        Raises:
-            ValueError: it is something else; says what.
-        """
+        """Read what ``to_json`` wrote; a ValueError says what is wrong with it."""
         if len(text) > _MAX_TEXT:
             raise ValueError("it is too long")
         try:
             data = _table(json.loads(text))
         except (ValueError, RecursionError):
             raise ValueError("it is not JSON") from None
-        points = data.get("curve", [])
-        if not isinstance(points, list) or len(points) > _MAX_POINTS:
-            raise ValueError("its learning curve is not a list")
-        earlier = data.get("earlier", [])
-        if not isinstance(earlier, list) or len(earlier) > _MAX_POINTS:
-            raise ValueError("its starting point is not a list")
+        points, earlier = data.get("curve", []), data.get("earlier", [])
+        for name, found in (("learning curve", points), ("starting point", earlier)):
+            if not isinstance(found, list) or len(found) > _MAX_POINTS:
+                raise ValueError(f"its {name} is not a list")
         curve = [
-            CurvePoint(_count(p, "tokens_seen"), _real(p, "minutes"), _rates(p.get("acceptance", {})))
+            CurvePoint(_number(p, "tokens_seen", whole=True), _number(p, "minutes"), _rates(p.get("acceptance", {})))
             for p in map(_table, points)
         ]
         return cls(
             command=str(data.get("command", "")),
-            seed=_count(data, "seed"),
-            data_tokens=_count(data, "data_tokens"),
-            tokens_seen=_count(data, "tokens_seen"),
-            minutes=_real(data, "minutes"),
+            seed=_number(data, "seed", whole=True),
+            data_tokens=_number(data, "data_tokens", whole=True),
+            tokens_seen=_number(data, "tokens_seen", whole=True),
+            minutes=_number(data, "minutes"),
             machine=str(data.get("machine", "")),
             versions={str(name): str(version) for name, version in _table(data.get("versions", {})).items()},
             curve=tuple(curve),
@@ -158,26 +129,18 @@ class Training:
 
 @dataclass(frozen=True, eq=False)  # an array has no truth value
 class HeadCard:
-    """A head without its weights.
-
-    Attributes:
-        taps: the hidden states of the target that it reads, in order: ``norm``, ``layer:i``.
-        token_map: ids of the target's tokens that it can guess, ascending [n_out].
-        steps: how many tokens ahead it was trained to guess. A parallel head has a learned row for each but the first.
-        n_head, n_head_kv, d_head, d_ff: sizes of the block; 0 where there is none.
-        rope_base: of the block's rotary embedding, which turns neighbouring channels as llama's does.
-    """
+    """A head without its weights; ModelFileError if it contradicts itself."""
 
     kind: Kind
-    taps: tuple[str, ...]
-    token_map: npt.NDArray[np.int32]
-    steps: int
+    taps: tuple[str, ...]  # the hidden states of the target that it reads, in order: norm, layer:i
+    token_map: npt.NDArray[np.int32]  # the target's tokens that it can guess, ascending [n_out]
+    steps: int  # tokens ahead that it guesses; a parallel head has a learned row for each but the first
     target: TargetFacts
-    n_head: int = 0
+    n_head: int = 0  # this and the next three are sizes of the block; 0 where there is none
     n_head_kv: int = 0
     d_head: int = 0
     d_ff: int = 0
-    rope_base: float = 10000.0
+    rope_base: float = 10000.0  # of the rotary embedding, which turns neighbouring channels as llama's does
     norm_eps: float = 1e-6
     training: Training = field(default_factory=Training)
     license: str = ""
@@ -248,7 +211,7 @@ class HeadCard:
 
     @classmethod
     def from_gguf(cls, file: GGUFFile) -> HeadCard:
-        """Read the card of an open head file.
+        """The card of an open head file.
 
         Raises:
             UnsupportedModel: it is no head, or one of a later version.
@@ -328,26 +291,18 @@ def _table(data: Any) -> dict[str, Any]:
     return data
 
 
-def _count(data: Mapping[str, Any], name: str) -> int:
+def _number(data: Mapping[str, Any], name: str, *, whole: bool = False) -> Any:
     value = data.get(name, 0)
-    if not is_whole(value) or not 0 <= value < 1 << 63:
+    if not (is_whole(value) if whole else is_number(value)) or not 0 <= value < 1 << 63:
         raise ValueError(f"its {name} is {shown(value)}")
-    return int(value)
-
-
-def _real(data: Mapping[str, Any], name: str) -> float:
-    value = data.get(name, 0.0)
-    if not is_number(value) or not 0 <= value < 1e15:
-        raise ValueError(f"its {name} is {shown(value)}")
-    return float(value)
+    return int(value) if whole else float(value)
 
 
 def _rates(data: Any) -> dict[str, tuple[float, ...]]:
     found = {}
     for category, rates in _table(data).items():
-        if not isinstance(rates, list) or len(rates) > _MAX_STEPS:
-            raise ValueError(f"its acceptance is {shown(rates)}")
-        if not all(is_number(rate) and 0 <= rate <= 1 for rate in rates):
+        is_list = isinstance(rates, list) and len(rates) <= _MAX_STEPS
+        if not is_list or not all(is_number(rate) and 0 <= rate <= 1 for rate in rates):
             raise ValueError(f"its acceptance is {shown(rates)}")
         found[category] = tuple(map(float, rates))
     return found
@@ -358,12 +313,11 @@ def _rates(data: Any) -> dict[str, tuple[float, ...]]:
 
 @dataclass(frozen=True)
 class HeadFit:
-    """Whether a head can draft for a target, whether it was trained for that very file, and what a user should know of
-    it."""
+    """Whether a head can draft for a target."""
 
     usable: bool
-    exact: bool = False
-    why: str = ""
+    exact: bool = False  # it was trained for that very file
+    why: str = ""  # what a user should know of it
 
 
 def fit(card: HeadCard, target: TargetFacts) -> HeadFit:
@@ -381,9 +335,7 @@ def fit(card: HeadCard, target: TargetFacts) -> HeadFit:
             why = f"it is for {theirs.name}, with {what} {its} where {target.name} has {wanted}"
             return HeadFit(usable=False, why=why)
     if theirs.vocab != target.vocab:
-        return HeadFit(
-            usable=False, why=f"it is for {theirs.name}, whose vocabulary differs from that of {target.name}"
-        )
-    return HeadFit(
-        usable=True, why=f"it was trained for another file of this shape ({theirs.name}), so it may guess worse"
-    )
+        why = f"it is for {theirs.name}, whose vocabulary differs from that of {target.name}"
+        return HeadFit(usable=False, why=why)
+    why = f"it was trained for another file of this shape ({theirs.name}), so it may guess worse"
+    return HeadFit(usable=True, why=why)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,20 @@ def tokens_of(forward: Forward, row: int, ids: Ids) -> Ids:
     """The target's tokens that a row of a head's logits is of, increasing; ``ids`` are all that the head can guess."""
     tokens: Ids = ids if forward.ids is None else ids[forward.ids[row]]
     return tokens
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    """The answer does not need a head: where its engine fails, it is done without."""
+    try:
+        yield
+    except EngineError as error:
+        raise DrafterFailed(f"failed: {error}") from error
+
+
+def _check_finite(states: FloatArray) -> None:
+    if not np.isfinite(states).all():
+        raise DrafterFailed("computed states that are not numbers")
 
 
 class HeadDrafter(Drafter):
@@ -142,10 +157,8 @@ class HeadDrafter(Drafter):
 
     def _true_rows(self, positions: range) -> FloatArray:
         states = self._states.between(positions.start, positions.stop)
-        try:
+        with _failing():
             return self.head.true_rows(self.context, states, self._text[positions.start + 1 : positions.stop + 1])
-        except EngineError as error:
-            raise DrafterFailed(f"failed: {error}") from error
 
     def _read(self, positions: range, logits: Wanted = "last", n_best: int = 0) -> Forward:
         """Put true rows into the memory, in the place of those after the true ones it has."""
@@ -155,27 +168,14 @@ class HeadDrafter(Drafter):
         self._n_true += len(names)
         return forward
 
-    # The answer does not need a head: where its engine fails, it is done without.
-
     def _forget_untrue(self) -> None:
-        try:
+        with _failing():
             self.context.truncate(self._n_true)
-        except EngineError as error:
-            raise DrafterFailed(f"failed: {error}") from error
 
-    def _decode(
-        self,
-        rows: FloatArray,
-        names: Sequence[int],
-        logits: Wanted,
-        n_best: int = 0,
-    ) -> Forward:
-        if not np.isfinite(rows).all():
-            raise DrafterFailed("computed states that are not numbers")
-        try:
+    def _decode(self, rows: FloatArray, names: Sequence[int], logits: Wanted, n_best: int = 0) -> Forward:
+        _check_finite(rows)
+        with _failing():
             return self.context.decode_floats(rows, names, logits, n_best)
-        except EngineError as error:
-            raise DrafterFailed(f"failed: {error}") from error
 
 
 class ChainedHead(HeadDrafter):
@@ -287,14 +287,11 @@ class EarlyExitDrafter(Drafter):
         return proposed(self.info.source, confidence, len(tokens), plan, proposer)
 
     def _row(self, target: Context, tokens: Sequence[int], n_best: int) -> tuple[Row, Ids]:
-        try:
+        with _failing():
             state = target.decode_first_layers(tokens, self._n_layers).hidden[self.info.taps[0]][-1:]
-            if not np.isfinite(state).all():
-                raise DrafterFailed("computed states that are not numbers")
+            _check_finite(state)
             self.context.truncate(0)
             forward = self.context.decode_floats(state, [0], "all", n_best)
-        except EngineError as error:
-            raise DrafterFailed(f"failed: {error}") from error
         return forward.logits[0], tokens_of(forward, 0, self._ids)
 
 
@@ -373,10 +370,8 @@ class BlockHead(OnePassHead):
 
     def _guesses(self, unread: range, n_wanted: int, n_best: int) -> FloatArray:
         self._read(unread, "none")
-        try:
+        with _failing():
             rows, self._candidates = self.head.block_logits(self.context, self._text[-1], n_wanted, n_best)
-        except EngineError as error:
-            raise DrafterFailed(f"failed: {error}") from error
         return rows
 
 
@@ -390,12 +385,9 @@ class MedusaHead(OnePassHead):
 
     def _guesses(self, unread: range, n_wanted: int, n_best: int) -> FloatArray:
         (state,) = self._states.between(unread.stop - 1, unread.stop)
-        if not np.isfinite(state).all():
-            raise DrafterFailed("computed states that are not numbers")
-        try:
+        _check_finite(state)
+        with _failing():
             return self.head.medusa_logits(self.context, state)
-        except EngineError as error:
-            raise DrafterFailed(f"failed: {error}") from error
 
 
 HEAD_DRAFTERS: Mapping[str, Callable[[Any, Context, str], Drafter]] = {

@@ -17,11 +17,8 @@ from localspec.system.files import home, write_atomically
 
 Floats = npt.NDArray[np.float32]
 
-TYPES = ("Q8_0", "Q5_1", "Q4_1", "Q4_0")
-"""Tensor types of a head's matrices, the most exact first."""
-
-SHIPPED_BYTES = 32 << 20
-"""The largest head file that is shipped [bytes]."""
+TYPES = ("Q8_0", "Q5_1", "Q4_1", "Q4_0")  # tensor types of a head's matrices, the most exact first
+SHIPPED_BYTES = 32 << 20  # the largest head file that is shipped [bytes]
 
 _READABLE = (*TYPES, "F32", "F16")
 
@@ -32,15 +29,11 @@ def write_head(
     """Write a head file atomically.
 
     Args:
-        path: its name; the folder must exist.
-        card: what it is.
         weights: name -> array, of the shapes that the card says; a matrix is [rows out, columns in].
-        type_name: one of ``TYPES``, F16 or F32 for the matrices; None is the most exact that keeps it small enough to
-            ship.
+        type_name: one of ``TYPES``, F16 or F32 for the matrices; None is the most exact that is small enough to ship.
 
     Raises:
         UsageError: weights that are missing, unknown, of another shape or not finite, or no such type.
-        OSError: the disk refuses.
     """
     shapes = card.shapes() | {name: shape for name, shape in card.optional_shapes().items() if name in weights}
     wrong = [name for name, shape in shapes.items() if name not in weights or weights[name].shape != shape]
@@ -69,11 +62,7 @@ def read_card(path: Path) -> HeadCard:
 
 
 def check_head(file: GGUFFile) -> HeadCard:
-    """The card of an open head file whose tensors are what the card says.
-
-    Raises:
-        ModelFileError: it is damaged, or no head; says what is wrong, in a line.
-    """
+    """The card of an open head file whose tensors are what the card says; else ModelFileError says what is wrong."""
     card, name = HeadCard.from_gguf(file), file.path.name
     optional = {tensor: shape for tensor, shape in card.optional_shapes().items() if tensor in file.tensors}
     shapes = card.shapes() | optional
@@ -93,15 +82,16 @@ def check_head(file: GGUFFile) -> HeadCard:
 
 
 def head_weights(file: GGUFFile, name: str) -> Floats:
-    """A tensor of a checked head file, dequantised, in the shape that ``write_head`` was given.
-
-    Raises:
-        ModelFileError: it holds what is no number.
-    """
+    """A tensor of a checked head file, dequantised; ModelFileError if it holds what is no number."""
     rows = tensor_rows(file, name, slice(0, n_rows(file, name)))
     if not np.isfinite(rows).all():
         raise ModelFileError(f"{file.path.name} is damaged: {name} holds numbers that are not finite; make it again")
     return rows[0] if len(file.tensors[name].shape) == 1 else rows
+
+
+def output_rows(target: GGUFFile) -> str:
+    """The name of a target's output matrix, which may be that of its embeddings."""
+    return "output.weight" if "output.weight" in target.tensors else "token_embd.weight"
 
 
 def _stored_type(name: str, shape: tuple[int, ...], type_name: str) -> str:
@@ -114,12 +104,10 @@ def _stored_type(name: str, shape: tuple[int, ...], type_name: str) -> str:
 
 
 def heads_folder() -> Path:
-    """The folder for heads that were trained here."""
     return home() / "heads"
 
 
 def engine_folder() -> Path:
-    """The folder for files of ``assembly``; all in it can be made again."""
     return heads_folder() / "engine"
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from localspec.backends.base import Capabilities, Context, FloatArray, Forward, Model, TokenIds, Wanted
+from localspec.backends.base import Capabilities, FloatArray, Forward, Model, TokenIds, Wanted
 from localspec.backends.best_rows import best_pays, head_pass
 from localspec.backends.llama.llama_cpp import binding, gpu_layers
 from localspec.backends.llama.model import LlamaModel
@@ -22,13 +22,12 @@ from localspec.backends.llama.passes import KV_TYPES, BestLogits
 from localspec.backends.llama.staging import DECODE, ENCODE, staging
 from localspec.backends.soundness import check_sound
 from localspec.errors import EngineError, UnsupportedModel
-from localspec.heads.base import STATE
+from localspec.heads.base import STATE, HeadContext
 from localspec.heads.kinds.base import PublishedHead
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.vocab import Vocab
 
-ROWS = 64
-"""Rows that are computed together. Room for the logits of each is set aside, 39 MB for 152k tokens."""
+ROWS = 64  # rows that are computed together. Room for the logits of each is set aside, 39 MB for 152k tokens.
 
 Result = TypeVar("Result")
 
@@ -147,9 +146,7 @@ class LlamaHeadModel(Model):
             self.binding.free_model(self.handle)
 
 
-class LlamaHeadContext(Context):
-    """Memory of a head. ``decode_floats`` takes states as rows, and the tokens' real ids."""
-
+class LlamaHeadContext(HeadContext):
     model: LlamaHeadModel
 
     def __init__(self, model: LlamaHeadModel, n_ctx: int, n_threads: int, hidden: tuple[str, ...], anchor: int) -> None:
@@ -188,8 +185,7 @@ class LlamaHeadContext(Context):
         return self._decode_rows(rows, tokens, logits, n_best)
 
     def _decode_rows(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted, n_best: int) -> Forward:
-        if max(tokens) >= self.model.head.n_vocab:
-            raise EngineError(f"{self.model.path.name} has no token {max(tokens)}")
+        self._check_tokens(tokens)
         n_before = len(tokens) - 1 if logits == "last" else len(tokens) * (logits == "none")
         if len(tokens) - n_before > ROWS:  # several passes, whose rows have to be alike
             n_best = 0
@@ -249,9 +245,6 @@ class LlamaHeadContext(Context):
         columns = np.searchsorted(ids, best[1])
         return (best[0], columns) if (ids.take(columns, mode="clip") == best[1]).all() else None
 
-    def _decode(self, tokens: Sequence[int], logits: Wanted) -> Forward:
-        raise EngineError(f"{self.model.path.name} is a draft head and cannot tokenize text")
-
     def _place(self, at: int, position: int, *, wanted: bool) -> None:
         if at < 0:
             raise EngineError(f"{self.model.engine} takes no such row for {self.model.path.name}")
@@ -292,11 +285,6 @@ class LlamaHeadContext(Context):
 
 
 class LlamaBlockContext(LlamaHeadContext):
-    """Memory of a block drafter: keys and values of the target's states, a row for each.
-
-    ``decode_floats`` adds such rows, which lead to no logits; ``guesses`` puts a block behind them.
-    """
-
     def _prepare(self) -> None:
         block = self.model.head.block
         assert block is not None
@@ -316,32 +304,8 @@ class LlamaBlockContext(LlamaHeadContext):
         return Forward(np.empty((0, self.model.n_vocab), dtype=np.float32), {})
 
     def guesses(self, token: int, n: int, n_best: int = 0) -> tuple[FloatArray, TokenIds | None]:
-        """What follows a text whose states are in the memory, by one pass over its last token and masks.
-
-        The block's rows stay in the memory until they are truncated.
-
-        Args:
-            token: the last token; its state is not in the memory.
-            n: how many tokens to guess, 1 to ``MaskBlock.n_guesses``.
-            n_best: how many of the largest logits of each row are enough, where ``finds_best``; 0 wants whole rows.
-
-        Returns:
-            Logits by position [n, n_out], or fewer of each row and the tokens that they are of, ascending by row.
-
-        Raises:
-            ContextFull: the block does not fit; the memory is unchanged.
-            EngineError: the engine failed.
-            Closed: the context was closed.
-        """
-        block = [token, *[self._block.mask] * (n + self._block.n_skipped - 1)]
-        self._check_room(len(block))
-        if not 0 <= token < self.model.head.n_vocab or not 0 < n <= self._block.n_guesses:
-            raise EngineError(f"{self.model.path.name} cannot decode a block of {n} tokens after {token}")
-        forward = self._feed(block, lambda: self._guess(block, n_best if self.finds_best else 0))
-        guessing = slice(self._block.n_skipped, None)
-        if self._block.n_candidates:
-            return self._selected(forward.logits[guessing])
-        return forward.logits[guessing], None if forward.ids is None else self.model.head.ids[forward.ids[guessing]]
+        logits, ids = super().guesses(token, n, n_best)
+        return self._selected(logits) if self._block.n_candidates else (logits, ids)
 
     def _selected(self, lattice: FloatArray) -> tuple[FloatArray, TokenIds]:
         """The scores of candidates, each row's behind the best candidate of the row before, as llama.cpp's own program
@@ -372,5 +336,5 @@ class LlamaBlockContext(LlamaHeadContext):
 
 
 def load(head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None) -> LlamaHeadModel:
-    """See ``published.LoadHeadModel``."""
+    """See ``LoadHeadModel``."""
     return LlamaHeadModel(head, target, n_threads=n_threads, n_gpu_layers=n_gpu_layers)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
@@ -10,15 +11,16 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from localspec.backends.base import Capabilities, FloatArray, Forward, Model, TokenIds, Wanted
+from localspec.backends.base import Capabilities, FloatArray, Forward, Model, Wanted
 from localspec.backends.best_rows import best_pays, head_pass
-from localspec.backends.mlx.architecture import ARCHITECTURES, Attention
-from localspec.backends.mlx.library import NAME, binding, owner
+from localspec.backends.mlx.architecture import ARCHITECTURES, Architecture, Attention, Header, read_attention
+from localspec.backends.mlx.library import NAME, binding, defer_mlx_lm, owner
 from localspec.backends.mlx.model import MLXContext, MLXModel, building, device_for
-from localspec.backends.mlx.network import Network
-from localspec.backends.mlx.weights import Format
+from localspec.backends.mlx.network import Network, install_rope, rope_scaling
+from localspec.backends.mlx.placement import fill
 from localspec.errors import EngineError, UnsupportedModel
-from localspec.heads.kinds.base import MaskBlock, PublishedHead
+from localspec.heads.base import HeadContext
+from localspec.heads.kinds.base import OWN_TENSORS, LoadHeadModel, PublishedHead
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.vocab import Vocab
 
@@ -76,9 +78,7 @@ class MLXHeadModel(MLXModel):
         return (MLXBlockContext if self.head.block else MLXHeadContext)(self, n_ctx, hidden)
 
 
-class MLXHeadContext(MLXContext):
-    """Memory of a head. ``decode_floats`` takes states as rows, and the tokens' real ids."""
-
+class MLXHeadContext(HeadContext, MLXContext):
     model: MLXHeadModel
 
     def fuse(self, states: FloatArray) -> FloatArray:
@@ -97,17 +97,11 @@ class MLXHeadContext(MLXContext):
         return self._owner.run(compute)
 
     def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted, n_best: int = 0) -> Forward:
-        if max(tokens) >= self.model.head.n_vocab:
-            raise EngineError(f"{self.model.path.name} has no token {max(tokens)}")
+        self._check_tokens(tokens)
         return super()._decode_floats(rows, tokens, logits, n_best)
-
-    def _decode(self, tokens: Sequence[int], logits: Wanted) -> Forward:
-        raise EngineError(f"{self.model.path.name} is a draft head and cannot tokenize text")
 
 
 class MLXBlockContext(MLXHeadContext):
-    """See ``heads.llama.LlamaBlockContext``."""
-
     def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted, n_best: int = 0) -> Forward:
         for start in range(0, len(rows), self._n_chunk):
             part = rows[start : start + self._n_chunk]
@@ -115,7 +109,7 @@ class MLXBlockContext(MLXHeadContext):
         return Forward(np.empty((0, self.model.n_vocab), dtype=np.float32), {})
 
     def _remember(self, rows: FloatArray) -> None:
-        memory, trunk = self._memory, cast(Any, self.model.network.module.model)
+        memory, trunk = self.memory, cast(Any, self.model.network.module.model)
         mx.set_default_device(self.model.device)
         try:
             trunk.remember(mx.array(rows[None]), memory.layers)
@@ -126,23 +120,14 @@ class MLXBlockContext(MLXHeadContext):
             raise EngineError(f"{self.model.engine} failed on {len(rows)} rows: {error}") from None
         memory.n_past += len(rows)
 
-    def guesses(self, token: int, n: int, n_best: int = 0) -> tuple[FloatArray, TokenIds | None]:
-        of = cast(MaskBlock, self.model.head.block)
-        block = [token, *[of.mask] * (n + of.n_skipped - 1)]
-        self._check_room(len(block))
-        if not 0 <= token < self.model.head.n_vocab or not 0 < n <= of.n_guesses:
-            raise EngineError(f"{self.model.path.name} cannot decode a block of {n} tokens after {token}")
-        n_best = n_best if self.finds_best else 0
-        forward = self._feed(block, lambda: self._pass(block, "all", n_best=n_best))
-        ids = None if forward.ids is None else self.model.head.ids[forward.ids[of.n_skipped :]]
-        return forward.logits[of.n_skipped :], ids
+    def _guess(self, block: Sequence[int], n_best: int) -> Forward:
+        return self._pass(block, "all", n_best=n_best)
 
 
 # Parts of networks of heads, built as mlx-lm's model classes are: memory, rotary embedding, repacking and passes are
 # those of every model.
 
-HEAD_DTYPE = mx.float32
-"""No probe of a head's file tells how large the states are that it is fed with."""
+HEAD_DTYPE = mx.float32  # no probe of a head's file tells how large the states are that it is fed with
 
 
 class HeadAttention(nn.Module):  # type: ignore[misc]
@@ -188,11 +173,83 @@ class FeedForward(nn.Module):  # type: ignore[misc]
         return cast(mx.array, self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x)))
 
 
+class HeadModule(nn.Module):  # type: ignore[misc]
+    """A head as mlx-lm's model classes are: its layers in ``model``, and an output matrix if it has one."""
+
+    def __init__(self, trunk: nn.Module) -> None:
+        super().__init__()
+        self.model = trunk
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return cast("list[nn.Module]", self.model.layers)
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """HeadSizes in a head's header; ``n_taps``: channels of all tapped states."""
+
+    n_embd: int
+    n_ff: int
+    n_taps: int
+    eps: float
+    attention: Attention
+
+
+def read_network(
+    head: PublishedHead,
+    target: Network | None,
+    architecture: Architecture,
+    checked: Sequence[str],
+    build: Callable[[Header, HeadSizes], nn.Module],
+) -> Network:
+    """A head as a network whose logits are for ``head.ids``, in their order; call it on the thread that will compute.
+
+    Args:
+        architecture: where the tensors belong.
+        checked: settings that the kind's own reader has looked at.
+        build: makes the trunk, without embeddings.
+
+    Raises:
+        UnsupportedModel: a setting, tensor or tensor type that is not handled; the message names it.
+    """
+    defer_mlx_lm()
+    n_out = len(head.ids)
+    with GGUFFile(head.path) as file:
+        header = Header(file)
+        n_ff, eps = header.integer("feed_forward_length"), header.real("attention.layer_norm_rms_epsilon")
+        sizes = HeadSizes(head.n_embd, n_ff, len(head.taps) * head.n_target, eps, read_attention(header))
+        module = HeadModule(build(header, sizes))
+        has_embeddings, has_output = (name in file.tensors for name in OWN_TENSORS.values())
+        if has_embeddings:
+            module.model.embed_tokens = nn.Embedding(head.n_vocab, sizes.n_embd)
+        if has_output:
+            module.lm_head = nn.Linear(sizes.n_embd, n_out, bias=False)
+        scaling, max_context = rope_scaling(header)
+        header.ignore(checked)
+        install_rope(header, architecture, module, sizes, scaling)
+        header.refuse_unread()
+        fill(file, architecture, module, HEAD_DTYPE, None)
+        if "d2t" in file.tensors:
+            _sort_rows(module.lm_head, np.argsort(file.tensor_bytes("d2t").view("<i8")))
+    if not has_embeddings:
+        module.model.embed_tokens = embedding_of(_needed(target))
+    project = module.lm_head if has_output else module.model.embed_tokens.as_linear
+    if "output" in head.borrows:
+        project = output_of(_needed(target))
+    return head_network(head, module, max_context, lambda hidden: project(hidden)[..., :n_out])
+
+
+def loader(network: Callable[[PublishedHead, Network | None], Network]) -> LoadHeadModel:
+    def load(head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None) -> MLXHeadModel:
+        return MLXHeadModel(head, target, network, n_gpu_layers)
+
+    return load
+
+
 def head_network(
     head: PublishedHead,
     module: nn.Module,
-    args: Any,
-    formats: Mapping[str, Format],
     max_context: int | None,
     project: Callable[[mx.array], mx.array],
 ) -> Network:
@@ -201,12 +258,11 @@ def head_network(
     Args:
         head: its header.
         module: with its trunk as ``model``.
-        args, formats, max_context: as for ``Network``.
+        max_context: as for ``Network``.
         project: the output matrix, for the tokens that it can guess.
     """
     return Network(
         module=module,
-        args=args,
         architecture=head.kind,
         n_vocab=len(head.ids),
         n_layer=1,
@@ -215,15 +271,13 @@ def head_network(
         layer_windows=(None,),
         recurrent=False,
         max_context=max_context,
-        size_bytes=sum(format_.n_bytes for format_ in formats.values()),
-        formats=formats,
         _trunk=module.model,
         _head=project,
         reads_tokens_too=True,
     )
 
 
-def sort_rows(output: nn.Module, order: Any) -> None:
+def _sort_rows(output: nn.Module, order: Any) -> None:
     rows = mx.array(order)
     for name in ("weight", "scales", "biases"):
         if name in output:
@@ -231,7 +285,7 @@ def sort_rows(output: nn.Module, order: Any) -> None:
     mx.eval(output.parameters())
 
 
-def needed(target: Network | None) -> Network:
+def _needed(target: Network | None) -> Network:
     if target is None:
         raise UnsupportedModel("a head that uses weights of its target needs the target on the mlx backend")
     return target

@@ -23,18 +23,16 @@ if TYPE_CHECKING:
     from localspec.backends.base import Model
 
 
+# Multiplications up to which OpenBLAS takes one thread for a product with a matrix, and with a vector
 _ONE_THREAD, _ONE_THREAD_VECTOR = 1 << 18, 9216
-"""Multiplications up to which OpenBLAS takes one thread for a product with a matrix, and with a vector."""
 
+# ggml's numbers of types, the same ones as in GGUF files, and the values of a block of Q8_0
 _F32, _Q8_0, _BLOCK = 0, 8, 32
-"""ggml's numbers of types, the same ones as in GGUF files, and the values of a block of Q8_0."""
 
+# Rows of a product; others are put together of these. Each is compared with NumPy's before any is used.
 _PIECE_WIDTHS = (16, 8, 4, 2, 1)
-"""Rows of a product; others are put together of these. Each is compared with NumPy's before any is used."""
 
-_MOST_ERROR = 0.02
-"""Root mean square of the difference from NumPy's product, over that of the product; 0.007 is usual."""
-
+_MOST_ERROR = 0.02  # root mean square of the difference from NumPy's product, over that of the product; 0.007 is usual
 _GRAPH_SIZE = 16  # nodes; there is one
 _SLACK = 1 << 16  # bytes, for what alignment takes
 

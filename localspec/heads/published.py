@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ from localspec.backends.base import NEXTN, Context, FloatArray, Model
 from localspec.backends.llama import llama_cpp
 from localspec.backends.llama.model import LlamaModel
 from localspec.backends.llama.staging import NEEDED
-from localspec.backends.trust import MAX_MEAN_KL, agreement, fingerprint, verdict_key, verdicts
+from localspec.backends.trust import agreement, verdict_key
 from localspec.errors import (
     EngineError,
     EngineMismatch,
@@ -36,16 +36,17 @@ from localspec.errors import (
     UsageError,
     VocabularyMismatch,
 )
-from localspec.heads.base import STATE, DraftHead
+from localspec.heads.base import STATE, DraftHead, HeadContext, row_by_row, verdict_on
 from localspec.heads.card import TargetFacts
 from localspec.heads.file import heads_folder
 from localspec.heads.kinds import names_published_head, read_mtp, read_published
-from localspec.heads.kinds.base import PublishedHead
-from localspec.heads.llama import LlamaBlockContext, LlamaHeadModel
+from localspec.heads.kinds.base import LoadHeadModel, PublishedHead
+from localspec.heads.llama import LlamaHeadModel
 from localspec.model_files.catalog import Catalog
+from localspec.model_files.fingerprint import fingerprint
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.vocab import Vocab
-from localspec.system.files import JsonStore, home, is_same_file
+from localspec.system.files import JsonStore, home, is_same_file, remembered
 from localspec.system.machine import default_threads
 
 # Does llama-cpp live through a published head? The functions that feed heads change between versions of it, and with
@@ -55,7 +56,7 @@ _FORMAT = 1
 _CHILD = "from localspec.heads.published import try_head; try_head()"
 
 
-def lends(head: PublishedHead) -> bool:
+def _lends(head: PublishedHead) -> bool:
     """Whether the child needs the target: for its weights, or because the functions return its states too."""
     return bool(head.borrows or head.of_model)
 
@@ -63,75 +64,35 @@ def lends(head: PublishedHead) -> bool:
 def check_survives(
     head: PublishedHead, target: Path, engine: str, n_threads: int, tick: Callable[[], None] = lambda: None
 ) -> None:
-    """See that the engine computes a kind of head without ending the process; remembered.
+    """See that the engine computes a kind of head without ending the process (EngineError); remembered.
 
-    Success counts for all files of the kind, failure for the file. ``tick`` is called now and then; what it raises ends
-    the trial.
-
-    Raises:
-        EngineError: it ends the process.
+    Success counts for all files of the kind, failure for the file. What ``tick`` raises ends the trial.
     """
     store = JsonStore(home() / "trials", _FORMAT)
     # What the layers of different architectures are made of differs more than heads of a kind do.
     kind = {"engine": engine, "head": f"{head.title} {head.of_model[0] if head.of_model else ''}".strip()}
-    if store.get(kind) is not None:
-        return
-    file = kind | {"file": fingerprint(head.path)}
-    died = store.get(file) is not None
-    if not died:
-        lent = str(target) if lends(head) else ""
-        status = trial.run_child(_CHILD, [str(head.path), lent, str(n_threads)], tick)
-        # An exception (1) will be raised here as well, in the engine's own words. Of a child that was stopped from
-        # outside, short memory included, nothing is known: what it was to do needs less memory than what follows here.
-        died = status not in (0, 1) and status not in trial.KILLED_FROM_OUTSIDE
+
+    def examine() -> dict[str, bool] | None:
+        status = trial.run_child(_CHILD, [str(head.path), str(target) if _lends(head) else "", str(n_threads)], tick)
         if status == 0:
             store.put(kind, {"survives": True})
-        elif died:
-            store.put(file, {"survives": False})
-    if died:
+        # An exception (1) will be raised here as well, in the engine's own words. Of a child that was stopped from
+        # outside, short memory included, nothing is known: what it was to do needs less memory than what follows here.
+        return None if status in (0, 1) or status in trial.KILLED_FROM_OUTSIDE else {"survives": False}
+
+    if store.get(kind) is None and remembered(store, kind | {"file": fingerprint(head.path)}, examine) is not None:
         raise EngineError(
             f"{engine} ended the process in which {head.path.name} was tried, so it is not loaded here; "
             f"version {NEEDED} runs such heads"
         )
 
 
+# Most tokens that a chained head drafts; how far it pays is for the controller. llama.cpp's own default is 3.
 STEPS = 16
-"""Most tokens that a chained head drafts; how far it pays is for the controller. llama.cpp's own default is 3."""
 
-_WINDOW_BYTES = 64 << 20
-"""States of the target that are kept for a head."""
-
-_MOST_BESIDE = 256
-"""Files of a folder whose headers are looked at."""
-
-_WIDTHS = (1, 1, 2, 3, 4, 5, 8)
-"""Rows of the passes that are compared with one of all these together."""
-
-
-class LoadHeadModel(Protocol):
-    """Load a head's weights; its contexts' ``decode_floats`` takes states and the tokens' real ids.
-
-    Raises:
-        UnsupportedModel: the engine has no kernels for it, or cannot borrow what it borrows.
-        ModelFileError: it is damaged.
-        EngineError: the engine refuses it.
-    """
-
-    def __call__(self, head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None) -> Model: ...
-
-
-class FusingContext(Protocol):
-    """Context of a head that fuses states."""
-
-    def fuse(self, states: FloatArray) -> FloatArray:
-        """The state that rows begin with [n, n_embd], of the target's tapped ones side by side [n, n_taps * n_target].
-
-        Changes no memory.
-
-        Raises:
-            EngineError: the engine failed.
-        """
-        ...
+_WINDOW_BYTES = 64 << 20  # states of the target that are kept for a head
+_MOST_BESIDE = 256  # files of a folder whose headers are looked at
+_WIDTHS = (1, 1, 2, 3, 4, 5, 8)  # rows of the passes that are compared with one of all these together
 
 
 class EngineHead(DraftHead):
@@ -154,7 +115,7 @@ class EngineHead(DraftHead):
     def true_rows(self, context: Context, states: FloatArray, tokens: Sequence[int]) -> FloatArray:
         if not self.facts.fuses:
             return states
-        return cast(FusingContext, context).fuse(states)
+        return cast(HeadContext, context).fuse(states)
 
     def chained_rows(self, state: FloatArray, tokens: Sequence[int]) -> FloatArray:
         return state
@@ -162,29 +123,17 @@ class EngineHead(DraftHead):
     def block_logits(
         self, context: Context, token: int, n: int, n_best: int = 0
     ) -> tuple[FloatArray, npt.NDArray[np.int64] | None]:
-        """See ``LlamaBlockContext.guesses``."""
-        return cast(LlamaBlockContext, context).guesses(token, n, n_best)
+        """See ``HeadContext.guesses``."""
+        return cast(HeadContext, context).guesses(token, n, n_best)
 
     def close(self) -> None:
         self.model.close()
 
 
-def misfit(head: PublishedHead, target: Model) -> str:
-    """Why a published head cannot draft for a loaded target, in a clause; "" where it can."""
-    with GGUFFile(target.path) as file:
-        return head.misfit(TargetFacts.of(file, ""), target.vocab)
-
-
 def published_for(target: Path, backend: str | None) -> list[Path]:
-    """Published heads that fit a target: those of the catalogue first, then those trained here and in its file's
-    folder.
+    """Published heads that fit a target's file: the catalogue's first, then those trained here and in its folder.
 
-    Args:
-        target: its file.
-        backend: the engine that it runs on; None where that is open: then heads that borrow from it are left out.
-
-    Raises:
-        ModelFileError: the target is no usable model.
+    ``backend`` is the engine that it runs on; None where that is open: then heads that borrow from it are left out.
     """
     found: list[Path] = []
     with GGUFFile(target) as file:
@@ -196,7 +145,7 @@ def published_for(target: Path, backend: str | None) -> list[Path]:
                 head = read_published(path)
             except ModelFileError:
                 continue
-            is_lent = not head.borrows or (backend is not None and _engine_for(head, backend) == backend)
+            is_lent = not head.borrows or (backend is not None and _engine_for(head, backend, None) == backend)
             if is_lent and not head.misfit(facts, vocab):
                 found.append(path)
     return Catalog.load().sort_heads(found, target)
@@ -210,13 +159,7 @@ def computes_mtp(target: Path, backend: str) -> bool:
         return False
 
 
-def engine_for(head: PublishedHead, target: Model, wanted: str | None = None) -> str:
-    """The engine that computes a head for a target: ``wanted`` where it can, but for a head that borrows the target's
-    own."""
-    return _engine_for(head, target.backend, wanted)
-
-
-def _engine_for(head: PublishedHead, backend: str, wanted: str | None = None) -> str:
+def _engine_for(head: PublishedHead, backend: str, wanted: str | None) -> str:
     if wanted and wanted in head.engines and not head.borrows and not head.in_target:
         return wanted
     return backend if backend in head.engines else next(iter(head.engines))
@@ -237,10 +180,8 @@ def load_published(
 
     Args:
         path: the head's file; the target's own for its layer for multi-token prediction.
-        target: what it is to draft for.
-        engine: as for ``engine_for``.
-        n_threads: CPU threads; None takes the physical cores.
-        n_gpu_layers: as for ``backends.load``.
+        engine: takes its place where it computes the kind and nothing is borrowed; else the target's does, if it can.
+        n_threads, n_gpu_layers: as for ``backends.load``.
         say: takes a line before long work.
 
     Raises:
@@ -251,7 +192,9 @@ def load_published(
         EngineError: the engine is not there, is too old, would end the process, refuses the file, or is wrong about it.
     """
     facts = read_mtp(path) if is_same_file(path, target.path) else read_published(path)
-    if why := misfit(facts, target):
+    with GGUFFile(target.path) as file:
+        why = facts.misfit(TargetFacts.of(file, ""), target.vocab)
+    if why:
         wrong = VocabularyMismatch if "vocabulary" in why else UsageError
         raise wrong(f"{path.name} does not fit: {why}")
     if NEXTN in facts.taps and not facts.in_target and not target.capabilities.nextn:
@@ -259,8 +202,8 @@ def load_published(
             f"{path.name} reads states of {target.path.name} that {target.backend} does not hand out; "
             "use --backend llama-cpp"
         )
-    name, threads = engine_for(facts, target, engine), n_threads or default_threads()
-    if name == "llama-cpp" and (not lends(facts) or (isinstance(target, LlamaModel) and not target.reloads)):
+    name, threads = _engine_for(facts, target.backend, engine), n_threads or default_threads()
+    if name == "llama-cpp" and (not _lends(facts) or (isinstance(target, LlamaModel) and not target.reloads)):
         version = f"{name} {llama_cpp.binding().version}"
         check_survives(facts, target.path, version, threads, lambda: say(f"trying {path.name} with {version} (once)"))
     load: LoadHeadModel = EntryPoint(name, facts.engines[name], "").load()
@@ -271,12 +214,7 @@ def load_published(
     try:
         options = {"n_threads": n_threads, "n_gpu_layers": n_gpu_layers}
         key = verdict_key(model.backend, options, f"{fingerprint(path)} for {fingerprint(target.path)}")
-        verdict = verdicts().get(key)
-        if verdict is None:
-            say(f"checking that {model.engine} computes {path.name} correctly (once)")
-            worst = disagreement(head)
-            verdict = {"holds": worst <= MAX_MEAN_KL, "why": f"KL {worst:.2g} nats"}
-            verdicts().put(key, verdict)
+        verdict = verdict_on(model, key, path.name, lambda: disagreement(head), say)
         if not verdict["holds"]:
             raise EngineMismatch(
                 f"{model.engine} gives different results for {path.name} row by row and in one pass: {verdict['why']}"
@@ -292,18 +230,10 @@ def disagreement(head: EngineHead) -> float:
     rng, n = np.random.default_rng(0), sum(_WIDTHS)
     tokens = rng.integers(0, head.facts.n_vocab, n).tolist()
     states = rng.standard_normal((n, len(head.taps) * head.facts.n_target)).astype(np.float32)
-    found = []
     with head.new_context(n) as context:
         if head.facts.block:
             return _block_disagreement(head, context, states, tokens)
-        rows = head.true_rows(context, states, tokens)
-        wide = context.decode_floats(rows, tokens).logits
-        context.truncate(0)
-        for width in _WIDTHS:
-            part = slice(context.n_past, context.n_past + width)
-            narrow = context.decode_floats(rows[part], tokens[part]).logits
-            found.append(agreement(narrow, wide[part]).mean_kl)
-    return max(found)
+        return row_by_row(context, head.true_rows(context, states, tokens), tokens, _WIDTHS)
 
 
 def _block_disagreement(head: EngineHead, context: Context, states: FloatArray, tokens: Sequence[int]) -> float:
@@ -323,8 +253,7 @@ def _block_disagreement(head: EngineHead, context: Context, states: FloatArray, 
 
 
 def try_head() -> None:
-    """Load a head, read states, draft, reject: in the child of ``check_survives``, on the CPU, which shares the
-    target's pages."""
+    """Load a head, read states, draft, reject: in the child of ``check_survives``, on the CPU."""
     path, lent, n_threads = sys.argv[1:]
     head = read_mtp(Path(path)) if path == lent else read_published(Path(path))
     target = llama_cpp.load(lent, n_threads=int(n_threads), n_gpu_layers=0) if lent else None

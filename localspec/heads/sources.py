@@ -25,9 +25,8 @@ from localspec.system.files import is_same_file
 
 SHOWN.update({HEAD: "head", EARLY_EXIT: "early exit", MTP: "the model's own MTP layer"})
 
+# Share of the target's layers for early-exit without a number; set by hand, for models trained to be left early
 EXIT_SHARE = 0.25
-"""Share of the target's layers for ``early-exit`` without a number; set by hand, for models trained to be left
-early."""
 
 MAX_LAYERS = 9999
 
@@ -115,13 +114,10 @@ FILE_HEADS, EARLY_EXITS, OWN_LAYER = FileHeads(), EarlyExit(), OwnLayer()
 
 
 def head_files(target: Path, backend: str | None) -> Iterator[Path]:
-    """The heads on this disk that ``auto`` takes for a target: one trained here or shipped, and a published one.
+    """The heads on this disk that ``auto`` takes for a target's file: one trained here or shipped, and a published one.
 
-    More of a kind would take memory for states and weights each, and read the same states.
-
-    Args:
-        target: its file.
-        backend: the engine that it runs on; see ``published_for``.
+    More of a kind would take memory for states and weights each, and read the same states. For ``backend`` see
+    ``published_for``.
     """
     for find in (heads_for, lambda path: published_for(path, backend)):
         try:
@@ -131,12 +127,7 @@ def head_files(target: Path, backend: str | None) -> Iterator[Path]:
 
 
 def found_heads(target: Path, backend: str | None, *, mtp: bool) -> Iterator[str]:
-    """Names for ``--draft`` of what drafts from a target's states, found one by one.
-
-    Args:
-        target, backend: as for ``head_files``.
-        mtp: whether the target's own layer for multi-token prediction is computed.
-    """
+    """Names for ``--draft`` of what drafts from a target's states; ``mtp``: whether its own such layer is computed."""
     if mtp:
         yield MTP
     yield from (f"{HEAD}:{path}" for path in head_files(target, backend))
@@ -152,73 +143,20 @@ def heads_of(target: Model) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class HeadPasses(PassKind):
-    """Passes of a head over rows of floats, which return the states ``hidden``."""
+    """Passes of a head as its drafter makes them."""
 
-    hidden: tuple[str, ...]
-
-    def context(self, model: Model, n_ctx: int) -> Context:
-        return model.new_context(n_ctx, hidden=self.hidden)
-
-    def tokens(self, model: Model) -> list[int]:
-        return [0]  # names of rows; which does not matter
-
-    def feed(self, context: Context, tokens: Sequence[int], logits: Wanted = "all") -> None:
-        context.decode_floats(_rows(len(tokens), context.model.n_embd), tokens, logits)
-
-
-@dataclass(frozen=True, slots=True)
-class BlockPasses(PassKind):
-    """Passes of a block drafter: over a number of target states, then over a whole block."""
-
-    head: EngineHead
+    open: Callable[[int], Context]
+    run: Callable[[Context, Sequence[int], Wanted], object]
+    text: Callable[[], list[int]] = lambda: [0]  # names of rows, which do not matter
 
     def context(self, model: Model, n_ctx: int) -> Context:
-        return self.head.new_context(n_ctx)
+        return self.open(n_ctx)
 
     def tokens(self, model: Model) -> list[int]:
-        return [0]  # names of rows; which does not matter
+        return self.text()
 
     def feed(self, context: Context, tokens: Sequence[int], logits: Wanted = "all") -> None:
-        n = context.n_past + len(tokens)
-        context.decode_floats(_rows(len(tokens), context.model.n_embd), tokens, "none")
-        if logits != "none":
-            self.head.block_logits(context, tokens[-1], self.head.steps)
-            context.truncate(n)
-
-
-@dataclass(frozen=True, slots=True)
-class ChainedPasses(HeadPasses):
-    """Passes over true rows: making them of states [n, n_taps * n_embd], computing them, and the last row's logits."""
-
-    head: Head
-    n_embd: int
-
-    def feed(self, context: Context, tokens: Sequence[int], logits: Wanted = "all") -> None:
-        states = _rows(len(tokens), len(self.head.taps) * self.n_embd)
-        rows = self.head.true_rows(context, states, tokens)
-        context.decode_floats(rows, tokens, "none" if logits == "none" else "last")
-
-
-@dataclass(frozen=True, slots=True)
-class EarlyExits(PassKind):
-    """Passes of a target's first layers, up to the state ``tap``, then of ``output``, a context of the output
-    matrix."""
-
-    target: Model
-    tap: str
-    output: Context
-
-    def context(self, model: Model, n_ctx: int) -> Context:
-        return self.target.new_context(n_ctx, hidden=(self.tap,))
-
-    def tokens(self, model: Model) -> list[int]:
-        return WHOLE.tokens(self.target)
-
-    def feed(self, context: Context, tokens: Sequence[int], logits: Wanted = "all") -> None:
-        context.decode_first_layers(tokens, int(self.tap.removeprefix("layer:")) + 1)
-        if logits != "none":
-            self.output.decode_floats(_rows(1, self.output.model.n_embd), [0])
-            self.output.truncate(0)
+        self.run(context, tokens, logits)
 
 
 @lru_cache(maxsize=32)
@@ -227,10 +165,33 @@ def _rows(n: int, n_embd: int) -> FloatArray:
 
 
 def passes_of(head: DraftHead, context: Context, target: Model) -> PassKind:
-    if isinstance(head, EngineHead) and head.facts.block:
-        return BlockPasses(head)
+    """The passes that are timed; ``context`` is of the head."""
+    model, hidden = head.model, context.hidden
+
+    def rows(memory: Context, tokens: Sequence[int], logits: Wanted) -> None:
+        memory.decode_floats(_rows(len(tokens), model.n_embd), tokens, logits)
+
+    def true_rows(memory: Context, tokens: Sequence[int], logits: Wanted) -> None:
+        states = _rows(len(tokens), len(head.taps) * target.n_embd)
+        memory.decode_floats(head.true_rows(memory, states, tokens), tokens, "none" if logits == "none" else "last")
+
+    def block(memory: Context, tokens: Sequence[int], logits: Wanted) -> None:
+        assert isinstance(head, EngineHead)
+        n = memory.n_past + len(tokens)
+        rows(memory, tokens, "none")
+        if logits != "none":
+            head.block_logits(memory, tokens[-1], head.steps)
+            memory.truncate(n)
+
+    def first_layers(memory: Context, tokens: Sequence[int], logits: Wanted) -> None:
+        memory.decode_first_layers(tokens, int(head.taps[0].removeprefix("layer:")) + 1)
+        if logits != "none":
+            context.decode_floats(_rows(1, model.n_embd), [0])
+            context.truncate(0)
+
+    if head.kind == "block":
+        return HeadPasses(head.new_context, block)
     if head.kind == "exit":
-        return EarlyExits(target, head.taps[0], context)
-    if isinstance(head, Head) and head.kind == "chained":
-        return ChainedPasses(context.hidden, head, target.n_embd)
-    return HeadPasses(context.hidden)
+        return HeadPasses(lambda n: target.new_context(n, hidden=head.taps), first_layers, lambda: WHOLE.tokens(target))
+    chained = head.kind == "chained" and isinstance(head, Head)
+    return HeadPasses(lambda n: model.new_context(n, hidden=hidden), true_rows if chained else rows)

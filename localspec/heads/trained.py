@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -26,34 +26,27 @@ import numpy.typing as npt
 from localspec.backends.base import Context, FloatArray, Model
 from localspec.backends.registry import engine_module
 from localspec.backends.repack import MARK
-from localspec.backends.trust import MAX_MEAN_KL, agreement, fingerprint, verdict_key, verdicts
+from localspec.backends.trust import verdict_key, verdicts
 from localspec.errors import EngineMismatch, LocalspecError, UsageError
-from localspec.heads.assembly import OUTPUT_TYPES, assembling, engine_file
-from localspec.heads.base import STATE, DraftHead
+from localspec.heads.assembly import OUTPUT_TYPES, assemble, engine_file
+from localspec.heads.base import STATE, DraftHead, row_by_row, verdict_on
 from localspec.heads.card import Kind, TargetFacts, fit
 from localspec.heads.file import check_head, find_heads, head_weights, read_card
 from localspec.heads.products import products
+from localspec.model_files.fingerprint import fingerprint
 from localspec.model_files.gguf import GGUFFile, model_files, tensor_rows
-from localspec.system.steps import exhaust
 
-MAX_STATES = 16
-"""Most states that wait to be read. More make a head a little better and its first step slower."""
+MAX_STATES = 16  # most states that wait to be read. More make a head a little better and its first step slower.
+_CACHED_BYTES = 32 << 20  # tokens' shares of rows that are kept. One takes about a millisecond.
 
-_CACHED_BYTES = 32 << 20
-"""Tokens' shares of rows that are kept. One takes about a millisecond."""
-
+# Rows of the passes that are compared with one of all these, 40: ik-llama has other kernels from 32 on
 _TIMED_WIDTHS = (1, 1, 1, 1, 2, 3, 4, 5, 6, 8, 8)
-"""Rows of the passes that are compared with one of all these, 40: ik-llama has other kernels from 32 on."""
 
 _FC, _EMBED, _CHAIN = range(3)
 
 
 class Head(DraftHead):
-    """A head that was trained here.
-
-    Attributes:
-        masks: rows of a parallel head for unknown positions, float32 [steps - 1, n_embd]; empty for others.
-    """
+    """A head that was trained here; ``masks`` are a parallel head's rows for unknown positions [steps - 1, n_embd]."""
 
     token_map: npt.NDArray[np.int32]
 
@@ -97,11 +90,7 @@ class Head(DraftHead):
         return self._times(_FC, states)
 
     def embed(self, tokens: Sequence[int]) -> FloatArray:
-        """``W · E[token] + b`` [n, n_embd]; embeddings are read from the target's file.
-
-        Raises:
-            UsageError: an id outside the target's vocabulary.
-        """
+        """``W · E[token] + b`` [n, n_embd]; UsageError for an id outside the target's vocabulary."""
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.card.target.n_vocab:
             raise UsageError(f"token ids must lie in 0..{self.card.target.n_vocab - 1}")
         new = [token for token in dict.fromkeys(tokens) if token not in self._cache]
@@ -121,14 +110,9 @@ class Head(DraftHead):
         return self._times(_CHAIN, states)
 
     def medusa_logits(self, context: Context, state: FloatArray) -> FloatArray:
-        """A medusa head's guesses: row k is for the token 2 + k places after the one that left ``state``.
+        """Logits of a medusa head, a copy [steps, n_out]: row k is for the token 2 + k places after that of ``state``.
 
-        Args:
-            context: of this head; emptied.
-            state: the target's "norm" [n_embd].
-
-        Returns:
-            Logits [steps, n_out], a copy.
+        The context, of this head, is emptied; the state is the target's "norm" [n_embd].
         """
         inner = np.concatenate([self._times(i, state[None]) + bias for i, bias in enumerate(self._biases)])
         # silu(z) = z * sigmoid(z); by tanh, which cannot overflow.
@@ -154,11 +138,7 @@ class Head(DraftHead):
 
 
 def target_facts(target: Path) -> TargetFacts:
-    """The facts of a target's file, read once as long as it is unchanged; of a repacked copy, those of its original.
-
-    Raises:
-        ModelFileError: it is no usable model.
-    """
+    """The facts of a target's file, read once as long as it is unchanged; of a repacked copy, those of its original."""
     try:
         found = [file.stat() for file in model_files(target)]
     except OSError:
@@ -174,11 +154,7 @@ def _read_facts(target: Path, stamp: tuple[tuple[int, ...], ...]) -> TargetFacts
 
 
 def heads_for(target: Path) -> list[Path]:
-    """Heads on this disk that fit a target: those trained for that very file first. Damaged ones are left out.
-
-    Raises:
-        ModelFileError: the target is no usable model.
-    """
+    """Heads on this disk that fit a target: those trained for that very file first. Damaged ones are left out."""
     paths = find_heads()
     facts = target_facts(target) if paths else None
     fitting: list[tuple[bool, Path]] = []
@@ -207,11 +183,7 @@ def load_head(
     Once for each engine and file rows in one pass are compared with rows in several.
 
     Args:
-        path: the head file.
-        target: the target's file.
-        backend: the engine's name.
-        n_threads: CPU threads; None takes the physical cores.
-        n_gpu_layers: as for ``backends.load``.
+        n_threads, n_gpu_layers: as for ``backends.load``.
         say: takes a line before long work.
         warn: takes remarks that a user should keep.
 
@@ -235,17 +207,13 @@ def load_head(
         if verdict is None or verdict["holds"]:
             if not place.exists():
                 say(f"putting {path.name} together with rows of {target.name} (once)")
-            exhaust(assembling(place, path, target, output_type))
+            assemble(place, path, target, output_type)
             model: Model = engine_module(backend).load(place, **options)
             try:
                 head = Head(path, target, model)
                 if model.capabilities.batch_invariant:
                     return head
-                if verdict is None:
-                    say(f"checking that {model.engine} computes {path.name} correctly (once)")
-                    worst = _disagreement(head)
-                    verdict = {"holds": worst <= MAX_MEAN_KL, "why": f"KL {worst:.2g} nats"}
-                    verdicts().put(key, verdict)
+                verdict = verdict_on(model, key, path.name, partial(_disagreement, head), say)
             except BaseException:
                 model.close()
                 raise
@@ -264,11 +232,4 @@ def _disagreement(head: Head) -> float:
         tokens = head.token_map[:n].tolist()
         rows[: len(tokens)] = head.embed(tokens) + head.fuse(np.tile(rows[: len(tokens)], len(head.taps)))
     with head.new_context(n) as context:
-        wide = context.decode_floats(rows, range(n)).logits.copy()
-        context.truncate(0)
-        found = []
-        for width in _TIMED_WIDTHS:
-            first = context.n_past
-            piece = context.decode_floats(rows[first : first + width], range(first, first + width)).logits
-            found.append(agreement(piece, wide[first : first + width]).mean_kl)
-    return max(found)
+        return row_by_row(context, rows, range(n), _TIMED_WIDTHS)

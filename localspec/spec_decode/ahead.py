@@ -2,43 +2,49 @@
 
 In the ordinary order draft and target wait for each other. Where they run on different devices the drafters can go on:
 a pass over k draft tokens ends in one of few likely ways, (i accepted, then token x). For the likeliest of them drafts
-are prepared beside the pass; when the verdict is one of them the next draft is there already, else it is made in the
+are prepared during the pass; when the verdict is one of them the next draft is there already, else it is made in the
 ordinary order. (Speculative speculative decoding, Kumar, Dao and May 2026, whose algorithm is called Saguaro.)
 
 With a_j the expected acceptance of draft token j and q(x) the drafter's own probability of x, the outcome (i, x) is
 taken to have the probability a_1···a_i·(1 - a_(i+1))·q(x)/(1 - q(d_(i+1))), and (k, x) a_1···a_k·q(x). What would be
 drafted then is drafted by the same drafters in the same way, so a draft is as honest as ever: its tokens are sampled
-with noise of their own, before anybody knows whether they will be sent, and which are sent depends on the outcome, on
+with noise of their own, before it is known whether they will be sent, and which are sent depends on the outcome, on
 the time there was and on distributions, never on which tokens came out.
 """
 
 from __future__ import annotations
 
 import heapq
-import queue
 import statistics
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
-from localspec.spec_decode.drafters.base import SURE_COPY, Plan
+from localspec.spec_decode.drafters.base import Plan
 from localspec.spec_decode.drafters.group import DrafterGroup
 from localspec.spec_decode.proposer import Alternatives, Proposer
 from localspec.spec_decode.rounds import AheadCount, Draft, DraftToken
 
+Result = TypeVar("Result")
+
+# A draft for one outcome, and what the drafter thought of in the place of each of its tokens.
+Prepared = tuple[list[DraftToken], list[Alternatives]]
+
 # Whether drafting while the target verifies saves time, measured while it is done.
 
+# Rounds of a trial, over which drafting ahead must save time, and rounds without it where two in a row do not. After a
+# pause comes one trial, and if that fails a pause twice as long.
 N_TRIAL, N_PAUSE, LONGEST_PAUSE = 24, 96, 1536
-"""Rounds of a trial, over which drafting ahead must save time, and rounds without it where two in a row do not. After a
-pause comes one trial, and if that fails a pause twice as long."""
 
-N_ALONE, N_BESIDE, OFTEN, RARELY = 12, 48, 4, 24
-"""Passes without drafting beside them and with it that are compared; one of so many goes without, until there are
-enough and afterwards."""
+# Passes alone and with drafting meanwhile that are compared; one of so many goes without, until there are enough
+# and afterwards.
+N_ALONE, N_OVERLAPPED, OFTEN, RARELY = 12, 48, 4, 24
 
 
 def moved(mean_ms: float, ms: float, share: float) -> float:
@@ -50,23 +56,20 @@ class AheadBalance:
     """Whether drafting ahead saves time: the steps that it spares, less what it makes passes take longer.
 
     It may take time from a pass on another device after all: the driver's thread or the server that a pass needs can be
-    on the cores that draft. So some passes go without it, and passes over equally many tokens are compared.
-
-    Args:
-        cautious: False is for tests and benchmarks: no pass goes without, whatever it costs.
+    on the cores that draft. So some passes go without it, and passes over equally many tokens are compared; not where
+    ``cautious`` is false, for tests and benchmarks.
     """
 
     def __init__(self, *, cautious: bool = True) -> None:
         self._is_cautious = cautious
         self._alone: deque[tuple[int, float]] = deque(maxlen=N_ALONE)
-        self._beside: deque[tuple[int, float]] = deque(maxlen=N_BESIDE)
+        self._overlapped: deque[tuple[int, float]] = deque(maxlen=N_OVERLAPPED)
         self._step_ms = self._saved_ms = 0.0
-        self._n_tried = self._n_beside = self._n_paused = 0
+        self._n_tried = self._n_overlapped = self._n_paused = 0
         self._pause = 0  # the first that fails is followed by another: these times are noisy
 
     @property
     def is_pausing(self) -> bool:
-        """Whether it did not pay lately."""
         return self._n_paused > 0
 
     def leaves_alone(self) -> bool:
@@ -77,7 +80,7 @@ class AheadBalance:
             self._n_paused -= 1
             if not self._n_paused:  # times from before the pause may be of a machine that did other things
                 self._alone.clear()
-                self._beside.clear()
+                self._overlapped.clear()
             return True
         if self._n_tried == N_TRIAL:
             self._judge()
@@ -86,139 +89,47 @@ class AheadBalance:
         return self._n_tried % (OFTEN if len(self._alone) < N_ALONE else RARELY) == 0
 
     def took_in_order(self, n_tokens: int, ms: float) -> None:
-        """So many tokens of draft models were drafted in the ordinary order."""
         if n_tokens:
             self._step_ms = moved(self._step_ms, ms / n_tokens, 0.2)
 
     def spared(self, n_tokens: int) -> None:
-        """So many tokens of draft models were there when the verdict was."""
         self._saved_ms += n_tokens * self._step_ms
 
     def passed(self, n_tokens: int, ms: float, *, late_ms: float | None = None) -> None:
-        """A pass is done; ``late_ms`` is how long the drafting beside it was then waited for."""
+        """A pass is done; ``late_ms`` is how long the drafting was then waited for."""
         if late_ms is None:
             self._alone.append((n_tokens, ms))
         else:
-            self._beside.append((n_tokens, ms))
+            self._overlapped.append((n_tokens, ms))
             self._saved_ms -= late_ms
-            self._n_beside += 1
+            self._n_overlapped += 1
 
     def _judge(self) -> None:
-        if self._saved_ms < self._n_beside * self._longer_ms():
+        if self._saved_ms < self._n_overlapped * self._longer_ms():
             self._n_paused, self._pause = self._pause, max(N_PAUSE, min(2 * self._pause, LONGEST_PAUSE))
         else:
             self._pause = 0
-        self._n_tried, self._n_beside, self._saved_ms = 0, 0, 0.0
+        self._n_tried, self._n_overlapped, self._saved_ms = 0, 0, 0.0
 
     def _longer_ms(self) -> float:
-        """How much longer a pass usually takes with drafting beside it."""
         by_tokens: defaultdict[int, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
-        for which, passes in enumerate((self._alone, self._beside)):
+        for which, passes in enumerate((self._alone, self._overlapped)):
             for n_tokens, ms in passes:
                 by_tokens[n_tokens][which].append(ms)
         longer: list[float] = []
-        for alone, beside in by_tokens.values():
-            if alone and beside:
-                difference = statistics.median(beside) - statistics.median(alone)
-                longer += [difference] * min(len(alone), len(beside))
+        for alone, overlapped in by_tokens.values():
+            if alone and overlapped:
+                difference = statistics.median(overlapped) - statistics.median(alone)
+                longer += [difference] * min(len(alone), len(overlapped))
         return statistics.median(longer) if longer else 0.0
 
 
+# Outcomes less probable than this are not prepared for: a draft step in fifty that is of use costs more in heat.
 LEAST = 0.02
-"""Outcomes less probable than this are not prepared for: a draft step in fifty that is of use costs more in heat."""
 
+# Share of the draft tokens that is expected to have been prepared, before any were (``benchmarks/ahead.py``). Too high
+# tries a draft that does not pay, which the time budget bounds; too low never tries one that only pays so.
 HIDDEN = 0.4
-"""Share of the draft tokens that is expected to have been prepared, before any were: what 8 steps a pass made of drafts
-of 4 that are right four times in five (``benchmarks/ahead.py``). Too high tries a draft that does not pay, which the
-time budget bounds; too low never tries one that only pays so."""
-
-
-@dataclass(slots=True)
-class _Prepared:
-    """A draft for one outcome, and what the drafter thought of in the place of each of its tokens."""
-
-    tokens: list[DraftToken]
-    alternatives: list[Alternatives]
-
-
-class _AheadPlan(Plan):
-    """Draft up to a number of tokens for one outcome, as long as there is time."""
-
-    def __init__(
-        self,
-        room: int,
-        outer: Plan,
-        goes_on: Callable[[], bool],
-        took: Callable[[float], None],
-        copying: frozenset[str],
-        samples_any: bool,
-    ) -> None:
-        super().__init__(room)
-        self.outer, self.goes_on, self.took = outer, goes_on, took
-        self.copying, self.samples_any = copying, samples_any
-
-    def order(self, sources: Sequence[str]) -> Sequence[str]:
-        return self.outer.order(sources)
-
-    def more(self, source: str, pending: int = 0) -> bool:
-        return self.room > 0 and (pending == 0 or self.goes_on())
-
-    def spent(self, source: str, n_tokens: int, ms: float) -> None:
-        self.took(ms)
-
-    def samples(self, source: str, confidence: float) -> bool:
-        return self.samples_any and self.outer.samples(source, confidence)
-
-    def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
-        if source in self.copying and confidence < SURE_COPY:  # what the controller would send is not known yet
-            return None
-        return super().keep(source, confidence)
-
-
-class SideThread:
-    """A thread that does one thing at a time while its owner does another."""
-
-    def __init__(self) -> None:
-        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._is_busy = False
-
-    def start(self, work: Callable[[], object]) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="localspec-ahead", daemon=True)
-            self._thread.start()
-        self._is_busy = True
-        self._work.put(work)
-
-    def wait(self) -> None:
-        """Until what was started is done; what it raised is raised here."""
-        if self._is_busy:
-            error = self._done.get()
-            self._is_busy = False
-            if error is not None:
-                raise error
-
-    def close(self) -> None:
-        """End the thread, once it has done what it is doing."""
-        try:
-            self.wait()
-        finally:
-            if self._thread is not None:
-                self._work.put(None)
-                self._thread.join()
-                self._thread = None
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            try:
-                work()
-                error = None
-            except BaseException as raised:
-                error = raised
-            del work  # it holds the conversation
-            self._done.put(error)
-            del error
 
 
 @dataclass(slots=True)
@@ -238,7 +149,6 @@ class _Clock:
 
     @property
     def ms(self) -> float:
-        """Since the pass began."""
         return (time.perf_counter() - self.started) * 1e3
 
     def fits(self, probability: float) -> bool:
@@ -258,6 +168,35 @@ class _Clock:
         self.pass_ms = moved(self.pass_ms, ms, 0.3)
 
 
+class _AheadPlan(Plan):
+    """Draft up to a number of tokens for one outcome, as long as there is time."""
+
+    def __init__(self, room: int, outer: Plan, clock: _Clock, probability: float, copying: Collection[str]) -> None:
+        super().__init__(room, copying)  # what the controller would send of copies is not known yet
+        self._outer, self._clock, self._probability = outer, clock, probability
+
+    def order(self, sources: Sequence[str]) -> Sequence[str]:
+        return self._outer.order(sources)
+
+    def more(self, source: str, pending: int = 0) -> int:
+        return super().more(source, pending) if pending == 0 or self._clock.fits(self._probability) else 0
+
+    def spent(self, source: str, n_tokens: int, ms: float) -> None:
+        self._clock.took_step(ms)
+
+    def samples(self, source: str, confidence: float) -> bool:
+        return self._outer.samples(source, confidence)
+
+
+class _LikeliestPlan(_AheadPlan):
+    def samples(self, source: str, confidence: float) -> bool:
+        return False
+
+
+def one_thread() -> Executor:
+    return ThreadPoolExecutor(1, "localspec-ahead")
+
+
 class DraftAhead:
     """Drafts with a group of drafters, beginning while the target is still at the draft before.
 
@@ -266,23 +205,32 @@ class DraftAhead:
 
     Args:
         cautious: pause where it takes more time than it saves.
-        beside: what runs beside the pass.
+        new_executor: makes what drafts while passes run.
         n_steps: draft steps a pass, which are waited for; None is as many as there is time for.
+
+    Attributes:
+        count: of the round under way.
     """
 
-    def __init__(self, *, cautious: bool = True, beside: SideThread | None = None, n_steps: int | None = None) -> None:
-        self._beside = beside or SideThread()
+    def __init__(
+        self,
+        *,
+        cautious: bool = True,
+        new_executor: Callable[[], Executor] = one_thread,
+        n_steps: int | None = None,
+    ) -> None:
+        self._new_executor = new_executor
+        self._executor: Executor | None = None
         self._balance = AheadBalance(cautious=cautious)
         self._clock = _Clock(n_steps)
-        self._cache: dict[tuple[int, ...], _Prepared] = {}
-        self._count = AheadCount()
+        self._cache: dict[tuple[int, ...], Prepared] = {}
+        self.count = AheadCount()
         self._n_before = self._depth = 0
         self._is_drafting = False
         self._was_left_alone = False
         self._share = HIDDEN
 
     def begin(self, drafters: DrafterGroup, proposer: Proposer, end_tokens: frozenset[int]) -> None:
-        """A new answer begins."""
         self._drafters, self._proposer, self._end_tokens = drafters, proposer, end_tokens
         readers = [each.info for each in drafters.drafters if not each.info.taps]
         self._copying = frozenset(each.source for each in readers if each.copies)
@@ -292,7 +240,7 @@ class DraftAhead:
 
     def draft(self, tokens: list[int], plan: Plan) -> Draft:
         """Draft what follows ``tokens``: what was prepared for them, as far as the plan wants it, and what follows."""
-        self._count, self._plan, self._depth = AheadCount(), plan, plan.room
+        self.count, self._plan, self._depth = AheadCount(), plan, plan.room
         self._others = self._proposer.alternatives = {}
         taken, is_cut = self._taken(tokens, plan)
         draft, rest = Draft(taken), Draft()
@@ -304,21 +252,20 @@ class DraftAhead:
         return Draft([*taken, *rest])
 
     def _in_order(self, tokens: list[int], begun: Draft, plan: Plan) -> Draft:
-        """What follows the beginning of a draft, in the ordinary order."""
-        work = partial(self._drafters.draft, tokens, plan, self._proposer, self._end_tokens)
+        draft = partial(self._drafters.draft, tokens, plan, self._proposer, self._end_tokens)
         settled, started = len(tokens), time.perf_counter()
         tokens += begun.ids
-        found: list[Draft] = []
-        try:
-            if self._is_drafting:
-                self._beside.start(lambda: found.append(work()))
-                self._beside.wait()
-            else:  # where little is drafted a change of threads would be most of what it takes
-                found.append(work())
+        try:  # where little is drafted a change of threads would be most of what it takes
+            found = self._start(draft).result() if self._is_drafting else draft()
         finally:
             del tokens[settled:]
-        self._balance.took_in_order(self._n_of_models(found[0]), (time.perf_counter() - started) * 1e3)
-        return found[0]
+        self._balance.took_in_order(self._n_of_models(found), (time.perf_counter() - started) * 1e3)
+        return found
+
+    def _start(self, work: Callable[[], Result]) -> Future[Result]:
+        if self._executor is None:
+            self._executor = self._new_executor()
+        return self._executor.submit(work)
 
     def _n_of_models(self, tokens: Sequence[DraftToken]) -> int:
         return sum(token.source in self._models for token in tokens)
@@ -333,17 +280,17 @@ class DraftAhead:
         taken: list[DraftToken] = []
         if prepared is None:
             return taken, False
-        self._count.hit = True
-        for token, alternatives in zip(prepared.tokens, prepared.alternatives, strict=True):
+        self.count.hit = True
+        for token, alternatives in zip(*prepared, strict=True):
             confidence = token.prob if token.dist is None else token.dist.top
             expected = plan.keep(token.source, confidence, sampled=token.dist is not None)
             if expected is None:
                 break
             self._others[len(tokens) + len(taken)] = alternatives
             taken.append(DraftToken(token.id, token.source, token.prob, token.dist, expected))
-        self._count.taken = len(taken)
+        self.count.taken = len(taken)
         self._balance.spared(self._n_of_models(taken))
-        return taken, len(taken) < len(prepared.tokens)
+        return taken, len(taken) < len(prepared[0])
 
     @contextmanager
     def preparing(self, tokens: Sequence[int], draft: Draft) -> Iterator[None]:
@@ -358,17 +305,17 @@ class DraftAhead:
             yield
             self._balance.passed(n_tokens, clock.ms)
             return
-        self._beside.start(partial(self._prepare, list(tokens), draft))
+        preparing = self._start(partial(self._prepare, list(tokens), draft))
         try:
             yield
         finally:
             ms = clock.ms
             clock.stopped.set()
-            self._beside.wait()
+            preparing.result()
             clock.took_pass(ms)
             self._balance.passed(n_tokens, ms, late_ms=clock.ms - ms)
-            self._count.outcomes = len(self._cache)
-            self._count.prepared = sum(len(each.tokens) for each in self._cache.values())
+            self.count.outcomes = len(self._cache)
+            self.count.prepared = sum(len(found) for found, _ in self._cache.values())
 
     @property
     def hidden(self) -> dict[str, float]:
@@ -376,19 +323,14 @@ class DraftAhead:
         share = 0.0 if self._balance.is_pausing else self._share
         return dict.fromkeys(self._models, share)
 
-    @property
-    def count(self) -> AheadCount:
-        """Of the round under way."""
-        return self._count
-
     def close(self) -> None:
-        """The answer is over: end the thread."""
-        self._beside.close()
+        if self._executor is not None:
+            self._executor.shutdown()
+            self._executor = None
 
     # -- in the thread ---------------------------------------------------------------------------------------------
 
     def _prepare(self, tokens: list[int], draft: Draft) -> None:
-        """Draft for one outcome after the other, the likeliest first."""
         depth = min(self._depth, len(draft) + 1)
         order = 0
         outcomes: list[tuple[float, int, tuple[int, ...] | None]] = []  # None: all accepted, and what then?
@@ -419,14 +361,13 @@ class DraftAhead:
                 continue
             found, alternatives = self._drafted(tokens, suffix, depth, -negative)
             if found:
-                self._cache[suffix] = _Prepared(found, alternatives)
+                self._cache[suffix] = found, alternatives
 
     def _drafted(
         self, tokens: list[int], suffix: Sequence[int], n: int, probability: float, *, samples: bool = True
-    ) -> tuple[list[DraftToken], list[Alternatives]]:
-        """What the drafters draft after one outcome, up to n tokens."""
-        clock, text = self._clock, [*tokens, *suffix]
-        plan = _AheadPlan(n, self._plan, lambda: clock.fits(probability), clock.took_step, self._copying, samples)
+    ) -> Prepared:
+        text, kind = [*tokens, *suffix], _AheadPlan if samples else _LikeliestPlan
+        plan = kind(n, self._plan, self._clock, probability, self._copying)
         others: dict[int, Alternatives] = {}
         self._proposer.alternatives = others
         draft = list(self._drafters.draft(text, plan, self._proposer, self._end_tokens, ahead=True))

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from localspec.backends.base import NORM, Context, Forward, Wanted, layer_name
 from localspec.errors import EngineError, LocalspecError, PromptTooLong, UsageError
@@ -27,11 +27,9 @@ if TYPE_CHECKING:
     from localspec.sampling.constraint import Constraint
 
 
-VerifiedToken = tuple[int, TokenKind, str]
-"""Token id, kind and source."""
+VerifiedToken = tuple[int, TokenKind, str]  # id, kind and source
 
-PREFILL_CHUNK = 128
-"""Prompt tokens fed between two looks at the cancel flag: about a second on a slow laptop."""
+PREFILL_CHUNK = 128  # prompt tokens fed between two looks at the cancel flag: about a second on a slow laptop
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +37,8 @@ class TargetPass:
     """What the next pass of the target is over.
 
     Attributes:
-        tokens: what comes next in the target's memory.
-        logits: which rows are wanted, see ``Context.decode``.
-        parents: where they branch, which of them each follows, see ``Context.decode_tree``; all rows are wanted then.
+        tokens, logits: see ``Context.decode``.
+        parents: where they branch, see ``Context.decode_tree``.
         draft: the draft that the tokens end with, if the last ones of it may be left out: then the pass has fewer rows.
             A draft token that was sampled may not, nor what comes before it: see ``drafters.base``.
         n_after: of a prompt, how many tokens are to be read after these.
@@ -68,21 +65,19 @@ class SpeculativeDecoder:
     """Decodes with a target context and any number of drafters, one answer at a time.
 
     Between calls the target context holds a prefix of all settled tokens, so a prompt that continues it costs only what
-    is new. Plain decoding is the same loop with an empty draft.
-
-    ``prefill`` and ``rounds`` run the target's passes themselves. ``read``, ``start``, ``propose`` and ``commit`` are
-    what they are made of, for loops that run the passes of several answers as one.
+    is new. ``prefill`` and ``rounds`` run the target's passes themselves; ``read``, ``start``, ``propose`` and
+    ``commit`` are what they are made of, for loops that run the passes of several answers as one.
 
     Args:
-        target: the target's context.
-        drafters: in the order they are asked.
-        controller: decides how far to draft.
+        drafters: in the order in which they were loaded.
         lost: takes a drafter that failed, and why; the answer goes on without it.
         ahead: drafts while the target verifies; None drafts in the ordinary order. For one answer at a time.
         learns_later: leaves it to the caller to ``learn`` from each round.
 
     Attributes:
+        taps: the hidden states of the target that the drafters read.
         finish_reason: why the answer ended; None until it does.
+        unread: what the next passes read of the prompt.
 
     Raises:
         UsageError: the target's context does not return the hidden states that a drafter reads.
@@ -100,17 +95,18 @@ class SpeculativeDecoder:
     ) -> None:
         self.ahead = ahead
         self.target = target
-        self.drafters = DrafterGroup(drafters, self._without)
-        if missing := self.drafters.taps.difference(target.hidden):
+        self.group = DrafterGroup(drafters, self._without)
+        self.taps = {tap for drafter in drafters for tap in drafter.info.taps}
+        if missing := self.taps.difference(target.hidden):
             raise UsageError(
                 f"the target's context was not made to return {sorted(missing)[0]!r}, which a drafter reads"
             )
         self.controller = controller
         self.finish_reason: FinishReason | None = None
+        self.unread: Sequence[int] = ()
         self._lost = lost
         self._learns_later = learns_later
         self._failed: set[str] = set()
-        self._unread: Sequence[int] = ()
         self._n_chunk = PREFILL_CHUNK
         self._answer: _Answer | None = None
 
@@ -121,17 +117,9 @@ class SpeculativeDecoder:
     # -- one answer alone --------------------------------------------------------------------------------------------
 
     def prefill(self, prompt: Sequence[int], cancelled: Callable[[], bool]) -> int:
-        """Bring the target up to all of the prompt but its last token.
-
-        Returns:
-            How many prompt tokens were in its memory already.
-
-        Raises:
-            UsageError: the prompt is empty.
-            PromptTooLong: it leaves no room for an answer.
-        """
+        """Read a prompt, see ``read``."""
         n_cached = self.read(prompt)
-        while self.is_reading and not cancelled():
+        while self.unread and not cancelled():
             self.commit(self.decode(self.propose()))
         return n_cached
 
@@ -146,20 +134,8 @@ class SpeculativeDecoder:
         constraint: Constraint | None = None,
         prediction: Sequence[int] = (),
     ) -> Iterator[Round]:
-        """Decode round by round until an end token, a stop string, the budget or the cancel flag.
-
-        Args:
-            prompt: token ids, already prefilled.
-            params: the sampling parameters.
-            text: turns settled tokens into text and watches for stop strings.
-            cancelled: polled once a round.
-            n_logprobs: judge every emitted token by the target's row, naming that many alternatives; None does not.
-            constraint: the grammar that the answer follows, at its beginning.
-            prediction: a text that the answer is likely to repeat.
-
-        Returns:
-            One ``Round`` per target pass; the last one carries ``finish_reason``.
-        """
+        """Decode round by round, a ``Round`` per target pass, until the answer ends or the cancel flag is set; see
+        ``start``."""
         self.start(prompt, params, text, n_logprobs, constraint, prediction)
         try:
             while self.finish_reason is None and not cancelled():
@@ -170,11 +146,11 @@ class SpeculativeDecoder:
             self.close()
 
     def decode(self, rows: TargetPass) -> Forward:
-        """Run one pass of the target for this answer alone; beside it, where that is done, the next draft is made."""
+        """Run one pass of the target for this answer alone; meanwhile, where that is done, the next draft is made."""
         answer, target = self._answer, self.target
         draft = None if answer is None else answer.draft
-        beside = answer.ahead.preparing(answer.tokens, draft) if answer and answer.ahead and draft is not None else None
-        with beside or nullcontext():
+        ahead = answer.ahead.preparing(answer.tokens, draft) if answer and answer.ahead and draft is not None else None
+        with ahead or nullcontext():
             if rows.parents is not None:
                 return target.decode_tree(rows.tokens, rows.parents)
             if rows.n_best:
@@ -195,7 +171,12 @@ class SpeculativeDecoder:
     def read(self, prompt: Sequence[int], n_chunk: int = PREFILL_CHUNK) -> int:
         """Have ``propose`` and ``commit`` read a prompt, all but its last token, in chunks of so many tokens.
 
-        Returns, Raises: as ``prefill``.
+        Returns:
+            How many of its tokens were in the target's memory already.
+
+        Raises:
+            UsageError: the prompt is empty.
+            PromptTooLong: it leaves no room for an answer.
         """
         if not prompt:
             raise UsageError("the prompt is empty: there is nothing to continue")
@@ -205,13 +186,8 @@ class SpeculativeDecoder:
                 "answer included; shorten it, or take a larger context: --ctx N, in Python n_ctx=N"
             )
         n_cached = self.target.reuse(prompt[:-1])
-        self._unread, self._n_chunk, self._answer = prompt[n_cached:-1], n_chunk, None
+        self.unread, self._n_chunk, self._answer = prompt[n_cached:-1], n_chunk, None
         return n_cached
-
-    @property
-    def is_reading(self) -> bool:
-        """Whether the next pass reads a chunk of the prompt."""
-        return len(self._unread) > 0
 
     def start(
         self,
@@ -222,31 +198,52 @@ class SpeculativeDecoder:
         constraint: Constraint | None = None,
         prediction: Sequence[int] = (),
     ) -> None:
-        """Have ``propose`` and ``commit`` make an answer to a prompt that was read; arguments as for ``rounds``."""
+        """Have ``propose`` and ``commit`` make an answer to a prompt that was read.
+
+        Args:
+            prompt, params: the request's.
+            text: turns settled tokens into text and watches for stop strings.
+            n_logprobs: judge every emitted token by the target's row, naming that many alternatives; None does not.
+            constraint: the grammar that the answer follows, at its beginning.
+            prediction: a text that the answer is likely to repeat.
+        """
         target, tokens, noise = self.target, list(prompt), Noise(params.seed)
-        proposer = Proposer(params, noise, constraint, target.model.n_vocab)
         end_tokens = frozenset() if params.ignore_eos else target.model.vocab.eog
-        budget = min(params.max_tokens or target.n_ctx, target.n_ctx - len(tokens))
-        emitter = _Emitter(text, end_tokens, budget, constraint, n_logprobs)
-        draft_ends = end_tokens if text.thinking is None else end_tokens | text.thinking.draft_ends
-        ahead = self.ahead if constraint is None else None  # a grammar's state follows one text only
-        self._answer = _Answer(tokens, params, noise, proposer, emitter, draft_ends, ahead)
-        self._unread, self.finish_reason = (), None
-        self.drafters.begin(tokens, prediction, target)
-        if ahead is not None:
-            ahead.begin(self.drafters, proposer, draft_ends)
+        takes_rows = constraint is not None or n_logprobs is not None
+        answer = self._answer = _Answer(
+            tokens=tokens,
+            params=params,
+            noise=noise,
+            proposer=Proposer(params, noise, constraint, target.model.n_vocab),
+            text=text,
+            end_tokens=end_tokens,
+            draft_ends=end_tokens if text.thinking is None else end_tokens | text.thinking.draft_ends,
+            budget=min(params.max_tokens or target.n_ctx, target.n_ctx - len(tokens)),
+            constraint=constraint,
+            n_logprobs=n_logprobs,
+            n_best=0 if takes_rows else params.n_best,
+            ahead=self.ahead if constraint is None else None,  # a grammar's state follows one text only
+        )
+        self.unread, self.finish_reason = (), None
+        for drafter in self.group.drafters:
+            drafter.begin(tokens, prediction=prediction, target=target)
+        if answer.ahead is not None:
+            answer.ahead.begin(self.group, answer.proposer, answer.draft_ends)
 
     def propose(self) -> TargetPass:
-        """What the next pass is over: a chunk of the prompt, or the last settled token and what is to be verified.
-
-        Of an answer, row i judges draft token i. Where the budget of a thinking block is spent, the tokens that close
-        it come in the draft's place.
-        """
-        if self._unread:
-            return self._chunk()
+        """What the next pass is over: a chunk of the prompt, or the last settled token and the draft, whose token i is
+        judged by row i. Where the budget of a thinking block is spent, the tokens that close it come in its place."""
+        if self.unread:
+            n = min(self._n_chunk, len(self.unread))
+            n_after = len(self.unread) - n
+            # These states come with logits only: of the prompt's last token there is one for the first draft.
+            has_late_tap = not self.taps.isdisjoint((NORM, layer_name(self.target.model.n_layers - 1)))
+            return TargetPass(self.unread[:n], "last" if has_late_tap and not n_after else "none", n_after=n_after)
         answer = self._answer
         assert answer is not None
-        answer.started, answer.draft, answer.forced = time.perf_counter(), None, answer.emitter.forced
+        thinking = answer.text.thinking
+        answer.forced = [] if thinking is None else thinking.forced[: answer.budget]
+        answer.started, answer.draft = time.perf_counter(), None
         if answer.forced:
             answer.drafted = answer.started
             return TargetPass([answer.tokens[-1], *answer.forced[:-1]])
@@ -260,94 +257,101 @@ class SpeculativeDecoder:
         )
 
     def commit(self, forward: Forward) -> Round | None:
-        """Make a round of what the pass over ``propose`` returned; None where it was over a chunk of the prompt.
+        """Make a round of what the pass returned; None where it was over a chunk of the prompt.
 
         Invariant, before and after: everything settled is in ``tokens``; the target's memory holds all but the last.
-        Where anything fails, tokens and memory are as they were before the round.
-
-        Args:
-            forward: a row for each token; fewer where the end of a draft was left out, see ``TargetPass.draft``.
+        Where anything fails, tokens and memory are as they were before the round. ``forward`` has fewer rows where the
+        end of a draft was left out.
         """
-        if self._unread:
-            n_read = min(self._n_chunk, len(self._unread))
-            chunk, self._unread = self._unread[:n_read], self._unread[n_read:]
-            self.drafters.process(chunk, forward)
+        if self.unread:
+            n_read = min(self._n_chunk, len(self.unread))
+            chunk, self.unread = self.unread[:n_read], self.unread[n_read:]
+            for drafter in self.group.drafters:
+                drafter.process(chunk, forward)
             return None
         answer = self._answer
         assert answer is not None
-        n_settled, budget = len(answer.tokens), answer.emitter.budget
+        n_settled, budget = len(answer.tokens), answer.budget
         try:
-            round_ = self._forced(answer, forward) if answer.forced else self._verified(answer, forward)
-        except BaseException:
+            round_ = self._round(answer, forward)
+        except BaseException as error:
             del answer.tokens[n_settled:]
-            answer.emitter.budget = budget
+            answer.budget = budget
             with suppress(LocalspecError):
                 self.target.truncate(min(self.target.n_past, n_settled - 1))
+            if isinstance(error, NotNumbers):
+                model = self.target.model
+                raise EngineError(f"{model.engine} computes logits of {model.path.name} that are not numbers") from None
             raise
         answer.n_rounds, self.finish_reason = answer.n_rounds + 1, round_.finish_reason
         return round_
 
     def learn(self, round_: Round) -> None:
-        """What a finished round teaches the controller; forced tokens teach nothing. ``commit`` does it, or it is left
-        to the caller."""
         if round_.verdict.kind != "forced":
             self.controller.learn(round_)
 
     # -- the parts of a round ----------------------------------------------------------------------------------------
 
-    def _chunk(self) -> TargetPass:
-        n = min(self._n_chunk, len(self._unread))
-        n_after = len(self._unread) - n
-        # These states come with logits only: of the prompt's last token there is one for the first draft to go on from.
-        has_late_tap = not self.drafters.taps.isdisjoint((NORM, layer_name(self.target.model.n_layers - 1)))
-        logits: Literal["last", "none"] = "last" if has_late_tap and not n_after else "none"
-        return TargetPass(self._unread[:n], logits, n_after=n_after)
-
     def _draft(self, answer: _Answer) -> Draft:
         """What the drafters propose, as far as the controller lets them; empty is plain decoding."""
-        emitter, ahead = answer.emitter, answer.ahead
-        hidden = {} if ahead is None else ahead.hidden
-        plan = self.controller.plan(
-            emitter.room, self.target.n_past, thinks=emitter.thinks, hidden=hidden, lost=self._failed
-        )
+        thinking, ahead, n_past = answer.text.thinking, answer.ahead, self.target.n_past
+        room, hidden = answer.budget - 1, {} if ahead is None else ahead.hidden
+        room = room if thinking is None else int(min(room, thinking.room))  # no round may overrun either budget
+        thinks = thinking is not None and thinking.inside
+        plan = self.controller.plan(room, n_past, thinks=thinks, hidden=hidden, lost=self._failed)
         answer.gives_way = plan.gives_way
-        n_past = self.target.n_past
         try:
             if ahead is not None:
                 return ahead.draft(answer.tokens, plan)
-            may_branch = self.target.can_branch and emitter.constraint is None
+            may_branch = self.target.can_branch and answer.constraint is None
             branching = plan.branching() if may_branch else None
-            return self.drafters.draft(answer.tokens, plan, answer.proposer, answer.draft_ends, branching)
+            return self.group.draft(answer.tokens, plan, answer.proposer, answer.draft_ends, branching)
         finally:
             if self.target.n_past > n_past:  # a drafter decoded in it
                 self.target.truncate(n_past)
 
-    def _verified(self, answer: _Answer, forward: Forward) -> Round:
-        """Accept or reject the draft, take back what was rejected, emit the rest, learn."""
+    def _round(self, answer: _Answer, forward: Forward) -> Round:
+        """Accept or reject the draft, take back what was rejected, emit the rest, learn.
+
+        Tokens that close a thinking block are read as accepted ones, and teach nothing.
+        """
         verified = time.perf_counter()
-        target, tokens, replays = self.target, answer.tokens, self.target.model.capabilities.rollback == "replay"
-        assert answer.draft is not None
-        draft = answer.draft.first(len(forward) - 1)  # the rest gave way to rows of other answers
-        verdict = self._verify(answer, draft, forward)
-        row = forward.logits[verdict.last_accepted + 1]
+        target, tokens, forced = self.target, answer.tokens, answer.forced
+        replays = target.model.capabilities.rollback == "replay"
+        if forced:
+            draft, verdict, read = Draft(), Verdict(0, forced[-1], "forced"), [tokens[-1], *forced[:-1]]
+            judged: list[VerifiedToken] = [(token, "forced", "target") for token in forced]
+        else:
+            assert answer.draft is not None
+            draft = answer.draft
+            if len(forward) <= len(draft):  # the rest gave way to rows of other answers
+                draft = Draft(draft[: len(forward) - 1])
+            params, constraint, rows = answer.params, answer.constraint, forward.logits
+            judging: Rows = rows if constraint is None else constraint.rows(rows, draft.ids, params)
+            verdict = verify(draft, judging, tokens, params, answer.noise, forward.ids)
+            read = [tokens[-1], *draft.ids]
+            judged = [(draft[i].id, "accepted", draft[i].source) for i in verdict.accepted]
+            judged.append((verdict.next_token, verdict.kind, "target"))
+        row = forward.logits[verdict.accepted[-1] + 1 if verdict.n_accepted else 0]
         row = row.copy() if replays else row  # which a replay would overwrite
-        read = [tokens[-1], *draft.ids]
-        if draft.branches:  # what lies beside the accepted path is as if it had never been
+        if draft.branches:  # what lies off the accepted path is as if it had never been
             path = [0, *(i + 1 for i in verdict.accepted)]
             read, forward = [read[i] for i in path], forward.take(path)
             target.keep(path)
-        self.drafters.process(read, forward)
+        for drafter in self.group.drafters:
+            drafter.process(read, forward)
         # A replay would overwrite the rows that log-probabilities are read from.
-        rows = forward.logits.copy() if replays and answer.emitter.n_logprobs is not None else forward.logits
+        rows = forward.logits.copy() if replays and answer.n_logprobs is not None else forward.logits
         rejecting = time.perf_counter()
-        target.truncate(len(tokens) + verdict.n_accepted)  # rejected draft tokens leave the target's memory
+        target.truncate(len(tokens) + len(judged) - 1)  # rejected draft tokens leave the target's memory
         replayed = time.perf_counter() - rejecting if replays else 0.0  # by another pass, which the width cost too
-        emitted, spans, finish = answer.emitter.emit(_judged(draft, verdict), rows)
+        emitted, spans, finish = answer.emit(judged, rows)
         settled = [token.id for token in emitted]
         tokens += settled
         if target.n_past >= len(tokens):  # the answer ended within the draft
             target.truncate(len(tokens) - 1)
-        self.drafters.accept(settled)
+        for drafter in self.group.drafters:
+            drafter.accept(settled)
         round_ = Round(
             index=answer.n_rounds,
             draft=draft,
@@ -357,120 +361,40 @@ class SpeculativeDecoder:
             ms_verify=(verified - answer.drafted + replayed) * 1e3,
             n_past=len(tokens) - len(settled) - 1,
             spans=spans,
+            reason="the thinking budget was spent, so the block was closed" if forced else "",
             finish_reason=finish,
-            ahead=None if answer.ahead is None else answer.ahead.count,
+            ahead=None if answer.ahead is None or forced else answer.ahead.count,
         )
-        self.controller.observe(round_, row)
-        if not self._learns_later:
-            self.learn(round_)
+        if not forced:
+            self.controller.observe(round_, row)
+            if not self._learns_later:
+                self.controller.learn(round_)
         round_.ms_other = (time.perf_counter() - verified - replayed) * 1e3
         return round_
-
-    def _verify(self, answer: _Answer, draft: Draft, forward: Forward) -> Verdict:
-        """Accept or reject; see ``verification``."""
-        params, constraint = answer.params, answer.emitter.constraint
-        rows = constraint.rows(forward.logits, draft.ids, params) if constraint else forward.logits
-        best = () if forward.ids is None else (forward.ids,)
-        try:
-            return verify(draft, rows, answer.tokens, params, answer.noise, *best)
-        except NotNumbers:
-            model = self.target.model
-            raise EngineError(f"{model.engine} computes logits of {model.path.name} that are not numbers") from None
-
-    def _forced(self, answer: _Answer, forward: Forward) -> Round:
-        """A round of tokens that close a thinking block: target and drafters read them as accepted ones."""
-        verified = time.perf_counter()
-        tokens, forced = answer.tokens, answer.forced
-        self.drafters.process([tokens[-1], *forced[:-1]], forward)
-        verdict = Verdict(0, forced[-1], "forced")
-        emitted, spans, finish = answer.emitter.emit([(token, "forced", "target") for token in forced], forward.logits)
-        if len(emitted) < len(forced):  # they completed a stop string
-            self.target.truncate(len(tokens) + len(emitted) - 1)
-        settled = [token.id for token in emitted]
-        tokens += settled
-        self.drafters.accept(settled)
-        return Round(
-            index=answer.n_rounds,
-            draft=Draft(),
-            verdict=verdict,
-            emitted=emitted,
-            ms_draft=0.0,
-            ms_verify=(verified - answer.started) * 1e3,
-            ms_other=(time.perf_counter() - verified) * 1e3,
-            n_past=len(tokens) - len(settled) - 1,
-            spans=spans,
-            reason="the thinking budget was spent, so the block was closed",
-            finish_reason=finish,
-        )
 
 
 @dataclass(slots=True)
 class _Answer:
-    """The answer that is being made.
+    """The answer that is being made; arguments as for ``start``."""
 
-    Attributes:
-        tokens: everything settled, the prompt included.
-        noise: what sampling draws from.
-        proposer: draws draft tokens.
-        draft_ends: tokens that no draft goes on behind.
-        ahead: drafts while the target verifies; None: in the ordinary order.
-        n_rounds: rounds so far.
-        draft: what the round's pass verifies; None where it is over tokens that are not verified.
-        gives_way: whether its end may be left out, see ``Plan``.
-        forced: the tokens that close a thinking block, where that is this round's pass.
-        started, drafted: when ``propose`` began and ended.
-    """
-
-    tokens: list[int]
+    tokens: list[int]  # everything settled, the prompt included
     params: SamplingParams
     noise: Noise
     proposer: Proposer
-    emitter: _Emitter
-    draft_ends: frozenset[int]
-    ahead: DraftAhead | None
-    n_rounds: int = 0
-    draft: Draft | None = None
-    gives_way: bool = False
-    forced: Sequence[int] = ()
-    started: float = 0.0
-    drafted: float = 0.0
-
-    @property
-    def n_best(self) -> int:
-        """How many of the largest logits of a row do for verification; 0: it takes whole rows."""
-        takes_rows = self.emitter.constraint is not None or self.emitter.n_logprobs is not None
-        return 0 if takes_rows else self.params.n_best
-
-
-@dataclass(slots=True)
-class _Emitter:
-    """Verified tokens -> emitted ones, with their text, up to the end of the answer.
-
-    Attributes:
-        budget: tokens that may still be emitted.
-    """
-
     text: TextAssembler
     end_tokens: frozenset[int]
-    budget: int
+    draft_ends: frozenset[int]  # tokens that no draft goes on behind
+    budget: int  # tokens that may still be emitted
     constraint: Constraint | None
     n_logprobs: int | None
-
-    @property
-    def room(self) -> int:
-        """Most tokens that a draft may have: no round may overrun the answer's budget, or that of thinking."""
-        room = self.budget - 1
-        return room if self.text.thinking is None else int(min(room, self.text.thinking.room))
-
-    @property
-    def thinks(self) -> bool:
-        """Whether a thinking block is open."""
-        return self.text.thinking is not None and self.text.thinking.inside
-
-    @property
-    def forced(self) -> list[int]:
-        """The tokens that come next whatever the target says, as many as the answer's budget has room for."""
-        return [] if self.text.thinking is None else self.text.thinking.forced[: self.budget]
+    n_best: int  # how many of the largest logits of a row do for verification; 0: it takes whole rows
+    ahead: DraftAhead | None
+    n_rounds: int = 0
+    draft: Draft | None = None  # what the round's pass verifies, if it does
+    gives_way: bool = False  # whether the draft's end may be left out
+    forced: Sequence[int] = ()  # the tokens that close a thinking block, where that is this round's pass
+    started: float = 0.0
+    drafted: float = 0.0
 
     def emit(
         self, verified: Sequence[VerifiedToken], rows: Rows
@@ -491,14 +415,8 @@ class _Emitter:
                 spans += self.text.finish()
                 # A stop string that was complete, while a longer one might still have come, ends the answer after all.
                 return emitted, spans, "stop" if is_end or is_whole or self.text.stopped else "length"
-            if kind != "forced" and self.forced:
+            if kind != "forced" and self.text.thinking is not None and self.text.thinking.forced:
                 # A block was opened, which ends a draft. At most the target's own token is dropped here, and a forced
                 # one takes its place: no position is judged twice, which without a seed would take the same noise.
                 break
         return emitted, spans, None
-
-
-def _judged(draft: Draft, verdict: Verdict) -> list[VerifiedToken]:
-    """The accepted draft tokens and the target's own."""
-    accepted: list[VerifiedToken] = [(draft[i].id, "accepted", draft[i].source) for i in verdict.accepted]
-    return [*accepted, (verdict.next_token, verdict.kind, "target")]

@@ -18,12 +18,7 @@ from localspec.spec_decode.rounds import Part, Span, TokenKind
 
 
 class HeldText:
-    """Spans that came and were not released yet; positions count the characters of the whole.
-
-    Attributes:
-        n_released: characters released so far.
-        n_read: characters that came so far.
-    """
+    """Spans that came and were not released yet; positions count the characters of the whole."""
 
     def __init__(self) -> None:
         self._spans: deque[Span] = deque()
@@ -31,7 +26,6 @@ class HeldText:
 
     @property
     def text(self) -> str:
-        """What waits."""
         return "".join(span.text for span in self._spans)
 
     def add(self, span: Span) -> None:
@@ -39,7 +33,6 @@ class HeldText:
         self.n_read += len(span.text)
 
     def release(self, end: int, part: Part = "answer") -> list[Span]:
-        """Take what waits up to a position, as this part of what the model says."""
         spans: list[Span] = []
         while self._spans and self.n_released < end:
             span = self._spans.popleft()
@@ -51,16 +44,10 @@ class HeldText:
             spans.append(span if span.part == part else replace(span, part=part))
         return joined(spans)
 
-    def clear(self) -> None:
-        self._spans.clear()
-        self.n_released = self.n_read
-
 
 class Matcher:
-    """Finds one string in a stream of characters in linear time (Knuth, Morris and Pratt).
-
-    ``matched`` is the length of the longest end of what was read that is a beginning of the string.
-    """
+    """Finds one string in a stream of characters in linear time (Knuth, Morris and Pratt); ``matched`` is the length of
+    the longest end of what was read that is a beginning of the string."""
 
     __slots__ = ("_back", "_text", "matched", "size")
 
@@ -71,7 +58,6 @@ class Matcher:
         self._back = _back(text)
 
     def step(self, character: str) -> bool:
-        """Read one character; whether it completes the string."""
         k = self.matched
         if k == self.size:
             k = self._back[k]
@@ -95,7 +81,6 @@ def _back(text: str) -> Sequence[int]:
 
 
 def joined(spans: Sequence[Span]) -> list[Span]:
-    """Neighbours of the same kind, source and part as one."""
     found: list[Span] = []
     for span in spans:
         if found and replace(found[-1], text=span.text) == span:
@@ -111,42 +96,25 @@ def joined(spans: Sequence[Span]) -> list[Span]:
 class ThinkingMarks(Protocol):
     """How a chat format marks thinking; names of control tokens are written after ``NAMED``."""
 
+    # What begins a block: at the beginning of the answer only, or anywhere if it begins with a control token.
     @property
-    def opening(self) -> Sequence[str]:
-        """What begins a block: at the beginning of the answer only, or anywhere if it begins with a control token."""
-
+    def opening(self) -> Sequence[str]: ...
     @property
-    def closing(self) -> Sequence[str]:
-        """What ends a block."""
-
+    def closing(self) -> Sequence[str]: ...
     @property
-    def dropped(self) -> Sequence[str]:
-        """What belongs to the format of an answer, and is not shown."""
-
+    def dropped(self) -> Sequence[str]: ...  # belongs to the format of an answer, and is not shown
     @property
-    def names(self) -> Mapping[int, str]:
-        """The control tokens among these, by token id."""
-
+    def names(self) -> Mapping[int, str]: ...  # of the control tokens among these, by token id
     @property
-    def forced(self) -> Sequence[int]:
-        """Tokens that end a block whose budget is spent."""
+    def forced(self) -> Sequence[int]: ...  # tokens that end a block whose budget is spent
 
 
 class ThinkingReader:
     """Reads the text of an answer and says which part of it each piece is.
 
     What may still become a mark waits, however it is cut into tokens, and so do blanks before one: those around a block
-    belong to its marks. Text that only began like a mark is given back.
-
-    Args:
-        marks: how the model marks thinking.
-        inside: whether the prompt has opened a block.
-        over: whether the prompt has closed one; no other is looked for.
-        budget: tokens that a block may have until it is closed; None is any number.
-
-    Attributes:
-        inside: whether a block is open.
-        n_tokens: how many tokens were thinking.
+    belong to its marks. ``inside``: whether a block is open, at first by the prompt; ``over``: whether the prompt has
+    closed one, so that no other is looked for; ``budget``: tokens that a block may have until it is closed.
     """
 
     def __init__(
@@ -176,13 +144,12 @@ class ThinkingReader:
     # -- the budget ----------------------------------------------------------------------------------------------
 
     def count(self) -> bool:
-        """A token comes, its text is read next; whether it is thinking."""
         self.n_tokens += self.inside
         return self.inside
 
     @property
     def room(self) -> float:
-        """How many draft tokens may be verified at a time, so that the budget is not overrun."""
+        """Most draft tokens of a round, so that the budget is not overrun."""
         left = max(0.0, self.budget - self.n_tokens)
         if self.inside:
             return max(0.0, left - 1)
@@ -201,7 +168,7 @@ class ThinkingReader:
 
     @property
     def forced(self) -> list[int]:
-        """Tokens that close the block, where that has to be done now; else none."""
+        """Tokens that close the block, where that has to be done now."""
         return self._forced if self.spent else []
 
     # -- the text ------------------------------------------------------------------------------------------------
@@ -243,7 +210,6 @@ class ThinkingReader:
         return _shown(spans)
 
     def _step(self, character: str, at: int) -> list[Span]:
-        """Look at the character before position ``at``."""
         if self._skips_blanks and character.isspace() and not self._longest:
             return self._held.release(at, "mark")
         for matcher in self._watched:
@@ -255,7 +221,6 @@ class ThinkingReader:
         return []
 
     def _pass(self, mark: Matcher, at: int) -> list[Span]:
-        """A mark is complete: what was before it, itself, and what it changes."""
         before = self._text_before(at - mark.size)
         blank = len(before) - len(before.rstrip()) if self.inside or mark in self._at_start else 0
         spans = self._held.release(at - mark.size - blank, self._part) + self._held.release(at, "mark")
@@ -270,7 +235,6 @@ class ThinkingReader:
         return self._held.text[: max(0, position - self._held.n_released)]
 
     def _n_uncertain(self, at: int) -> int:
-        """How many of the last characters wait."""
         certain = self._text_before(at - self._longest)
         if self.inside:
             return self._longest + len(certain) - len(certain.rstrip())
@@ -278,46 +242,23 @@ class ThinkingReader:
 
 
 def _shown(spans: Sequence[Span]) -> list[Span]:
-    """Without what stands before the names of control tokens."""
     return joined([replace(span, text=span.text.replace(NAMED, "")) for span in spans])
 
 
+# Stand for control tokens where stop strings are looked for. Unicode keeps these code points free for such uses; in a
+# model's own text they become U+FFFD.
 _SIGNS = "".join(map(chr, range(0xFDD1, 0xFDF0)))
-"""Stand for control tokens where stop strings are looked for. Unicode keeps these code points free for such uses; in a
-model's own text they become U+FFFD."""
 
 
 class TokenBytes(Protocol):
-    """What is needed of a vocabulary here."""
-
-    def token_bytes(self, token: int, /) -> bytes:
-        """What the token adds to the text."""
-
-
-class Detokenizer:
-    """Token ids -> text, one at a time.
-
-    A character whose bytes are spread over several tokens comes with the last of them. Bytes that cannot be, or
-    become, UTF-8 are U+FFFD, as ``bytes.decode(errors="replace")`` has it for the whole.
-    """
-
-    def __init__(self, vocab: TokenBytes) -> None:
-        self._vocab = vocab
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, token: int) -> str:
-        """The characters that this token completes."""
-        return self._decoder.decode(self._vocab.token_bytes(token))
-
-    def flush(self) -> str:
-        """What is left at the end: U+FFFD if a character was never completed, else nothing."""
-        text = self._decoder.decode(b"", True)
-        self._decoder.reset()
-        return text
+    def token_bytes(self, token: int, /) -> bytes: ...
 
 
 class TextAssembler:
     """Verified tokens -> text that may be shown.
+
+    A character whose bytes are spread over several tokens comes with the last of them. Bytes that cannot be, or
+    become, UTF-8 are U+FFFD, as ``bytes.decode(errors="replace")`` has it for the whole.
 
     The answer ends where a stop string first begins in it, however the text was cut into tokens. So text that may still
     become a stop string is held back, and nothing that was released is ever withdrawn. Every character keeps the kind
@@ -331,8 +272,7 @@ class TextAssembler:
 
     Attributes:
         stopped: a stop string is complete (and none that began earlier can be): nothing more will be released.
-        token_text: what the last token added to the text, held back or not.
-        token_thinks: whether the last token belongs to a thinking block, its marks included.
+        token_text, token_thinks: what the last token added, held back or not, and whether that belongs to thinking.
     """
 
     def __init__(
@@ -342,7 +282,8 @@ class TextAssembler:
         thinking: ThinkingReader | None = None,
         named: Mapping[str, int] | None = None,
     ) -> None:
-        self._detokenizer = Detokenizer(vocab)
+        self._vocab = vocab
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.thinking = thinking
         self._signs: dict[int, str] = {}
         spelled = [(name, token) for name, token in (named or {}).items() if any(name in text for text in stop)]
@@ -365,7 +306,8 @@ class TextAssembler:
         self._last = kind, source
         name = None if self.thinking is None else self.thinking.names.get(token)
         sign = self._signs.get(token, "") if name is None else ""
-        text = self._detokenizer.flush() if name or sign else self._detokenizer.push(token)
+        ends = bool(name or sign)  # half a character before a control token stays half
+        text = self._decoder.decode(b"" if ends else self._vocab.token_bytes(token), ends)
         if self._signs:
             text = text.translate(self._not_signs)
         if self.thinking is None:
@@ -380,24 +322,20 @@ class TextAssembler:
         return self._of_parts(parts)
 
     def finish(self) -> list[Span]:
-        """The answer ended otherwise: returns the text still held back. Safe to call after a stop, and twice.
-
-        A stop string that was complete, and waited only for a longer one, ends it after all: see ``stopped``.
-        """
-        last = Span(self._detokenizer.flush(), *self._last)
+        """The answer ended otherwise: returns the text still held back. A stop string that was complete, and waited
+        only for a longer one, ends it after all. Safe to call after a stop, and twice."""
+        last = Span(self._decoder.decode(b"", True), *self._last)
         if self.thinking is None:
             spans = self._read(last)
         else:
             spans = self._of_parts([*self.thinking.read(last), *self.thinking.finish()])
-        if not self.stopped:
+        if self._matchers and not self.stopped:  # without any nothing is held
             end = self._held.n_read if self._found is None else self._found
             self.stopped = self._found is not None
             spans = joined([*spans, *self._released(end)])
-        self._held.clear()
         return spans
 
     def _of_parts(self, parts: Sequence[Span]) -> list[Span]:
-        """Watch for stop strings in what is the answer; the rest stays as it is."""
         spans: list[Span] = []
         for span in parts:
             if span.part == "answer":
@@ -434,5 +372,4 @@ class TextAssembler:
         return joined([replace(span, text=self._shown(span.text)) for span in spans]) if self._signs else spans
 
     def _shown(self, text: str) -> str:
-        """Without what stands for control tokens."""
         return text.translate(dict.fromkeys(self._not_signs)) if self._signs else text

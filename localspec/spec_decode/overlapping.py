@@ -13,12 +13,7 @@ from localspec.spec_decode.rounds import Round
 
 
 class RoundOverlap:
-    """Holds the last round until a pass has begun.
-
-    Args:
-        contexts: whose passes a round is handed on beside, the first that runs.
-        hand_on: finishes a round and hands it on.
-    """
+    """Holds the last round until one of these contexts has begun a pass; ``hand_on`` finishes it and hands it on."""
 
     def __init__(self, contexts: Sequence[Context], hand_on: Callable[[Round], None]) -> None:
         self._contexts = contexts

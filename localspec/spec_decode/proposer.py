@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from localspec.sampling.constraint import Constraint
 
 
+# Tokens that may come instead of a draft token, with the share of each in the probability that another one comes.
 Alternatives = Sequence[tuple[int, float]]
-"""Tokens that may come instead of a draft token, with the share of each in the probability that another one comes."""
-
 N_ALTERNATIVES = 3
 _NOT_NUMBERS = "computed logits that are not numbers"
 
@@ -41,10 +40,8 @@ class DrafterFailed(Exception):
 class Rival(NamedTuple):
     """What else a draft model would propose at a position, drawn only once it is wanted.
 
-    Attributes:
-        confidence: its own estimate, in [0, 1], that this is right where its first proposal is not.
-        token: the token; where it is sampled, -1.
-        law: what to sample it from: the law of the first proposal, without that. None where it is not sampled.
+    ``confidence`` is its own estimate, in [0, 1], that this is right where its first proposal is not; ``law`` what
+    ``token`` (-1) is to be sampled from: that of the first proposal, without it. None where it is not sampled.
     """
 
     confidence: float
@@ -65,17 +62,16 @@ class Proposer:
       sum(min(p, q)); or the most probable token, accepted with p(x). Which is more depends on how alike p and q are and
       how peaked; the plan says which to take.
 
-    Where the answer follows a grammar, q is masked by it as the target's p is: a draft never breaks it, and a sampled
-    one stays honest about its law. For the same reason what the target has no row for is cut off before q is made: a
-    draft's logits can be wider, by padding or by tokens that only it has.
+    Where the answer follows a grammar, q is masked by it as the target's p is: so a sampled token stays honest about
+    its law. For the same reason what the target has no row for is cut off before q is made.
 
     Args:
-        params: the request's.
-        noise: the request's.
+        params, noise: the request's.
         constraint: the grammar that the answer follows.
         n_vocab: how many token ids the target takes; None is as many as the draft model.
 
     Attributes:
+        has_fresh_noise: whether draft tokens may be sampled with noise of their own: at a temperature, without a seed.
         n_best: how many of the largest logits of a row it needs, see ``Context.decode_best``; 0 needs whole rows.
         rivals: by position, what else there was to choose; None does not look for it.
         drawn: every sample that was drawn, sent or not, with the law it was drawn from; None does not keep them.
@@ -91,6 +87,7 @@ class Proposer:
         self.n_vocab = n_vocab
         self.n_best = params.n_best if constraint is None else 0
         self._is_greedy, self._edits_logits = params.greedy, params.edits_logits  # asked for with every row
+        self.has_fresh_noise = not self._is_greedy and params.seed is None
         self.rivals: dict[int, Rival] | None = None
         self.drawn: list[tuple[int, Distribution]] | None = None
         self.alternatives: dict[int, Alternatives] | None = None
@@ -99,7 +96,7 @@ class Proposer:
         self._n_sampled = 0
 
     def n_legal(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens, from the first, the target takes and a grammar, if there is one, allows here."""
+        """How many of these tokens, from the first, the target takes and the grammar allows here."""
         if self.n_vocab is not None and tokens and not 0 <= min(tokens) <= max(tokens) < self.n_vocab:
             n_vocab = self.n_vocab
             tokens = tokens[: next(i for i, token in enumerate(tokens) if not 0 <= token < n_vocab)]
@@ -113,9 +110,8 @@ class Proposer:
         return self.constraint.complete
 
     def confidence(self, row: Row, history: Sequence[int], n_known: int = 0, ids: Ids | None = None) -> float:
-        """The draft's confidence [0, 1] in the token that ``choose`` would make; independent of fresh randomness.
-
-        0 is none at all: the request bans all that the draft model could propose.
+        """The draft's confidence [0, 1] in the token that ``choose`` would make; independent of fresh randomness. 0:
+        the request bans all that the draft model could propose.
 
         Args:
             row: the draft model's logits [n], which can be more or fewer than the target's.
@@ -162,16 +158,19 @@ class Proposer:
         """The most probable token of the row last given to ``confidence``."""
         return self._choice if isinstance(self._choice, int) else self._choice.argmax()
 
-    @property
-    def has_fresh_noise(self) -> bool:
-        """Whether draft tokens may be sampled with noise of their own: at a temperature, without a seed."""
-        return not self._is_greedy and self.params.seed is None
-
     def choose(self, position: int, *, sampled: bool = True) -> tuple[int, Distribution | None]:
         """The draft token for the row last given to ``confidence``, and the law it was sampled from, if it was."""
-        token, law = self._choose(position, sampled)
+        choice, law = self._choice, None
+        if isinstance(choice, int):
+            token = choice
+        elif not self.has_fresh_noise:
+            token = choice.sample(self.noise, position, STREAM_TARGET)
+        elif sampled:
+            token, law = self._drawn_from(choice), choice
+        else:
+            token = choice.argmax()
         if self.rivals is not None:
-            rival = self._second_best() if self.params.greedy else self._without(token, position, law is not None)
+            rival = self._second_best() if self._is_greedy else self._without(token, position, law is not None)
             if rival is not None:
                 self.rivals[position] = rival
         if self.alternatives is not None:
@@ -185,7 +184,6 @@ class Proposer:
         return self._drawn_from(rival.law)
 
     def _second_best(self) -> Rival | None:
-        """Greedily, the second most probable token."""
         if self._row is None:
             return None
         row, ids, confidence = self._row
@@ -200,7 +198,6 @@ class Proposer:
         return Rival(min(1.0, share), second if ids is None else int(ids[second]), None)
 
     def _without(self, token: int, position: int, sampled: bool) -> Rival | None:
-        """What the distribution that a draft token came from proposes without it."""
         law = self._choice
         if isinstance(law, int) or len(law.ids) < 2:
             return None
@@ -210,16 +207,6 @@ class Proposer:
         # With a seed the target's own noise chooses, as it chose the first.
         second = law.argmax() if self.params.seed is None else law.sample(self.noise, position, STREAM_TARGET)
         return Rival(law.prob(second), second, None)
-
-    def _choose(self, position: int, sampled: bool) -> tuple[int, Distribution | None]:
-        choice = self._choice
-        if isinstance(choice, int):
-            return choice, None
-        if self.params.seed is not None:
-            return choice.sample(self.noise, position, STREAM_TARGET), None
-        if not sampled:
-            return choice.argmax(), None
-        return self._drawn_from(choice), choice
 
     def _drawn_from(self, law: Distribution) -> int:
         # Addressed by count: after a rejection a position is drafted again, perhaps only because of what the controller
@@ -231,7 +218,6 @@ class Proposer:
         return token
 
     def _others(self, token: int, position: int) -> Alternatives:
-        """What the target may say there instead of a draft token, as far as the draft's row tells."""
         choice = self._choice
         if isinstance(choice, int):
             assert self._row is not None  # kept where alternatives are wanted

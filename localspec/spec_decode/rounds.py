@@ -1,7 +1,4 @@
-"""What happens in a round of speculative decoding, as data: ``Draft`` -> ``Verdict`` -> ``Round`` -> ``SpecStats``.
-
-``Draft`` is in ``draft``; it can be imported from here.
-"""
+"""What happens in a round of speculative decoding, as data: ``Draft`` -> ``Verdict`` -> ``Round`` -> ``SpecStats``."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from bisect import insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 from localspec.sampling.sampling import Distribution, TokenLogprobs
 
@@ -18,14 +15,11 @@ from localspec.sampling.sampling import Distribution, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class DraftToken:
-    """One token of a draft.
+    """One token of a draft, and the drafter that made it.
 
-    Attributes:
-        id: token id.
-        source: the drafter that made it, e.g. ``"model"`` or ``"ngram"``.
-        prob: the drafter's own confidence in [0, 1]; a model's probability, an n-gram's estimate.
-        dist: the distribution the token was *sampled* from; None when it was chosen deterministically (a point mass).
-        expected: the controller's calibrated probability that it is accepted, given that the ones before it were.
+    ``prob`` is the drafter's own confidence in [0, 1], ``dist`` the distribution the token was *sampled* from (None: it
+    was chosen deterministically), ``expected`` the controller's calibrated probability that it is accepted, given that
+    the ones before it were.
     """
 
     id: int
@@ -35,159 +29,86 @@ class DraftToken:
     expected: float = 0.0
 
 
-class Draft(Sequence[DraftToken]):
+class Draft(list[DraftToken]):
     """The draft tokens of one round; empty means plain decoding.
 
-    A draft is a chain, each token behind the one before it, unless it is made to branch: then it is a tree, of which
-    the target accepts one path. A token comes after the one that it follows, and no two that follow the same are alike.
-
-    Args:
-        tokens: the draft tokens.
-        parents: which of them each follows, as for ``append``; None is a chain.
+    A chain, each token behind the one before it, unless ``add`` makes it branch: then it is a tree, of which the target
+    accepts one path. ``parents`` are as for ``add``; None is a chain.
     """
 
-    __slots__ = ("_parents", "_tokens")
+    __slots__ = ("_parents", "branches")
 
-    def __init__(self, tokens: Sequence[DraftToken] = (), parents: Sequence[int] | None = None) -> None:
-        self._tokens: list[DraftToken] = [] if parents is not None else list(tokens)
-        self._parents: list[int] | None = None  # of a chain nothing is kept
-        for token, parent in zip(tokens, parents or (), strict=parents is not None):
-            self.append(token, parent)
-
-    def first(self, n: int) -> Draft:
-        """The first n draft tokens."""
-        if n >= len(self):
-            return self
-        return Draft(self._tokens[:n], None if self._parents is None else self._parents[:n])
+    def __init__(self, tokens: Iterable[DraftToken] = (), parents: Sequence[int] | None = None) -> None:
+        super().__init__(() if parents is not None else tokens)
+        self.branches = False
+        self._parents: list[int] = []  # of a chain nothing is kept
+        for token, parent in zip(tokens, parents or (), strict=True) if parents is not None else ():
+            self.add(token, parent)
 
     @property
     def ids(self) -> list[int]:
-        return [token.id for token in self._tokens]
-
-    @property
-    def branches(self) -> bool:
-        """Whether it is a tree, and no chain."""
-        return self._parents is not None
+        return [token.id for token in self]
 
     @property
     def parents(self) -> list[int]:
         """For each draft token the index of the one that it follows; -1 is the last settled token."""
-        return list(range(-1, len(self._tokens) - 1)) if self._parents is None else self._parents
+        return self._parents if self.branches else list(range(-1, len(self) - 1))
 
     @property
-    def depths(self) -> list[int]:
-        """For each draft token how many come before it on its path."""
-        if self._parents is None:
-            return list(range(len(self._tokens)))
-        depths: list[int] = []
-        for parent in self._parents:
-            depths.append(depths[parent] + 1 if parent >= 0 else 0)
-        return depths
+    def depth(self) -> int:
+        """How many draft tokens the longest path has."""
+        return max((len(self.path(i)) for i in range(len(self))), default=0) if self.branches else len(self)
 
     def children(self, index: int) -> Sequence[int]:
         """The draft tokens that follow a draft token, or with -1 the last settled one: indices, in order."""
-        if self._parents is None:
-            return range(index + 1, min(index + 2, len(self._tokens)))
+        if not self.branches:
+            return range(index + 1, min(index + 2, len(self)))
         return [i for i, parent in enumerate(self._parents) if parent == index]
 
     def path(self, index: int) -> list[int]:
         """The draft tokens from the first one down to this: indices; none for -1."""
-        if self._parents is None:
-            return list(range(index + 1))
         path: list[int] = []
         while index >= 0:
             path.append(index)
-            index = self._parents[index]
+            index = self._parents[index] if self.branches else index - 1
         return path[::-1]
 
-    def append(self, token: DraftToken, parent: int | None = None) -> None:
-        """Add a draft token.
-
-        Args:
-            token: the draft token.
-            parent: index of the draft token that it follows; -1 is the last settled token, None the last draft token.
+    def add(self, token: DraftToken, parent: int) -> None:
+        """Add a draft token that follows the one at index ``parent``, -1 being the last settled token; ``append`` is
+        for chains.
 
         Raises:
             ValueError: there is no such draft token, or what follows it already is the same token.
         """
-        last = len(self._tokens) - 1
-        if parent is not None and parent != last and self._parents is None:
-            self._parents = self.parents
-        if self._parents is not None:
-            parent = last if parent is None else parent
-            if not -1 <= parent <= last:
-                raise ValueError(f"no draft token {parent} to follow: there are {last + 1}")
-            if any(self._tokens[child].id == token.id for child in self.children(parent)):
-                raise ValueError(f"token {token.id} follows draft token {parent} already")
+        last = len(self) - 1
+        if not -1 <= parent <= last:
+            raise ValueError(f"no draft token {parent} to follow: there are {last + 1}")
+        if any(self[child].id == token.id for child in self.children(parent)):
+            raise ValueError(f"token {token.id} follows draft token {parent} already")
+        if parent != last and not self.branches:
+            self._parents, self.branches = self.parents, True
+        if self.branches:
             self._parents.append(parent)
-        self._tokens.append(token)
+        self.append(token)
 
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def __iter__(self) -> Iterator[DraftToken]:
-        return iter(self._tokens)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._tokens[index]
-
-
-__all__ = [
-    "Draft",
-    "DraftToken",
-    "EmittedToken",
-    "FinishReason",
-    "Part",
-    "Round",
-    "Span",
-    "SpecStats",
-    "TokenKind",
-    "Verdict",
-]
 
 TokenKind = Literal["accepted", "recovered", "bonus", "plain", "forced"]
-Part = Literal["answer", "thinking", "mark"]
-"""What a piece of text belongs to: the answer, the thinking before it, or a mark between the two that is not shown."""
+Part = Literal["answer", "thinking", "mark"]  # what a text belongs to; a mark between the other two is not shown
 FinishReason = Literal["stop", "length", "cancelled"]
 
 FEWEST_PLAIN = 3
 """One-token passes of an answer whose median says what plain decoding would take: one alone can be an outlier."""
 
-CountName = Literal[
-    "prompt_tokens",
-    "cached_tokens",
-    "completion_tokens",
-    "thinking_tokens",
-    "num_forced_tokens",
-    "num_rounds",
-    "num_draft_tokens",
-    "num_accepted_tokens",
-    "num_ahead_hits",
-    "num_ahead_tokens",
-    "num_ahead_tokens_used",
-]
-FigureName = Literal[
-    "seconds_prompt", "seconds_draft", "seconds_verify", "seconds_other", "mean_acceptance_length", "tokens_per_second"
-]
-EstimateName = Literal[
-    "time_to_first_token_s", "acceptance_rate", "estimated_plain_tokens_per_second", "estimated_speedup"
-]
-"""Keys of ``SpecStats`` whose values are whole numbers, numbers, and numbers that there may be none of."""
-
-_INNER = ("seconds_plain_token", "seconds_one_token")
-"""Fields of ``SpecStats`` that are no statistics."""
+_INNER = ("seconds_plain_token", "seconds_one_token")  # fields of ``SpecStats`` that are no statistics
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the target made of a draft.
+    """What the target made of a draft: how many tokens it accepted, and the token that it adds after them.
 
-    Attributes:
-        n_accepted: how many draft tokens the target accepted: of a chain the first ones.
-        next_token: the token that the target itself adds after them.
-        kind: ``recovered`` replaces a rejected draft token, ``bonus`` follows an accepted draft, ``plain`` had none;
-            ``forced`` was not chosen at all: see ``Round``.
-        path: the accepted draft tokens of a draft that branches: indices, in order. None for a chain.
+    ``kind`` is of the latter: ``recovered`` replaces a rejected draft token, ``bonus`` follows an accepted draft,
+    ``plain`` had none; ``forced`` was not chosen at all, see ``Round``. ``path`` are the accepted tokens of a draft
+    that branches: indices, in order. None for a chain.
     """
 
     n_accepted: int
@@ -199,11 +120,6 @@ class Verdict:
     def accepted(self) -> Sequence[int]:
         """The draft tokens that were accepted: indices, in order."""
         return range(self.n_accepted) if self.path is None else self.path
-
-    @property
-    def last_accepted(self) -> int:
-        """Index of the last of them; -1 where there is none."""
-        return self.n_accepted - 1 if not self.path else self.path[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,36 +160,23 @@ class Span:
 
 @dataclass(slots=True)
 class AheadCount:
-    """What drafting while the target verifies did in one round.
+    """What drafting while the target verifies did in one round."""
 
-    Attributes:
-        hit: whether the verdict before was one that a draft had been prepared for.
-        taken: how many tokens of this round's draft had been prepared.
-        outcomes: how many outcomes drafts were prepared for during this round's pass.
-        prepared: how many draft tokens these have.
-    """
-
-    hit: bool = False
-    taken: int = 0
-    outcomes: int = 0
-    prepared: int = 0
+    hit: bool = False  # the verdict before was one that a draft had been prepared for
+    taken: int = 0  # tokens of this round's draft that had been prepared
+    outcomes: int = 0  # for so many drafts were prepared during this round's pass
+    prepared: int = 0  # draft tokens that these have
 
 
 @dataclass(slots=True)
 class Round:
-    """One round: the draft, its fate, what was emitted and what it took.
+    """One round: the draft, its fate, what was emitted and what it took [ms].
 
-    ``draft`` holds the rejected tokens too. ``emitted`` ends early at an end token, a stop string or the token budget,
-    so it can be shorter than ``verdict.n_accepted + 1``. ``spans`` is the text that became safe to show in this round:
-    text that may still turn out to be a stop string, or half of a character, waits for a later one. Where an answer is
+    ``emitted`` ends early at an end token, a stop string or the token budget. ``spans`` is the text that became safe to
+    show: what may still become a stop string, or half of a character, waits for a later round. Where an answer is
     broken off while text waits, one more round brings it; it has no draft and no tokens, and statistics do not count
-    it. Where a thinking budget is spent, the target reads the tokens that close the block: a round of ``forced`` tokens
-    without a draft.
-
-    ``ahead`` counts what was drafted while the target verified, where that is done.
-
-    Times are in milliseconds. ``ms_verify`` is the target's pass, a replay included; ``ms_verify_expected`` is what the
-    cost model expected, None where there is none.
+    it. Where a thinking budget is spent, a round of ``forced`` tokens without a draft closes the block. ``ms_verify``
+    is the target's pass, a replay included.
     """
 
     index: int
@@ -293,32 +196,25 @@ class Round:
 
     @classmethod
     def of_rest(cls, index: int, spans: list[Span], finish_reason: FinishReason) -> Round:
-        """What closes an answer that was broken off while some of its text was held back: no draft, no tokens."""
         nothing = Verdict(0, -1, "plain")
         return cls(index, Draft(), nothing, [], 0.0, 0.0, spans=spans, finish_reason=finish_reason)
 
     @property
     def text(self) -> str:
-        """The verified text of the answer that this round released; without thinking."""
         return "".join(span.text for span in self.spans if span.part == "answer")
 
     @property
     def thinking(self) -> str:
-        """The verified text of thinking that this round released, its marks left out."""
         return "".join(span.text for span in self.spans if span.part == "thinking")
 
     @property
     def width(self) -> int:
-        """How many tokens the target's pass was over."""
         return len(self.emitted) if self.verdict.kind == "forced" else len(self.draft) + 1
 
     @property
     def tokens_expected(self) -> float:
-        """Tokens that the round was expected to emit, the target's own included: 1 + a_1 + a_1·a_2 + …
-
-        Of a draft that branches it is the sum over all paths: at most one of several draft tokens that follow the same
-        one is accepted, each with its own probability.
-        """
+        """Tokens that the round was expected to emit, the target's own included: 1 + a_1 + a_1·a_2 + …, over all paths
+        of a draft that branches."""
         reach: list[float] = []
         for token, parent in zip(self.draft, self.draft.parents, strict=True):
             reach.append(token.expected * (reach[parent] if parent >= 0 else 1.0))
@@ -326,7 +222,6 @@ class Round:
 
     @property
     def accepted(self) -> list[bool]:
-        """For each drafted token, whether it was accepted."""
         accepted = self.verdict.accepted
         return [i in accepted for i in range(len(self.draft))]
 
@@ -368,28 +263,8 @@ class Round:
 class SpecStats(Mapping[str, Any]):
     """Counters of one answer, under vLLM's names; a read-only mapping once the answer is complete.
 
-    Denominators:
-
-    * ``num_rounds``: target passes that emitted at least one token (prefill is not a round, nor are forced tokens).
-    * ``thinking_tokens``: those of ``completion_tokens`` that belong to thinking blocks, marks included;
-      ``num_forced_tokens``: those that closed a block because its budget was spent.
-    * ``num_draft_tokens``: those sent to the target; ``num_accepted_tokens``: those it accepted. One that was accepted
-      but lies beyond an end token, stop string or the budget counts as accepted: the target did accept it.
-    * ``acceptance_rate``: accepted / drafted tokens; None when nothing was drafted.
-    * ``mean_acceptance_length``: completion tokens that were not forced / rounds, the target's own token included:
-      plain decoding is 1.
-    * ``accepted_per_position[i]``: rounds in which a draft token at position i was accepted;
-      ``drafted_per_position[i]``: rounds that had one there. Of a draft that branches there may be several.
-    * ``num_ahead_hits``: rounds whose draft, or its beginning, was made while the target verified the one before;
-      ``num_ahead_tokens``: draft tokens made so, ``num_ahead_tokens_used`` those of them that were sent.
-    * ``tokens_per_second``: completion tokens / (seconds_draft + seconds_verify + seconds_other); prompt excluded.
-    * ``estimated_plain_tokens_per_second``: 1 / t(1), t(1) being the median time of this answer's own one-token passes
-      if it has ``FEWEST_PLAIN`` of them, else ``seconds_plain_token``. ``estimated_speedup`` is the ratio of the two.
-      None where nothing was drafted, which is plain decoding, or where t(1) is not known.
-
-    Attributes:
-        seconds_plain_token: t(1) as known otherwise [s]; None where it is not.
-        seconds_one_token: of each pass over one token [s], sorted; None where the passes were other answers' too.
+    docs/formats.md defines each. ``seconds_plain_token`` is t(1) as known otherwise [s], ``seconds_one_token`` the time
+    of each pass over one token, sorted; None where the passes were other answers' too.
     """
 
     prompt_tokens: int = 0
@@ -426,22 +301,23 @@ class SpecStats(Mapping[str, Any]):
         self.num_rounds += not forced
         self.num_draft_tokens += len(round_.draft)
         self.num_accepted_tokens += round_.verdict.n_accepted
-        depth = max(round_.draft.depths, default=-1) + 1
+        depth = round_.draft.depth
         missing = depth - len(self.drafted_per_position)
         self.drafted_per_position.extend([0] * missing)
         self.accepted_per_position.extend([0] * missing)
         for i in range(depth):
             self.drafted_per_position[i] += 1
             self.accepted_per_position[i] += i < round_.verdict.n_accepted
-        for token, accepted in zip(round_.draft, round_.accepted, strict=True):
+        accepted = round_.verdict.accepted
+        for i, token in enumerate(round_.draft):
             counts = self.by_source.setdefault(token.source, {"num_draft_tokens": 0, "num_accepted_tokens": 0})
             counts["num_draft_tokens"] += 1
-            counts["num_accepted_tokens"] += accepted
+            counts["num_accepted_tokens"] += i in accepted
         if round_.ahead is not None:
             self.num_ahead_hits += round_.ahead.hit
             self.num_ahead_tokens += round_.ahead.prepared
             self.num_ahead_tokens_used += round_.ahead.taken
-        if round_.width == 1 and not forced and self.seconds_one_token is not None:
+        if not (round_.draft or forced) and self.seconds_one_token is not None:
             insort(self.seconds_one_token, round_.ms_verify / 1e3)
         self.seconds_draft += round_.ms_draft / 1e3
         self.seconds_verify += round_.ms_verify / 1e3
@@ -450,11 +326,8 @@ class SpecStats(Mapping[str, Any]):
 
     @classmethod
     def total(cls, answers: Iterable[Mapping[str, Any]]) -> SpecStats:
-        """The figures of several answers together, with the same denominators; the time to the first token is none.
-
-        An answer without drafts is plain decoding, and counts as it went. Plain decoding is not known of all if it is
-        not known of each.
-        """
+        """The figures of several answers together, without a time to the first token. The speed of plain decoding is
+        known if it is of each; an answer without drafts is plain decoding."""
         total = cls(seconds_one_token=None)
         plain_seconds: float | None = 0.0
         for stats in (each.as_dict() if isinstance(each, cls) else each for each in answers):
@@ -480,7 +353,6 @@ class SpecStats(Mapping[str, Any]):
         return self.seconds_draft + self.seconds_verify + self.seconds_other
 
     def _plain_speed(self) -> float | None:
-        """Estimated tokens per second of plain decoding."""
         if not self.num_draft_tokens:
             return None
         own = self.seconds_one_token or []
@@ -501,14 +373,6 @@ class SpecStats(Mapping[str, Any]):
             "estimated_speedup": speed / plain if plain and speed else None,
         }
 
-    @overload
-    def __getitem__(self, key: CountName) -> int: ...
-    @overload
-    def __getitem__(self, key: FigureName) -> float: ...
-    @overload
-    def __getitem__(self, key: EstimateName) -> float | None: ...
-    @overload
-    def __getitem__(self, key: str) -> Any: ...
     def __getitem__(self, key: str) -> Any:
         return self.as_dict()[key]
 

@@ -63,12 +63,7 @@ def verify(
         draft: k draft tokens; may be empty.
         logits: [k + 1, n_vocab]; row 0 is the target's prediction after ``tokens``, row i + 1 after draft token i.
         tokens: everything settled, the last token included (penalties look at it; its length addresses the noise).
-        params: the sampling parameters.
-        noise: the request's randomness.
         ids: the tokens that the logits belong to [k + 1, n], where they are the ``params.n_best`` largest or more.
-
-    Returns:
-        The ``Verdict``.
     """
     is_greedy_chain = params.n_best == 1 and not draft.branches
     if is_greedy_chain and ids is not None and isinstance(logits, np.ndarray) and _are_numbers(logits):
@@ -89,8 +84,7 @@ def verify(
 
 
 def _are_numbers(rows: npt.NDArray[np.float32]) -> bool:
-    """Whether the largest of each is; NaN is the largest."""
-    return bool(np.isfinite(np.maximum.reduce(rows, axis=1)).all())
+    return bool(np.isfinite(np.maximum.reduce(rows, axis=1)).all())  # NaN is the largest
 
 
 def _along_the_chain(draft: Draft, chosen: Sequence[int]) -> Verdict:
@@ -117,12 +111,11 @@ def _judge(
         chosen = greedy_token(row, history, params, ids)
     else:
         p, stream = distribution(row, history, params, ids), STREAM_TARGET
-        sampled = [rival for rival in rivals if draft[rival].dist is not None]
-        for nth, rival in enumerate(sampled):
-            token = draft[rival]
-            if noise.uniform(position, STREAM_ACCEPT + nth * N_STREAMS) * token.dist.prob(token.id) < p.prob(token.id):
-                return rival, token.id
-            p, stream = p.minus(token.dist), STREAM_RESIDUAL
+        sampled = [(rival, draft[rival].id, q) for rival in rivals if (q := draft[rival].dist) is not None]
+        for nth, (rival, token, q) in enumerate(sampled):
+            if noise.uniform(position, STREAM_ACCEPT + nth * N_STREAMS) * q.prob(token) < p.prob(token):
+                return rival, token
+            p, stream = p.minus(q), STREAM_RESIDUAL
         chosen = p.sample(noise, position, stream)
         rivals = [rival for rival in rivals if draft[rival].dist is None]
     return next((rival for rival in rivals if draft[rival].id == chosen), None), chosen

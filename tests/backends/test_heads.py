@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,15 @@ import pytest
 
 from localspec import backends
 from localspec.backends import repack
-from localspec.backends.trust import fingerprint
 from localspec.errors import EngineError, ModelFileError, UnsupportedModel, UsageError
 from localspec.heads import assembly as assembly_module
 from localspec.heads import trained as trained_module
-from localspec.heads.assembly import assembling, engine_file
+from localspec.heads.assembly import engine_file
 from localspec.heads.card import Kind
 from localspec.heads.file import engine_folder, heads_folder, read_card, write_head
 from localspec.heads.products import GgmlProducts, NumpyProducts, product, products
 from localspec.heads.trained import STATE, Head, heads_for, load_head, target_facts
+from localspec.model_files.fingerprint import fingerprint
 from localspec.model_files.gguf import GGUFFile
 from localspec.system.steps import exhaust
 from tests.conftest import REAL_MODELS, Backend, TinyFiles, open_backend
@@ -109,21 +109,14 @@ Open = Callable[..., Head]
 def assemble(head: Path, target: Path, fingerprint: str = "0" * 32, output_type: str = "Q4_0") -> Path:
     """The file for engines."""
     place = engine_file(head, target, fingerprint, output_type)
-    exhaust(assembling(place, head, target, output_type))
+    assembly_module.assemble(place, head, target, output_type)
     return place
 
 
 @pytest.fixture
 def load(backend: Backend) -> Iterator[Open]:
-    loaded: list[Head] = []
-
-    def load(path: Path, target: Path) -> Head:
-        loaded.append(load_head(path, target, backend.name, n_threads=2))
-        return loaded[-1]
-
-    yield load
-    for head in loaded:
-        head.close()
+    with ExitStack() as stack:
+        yield lambda path, target: stack.enter_context(load_head(path, target, backend.name, n_threads=2))
 
 
 def states(n: int, width: int = 128, seed: int = 1) -> npt.NDArray[np.float32]:
@@ -139,23 +132,19 @@ def test_a_chained_head_is_its_formula(
     tapped, tokens = states(6, 128 * len(taps)), [5, 80, 3, 3, 200, 41]
     rows = head.fuse(tapped) + head.embed(tokens)
     np.testing.assert_allclose(rows, formula.rows(tapped, tokens), rtol=1e-4, atol=OF_ROWS[backend.name])
+    logits, hidden = [], []
     with head.new_context(32) as context:
-        first = context.decode_floats(rows[:1], tokens[:1])
-        found = [first.logits.copy()]
-        rest = context.decode_floats(rows[1:], tokens[1:])
-        found.append(rest.logits.copy())
-        chained = head.chain(rest.hidden[STATE][-1:]) + head.embed([17])
-        last = context.decode_floats(chained, [17])
-        found.append(last.logits.copy())
-    wanted = formula.block(formula.rows(tapped, tokens))
-    all_rows = np.concatenate(
-        [formula.rows(tapped, tokens), wanted[-1:] @ formula.w["head.chain.weight"].T + formula.embedded([17])]
-    )
-    wanted = formula.block(all_rows)
-    tolerance = TOLERANCE[backend.name]
-    np.testing.assert_allclose(np.concatenate(found), formula.logits(wanted), atol=tolerance)
-    hidden = np.concatenate([first.hidden[STATE], rest.hidden[STATE], last.hidden[STATE]])
-    np.testing.assert_allclose(hidden, wanted, atol=tolerance)
+        for first, end in ((0, 1), (1, 6), (6, 7)):
+            if first == 6:
+                rows = np.concatenate([rows, head.chain(hidden[-1][-1:]) + head.embed([17])])
+            forward = context.decode_floats(rows[first:end], [*tokens, 17][first:end])
+            logits.append(forward.logits.copy())
+            hidden.append(forward.hidden[STATE].copy())
+    exact = formula.rows(tapped, tokens)
+    chained = formula.block(exact)[-1:] @ formula.w["head.chain.weight"].T + formula.embedded([17])
+    wanted = formula.block(np.concatenate([exact, chained]))
+    np.testing.assert_allclose(np.concatenate(logits), formula.logits(wanted), atol=TOLERANCE[backend.name])
+    np.testing.assert_allclose(np.concatenate(hidden), wanted, atol=TOLERANCE[backend.name])
 
 
 def test_a_parallel_head_guesses_several_places_in_a_pass(
@@ -238,34 +227,26 @@ def test_real_ones_do_too(real_model: Callable[[str], Path], tmp_path: Path, nam
         check_an_idle_head_says_what_the_target_says(real_model(name), head_path, engine)
 
 
-def test_a_head_reads_no_text(load: Open, target: Path, tmp_path: Path) -> None:
-    head = load(write_random_head(target, tmp_path / "head.gguf"), target)
-    with pytest.raises(UsageError, match="is a draft head and cannot tokenize text"):
-        head.model.tokenize("text")
+# What is put together.
 
 
-# -- what is put together --------------------------------------------------------------------------------------------
-
-
-def write_targets(folder: Path) -> dict[str, Path]:
-    vocab = ggufs.bpe_vocab(300)
-    files = {
-        f"{type_name}, {'tied' if tied else 'untied'}": ggufs.write_llama(
-            folder / f"{type_name}-{tied}.gguf", ggufs.Shape(n_embd=64, tied=tied), vocab, tensor_type=type_name
-        )
-        for type_name in ("F32", "F16", "BF16", "Q8_0", "Q4_1")
-        for tied in (True, False)
-    }
-    return files | {"gemma3": ggufs.write_sliding_window(folder / "gemma3.gguf")}
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder, vocab = tmp_path_factory.mktemp("targets"), ggufs.bpe_vocab(300)
+    files = {"gemma3": ggufs.write_sliding_window(folder / "gemma3.gguf")}
+    for type_name, tied in (("F32", True), ("F16", False), ("BF16", True), ("Q8_0", False), ("Q4_1", True)):
+        path, shape = folder / f"{type_name}.gguf", ggufs.Shape(n_embd=64, tied=tied)
+        files[f"{type_name}, tied: {tied}"] = ggufs.write_llama(path, shape, vocab, tensor_type=type_name)
+    return files
 
 
 @pytest.mark.parametrize("kind", ["chained", "medusa"])
 @pytest.mark.parametrize("output_type", assembly_module.OUTPUT_TYPES)
 def test_output_rows_and_embeddings_are_the_targets(
-    tmp_path: Path, kind: Kind, output_type: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, targets: dict[str, Path], kind: Kind, output_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(assembly_module, "_PIECE", 1000)  # several pieces
-    for name, model in write_targets(tmp_path).items():
+    for name, model in targets.items():
         path = write_random_head(model, tmp_path / "head.gguf", kind, n_out=100)
         made = tensors(assemble(path, model, "0" * 32, output_type))
         theirs, number = tensors(model), gguf.GGMLQuantizationType[output_type]
@@ -274,11 +255,9 @@ def test_output_rows_and_embeddings_are_the_targets(
         np.testing.assert_array_equal(made["token_embd.weight"], wanted, err_msg=name)
         if kind == "chained":
             with load_head(path, model, "reference") as head:
-                formula = Formula(path, model)
                 for tokens in ([7, 7, 299], [0], []):
-                    np.testing.assert_allclose(
-                        head.embed(tokens), formula.embedded(tokens), rtol=1e-4, atol=1e-5, err_msg=name
-                    )
+                    wanted = Formula(path, model).embedded(tokens)
+                    np.testing.assert_allclose(head.embed(tokens), wanted, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 def test_matrices_that_engines_compute_well_are_kept_to_the_bit(target: Path, tmp_path: Path) -> None:
@@ -312,11 +291,15 @@ def test_it_is_made_once_and_again_when_it_is_gone(target: Path, tmp_path: Path)
     assert len(places | {engine_file(path, target, "a" * 32)}) == 4
 
 
-def test_a_break_leaves_nothing_behind(target: Path, tmp_path: Path) -> None:
+def test_a_break_leaves_nothing_behind(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_random_head(target, tmp_path / "head.gguf")
-    steps = assembling(engine_file(path, target, "a" * 32), path, target)
-    next(steps)
-    steps.close()
+
+    def broken_off(*given: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(assembly_module, "as_type", broken_off)
+    with pytest.raises(KeyboardInterrupt):
+        assemble(path, target)
     assert list(engine_folder().iterdir()) == []
 
 
@@ -328,11 +311,10 @@ def test_only_the_last_made_are_kept(target: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_a_disk_that_refuses_is_said_in_a_line(target: Path, tmp_path: Path) -> None:
-    path = write_random_head(target, tmp_path / "head.gguf")
     engine_folder().parent.mkdir(parents=True)
     engine_folder().write_text("no folder")
     with pytest.raises(EngineError, match="cannot write"):
-        load_head(path, target, "reference")
+        load_head(write_random_head(target, tmp_path / "head.gguf"), target, "reference")
 
 
 def test_embeddings_are_right_however_few_are_kept(
@@ -345,13 +327,12 @@ def test_embeddings_are_right_however_few_are_kept(
     with load_head(path, target, "reference") as head:
         for tokens in ([3, 1, 3, 9, 30, 2, 1, 40, 3], range(50)):
             np.testing.assert_allclose(head.embed(tokens), plain[list(tokens)], rtol=1e-4, atol=1e-6)
-        assert len(head._cache) == 5
         for tokens in ([-1], [head.card.target.n_vocab]):
             with pytest.raises(UsageError, match=r"token ids must lie in 0\.\."):
                 head.embed(tokens)
 
 
-# -- which head for which target -------------------------------------------------------------------------------------
+# Which head for which target.
 
 
 def test_a_head_for_another_model_is_refused_and_for_a_similar_one_remarked_on(
@@ -412,6 +393,11 @@ def test_a_target_is_read_once_until_it_is_another(
 
 def test_nobody_chats_with_a_head(target: Path, tmp_path: Path) -> None:
     path = write_random_head(target, tmp_path / "head.gguf")
+    with (
+        load_head(path, target, "reference") as head,
+        pytest.raises(UsageError, match="is a draft head and cannot tokenize text"),
+    ):
+        head.model.tokenize("text")
     with pytest.raises(UnsupportedModel, match="a head that drafts for another model"):
         backends.load(path, "reference")
     with pytest.raises(UnsupportedModel, match="has no vocabulary"):
@@ -444,11 +430,6 @@ def test_an_engine_that_is_wrong_about_a_head_gets_it_in_halves(
             assert {"F16", "F32"} == {each.tensor_type.name for each in gguf.GGUFReader(head.model.path).tensors}
     assert sum("checking" in line for line in said[0]) == 3
     assert said[1] == []  # what was found is known
-
-
-def test_a_card_is_of_use_whatever_its_arrays_are_typed(target: Path, tmp_path: Path) -> None:
-    card = read_card(write_random_head(target, tmp_path / "head.gguf"))
-    assert replace(card, token_map=card.token_map.astype(np.int64)).metadata().keys() == card.metadata().keys()
 
 
 @pytest.mark.parametrize(("n", "m", "k"), [(0, 32, 64), (1, 576, 1728), (2, 640, 640), (7, 33, 96), (64, 128, 384)])

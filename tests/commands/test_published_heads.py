@@ -44,7 +44,7 @@ def published(request: pytest.FixtureRequest, tiny: TinyFiles, tmp_path_factory:
 def test_generate_and_replay_show_its_rounds(
     published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same text as without it; and its draft tokens in the events, of which ``replay`` makes a page."""
+    """The same text as without it; its draft tokens are in the events, and ``replay`` makes a page of them."""
     asked = ["-p", "one two one two", "--max-tokens", "24", "--temperature", "0", "--format", "events"]
     texts: list[str] = []
     for draft in (["--draft", published.draft, "--draft-only", "--draft-length", "3"], ["--draft", "none"]):
@@ -65,23 +65,20 @@ def test_generate_and_replay_show_its_rounds(
     assert f'"{published.source}"' in page.read_text("utf-8")
 
 
-def test_bench_measures_it(published: Published, tmp_path: Path) -> None:
+def test_bench_measures_it_and_verify_audits_it(
+    published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As an arm, which says the same as plain decoding, with draft tokens of the head alone."""
     questions, record = tmp_path / "questions.jsonl", tmp_path / "run.json"
     rows = [{"question_id": i, "category": "chat", "turns": [f"a b c {i} a b c"]} for i in range(2)]
     questions.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    arm = f"{published.source}:3"
-    options = ["--prompts", str(questions), "--arm", arm, "--repeats", "1", "--max-tokens", "16", "--minutes", "60"]
-    assert run(["bench", *published.target, "--draft", published.draft, *options, f"--json={record}"]) == 0
-    samples = read_record(record).samples
-    drafted = [each for each in samples if each.arm == arm]
+    given, arm = [*published.target, "--draft", published.draft, "--max-tokens", "16"], f"{published.source}:3"
+    options = ["--prompts", str(questions), "--arm", arm, "--repeats", "1", "--minutes", "60", f"--json={record}"]
+    assert run(["bench", *given, *options]) == 0
+    drafted = [each for each in read_record(record).samples if each.arm == arm]
     assert len(drafted) == 2
     assert all(each.num_draft_tokens > 0 and set(each.by_source) == {published.source} for each in drafted)
-
-
-def test_verify_audits_it(published: Published, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--draft-only", "--quick", "--prompts", "1", "--max-tokens", "16", "--json"]
-    assert run(["verify", *published.target, "--draft", published.draft, *options]) == 0
-    report = json.loads(capsys.readouterr().out)
-    arms = {each["arm"]: each["drafted"] for each in report["arms"]}
-    assert any(name.split()[0] == published.source and drafted > 0 for name, drafted in arms.items()), arms
+    capsys.readouterr()
+    assert run(["verify", *given, "--draft-only", "--quick", "--prompts", "1", "--json"]) == 0
+    arms = {each["arm"].split()[0]: each["drafted"] for each in json.loads(capsys.readouterr().out)["arms"]}
+    assert arms[published.source] > 0, arms

@@ -29,7 +29,7 @@ def beside(curve: str, first: float, rival: float, at: int = 0, length: int = 1)
     draft = Draft()
     for _ in range(length):
         draft.append(DraftToken(7, "model", first, None, first))
-    return branching.beside(draft, at - 1, "model", rival)
+    return branching.branch(draft, at - 1, "model", rival)
 
 
 def test_on_a_flat_curve_branches_are_cheap() -> None:
@@ -62,8 +62,8 @@ def test_no_more_than_there_is_room_for() -> None:
     draft = Draft([DraftToken(7, "model", 0.5, None, 0.5)])
     branching = plan.branching()
     assert branching is not None
-    assert branching.beside(draft, -1, "model", 0.9) is not None
-    assert branching.beside(draft, -1, "model", 0.9) is None
+    assert branching.branch(draft, -1, "model", 0.9) is not None
+    assert branching.branch(draft, -1, "model", 0.9) is None
 
 
 def test_what_becomes_of_second_tokens_is_learned_apart() -> None:

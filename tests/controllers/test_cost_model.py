@@ -49,14 +49,6 @@ def test_a_pass_takes_longer_the_more_is_in_the_memory_and_never_less_than_nothi
     assert times(1) == pytest.approx(2.5)
 
 
-def test_a_quiet_machine_is_measured_in_three_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(lambda n, width: 1.0)
-    times = measured(machine, monkeypatch)
-    assert not times.noisy
-    assert worst(times, machine) == pytest.approx(1.0)
-    assert machine.n_passes < 80
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_the_curve_is_that_of_undisturbed_passes(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Two of five passes take three times as long, though nobody is seen to use the CPUs."""
@@ -102,68 +94,73 @@ def test_outliers_that_agree_are_told_by_the_widths_beside_them(monkeypatch: pyt
     assert worst(measured(machine, monkeypatch), machine) == pytest.approx(1.0)
 
 
-def test_a_step_that_an_engine_really_has_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(lambda n, width: 1.6 if width == 7 else 1.0)
+@pytest.mark.parametrize(
+    ("longer", "others", "noisy", "n_passes"),
+    [
+        (lambda n, width: 1.0, lambda n: 0.0, False, range(80)),  # a quiet machine: three rounds
+        (lambda n, width: 1.6 if width == 7 else 1.0, lambda n: 0.0, False, range(100, 1000)),  # a step of the engine
+        (lambda n, width: 1.3 ** (n // 24) if width == 24 else 1.0, lambda n: 0.0, True, range(1000)),  # never repeats
+        (lambda n, width: 2.0, lambda n: 0.4, True, range(1000)),  # load throughout
+        (lambda n, width: 1.0 + n % 2, lambda n: 0.6 * (n % 2), True, range(1000)),  # at every second pass
+        (lambda n, width: 2.0 if n < 40 else 1.0, lambda n: 0.5 * (n < 40), False, range(1000)),  # then it ends
+    ],
+)
+def test_a_curve_is_provisional_where_rounds_do_not_agree(
+    monkeypatch: pytest.MonkeyPatch, longer: Any, others: Any, noisy: bool, n_passes: range
+) -> None:
+    machine = Machine(longer, others)
     times = measured(machine, monkeypatch)
-    assert not times.noisy
-    assert times.curve.measured[7] == pytest.approx(1.6 * machine.ms(7))
-    assert machine.n_passes > 100  # believed only after twice as many rounds
-
-
-def test_a_width_that_never_repeats_makes_a_curve_provisional(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-
-    def longer(n: int, passed: int) -> float:
-        if passed == 24:
-            seen.append(n)
-        return 1.3 ** len(seen) if passed == 24 else 1.0
-
-    assert measured(Machine(longer), monkeypatch).noisy
-
-
-def test_load_throughout_makes_a_curve_provisional(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(lambda n, width: 2.0, lambda n: 0.4)
-    times = measured(machine, monkeypatch)
-    assert times.noisy
-    assert times.others_share == pytest.approx(0.4)
-
-
-def test_load_at_every_second_pass_makes_a_curve_provisional(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(lambda n, width: 1.0 + n % 2, lambda n: 0.6 * (n % 2))
-    times = measured(machine, monkeypatch)
-    assert times.noisy
+    assert times.noisy == noisy
+    assert machine.n_passes in n_passes
+    if not noisy:
+        expected = {width: machine.ms(width) * (longer(99, width)) for width in times.curve.measured}
+        assert times.curve.measured == pytest.approx(expected)
 
 
 def test_a_provisional_curve_has_no_point_that_others_contradict(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one beside heavy load, which else held 1,230 ms at 24 tokens and 10,721 at 64."""
     machine = Machine(lambda n, width: {64: 5.0, 5: 4.0}.get(width, 1.0), lambda n: 0.9)
     times = measured(machine, monkeypatch)
-    assert times.noisy
+    assert (times.noisy, times.others_share) == (True, pytest.approx(0.9))
     assert times(64) <= 3 * times(24)
     assert times(5) == times(6)
 
 
-def test_rounds_beside_load_do_not_count_where_there_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(lambda n, width: 2.0 if n < 40 else 1.0, lambda n: 0.5 if n < 40 else 0.0)
-    times = measured(machine, monkeypatch)
-    assert not times.noisy
-    assert worst(times, machine) == pytest.approx(1.0)
-
-
 def test_what_takes_too_long_to_repeat_is_provisional(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(lambda n, width: 1.0, slow=60.0)
-    times = measured(machine, monkeypatch)
-    assert times.noisy
+    assert measured(machine, monkeypatch).noisy
     assert machine.n_passes < 40
 
 
-def test_a_disturbed_measurement_is_repeated_and_the_best_of_both_kept(tmp_path: Path) -> None:
+LOADED = {"noisy": True, "others_share": 0.4}
+
+
+@pytest.mark.parametrize(
+    ("put", "noisy", "kept"),
+    [
+        ([({1: 10.0, 2: 30.0}, {"noisy": True})], True, {1: 10.0, 2: 30.0}),
+        # It is repeated, and the best of both kept.
+        ([({1: 10.0, 2: 30.0}, {"noisy": True}), ({1: 20.0, 2: 15.0}, {"noisy": True})], True, {1: 10.0, 2: 15.0}),
+        # Two of a quiet machine that agree are one; beside the same load, perhaps, they prove nothing.
+        ([({1: 10.0, 2: 12.0}, {"noisy": True}), ({1: 10.8, 2: 12.0}, {"noisy": True})], False, {1: 10.0, 2: 12.0}),
+        ([({1: 10.0, 2: 12.0}, LOADED), ({1: 10.0, 2: 12.0}, LOADED)], True, {1: 10.0, 2: 12.0}),
+        # A provisional curve replaces no other, and is replaced by one.
+        ([({1: 10.0}, {}), ({1: 4.0}, {"noisy": True})], False, {1: 10.0}),
+        ([({1: 10.0, 2: 30.0}, {"noisy": True}), ({1: 12.0, 2: 14.0}, {})], False, {1: 12.0, 2: 14.0}),
+        # What makes no sense is measured anew.
+        ([({2: 1.0}, {})], None, None),
+        ([({1: -1.0}, {})], None, None),
+        ([({1: float("nan")}, {})], None, None),
+    ],
+)
+def test_the_best_of_what_was_measured_is_kept(tmp_path: Path, put: Any, noisy: bool | None, kept: Any) -> None:
     cache = CalibrationCache(tmp_path)
-    for n, (curve, best) in enumerate([({1: 10.0, 2: 30.0},) * 2, ({1: 20.0, 2: 15.0}, {1: 10.0, 2: 15.0})], 1):
-        cache.put(KEY, PassTimes(curve, noisy=True))
-        known = cache.get(KEY)
-        assert known is not None
-        assert (known.noisy, known.curve.measured) == (True, best), n
+    for curve, options in put:
+        cache.put(KEY, PassTimes(curve, **options))
+    known = cache.get(KEY)
+    assert (known and known.noisy, known and known.curve.measured) == (noisy, kept)
+    cache.drop(KEY)
+    assert cache.get(KEY) is None
 
 
 @pytest.mark.parametrize(("busy", "worth"), [(0.0, True), (0.5, False)])
@@ -177,54 +174,10 @@ def test_nobody_waits_for_it_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert cache.is_worth_waiting_for(KEY) == (worth and n < 2)
 
 
-def test_two_provisional_curves_of_a_quiet_machine_that_agree_are_one(tmp_path: Path) -> None:
-    cache = CalibrationCache(tmp_path)
-    for _ in range(2):
-        cache.put(KEY, PassTimes({1: 10.0, 2: 12.0}, noisy=True, others_share=0.4))
-    known = cache.get(KEY)
-    assert known is not None
-    assert known.noisy  # both beside the same load, perhaps
-    cache.drop(KEY)
-    for ms in (10.0, 10.8):
-        cache.put(KEY, PassTimes({1: ms, 2: 12.0}, noisy=True))
-    known = cache.get(KEY)
-    assert known is not None
-    assert (known.noisy, known.curve.measured) == (False, {1: 10.0, 2: 12.0})
-
-
-def test_a_provisional_curve_replaces_no_other(tmp_path: Path) -> None:
-    cache = CalibrationCache(tmp_path)
-    cache.put(KEY, PassTimes({1: 10.0}))
-    cache.put(KEY, PassTimes({1: 4.0}, noisy=True))
-    known = cache.get(KEY)
-    assert known is not None
-    assert (known.noisy, known.curve.measured) == (False, {1: 10.0})
-
-
 def test_a_curve_that_was_stored_before_outliers_were_looked_for_is_measured_again(tmp_path: Path) -> None:
     old = JsonStore(tmp_path, 8)
     old.put(KEY, {"ms": {"1": 50.0, "64": 6050.0}, "disturbed": 0, "quick": False})
     assert CalibrationCache(tmp_path).get(KEY) is None
-
-
-def test_an_undisturbed_measurement_replaces_a_disturbed_one(tmp_path: Path) -> None:
-    cache = CalibrationCache(tmp_path)
-    cache.put(KEY, PassTimes({1: 10.0, 2: 30.0}, noisy=True))
-    cache.put(KEY, PassTimes({1: 12.0, 2: 14.0}))
-    kept = cache.get(KEY)
-    assert kept is not None
-    assert kept.curve.measured == {1: 12.0, 2: 14.0}
-    assert not kept.noisy
-
-
-def test_what_is_on_disk_and_makes_no_sense_is_measured_anew(tmp_path: Path) -> None:
-    cache = CalibrationCache(tmp_path)
-    for base in ({2: 1.0}, {1: -1.0}, {1: float("nan")}):
-        cache.put(KEY, PassTimes(base))
-        assert cache.get(KEY) is None
-    cache.put(KEY, PassTimes({1: 1.0}))
-    cache.drop(KEY)
-    assert cache.get(KEY) is None
 
 
 def test_a_wide_pass_takes_time_even_where_a_disturbed_curve_falls() -> None:

@@ -61,7 +61,7 @@ class Writer:
         right = list(self.source.right[self.position : self.position + length])
         accepted = right.index(False) if False in right else length
         emitted = [EmittedToken(0, "plain")] * (accepted + 1)
-        round_ = Round(0, self.draft.first(length), Verdict(accepted, 0, "plain"), emitted, 0.0, 1.0)
+        round_ = Round(0, Draft(self.draft[:length]), Verdict(accepted, 0, "plain"), emitted, 0.0, 1.0)
         self.controller.observe(round_)
         self.controller.learn(round_)
         self.draft, self.position = None, self.position + accepted + 1

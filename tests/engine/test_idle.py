@@ -13,16 +13,18 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from localspec import LLM, SamplingParams
-from localspec.engine.worker import ASK_AGAIN_S, IdleWork, Job, OnMains, Stopped, Worker
+from localspec.engine import worker as worker_module
+from localspec.engine.worker import ASK_AGAIN_S, IdleWork, Job, Stopped, Worker, on_mains
 from localspec.errors import Cancelled, EngineError
 from tests.conftest import TinyFiles, open_backend
+from tests.support.waiting import Clock
 
 SOON = 30.0
 
 
 @pytest.fixture
 def worker() -> Iterator[Worker]:
-    worker = Worker(idle=IdleWork())
+    worker = Worker(idle=lambda: True)
     yield worker
     worker.close(cancel=True)
 
@@ -113,10 +115,6 @@ def test_tasks_are_asked_again_after_every_job_and_when_told(worker: Worker) -> 
     worker.idle_work_waits()
     assert worker.wait_idle(SOON)
     assert len(asked) == 3
-    worker.forget_idle(task)
-    worker.idle_work_waits()
-    assert worker.wait_idle(SOON)
-    assert len(asked) == 3
 
 
 def test_new_work_that_comes_during_a_step_is_not_missed(worker: Worker) -> None:
@@ -137,7 +135,6 @@ def test_new_work_that_comes_during_a_step_is_not_missed(worker: Worker) -> None
 def test_a_task_that_fails_is_dropped_and_harms_nothing(
     worker: Worker, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    warnings: list[str] = []
     asked: list[int] = []
 
     def task(stopped: Stopped) -> bool:
@@ -145,17 +142,16 @@ def test_a_task_that_fails_is_dropped_and_harms_nothing(
         raise error
 
     with caplog.at_level(logging.DEBUG, "localspec"):
-        worker.when_idle(task, warn=warnings.append)
+        worker.when_idle(task)
         assert worker.wait_idle(SOON)
         assert worker.call(lambda: "answer") == "answer"
         assert worker.wait_idle(SOON)
     assert asked == [1]
-    assert warnings == ([] if isinstance(error, ValueError) else [str(error)])
     assert [record.levelno for record in caplog.records] == [logging.DEBUG]
 
 
 def test_closing_stops_a_step_and_waits_for_jobs_only() -> None:
-    worker, holding, ended = Worker(idle=IdleWork()), Holding(), threading.Event()
+    worker, holding, ended = Worker(idle=lambda: True), Holding(), threading.Event()
     worker.when_idle(holding)
     assert holding.entered.wait(SOON)
     log: list[str] = []
@@ -173,7 +169,7 @@ def test_closing_stops_a_step_and_waits_for_jobs_only() -> None:
 
 def test_no_idle_work_without_leave() -> None:
     log: list[str] = []
-    for worker in (Worker(), Worker(idle=IdleWork(allowed=lambda: False))):
+    for worker in (Worker(), Worker(idle=lambda: False)):
         worker.when_idle(steps(3, log))
         assert worker.wait_idle(SOON)
         assert worker.call(lambda: "answer") == "answer"
@@ -183,20 +179,25 @@ def test_no_idle_work_without_leave() -> None:
 
 
 @pytest.mark.parametrize(("told", "allowed"), [(True, False), (False, True), (None, True)])
-def test_the_battery_is_asked_about_now_and_then(told: bool | None, allowed: bool) -> None:
-    asked: list[int] = []
+def test_the_battery_is_asked_about_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, told: bool | None, allowed: bool
+) -> None:
+    asked, log, clock = list[int](), list[str](), Clock()
 
-    def reader() -> bool | None:
+    def on_battery() -> bool | None:
         asked.append(1)
         return told
 
-    on_mains = OnMains(reader)
-    assert [on_mains(), on_mains(), on_mains()] == [allowed] * 3
-    assert len(asked) == 1
-    assert on_mains._asked is not None
-    on_mains._asked -= ASK_AGAIN_S
-    on_mains()
-    assert len(asked) == 2
+    monkeypatch.setattr(worker_module, "on_battery", on_battery)
+    monkeypatch.setattr(worker_module, "time", clock)
+    idle = IdleWork(on_mains)
+    idle.add(steps(9, log))
+    for n in (3, 6):
+        for _ in range(3):
+            idle.step(lambda: False)
+        assert (len(log), len(asked)) == (n * allowed, n // 3)
+        assert idle.pause()[1] is not allowed
+        clock.forward(ASK_AGAIN_S)
 
 
 # An LLM.

@@ -279,7 +279,8 @@ class World:
         with ExitStack() as patches:
             if case.parallel == 1 and case.way == "branches":
                 patches.enter_context(patch.object(pair_module, "why_chains", _branches_here))
-                patches.enter_context(patch.object(state_module, "FixedController", partial(FixedController, beside=3)))
+                branching = partial(FixedController, branches=3)
+                patches.enter_context(patch.object(state_module, "FixedController", branching))
             if case.parallel == 1 and case.way == "ahead":
                 # One for each pair: the target alone answers in another thread meanwhile.
                 made = defaultdict[AheadChoice, DraftAhead](lambda: DraftAhead(cautious=False, n_steps=3))

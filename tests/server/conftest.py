@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from localspec import LLM
-from localspec.engine.worker import FairQueue, Job
+from localspec.engine.worker import Job
 from tests.conftest import TinyFiles
 from tests.support.browsing import PATIENCE, WIDE
 from tests.support.endless import N_CTX, write_endless
@@ -55,14 +55,14 @@ def endless(tmp_path_factory: pytest.TempPathFactory, module_home: Path) -> Iter
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The priorities of requests in the order in which their turn comes."""
     found: list[int] = []
-    given = FairQueue._given
+    start = Job.start
 
-    def recorded(self: FairQueue, job: Job) -> Job:
+    def recorded(job: Job) -> bool:
         if job.request is not None:
             found.append(job.priority)
-        return given(self, job)
+        return start(job)
 
-    monkeypatch.setattr(FairQueue, "_given", recorded)
+    monkeypatch.setattr(Job, "start", recorded)
     return found
 
 

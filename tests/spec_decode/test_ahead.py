@@ -5,115 +5,109 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import localspec.spec_decode.decoder
 from localspec.backends import reference
 from localspec.backends.base import Context
 from localspec.controllers.fixed import FixedController
 from localspec.errors import EngineError
 from localspec.sampling.sampling import SamplingParams
-from localspec.spec_decode.ahead import DraftAhead, SideThread
+from localspec.spec_decode.ahead import DraftAhead
 from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.detokenizer import TextAssembler
-from localspec.spec_decode.drafters.base import Drafter, Plan
+from localspec.spec_decode.drafters.base import Drafter, DrafterInfo, Plan, Proposer
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
-from localspec.spec_decode.rounds import DraftToken, Round
+from localspec.spec_decode.rounds import Draft, DraftToken, Round
 from tests.conftest import TinyFiles
-from tests.spec_decode.test_exactness import DEFECT, EXACT, PROMPT, SAMPLING, Predictions, Tokens, plain_law
+from tests.spec_decode.test_exactness import DEFECT, EXACT, PROMPT, SAMPLING, Predictions, plain_law
 from tests.spec_decode.test_lossless import N_CTX, NosyController, RandomController, TableContext, World, run
-from tests.support.enumeration import Branches, BranchingNoise, branching_samples, explore, largest_difference
+from tests.support.enumeration import largest_difference, law_of_answers
 from tests.support.waiting_engine import Timing, WaitingModel
 
 
-class AtOnce(SideThread):
+class AtOnce(Executor):
     """Does the work at once, in the same thread: every run of an enumeration is alike."""
 
-    def start(self, work: Callable[[], object]) -> None:
-        self.error: BaseException | None = None
+    def submit(self, work: Any, /, *args: Any, **options: Any) -> Future[Any]:
+        future = Future[Any]()
         try:
-            work()
+            future.set_result(work(*args, **options))
         except Exception as error:
-            self.error = error
-
-    def wait(self) -> None:
-        error, self.error = getattr(self, "error", None), None
-        if error is not None:
-            raise error
+            future.set_exception(error)
+        return future
 
 
 def ahead_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "localspec-ahead"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("localspec-ahead")]
 
 
 # -- the law -----------------------------------------------------------------------------------------------------------
 
 
+Tables = tuple[Predictions, Predictions]
+
+
+@pytest.fixture
+def tables(target: Predictions, small: Predictions) -> Tables:
+    return target, small
+
+
 def law_of(
-    tiny: TinyFiles,
-    monkeypatch: pytest.MonkeyPatch,
+    tables: Tables,
+    patch: pytest.MonkeyPatch,
     n: int,
     n_steps: int,
     make: Callable[[], Any] = NosyController,
     params: SamplingParams = SAMPLING,
 ) -> tuple[float, int]:
     """The largest difference between the law of whole answers of n tokens and plain sampling's; and the hits."""
-    branching_samples(monkeypatch)
-    params = replace(params, top_k=2, max_tokens=n, ignore_eos=True)
-    n_hits = 0
-    with reference.load(tiny.micro) as model, reference.load(tiny.micro_draft) as draft_model:
-        target, small = Predictions(model), Predictions(draft_model)
+    params, n_hits, (target, small) = replace(params, top_k=2, max_tokens=n, ignore_eos=True), [0], tables
 
-        def program(branches: Branches) -> Tokens:
-            nonlocal n_hits
-            noise = BranchingNoise(branches)
-            monkeypatch.setattr(localspec.spec_decode.decoder, "Noise", lambda seed: noise)
-            ahead = DraftAhead(cautious=False, beside=AtOnce(), n_steps=n_steps)
-            drafters = [DraftModelDrafter(TableContext(small))]
-            decoder = SpeculativeDecoder(TableContext(target), drafters, make(), ahead=ahead)
-            rounds = run(decoder, list(PROMPT), params)
-            n_hits += sum(round_.ahead.taken > 0 for round_ in rounds if round_.ahead)
-            return tuple(token.id for round_ in rounds for token in round_.emitted)
+    def answer() -> list[Round]:
+        ahead = DraftAhead(cautious=False, new_executor=AtOnce, n_steps=n_steps)
+        drafters = [DraftModelDrafter(TableContext(small))]
+        rounds = run(SpeculativeDecoder(TableContext(target), drafters, make(), ahead=ahead), list(PROMPT), params)
+        n_hits[0] += sum(round_.ahead.taken > 0 for round_ in rounds if round_.ahead)
+        return rounds
 
-        law = explore(program)
-        assert sum(law.values()) == pytest.approx(1.0, abs=EXACT)
-        return largest_difference(plain_law(params, target, n), law), n_hits
+    return largest_difference(plain_law(params, target, n), law_of_answers(patch, answer)), n_hits[0]
 
 
 @pytest.mark.parametrize(("n", "n_steps"), [(4, 1), (4, 2), (4, 3), (4, 6), (5, 4)])
 def test_the_law_of_whole_answers_is_that_of_plain_sampling(
-    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, n: int, n_steps: int
+    tables: Tables, monkeypatch: pytest.MonkeyPatch, n: int, n_steps: int
 ) -> None:
     """Whatever the steps suffice for, with samples and most probable tokens, and a controller that cuts at will."""
-    difference, n_hits = law_of(tiny, monkeypatch, n, n_steps)
+    difference, n_hits = law_of(tables, monkeypatch, n, n_steps)
     assert difference < EXACT
     assert n_hits > 0 or n_steps < 3
 
 
-def test_with_drafts_of_a_fixed_length_too(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    difference, n_hits = law_of(tiny, monkeypatch, 4, 3, lambda: FixedController(1))
+def test_with_drafts_of_a_fixed_length_too(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    difference, n_hits = law_of(tables, monkeypatch, 4, 3, lambda: FixedController(1))
     assert difference < EXACT
     assert n_hits > 0
 
 
 def test_a_prepared_draft_that_is_dropped_for_what_it_says_makes_the_law_differ(
-    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
+    tables: Tables, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The seeded defect: an unlikely sample is thrown away, and drawn again in the ordinary order."""
     taken = DraftAhead._taken
 
     def picky(self: DraftAhead, tokens: Sequence[int], plan: Plan) -> tuple[list[DraftToken], bool]:
         prepared = self._cache.get(tuple(tokens[self._n_before :]))
-        if prepared is not None and prepared.tokens[0].dist is not None and prepared.tokens[0].prob < 0.5:
+        if prepared is not None and prepared[0][0].dist is not None and prepared[0][0].prob < 0.5:
             self._cache.clear()
         return taken(self, tokens, plan)
 
     monkeypatch.setattr(DraftAhead, "_taken", picky)
-    difference, n_hits = law_of(tiny, monkeypatch, 4, 3, lambda: FixedController(1))
+    difference, n_hits = law_of(tables, monkeypatch, 4, 3, lambda: FixedController(1))
     assert n_hits > 0
     assert difference > DEFECT
 
@@ -129,7 +123,7 @@ class WorldAhead(World):
         self.decoders = [
             SpeculativeDecoder(
                 each.target,
-                each.drafters.drafters,
+                each.group.drafters,
                 RandomController(rng),
                 ahead=DraftAhead(cautious=False, n_steps=n_steps),
             )
@@ -192,6 +186,40 @@ def test_passes_overlap_with_drafting_on_a_waiting_engine(tiny: TinyFiles) -> No
     assert answers[0] == answers[1]
     assert sum(round_.ahead.taken for round_ in rounds if round_.ahead) > 0
     assert sum(round_.ahead.prepared for round_ in rounds if round_.ahead) > 0
+
+
+class Reader(Drafter):
+    """One that drafts from states of the target, which there are none of while the target computes them."""
+
+    info = DrafterInfo("reader", taps=("norm",))
+    is_early, n_asked = False, 0
+
+    def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
+        assert not self.is_early
+        self.n_asked += 1
+        return []
+
+
+def test_what_reads_states_waits_for_them(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, prepare = Reader(), DraftAhead._prepare
+
+    def prepared(self: DraftAhead, tokens: list[int], draft: Draft) -> None:
+        reader.is_early = True
+        prepare(self, tokens, draft)
+        reader.is_early = False
+
+    monkeypatch.setattr(DraftAhead, "_prepare", prepared)
+    with reference.load(tiny.quick.target) as target, reference.load(tiny.quick.draft) as small:
+        ahead = DraftAhead(cautious=False, new_executor=AtOnce, n_steps=8)
+        drafters = [reader, DraftModelDrafter(small.new_context(N_CTX))]
+        context = target.new_context(N_CTX, hidden=("norm",))
+        rounds = run(
+            SpeculativeDecoder(context, drafters, FixedController(3), ahead=ahead),
+            [5, 6],
+            SamplingParams(max_tokens=20),
+        )
+    assert reader.n_asked > 0
+    assert any(round_.ahead and round_.ahead.prepared for round_ in rounds)
 
 
 # -- what can go wrong -------------------------------------------------------------------------------------------------

@@ -85,11 +85,11 @@ def test_a_round_that_fails_leaves_tokens_and_memory_as_they_were(
             said += [token.id for token in round_.emitted]
         answer = decoder._answer
         assert answer is not None
-        before, budget = list(decoder.target.tokens), answer.emitter.budget
+        before, budget = list(decoder.target.tokens), answer.budget
         forward = decoder.decode(decoder.propose())
-        owner: Any = {"emit": answer.emitter.text, "truncate": decoder.target}.get(where)
+        owner: Any = {"emit": answer.text, "truncate": decoder.target}.get(where)
         if owner is None:
-            owner = decoder.controller if hasattr(decoder.controller, where) else decoder.drafters
+            owner = decoder.controller if hasattr(decoder.controller, where) else decoder.group.drafters[0]
         truncate = decoder.target.truncate
         with monkeypatch.context() as patch:
             patch.setattr(owner, "push" if where == "emit" else where, fail)
@@ -99,7 +99,7 @@ def test_a_round_that_fails_leaves_tokens_and_memory_as_they_were(
             with pytest.raises(Broken):
                 decoder.commit(forward)
         assert [*prompt, *said] == answer.tokens
-        assert (decoder.target.tokens, answer.emitter.budget) == (before, budget)
+        assert (decoder.target.tokens, answer.budget) == (before, budget)
         decoder.close()
         decoder.prefill(prompt, lambda: False)
         assert tokens_of(list(decoder.rounds(prompt, params, TextAssembler(model.vocab)))) == expected

@@ -1,4 +1,4 @@
-"""Detokenizer and stop strings. Chat templates are in test_templates.py."""
+"""Characters out of bytes, and stop strings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localspec.spec_decode.detokenizer import Detokenizer, TextAssembler
+from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.rounds import Span, TokenKind
 
 KINDS: Sequence[TokenKind] = ("accepted", "recovered", "bonus", "plain")
@@ -56,24 +56,26 @@ def releasable(text: str, stop: Sequence[str]) -> int:
     return min([len(cut), *opens])
 
 
-class TestDetokenizer:
+class TestCharacters:
     @given(pieces_of(st.one_of(TEXTS.map(str.encode), st.binary(max_size=30))))
     def test_pieces_make_the_text_of_the_whole(self, pieces: list[bytes]) -> None:
-        detokenizer = Detokenizer(Pieces(pieces))
-        text = "".join(detokenizer.push(i) for i in range(len(pieces))) + detokenizer.flush()
-        assert text == b"".join(pieces).decode("utf-8", "replace")
+        assert assemble(pieces, []) == (b"".join(pieces).decode("utf-8", "replace"), False)
 
-    def test_a_character_comes_with_its_last_byte(self) -> None:
-        emoji = "\U0001f600".encode()
-        detokenizer = Detokenizer(Pieces([b"a" + emoji[:1], emoji[1:3], emoji[3:] + b"b"]))
-        assert [detokenizer.push(i) for i in range(3)] == ["a", "", "\U0001f600b"]
-        assert detokenizer.flush() == ""
-
-    def test_bytes_are_given_up_as_soon_as_they_cannot_become_a_character_and_not_before(self) -> None:
-        detokenizer = Detokenizer(Pieces([b"\xf0\x9f", b"x", b"\xff", b"\xe2\x82"]))
-        assert [detokenizer.push(i) for i in range(4)] == ["", "\ufffdx", "\ufffd", ""]
-        assert detokenizer.flush() == "\ufffd"
-        assert detokenizer.flush() == ""
+    @pytest.mark.parametrize(
+        ("pieces", "texts", "rest"),
+        [
+            ([b"a\xf0", b"\x9f\x98", b"\x80b"], ["a", "", "\U0001f600b"], ""),  # it comes with its last byte
+            # Bytes are given up as soon as they cannot become a character, and not before.
+            ([b"\xf0\x9f", b"x", b"\xff", b"\xe2\x82"], ["", "\ufffdx", "\ufffd", ""], "\ufffd"),
+        ],
+    )
+    def test_a_character_comes_when_it_is_certain(self, pieces: list[bytes], texts: list[str], rest: str) -> None:
+        assembler = TextAssembler(Pieces(pieces))
+        for i, text in enumerate(texts):
+            spans = assembler.push(i, "plain", "target")
+            assert (assembler.token_text, "".join(span.text for span in spans)) == (text, text)
+        assert [span.text for span in assembler.finish()] == [rest] * bool(rest)
+        assert assembler.finish() == []
 
 
 class TestTextAssembler:
@@ -98,11 +100,11 @@ class TestTextAssembler:
         self, pieces: list[bytes], stop: list[str], data: st.DataObject
     ) -> None:
         tags = [(data.draw(st.sampled_from(KINDS)), data.draw(st.sampled_from("mn"))) for _ in pieces]
-        assembler, plain = TextAssembler(Pieces(pieces), stop), Detokenizer(Pieces(pieces))
+        assembler, plain = TextAssembler(Pieces(pieces), stop), TextAssembler(Pieces(pieces))
         expected: list[tuple[str, TokenKind, str]] = []
         spans: list[Span] = []
         for i, tag in enumerate(tags):
-            expected += [(character, *tag) for character in plain.push(i)]
+            expected += [(character, *tag) for span in plain.push(i, *tag) for character in span.text]
             spans += assembler.push(i, *tag)
         spans += assembler.finish()
         got = [(character, span.kind, span.source) for span in spans for character in span.text]

@@ -8,9 +8,9 @@ chain. The two must agree to 1e-12. Seeded defects show that the comparison woul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +20,6 @@ from localspec.backends.base import FloatArray, Forward
 from localspec.sampling.sampling import Distribution, SamplingParams, distribution
 from localspec.spec_decode.rounds import Draft, DraftToken
 from localspec.spec_decode.verification import verify
-from tests.conftest import TinyFiles
 from tests.support import best_rows
 from tests.support.enumeration import (
     Branches,
@@ -51,18 +50,6 @@ class Predictions:
             kept = self.context.reuse(prefix[:-1])
             self.known[prefix] = self.context.decode(prefix[kept:], "last").logits[0]
         return self.known[prefix]
-
-
-@pytest.fixture(scope="module")
-def target(tiny: TinyFiles) -> Iterator[Predictions]:
-    with reference.load(tiny.micro) as model:
-        yield Predictions(model)
-
-
-@pytest.fixture(scope="module")
-def small(tiny: TinyFiles) -> Iterator[Predictions]:
-    with reference.load(tiny.micro_draft) as model:
-        yield Predictions(model)
 
 
 SAMPLING = SamplingParams(temperature=1.0)
@@ -203,17 +190,17 @@ def rounds_law(
     return continuations(PROMPT, n)
 
 
-def plain_law(params: SamplingParams, target: Predictions, n: int = 2) -> dict[Tokens, float]:
-    """The law of plain sampling, from ``distribution`` alone."""
-    law: dict[Tokens, float] = {}
-    for tokens in product(range(target.n_vocab), repeat=n):
-        probability, seen = 1.0, PROMPT
-        for token in tokens:
-            if probability:
-                probability *= distribution(target[seen], seen, params).prob(token)
-            seen = (*seen, token)
-        law[tokens] = probability
-    return law
+def plain_law(params: SamplingParams, target: Predictions, n: int = 2, said: Tokens = ()) -> dict[Tokens, float]:
+    """The law of plain sampling of n tokens, which begin with what was said, from ``distribution`` alone."""
+    if len(said) >= n:
+        return {said: 1.0}
+    seen = (*PROMPT, *said)
+    law = distribution(target[seen], seen, params)
+    return {
+        tokens: probability * weight
+        for token, probability in zip(law.ids.tolist(), law.probs.tolist(), strict=True)
+        for tokens, weight in plain_law(params, target, n, (*said, token)).items()
+    }
 
 
 @pytest.mark.parametrize("kind", GUESSES)
@@ -292,37 +279,34 @@ def differs(guess: Guess, target: Predictions, small: Predictions, params: Sampl
     return largest_difference(plain_law(params, target), rounds_law(guess, params, target, small, 2)) > DEFECT
 
 
-def test_without_the_residual_the_law_differs(
-    target: Predictions, small: Predictions, monkeypatch: pytest.MonkeyPatch
+MINUS = Distribution.minus
+
+
+def liar(g: Guesser, i: int) -> DraftToken:
+    honest = g.sampled(g.law(params=SamplingParams(temperature=3.0)))
+    return DraftToken(honest.id, "test", 0.5, g.law())
+
+
+def picky(g: Guesser, i: int) -> DraftToken | None:
+    """Drops a sample for what it is: why ``Plan.keep`` is asked before the draw."""
+    token = g.sampled(g.law())
+    return token if g.law().prob(token.id) > 0.25 else None
+
+
+@pytest.mark.parametrize(
+    ("guess", "minus"),
+    [
+        (SAMPLED, lambda self, other: self),  # no residual
+        (SAMPLED, lambda self, other: MINUS(other, self)),  # it is reversed
+        (liar, MINUS),
+        (picky, MINUS),
+    ],
+)
+def test_a_defect_makes_the_law_differ(
+    target: Predictions, small: Predictions, monkeypatch: pytest.MonkeyPatch, guess: Guess, minus: Any
 ) -> None:
-    monkeypatch.setattr(Distribution, "minus", lambda self, other: self)
-    assert differs(SAMPLED, target, small)
-
-
-def test_with_the_residual_reversed_the_law_differs(
-    target: Predictions, small: Predictions, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    minus = Distribution.minus
-    monkeypatch.setattr(Distribution, "minus", lambda self, other: minus(other, self))
-    assert differs(SAMPLED, target, small)
-
-
-def test_a_guess_that_lies_about_its_law_makes_the_law_differ(target: Predictions, small: Predictions) -> None:
-    def liar(g: Guesser, i: int) -> DraftToken:
-        honest = g.sampled(g.law(params=SamplingParams(temperature=3.0)))
-        return DraftToken(honest.id, "test", 0.5, g.law())
-
-    assert differs(liar, target, small)
-
-
-def test_dropping_a_sample_for_what_it_is_makes_the_law_differ(target: Predictions, small: Predictions) -> None:
-    """Why ``Plan.keep`` is asked before the draw."""
-
-    def picky(g: Guesser, i: int) -> DraftToken | None:
-        token = g.sampled(g.law())
-        return token if g.law().prob(token.id) > 0.25 else None
-
-    assert differs(picky, target, small)
+    monkeypatch.setattr(Distribution, "minus", minus)
+    assert differs(guess, target, small)
 
 
 def test_rows_off_by_one_make_the_law_differ(target: Predictions, small: Predictions) -> None:

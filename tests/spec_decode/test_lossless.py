@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,11 +17,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-import localspec.spec_decode.decoder
 from localspec.backends import reference
-from localspec.backends.base import Context
+from localspec.backends.base import Context, Forward
 from localspec.backends.tokenizer import NAMED
-from localspec.controllers.fixed import FixedController, FixedPlan
+from localspec.controllers.fixed import FixedController
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.detokenizer import TextAssembler, ThinkingReader
@@ -33,8 +32,8 @@ from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.rounds import DraftToken, Round, Span
 from localspec.system.steps import exhaust
 from tests.conftest import TinyFiles
-from tests.spec_decode.test_exactness import EXACT, PROMPT, SAMPLING, Predictions, Tokens, plain_law
-from tests.support.enumeration import Branches, BranchingNoise, branching_samples, explore, largest_difference
+from tests.spec_decode.test_exactness import EXACT, PROMPT, SAMPLING, Predictions, plain_law
+from tests.support.enumeration import largest_difference, law_of_answers
 from tests.support.ggufs import micro_model
 
 N_CTX = 72
@@ -87,7 +86,7 @@ class RandomController(Controller):
         self.rng = rng
 
     def plan(self, room: int, n_past: int, **situation: Any) -> Plan:
-        return FixedPlan(min(room, self.rng.choice([0, 1, 2, 3, 5, 8, 60])))
+        return Plan(min(room, self.rng.choice([0, 1, 2, 3, 5, 8, 60])))
 
     def learn(self, round_: Round) -> None:
         pass
@@ -198,18 +197,18 @@ def check_the_mix(rounds: list[Round], n_answers: int) -> None:
 
 
 def test_greedy_answers_equal_plain_ones(world: World) -> None:
-    """2000 answers."""
-    rounds = [round_ for _ in range(1000) for round_ in world.compare(SamplingParams())]
-    check_the_mix(rounds, 2000)
+    """500 answers."""
+    rounds = [round_ for _ in range(500) for round_ in world.compare(SamplingParams())]
+    check_the_mix(rounds, 1000)
 
 
 def test_seeded_answers_equal_plain_ones(world: World) -> None:
-    """500 answers with seeds, temperatures and filters of all kinds: text is a function of the seed alone."""
+    """300 answers with seeds, temperatures and filters of all kinds: text is a function of the seed alone."""
     rounds: list[Round] = []
-    for seed in range(500):
+    for seed in range(300):
         chain = world.rng.choice([SAMPLING, replace(SAMPLING, temperature=0.6, top_k=20), replace(SAMPLING, top_p=0.8)])
         rounds += world.compare(replace(chain, seed=seed))
-    check_the_mix(rounds, 500)
+    check_the_mix(rounds, 300)
 
 
 def test_the_comparison_notices_a_wrong_rollback(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +245,7 @@ class NosyController(Controller):
     def plan(self, room: int, n_past: int, **situation: Any) -> Plan:
         controller = self
 
-        class Nosy(FixedPlan):
+        class Nosy(Plan):
             def samples(self, source: str, confidence: float) -> bool:
                 # Any rule that looks at the law only, not at what comes out of it, must leave the answer's law alone.
                 return (confidence < 0.6) == (controller.mood != 1)
@@ -272,11 +271,7 @@ class TableContext(Context):
         super().__init__(predictions.context.model, 32)
         self.predictions = predictions
 
-    def _decode(self, tokens: Sequence[int], logits: str) -> object:  # type: ignore[override]
-        import numpy as np
-
-        from localspec.backends.base import Forward
-
+    def _decode(self, tokens: Sequence[int], logits: str) -> Forward:
         seen = (*self.tokens, *tokens)
         n = {"all": len(tokens), "last": 1, "none": 0}[logits]
         rows = [self.predictions[seen[: len(seen) - n + i + 1]] for i in range(n)]
@@ -289,26 +284,21 @@ class TableContext(Context):
         pass
 
 
+def of_few(n: int, **options: Any) -> SamplingParams:
+    return replace(SAMPLING, top_k=3, max_tokens=n, ignore_eos=True, **options)
+
+
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_the_law_of_whole_answers_is_that_of_plain_sampling(
-    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, n: int
+    target: Predictions, small: Predictions, monkeypatch: pytest.MonkeyPatch, n: int
 ) -> None:
     """Real decoder, real draft model drafter, real proposer; to 1e-12. No random number serves two decisions."""
-    branching_samples(monkeypatch)
-    params = replace(SAMPLING, top_k=3, max_tokens=n, ignore_eos=True)
-    with reference.load(tiny.micro) as model, reference.load(tiny.micro_draft) as draft_model:
-        target, small = Predictions(model), Predictions(draft_model)
 
-        def program(branches: Branches) -> Tokens:
-            noise = BranchingNoise(branches)
-            monkeypatch.setattr(localspec.spec_decode.decoder, "Noise", lambda seed: noise)
-            drafter = DraftModelDrafter(TableContext(small))
-            decoder = SpeculativeDecoder(TableContext(target), [drafter], NosyController())
-            return tuple(token.id for round_ in run(decoder, list(PROMPT), params) for token in round_.emitted)
+    def answer() -> list[Round]:
+        drafters = [DraftModelDrafter(TableContext(small))]
+        return run(SpeculativeDecoder(TableContext(target), drafters, NosyController()), list(PROMPT), of_few(n))
 
-        law = explore(program)
-        assert sum(law.values()) == pytest.approx(1.0, abs=EXACT)
-        assert largest_difference(plain_law(params, target, n), law) < EXACT
+    assert largest_difference(plain_law(of_few(n), target, n), law_of_answers(monkeypatch, answer)) < EXACT
 
 
 class OneToken:
@@ -333,51 +323,30 @@ class TokenAndText(OneToken):
     names: ClassVar = {2: NAMED + "<t>", 4: NAMED + "</t>"}
 
 
-def always_two() -> Controller:
-    return FixedController(2)
-
-
 @pytest.mark.parametrize(
     ("marks", "budget", "controller"),
-    [(OneToken, 0, NosyController), (TwoTokens, 1, NosyController), (TokenAndText, 0, always_two)],
+    [(OneToken, 0, NosyController), (TwoTokens, 1, NosyController), (TokenAndText, 0, lambda: FixedController(2))],
 )
 def test_the_law_where_a_block_opens_within_a_draft(
-    tiny: TinyFiles,
-    monkeypatch: pytest.MonkeyPatch,
-    marks: type[OneToken],
-    budget: int,
-    controller: Callable[[], Controller],
+    target: Predictions, small: Predictions, monkeypatch: pytest.MonkeyPatch, marks: Any, budget: int, controller: Any
 ) -> None:
     """What a spent budget drops of a verdict is not judged again with the same noise: to 1e-12."""
-    branching_samples(monkeypatch)
-    params = replace(SAMPLING, top_k=3, max_tokens=4, ignore_eos=True, logit_bias={3: 3.0, 2: 3.0})
-    with reference.load(tiny.micro) as model, reference.load(tiny.micro_draft) as draft_model:
-        target, small = Predictions(model), Predictions(draft_model)
-        n_forced, n_drafted = [0], [0]
+    laws, vocab = [], target.context.model.vocab
+    for make in (lambda: FixedController(0), controller):
+        rounds: list[Round] = []
 
-        def law_of(controller: Callable[[], Controller]) -> dict[Tokens, float]:
-            def program(branches: Branches) -> Tokens:
-                noise = BranchingNoise(branches)
-                monkeypatch.setattr(localspec.spec_decode.decoder, "Noise", lambda seed: noise)
-                decoder = SpeculativeDecoder(
-                    TableContext(target), [DraftModelDrafter(TableContext(small))], controller()
-                )
-                decoder.prefill(list(PROMPT), lambda: False)
-                thinking = ThinkingReader(marks(), over=True, budget=budget)
-                rounds = list(decoder.rounds(list(PROMPT), params, TextAssembler(model.vocab, (), thinking)))
-                n_forced[0] += sum(round_.verdict.kind == "forced" for round_ in rounds)
-                n_drafted[0] += sum(len(round_.draft) for round_ in rounds)
-                return tuple(token.id for round_ in rounds for token in round_.emitted)
+        def answer(make: Any = make, rounds: list[Round] = rounds) -> list[Round]:
+            decoder = SpeculativeDecoder(TableContext(target), [DraftModelDrafter(TableContext(small))], make())
+            decoder.prefill(list(PROMPT), lambda: False)
+            text = TextAssembler(vocab, (), ThinkingReader(marks(), over=True, budget=budget))
+            found = list(decoder.rounds(list(PROMPT), of_few(4, logit_bias={3: 3.0, 2: 3.0}), text))
+            rounds += found
+            return found
 
-            return explore(program)
-
-        plain = law_of(lambda: FixedController(0))
-        assert n_forced[0] > 0
-        assert n_drafted[0] == 0
-        law = law_of(controller)
-        assert sum(law.values()) == pytest.approx(1.0, abs=EXACT)
-        assert largest_difference(plain, law) < EXACT
-        assert n_drafted[0] > 0
+        laws.append(law_of_answers(monkeypatch, answer))
+        assert any(round_.verdict.kind == "forced" for round_ in rounds)
+        assert any(round_.draft for round_ in rounds) == (make is controller)
+    assert largest_difference(*laws) < EXACT
 
 
 def test_a_draft_behind_a_mark_that_has_half_come_keeps_to_the_budget() -> None:
@@ -391,92 +360,70 @@ def test_a_draft_behind_a_mark_that_has_half_come_keeps_to_the_budget() -> None:
             assert reader.room == expected
 
 
-def test_the_law_with_a_corpus(tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("others", [0, 1])
+def test_the_law_with_a_corpus(
+    target: Predictions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: int
+) -> None:
     """Alone and beside n-grams, where the surer of the two is asked first: to 1e-12."""
-    params = replace(SAMPLING, top_k=3, max_tokens=4, ignore_eos=True)
-    branching_samples(monkeypatch)
-    with reference.load(tiny.micro) as model:
-        target = Predictions(model)
-        plain = run(SpeculativeDecoder(TableContext(target), [], FixedController(0)), list(PROMPT), SamplingParams())
-        index = corpus_of(tmp_path, [*PROMPT, *(token.id for round_ in plain for token in round_.emitted)])
-        for others in ([], [NgramDrafter()]):
-            accepted: set[str] = set()
+    plain = run(SpeculativeDecoder(TableContext(target), [], FixedController(0)), list(PROMPT), SamplingParams())
+    index = corpus_of(tmp_path, [*PROMPT, *(token.id for round_ in plain for token in round_.emitted)])
+    accepted: set[str] = set()
 
-            def program(branches: Branches, others: list[Drafter] = others, accepted: set[str] = accepted) -> Tokens:
-                noise = BranchingNoise(branches)
-                monkeypatch.setattr(localspec.spec_decode.decoder, "Noise", lambda seed: noise)
-                drafters = [*(each.clone(None) for each in others), CorpusDrafter(index, "corpus", "corpus:x")]
-                decoder = SpeculativeDecoder(TableContext(target), drafters, NosyController())
-                rounds = run(decoder, list(PROMPT), params)
-                accepted.update(token.source for round_ in rounds for token in round_.emitted)
-                return tuple(token.id for round_ in rounds for token in round_.emitted)
+    def answer() -> list[Round]:
+        drafters = [*[NgramDrafter()] * others, CorpusDrafter(index, "corpus", "corpus:x")]
+        rounds = run(SpeculativeDecoder(TableContext(target), drafters, NosyController()), list(PROMPT), of_few(4))
+        accepted.update(token.source for round_ in rounds for token in round_.emitted)
+        return rounds
 
-            law = explore(program)
-            assert sum(law.values()) == pytest.approx(1.0, abs=EXACT)
-            assert largest_difference(plain_law(params, target, 4), law) < EXACT
-            assert "corpus" in accepted
+    assert largest_difference(plain_law(of_few(4), target, 4), law_of_answers(monkeypatch, answer)) < EXACT
+    assert "corpus" in accepted
 
 
 @pytest.mark.parametrize("bias", [{}, {5: 4.0, 6: 2.0, 1: 0.5}])
 def test_the_law_with_a_draft_that_is_wider_than_the_target(
-    tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bias: dict[int, float]
+    target: Predictions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bias: dict[int, float]
 ) -> None:
     """What the target has no row for has no share in q: q is the law of what is drawn, to 1e-12."""
-    branching_samples(monkeypatch)
-    params = replace(SAMPLING, top_k=3, max_tokens=3, ignore_eos=True, logit_bias=bias)
-    wide = micro_model(tmp_path / "wide.gguf", 7, seed=5)
-    with reference.load(tiny.micro) as model, reference.load(wide) as draft_model:
-        target, small = Predictions(model), Predictions(draft_model)
-        guessed: set[int] = set()
+    params, guessed = of_few(3, logit_bias=bias), set[int]()
+    with reference.load(micro_model(tmp_path / "wide.gguf", 7, seed=5)) as draft_model:
+        small = Predictions(draft_model)
 
-        def program(branches: Branches) -> Tokens:
-            noise = BranchingNoise(branches)
-            monkeypatch.setattr(localspec.spec_decode.decoder, "Noise", lambda seed: noise)
-            decoder = SpeculativeDecoder(
-                TableContext(target), [DraftModelDrafter(TableContext(small))], NosyController()
-            )
-            rounds = run(decoder, list(PROMPT), params)
+        def answer() -> list[Round]:
+            drafters = [DraftModelDrafter(TableContext(small))]
+            rounds = run(SpeculativeDecoder(TableContext(target), drafters, NosyController()), list(PROMPT), params)
             guessed.update(guess.id for round_ in rounds for guess in round_.draft)
-            return tuple(token.id for round_ in rounds for token in round_.emitted)
+            return rounds
 
-        law = explore(program)
-        assert sum(law.values()) == pytest.approx(1.0, abs=EXACT)
-        assert largest_difference(plain_law(params, target, 3), law) < EXACT
+        assert largest_difference(plain_law(params, target, 3), law_of_answers(monkeypatch, answer)) < EXACT
         assert guessed
         assert max(guessed) < 5
         assert any(int(np.argmax(row)) >= 5 for row in (small[(*PROMPT, token)] for token in range(5)))
 
 
-def test_the_law_with_a_draft_that_fails_after_some_tokens(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_law_with_a_draft_that_fails_after_some_tokens(
+    target: Predictions, small: Predictions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """That a draft model is dropped depends on what was said and guessed, and must not show in what is said."""
-    branching_samples(monkeypatch)
-    params = replace(SAMPLING, top_k=3, max_tokens=4, ignore_eos=True)
+    lost: list[str] = []
+    n_guesses = [0]
 
     class Failing(TableContext):
-        def _decode(self, tokens: Sequence[int], logits: str) -> object:
+        def _decode(self, tokens: Sequence[int], logits: str) -> Forward:
             forward = super()._decode(tokens, logits)
             if tokens[-1] == 3:
-                forward.logits[:] = math.nan  # type: ignore[attr-defined]
+                forward.logits[:] = math.nan
             return forward
 
-    with reference.load(tiny.micro) as model, reference.load(tiny.micro_draft) as draft_model:
-        target, small = Predictions(model), Predictions(draft_model)
-        n_lost, n_guesses = [0], [0]
+    def answer() -> list[Round]:
+        drafters, n_lost = [DraftModelDrafter(Failing(small))], len(lost)
+        decoder = SpeculativeDecoder(
+            TableContext(target), drafters, NosyController(), lambda each, why: lost.append(why)
+        )
+        rounds = run(decoder, list(PROMPT), of_few(4))
+        n_guesses[0] += sum(len(round_.draft) for round_ in rounds)
+        assert len(lost) <= n_lost + 1  # it is not asked again
+        return rounds
 
-        def lost(drafter: Drafter, why: str) -> None:
-            n_lost[0] += 1
-
-        def program(branches: Branches) -> Tokens:
-            noise = BranchingNoise(branches)
-            monkeypatch.setattr(localspec.spec_decode.decoder, "Noise", lambda seed: noise)
-            drafter = DraftModelDrafter(Failing(small))
-            rounds = run(
-                SpeculativeDecoder(TableContext(target), [drafter], NosyController(), lost), list(PROMPT), params
-            )
-            n_guesses[0] += sum(len(round_.draft) for round_ in rounds)
-            return tuple(token.id for round_ in rounds for token in round_.emitted)
-
-        law = explore(program)
-        assert largest_difference(plain_law(params, target, 4), law) < EXACT
-        assert n_lost[0] > 10
-        assert n_guesses[0] > 10
+    assert largest_difference(plain_law(of_few(4), target, 4), law_of_answers(monkeypatch, answer)) < EXACT
+    assert len(lost) > 10
+    assert n_guesses[0] > 10

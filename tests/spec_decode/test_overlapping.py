@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from localspec import LLM, SamplingParams
@@ -18,9 +17,7 @@ from localspec.controllers.fixed import FixedController
 from localspec.engine.pair import Pair
 from localspec.engine.worker import Job
 from localspec.errors import EngineError
-from localspec.sampling.sampling import Noise
-from localspec.spec_decode.rounds import Draft, DraftToken, Round, SpecStats
-from localspec.spec_decode.verification import verify
+from localspec.spec_decode.rounds import Round, SpecStats
 from tests.conftest import Backend, TinyFiles
 from tests.support.overlapping import overlap
 from tests.support.waiting_engine import Timing, WaitingContext, waiting
@@ -228,21 +225,3 @@ def test_a_reader_has_a_round_while_the_next_pass_runs(tiny: TinyFiles, monkeypa
         next(stream)
         read.set()
         assert len(list(stream)) == 6
-
-
-def test_the_most_probable_tokens_of_all_rows_at_once_make_the_same_verdict() -> None:
-    """Rows that are cut are short, and looked at together: as one after the other, among equals too."""
-    rng, params = np.random.default_rng(3), SamplingParams()
-    kinds = set()
-    for _ in range(400):
-        n, k = int(rng.integers(0, 5)), 6
-        logits = rng.integers(0, 3, (n + 1, k)).astype(np.float32)
-        ids = np.sort(np.stack([rng.permutation(40)[:k] for _ in range(n + 1)]), axis=1)
-        right = [int(row_ids[row.argmax()]) for row, row_ids in zip(logits, ids, strict=True)]
-        draft = Draft([DraftToken(token if rng.random() < 0.7 else 99, "model", 0.5) for token in right[:n]])
-        whole = np.full((n + 1, 100), -np.inf, dtype=np.float32)
-        np.put_along_axis(whole, ids, logits, axis=1)
-        verdict = verify(draft, logits, [1], params, Noise(None), ids)
-        assert verdict == verify(draft, whole, [1], params, Noise(None))
-        kinds.add(verdict.kind)
-    assert kinds == {"plain", "recovered", "bonus"}

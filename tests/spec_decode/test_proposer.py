@@ -135,10 +135,3 @@ def test_the_confidence_of_a_second_best_is_its_share_of_the_rest() -> None:
     rival = proposer.rivals[9]
     assert (rival.token, rival.law) == (3, None)
     assert rival.confidence == pytest.approx(0.6, rel=1e-5)
-
-
-def test_nobody_looks_for_rivals_unasked() -> None:
-    proposer = Proposer(SamplingParams(), Noise(0))
-    proposer.confidence(np.zeros(4, dtype=np.float32), [])
-    proposer.choose(9)
-    assert proposer.rivals is None

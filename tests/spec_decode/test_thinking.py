@@ -12,11 +12,12 @@ import pytest
 from localspec import LLM, SamplingParams
 from localspec.backends.base import Model
 from localspec.backends.reference import load
+from localspec.controllers.auto import AutoController
 from localspec.controllers.fixed import FixedController
 from localspec.prompts.prompts import PromptEncoder
 from localspec.prompts.templates import ChatTemplate
 from localspec.spec_decode.detokenizer import TextAssembler, ThinkingReader
-from localspec.spec_decode.rounds import Span
+from localspec.spec_decode.rounds import Round, Span
 from tests.conftest import TinyFiles
 from tests.support.thinkers import FAMILIES, thinking_pair, write_thinker
 
@@ -189,7 +190,9 @@ def test_without_thinking_an_answer_begins_at_once(tmp_path: Path) -> None:
 
 
 def test_the_controller_is_told_what_comes_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And learns from what the model said, not from what it was made to say."""
     told: list[bool] = []
+    learned: list[Round] = []
     plan = FixedController.plan
 
     def noted(self: FixedController, *args: Any, thinks: bool, **situation: Any) -> Any:
@@ -197,20 +200,28 @@ def test_the_controller_is_told_what_comes_next(tmp_path: Path, monkeypatch: pyt
         return plan(self, *args, thinks=thinks, **situation)
 
     monkeypatch.setattr(FixedController, "plan", noted)
+    monkeypatch.setattr(FixedController, "learn", lambda self, round_: learned.append(round_))
     pair = thinking_pair(tmp_path, "deepseek")  # the prompt opens a block
     with LLM(pair.target, draft=pair.draft, backend="reference", n_ctx=512, idle=False) as llm:
         rounds = [*llm.rounds(ASKED, SETTINGS[0], draft_length=4, thinking_budget=13)]
     decided = [round_ for round_ in rounds if round_.emitted and round_.verdict.kind != "forced"]
     assert told == [round_.emitted[0].thinking for round_ in decided]
+    assert learned == decided != rounds
     assert sorted(set(told)) == [False, True]
 
 
-def test_acceptance_is_learned_apart_where_a_model_thinks(tiny: TinyFiles, tmp_path: Path) -> None:
-    for pair, thinks in ((thinking_pair(tmp_path, "deepseek"), True), (tiny.quick, False)):
+def test_acceptance_is_learned_apart_where_a_model_thinks(
+    tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart: list[bool] = []
+    made = AutoController.__init__
+
+    def noted(self: AutoController, *args: Any, thinking: Any, **options: Any) -> None:
+        apart.append(thinking is not None)
+        made(self, *args, thinking=thinking, **options)
+
+    monkeypatch.setattr(AutoController, "__init__", noted)
+    for pair in (thinking_pair(tmp_path, "deepseek"), tiny.quick):
         with LLM(pair.target, draft=[pair.draft, "ngram"], backend="reference", n_ctx=512, idle=False) as llm:
             llm.chat(ASKED, SETTINGS[0], thinking_budget=13)
-            controller = llm.run(lambda pair: pair._last[1])
-        controller.plan(room=4, n_past=10, thinks=False)
-        of_answers = controller.acceptance.most_probable
-        controller.plan(room=4, n_past=10, thinks=True)
-        assert (controller.acceptance.most_probable is not of_answers) == thinks
+    assert apart == [True, False]

@@ -8,19 +8,18 @@ be enumerated. A round is exact if what it emits, continued by plain sampling, h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 import localspec.spec_decode.verification as verification
-from localspec.backends import reference
 from localspec.sampling.sampling import Distribution, Noise, SamplingParams, distribution
 from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, SpecStats, Verdict
 from localspec.spec_decode.verification import verify
-from tests.conftest import TinyFiles
-from tests.spec_decode.test_exactness import CHAINS, DEFECT, EXACT, PROMPT, UNFILTERED, Predictions, Tokens
+from tests.spec_decode.test_exactness import CHAINS, DEFECT, EXACT, PROMPT, UNFILTERED, Predictions, Tokens, plain_law
 from tests.support.enumeration import Branches, BranchingNoise, branching_samples, explore, largest_difference
 
 DEPTH = 3
@@ -121,8 +120,8 @@ class GrowingDraft(Draft):
     """A tree whose candidates are made when they are first asked for."""
 
     def __init__(self, grow: Callable[[Tokens], list[DraftToken]], depth: int) -> None:
-        super().__init__([], [])
-        self._parents = []
+        super().__init__()
+        self.branches = True
         self._grow, self._depth = grow, depth
         self._grown: set[int] = set()
 
@@ -131,7 +130,7 @@ class GrowingDraft(Draft):
         if index not in self._grown and len(path) < self._depth:
             self._grown.add(index)
             for each in self._grow(path):
-                self.append(each, index)
+                self.add(each, index)
         return super().children(index)
 
 
@@ -143,18 +142,6 @@ class Rows:
 
     def __getitem__(self, row: int) -> np.ndarray:
         return self.target[(*PROMPT, *(self.draft[i].id for i in self.draft.path(row - 1)))]
-
-
-@pytest.fixture(scope="module")
-def target(tiny: TinyFiles) -> Iterator[Predictions]:
-    with reference.load(tiny.micro) as model:
-        yield Predictions(model)
-
-
-@pytest.fixture(scope="module")
-def small(tiny: TinyFiles) -> Iterator[Predictions]:
-    with reference.load(tiny.micro_draft) as model:
-        yield Predictions(model)
 
 
 @pytest.fixture(autouse=True)
@@ -179,23 +166,12 @@ def round_law(
 
 def difference(law: dict[Tokens, float], params: SamplingParams, target: Predictions, n: int) -> float:
     """How far what was emitted, continued by plain sampling to n tokens, is from plain sampling."""
-
-    def continued(emitted: Tokens, left: int) -> dict[Tokens, float]:
-        if left <= 0:
-            return {emitted: 1.0}
-        p = distribution(target[(*PROMPT, *emitted)], (*PROMPT, *emitted), params)
-        law: dict[Tokens, float] = {}
-        for id_, prob in zip(p.ids.tolist(), p.probs.tolist(), strict=True):
-            for tokens, weight in continued((*emitted, id_), left - 1).items():
-                law[tokens] = prob * weight
-        return law
-
     found: dict[Tokens, float] = {}
     for emitted, probability in law.items():
-        for tokens, weight in continued(emitted, n - len(emitted)).items():
+        for tokens, weight in plain_law(params, target, n, emitted).items():
             found[tokens] = found.get(tokens, 0.0) + probability * weight
     assert sum(found.values()) == pytest.approx(1.0, abs=EXACT)
-    return largest_difference(found, continued((), n))
+    return largest_difference(found, plain_law(params, target, n))
 
 
 @pytest.mark.parametrize("width", [2, 3])
@@ -232,66 +208,58 @@ def test_more_candidates_are_accepted_more_often(target: Predictions, small: Pre
 # Seeded defects: what the proof above would say of a verifier or drafter that is wrong.
 
 
-def differs(candidates: Candidates, target: Predictions, small: Predictions, width: int = 2) -> bool:
-    params = CHAINS["temperature 1"]
-    return difference(round_law(candidates, width, 1, params, target, small), params, target, 2) > DEFECT
+def dropped(place: Place, width: int) -> list[DraftToken]:
+    """The second is drawn from the whole law and says so: one like the first is not sent."""
+    first, second = place.sampled(place.q), place.sampled(place.q)
+    return [first] if second.id == first.id else [first, second]
 
 
-def test_candidates_drawn_with_replacement_are_noticed(target: Predictions, small: Predictions) -> None:
-    """The second is drawn from the whole law and says so: but one like the first is not sent, or is another token."""
-
-    def dropped(place: Place, width: int) -> list[DraftToken]:
-        first, second = place.sampled(place.q), place.sampled(place.q)
-        return [first] if second.id == first.id else [first, second]
-
-    def exchanged(place: Place, width: int) -> list[DraftToken]:
-        first, second = place.sampled(place.q), place.sampled(place.q)
-        law = without(place.q, first.id)
-        assert law is not None
-        return [first, token(law.argmax() if second.id == first.id else second.id, law)]
-
-    assert differs(dropped, target, small)
-    assert differs(exchanged, target, small)
+def exchanged(place: Place, width: int) -> list[DraftToken]:
+    """As before, but one like the first is another token."""
+    first, second = place.sampled(place.q), place.sampled(place.q)
+    law = without(place.q, first.id)
+    assert law is not None
+    return [first, token(law.argmax() if second.id == first.id else second.id, law)]
 
 
-def test_a_residual_that_is_not_renormalised_is_noticed(
-    target: Predictions, small: Predictions, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def minus(self: Distribution, other: Distribution) -> Distribution:
-        rest = np.maximum(self.probs - other.probs_of(self.ids), 0.0)
-        return Distribution(self.ids[rest > 0], rest[rest > 0]) if rest.any() else self
-
-    monkeypatch.setattr(Distribution, "minus", minus)
-    assert differs(sampled, target, small)
+def picky(place: Place, width: int) -> list[DraftToken]:
+    """A sample is left out for what it is."""
+    first, *rest = sampled(place, width)
+    return [first, *(each for each in rest if each.id % 2)]
 
 
-def test_one_residual_for_all_candidates_is_noticed(
-    target: Predictions, small: Predictions, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def in_order(place: Place, width: int) -> list[DraftToken]:
+    """The order depends on the tokens."""
+    return sorted(sampled(place, width), key=lambda each: each.id)
+
+
+MINUS, WHOLE = Distribution.minus, dict[int, Distribution]()
+
+
+def not_renormalised(self: Distribution, other: Distribution) -> Distribution:
+    rest = np.maximum(self.probs - other.probs_of(self.ids), 0.0)
+    return Distribution(self.ids[rest > 0], rest[rest > 0]) if rest.any() else self
+
+
+def forgetful(self: Distribution, other: Distribution) -> Distribution:
     """The second candidate is compared with p again, and not with what the first left of it."""
-    minus = Distribution.minus
-    whole: dict[int, Distribution] = {}
-
-    def forgetful(self: Distribution, other: Distribution) -> Distribution:
-        law = whole.get(id(self), self)
-        rest = minus(law, other)
-        whole[id(rest)] = law
-        return rest
-
-    monkeypatch.setattr(Distribution, "minus", forgetful)
-    assert differs(sampled, target, small)
+    law = WHOLE.get(id(self), self)
+    rest = MINUS(law, other)
+    WHOLE[id(rest)] = law
+    return rest
 
 
-def test_an_order_that_depends_on_the_tokens_is_noticed(target: Predictions, small: Predictions) -> None:
-    assert differs(lambda place, width: sorted(sampled(place, width), key=lambda each: each.id), target, small)
-
-
-def test_leaving_out_a_sample_for_what_it_is_is_noticed(target: Predictions, small: Predictions) -> None:
-    def picky(place: Place, width: int) -> list[DraftToken]:
-        first, *rest = sampled(place, width)
-        return [first, *(each for each in rest if each.id % 2)]
-
-    assert differs(picky, target, small)
+@pytest.mark.parametrize(
+    ("candidates", "minus"),
+    [(dropped, MINUS), (exchanged, MINUS), (picky, MINUS), (in_order, MINUS), (sampled, not_renormalised),
+     (sampled, forgetful)],
+)  # fmt: skip
+def test_a_defect_is_noticed(
+    target: Predictions, small: Predictions, monkeypatch: pytest.MonkeyPatch, candidates: Candidates, minus: Any
+) -> None:
+    monkeypatch.setattr(Distribution, "minus", minus)
+    params = CHAINS["temperature 1"]
+    assert difference(round_law(candidates, 2, 1, params, target, small), params, target, 2) > DEFECT
 
 
 # Trees by hand.
@@ -331,30 +299,25 @@ def test_penalties_see_the_path_and_no_other_branch() -> None:
     assert verify(tree(), rows, [0], params, Noise(0)) == Verdict(2, 3, "recovered", (0, 3))
 
 
-def test_a_chain_is_a_draft_that_does_not_branch() -> None:
-    chain = Draft([token(1), token(2), token(3)], [-1, 0, 1])
-    assert not chain.branches
-    assert chain.parents == [-1, 0, 1]
-    assert chain.depths == [0, 1, 2]
-    assert [list(chain.children(i)) for i in range(-1, 3)] == [[0], [1], [2], []]
-    assert chain.path(1) == [0, 1]
-
-
-def test_the_shape_of_a_tree() -> None:
-    draft = tree()
-    assert draft.branches
-    assert draft.depths == [0, 1, 2, 1, 2, 0]
-    assert [list(draft.children(i)) for i in (-1, 0, 3, 4)] == [[0, 5], [1, 3], [4], []]
-    assert draft.path(4) == [0, 3, 4]
-    assert draft.path(-1) == []
-    draft.append(token(7))
-    assert draft.path(6) == [5, 6]
+@pytest.mark.parametrize(
+    ("draft", "depth", "children", "path"),
+    [
+        (Draft([token(1), token(2), token(3)], [-1, 0, 1]), 3, [[0], [1], [2], []], [0, 1, 2]),
+        (tree(), 3, [[0, 5], [1, 3], [2], []], [0, 1, 2]),
+    ],
+)
+def test_the_shape_of_a_draft(draft: Draft, depth: int, children: list[list[int]], path: list[int]) -> None:
+    assert draft.branches == (len(draft) > 3)
+    assert draft.depth == depth
+    assert [list(draft.children(i)) for i in range(-1, 3)] == children
+    assert (draft.path(2), draft.path(-1)) == (path, [])
+    assert draft.parents == ([-1, 0, 1, 0, 3, -1] if draft.branches else [-1, 0, 1])
 
 
 @pytest.mark.parametrize(("id_", "parent"), [(9, 6), (9, -2), (6, -1), (2, 0)])
 def test_a_draft_token_follows_one_that_is_there_and_is_not_there_twice(id_: int, parent: int) -> None:
     with pytest.raises(ValueError, match="draft token"):
-        tree().append(token(id_), parent)
+        tree().add(token(id_), parent)
 
 
 def test_statistics_and_events_of_a_tree() -> None:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from localspec.sampling.sampling import Distribution, Noise, SamplingParams, distribution, draft_distribution
+from localspec.sampling.sampling import Distribution, Noise, SamplingParams, distribution
 from localspec.spec_decode.rounds import Draft, DraftToken, Verdict
-from localspec.spec_decode.verification import STREAM_DRAFT, STREAM_TARGET, verify
+from localspec.spec_decode.verification import STREAM_DRAFT, verify
 
 GREEDY = SamplingParams()
 
@@ -52,7 +52,8 @@ class TestGreedy:
     def test_a_tie_goes_to_the_lower_id_as_in_plain_decoding(self) -> None:
         rows = rows_for([3, 6])
         rows[0, 2] = rows[0, 3]
-        assert self.verdict(draft_of(3), rows) == Verdict(0, 2, "recovered")
+        for ids in (None, np.tile(np.arange(10), (2, 1))):
+            assert verify(draft_of(3), rows, [0, 1], GREEDY, Noise(0), ids) == Verdict(0, 2, "recovered")
 
     def test_accepted_guesses_are_history_for_penalties(self) -> None:
         rows = rows_for([3, 3, 3])
@@ -76,53 +77,9 @@ class TestGreedy:
         assert np.array_equal(rows, before)
 
 
-class TestLargeVocabulary:
-    """The law of what is emitted without a seed, over more tokens than are worked on at a time.
-
-    By simulation: N runs, false alarm under 1e-4 a test, fixed seeds. Tokens expected less than ten times are pooled.
-    """
-
-    N = 2_000
-    PARAMS = SamplingParams(temperature=0.9)
-
-    def row(self, seed: int, n: int = 16_500) -> np.ndarray:
-        rng = np.random.default_rng(seed)
-        row = rng.normal(0, 2.0, n).astype(np.float32)
-        row[rng.integers(0, 60, 20)] += 9.0
-        return row
-
-    @pytest.mark.parametrize("likely_only", [True, False])
-    def test_drafted_and_recovered_tokens(self, likely_only: bool) -> None:
-        rows, q_row = np.stack([self.row(1), self.row(2)]), 0.5 * self.row(3) + 0.5 * self.row(1)
-        q = (draft_distribution if likely_only else distribution)(q_row, [], self.PARAMS)
-        assert (len(q.ids) < 5000) == likely_only
-        laws = [distribution(row, [], self.PARAMS) for row in rows]
-        counts = np.zeros((2, len(rows[0])))
-        kinds = Counter[str]()
-        for seed in range(self.N):
-            noise = Noise(seed)
-            noise.fresh = True
-            draft = Draft([DraftToken(q.sample(noise, seed, STREAM_DRAFT), "model", 0.5, q)])
-            verdict = verify(draft, rows, [2], self.PARAMS, noise)
-            kinds[verdict.kind] += 1
-            if verdict.n_accepted:
-                counts[1, verdict.next_token] += 1
-            counts[0, draft[0].id if verdict.n_accepted else verdict.next_token] += 1
-        assert min(kinds["bonus"], kinds["recovered"]) > self.N / 5
-        overlap = np.minimum(laws[0].probs, q.probs_of(laws[0].ids)).sum()
-        assert stats.binomtest(kinds["bonus"], self.N, overlap).pvalue > 1e-4
-        for observed, law in zip(counts, laws, strict=True):
-            wanted = law.probs * observed.sum()
-            common = wanted >= 10
-            cells = [*observed[common]], [*wanted[common]]
-            for rare in np.array_split(np.flatnonzero(~common), 6):  # of any token, also where blocks end
-                cells[0].append(observed[rare].sum())
-                cells[1].append(wanted[rare].sum())
-            assert stats.chisquare(*cells, sum_check=False).pvalue > 1e-4
-
-
 class TestSampled:
-    """The law of what is emitted, by simulation on 6 tokens: N runs, false alarm under 1e-4 a test, fixed seeds."""
+    """The law of what is emitted with the noise that requests have, by simulation on 6 tokens: N runs, false alarm
+    under 1e-4, fixed seeds. ``test_exactness`` has every kind of guess, by enumeration."""
 
     N = 2_500
     PARAMS = SamplingParams(temperature=0.9, top_p=0.97, presence_penalty=0.4, seed=0)
@@ -153,54 +110,10 @@ class TestSampled:
     def emitted(self, draft: Draft, rows: np.ndarray, noise: Noise) -> tuple[int, int]:
         """The first two tokens that a decoder with this target says; row i follows i tokens, whatever they are."""
         verdict = verify(draft, rows[: len(draft) + 1], [2], self.PARAMS, noise)
-        self.n_accepted = verdict.n_accepted
         out = [*draft.ids[: verdict.n_accepted], verdict.next_token]
         if len(out) == 1:
             out.append(verify(Draft(), rows[1:2], [2, *out], self.PARAMS, noise).next_token)
         return out[0], out[1]
-
-    def test_guesses_sampled_from_another_law(self) -> None:
-        rows, q, counts = self.rows(), self.q(), Counter[tuple[int, int]]()
-        accepted = 0
-        for seed in range(self.N):
-            noise = Noise(seed)
-            draft = Draft([DraftToken(q.sample(noise, 1 + i, STREAM_DRAFT), "model", 0.5, q) for i in range(2)])
-            counts[self.emitted(draft, rows, noise)] += 1
-            accepted += self.n_accepted > 0
-        self.check_first_two(counts, rows)
-        p = distribution(rows[0], [2], self.PARAMS)
-        overlap = sum(min(p.prob(i), q.prob(i)) for i in range(6))
-        assert stats.binomtest(accepted, self.N, overlap).pvalue > 1e-4
-
-    def test_a_sampled_guess_is_accepted_with_p_over_q(self) -> None:
-        """5,000 runs a token; false alarm under 1e-4 each."""
-        rows, params = self.rows()[:2], SamplingParams(temperature=1.0)
-        p = distribution(rows[0], [2], params)
-        for guess, ratio in ((0, 0.5), (3, 0.95), (5, 1.0)):
-            q = Distribution(np.array([guess, 6]), np.array([p.prob(guess) / ratio, 1 - p.prob(guess) / ratio]))
-            draft = Draft([DraftToken(guess, "model", 0.5, q)])
-            accepted = sum(verify(draft, rows, [2], params, Noise(seed)).n_accepted for seed in range(5_000))
-            assert stats.binomtest(accepted, 5_000, ratio).pvalue > 1e-4
-
-    @pytest.mark.parametrize("guess", [0, 3, 5])
-    def test_deterministic_guesses(self, guess: int) -> None:
-        rows, counts = self.rows(), Counter[tuple[int, int]]()
-        draft = draft_of(guess, (guess + 1) % 6)
-        accepted = 0
-        for seed in range(self.N):
-            counts[self.emitted(draft, rows, Noise(seed))] += 1
-            accepted += self.n_accepted > 0
-        self.check_first_two(counts, rows)
-        p = distribution(rows[0], [2], self.PARAMS).prob(guess)
-        assert stats.binomtest(accepted, self.N, p).pvalue > 1e-4
-
-    def test_guesses_drawn_with_the_target_s_own_noise(self) -> None:
-        rows, q, counts = self.rows(), self.q(), Counter[tuple[int, int]]()
-        for seed in range(self.N):
-            noise = Noise(seed)
-            draft = draft_of(*(q.sample(noise, 1 + i, STREAM_TARGET) for i in range(2)))
-            counts[self.emitted(draft, rows, noise)] += 1
-        self.check_first_two(counts, rows)
 
     def test_a_mixed_draft(self) -> None:
         rows, q, counts = self.rows(), self.q(), Counter[tuple[int, int]]()
@@ -219,13 +132,6 @@ class TestSampled:
                 verdict = verify(draft, rows, [2], params, Noise(seed))
                 assert verdict.n_accepted == 0
                 assert verdict.next_token in (0, 1)
-
-    def test_the_same_law_is_always_accepted(self) -> None:
-        rows, params = self.rows(), SamplingParams(temperature=1.0)
-        q = distribution(rows[0], [2], params)
-        for seed in range(200):
-            guess = DraftToken(q.sample(Noise(seed), 1, STREAM_DRAFT), "model", 0.5, q)
-            assert verify(Draft([guess]), rows[:2], [2], params, Noise(seed)).n_accepted == 1
 
     def test_with_deterministic_guesses_the_text_depends_on_the_seed_alone(self) -> None:
         rows = self.rows()

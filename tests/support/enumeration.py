@@ -24,6 +24,7 @@ import pytest
 
 from localspec.backends.base import Context
 from localspec.sampling.sampling import Distribution, SamplingParams, distribution
+from localspec.spec_decode.rounds import Round
 
 Outcome = TypeVar("Outcome", bound=Hashable)
 
@@ -114,6 +115,20 @@ class _Uniform:
     def __lt__(self, bound: float) -> bool:
         below = min(1.0, bound / self.scale) if self.scale > 0 else float(bound > 0)
         return self.branches.choose([below, 1.0 - below]) == 0
+
+
+def law_of_answers(patch: pytest.MonkeyPatch, answer: Callable[[], Sequence[Round]]) -> dict[tuple[int, ...], float]:
+    """The exact law of the tokens of an answer, whose decoder draws with a ``BranchingNoise``."""
+    branching_samples(patch)
+
+    def program(branches: Branches) -> tuple[int, ...]:
+        noise = BranchingNoise(branches)
+        patch.setattr("localspec.spec_decode.decoder.Noise", lambda seed: noise)
+        return tuple(token.id for round_ in answer() for token in round_.emitted)
+
+    law = explore(program)
+    assert sum(law.values()) == pytest.approx(1.0, abs=1e-12)
+    return law
 
 
 def largest_difference(left: dict[Outcome, float], right: dict[Outcome, float]) -> float:

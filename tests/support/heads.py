@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localspec.backends.trust import fingerprint
 from localspec.heads.card import HeadCard, Kind, TargetFacts, Training
 from localspec.heads.file import write_head
-from localspec.model_files.gguf import GGUFFile, n_rows, tensor_rows
+from localspec.model_files.fingerprint import fingerprint
+from localspec.model_files.gguf import GGUFFile
+from tests.support.published_heads import whole
 
 Weights = dict[str, npt.NDArray[np.float32]]
 
@@ -33,18 +34,12 @@ def write_random_head(
     """A head for a model file.
 
     Args:
-        target: any file that generates text.
-        out: where to write the head.
-        kind: see ``head_card.Kind``.
         taps: the hidden states that it reads.
         n_out: tokens that it can guess, chosen at random; None for all.
-        seed: of the random weights and of that choice.
-        steps: tokens ahead.
         type_name: of its matrices; None for the usual.
         biases: give queries, keys and values a bias.
         copies_target: of a llama file, take the first block as it is: the head then guesses what the target's first
             layer would, which is right about two times in three where the layers add little (``correlated_pair``).
-        training: how it was made.
     """
     rng = np.random.default_rng(seed)
     with GGUFFile(target) as file:
@@ -69,7 +64,7 @@ def write_random_head(
         weights = {name: _random(name, shape, rng) for name, shape in shapes.items()}
         if copies_target and kind != "medusa" and file.architecture == "llama":
             copied = {name for name in weights if name.startswith(("blk.0.", "output_norm")) and name in file.tensors}
-            weights |= {name: _whole(file, name) for name in copied}
+            weights |= {name: whole(file, name) for name in copied}
     return write_head(out, card, weights, type_name)
 
 
@@ -81,8 +76,3 @@ def _random(name: str, shape: tuple[int, ...], rng: Any) -> npt.NDArray[np.float
     scale = 0.1 if name.startswith("head.") else 1.0  # what comes from the target's states only tints the embedding
     values = rng.standard_normal(shape) * scale / np.sqrt(shape[-1] if len(shape) > 1 else 4)
     return values.astype(np.float32)  # type: ignore[no-any-return]
-
-
-def _whole(file: GGUFFile, name: str) -> npt.NDArray[np.float32]:
-    rows = tensor_rows(file, name, slice(0, n_rows(file, name)))
-    return rows if len(file.tensors[name].shape) > 1 else rows[0]

@@ -48,20 +48,14 @@ def write_eagle3(
     token's embedding in the place of the older one.
 
     Args:
-        target: a model whose vocabulary is in its file.
-        out: where to write the head.
         layers: of the target, whose inputs are fused.
         n_out: tokens that it can guess, chosen at random and in no order; None for all, without a token map.
-        own_embeddings: whether it has embeddings, or takes the target's.
-        own_output: whether it has an output matrix, or takes the target's.
+        own_embeddings, own_output: whether it has these matrices, or takes the target's.
         tokens: whether its file names the target's tokens.
-        seed: of the random weights.
         noise: relative to the weights.
         extra: metadata that replaces or adds to the usual; None leaves a key out.
         drop: tensors to leave out.
         ids: the token map as it is to be in the file, right or wrong.
-        n_head_kv: heads of keys and values; of queries there are 4.
-        tensor_type: of matrices.
     """
     rng, of = np.random.default_rng(seed), _Target(target)
     embedding, name = of.embedding, of.name
@@ -112,10 +106,7 @@ def write_eagle3(
     }
     metadata |= of.vocabulary if tokens else {"tokenizer.ggml.model": "none", "eagle3.vocab_size": n_vocab}
     metadata |= {"general.basename": f"for {name}"} | dict(extra or {})
-    kept = {tensor: weight for tensor, weight in weights.items() if tensor not in drop}
-    return write_gguf(
-        out, "eagle3", {key: value for key, value in metadata.items() if value is not None}, kept, tensor_type
-    )
+    return _write(out, "eagle3", metadata, weights, drop, tensor_type)
 
 
 def write_dflash(
@@ -145,13 +136,7 @@ def write_dflash(
     states before it; and take over its embedding, so that the first guess is often right and others are at times.
 
     Args:
-        target: a model whose vocabulary is in its file.
-        out: where to write it.
-        layers: of the target, whose inputs are fused.
-        n_out: tokens that it can guess, chosen at random and in no order; None for all, without a token map.
-        block_size: rows of a block.
-        own_embeddings: whether it has embeddings, or takes the target's.
-        own_output: whether it has an output matrix, or takes the target's; or that of its own embeddings.
+        own_embeddings, own_output: whether it has these matrices, or takes the target's.
         markov: DSpark: with matrices that correct a row by the guess before it.
         from_anchor: of DSpark, whether the row of the last token guesses the next one.
         confidence: of DSpark, whether it estimates how sure it is.
@@ -159,10 +144,7 @@ def write_dflash(
         causal: whether rows see those before them only; None leaves that to the engine, which takes it for no.
         windows: which of its layers look back a few rows only; None for all of them far.
         n_layers: how many; those after the first have small random weights.
-        seed: of the random weights.
-        noise: relative to the weights.
-        extra: metadata that replaces or adds to the usual; None leaves a key out.
-        drop: tensors to leave out.
+        extra, drop, others: as for ``write_eagle3``.
     """
     rng, of = np.random.default_rng(seed), _Target(target)
     n_vocab, n = of.embedding.shape
@@ -244,8 +226,16 @@ def write_dflash(
         metadata |= {"dflash.attention.sliding_window": 8, "dflash.attention.sliding_window_pattern": list(windows)}
     metadata |= of.vocabulary | {"tokenizer.ggml.mask_token_id": mask, "general.basename": f"for {of.name}"}
     metadata |= dict(extra or {})
+    return _write(out, "dflash", metadata, weights, drop)
+
+
+def _write(
+    out: Path, kind: str, metadata: Mapping[str, Any], weights: Weights, drop: Sequence[str], tensor_type: str = "F32"
+) -> Path:
     kept = {tensor: weight for tensor, weight in weights.items() if tensor not in drop}
-    return write_gguf(out, "dflash", {key: value for key, value in metadata.items() if value is not None}, kept)
+    return write_gguf(
+        out, kind, {key: value for key, value in metadata.items() if value is not None}, kept, tensor_type
+    )
 
 
 def _turned_to_the_token_before(d_head: int, base: float) -> tuple[Any, Any]:

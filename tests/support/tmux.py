@@ -29,7 +29,7 @@ class Tmux:
     ) -> None:
         if not shutil.which("tmux"):
             pytest.skip("tmux is not installed")
-        self._folder, self._socket = folder, f"{len(list(folder.glob('*.sock')))}.sock"
+        self.folder, self._socket = folder, f"{len(list(folder.glob('*.sock')))}.sock"
         assignments = " ".join(f"{name}={shlex.quote(value)}" for name, value in ({"PYTHONUTF8": "1"} | env).items())
         script = f"env {assignments} {shlex.join(command)}; echo EXIT $?; exec sleep 600"
         size = ["-x", str(columns), "-y", str(lines)]
@@ -41,17 +41,18 @@ class Tmux:
         clean = {name: value for name, value in os.environ.items() if name != "TMUX"}
         # By a relative path: the system allows a socket's no more than some 100 bytes. -u: whatever the locale is.
         command = ["tmux", "-u", "-S", self._socket, *arguments]
-        done = subprocess.run(command, check=True, capture_output=True, encoding="utf-8", env=clean, cwd=self._folder)
+        done = subprocess.run(command, check=True, capture_output=True, encoding="utf-8", env=clean, cwd=self.folder)
         return done.stdout
 
     def keys(self, *keys: str) -> None:
         """Press keys, in tmux's names (``Enter``, ``C-c``)."""
         self._run("send-keys", *keys)
 
-    def type(self, line: str) -> None:
-        """Type a line and press Enter."""
+    def type(self, line: str, then: str | Callable[[str], bool] = "") -> str:
+        """Type a line and press Enter; the screen, once ``then`` is on it or holds."""
         self._run("send-keys", "-l", line)
         self._run("send-keys", "Enter")
+        return self.wait(then)
 
     def paste(self, text: str) -> None:
         """Paste a text; the program sees where it begins and ends if it has asked for that."""

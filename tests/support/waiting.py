@@ -57,7 +57,8 @@ class Brake:
         self._reached, self._released = threading.Event(), threading.Event()
 
     def __enter__(self) -> Brake:
-        state = self._llm.inspect().state
+        pair = self._llm.inspect()
+        self._running, state = pair.worker.running, pair.state
         self._memory: Any = state.context if state.batch is None else state.batch  # of several requests at a time
         self._decode = self._memory._decode
         self._memory._decode = self._held
@@ -71,7 +72,7 @@ class Brake:
         self.n_passes += 1
         if self.n_passes > self._after and not self._released.is_set():
             self._reached.set()
-            jobs = list(self._llm._worker.running)
+            jobs = list(self._running)
             wait_until(
                 lambda: self._released.is_set() or any(job.cancelled_by is not None for job in jobs) or not jobs,
                 "released",

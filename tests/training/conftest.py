@@ -1,13 +1,27 @@
-"""What the runs of a training have in common."""
+"""What the tests of training have in common."""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 import pytest
 
 from localspec.heads.training import head_maker as head_maker_module
+from tests.support import ggufs
+
+# Compiling takes most of the time of these tests, and their batches are small.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
 
 
 @pytest.fixture
 def four_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """How many texts are written side by side is measured, and what is begun depends on it: here it is always four."""
     monkeypatch.setattr(head_maker_module, "WIDTHS", (4,))
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five layers of 64 channels, 300 tokens."""
+    shape = ggufs.Shape(n_layer=5, n_embd=64, n_head=4, n_head_kv=2, n_ff=96, residual=0.4)
+    return ggufs.write_llama(tmp_path_factory.mktemp("target") / "tiny target.gguf", shape, ggufs.bpe_vocab(300))

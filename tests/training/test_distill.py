@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,15 @@ import pytest
 
 import localspec
 from localspec import Cancelled, EngineError, UsageError
+from localspec.backends import reference
 from localspec.heads.card import Training
 from localspec.heads.file import find_heads, head_weights, heads_folder, read_card
 from localspec.heads.training.distill import distill
 from localspec.heads.training.examples import is_held_out
 from localspec.heads.training.lessons import n_lessons
-from localspec.heads.training.run_folder import Distilled, Effort, Recipe, RunError, RunProgress, token_map
+from localspec.heads.training.run_folder import Distilled, Effort, Recipe, RunError, RunProgress
 from localspec.heads.training.shards import Shards
 from localspec.model_files.gguf import GGUFFile
-from tests.conftest import Backend, TinyFiles
-from tests.support import ggufs
 from tests.support.heads import write_random_head
 from tests.support.waiting import PATIENCE
 
@@ -35,19 +34,20 @@ pytest.importorskip("jax", reason="heads are trained with JAX")
 
 pytestmark = pytest.mark.usefixtures("four_at_once")
 
-RECIPE = Recipe(steps=3, n_out=200, d_ff=64, seed=3)
+RECIPE = Recipe(steps=2, n_out=200, d_ff=64, seed=3)
 EFFORT = Effort(1e4, n_places=800, n_steps=4, n_tests=3, n_questions=1, max_tokens=8, longest_answer=40)
-SHAPE = ggufs.Shape(n_layer=3, n_embd=64, n_head=4, n_head_kv=2, n_ff=96, residual=0.4)
-TAPS = RECIPE.taps(SHAPE.n_layer)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return ggufs.write_llama(tmp_path_factory.mktemp("target") / "tiny-target.gguf", SHAPE, ggufs.bpe_vocab(300))
+TAPS = RECIPE.taps(5)
 
 
 def run(target: Path, **options: Any) -> Distilled:
     return distill(str(target), **{"backend": "reference", "recipe": RECIPE, "effort": EFFORT} | options)
+
+
+def stopped(target: Path, when: Callable[[RunProgress], bool], **options: Any) -> None:
+    """A run that is cancelled once ``when`` is true of its progress."""
+    cancel = threading.Event()
+    with pytest.raises(Cancelled):
+        run(target, cancel=cancel, report=lambda progress: when(progress) and cancel.set(), **options)
 
 
 def folder_of(home: Path) -> Path:
@@ -56,23 +56,19 @@ def folder_of(home: Path) -> Path:
 
 
 def shards_of(home: Path) -> Shards:
-    return Shards(folder_of(home) / "shards", TAPS, SHAPE.n_embd)
+    return Shards(folder_of(home) / "shards", TAPS, 64)
 
 
 def test_a_run_makes_a_head_and_says_what_it_is_worth(target: Path, isolated_home: Path) -> None:
-    standings: list[RunProgress] = []
-    lines: list[str] = []
-    text = "A sentence about rivers, and then another one. " * 20
+    standings, lines = list[RunProgress](), list[str]()
     (isolated_home.parent / "text").mkdir()
-    (isolated_home.parent / "text" / "rivers.txt").write_text(text)
+    (isolated_home.parent / "text" / "rivers.txt").write_text("A sentence about rivers, and then another one. " * 20)
     made = run(target, report=standings.append, say=lines.append, texts=[isolated_home.parent / "text"])
     phases = list(dict.fromkeys(standing.phase for standing in standings))
     assert phases == ["loading", "examples", "training", "testing", "measuring"]
     assert any("of memory, and" in line for line in lines)
-    # The card is the file's, and says what there was.
-    card = read_card(made.path)
+    card, passages = read_card(made.path), shards_of(isolated_home).passages
     assert card.training == made.card.training
-    passages = shards_of(isolated_home).passages
     assert card.training.seed == 3
     # Those that were still being written at the end as well.
     assert 600 <= card.training.data_tokens == sum(len(each) for each in passages if not each.held_out)
@@ -83,66 +79,42 @@ def test_a_run_makes_a_head_and_says_what_it_is_worth(target: Path, isolated_hom
     assert {each.category for each in passages} == {"own", "text", "chat", "code"}
     assert all(each.held_out for each in passages if each.category in ("chat", "code"))
     assert all(each.held_out == is_held_out(each.name) for each in passages)
-    assert (card.taps, card.steps, card.kind, card.n_out) == (TAPS, 3, "chained", 200)
-    # It is kept if it surely pays.
+    assert (card.taps, card.steps, card.kind, card.n_out) == (TAPS, 2, "chained", 200)
     assert made.worth is not None
     assert made.worth.n_questions == 1
     assert min(made.worth.plain, made.worth.without, made.worth.head) > 0
     assert made.kept is None, "one question cannot tell a gain from none"
-    assert find_heads() == [path for path in find_heads() if path.parent != heads_folder()]
+    assert [path for path in find_heads() if path.parent == heads_folder()] == []
     assert made.worth.drafters == ("ngram",)
-    with pytest.raises(UsageError, match=r"was made.*--force begins anew"):
-        run(target)
-    with pytest.raises(UsageError, match="--minutes over 10000"):
-        run(target, resume=True)
-
-
-def test_it_is_compared_with_the_head_there_was(target: Path, isolated_home: Path) -> None:
-    heads_folder().mkdir(parents=True)
-    write_random_head(target, heads_folder() / "older.gguf")
-    made = run(target)
-    assert made.worth is not None
-    assert made.worth.drafters == ("ngram", "older")
+    for options, why in (({}, r"was made.*--force begins anew"), ({"resume": True}, "--minutes over 10000")):
+        with pytest.raises(UsageError, match=why):
+            run(target, **options)
 
 
 def test_cancelled_at_any_moment_it_goes_on_from_there(target: Path, isolated_home: Path) -> None:
     """Among the first examples, and in the first training."""
-    n_places = []
-    for phase in ("examples", "training"):
-        cancel = threading.Event()
-
-        def report(standing: RunProgress, phase: str = phase, stop: threading.Event = cancel) -> None:
-            if standing.phase == phase and (standing.n_places if phase == "examples" else standing.tokens_seen):
-                stop.set()
-
-        with pytest.raises(Cancelled):
-            run(target, resume=bool(n_places), report=report, cancel=cancel)
-        n_places.append(sum(map(len, shards_of(isolated_home).passages)))
-        assert (folder_of(isolated_home) / "checkpoint.npz").exists() == (phase == "training")
-    assert 0 < n_places[0] < n_places[1]
+    stopped(target, lambda each: each.phase == "examples" and each.n_places > 0)
+    n_places = sum(map(len, shards_of(isolated_home).passages))
+    assert not (folder_of(isolated_home) / "checkpoint.npz").exists()
+    stopped(target, lambda each: each.phase == "training" and each.tokens_seen > 0, resume=True)
+    assert (folder_of(isolated_home) / "checkpoint.npz").exists()
+    assert 0 < n_places < sum(map(len, shards_of(isolated_home).passages))
     with pytest.raises(UsageError, match=r"was begun.*--resume goes on"):
         run(target)
-    made = run(target, resume=True)
-    assert made.card.training.data_tokens > 0
+    assert run(target, resume=True).card.training.data_tokens > 0
     names = [passage.name for passage in shards_of(isolated_home).passages]
     assert len(set(names)) == len(names)
 
 
 KILLED = """
 import os, signal, sys
-from localspec.heads.training import examples, head_maker
+from localspec.heads.training import examples, head_maker, trainer
 from localspec.heads.training.distill import distill
 from localspec.heads.training.run_folder import Effort, Recipe
 
 target, what, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
-head_maker.SECONDS_BETWEEN_WRITES = 0.0
-if what == "training":
-    from localspec.heads.training import trainer
-
-    trainer.CHECKPOINT_SECONDS = 0.0
-    owner, name = trainer.Trainer, "_one_step"
-else:
-    owner, name = examples.ExampleMaker, "step"
+head_maker.SECONDS_BETWEEN_WRITES = trainer.CHECKPOINT_SECONDS = 0.0
+owner, name = (trainer.Trainer, "_one_step") if what == "training" else (examples.ExampleMaker, "step")
 called = getattr(owner, name)
 
 
@@ -156,7 +128,7 @@ def counting(*given, **options):
 
 setattr(owner, name, counting)
 effort = Effort(1e4, n_places=800, n_steps=4, n_tests=3, n_questions=1, max_tokens=8, longest_answer=40)
-distill(target, backend="reference", recipe=Recipe(steps=3, n_out=200, d_ff=64, seed=3), effort=effort)
+distill(target, backend="reference", recipe=Recipe(steps=2, n_out=200, d_ff=64, seed=3), effort=effort)
 """
 
 
@@ -167,37 +139,18 @@ def test_killed_it_loses_only_what_came_after_the_last_writing(
     command = [sys.executable, "-c", KILLED, str(target), what, str(count)]
     died = subprocess.run(command, capture_output=True, timeout=PATIENCE, check=False)
     assert died.returncode == -signal.SIGKILL, died.stderr.decode()
-    folder = folder_of(isolated_home)
     before = {each.name: np.array(each.tokens) for each in shards_of(isolated_home).passages}
     n_places = sum(len(tokens) - 1 for tokens in before.values())
     # Every pass of the examples was written, those texts included that were under way: a row at least. How many texts
     # are side by side depends on the machine.
     assert n_places >= (count - 1 if what == "examples" else 100)
     if what == "training":
-        with np.load(folder / "checkpoint.npz") as file:
+        with np.load(folder_of(isolated_home) / "checkpoint.npz") as file:
             assert '"step": 1' in str(file["facts"])
-    made = run(target, resume=True)
+    assert run(target, resume=True).card.training.tokens_seen > 0
     after = {each.name: np.array(each.tokens) for each in shards_of(isolated_home).passages}
     for name, tokens in before.items():
         np.testing.assert_array_equal(after[name], tokens)
-    assert made.card.training.tokens_seen > 0
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="the system limits no files")
-def test_a_full_disk_is_one_line_and_what_was_written_is_whole(target: Path, isolated_home: Path) -> None:
-    arguments = ["distill", str(target), "--backend", "reference", "--minutes", "1000"]
-    done = subprocess.run(
-        [sys.executable, "-c", FULL, *arguments],
-        capture_output=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    errors = done.stderr.decode().splitlines()
-    assert done.returncode == 1, errors
-    assert errors[-1].startswith(f"localspec: the disk of {folder_of(isolated_home)} is full")
-    assert "--resume goes on" in errors[-1]
-    assert "Traceback" not in done.stderr.decode()
-    assert shards_of(isolated_home).remarks == []
 
 
 FULL = """
@@ -213,54 +166,52 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="the system limits no files")
+def test_a_full_disk_is_one_line_and_what_was_written_is_whole(target: Path, isolated_home: Path) -> None:
+    command = [sys.executable, "-c", FULL, "distill", str(target), "--backend", "reference", "--minutes", "1000"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1, done.stderr
+    assert last.startswith(f"localspec: the disk of {folder_of(isolated_home)} is full")
+    assert "--resume goes on" in last
+    assert "Traceback" not in done.stderr
+    assert shards_of(isolated_home).remarks == []
+
+
 def test_another_run_of_the_same_head_is_refused(target: Path, isolated_home: Path) -> None:
-    refused: list[str] = []
-
-    def report(standing: RunProgress) -> None:
-        if standing.phase == "examples" and not refused:
-            with pytest.raises(RunError) as error:
+    def refused(progress: RunProgress) -> bool:
+        if progress.phase == "examples":
+            with pytest.raises(RunError, match="another localspec distill trains this head now"):
                 run(target, resume=True)
-            refused.append(str(error.value))
-            cancel.set()
+        return progress.phase == "examples"
 
-    cancel = threading.Event()
-    with pytest.raises(Cancelled):
-        run(target, report=report, cancel=cancel)
-    assert refused == ["another localspec distill trains this head now"]
+    stopped(target, refused)
 
 
 def test_force_begins_anew(target: Path, isolated_home: Path) -> None:
-    cancel = threading.Event()
-    with pytest.raises(Cancelled):
-        run(target, report=lambda standing: standing.n_places > 100 and cancel.set(), cancel=cancel)
+    stopped(target, lambda progress: progress.n_places > 100)
     old = shards_of(isolated_home).names
     (folder_of(isolated_home) / "run.json").write_text("{")
     with pytest.raises(RunError, match="damaged"):
         run(target, resume=True)
-    cancel = threading.Event()
-    with pytest.raises(Cancelled):
-        run(target, force=True, report=lambda standing: standing.phase == "examples" and cancel.set(), cancel=cancel)
+    stopped(target, lambda progress: progress.phase == "examples", force=True)
     assert old - shards_of(isolated_home).names
 
 
 def test_it_steps_aside_while_another_process_answers(target: Path, isolated_home: Path) -> None:
     """It says that it waits, and nothing else until the other is done."""
-    mark = isolated_home / "answering" / str(os.getppid())
-    phases: list[str] = []
-    cancel = threading.Event()
+    mark, phases = isolated_home / "answering" / str(os.getppid()), list[str]()
 
-    def report(standing: RunProgress) -> None:
-        phases.append(standing.phase)
-        if standing.phase == "examples" and standing.n_places > 50 and "waiting" not in phases:
+    def goes_on(progress: RunProgress) -> bool:
+        phases.append(progress.phase)
+        if progress.phase == "examples" and progress.n_places > 50 and "waiting" not in phases:
             mark.parent.mkdir(exist_ok=True)
             mark.touch()
-        elif standing.phase == "waiting":
+        elif progress.phase == "waiting":
             mark.unlink()
-        elif "waiting" in phases:
-            cancel.set()
+        return "waiting" in phases and progress.phase != "waiting"
 
-    with pytest.raises(Cancelled):
-        run(target, report=report, cancel=cancel)
+    stopped(target, goes_on)
     assert phases[phases.index("waiting") + 1] == "examples"
 
 
@@ -270,10 +221,12 @@ def test_it_steps_aside_while_another_process_answers(target: Path, isolated_hom
         ({"minutes": 0.0}, "minutes must be over 0"),
         ({"minutes": float("nan")}, "minutes must be over 0"),
         ({"kind": "eagle"}, "chained, parallel, medusa"),
+        ({"kind": "eagle3"}, "an EAGLE-3 head runs on llama-cpp or mlx"),
         ({"seed": -1}, "the seed must be"),
         ({"resume": True}, "no chained head of this model to go on with"),
         ({"texts": ["/nowhere"]}, "there is no file or folder /nowhere"),
         ({"prompts": "/nowhere.jsonl"}, "cannot read /nowhere.jsonl"),
+        ({"prompts": Path(localspec.__file__).parent / "measuring" / "questions.jsonl"}, "all of these"),
         ({"chats": True}, "no chat was saved in"),
     ],
 )
@@ -284,19 +237,9 @@ def test_what_makes_no_sense_is_refused_before_anything_is_loaded(
         distill(str(target), backend="reference", **options)
 
 
-def test_questions_that_heads_are_tested_with_are_no_material(target: Path, isolated_home: Path) -> None:
-    questions = Path(localspec.__file__).parent / "measuring" / "questions.jsonl"
-    with pytest.raises(UsageError, match="all of these"):
-        distill(str(target), backend="reference", prompts=questions)
-
-
 def test_an_engine_without_hidden_states_is_refused(
     target: Path, isolated_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dataclasses import replace
-
-    from localspec.backends import reference
-
     load = reference.load
 
     def blind(*given: Any, **options: Any) -> Any:
@@ -309,29 +252,7 @@ def test_an_engine_without_hidden_states_is_refused(
         run(target)
 
 
-@pytest.fixture(scope="module")
-def model(reference: Backend, tiny: TinyFiles) -> Iterator[Any]:
-    with reference.load(tiny.quick.target) as loaded:
-        yield loaded
-
-
-def test_the_vocabulary_is_what_the_target_says_most_often(model: Any, tmp_path: Path) -> None:
-    from tests.training.test_shards import TAPS as SHARD_TAPS
-    from tests.training.test_shards import WIDTH, passage
-
-    said, held_out = passage("a", 40, start=4), passage("b", 40, start=4, held_out=True)
-    said.tokens[:4], said.tokens[4:] = 250, np.repeat([200, 100, 150], [20, 10, 7])
-    held_out.tokens[:] = 249
-    assert (SHARD_TAPS, WIDTH) == (("layer:0", "norm"), 8)
-    n_ends = len(model.vocab.eog)
-    found = token_map([said, held_out], model, n_ends + 3).tolist()
-    assert found == sorted({*model.vocab.eog, 200, 100, 150})
-    found = token_map([said, held_out], model, n_ends + 5).tolist()
-    assert found == sorted({*model.vocab.eog, 200, 100, 150, 0, 1})
-    assert len(token_map([said], model, 1 << 20)) == model.vocab.n_tokens
-
-
-def test_it_goes_on_from_the_head_there_is(target: Path, isolated_home: Path) -> None:
+def test_it_goes_on_from_the_head_there_is_and_is_compared_with_it(target: Path, isolated_home: Path) -> None:
     # Two steps of the optimiser change little, so what a head begins with shows in its weights.
     def weights(path: Path) -> np.ndarray[Any, Any]:
         with GGUFFile(path) as file:
@@ -349,6 +270,8 @@ def test_it_goes_on_from_the_head_there_is(target: Path, isolated_home: Path) ->
     made = run(target, **short, say=lines.append)
     assert any("goes on from earlier.gguf" in line for line in lines)
     assert alike(made.path, earlier) > 0.9
+    assert made.worth is not None
+    assert made.worth.drafters == ("ngram", "earlier")
     training = made.card.training
     assert training.seed == 1, "the examples of the earlier one would be written again"
     digest = hashlib.sha256(earlier.read_bytes()).hexdigest()[:16]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +20,6 @@ from localspec.heads.training.examples import (
     ExampleMaker,
     Material,
     Overlap,
-    PlainFormat,
     PromptFormat,
     Read,
     derived,
@@ -31,18 +32,25 @@ from localspec.heads.training.examples import (
 )
 from localspec.heads.training.shards import Passage
 from localspec.prompts.questions import own_questions
+from localspec.prompts.templates import ChatTemplate
 from tests.conftest import Backend, TinyFiles
 from tests.support import ggufs
 
 TAPS = ("layer:0", "norm")
 
 
+@pytest.fixture(scope="module")
+def model(reference: Backend, tiny: TinyFiles) -> Iterator[Model]:
+    with reference.load(tiny.quick.target) as loaded:
+        yield loaded
+
+
 def make(
-    model: Model, n: int, n_sequences: int = 3, *, format: PromptFormat | None = None, seed: int = 5, **options: object
+    model: Model, n: int, n_sequences: int = 3, *, seed: int = 5, **options: Any
 ) -> tuple[list[Passage], ExampleMaker]:
     """The first n passages that come to their end."""
     with model.new_batch(n_sequences, n_sequences * 256, n_ctx=256, hidden=TAPS) as batch:
-        maker = ExampleMaker(model, format or format_of(model), batch, seed, longest_answer=40, **options)  # type: ignore[arg-type]
+        maker = ExampleMaker(model, format_of(model), batch, seed, longest_answer=40, **options)
         found: list[Passage] = []
         while len(found) < n:
             found += maker.step()
@@ -77,9 +85,8 @@ def check_against_a_fresh_context(model: Model, passage: Passage, atol: float) -
         for row, ids, logprobs in zip(forward.logits, passage.top_ids, passage.top_logprobs, strict=True):
             exact = row - row.max() - np.log(np.exp(row - row.max()).sum())
             np.testing.assert_allclose(logprobs, exact[ids], rtol=2e-3, atol=atol)
-            np.testing.assert_allclose(
-                np.sort(exact)[::-1][: len(ids)], exact[ids], atol=2 * atol
-            )  # two may change places
+            best = np.sort(exact)[::-1][: len(ids)]
+            np.testing.assert_allclose(best, exact[ids], atol=2 * atol)  # two may change places
 
 
 def test_states_and_probabilities_are_those_of_a_fresh_context(backend: Backend, tiny: TinyFiles) -> None:
@@ -89,24 +96,10 @@ def test_states_and_probabilities_are_those_of_a_fresh_context(backend: Backend,
             check_against_a_fresh_context(model, passage, 0.01 if backend.exact else 0.05)
 
 
-def test_greedy_answers_are_the_likeliest_tokens_and_the_others_are_not(reference: Backend, tiny: TinyFiles) -> None:
-    with reference.load(tiny.quick.target) as model:
-        passages, _ = make(model, 24)
-        format = format_of(model)
-    answers = [passage for passage in passages if turns(format, passage)[-1][0] == "answer"]
-    assert {passage.temperature for passage in answers} == {0.0, 0.8}
-    assert {passage.held_out for passage in answers} == {False, True}
-    for passage in answers:
-        said = turns(format, passage)[-1][1]
-        likeliest = passage.top_ids[-len(said) :, 0].tolist()
-        assert (said == likeliest) == (passage.temperature == 0 or len(said) < 3)
-
-
-def test_a_text_does_not_depend_on_what_is_written_beside_it(reference: Backend, tiny: TinyFiles) -> None:
-    with reference.load(tiny.quick.target) as model:
-        alone, _ = make(model, 4, 1)
-        beside, _ = make(model, 12, 4)
-        other, _ = make(model, 4, 1, seed=6)
+def test_a_text_does_not_depend_on_what_is_written_beside_it(model: Model) -> None:
+    alone, _ = make(model, 4, 1)
+    beside, _ = make(model, 12, 4)
+    other, _ = make(model, 4, 1, seed=6)
     by_name = {passage.name: passage for passage in beside}
     found = [passage for passage in alone if passage.name in by_name]
     assert len(found) >= 3
@@ -116,77 +109,79 @@ def test_a_text_does_not_depend_on_what_is_written_beside_it(reference: Backend,
     assert [passage.tokens.tolist() for passage in other] != [passage.tokens.tolist() for passage in alone]
 
 
-def test_a_run_goes_on_after_what_is_done(reference: Backend, tiny: TinyFiles) -> None:
-    material = Material([Asked("1", "code", ("la",)), Asked("2", "code", ("la la",))], [Read("a", "text", "la " * 400)])
-    with reference.load(tiny.quick.target) as model:
-        first, _ = make(model, 6, material=material)
-        done = {passage.name for passage in first}
-        second, _ = make(model, 6, material=material, done=done)
-    names = [passage.name for passage in (*first, *second)]
-    assert len(set(names)) == len(names)
-    assert {"asked-1", "asked-2", "text-a-0", "text-a-1"} <= set(names)
-
-
-def test_what_heads_are_tested_on_is_written_first(reference: Backend, tiny: TinyFiles) -> None:
+def test_what_heads_are_tested_on_is_written_first_and_nothing_twice(model: Model) -> None:
     """Whatever else there is to do, so that it does not grow while a head learns."""
     asked = [Asked(name, "code", ("la",)) for name in ("1", f"{TEST}2", f"{TEST}3", f"{TEST}4")]
-    with reference.load(tiny.quick.target) as model:
-        passages, _ = make(model, 4, 1, material=Material(asked, [Read("a", "text", "la " * 40)]))
-    names = [passage.name for passage in passages]
+    material = Material(asked, [Read("a", "text", "la " * 400)])
+    first, _ = make(model, 6, 1, material=material)
+    names = [passage.name for passage in first]
     assert names[:3] == [f"asked-{TEST}{i}" for i in (2, 3, 4)]
-    assert [passage.held_out for passage in passages[:3]] == [True] * 3
+    assert [passage.held_out for passage in first[:3]] == [True] * 3
     assert names[3].startswith(("asked-1", "text-a"))
+    second, _ = make(model, 6, material=material, done=set(names))
+    names += [passage.name for passage in second]
+    assert len(set(names)) == len(names)
+    assert {"asked-1", "text-a-0", "text-a-1"} <= set(names)
 
 
-def test_a_conversation_is_answered_turn_by_turn(reference: Backend, tiny: TinyFiles) -> None:
-    with reference.load(tiny.quick.target) as model:
-        material = Material([Asked("1", "chat", ("la la la", "la la"))])
-        passages, _ = make(model, 2, 1, material=material)
-        format = format_of(model)
-        first, second = passages
-        own = first.tokens[first.start :].tolist()
-        said = b"".join(map(model.vocab.token_bytes, own)).decode("utf-8", "replace")
-        asked = [{"role": "user", "content": "la la la"}, {"role": "assistant", "content": said}]
-        expected = format.answering([*asked, {"role": "user", "content": "la la"}])
+def test_a_conversation_is_answered_turn_by_turn(model: Model) -> None:
+    material = Material([Asked("1", "chat", ("la la la", "la la"))])
+    passages, _ = make(model, 2, 1, material=material)
+    format = format_of(model)
+    first, second = passages
+    said = as_text(model, first.tokens[first.start :].tolist())
+    asked = [{"role": "user", "content": "la la la"}, {"role": "assistant", "content": said}]
+    expected = format.answering([*asked, {"role": "user", "content": "la la"}])
     assert [first.name, second.name] == ["asked-1", "asked-1+"]
     assert second.tokens[: second.start].tolist() == expected
     assert first.held_out == second.held_out
 
 
-def test_prompts_that_heads_are_tested_with_are_dropped(reference: Backend, tiny: TinyFiles) -> None:
+def test_prompts_that_heads_are_tested_with_are_dropped(model: Model) -> None:
     """Every second text counts as one: none of them is answered."""
 
     def tested(text: str) -> bool:
         return derived(0, text) % 2 == 0
 
-    with reference.load(tiny.quick.target) as model:
-        passages, maker = make(model, 10, is_tested_with=tested)
-        format = format_of(model)
-        asked = 0
-        for passage in passages:
-            for role, tokens in turns(format, passage):
-                if role == "prompt":
-                    asked += 1
-                    assert not tested(as_text(model, tokens).strip())
+    passages, maker = make(model, 10, is_tested_with=tested)
+    format = format_of(model)
+    asked = 0
+    for passage in passages:
+        for role, tokens in turns(format, passage):
+            if role == "prompt":
+                asked += 1
+                assert not tested(as_text(model, tokens).strip())
     assert asked > 5
     assert maker.n_dropped >= 3
 
 
-def test_a_conversation_is_one_passage_as_the_chat_template_has_it(reference: Backend, tiny: TinyFiles) -> None:
-    with reference.load(tiny.quick.target) as model:
-        passages, _ = make(model, 12)
-        format = format_of(model)
-        long = [passage for passage in passages if len(turns(format, passage)) > 2]
-        assert long
-        for passage in long:
-            texts = [as_text(model, tokens) for _, tokens in turns(format, passage)]
-            roles = ("user", "assistant") * len(texts)
-            messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
-            rendered = format._encoder.template.render(messages, add_generation_prompt=False)
-            said = as_text(model, passage.tokens[passage.start :].tolist())
-            for control in ("<|im_start|>", "<|im_end|>"):  # which are no text
-                rendered = rendered.replace(control, "")
-            assert rendered[rendered.index(texts[0]) :].startswith(said)
+@pytest.fixture(scope="module")
+def passages(model: Model) -> list[Passage]:
+    return make(model, 24)[0]
+
+
+def test_greedy_answers_are_the_likeliest_tokens_and_the_others_are_not(model: Model, passages: list[Passage]) -> None:
+    last = [(passage, *turns(format_of(model), passage)[-1]) for passage in passages]
+    answers = [(passage, said) for passage, role, said in last if role == "answer"]
+    assert {passage.temperature for passage, _ in answers} == {0.0, 0.8}
+    assert {passage.held_out for passage, _ in answers} == {False, True}
+    for passage, said in answers:
+        likeliest = passage.top_ids[-len(said) :, 0].tolist()
+        assert (said == likeliest) == (passage.temperature == 0 or len(said) < 3)
+
+
+def test_a_conversation_is_one_passage_as_the_chat_template_has_it(model: Model, passages: list[Passage]) -> None:
+    long = [passage for passage in passages if len(turns(format_of(model), passage)) > 2]
+    assert long
+    for passage in long:
+        texts = [as_text(model, tokens) for _, tokens in turns(format_of(model), passage)]
+        messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+        template = ChatTemplate.for_vocab(model.chat_template, model.vocab)
+        rendered = template.render(messages, add_generation_prompt=False)
+        for control in ("<|im_start|>", "<|im_end|>"):  # which are no text
+            rendered = rendered.replace(control, "")
+        said = as_text(model, passage.tokens[passage.start :].tolist())
+        assert rendered[rendered.index(texts[0]) :].startswith(said)
 
 
 def test_what_is_under_way_is_a_lesson_too(reference: Backend, tiny: TinyFiles) -> None:
@@ -205,25 +200,18 @@ def test_a_model_without_a_chat_template_continues_text(reference: Backend, tmp_
     path = ggufs.write_llama(tmp_path / "base.gguf", shape, replace(ggufs.bpe_vocab(300), chat_template=None))
     with reference.load(path) as model:
         format = format_of(model)
-        assert isinstance(format, PlainFormat)
-        passages, _ = make(model, 3, format=format)
-        texts = [
-            b"".join(map(model.vocab.token_bytes, passage.tokens.tolist())).decode("utf-8", "replace")
-            for passage in passages
-        ]
+        assert not isinstance(format, ChatFormat)
+        texts = [as_text(model, passage.tokens.tolist()) for passage in make(model, 3)[0]]
     headings = tuple(f"{field[0].upper()}{field[1:]}\n\n" for field in fields())
     assert all("<|im_start|>" not in text for text in texts)
     assert sum(text.startswith(headings) for text in texts) >= 2
 
 
 @pytest.mark.parametrize("field", [None, "cooking"])
-def test_the_opening_is_the_template_up_to_the_users_turn(
-    reference: Backend, tiny: TinyFiles, field: str | None
-) -> None:
-    with reference.load(tiny.quick.target) as model:
-        format = format_of(model)
-        assert isinstance(format, ChatFormat)
-        text = "".join(model.vocab.token_text(token) for token in format.opening(field))
+def test_the_opening_is_the_template_up_to_the_users_turn(model: Model, field: str | None) -> None:
+    format = format_of(model)
+    assert isinstance(format, ChatFormat)
+    text = "".join(model.vocab.token_text(token) for token in format.opening(field))
     assert text.endswith("<|im_start|>userĊ")
     assert ("cooking" in text) == (field == "cooking")
     assert model.vocab.eog <= format.ends
@@ -271,7 +259,7 @@ def test_fields_name_no_kind_of_task() -> None:
     assert not [name for name in fields() for task in TASKS.values() if re.search(rf"\b({task})", name.lower())]
 
 
-# -- material ----------------------------------------------------------------------------------------------------------
+# Material.
 
 
 @pytest.mark.parametrize(

@@ -10,32 +10,13 @@ import numpy as np
 import pytest
 
 from localspec.heads.training.shards import Passage, ShardError, Shards, as_states
-
-TAPS, WIDTH = ("layer:0", "norm"), 8
-
-
-def passage(name: str, n: int, *, start: int = 3, held_out: bool = False) -> Passage:
-    rng = np.random.default_rng(n)
-    return Passage(
-        name,
-        "own",
-        start,
-        0.8,
-        held_out,
-        rng.integers(0, 100, n + 1, dtype=np.int32),
-        as_states(rng.standard_normal((n, len(TAPS), WIDTH), dtype=np.float32)),
-        rng.integers(0, 100, (n, 4), dtype=np.int32),
-        rng.standard_normal((n, 4)).astype(np.float16),
-    )
-
-
-def assert_equal(one: Passage, other: Passage) -> None:
-    for field in Passage.__slots__:
-        np.testing.assert_array_equal(getattr(one, field), getattr(other, field), err_msg=field)
+from tests.support.lessons import MADE_UP_TAPS as TAPS
+from tests.support.lessons import MADE_UP_WIDTH as WIDTH
+from tests.support.lessons import made_up
 
 
 def test_what_was_written_is_read_back(tmp_path: Path) -> None:
-    written = [passage("a", 5), passage("b", 17, held_out=True), passage("c", 1)]
+    written = [made_up("a", 5), made_up("b", 17, held_out=True), made_up("c", 1)]
     shards = Shards(tmp_path, TAPS, WIDTH)
     shards.append(written[:2])
     shards.append(written[2:])
@@ -43,16 +24,17 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     for found in (shards.passages, again.passages):
         assert len(found) == 3
         for one, other in zip(written, found, strict=True):
-            assert_equal(one, other)
+            for field in Passage.__slots__:
+                np.testing.assert_array_equal(getattr(one, field), getattr(other, field), err_msg=field)
     assert shards.n_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
 
 
 def test_what_was_under_way_counts_once_after_a_run_was_cut_off(tmp_path: Path) -> None:
     shards = Shards(tmp_path, TAPS, WIDTH)
-    shards.append([passage("a", 5)], [passage("b", 3), passage("c", 4)])
+    shards.append([made_up("a", 5)], [made_up("b", 3), made_up("c", 4)])
     # "b" came to its end, and the run was killed between the two files of the next minute.
     before = (tmp_path / "unfinished.shard").read_bytes()
-    shards.append([passage("b", 9)])
+    shards.append([made_up("b", 9)])
     (tmp_path / "unfinished.shard").write_bytes(before)
     for _ in range(2):
         found = Shards(tmp_path, TAPS, WIDTH).passages
@@ -62,7 +44,7 @@ def test_what_was_under_way_counts_once_after_a_run_was_cut_off(tmp_path: Path) 
 def test_a_damaged_shard_is_left_out_and_said(tmp_path: Path) -> None:
     shards = Shards(tmp_path, TAPS, WIDTH)
     for name in "abcd":
-        shards.append([passage(name, 6)])
+        shards.append([made_up(name, 6)])
     whole = (tmp_path / "00001.shard").read_bytes()
     (tmp_path / "00000.shard").write_bytes(whole[:-10])
     (tmp_path / "00001.shard").write_bytes(b"")
@@ -70,12 +52,12 @@ def test_a_damaged_shard_is_left_out_and_said(tmp_path: Path) -> None:
     found = Shards(tmp_path, TAPS, WIDTH)
     assert [each.name for each in found.passages] == ["d"]
     assert [line.split()[0] for line in found.remarks] == ["00000.shard", "00001.shard", "00002.shard"]
-    found.append([passage("e", 2)])
+    found.append([made_up("e", 2)])
     assert [each.name for each in Shards(tmp_path, TAPS, WIDTH).passages] == ["d", "e"]
 
 
 def test_shards_of_other_taps_are_refused(tmp_path: Path) -> None:
-    Shards(tmp_path, TAPS, WIDTH).append([passage("a", 5)])
+    Shards(tmp_path, TAPS, WIDTH).append([made_up("a", 5)])
     with pytest.raises(ShardError, match="layer:0, norm"):
         Shards(tmp_path, ("norm",), WIDTH)
 
@@ -92,7 +74,7 @@ def test_examples_are_readable_by_their_owner_alone(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
         shards = Shards(tmp_path / "shards", TAPS, WIDTH)
-        shards.append([passage("a", 5)], [passage("b", 5)])
+        shards.append([made_up("a", 5)], [made_up("b", 5)])
     finally:
         os.umask(before)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (shards.folder, *shards.folder.iterdir())}

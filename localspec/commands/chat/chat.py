@@ -23,7 +23,7 @@ from localspec.errors import Cancelled, Closed, LocalspecError, SessionFileError
 from localspec.llm import Session, from_text, to_text
 from localspec.model_files.catalog import short_name
 from localspec.sampling.sampling import SamplingParams
-from localspec.spec_decode.drafters.names import CORPUS, NGRAM, is_corpus
+from localspec.spec_decode.drafters.names import NGRAM
 from localspec.spec_decode.rounds import SpecStats
 from localspec.system.files import JsonStore, decoded, home, private_folder
 from localspec.system.machine import BUSY, process_bytes
@@ -296,6 +296,9 @@ class Chat:
     def params(self, params: SamplingParams) -> None:
         self.session.params = params
 
+    def leave(self) -> None:
+        self.leaving = True
+
     def say(self, text: str) -> bool:
         """Ask with the attached files, which stay for the next message if there is no answer."""
         return self.ask(with_files(text, self.attached), tuple(self.attached))
@@ -429,19 +432,17 @@ class Chat:
             shown = self.screen.terminal and not self.screen.folded
             self.screen.note(f"[{said}]" if shown else f"[{said}; /think show prints it]")
         if record.finish_reason == "length":
-            self.screen.note(f"[cut short: {self._limit(record.stats)}]")
+            budget, why = self.params.max_tokens, f"the context of {self.llm.n_ctx} tokens is full"
+            why += "; /undo, or start with a larger --ctx"
+            if budget is not None and record.stats.get("completion_tokens", 0) >= budget:
+                why = f"max_tokens is {budget}; /set max_tokens none lifts it"
+            self.screen.note(f"[cut short: {why}]")
 
     def read_ahead(self) -> None:
         """Have the models read, while the person types, what the next question follows."""
         if self.screen.interactive:
             with suppress(LocalspecError):  # then it is read when it is asked
                 self.llm.read_ahead(self.session.messages, think=self.asked["think"])
-
-    def _limit(self, stats: dict[str, Any]) -> str:
-        budget = self.params.max_tokens
-        if budget is not None and stats.get("completion_tokens", 0) >= budget:
-            return f"max_tokens is {budget}; /set max_tokens none lifts it"
-        return f"the context of {self.llm.n_ctx} tokens is full; /undo, or start with a larger --ctx"
 
     def show_news(self) -> None:
         """Show warnings and notes that came up in idle time."""
@@ -494,7 +495,7 @@ class LateDraft:
         llm: loaded with n-grams alone.
         missing: draft models to fetch first, where they pay.
         changed: called from the thread when ``status`` changes.
-        corpora: names of corpora that draft besides.
+        corpora: names of corpora that draft too.
     """
 
     def __init__(
@@ -632,13 +633,6 @@ def with_project(options: RunOptions, named: str | None) -> RunOptions:
         if project is not None and not (project.exists() and options.drafters()):
             project = None
     return options if project is None else options.with_corpus(str(project))
-
-
-def drafters_with(names: list[str], project: Path | None) -> list[str]:
-    """Names of drafters with a project in place of the kept one."""
-    before = f"{CORPUS}:{kept_project()}"
-    others = [name for name in names if not (is_corpus(name) and name == before)]
-    return others if project is None else list(dict.fromkeys([*others, f"{CORPUS}:{project}"]))
 
 
 def _store() -> JsonStore:

@@ -19,7 +19,6 @@ from rich.table import Table
 from rich.text import Text
 
 from localspec.commands.chat.chat import (
-    drafters_with,
     first_and_number,
     forget_all,
     keep_project,
@@ -33,18 +32,18 @@ from localspec.commands.chat.chat import (
 )
 from localspec.commands.chat.screen import FORMER_VIEWS, VIEWS, guessing, no_echo
 from localspec.commands.chat.settings import remember
-from localspec.commands.chat.typesetter import Style
+from localspec.commands.chat.typesetter import Style, code_blocks
 from localspec.engine.options import draft_specs, with_free
 from localspec.errors import UsageError, line_of, nearest
 from localspec.prompts.thinking import THINK
 from localspec.report.model import Lines
 from localspec.report.model import Table as Grid
 from localspec.sampling.sampling import CHAT_SETTINGS, SamplingParams
-from localspec.spec_decode.drafters.names import is_corpus
+from localspec.spec_decode.drafters.names import CORPUS, is_corpus
 from localspec.spec_decode.rounds import SpecStats
 from localspec.system.machine import CPUTimes, others_share
 from localspec.system.process import interrupts_left_to_others, on_interrupt
-from localspec.system.terminal import Progress, clip, on_one_line, terminal_size, visible
+from localspec.system.terminal import Progress, clip, on_one_line, visible
 
 if TYPE_CHECKING:
     from localspec.commands.chat.chat import Chat
@@ -218,14 +217,12 @@ def sessions(chat: Chat, argument: str) -> None:
         go_on_with(chat, path)
         chat.keep_at(path)
         return
-    columns, _ = terminal_size()
+    columns = chat.screen.columns
     for i, each in enumerate(kept, 1):
-        turns = _turns(each.n_turns)
         head = f"{'*' if each.path == chat.keep_in else ' '}{i:>3}  "
-        facts = f"{each.when}  {turns:>9}  "
-        if columns >= 2 * len(head + facts):
-            head += facts
-        chat.screen.line(clip(head + each.question, columns - 1))
+        facts = f"{each.when}  {_turns(each.n_turns):>9}  "
+        shown = head + facts if columns >= 2 * len(head + facts) else head
+        chat.screen.line(clip(shown + each.question, columns - 1))
 
 
 def attach(chat: Chat, argument: str) -> None:
@@ -247,8 +244,6 @@ def copy_answer(chat: Chat, argument: str) -> None:
         raise UsageError("there is no answer to copy yet")
     text, what = said[-1], "the answer"
     if argument:
-        from localspec.commands.chat.typesetter import code_blocks
-
         found = code_blocks(text)
         if not found:
             raise UsageError("the last answer has no code block; /copy without a number copies all of it")
@@ -390,16 +385,15 @@ def _stats(chat: Chat, argument: str) -> None:
         screen.show(part)
 
 
-def _why(chat: Chat, argument: str) -> None:
-    chat.screen.line(chat.llm.explain())
-
-
 def _draft(chat: Chat, argument: str) -> None:
     if argument:
         if chat.late is not None:
             chat.late.stop()
         try:
-            words = _split(argument)
+            try:
+                words = shlex.split(argument)
+            except ValueError as error:
+                raise UsageError(f"cannot read {argument!r}: {error}") from None
             specs = draft_specs([word for word in words if word != ONLY] or "auto")
             chat.llm.set_draft(specs if ONLY in words else with_free(specs))
         finally:
@@ -416,9 +410,11 @@ def _project(chat: Chat, argument: str) -> None:
         if chat.late is not None:
             chat.late.stop()
         try:
-            names = chat.llm.run(lambda pair: pair.draft_specs)
-            corpora = [name for name in names if is_corpus(name)]
-            chat.llm.set_draft(drafters_with(["auto", *corpora] if follows else names, project))
+            kept, names = kept_project(), chat.llm.run(lambda pair: pair.draft_specs)
+            if follows:
+                names = ["auto", *filter(is_corpus, names)]
+            added = [] if project is None else [f"{CORPUS}:{project}"]
+            chat.llm.set_draft(list(dict.fromkeys([*(name for name in names if name != f"{CORPUS}:{kept}"), *added])))
             keep_project(project)
         finally:
             chat.loaded()
@@ -428,8 +424,7 @@ def _project(chat: Chat, argument: str) -> None:
 
 
 def _length(chat: Chat, argument: str) -> None:
-    if argument:
-        chat.llm.draft_length = argument
+    chat.llm.draft_length = argument or chat.llm.draft_length
     chat.status = ""
     chat.screen.note(f"guesses at a time: {chat.llm.draft_length}")
 
@@ -535,17 +530,6 @@ def _retry(chat: Chat, argument: str) -> None:
     chat.ask(question, chat.last_files, instead=(turn, record[0]))
 
 
-def _quit(chat: Chat, argument: str) -> None:
-    chat.leaving = True
-
-
-def _split(argument: str) -> list[str]:
-    try:
-        return shlex.split(argument)
-    except ValueError as error:
-        raise UsageError(f"cannot read {argument!r}: {error}") from None
-
-
 def _models() -> Iterable[str]:
     from localspec.model_files.catalog import Catalog
 
@@ -613,11 +597,10 @@ NOISE = "Nothing was guessed, so both did the same work; the difference is noise
 
 @dataclass(frozen=True, slots=True)
 class _Heat:
-    """One race: both answers, and whether the one with guesses ran first."""
+    """One race: both answers."""
 
     plain: Reply
     guessed: Reply
-    first: bool
 
     @property
     def ratio(self) -> float | None:
@@ -649,10 +632,18 @@ def race(chat: Chat, argument: str = "") -> None:
             return
         heats.append(heat)
     others = others_share([(before, CPUTimes.now())]) or 0.0
-    _show(chat, heats[0])
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), expand=True)
+    for guesses, name in _NAMES.items():
+        table.add_column(f"{name} (ran first)" if guesses == first else name, ratio=1, overflow="fold")
+    replies = heats[0].plain, heats[0].guessed
+    table.add_row(*map(_figures, replies))
+    table.add_row("", "")
+    table.add_row(*(Text(visible(reply.text).rstrip()) for reply in replies))
+    chat.screen.print(table)
+    chat.screen.line()
     known = [heat for heat in heats if heat.ratio is not None] or heats
     chat.screen.line(verdict([heat.ratio for heat in heats], known[-1].guessed.stats, others))
-    chat.screen.line(difference(chat, heats[0].plain, heats[0].guessed))
+    chat.screen.line(difference(chat, *replies))
 
 
 def _run(chat: Chat, params: SamplingParams, first: bool, what: str) -> _Heat | None:
@@ -671,18 +662,7 @@ def _run(chat: Chat, params: SamplingParams, first: bool, what: str) -> _Heat | 
             replies[speculate] = stream.reply
         if replies[speculate].finish_reason == "cancelled":
             return None
-    return _Heat(replies[False], replies[True], first)
-
-
-def _show(chat: Chat, heat: _Heat) -> None:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), expand=True)
-    for guesses, name in _NAMES.items():
-        table.add_column(f"{name} (ran first)" if guesses == heat.first else name, ratio=1, overflow="fold")
-    table.add_row(*(_figures(reply) for reply in (heat.plain, heat.guessed)))
-    table.add_row("", "")
-    table.add_row(*(Text(visible(reply.text).rstrip()) for reply in (heat.plain, heat.guessed)))
-    chat.screen.print(table)
-    chat.screen.line()
+    return _Heat(replies[False], replies[True])
 
 
 def _figures(reply: Reply) -> str:
@@ -741,14 +721,14 @@ COMMANDS: dict[str, Command] = {
     "save": Command("FILE", "keep the chat in a file", save_to, takes_path=True),
     "load": Command("FILE", "go on with a saved chat", load_from, takes_path=True),
     "help": Command("[NAME|guessing]", "this list", _help, lambda: ("guessing", *COMMANDS)),
-    "quit": Command("", "leave (Ctrl-D does too)", _quit),
+    "quit": Command("", "leave (Ctrl-D does too)", lambda chat, _: chat.leave()),
     "draft": Command(
         "auto|none|ngram|MODEL … [only]", "who guesses, with n-grams unless only", _draft, _models, several=True
     ),
     "length": Command("auto|N", "how many tokens are guessed at a time", _length, lambda: ("auto",)),
     "project": Command("[PATH|none]", "a folder to copy guesses from, kept", _project, takes_path=True),
     "stats": Command("", "figures, and how far guesses reached", _stats),
-    "why": Command("", "who guesses now, and why not", _why),
+    "why": Command("", "who guesses now, and why not", lambda chat, _: chat.screen.line(chat.llm.explain())),
     "race": Command("", "the last question, plain and with guesses", race),
 }
 

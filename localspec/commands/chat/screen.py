@@ -15,6 +15,7 @@ from typing import Any, TextIO
 from localspec.commands.chat.typesetter import (
     MarkdownLines,
     Painter,
+    Region,
     Style,
     StyledText,
     Typesetter,
@@ -22,11 +23,12 @@ from localspec.commands.chat.typesetter import (
     code_blocks,
     open_code,
     token_style,
+    whole,
 )
 from localspec.commands.options import called, joined
 from localspec.heads import FROM_STATES
 from localspec.spec_decode.drafters.names import CORPUS, NGRAM
-from localspec.spec_decode.rounds import Round, Span, SpecStats, TokenKind
+from localspec.spec_decode.rounds import Round, Span, SpecStats
 from localspec.system.terminal import (
     char_width,
     clip,
@@ -63,10 +65,14 @@ def guessing(drafters: Sequence[str], follows: str = "") -> str:
 
 
 class View(ABC):
-    """Shows one answer."""
+    """Shows one answer; ``paper`` is where what is shown may still change."""
 
-    def wait(self, what: str) -> None:  # noqa: B027 # most views have no place for it
+    paper: Typesetter | None = None
+
+    def wait(self, what: str) -> None:
         """Say what happens before the first round."""
+        if self.paper is not None:
+            self.paper.tail([(what, Style.NOTE)], "")
 
     @abstractmethod
     def round(self, round_: Round) -> None: ...
@@ -82,16 +88,12 @@ class TokensView(View):
     def __init__(
         self, file: TextIO, stats: SpecStats, *, colour: bool, drafts: bool = True, folded: bool = False
     ) -> None:
-        self._paper = Typesetter(file, colour=colour)
+        self.paper = self._paper = Typesetter(file, colour=colour)
         self._stats = stats
         self._drafts = drafts
         self._folded = folded
         self._thinks = False
         self._pending: list[StyledText] = []
-
-    def wait(self, what: str) -> None:
-        self._paper.tail([(what, Style.NOTE)], "")
-        self._paper.flush()
 
     def round(self, round_: Round) -> None:
         self._settle()
@@ -111,14 +113,12 @@ class TokensView(View):
             self._paper.write(text, style)
         if not round_.finish_reason:
             self._paper.tail(tail + self._pending, status_line(self._stats.as_dict()))
-        self._paper.flush()
 
     def finish(self) -> None:
         self._settle()
         self._paper.finish()
 
     def _settle(self) -> None:
-        self._paper.write("")
         for text, style in self._pending:
             self._paper.write(text, style)
         self._pending = []
@@ -131,10 +131,7 @@ class TokensView(View):
             if self._thinks:
                 yield "\n\n", Style.TARGET
                 self._thinks = False
-            yield span.text, self._style(span.kind, span.source)
-
-    def _style(self, kind: TokenKind, source: str) -> Style:
-        return token_style(kind, source) if self._drafts else Style.TARGET
+            yield span.text, token_style(span.kind, span.source) if self._drafts else Style.TARGET
 
 
 class RoundsView(View):
@@ -142,13 +139,8 @@ class RoundsView(View):
 
     def __init__(self, file: TextIO, stats: SpecStats, *, ansi: bool, colour: bool, unicode: bool) -> None:
         self._file, self._stats, self._unicode = file, stats, unicode
-        self._paper = Typesetter(file, colour=colour) if ansi else None
+        self.paper = Typesetter(file, colour=colour) if ansi else None
         self._plain: list[Round] = []
-
-    def wait(self, what: str) -> None:
-        if self._paper is not None:
-            self._paper.tail([(what, Style.NOTE)], "")
-            self._paper.flush()
 
     def round(self, round_: Round) -> None:
         if round_.draft or round_.verdict.kind == "forced":
@@ -156,31 +148,31 @@ class RoundsView(View):
             self._print(round_parts(round_, unicode=self._unicode))
         elif round_.emitted:
             self._plain.append(round_)
-        if self._paper is not None:
-            columns, _ = terminal_size()
-            growing = rows_of(plain_parts(self._plain, unicode=self._unicode), columns - 1) if self._plain else [[]]
-            self._paper.tail(growing[-1], status_line(self._stats.as_dict()))
-            self._paper.flush()
+        if self.paper is not None:
+            growing = self._rows(plain_parts(self._plain, unicode=self._unicode)) if self._plain else [[]]
+            self.paper.tail(growing[-1], status_line(self._stats.as_dict()))
 
     def finish(self) -> None:
         self._settle()
-        if self._paper is not None:
-            self._paper.finish()
+        if self.paper is not None:
+            self.paper.finish()
 
     def _settle(self) -> None:
         if self._plain:
             self._print(plain_parts(self._plain, unicode=self._unicode))
             self._plain = []
 
-    def _print(self, parts: Sequence[StyledText]) -> None:
+    def _rows(self, parts: Sequence[StyledText]) -> list[list[StyledText]]:
         columns, _ = terminal_size()
-        for row in rows_of(parts, columns - 1):
-            if self._paper is None:
-                self._file.write("".join(text for text, _ in row) + "\n")
-                continue
-            for text, style in row:
-                self._paper.write(text, style)
-            self._paper.write("\n")
+        return rows_of(parts, columns - 1)
+
+    def _print(self, parts: Sequence[StyledText]) -> None:
+        for row in self._rows(parts):
+            for text, style in [*row, ("\n", Style.TARGET)]:
+                if self.paper is not None:
+                    self.paper.write(text, style)
+                else:
+                    self._file.write(text)
         self._file.flush()
 
 
@@ -300,12 +292,15 @@ class ChatScreen:
         self.folded = False  # thinking is left out
         self.unicode = (self.file.encoding or "").lower().replace("-", "") in ("utf8", "utf16")
 
+    @property
+    def columns(self) -> int:
+        return terminal_size()[0]
+
     # -- lines ---------------------------------------------------------------------------------------------------
 
     def line(self, text: str = "", style: Style = Style.TARGET) -> None:
         """Print lines of our own, wrapped on a terminal."""
-        columns, _ = terminal_size()
-        for line in wrapped(visible(text), columns) if self.terminal else [visible(text)]:
+        for line in wrapped(visible(text), self.columns) if self.terminal else [visible(text)]:
             print(self.paint(line, style), file=self.file, flush=True)
 
     def note(self, text: str) -> None:
@@ -320,15 +315,13 @@ class ChatScreen:
         self.file.flush()
         line = "localspec: " + " ".join(visible(text).split())
         paint = Painter(self.ansi and self.errors.isatty(), self.colour)
-        columns, _ = terminal_size()
-        for row in wrapped(line, columns) if self.errors.isatty() else [line]:
+        for row in wrapped(line, self.columns) if self.errors.isatty() else [line]:
             print(paint(row, Style.ERROR), file=self.errors, flush=True)
 
     def question(self, text: str) -> None:
         """Show a question as it was typed, with a mark before each line."""
-        columns, _ = terminal_size()
         for mark, line in zip(chain(["> "], repeat(". ")), visible(text).split("\n"), strict=False):
-            first, *rest = wrapped(mark + line, columns)
+            first, *rest = wrapped(mark + line, self.columns)
             print(self.paint(first[: len(mark)], Style.PROMPT) + first[len(mark) :], *rest, sep="\n", file=self.file)
         self.file.flush()
 
@@ -336,10 +329,9 @@ class ChatScreen:
         """Print a renderable of rich."""
         from rich.console import Console
 
-        columns, _ = terminal_size()
         console = Console(
             file=self.file,
-            width=columns if self.terminal else 80,
+            width=self.columns if self.terminal else 80,
             force_terminal=self.ansi,
             no_color=not self.colour,
             highlight=False,
@@ -365,13 +357,12 @@ class ChatScreen:
             ("wrong guess", Style.REJECTED, True),
             ("the model's own", Style.TARGET, True),
         ]
-        columns, _ = terminal_size()
         rows, used = [""], 0
         for text, style, is_in_use in looks:
             if not is_in_use:
                 continue
             gap = " · " if used else ""
-            if used and used + len(gap) + len(text) > columns:
+            if used and used + len(gap) + len(text) > self.columns:
                 rows.append("")
                 gap, used = "", 0
             rows[-1] += gap + self.paint(text, style)
@@ -385,10 +376,7 @@ class ChatScreen:
         if not self.ansi:
             self.line(text)
         elif view == "reading":
-            from localspec.commands.chat.typesetter import MarkdownLines, whole
-
-            columns, _ = terminal_size()
-            lines = whole(visible(text), columns - 1, MarkdownLines(self.colour, self.unicode))
+            lines = whole(visible(text), self.columns - 1, MarkdownLines(self.colour, self.unicode))
             print(*lines, sep="\n", file=self.file, flush=True)
         else:
             paper = Typesetter(self.file, colour=self.colour)
@@ -492,22 +480,14 @@ def forget_typed() -> None:
             termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)
 
 
-# The reading view renders an answer's Markdown as it comes. Complete blocks are printed for good. The last one is
-# redrawn in a region at the end, at most as high as the screen, with the status line below; the cursor rests at the
-# region's first cell, so an update is one write and nothing above moves. Thinking is dim text, printed line by line, or
-# counted if folded.
+# The reading view renders an answer's Markdown as it comes. Complete blocks are printed for good; the last one is
+# redrawn. Thinking is dim text, printed line by line, or counted if folded.
 
-_ERASE_LINE, _ERASE_BELOW = "\x1b[K", "\x1b[J"
-_HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
-_NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
-"""In the region, a line that comes out wider than counted (joined emoji) must not become two."""
-
-MIN_LINES = 4  # lower screens have no region
 PAUSE = 4.0  # pause after drawing in multiples of its duration: leaves the engine this share of a core
 
 
 class ReadingView(View):
-    """Shows an answer as rendered Markdown; ``size`` is asked at every update, as windows change."""
+    """Shows an answer as rendered Markdown."""
 
     def __init__(
         self,
@@ -519,12 +499,11 @@ class ReadingView(View):
         folded: bool = False,
         size: Callable[[], tuple[int, int]] = terminal_size,
     ) -> None:
-        self._file = file
         self._stats = stats
         self._draw = MarkdownLines(colour, unicode)
         self._paint = Painter(ansi=True, colour=colour)
+        self._region = Region(file, self._paint, size)
         self._folded = folded
-        self._size = size
         self._thought = ""  # what is not printed of it
         self._thinks = False
         self._text = ""  # from the open block on
@@ -534,7 +513,7 @@ class ReadingView(View):
         self._next = 0.0
 
     def wait(self, what: str) -> None:
-        self._update([], [self._paint(what, Style.NOTE)])
+        self._region.update([], [self._paint(what, Style.NOTE)], "")
 
     def round(self, round_: Round) -> None:
         self._thought += "" if self._folded else visible(round_.thinking)
@@ -543,21 +522,21 @@ class ReadingView(View):
         now = time.monotonic()
         if now < self._next or round_.finish_reason:
             return
-        self._update(*self._drawn())
+        self._region.update(*self._drawn(), status_line(self._stats.as_dict()))
         self._next = now + (1 + PAUSE) * (time.monotonic() - now)
 
     def finish(self) -> None:
-        columns, _ = self._size()
+        columns, _ = self._region.size()
         lines = self._thoughts(columns, end=True)
         for block in blocks(self._text):
             lines += self._complete(block, columns)
-        self._write([*(f"{line}{_ERASE_LINE}\r\n" for line in lines), _ERASE_BELOW, _SHOW_CURSOR])
+        self._region.end(lines)
 
     # -- what there is to see ------------------------------------------------------------------------------------
 
     def _drawn(self) -> tuple[list[str], list[str]]:
         """Lines to print for good, and those of the region."""
-        columns, height = self._size()
+        columns, height = self._region.size()
         printed = self._thoughts(columns, end=bool(self._text.strip()))
         # Only by whole lines can it be told what the next token cannot change: "2" may become an item of a list.
         end = self._text.rfind("\n") + 1
@@ -566,14 +545,14 @@ class ReadingView(View):
             printed += self._complete(block, columns)
         self._text = last + self._text[end:]
         room = max(height - 2, 0)  # without the status, and what is printed for good above it
-        region = self._region(columns)
+        region = self._changing(columns)
         n_lines = open_code(last) if len(region) > room else None
         if n_lines is not None and n_lines - room // 2 > self._n_printed:
             printed += self._part(last, columns, n_lines - room // 2)
-            region = self._region(columns)
+            region = self._changing(columns)
         return printed, region[max(len(region) - room, 0) :]
 
-    def _region(self, columns: int) -> list[str]:
+    def _changing(self, columns: int) -> list[str]:
         lines = self._dim(self._thought.rstrip("\n"), columns)
         if self._folded and self._thinks:
             lines.append(self._paint(f"thinking, {self._stats.thinking_tokens} tokens …", Style.NOTE))
@@ -609,21 +588,3 @@ class ReadingView(View):
         lines += self._draw.render(block, columns - 1, self._n_code, (self._n_printed, end))
         self._n_printed = end or 0
         return lines
-
-    # -- the terminal --------------------------------------------------------------------------------------------
-
-    def _update(self, printed: Sequence[str], region: Sequence[str]) -> None:
-        columns, height = self._size()
-        out = [_HIDE_CURSOR, *(f"{line}{_ERASE_LINE}\r\n" for line in printed)]
-        if height >= MIN_LINES:
-            status = self._paint(clip(status_line(self._stats.as_dict()), columns - 1), Style.NOTE)
-            rows = [*region, status]
-            out += [_NO_WRAP, "\r\n".join(f"{row}{_ERASE_LINE}" for row in rows), _ERASE_BELOW, _WRAP]
-            out.append(f"\r\x1b[{len(rows) - 1}A" if len(rows) > 1 else "\r")
-        else:
-            out.append(_ERASE_BELOW)
-        self._write(out)
-
-    def _write(self, parts: Sequence[str]) -> None:
-        self._file.write("".join(parts))
-        self._file.flush()

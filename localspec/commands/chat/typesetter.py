@@ -1,17 +1,16 @@
-"""Streams text onto a terminal with a *tail*: text such as rejected draft tokens, erased before anything else is
-written.
+"""Sets an answer for a terminal while it comes: styles, wrapping, Markdown.
 
-It takes six sequences of the VT100: index, cursor up and down, save and restore cursor, erase below.
+What may still change (the open row, rejected draft tokens, the status line) is a region at the end that is drawn anew.
 """
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TextIO
 
 from markdown_it import MarkdownIt
@@ -29,7 +28,7 @@ from rich.theme import Theme
 from localspec.heads import FROM_STATES
 from localspec.spec_decode.drafters.names import CORPUS, NGRAM, kind_of
 from localspec.spec_decode.rounds import TokenKind
-from localspec.system.terminal import char_width, clip, on_one_line, terminal_size, visible, width, width_is_certain
+from localspec.system.terminal import char_width, clip, on_one_line, terminal_size, visible, width
 
 # Styles. Each differs in more than its colour.
 
@@ -81,191 +80,148 @@ def token_style(kind: TokenKind, source: str) -> Style:
 
 
 StyledText = tuple[str, Style]
-_RESET, _INDEX, _SAVE, _RESTORE, _ERASE_BELOW = "\x1b[0m", "\x1bD", "\x1b7", "\x1b8", "\x1b[J"
 TAIL_LINES = 2
+MIN_LINES = 4  # lower screens have the open row alone
+_ERASE_LINE, _ERASE_BELOW = "\x1b[K", "\x1b[J"
+_HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+_NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
+"""In the region, a line that comes out wider than counted (joined emoji) must not become two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The end of an answer, with the status line below. Lines that stay are printed above it.
+
+    The cursor rests at its first cell, so an update is one write and nothing above moves. ``size`` is asked at every
+    update, as windows change.
+    """
+
+    file: TextIO
+    paint: Painter
+    size: Callable[[], tuple[int, int]]
+
+    def update(self, printed: Sequence[str], rows: Sequence[str], status: str) -> None:
+        columns, height = self.size()
+        out = [_HIDE_CURSOR, *(f"{_ERASE_LINE}{line}\r\n" for line in printed)]
+        low = height < MIN_LINES
+        shown = rows[-1:] if low else [*rows, self.paint(clip(status, columns - 1), Style.NOTE)]
+        out += [_NO_WRAP, "\r\n".join(f"{_ERASE_LINE}{row}" for row in shown), _ERASE_BELOW, _WRAP, "\r"]
+        if len(shown) > 1:
+            out.append(f"\x1b[{len(shown) - 1}A")
+        self.file.write("".join(out))
+        self.file.flush()
+
+    def end(self, printed: Sequence[str]) -> None:
+        """Print the last lines in its place."""
+        lines = "".join(f"{_ERASE_LINE}{line}\r\n" for line in printed)
+        self.file.write(f"{lines}{_ERASE_BELOW}{_SHOW_CURSOR}")
+        self.file.flush()
 
 
 class Typesetter:
-    """Writes one answer.
+    """Sets the text of one answer in rows.
 
-    Prose is wrapped between words: a word is in the tail until it is complete, so printed text never moves. Code,
-    tables and indented lines are left to the terminal, so that they can be copied. ``size`` is asked at every flush.
+    Prose is wrapped between words. Code, tables, indented lines and words longer than a row are left to the terminal,
+    so that they can be copied.
     """
 
     def __init__(
         self, file: TextIO, *, colour: bool = True, size: Callable[[], tuple[int, int]] = terminal_size
     ) -> None:
-        self._file = file
-        self._colour = colour
-        self._paint = Painter(ansi=True, colour=colour)
-        self._size = size
-        self._columns, self._lines = size()
-        self._out: list[str] = []
-        self._style = Style.TARGET
-        self._column = 0
-        self._word: list[StyledText] = []  # characters of a word that may go on
-        self._word_cells = 0
-        self._is_long = False  # whether a word that takes more than a row goes on, which the terminal breaks
-        self._line = ""
+        self._region = Region(file, Painter(ansi=True, colour=colour), size)
+        self._open: list[StyledText] = []  # characters that are not printed for good
+        self._column = 0  # cells from the beginning of the line
+        self._goes_on = False  # whether rows of the open line are printed
         self._fenced = False
-        self._certain = True
-        self._on_fresh_row = False
-        self._has_tail = False
-
-    # -- text that stays -----------------------------------------------------------------------------------------
 
     def write(self, text: str, style: Style = Style.TARGET) -> None:
-        """Add text for good; it appears with the next ``flush``, an open word with the next ``tail``."""
-        self._drop_tail()
+        """Add text that stays; it appears with the next ``tail``."""
         for char in visible(text):
-            if char == "\n":
-                self._newline()
-            elif char == "\t":
-                self._line += char
-                self._end_word()
-                for _ in range(8 - self._column % 8):
-                    self._put_space(style)
-            elif char == " ":
-                self._line += char
-                self._end_word()
-                self._put_space(style)
-            else:
-                self._line += char
-                self._certain = self._certain and width_is_certain(char)
-                self._put(char, style)
-
-    def _put(self, char: str, style: Style) -> None:
-        """Add a character to its word, or print it where words are not wrapped."""
-        cells = char_width(char)
-        fits = self._word_cells + cells <= self._columns
-        if self._wraps and not self._is_long and fits and (cells == 1 or (cells == 0 and self._word)):
-            self._word.append((char, style))
-            self._word_cells += cells
-            return
-        is_long = self._is_long or not fits
-        self._end_word()
-        self._is_long = is_long
-        self._print(char, style)
-
-    def _end_word(self) -> None:
-        """Print the word held back."""
-        word, self._word = self._word, []
-        self._make_room()
-        self._word_cells, self._is_long = 0, False
-        for char, style in word:
-            self._print(char, style)
-
-    def _make_room(self) -> None:
-        """Begin a row if the word held back does not fit into this one."""
-        if self._word_cells and self._column and self._column + self._word_cells > self._columns:
-            self._begin_row()
-
-    def _begin_row(self) -> None:
-        self._set_style(Style.TARGET)
-        self._out.append("\r\n")
-        self._column = 0
-
-    def _print(self, char: str, style: Style) -> None:
-        cells = char_width(char)
-        if self._column + cells > self._columns:
-            if (self._wraps and not self._is_long) or not self._certain:
-                self._begin_row()
-            else:
-                self._column = 0  # the terminal breaks the line, and knows that it is one line
-        self._set_style(style)
-        self._out.append(char)
-        self._column += cells
-        self._on_fresh_row = False
-
-    def _put_space(self, style: Style) -> None:
-        if self._wraps and (self._column >= self._columns or self._on_fresh_row):
-            return  # the line break stands for it
-        self._print(" ", style)
-
-    def _newline(self) -> None:
-        self._end_word()
-        if self._line.lstrip().startswith(("```", "~~~")):
-            self._fenced = not self._fenced
-        if self._on_fresh_row:  # the line filled its row to the last cell and the cursor has moved on already
-            self._on_fresh_row = False
-        else:
-            self._begin_row()
-        self._line, self._column, self._certain = "", 0, True
-
-    @property
-    def _wraps(self) -> bool:
-        return not (self._fenced or self._line.startswith(("```", "~~~", "|", "    ", "\t")))
-
-    def _leave_edge(self) -> None:
-        """Leave the last cell, where saving the cursor is not portable."""
-        if self._wraps and not self._is_long:
-            self._begin_row()
-        else:
-            self._out.append(" \r")  # the space makes the terminal wrap; what follows overwrites it
-        self._column, self._on_fresh_row = 0, True
-
-    def _set_style(self, style: Style) -> None:
-        if style is not self._style:
-            self._out.append((_RESET if self._style is not Style.TARGET else "") + style.sgr(self._colour))
-            self._style = style
-
-    # -- the tail ------------------------------------------------------------------------------------------------
+            cells = 8 - self._column % 8 if char == "\t" else char_width(char)
+            self._column = 0 if char == "\n" else self._column + cells
+            self._open += [(" ", style)] * cells if char == "\t" else [(char, style)]
 
     def tail(self, segments: Iterable[StyledText], status: str) -> None:
-        """Show segments after the text and a status line below, until the next ``write``."""
-        self._drop_tail()
-        self._resize()
-        if self._lines < TAIL_LINES + 2:
-            return
-        self._make_room()
-        self._set_style(Style.TARGET)
-        if self._column >= self._columns:
-            self._leave_edge()
-        room = TAIL_LINES * self._columns - self._column - 1
-        shown: list[StyledText] = []
-        used = 0
-        for text, style in [*self._word, *segments]:
-            flat = clip(on_one_line(text), room - used)
-            used += width(flat)
-            shown.append((flat, style))
-            if used >= room:
-                break
-        down = 1 + (self._column + used) // self._columns
-        self._out.append(_INDEX * down + f"\x1b[{down}A" + _SAVE)
-        self._out += [self._paint(text, style) for text, style in shown]
-        line = self._paint(clip(status, self._columns - 1), Style.NOTE)
-        # Saved again, because in some terminals a restored position is used up.
-        self._out.append(f"{_RESTORE}{_SAVE}\x1b[{down}B\r{line}{_RESTORE}")
-        self._has_tail = True
-
-    def _resize(self) -> None:
-        """Ask for the size; a row that became too long is ended."""
-        self._columns, self._lines = self._size()
-        if self._column > self._columns:
-            if self._wraps:
-                self._begin_row()
-            else:
-                self._column = (self._column - 1) % self._columns + 1
-
-    def _drop_tail(self) -> None:
-        if self._has_tail:
-            self._out.append(_ERASE_BELOW)
-            self._has_tail = False
-
-    def flush(self) -> None:
-        self._set_style(Style.TARGET)
-        if self._out:
-            self._file.write("".join(self._out))
-            self._out.clear()
-        self._file.flush()
+        """Show the text, segments after it and a status line below, until the next update."""
+        columns, height = self._region.size()
+        printed = self._complete(columns)
+        shown = list(self._open)
+        room = TAIL_LINES * columns - _last_column(shown, columns) - 1
+        for text, style in segments if height >= MIN_LINES else ():
+            flat = clip(on_one_line(text), room)
+            shown += [(char, style) for char in flat]
+            room -= width(flat)
+        rows: list[list[StyledText]] = [[]]
+        for each in shown:
+            if _cells([*rows[-1], each]) > columns:
+                rows.append([])
+            rows[-1].append(each)
+        self._region.update(printed, [self._painted(row, columns) for row in rows[-max(1, height - 2) :]], status)
 
     def finish(self) -> None:
-        """Erase the tail and end the last line."""
-        self._drop_tail()
-        self._resize()
-        if self._column or self._line:
-            self._newline()
-        self.flush()
+        """Print all text and end the last line."""
+        columns, _ = self._region.size()
+        printed = self._complete(columns)
+        self._region.end([*printed, self._painted(self._open, columns)] if self._open else printed)
+        self._open = []
+
+    def _complete(self, columns: int) -> list[str]:
+        """Take the rows that no further text can change."""
+        lines: list[list[StyledText]] = [[]]
+        for each in self._open:
+            if each[0] == "\n":
+                lines.append([])
+            else:
+                lines[-1].append(each)
+        done: list[list[StyledText]] = []
+        for i, line in enumerate(lines, 1):
+            start = "".join(char for char, _ in line)
+            as_it_is = self._fenced or start.startswith(("```", "~~~", "|", "    "))
+            rows = [line] if as_it_is and not self._goes_on else _wrapped(line, columns, self._goes_on)
+            done += rows
+            self._goes_on |= len(rows) > 1
+            if i == len(lines):
+                self._open = done.pop()
+            elif self._goes_on and not rows[-1]:
+                done.pop()  # the line ended with its last row
+            else:
+                self._fenced ^= start.lstrip().startswith(("```", "~~~"))
+            self._goes_on &= i == len(lines)
+        return [self._painted(row, columns) for row in done]
+
+    def _painted(self, row: Sequence[StyledText], columns: int) -> str:
+        runs = [("".join(char for char, _ in run), style) for style, run in groupby(row, key=lambda each: each[1])]
+        rest = _ERASE_LINE if _cells(row) > columns and _last_column(row, columns) < columns else ""
+        return "".join(self._region.paint(text, style) for text, style in runs) + rest
+
+
+def _cells(row: Iterable[StyledText]) -> int:
+    return sum(char_width(char) for char, _ in row)
+
+
+def _last_column(row: Iterable[StyledText], columns: int) -> int:
+    """Cells in the last row of a row that the terminal breaks."""
+    cells = _cells(row)
+    return (cells - 1) % columns + 1 if cells else 0
+
+
+def _wrapped(line: Sequence[StyledText], columns: int, goes_on: bool) -> list[list[StyledText]]:
+    """A line in rows, broken at spaces and at wide characters; a row that begins with a longer word is longer."""
+    rows: list[list[StyledText]] = [[]]
+    used = 0
+    # Words of narrow characters in a row, wide characters and spaces.
+    for kind, group in groupby(line, key=lambda each: each[0] != " " and char_width(each[0]) < 2):
+        run = list(group)
+        for word in [run] if kind else [[each] for each in run]:
+            cells = _cells(word)
+            if used and used + cells > columns:
+                rows.append([])
+                used = 0
+            if word[0][0] == " " and not used and (goes_on or len(rows) > 1):
+                continue  # the line break stands for it
+            rows[-1] += word
+            used = (used + cells - 1) % columns + 1
+    return rows
 
 
 # Markdown as lines for a terminal: parsed by markdown-it, drawn by rich, block by block.

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -22,11 +22,10 @@ from rich.text import Text
 from localspec.backends.llama.ggml import engine_log
 from localspec.commands.options import ensure_model
 from localspec.errors import Cancelled, UsageError, check_text
-from localspec.heads.card import CurvePoint, Rates
+from localspec.heads.card import ALL_TEXTS, CurvePoint, Rates
 from localspec.heads.file import heads_folder
 from localspec.heads.training.distill import distill
 from localspec.heads.training.run_folder import Distilled, Effort, Recipe, RunProgress
-from localspec.heads.training.worth import Worth
 from localspec.model_files.sources.base import size_text
 from localspec.report.model import Facts, Figure, KeyFigure, KeyFigures, Part, Report, Table
 from localspec.report.model import Text as Paragraph
@@ -76,33 +75,20 @@ def _worth_parts(made: Distilled) -> list[Part]:
     worth = made.worth
     if worth is None:
         return [Paragraph(f"What it is worth could not be measured; it lies in {made.path}.", "note")]
-    parts: list[Part] = [KeyFigures([_key_figure(worth, kept=made.kept is not None)])]
+    interval = "" if worth.interval is None else f" (95 %: {worth.interval[0]:.2f} to {worth.interval[1]:.2f})"
+    verdict, more = "kept: --draft auto uses it", list[Part]()
     if made.kept is None:
+        why = "the difference is within the noise" if worth.is_unclear else "it does not pay here"
+        verdict = f"not kept, as {why}; more --minutes may change that"
         where = f"It lies in {made.path}. --draft head:{made.path} uses it all the same, and"
-        parts.append(Paragraph(f"{where} --draft auto finds it if it is copied to {heads_folder()}.", "note"))
-    return [*parts, Paragraph(_how_measured(worth), "muted")]
-
-
-def _key_figure(worth: Worth, *, kept: bool) -> KeyFigure:
+        more = [Paragraph(f"{where} --draft auto finds it if it is copied to {heads_folder()}.", "note")]
     speeds = (
         f"{worth.head:.1f} tokens per second with the head, {worth.without:.1f} without it, {worth.plain:.1f} plain"
     )
-    if kept:
-        verdict = "kept: --draft auto uses it"
-    elif worth.is_unclear:
-        verdict = "not kept, as the difference is within the noise; more --minutes may change that"
-    else:
-        verdict = "not kept, as it does not pay here; more --minutes may change that"
-    interval = "" if worth.interval is None else f" (95 %: {worth.interval[0]:.2f} to {worth.interval[1]:.2f})"
-    verdict = f"×{worth.gain:.2f} in the median{interval}; {verdict}"
-    return KeyFigure("with the head", f"×{worth.gain:.2f}", f"{speeds}: {verdict}", "ok" if kept else "note")
-
-
-def _how_measured(worth: Worth) -> str:
-    return (
-        f"{worth.n_questions} questions that nothing was trained on, greedy, in turns; without the head: "
-        f"{', '.join(worth.drafters)}"
-    )
+    text = f"{speeds}: ×{worth.gain:.2f} in the median{interval}; {verdict}"
+    figure = KeyFigure("with the head", f"×{worth.gain:.2f}", text, "ok" if made.kept else "note")
+    how = f"{worth.n_questions} questions that nothing was trained on, greedy, in turns; without the head: "
+    return [KeyFigures([figure]), *more, Paragraph(how + ", ".join(worth.drafters), "muted")]
 
 
 def curve_parts(curve: Sequence[CurvePoint]) -> list[Part]:
@@ -113,19 +99,12 @@ def curve_parts(curve: Sequence[CurvePoint]) -> list[Part]:
 
 
 def _curve(curve: Sequence[CurvePoint]) -> Drawing:
-    tests = [(point.tokens_seen, point.acceptance.get(_ALL, ())) for point in curve]
+    tests = [(point.tokens_seen, point.acceptance.get(ALL_TEXTS, ())) for point in curve]
     n_steps = min(_SHOWN_STEPS, max(len(rates) for _, rates in tests))
-    series = [
-        Series(
-            f"{step + 1} right",
-            [
-                Point(seen, rates[step], f"{seen:,} tokens: {rates[step]:.3f}")
-                for seen, rates in tests
-                if step < len(rates)
-            ],
-        )
-        for step in range(n_steps)
-    ]
+    series = []
+    for step in range(n_steps):
+        at = [(seen, rates[step]) for seen, rates in tests if step < len(rates)]
+        series.append(Series(f"{step + 1} right", [Point(seen, y, f"{seen:,} tokens: {y:.3f}") for seen, y in at]))
     most = max(0.1, *(point.y for each in series for point in each.points))
     return chart(
         "Acceptance against tokens learned from",
@@ -137,7 +116,7 @@ def _curve(curve: Sequence[CurvePoint]) -> Drawing:
 
 def _acceptance_table(acceptance: Rates) -> Table:
     n_steps = min(_SHOWN_STEPS, max(map(len, acceptance.values())))
-    names = [_ALL, *(name for name in acceptance if name != _ALL)]
+    names = [ALL_TEXTS, *(name for name in acceptance if name != ALL_TEXTS)]
     rows = [[name, *(f"{rate:.2f}" for rate in acceptance[name][:n_steps])] for name in names if name in acceptance]
     return Table(
         "Right, by how many tokens ahead",
@@ -150,12 +129,10 @@ def _acceptance_table(acceptance: Rates) -> Table:
 # How a run comes along: a few lines that are drawn again on a terminal; elsewhere a line a minute.
 
 REDRAWN_SECONDS = 0.25
-LINE_SECONDS = 60.0
-"""Between two lines where the output is no terminal."""
+LINE_SECONDS = 60.0  # between two lines where the output is no terminal
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _STEPS_BESIDE = 4
-_ALL = "all"
 
 
 class RunDisplay:
@@ -208,9 +185,8 @@ class RunDisplay:
             self._drawn, self._phase, self._n_points = now, standing.phase, len(standing.curve)
             parts = [_doing(standing), _counts(standing), _left(standing)]
             if tested:
-                parts.append(
-                    "right at " + " ".join(f"{rate:.2f}" for rate in standing.curve[-1].acceptance.get(_ALL, ()))
-                )
+                rates = standing.curve[-1].acceptance.get(ALL_TEXTS, ())
+                parts.append("right at " + " ".join(f"{rate:.2f}" for rate in rates))
             print("; ".join(part for part in parts if part), file=self._file, flush=True)
 
 
@@ -237,24 +213,18 @@ def _left(standing: RunProgress) -> str:
 
 
 def _drawing(standing: RunProgress, columns: int) -> Group:
-    bar = Grid.grid(padding=(0, 1))
+    bar, said = Grid.grid(padding=(0, 1)), " · ".join(part for part in (_left(standing), _doing(standing)) if part)
     bar.add_row(
         ProgressBar(total=1.0, completed=standing.fraction or 0.0, width=min(30, columns // 3)),
-        Text(
-            " · ".join(part for part in (_left(standing), _doing(standing)) if part), overflow="ellipsis", no_wrap=True
-        ),
+        Text(said, overflow="ellipsis", no_wrap=True),
     )
     lines = [Text(_counts(standing), style="dim", no_wrap=True, overflow="ellipsis")]
-    for step, rates in enumerate(_by_step(standing.curve)):
+    # The share of places at which the first n guesses were right, test by test, for n = 1, 2, …
+    tests = [point.acceptance[ALL_TEXTS] for point in standing.curve if ALL_TEXTS in point.acceptance]
+    for step, rates in enumerate(list(zip(*tests, strict=False))[:_STEPS_BESIDE]):
         name = f"{step + 1} in a row right" if step else "next token right"
         lines.append(Text(f"{name} {rates[-1]:.2f} {sparkline(rates, max(8, columns - 30))}", no_wrap=True))
     return Group(bar, *lines)
-
-
-def _by_step(curve: Sequence[CurvePoint]) -> list[list[float]]:
-    """The share of places at which the first n guesses were right, test by test, for n = 1, 2, …"""
-    tests = [point.acceptance[_ALL] for point in curve if _ALL in point.acceptance]
-    return [list(rates) for rates in zip(*tests, strict=False)][:_STEPS_BESIDE]
 
 
 def sparkline(rates: Sequence[float], columns: int) -> str:
@@ -264,6 +234,7 @@ def sparkline(rates: Sequence[float], columns: int) -> str:
 
 INTERRUPTED = 130
 COMMAND = "localspec distill"
+_OWN_OPTIONS = ("model", "html", "verbose")
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,19 +257,14 @@ class DistillRequest:
     verbose: bool
 
     def __post_init__(self) -> None:
-        for name, text in (
-            ("MODEL", self.model),
-            ("--begin-with", self.begin_with),
-            ("--html", self.html),
-        ):
+        for name, text in (("MODEL", self.model), ("--begin-with", self.begin_with), ("--html", self.html)):
             check_text(text, name)
-        for option, paths in (("--prompts", self.prompts), ("--text", self.texts)):
-            for path in paths:
-                check_text(path, option)
         for prompts in self.prompts:
+            check_text(prompts, "--prompts")
             if not Path(prompts).is_file():
                 raise UsageError(f"--prompts {prompts}: there is no such file")
         for text in self.texts:
+            check_text(text, "--text")
             if not Path(text).exists():
                 raise UsageError(f"--text {text}: there is no such file or folder")
         if self.html == STREAM:
@@ -311,11 +277,7 @@ class DistillRequest:
 def distill_command(request: DistillRequest) -> int:
     """Train, print, write. Ctrl-C, or a request to end, stops it; it can be resumed.
 
-    Returns:
-        The exit status: also 0 where the head turned out not to pay here.
-
-    Raises:
-        LocalspecError: see ``distill``.
+    The exit status is also 0 where the head turned out not to pay here.
     """
     page = None if request.html is None else checked_output(request.html, force=request.force or request.resume)
     engine_log.verbose = engine_log.verbose or request.verbose
@@ -332,24 +294,8 @@ def distill_command(request: DistillRequest) -> int:
                 write_output(page, html(unfinished_report(model, standing)))
 
         try:
-            made = distill(
-                model,
-                minutes=request.minutes,
-                kind=request.kind,
-                seed=request.seed,
-                begin_with=request.begin_with,
-                resume=request.resume,
-                force=request.force,
-                prompts=request.prompts,
-                texts=request.texts,
-                chats=request.chats,
-                backend=request.backend,
-                n_threads=request.n_threads,
-                command=COMMAND,
-                report=report,
-                say=watch.say,
-                cancel=stop,
-            )
+            options = {name: value for name, value in asdict(request).items() if name not in _OWN_OPTIONS}
+            made = distill(model, **options, command=COMMAND, report=report, say=watch.say, cancel=stop)
         except Cancelled:
             watch.clear()
             print(f"localspec: stopped; resume with: {_resume(request, model)}", file=sys.stderr)
@@ -364,8 +310,8 @@ def distill_command(request: DistillRequest) -> int:
 def _resume(request: DistillRequest, model: str) -> str:
     kind = [] if request.kind == "chained" else ["--kind", request.kind]
     minutes = [] if request.minutes is None else ["--minutes", f"{request.minutes:g}"]
-    rest = [] if request.html is None else ["--html", request.html]
-    rest += [] if request.backend == "auto" else ["--backend", request.backend]
-    rest += [] if request.n_threads is None else ["--threads", str(request.n_threads)]
+    html = [] if request.html is None else ["--html", request.html]
+    backend = [] if request.backend == "auto" else ["--backend", request.backend]
+    threads = [] if request.n_threads is None else ["--threads", str(request.n_threads)]
     named = [] if request.model is None else [model]
-    return shlex.join(["localspec", "distill", *named, *kind, *minutes, *rest, "--resume"])
+    return shlex.join(["localspec", "distill", *named, *kind, *minutes, *html, *backend, *threads, "--resume"])

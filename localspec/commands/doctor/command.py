@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,17 +22,11 @@ from localspec.commands.doctor.facts import (
     Recommendation,
 )
 from localspec.commands.doctor.fit import ExaminedModel
-from localspec.commands.doctor.ranking import (
-    Watch,
-    branches_finding,
-    compare_engines,
-    copies_findings,
-    cost_finding,
-    measure_costs,
-)
+from localspec.commands.doctor.ranking import Watch, cost_findings, measure_costs
 from localspec.commands.options import RunOptions, called, joined
 from localspec.engine.draft_sources import is_free
 from localspec.engine.loading import forget
+from localspec.engine.pair import DEFAULT_CTX
 from localspec.errors import EngineError, LocalspecError, ModelFileError, UsageError
 from localspec.heads import FROM_STATES, HEAD
 from localspec.heads.kinds import names_published_head
@@ -64,11 +59,11 @@ _LEAST_NOISE = 0.03  # noise between two equal answers by turns (``SLICE_TOKENS`
 _LEAST_MARGIN = 0.02  # smaller gains are called none
 
 
-_DOUBTS = ("load", "one token", "heat")
+_DOUBTS = ("load", "one token", "heat")  # findings that make timings doubtful
+_SAID_OF_PAIRS = re.compile(r"^--ctx |is larger than the target| cannot draft for ")  # warnings that repeat findings
 
 
 def doubtful(found: Examination) -> list[str]:
-    """Names of findings that make timings doubtful."""
     return [each.name for each in found.checks if each.status == "note" and each.name in _DOUBTS]
 
 
@@ -142,7 +137,9 @@ def recommend_ranked(rank: RankFacts, target: str, drafts: Mapping[str, str]) ->
             "Nothing could be measured: no time, or no room in the context. Without --rank, doctor judges by costs.",
         )
     best = measured[0]
-    top, margin = best.speedup or 0.0, noise_margin(rank)
+    # A ratio has √2 times the noise of an answer, a mean over n prompts 1/√n of that; at about two standard errors.
+    noise = 2 * max(_LEAST_NOISE, rank.noise or 0.0) * (2 / max(1, len(rank.prompts))) ** 0.5
+    top, margin = best.speedup or 0.0, max(_LEAST_MARGIN, noise)
     name = " + ".join(best.drafters)
     if top < 1 + _LEAST_MARGIN:
         text = f"Do not speculate here: nothing was faster than plain decoding; the best, {name}, reached ×{top:.2f}."
@@ -163,13 +160,6 @@ def _draft_options(drafters: Sequence[str], specs: Mapping[str, str]) -> str:
     """Options that draft with these and no others."""
     named = "".join(f" --draft {specs.get(drafter, drafter)}" for drafter in drafters)
     return named if any(map(is_free, drafters)) else f"{named} --draft-only"
-
-
-def noise_margin(rank: RankFacts) -> float:
-    """Difference of two speed-ups that noise may make, at about two standard errors: a ratio has √2 times the noise of
-    an answer, a mean over n prompts 1/√n of that."""
-    noise = max(_LEAST_NOISE, rank.noise or 0.0)
-    return float(max(_LEAST_MARGIN, 2 * noise * 2**0.5 / max(1, len(rank.prompts)) ** 0.5))
 
 
 # The findings as parts of a report.
@@ -330,12 +320,6 @@ def ranking_parts(rank: RankFacts) -> Iterator[Part]:
         yield Text(f"plain itself varied by {rank.noise:.1%} from run to run of the same prompt", "muted")
 
 
-def recommendation_parts(found: Recommendation) -> Iterator[Part]:
-    yield Text(found.text, title="Recommendation")
-    if found.command is not None:
-        yield Text(found.command, "strong")
-
-
 def bars(values: Sequence[float], *, height: int, width: int, gap: int, unicode: bool = True) -> list[str]:
     """Vertical bars from zero up as ``height`` lines, top first, each bar ``width`` columns wide; in ASCII without
     ``unicode``."""
@@ -368,6 +352,11 @@ class ExaminedPair:
     automatic: bool
     heads: tuple[str, ...] = ()
     corpora: tuple[str, ...] = ()
+
+    @property
+    def free(self) -> list[str]:
+        """Drafters that run no model."""
+        return [*([NGRAM] if self.ngram else []), *self.corpora]
 
     @property
     def models(self) -> list[ExaminedModel]:
@@ -441,18 +430,27 @@ class Doctor:
         found.models = [model.facts() for model in on_disk]
         self._find("Models", "models", fit.model_findings(on_disk))
         if examined is None:
-            found.recommendation = self._first_steps()
+            pair = Catalog.load().default_pair()
+            size, names = (
+                size_text(sum(each.bytes for each in pair if not each.present)),
+                " with ".join(each.name for each in pair),
+            )
+            text = f"The default model is not on this disk: {names} ({size}). Fetch it, then run doctor again."
+            found.recommendation = Recommendation(None, text, "localspec pull")
         else:
             if examined.automatic and examined.target.present and engine is not None:
-                examined = replace(examined, heads=_found_heads(examined.target, engine.name))
+                file = examined.target.file
+                heads = found_heads(file, engine.name, mtp=computes_mtp(file, engine.name))
+                examined = replace(examined, heads=ranking.short_head_names(heads))
             self._examine_pair(examined, engine)
             found.recommendation = self._obstacle(examined) or self._measure(examined, calibrate, rank)
         slowed = machine.throttled(throttle, machine.throttle_count())
         found.machine = replace(found.machine, throttled=slowed)
         if slowed:
             self._find("", "machine", [facts.HEAT])
-        if found.recommendation is not None:
-            self.parts += recommendation_parts(found.recommendation)
+        if (advice := found.recommendation) is not None:
+            self.parts.append(Text(advice.text, title="Recommendation"))
+            self.parts += [Text(advice.command, "strong")] if advice.command is not None else []
         return found
 
     # -- the models ----------------------------------------------------------------------------------------------
@@ -478,13 +476,6 @@ class Doctor:
                 named.append(each)
         return ExaminedPair(target, tuple(named), NGRAM in names, False, heads, corpora)
 
-    def _first_steps(self) -> Recommendation:
-        pair = Catalog.load().default_pair()
-        size = size_text(sum(entry.bytes for entry in pair if not entry.present))
-        names = " with ".join(entry.name for entry in pair)
-        text = f"The default model is not on this disk: {names} ({size}). Fetch it, then run doctor again."
-        return Recommendation(None, text, "localspec pull")
-
     # -- the pair ------------------------------------------------------------------------------------------------
 
     def _examine_pair(self, examined: ExaminedPair, engine: EngineFacts | None) -> None:
@@ -499,7 +490,11 @@ class Doctor:
             if target.sizes is not None and draft.sizes is not None
         }
         rows += _vocabulary(examined, differences)
-        usable = [draft for draft in drafts if draft.error is None and differences.get(draft.name) is None]
+        usable = [
+            draft
+            for draft in drafts
+            if draft.error is None and not (examined.automatic and differences.get(draft.name) is not None)
+        ]
         room = fit.Room(
             engine,
             options.load.n_gpu_layers,
@@ -507,24 +502,23 @@ class Doctor:
             here.memory_limit_bytes or here.memory_total_bytes,
         )
         loaded = [target, *usable]
-        n_ctx = fit.context_size(options.load.n_ctx, target)
+        n_ctx = options.load.n_ctx or min(DEFAULT_CTX, target.n_ctx_train or DEFAULT_CTX)
         on_cpu: int | None = None
         if options.load.placement and engine is not None and target.present and target.error is None:
-            spread = fit.spread(target, options.load, engine.name, n_ctx)
-            rows, on_cpu = [*rows, *spread.rows], spread.on_cpu_bytes
+            spread, on_cpu = fit.spread(target, options.load, engine.name, n_ctx)
+            rows += spread
         fitted = fit.fit(loaded, n_ctx, options.load.kv_cache_type, room, on_cpu)
         rows += fit.fit_findings(loaded, fitted, room)
         trained = target.n_ctx_train
         if options.load.n_ctx is not None and trained and options.load.n_ctx > trained:
             text = f"{options.load.n_ctx:,} tokens, but it was trained for {trained:,}"
             rows.append(Finding("note", "context", text, f"use --ctx {trained}"))
-        if usable or examined.ngram or examined.heads or examined.corpora:
+        if usable or examined.free or examined.heads:
             rows += _rollback(loaded)
         self.found.pair = PairFacts(
             target.facts(), [draft.facts() for draft in drafts], examined.ngram, differences, fitted
         )
-        free = [*([NGRAM] if examined.ngram else []), *examined.corpora]
-        names = [target.name, *free, *examined.heads, *(draft.name for draft in drafts)]
+        names = [target.name, *examined.free, *examined.heads, *(draft.name for draft in drafts)]
         self._find(" + ".join(names), "pair", rows)
 
     def _obstacle(self, examined: ExaminedPair) -> Recommendation | None:
@@ -559,26 +553,24 @@ class Doctor:
 
     def _costs(self, examined: ExaminedPair, calibrate: bool) -> Recommendation:
         found, watch = self.found, self.watch
-        differences = found.pair.vocabulary if found.pair is not None else {}
-        drafts = [draft for draft in examined.drafts if draft.present and differences.get(draft.name) is None]
-        free = [*([NGRAM] if examined.ngram else []), *examined.corpora]
-        specs = [*free, *examined.heads, *(draft.path for draft in drafts)]
+        drafts = [draft for draft in examined.drafts if draft.present]
+        specs = [*examined.free, *examined.heads, *(draft.path for draft in drafts)]
         if examined.automatic:
             specs = ["auto", *examined.corpora]  # which goes on without what cannot be loaded
         bandwidth = found.machine.bandwidth_gb_per_s
         busy = found.machine.busy_share >= BUSY
         if calibrate:
-            forget(examined.target.file, self.options.load.n_threads, self.options.load.kv_cache_type)
+            forget(examined.target.file, self.options.load)
         with self._open(examined.target, specs) as llm:
             if calibrate:
                 watch.call(llm, lambda pair: pair.recalibrate(watch.report))
             cost, times = measure_costs(llm, examined.target.name, [draft.name for draft in drafts], bandwidth, watch)
             loaded = llm.run(lambda pair: pair.state.models)
             one_pass = {each.name for each in loaded if each.drafter.info.one_pass}
-            rows = [cost_finding(cost, bandwidth), *compare_engines(llm, watch, busy=busy), branches_finding(cost)]
-            rows += copies_findings(llm)
-            rows += [Finding("note", "engine", warning) for warning in llm.warnings if not _is_shown(warning)]
-        drafters = [(name, 0.0) for name in free]
+            rows = list(cost_findings(llm, cost, bandwidth, watch, busy=busy))
+            warnings = [each for each in llm.warnings if not _SAID_OF_PAIRS.search(each)]
+            rows += [Finding("note", "engine", warning) for warning in warnings]
+        drafters = [(name, 0.0) for name in examined.free]
         drafters += [(draft.name, draft.ms[1]) for draft in cost.drafts]
         payoffs = [facts.payoff(name, times, ms, one_pass=name in one_pass) for name, ms in drafters]
         assert found.pair is not None
@@ -587,7 +579,7 @@ class Doctor:
         found.add("cost", rows)
         self.parts += cost_parts(cost, rows, self.page.width, self.page.unicode)
         self.parts += payoff_parts(payoffs)
-        names = {each.name: each.spec for each in loaded if not each.drafter.info.reads_text}
+        names = {each.name: each.spec for each in loaded if not each.drafter.info.is_draft_model}
         if examined.automatic or HEAD in examined.heads:
             names[HEAD] = HEAD
         names |= {draft.name: draft.spec for draft in drafts}
@@ -597,7 +589,7 @@ class Doctor:
     def _rank(self, examined: ExaminedPair, calibrate: bool) -> Recommendation:
         watch, target = self.watch, examined.target
         named = [draft for draft in examined.drafts if draft.present and not examined.automatic]
-        drafts = list({draft.file.resolve(): draft for draft in [*named, *ranking.matching_drafts(target)]}.values())
+        drafts = list({draft.file.resolve(): draft for draft in [*named, *ranking.drafts_on_disk(target)]}.values())
         with self._open(target, [NGRAM]) as llm:
             if calibrate:
                 watch.call(llm, lambda pair: pair.recalibrate(watch.report))
@@ -633,8 +625,8 @@ def _vocabulary(examined: ExaminedPair, differences: dict[str, str | None]) -> I
             advice = "only n-grams guess; fetch target and draft from one publisher"
             yield Finding("note", "vocabulary", f"{name} does not match: {difference}", advice)
         else:
-            advice = "take a draft of the target's family; doctor --rank finds those on this disk"
-            yield Finding("fail", "vocabulary", f"{name} does not match: {difference}", advice)
+            text = f"{name} has another vocabulary, drafts are carried over as text: {difference}"
+            yield Finding("note", "vocabulary", text, "doctor --rank compares the drafts on this disk")
     for draft in examined.drafts:
         if draft.bytes and draft.bytes > target.bytes > 0:
             text = f"{draft.name} is larger than its target"
@@ -655,12 +647,6 @@ def _rollback(models: Sequence[ExaminedModel]) -> Iterator[Finding]:
         yield Finding("ok", "rollback", f"{what} a rejected guess at no cost")
 
 
-def _is_shown(warning: str) -> bool:
-    """Whether a warning repeats what the pair's findings say."""
-    shown = ("is larger than the target", " cannot draft for ")
-    return any(part in warning for part in shown) or warning.startswith("--ctx ")
-
-
 def _published(name: str) -> Path | None:
     """File of a draft that is a published head, which has no vocabulary or memory to examine."""
     if is_free(name) or name.partition(":")[0] in (*FROM_STATES, CORPUS):
@@ -670,8 +656,3 @@ def _published(name: str) -> Path | None:
     except ModelFileError:
         return None
     return path if names_published_head(path) else None
-
-
-def _found_heads(target: ExaminedModel, backend: str) -> tuple[str, ...]:
-    """Heads that ``auto`` would load, as far as files tell before the target is loaded."""
-    return ranking.short_head_names(found_heads(target.file, backend, mtp=computes_mtp(target.file, backend)))

@@ -267,38 +267,32 @@ def look_at_machine(n_threads: int | None = None, *, measure: bool = True) -> Ma
 
 
 def machine_findings(machine: MachineFacts) -> Iterator[Finding]:
-    yield _cpu(machine)
-    free = size_text(machine.memory_available_bytes)
+    threads, cores, quota = machine.threads, machine.cores, machine.cpu_quota
+    features = " ".join(machine.features) or "instruction sets unknown"
+    text = f"{machine.cpu} · {threads} of {cores} CPUs used · {features}"
+    if quota is not None and quota < threads - 0.01:
+        text += f"; its container grants the time of {quota:.3g} only, so threads stall"
+        yield Finding("note", "CPU", text, f"use --threads {max(1, int(quota))}")
+    elif threads > cores:
+        text += ": more threads than CPUs slow each other down"
+        yield Finding("note", "CPU", text, f"use --threads {cores}")
+    else:
+        yield Finding("ok", "CPU", text)
+    free, busy = size_text(machine.memory_available_bytes), machine.busy_share >= BUSY
     whole = f" of {size_text(machine.memory_total_bytes)}"
     if machine.memory_limit_bytes is not None:
         whole = f", of {size_text(machine.memory_limit_bytes)} that the container may use"
     yield Finding("ok", "memory", f"{free} free{whole}")
     if machine.bandwidth_gb_per_s is not None:
-        threads = f"{machine.threads} thread" + "s" * (machine.threads != 1)
-        busy = machine.busy_share >= BUSY
-        yield Finding("info" if busy else "ok", "bandwidth", f"{machine.bandwidth_gb_per_s:.1f} GB/s read by {threads}")
-    if machine.busy_share >= BUSY:
-        yield Finding(
-            "note", "load", f"others use {machine.busy_share:.0%} of the CPU: what is timed now is too slow",
-            "stop them, then: localspec doctor --calibrate",
-        )  # fmt: skip
+        text = f"{machine.bandwidth_gb_per_s:.1f} GB/s read by {threads} thread" + "s" * (threads != 1)
+        yield Finding("info" if busy else "ok", "bandwidth", text)
+    if busy:
+        text = f"others use {machine.busy_share:.0%} of the CPU: what is timed now is too slow"
+        yield Finding("note", "load", text, "stop them, then: localspec doctor --calibrate")
     if machine.on_battery:
         yield Finding("note", "power", "on battery, where the clock is lower", "plug it in before you compare")
     if (why := slow_clock()) is not None:
         yield Finding("note", "clock", why, "choose the performance setting before you compare")
-
-
-def _cpu(machine: MachineFacts) -> Finding:
-    threads = f"{machine.threads} of {machine.cores} CPUs used"
-    text = f"{machine.cpu} · {threads} · {' '.join(machine.features) or 'instruction sets unknown'}"
-    quota = machine.cpu_quota
-    if quota is not None and quota < machine.threads - 0.01:
-        text += f"; its container grants the time of {quota:.3g} only, so threads stall"
-        return Finding("note", "CPU", text, f"use --threads {max(1, int(quota))}")
-    if machine.threads > machine.cores:
-        text += ": more threads than CPUs slow each other down"
-        return Finding("note", "CPU", text, f"use --threads {machine.cores}")
-    return Finding("ok", "CPU", text)
 
 
 HEAT = Finding(
@@ -318,6 +312,9 @@ _BUILDS = {
 }
 """Graphics hardware -> what to build for it, and how."""
 
+_INSTEAD = {"ik-llama": "compile llama.cpp for this machine: pip install 'localspec[llama-cpp]'"}
+_ANEW = f"install it anew: pip install --force-reinstall --no-cache-dir {_LLAMA_CPP}"
+
 FOR_GPUS = ("llama-cpp", "mlx")  # engines with builds for GPUs
 
 
@@ -334,9 +331,8 @@ def _look(name: str) -> EngineFacts:
     if not hasattr(module, "binding"):
         return EngineFacts(name, True, built_for=["NumPy"], devices=[])
     binding = module.binding()
-    version = str(getattr(binding, "version", "")) or None
+    version, gpu = str(getattr(binding, "version", "")) or None, bool(getattr(binding, "gpu", False))
     library = getattr(binding, "lib", None)
-    gpu = bool(getattr(binding, "gpu", False))
     if not hasattr(library, "llama_print_system_info"):
         return EngineFacts(name, True, version, list(binding.built_for), metal_gpu() if gpu else [])
     devices = ggml_devices() if gpu else []
@@ -356,7 +352,7 @@ def engine_findings(
         if not engine.usable:
             what, _, hint = (engine.reason or "it cannot be used").partition("; install it with: ")
             needed = wanted == engine.name or (wanted == "auto" and not usable)
-            yield Finding("fail" if needed else "info", engine.name, what, hint or _instead(engine.name))
+            yield Finding("fail" if needed else "info", engine.name, what, hint or _INSTEAD.get(engine.name, _ANEW))
         elif engine.name == "reference":
             if wanted == "reference":
                 yield Finding("ok", engine.name, "NumPy, float64: exact and slow, for tests")
@@ -381,12 +377,6 @@ def _described(engine: EngineFacts) -> str:
     for device in engine.devices or ():
         parts.append(f"{device.description} ({size_text(device.free_bytes)} of {size_text(device.total_bytes)} free)")
     return " · ".join(part for part in parts if part)
-
-
-def _instead(name: str) -> str:
-    if name == "ik-llama":
-        return "compile llama.cpp for this machine: pip install 'localspec[llama-cpp]'"
-    return f"install it anew: pip install --force-reinstall --no-cache-dir {_LLAMA_CPP}"
 
 
 def preferred_engine(engines: Sequence[EngineFacts], load: LoadOptions) -> EngineFacts | None:

@@ -11,12 +11,10 @@ from pathlib import Path
 from localspec.backends.layout import Share, Target, layout
 from localspec.backends.llama.binding import N_UBATCH, Place, Placed
 from localspec.backends.llama.ggml import Device
-from localspec.backends.llama.rpc import ServerFacts, ask
-from localspec.backends.placement import Placement
+from localspec.backends.llama.rpc import ask
 from localspec.backends.registry import engine_module
 from localspec.commands.doctor.facts import FOR_GPUS, EngineFacts, FitFacts, ModelFacts, NeedFacts
 from localspec.engine.options import LoadOptions
-from localspec.engine.pair import DEFAULT_CTX
 from localspec.errors import EngineError, LocalspecError, ModelFileError, UnsupportedModel
 from localspec.heads.kinds import is_published_head, read_open
 from localspec.model_files.catalog import Catalog, Entry, free_bytes
@@ -75,14 +73,16 @@ def find_model(spec: str) -> ExaminedModel:
     except ModelFileError:
         return _of_entry(catalog.entry(spec))
     entry = catalog.of_path(path)
-    return _read(path, spec, _stem(path) if entry is None or spec != entry.name else entry.name, entry)
+    return _read(
+        path, spec, path.name.removesuffix(".gguf") if entry is None or spec != entry.name else entry.name, entry
+    )
 
 
 def of_path(path: Path) -> ExaminedModel:
     """A file, under its catalogue name if it has one."""
     entry = Catalog.load().of_path(path)
     is_entrys = entry is not None and entry.present and entry.path == path
-    name = entry.name if entry is not None else _stem(path)
+    name = entry.name if entry is not None else path.name.removesuffix(".gguf")
     return _read(path, name if is_entrys else str(path), name, entry)
 
 
@@ -112,8 +112,13 @@ def _read(path: Path, spec: str, name: str, entry: Entry | None, *, heads: bool 
     )
     try:
         with GGUFFile(path) as gguf:
-            if heads and is_published_head(gguf):
-                return _of_head(gguf, model)
+            model = replace(model, bytes=gguf.n_bytes, architecture=gguf.architecture, quantization=gguf.quantization)
+            if heads and is_published_head(gguf):  # which has no vocabulary or memory to examine without its target
+                try:
+                    read_open(gguf)
+                except UnsupportedModel as error:
+                    return replace(model, unused=str(error))
+                return model
             gguf.check_generates_text()
             vocab, kv = Vocab.from_gguf(gguf), kv_shape(gguf)
             n_layer, n_embd, n_ff = (
@@ -121,9 +126,6 @@ def _read(path: Path, spec: str, name: str, entry: Entry | None, *, heads: bool 
             )
             return replace(
                 model,
-                bytes=gguf.n_bytes,
-                architecture=gguf.architecture,
-                quantization=gguf.quantization,
                 n_ctx_train=gguf.n_ctx_train or None,
                 n_vocab=vocab.n_tokens,
                 rollback="replay" if kv.recurrent else "exact",
@@ -135,18 +137,6 @@ def _read(path: Path, spec: str, name: str, entry: Entry | None, *, heads: bool 
         return replace(model, error=f"it cannot be read: {error.strerror or os.strerror(error.errno or 0)}")
 
 
-def _of_head(gguf: GGUFFile, model: ExaminedModel) -> ExaminedModel:
-    """A published head, which has no vocabulary or memory to examine before its target is there."""
-    unused = None
-    try:
-        read_open(gguf)
-    except UnsupportedModel as error:
-        unused = str(error)
-    return replace(
-        model, bytes=gguf.n_bytes, architecture=gguf.architecture, quantization=gguf.quantization, unused=unused
-    )
-
-
 def count(gguf: GGUFFile, field: str) -> int:
     """A number from the header: the largest over layers, 0 if missing."""
     value = gguf.field(field)
@@ -156,10 +146,6 @@ def count(gguf: GGUFFile, field: str) -> int:
         return value if isinstance(value, int) and value >= 0 else 0
     except ValueError:
         return 0
-
-
-def _stem(path: Path) -> str:
-    return path.name.removesuffix(".gguf")
 
 
 def model_findings(models: list[ExaminedModel]) -> Iterator[Finding]:
@@ -239,10 +225,6 @@ class Room:
         return min(1.0, self.n_gpu_layers / (model.sizes.n_layer + 1))
 
 
-def context_size(asked: int | None, target: ExaminedModel) -> int:
-    return asked or min(DEFAULT_CTX, target.n_ctx_train or DEFAULT_CTX)
-
-
 def fit(models: Sequence[ExaminedModel], n_ctx: int, kv_type: str, room: Room, on_cpu: int | None = None) -> FitFacts:
     """Memory of all models, the target first, each with a context.
 
@@ -288,39 +270,34 @@ def need(model: ExaminedModel, n_ctx: int, kv_type: str, backend: str) -> NeedFa
 
 
 def fit_findings(models: Sequence[ExaminedModel], found: FitFacts, room: Room) -> Iterator[Finding]:
-    yield _ram(models, found, room)
-    if found.gpu_needed_bytes is not None:
-        yield _gpu(models, found, room)
-
-
-def _ram(models: Sequence[ExaminedModel], found: FitFacts, room: Room) -> Finding:
     known = all(each.kv_bytes is not None for each in found.models)
-    if not all(each.weights_bytes for each in found.models):
-        return Finding("info", "memory", "what it needs is only known once the file is here")
     text = f"needs {'' if known else 'at least '}{size_text(found.ram_needed_bytes)}, {size_text(room.ram)} free"
     if found.gpu_needed_bytes is None or room.gpu_is_ram:
         text += f": {_sum(found)}"
-    if found.ram_needed_bytes > room.ram:
-        return Finding("fail", "memory", text, _remedy(models, found, room))
-    if not known:
-        return Finding("info", "memory", f"{text}; the cache is only known once the file is here")
-    if found.ram_needed_bytes > TIGHT * room.ram:
-        return Finding("note", "memory", f"{text}; little is left for other programs", _remedy(models, found, room))
-    return Finding("ok", "memory", text)
-
-
-def _gpu(models: Sequence[ExaminedModel], found: FitFacts, room: Room) -> Finding:
-    needed = found.gpu_needed_bytes or 0
+    if not all(each.weights_bytes for each in found.models):
+        yield Finding("info", "memory", "what it needs is only known once the file is here")
+    elif found.ram_needed_bytes > room.ram:
+        yield Finding("fail", "memory", text, _remedy(models, found, room))
+    elif not known:
+        yield Finding("info", "memory", f"{text}; the cache is only known once the file is here")
+    elif found.ram_needed_bytes > TIGHT * room.ram:
+        yield Finding("note", "memory", f"{text}; little is left for other programs", _remedy(models, found, room))
+    else:
+        yield Finding("ok", "memory", text)
+    if (needed := found.gpu_needed_bytes) is None:
+        return
     text = f"needs {size_text(needed)}"
     if room.gpu_free is None:
-        return Finding("info", "GPU memory", f"{text}; the engine does not say how much is free")
+        yield Finding("info", "GPU memory", f"{text}; the engine does not say how much is free")
+        return
     text += f", {size_text(room.gpu_free)} free: {_sum(found)}"
-    if needed > room.gpu_free:
-        sizes = models[0].sizes
-        layers = int(0.95 * room.gpu_free / needed * (sizes.n_layer + 1)) if sizes is not None else 0
-        advice = f"use --gpu-layers {layers}" if layers > 0 else "use --gpu-layers 0, or a smaller model"
-        return Finding("fail", "GPU memory", text, advice)
-    return Finding("ok", "GPU memory", text)
+    if needed <= room.gpu_free:
+        yield Finding("ok", "GPU memory", text)
+        return
+    sizes = models[0].sizes
+    layers = int(0.95 * room.gpu_free / needed * (sizes.n_layer + 1)) if sizes is not None else 0
+    advice = f"use --gpu-layers {layers}" if layers > 0 else "use --gpu-layers 0, or a smaller model"
+    yield Finding("fail", "GPU memory", text, advice)
 
 
 def _sum(found: FitFacts) -> str:
@@ -361,16 +338,8 @@ def _remedy(models: Sequence[ExaminedModel], found: FitFacts, room: Room) -> str
 # Several devices: what goes where, whether it fits, and what the network adds to a pass.
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """A target on several devices; ``on_cpu_bytes`` stay in this machine's memory."""
-
-    rows: list[Finding]
-    on_cpu_bytes: int | None = None
-
-
-def spread(target: ExaminedModel, load: LoadOptions, engine: str, n_ctx: int) -> Spread:
-    """Where a target's weights would go."""
+def spread(target: ExaminedModel, load: LoadOptions, engine: str, n_ctx: int) -> tuple[list[Finding], int | None]:
+    """Findings on where a target's weights would go, and what stays in this machine's memory [bytes]."""
     placement = load.placement
     try:
         servers = {address: ask(address) for address in placement.rpc}
@@ -381,11 +350,16 @@ def spread(target: ExaminedModel, load: LoadOptions, engine: str, n_ctx: int) ->
             layers = load.n_gpu_layers if load.n_gpu_layers is not None else -1
             shares = layout(gguf, placement, used, layers, n_ctx, load.kv_cache_type)
     except LocalspecError as error:
-        return Spread([Finding("fail", "devices", str(error))])
+        return [Finding("fail", "devices", str(error))], None
     rows = [_row(share, device) for share, device in zip(shares, [None, *used], strict=True)]
     if servers:
-        rows.append(_network(placement, servers, target))
-    return Spread(rows, shares[0].weights_bytes + shares[0].cache_bytes)
+        wait = sum(facts.round_trip_ms for facts in servers.values())
+        text = f"a pass waits for {len(servers)} round trip{'s' * (len(servers) > 1)}, {wait:.2g} ms in all"
+        if target.sizes is not None:
+            text += f"; every row of logits that comes back is {size_text(4 * target.sizes.vocab.n_tokens)}"
+        insecure = "; nothing protects what goes to and fro" if placement.allow_insecure_rpc else ""
+        rows.append(Finding("note" if insecure else "info", "network", text + insecure))
+    return rows, shares[0].weights_bytes + shares[0].cache_bytes
 
 
 def _free(place: Place, engine: str) -> int:
@@ -397,26 +371,12 @@ def _free(place: Place, engine: str) -> int:
 
 
 def _row(share: Share, device: Target | None) -> Finding:
-    text = f"{_layers(share.layers)}: {size_text(share.weights_bytes)}, cache {size_text(share.cache_bytes)}"
+    first, last = share.layers[:1], share.layers[-1:]
+    layers = "no layers" if not first else f"layer {first[0]}" if first == last else f"layers {first[0]} to {last[0]}"
+    text = f"{layers}: {size_text(share.weights_bytes)}, cache {size_text(share.cache_bytes)}"
     if device is None:
         return Finding("info", share.name, text)
-    needed = share.weights_bytes + share.cache_bytes
     text = f"{text} of {size_text(device.free_bytes)} free in {device.buffer}"
-    if needed > device.free_bytes:
+    if share.weights_bytes + share.cache_bytes > device.free_bytes:
         return Finding("fail", share.name, text, "use --tensor-split, --gpu-layers or --cpu-moe to put less there")
     return Finding("ok", share.name, text)
-
-
-def _layers(numbers: tuple[int, ...]) -> str:
-    if not numbers:
-        return "no layers"
-    return f"layers {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"layer {numbers[0]}"
-
-
-def _network(placement: Placement, servers: dict[str, ServerFacts], target: ExaminedModel) -> Finding:
-    wait = sum(facts.round_trip_ms for facts in servers.values())
-    text = f"a pass waits for {len(servers)} round trip{'s' * (len(servers) > 1)}, {wait:.2g} ms in all"
-    if target.sizes is not None:
-        text += f"; every row of logits that comes back is {size_text(4 * target.sizes.vocab.n_tokens)}"
-    insecure = "; nothing protects what goes to and fro" if placement.allow_insecure_rpc else ""
-    return Finding("note" if insecure else "info", "network", text + insecure)

@@ -53,7 +53,7 @@ class Watch:
         self.stopped = threading.Event()
 
     def report(self, what: str, fraction: float | None) -> None:
-        """Show progress; raise ``KeyboardInterrupt`` after ``stop``."""
+        """Show progress; raise ``KeyboardInterrupt`` once ``stopped`` is set."""
         self.check()
         self._report(what, fraction)
 
@@ -61,13 +61,9 @@ class Watch:
         if self.stopped.is_set():
             raise KeyboardInterrupt
 
-    def stop(self) -> None:
-        """For signal handlers."""
-        self.stopped.set()
-
     def call(self, llm: LLM, work: Callable[[Pair], _Result]) -> _Result:
         """``LLM.run`` that Ctrl-C ends between two passes."""
-        with on_interrupt(self.stop):
+        with on_interrupt(self.stopped.set):
             result = llm.run(work)
         self.check()
         return result
@@ -76,11 +72,7 @@ class Watch:
 def measure_costs(
     llm: LLM, target_name: str, draft_names: Sequence[str], bandwidth_gb_per_s: float | None, watch: Watch
 ) -> tuple[CostFacts, Times]:
-    """Costs of passes here, and the target's t(w).
-
-    Draft models are called ``draft_names`` in order; heads have their own names. ``bandwidth_gb_per_s`` gives the
-    bound.
-    """
+    """Costs of passes here, and the target's t(w). Draft models are called ``draft_names`` in order."""
     state, names = llm.run(lambda pair: pair.state), iter(draft_names)
     target = state.target
     with GGUFFile(target.path) as gguf:
@@ -91,7 +83,7 @@ def measure_costs(
         device=target.capabilities.device,
         target=_curve(target_name, target, state.times),
         drafts=[
-            _curve(next(names) if each.drafter.info.reads_text else each.name, each.model, each.times)
+            _curve(next(names) if each.drafter.info.is_draft_model else each.name, each.model, each.times)
             for each in state.models
         ],
         now_ms=round(watch.call(llm, lambda pair: single_pass_ms(target, pair.context, watch)), 4),
@@ -138,36 +130,14 @@ def single_pass_ms(model: Model, context: Context, watch: Watch) -> float:
     return statistics.median(samples[1:])
 
 
-def compare_engines(llm: LLM, watch: Watch, *, busy: bool) -> Iterator[Finding]:
-    """Finding on which engine ``auto`` takes for this file; both are timed if they were not yet, unless others use the
-    CPUs (``busy``)."""
-    options = llm.run(lambda pair: pair.options)
-    known = compared(llm.model_path, options.n_threads, options.kv_cache_type)
-    opinion = llm.run(lambda pair: second_opinion(pair, llm.model_path))
-    if opinion.waits and (known is None or not busy):
-        watch.report("timing passes of both engines", None)
-        watch.call(llm, lambda pair: exhaust(opinion.steps(lambda: False), watch.check))
-    found = compared(llm.model_path, options.n_threads, options.kv_cache_type)
-    if found is None:
-        return
-    took = ", ".join(f"{ms / 1e3:.1f} s on {name}" for name, ms in sorted(found.ms.items(), key=lambda each: each[1]))
-    text = f"on {found.day} a nominal answer took {took}"
-    if found.provisional:
-        others = f", while others used {found.others_share:.0%} of the CPU" if found.others_share >= BUSY else ""
-        text += f"{others}: nothing is chosen by that, auto keeps {ENGINES[0]} and measures again in idle time"
-        yield Finding("note", "engines", text, "on an otherwise idle machine: localspec doctor --calibrate")
-        return
-    taken = ENGINES[1] if found.prefers(ENGINES[1], ENGINES[0]) else ENGINES[0]
-    yield Finding("info" if busy else "ok", "engines", f"{text}: auto takes {taken}, and --backend overrides")
-
-
-def branches_finding(cost: CostFacts) -> Finding:
-    text = f"drafts do not branch: {cost.why_chains}" if cost.why_chains else "drafts may branch"
-    return Finding("info", "branches", text)
-
-
-def copies_findings(llm: LLM) -> Iterator[Finding]:
-    """Findings on models that run from a copy, as an engine computes their own tensors wrongly."""
+def cost_findings(
+    llm: LLM, cost: CostFacts, bandwidth_gb_per_s: float | None, watch: Watch, *, busy: bool
+) -> Iterator[Finding]:
+    """Findings on a loaded pair; ``busy`` says whether others use the CPUs."""
+    yield _one_token(cost, bandwidth_gb_per_s)
+    yield from _engines(llm, watch, busy)
+    branches = f"drafts do not branch: {cost.why_chains}" if cost.why_chains else "drafts may branch"
+    yield Finding("info", "branches", branches)
     drafts = llm.run(lambda pair: [(draft.path, draft.model) for draft in pair.state.models])
     for path, model in dict.fromkeys([(llm.model_path, llm.run(lambda pair: pair.target)), *drafts]):
         if (why := why_copied(path, model.path)) is not None:
@@ -176,7 +146,10 @@ def copies_findings(llm: LLM) -> Iterator[Finding]:
             yield Finding("info", "copy", text)
 
 
-def cost_finding(cost: CostFacts, bandwidth_gb_per_s: float | None) -> Finding:
+_AGAIN_QUIETLY = "on an otherwise idle machine: localspec doctor --calibrate"
+
+
+def _one_token(cost: CostFacts, bandwidth_gb_per_s: float | None) -> Finding:
     calibrated = cost.target.ms[1]
     text = f"t(1) {calibrated:.3g} ms"
     if abs(cost.now_ms / calibrated - 1) > 0.1:
@@ -184,14 +157,36 @@ def cost_finding(cost: CostFacts, bandwidth_gb_per_s: float | None) -> Finding:
     if cost.bound_ms is not None:
         weights = f"its {size_text(cost.bytes_per_token)} of weights"
         text += f"; reading {weights} at {bandwidth_gb_per_s:.1f} GB/s takes {cost.bound_ms:.3g} ms"
-    again = "on an otherwise idle machine: localspec doctor --calibrate"
     if cost.provisional:
         others = f", others used {cost.others_share:.0%} of the CPU" if cost.others_share >= BUSY else ""
-        return Finding("note", "one token", f"{text}: provisional{others}, and measured again in idle time", again)
-    if 1 / _STALE < cost.now_ms / calibrated < _STALE:
+        text += f": provisional{others}, and measured again in idle time"
+    elif 1 / _STALE < cost.now_ms / calibrated < _STALE:
         return Finding("ok", "one token", text)
-    text += f": {'slower' if cost.now_ms > calibrated else 'faster'} than when it was calibrated"
-    return Finding("note", "one token", text, again)
+    else:
+        text += f": {'slower' if cost.now_ms > calibrated else 'faster'} than when it was calibrated"
+    return Finding("note", "one token", text, _AGAIN_QUIETLY)
+
+
+def _engines(llm: LLM, watch: Watch, busy: bool) -> Iterator[Finding]:
+    """Which engine ``auto`` takes for this file; both are timed if they were not yet, unless others use the CPUs."""
+    options = llm.run(lambda pair: pair.options)
+    known = compared(llm.model_path, options)
+    opinion = llm.run(lambda pair: second_opinion(pair, llm.model_path))
+    if opinion.waits and (known is None or not busy):
+        watch.report("timing passes of both engines", None)
+        watch.call(llm, lambda pair: exhaust(opinion.steps(lambda: False), watch.check))
+        known = compared(llm.model_path, options)
+    if known is None:
+        return
+    took = ", ".join(f"{ms / 1e3:.1f} s on {name}" for name, ms in sorted(known.ms.items(), key=lambda each: each[1]))
+    text = f"on {known.day} a nominal answer took {took}"
+    if known.provisional:
+        others = f", while others used {known.others_share:.0%} of the CPU" if known.others_share >= BUSY else ""
+        text += f"{others}: nothing is chosen by that, auto keeps {ENGINES[0]} and measures again in idle time"
+        yield Finding("note", "engines", text, _AGAIN_QUIETLY)
+        return
+    taken = ENGINES[1] if known.prefers(ENGINES[1], ENGINES[0]) else ENGINES[0]
+    yield Finding("info" if busy else "ok", "engines", f"{text}: auto takes {taken}, and --backend overrides")
 
 
 SECONDS = 60.0  # time for all candidates with loading; a question begun is finished
@@ -207,19 +202,23 @@ def tuning_questions() -> list[Question]:
     return in_turns((each for each in own_questions("tuning") if len(each.turns) == 1), short_first=True)
 
 
-def matching_drafts(target: ExaminedModel) -> list[ExaminedModel]:
-    """Smaller models on this disk with the target's vocabulary; the catalogue's picks first."""
+def drafts_on_disk(target: ExaminedModel) -> list[ExaminedModel]:
+    """Smaller models on this disk: the catalogue's picks, those with the target's vocabulary, others."""
     assert target.sizes is not None
     picks = target.entry.draft if target.entry is not None else ()
     found = [
         model
         for model in on_disk()
-        if model.sizes is not None
-        and model.file.resolve() != target.file.resolve()
-        and model.bytes < target.bytes
-        and target.sizes.vocab.difference(model.sizes.vocab) is None
+        if model.sizes is not None and model.file.resolve() != target.file.resolve() and model.bytes < target.bytes
     ]
-    return sorted(found, key=lambda model: picks.index(model.name) if model.name in picks else len(picks))
+    vocab = target.sizes.vocab
+
+    def place(model: ExaminedModel) -> tuple[int, bool]:
+        assert model.sizes is not None
+        rank = picks.index(model.name) if model.name in picks else len(picks)
+        return rank, vocab.difference(model.sizes.vocab) is not None
+
+    return sorted(found, key=place)
 
 
 def short_head_names(found: Iterable[str]) -> tuple[str, ...]:
@@ -250,7 +249,7 @@ def rank(
     candidates = [[NGRAM], *([name] for name in names), *([NGRAM, name] for name in first)]
     candidates += [[NGRAM, *first]] if len(first) > 1 else []
     arms = [
-        Arm(_called(names), tuple(sources[name] for name in names), "auto")
+        Arm(" + ".join(names), tuple(sources[name] for name in names), "auto")
         for names in candidates
         if all(name in sources for name in names)
     ]
@@ -261,7 +260,7 @@ def rank(
     params = replace(params, max_tokens=n_tokens)
     samples: list[Sample] = []
     took = 0.0
-    with on_interrupt(watch.stop):
+    with on_interrupt(watch.stopped.set):
         subject = EngineUnderTest(llm, [_AGAIN, *arms], watch.stopped, in_slices=True)
         try:
             fitting = [each for each in tuning_questions() if subject.n_tokens(each) + n_tokens < llm.n_ctx]
@@ -310,7 +309,7 @@ def _facts(samples: Sequence[Sample], candidates: Sequence[list[str]], seconds: 
     usual = round(statistics.median(map(statistics.fmean, plain.values())), 2) if plain else None
     rows = [RankedFacts([], len(plain), 1.0 if plain else None, None, None, usual, None)]
     for names in candidates:
-        own = answers.get(_called(names), {})
+        own = answers.get(" + ".join(names), {})
         if not own or usual is None:
             rows.append(RankedFacts(names, 0, None, None, None, None, None))
             continue
@@ -330,10 +329,6 @@ def _facts(samples: Sequence[Sample], candidates: Sequence[list[str]], seconds: 
         )
     rows.sort(key=lambda row: -(row.speedup or 0.0))
     return RankFacts(round(seconds, 1), n_tokens, list(plain), _noise(list(plain.values())), rows)
-
-
-def _called(names: Sequence[str]) -> str:
-    return " + ".join(names)
 
 
 def _noise(plain: Sequence[Sequence[float]]) -> float | None:

@@ -349,7 +349,7 @@ class Audit:
     ) -> AuditArm:
         name = "+".join(drafter.info.source for drafter in drafters)
         name = f"{name} ×{length}{note}" if drafters else "plain"
-        return AuditArm(name, drafters, self.pair.controller(length, params, drafters))
+        return AuditArm(name, drafters, self.pair.state.controller(length, params, drafters))
 
     def _greedy_arms(self, number: int) -> Iterator[AuditArm]:
         """Plain decoding, the pair as configured, one way of drafting by turns, and the adversary."""
@@ -365,7 +365,7 @@ class Audit:
         if self.pair.context.can_branch and not (is_quick and number):
             # What is accepted lies in the branch, beside a chain that is always wrong.
             beside = [NearMisses(self.target.n_vocab), self.beside]
-            yield AuditArm("branches", beside, FixedController(2, beside=self.reach))
+            yield AuditArm("branches", beside, FixedController(2, branches=self.reach))
 
     def _sampled_arms(self, number: int) -> Iterator[tuple[AuditArm, SamplingParams]]:
         """Without a seed, where the law is at stake, and with one, where every draw is known."""

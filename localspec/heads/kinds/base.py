@@ -5,36 +5,44 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from localspec.backends.base import Model
 from localspec.errors import UnsupportedModel, shown
 from localspec.heads.card import TargetFacts, Training
 from localspec.model_files.gguf import TENSOR_TYPES, GGUFFile, damaged, whole
 from localspec.model_files.vocab import Vocab
 
-LLAMA_CPP = {"llama-cpp": "localspec.heads.llama:load"}
-"""llama.cpp computes all kinds; see ``PublishedHead.engines``."""
+LLAMA_CPP = {"llama-cpp": "localspec.heads.llama:load"}  # llama.cpp computes all kinds; see PublishedHead.engines
+
+# Matrices that a head has or borrows from its target
+OWN_TENSORS = {"embeddings": "token_embd.weight", "output": "output.weight"}
+
+
+class LoadHeadModel(Protocol):
+    """Load a head's weights; its contexts' ``decode_floats`` takes states and the tokens' real ids.
+
+    Raises:
+        UnsupportedModel: the engine has no kernels for it, or cannot borrow what it borrows.
+        ModelFileError: it is damaged.
+        EngineError: the engine refuses it.
+    """
+
+    def __call__(self, head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None) -> Model: ...
 
 
 @dataclass(frozen=True)
 class MaskBlock:
-    """A block of a settled token and masks, which one pass fills in.
+    """A block of a settled token and masks, which one pass fills in."""
 
-    Attributes:
-        size: rows of the passes that it was trained for.
-        mask: the token of the rows to be filled in.
-        n_skipped: rows at the beginning that guess nothing.
-        causal: whether rows see those before them only, instead of one another.
-        n_candidates: candidates of each row, scored by those of the row before; 0 for all tokens.
-    """
-
-    size: int
-    mask: int
-    n_skipped: int = 1
-    causal: bool = False
-    n_candidates: int = 0
+    size: int  # rows of the passes that it was trained for
+    mask: int  # the token of the rows to be filled in
+    n_skipped: int = 1  # rows at the beginning that guess nothing
+    causal: bool = False  # whether rows see those before them only, instead of one another
+    n_candidates: int = 0  # candidates of each row, scored by those of the row before; 0 for all tokens
 
     @property
     def n_guesses(self) -> int:
@@ -46,47 +54,28 @@ class PublishedHead:
     """A head without its weights; all that the engine would assert on has been checked.
 
     It reads rows of a state and a token: at place p the target's state after the p-th token, and the token after that.
-        It
-    continues its own states. One with a block reads states alone, and guesses all tokens of a draft at once.
-
-    Attributes:
-        kind: its name in files and arguments.
-        title: its name for people.
-        engines: engine that computes it -> its ``published.LoadHeadModel``, as "module:function". The first serves
-            targets on other engines.
-        taps: the hidden states of the target that it reads, in order; see ``backends.base``.
-        n_target: width of each of them.
-        n_embd: width of the states in its rows.
-        n_vocab: width of the logits that the engine returns for it.
-        ids: the target's tokens that it can guess, ascending int64 [n_out].
-        fuses: whether the engine makes a state of the tapped ones first, by a pass of its own.
-        in_target: whether it is a part of its target's file.
-        states_need_logits: whether llama.cpp keeps states only of rows whose logits are wanted.
-        has_zeroth: whether its memory begins with the first token and no state.
-        borrows: what the engine takes from the target: ``embeddings``, ``output``.
-        vocab: its tokens; None where the file names none.
-        of_model: architecture and number of layers of the target, where its file says them.
-        training: how it was made, where it was made here.
+    It continues its own states. One with a block reads states alone, and guesses all tokens of a draft at once.
     """
 
-    kind: str
-    title: str
+    kind: str  # its name in files and arguments
+    title: str  # its name for people
+    # Engine that computes it -> its LoadHeadModel, as "module:function". The first serves targets on other engines.
     engines: Mapping[str, str]
     path: Path
-    taps: tuple[str, ...]
-    n_target: int
-    n_embd: int
-    n_vocab: int
-    ids: npt.NDArray[np.int64]
-    fuses: bool = False
-    in_target: bool = False
-    states_need_logits: bool = False
-    has_zeroth: bool = False
-    borrows: tuple[str, ...] = ()
-    vocab: Vocab | None = None
+    taps: tuple[str, ...]  # the hidden states of the target that it reads, in order; see backends.base
+    n_target: int  # width of each of them
+    n_embd: int  # width of the states in its rows
+    n_vocab: int  # width of the logits that the engine returns for it
+    ids: npt.NDArray[np.int64]  # the target's tokens that it can guess, ascending [n_out]
+    fuses: bool = False  # whether the engine makes a state of the tapped ones first, by a pass of its own
+    in_target: bool = False  # whether it is a part of its target's file
+    states_need_logits: bool = False  # whether llama.cpp keeps states only of rows whose logits are wanted
+    has_zeroth: bool = False  # whether its memory begins with the first token and no state
+    borrows: tuple[str, ...] = ()  # what the engine takes from the target: keys of OWN_TENSORS
+    vocab: Vocab | None = None  # its tokens; None where the file names none
     block: MaskBlock | None = None
-    of_model: tuple[str, int] | None = None
-    training: Training | None = None
+    of_model: tuple[str, int] | None = None  # architecture and number of layers of the target, where its file says them
+    training: Training | None = None  # how it was made, where it was made here
 
     @property
     def row_width(self) -> int:

@@ -13,17 +13,20 @@ from typing import Any
 import numpy as np
 
 from localspec.errors import UnsupportedModel, is_whole, shown
-from localspec.heads.kinds.base import LLAMA_CPP, MaskBlock, PublishedHead, attention_sizes, layers_read, token_map
+from localspec.heads.kinds.base import (
+    LLAMA_CPP,
+    OWN_TENSORS,
+    MaskBlock,
+    PublishedHead,
+    attention_sizes,
+    layers_read,
+    token_map,
+)
 from localspec.model_files.gguf import GGUFFile, check_shapes, damaged, whole
 from localspec.model_files.vocab import Vocab
 
-MAX_ROWS = 64
-"""Rows of the widest block: one pass has to hold all of it."""
-
-_BLOCK_SIZE = 16
-"""Of a file that does not say."""
-
-_OWN = {"embeddings": "token_embd.weight", "output": "output.weight"}
+MAX_ROWS = 64  # rows of the widest block: one pass has to hold all of it
+_BLOCK_SIZE = 16  # of a file that does not say
 
 
 def read(file: GGUFFile) -> PublishedHead:
@@ -72,8 +75,8 @@ def read(file: GGUFFile) -> PublishedHead:
         if n_candidates > len(ids) or n < n_candidates * (n_candidates + 1):
             raise damaged(file, f"{n_candidates} candidates do not fit its {len(ids)} tokens and rows of {n} channels")
         shapes |= _shapes_of_selector(file, vocab.n_tokens, n, n_layers)
-    check_shapes(file, shapes, optional=(*_OWN.values(), *values))
-    borrows = [what for what, tensor in _OWN.items() if tensor not in file.tensors]
+    check_shapes(file, shapes, optional=(*OWN_TENSORS.values(), *values))
+    borrows = [what for what, tensor in OWN_TENSORS.items() if tensor not in file.tensors]
     if "output" in borrows and "embeddings" not in borrows:
         borrows.remove("output")  # its embeddings serve as that, too
     if "output.weight" not in file.tensors and len(ids) < vocab.n_tokens:

@@ -5,33 +5,20 @@ States of the target become keys and values of every layer, without queries; a b
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
-from localspec.backends.base import Model
-from localspec.backends.mlx.architecture import MLP, Architecture, Attention, Header, read_attention
-from localspec.backends.mlx.library import defer_mlx_lm
-from localspec.backends.mlx.network import Network, install_rope, rope_scaling
-from localspec.backends.mlx.placement import fill
+from localspec.backends.mlx.architecture import MLP, Architecture, Header
+from localspec.backends.mlx.network import Network
 from localspec.errors import UnsupportedModel
 from localspec.heads.kinds.base import PublishedHead
-from localspec.heads.mlx import (
-    HEAD_DTYPE,
-    FeedForward,
-    HeadAttention,
-    MLXHeadModel,
-    embedding_of,
-    head_network,
-    needed,
-    output_of,
-    sort_rows,
-)
-from localspec.model_files.gguf import GGUFFile
+from localspec.heads.mlx import FeedForward, HeadAttention, HeadSizes, loader, read_network
 
+# Where the tensors of such a file belong; names and layout are those of llama.cpp's converter
 DFLASH = Architecture(
     "dflash",
     {
@@ -48,25 +35,13 @@ DFLASH = Architecture(
     top={"fc": "fc", "enc.output_norm": "fc_norm"},
     no_parameters=("d2t",),
 )
-"""Where the tensors of such a file belong; names and layout are those of llama.cpp's converter."""
 
+# Settings that dflash.read has read, and those read here
 _CHECKED = ("target_layers", "block_size", "block_count", "attention.sliding_window")
-"""Settings that ``dflash.read`` has read, and those read here."""
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    n_embd: int
-    n_ff: int
-    n_taps: int
-    n_vocab: int
-    eps: float
-    attention: Attention
-    windows: tuple[int | None, ...]
 
 
 class _Layer(nn.Module):  # type: ignore[misc]
-    def __init__(self, sizes: _Sizes, window: int | None) -> None:
+    def __init__(self, sizes: HeadSizes, window: int | None) -> None:
         super().__init__()
         self.attn_norm = nn.RMSNorm(sizes.n_embd, eps=sizes.eps)
         self.self_attn = HeadAttention(sizes.attention, sizes.n_embd, sizes.n_embd, sizes.eps)
@@ -89,13 +64,11 @@ class _Layer(nn.Module):  # type: ignore[misc]
 class BlockTrunk(nn.Module):  # type: ignore[misc]
     """Tokens of a block [1, n] -> rows for the output matrix [1, n, n_embd]."""
 
-    def __init__(self, sizes: _Sizes, *, has_embeddings: bool) -> None:
+    def __init__(self, sizes: HeadSizes, windows: Sequence[int | None]) -> None:
         super().__init__()
-        if has_embeddings:
-            self.embed_tokens = nn.Embedding(sizes.n_vocab, sizes.n_embd)
         self.fc = nn.Linear(sizes.n_taps, sizes.n_embd, bias=False)
         self.fc_norm = nn.RMSNorm(sizes.n_embd, eps=sizes.eps)
-        self.layers = [_Layer(sizes, window) for window in sizes.windows]
+        self.layers = [_Layer(sizes, window) for window in windows]
         self.norm = nn.RMSNorm(sizes.n_embd, eps=sizes.eps)
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
@@ -111,75 +84,25 @@ class BlockTrunk(nn.Module):  # type: ignore[misc]
             layer.self_attn.remember(fused, memory)
 
 
-class _Head(nn.Module):  # type: ignore[misc]
-    def __init__(self, sizes: _Sizes, n_out: int, *, has_embeddings: bool, has_output: bool) -> None:
-        super().__init__()
-        self.model = BlockTrunk(sizes, has_embeddings=has_embeddings)
-        if has_output:
-            self.lm_head = nn.Linear(sizes.n_embd, n_out, bias=False)
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        return cast("list[nn.Module]", self.model.layers)
-
-
 def _network(head: PublishedHead, target: Network | None) -> Network:
-    """The drafter as a network whose logits are for ``head.ids``, in their order; call it on the thread that will
-    compute.
-
-    Raises:
-        UnsupportedModel: a setting, tensor or tensor type that is not handled; the message names it.
-    """
     assert head.block is not None
     if head.block.causal:
         raise UnsupportedModel(
             f"{head.path.name} has causal attention within its blocks, which the mlx backend does not support; "
             "use --backend llama-cpp"
         )
-    defer_mlx_lm()
-    with GGUFFile(head.path) as file:
-        header = Header(file)
-        sizes = _Sizes(
-            n_embd=head.n_embd,
-            n_ff=header.integer("feed_forward_length"),
-            n_taps=head.row_width,
-            n_vocab=head.n_vocab,
-            eps=header.real("attention.layer_norm_rms_epsilon"),
-            attention=read_attention(header),
-            windows=_windows(header),
-        )
-        scaling, max_context = rope_scaling(header)
-        header.ignore(_CHECKED)
-        has = {what: tensor in file.tensors for what, tensor in _OWN.items()}
-        module = _Head(sizes, len(head.ids), has_embeddings=has["embeddings"], has_output=has["output"])
-        install_rope(header, DFLASH, module, sizes, scaling)
-        header.refuse_unread()
-        formats = fill(file, DFLASH, module, HEAD_DTYPE, None)
-        if "d2t" in file.tensors:
-            sort_rows(module.lm_head, np.argsort(file.tensor_bytes("d2t").view("<i8")))
-    if not has["embeddings"]:
-        module.model.embed_tokens = embedding_of(needed(target))
-    if has["output"]:
-        project = module.lm_head
-    else:
-        project = output_of(needed(target)) if "output" in head.borrows else module.model.embed_tokens.as_linear
-    n_out = len(head.ids)
-    network = head_network(head, module, sizes, formats, max_context, lambda hidden: project(hidden)[..., :n_out])
-    return replace(network, n_layer=len(sizes.windows), layer_windows=sizes.windows)
+    network = read_network(head, target, DFLASH, _CHECKED, lambda header, sizes: BlockTrunk(sizes, _windows(header)))
+    windows = tuple(layer.window for layer in network.module.layers)
+    return replace(network, n_layer=len(windows), layer_windows=windows)
 
 
-_OWN = {"embeddings": "token_embd.weight", "output": "output.weight"}
-
-
-def _windows(header: Header) -> tuple[int | None, ...]:
+def _windows(header: Header) -> list[int | None]:
     """How far back each layer sees; None for all the way."""
     n_layers, window = header.integer("block_count"), header.integer("attention.sliding_window", 0)
     pattern = header.list_or_integer("attention.sliding_window_pattern", 0)
     if not window or not isinstance(pattern, list):
-        return (None,) * n_layers
-    return tuple(window if has_window else None for has_window in pattern)
+        return [None] * n_layers
+    return [window if has_window else None for has_window in pattern]
 
 
-def load(head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None) -> MLXHeadModel:
-    """See ``published.LoadHeadModel``."""
-    return MLXHeadModel(head, target, _network, n_gpu_layers)
+load = loader(_network)

@@ -25,9 +25,11 @@ from localspec.backends.reference import (
     ReferenceModel,
     read_tensor,
 )
-from localspec.errors import EngineError, UnsupportedModel, shown
+from localspec.errors import UnsupportedModel, shown
+from localspec.heads.base import HeadContext
 from localspec.heads.card import HeadCard, Training
-from localspec.heads.kinds.base import LLAMA_CPP, PublishedHead, attention_sizes, layers_read, token_map
+from localspec.heads.file import output_rows
+from localspec.heads.kinds.base import LLAMA_CPP, OWN_TENSORS, PublishedHead, attention_sizes, layers_read, token_map
 from localspec.model_files.gguf import (
     GGUFFile,
     GGUFOutput,
@@ -45,11 +47,8 @@ from localspec.system.files import write_atomically
 # target's tokens, which the engine compares, and output rows for those that the head can guess; the embeddings are the
 # target's. How the head was made is in a key of its own.
 
-TRAINING = "localspec.head.training"
-"""Metadata key: how it was made, as ``card.Training`` writes it."""
-
-_N_CTX = 1 << 17
-"""Context that the file declares [tokens]."""
+TRAINING = "localspec.head.training"  # metadata key: how it was made, as card.Training writes it
+_N_CTX = 1 << 17  # context that the file declares [tokens]
 
 _PIECE = 1 << 20
 
@@ -67,7 +66,6 @@ def write_eagle3(path: Path, card: HeadCard, weights: Mapping[str, npt.NDArray[n
         OSError: the disk refuses.
         UnsupportedModel: the target has rows that cannot be unpacked.
     """
-    rows = "output.weight" if "output.weight" in target.tensors else "token_embd.weight"
     tensors = [new_tensor(name, shape, _type(shape, "Q8_0")) for name, shape in card.shapes().items()]
     output = new_tensor("output.weight", (card.n_out, card.n_embd), _type((card.n_out, card.n_embd), "Q4_0"))
     token_map = new_tensor("d2t", (card.n_out,), "I64")
@@ -79,7 +77,7 @@ def write_eagle3(path: Path, card: HeadCard, weights: Mapping[str, npt.NDArray[n
             writer.write(as_type(np.asarray(weights[tensor.name], dtype=np.float32), tensor.type_name))
         step = max(1, _PIECE // card.n_embd)
         for first in range(0, card.n_out, step):
-            values = tensor_rows(target, rows, card.token_map[first : first + step])
+            values = tensor_rows(target, output_rows(target), card.token_map[first : first + step])
             writer.write(as_type(values, output.type_name))
         writer.write(card.token_map.astype("<i8"))
     return path
@@ -139,7 +137,7 @@ def read(file: GGUFFile) -> PublishedHead:
     vocab = Vocab.from_gguf(file) if has_tokens else None
     n_vocab = vocab.n_tokens if vocab is not None else whole(file, "vocab_size")
     ids = token_map(file, n_vocab)
-    borrows = [what for what, tensor in _OWN.items() if tensor not in file.tensors]
+    borrows = [what for what, tensor in OWN_TENSORS.items() if tensor not in file.tensors]
     if "output" in borrows and "d2t" in file.tensors:
         raise damaged(file, "it has a token map but no output matrix")
     shapes: dict[str, tuple[int, ...]] = {
@@ -160,7 +158,7 @@ def read(file: GGUFFile) -> PublishedHead:
     }
     if file.field("norm_before_fc", False):
         shapes["enc.output_norm.weight"] = (N_TAPS * n_target,)
-    check_shapes(file, shapes, optional=tuple(_OWN.values()))
+    check_shapes(file, shapes, optional=tuple(OWN_TENSORS.values()))
     return PublishedHead(
         kind="eagle3",
         title="EAGLE-3",
@@ -176,9 +174,6 @@ def read(file: GGUFFile) -> PublishedHead:
         vocab=vocab,
         training=_training(file),
     )
-
-
-_OWN = {"embeddings": "token_embd.weight", "output": "output.weight"}
 
 
 def _training(file: GGUFFile) -> Training | None:
@@ -237,8 +232,7 @@ class ReferenceHeadModel(ReferenceModel):
             self.embedding = read("token_embd.weight", None, n)
         if "output" in head.borrows:
             with GGUFFile(target.path) as lender:
-                name = "output.weight" if "output.weight" in lender.tensors else "token_embd.weight"
-                output = read_tensor(lender, name, (None, n))
+                output = read_tensor(lender, output_rows(lender), (None, n))
         else:
             output = read("output.weight", None, n)
         if "d2t" in file.tensors:
@@ -252,7 +246,7 @@ class ReferenceHeadModel(ReferenceModel):
         return ReferenceHeadContext(self, n_ctx, hidden)
 
 
-class ReferenceHeadContext(ReferenceContext):
+class ReferenceHeadContext(HeadContext, ReferenceContext):
     model: ReferenceHeadModel
 
     def fuse(self, states: FloatArray) -> FloatArray:
@@ -262,23 +256,17 @@ class ReferenceHeadContext(ReferenceContext):
         return np.array([self.model.fc.dot(row) for row in rows], dtype=np.float32)
 
     def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
-        if max(tokens) >= self.model.head.n_vocab:
-            raise EngineError(f"{self.model.path.name} has no token {max(tokens)}")
+        self._check_tokens(tokens)
         # A row as ``_pass`` takes it: the token's embedding, and the state.
         return self._pass(np.concatenate([self.model.embedding[list(tokens)], rows], axis=1), logits)
 
-    def _decode(self, tokens: Sequence[int], logits: Wanted) -> Forward:
-        raise EngineError(f"{self.model.path.name} is a draft head and cannot tokenize text")
-
-    def _attention_input(self, x: Array) -> Array:
+    def _entry(self, x: Array) -> tuple[Array, Array]:
         embedding, state = x.reshape(2, -1)
-        return np.concatenate([self._normalised(embedding), self._normalised(state)])
-
-    def _residual(self, x: Array) -> Array:
-        state = x[len(x) // 2 :]
-        return self._normalised(state) * self.model.state_norm if self.model.goes_on_from_norm else state
+        norm = self._normalised(state)
+        both = np.concatenate([self._normalised(embedding), norm])
+        return both, norm * self.model.state_norm if self.model.goes_on_from_norm else state
 
 
 def load_reference(head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None) -> ReferenceHeadModel:
-    """See ``published.LoadHeadModel``; it runs on one thread of the CPU."""
+    """See ``LoadHeadModel``; it runs on one thread of the CPU."""
     return ReferenceHeadModel(head, target)

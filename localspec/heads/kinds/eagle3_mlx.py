@@ -6,32 +6,15 @@ embeddings.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
-from localspec.backends.base import Model
-from localspec.backends.mlx.architecture import MLP, Architecture, Attention, Header, read_attention
-from localspec.backends.mlx.library import defer_mlx_lm
-from localspec.backends.mlx.network import Network, install_rope, rope_scaling
-from localspec.backends.mlx.placement import fill
-from localspec.heads.kinds.base import PublishedHead
-from localspec.heads.mlx import (
-    HEAD_DTYPE,
-    FeedForward,
-    HeadAttention,
-    MLXHeadModel,
-    embedding_of,
-    head_network,
-    needed,
-    output_of,
-    sort_rows,
-)
-from localspec.model_files.gguf import GGUFFile
+from localspec.backends.mlx.architecture import MLP, Architecture, Header
+from localspec.heads.mlx import FeedForward, HeadAttention, HeadSizes, loader, read_network
 
+# Where the tensors of such a file belong; names and layout are those of llama.cpp's converter
 EAGLE3 = Architecture(
     "eagle3",
     {
@@ -48,29 +31,14 @@ EAGLE3 = Architecture(
     top={"fc": "fc", "enc.output_norm": "fc_norm"},
     no_parameters=("d2t",),
 )
-"""Where the tensors of such a file belong; names and layout are those of llama.cpp's converter."""
 
-_CHECKED = ("target_layers", "target_hidden_size")
-"""Settings that ``eagle3.read`` has read."""
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    n_embd: int
-    n_ff: int
-    n_taps: int
-    n_out: int
-    n_vocab: int
-    eps: float
-    attention: Attention
-    norm_before_residual: bool
-    norm_before_fc: bool
+_CHECKED = ("target_layers", "target_hidden_size", "block_count")  # settings that eagle3.read has read
 
 
 class _Layer(nn.Module):  # type: ignore[misc]
-    def __init__(self, sizes: _Sizes) -> None:
+    def __init__(self, sizes: HeadSizes, *, norm_before_residual: bool) -> None:
         super().__init__()
-        self.norm_before_residual = sizes.norm_before_residual
+        self.norm_before_residual = norm_before_residual
         self.embedding_norm = nn.RMSNorm(sizes.n_embd, eps=sizes.eps)
         self.state_norm = nn.RMSNorm(sizes.n_embd, eps=sizes.eps)
         self.self_attn = HeadAttention(sizes.attention, 2 * sizes.n_embd, sizes.n_embd)
@@ -87,14 +55,12 @@ class _Layer(nn.Module):  # type: ignore[misc]
 class Eagle3Trunk(nn.Module):  # type: ignore[misc]
     """Rows and tokens' ids [1, n] -> rows for the output matrix [1, n, n_embd]."""
 
-    def __init__(self, sizes: _Sizes, *, has_embeddings: bool) -> None:
+    def __init__(self, sizes: HeadSizes, *, norm_before_residual: bool, norm_before_fc: bool) -> None:
         super().__init__()
-        if has_embeddings:
-            self.embed_tokens = nn.Embedding(sizes.n_vocab, sizes.n_embd)
-        if sizes.norm_before_fc:
+        if norm_before_fc:
             self.fc_norm = nn.RMSNorm(sizes.n_taps, eps=sizes.eps)
         self.fc = nn.Linear(sizes.n_taps, sizes.n_embd, bias=False)
-        self.layers = [_Layer(sizes)]
+        self.layers = [_Layer(sizes, norm_before_residual=norm_before_residual)]
         self.norm = nn.RMSNorm(sizes.n_embd, eps=sizes.eps)
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
@@ -113,53 +79,9 @@ class Eagle3Trunk(nn.Module):  # type: ignore[misc]
         return cast(mx.array, self.fc(self.fc_norm(states) if "fc_norm" in self else states))
 
 
-class _Head(nn.Module):  # type: ignore[misc]
-    def __init__(self, sizes: _Sizes, *, has_embeddings: bool, has_output: bool) -> None:
-        super().__init__()
-        self.model = Eagle3Trunk(sizes, has_embeddings=has_embeddings)
-        if has_output:
-            self.lm_head = nn.Linear(sizes.n_embd, sizes.n_out, bias=False)
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        return cast("list[nn.Module]", self.model.layers)
+def _build(header: Header, sizes: HeadSizes) -> Eagle3Trunk:
+    flags = {name: header.flag(name, False) for name in ("norm_before_residual", "norm_before_fc")}
+    return Eagle3Trunk(sizes, **flags)
 
 
-def _network(head: PublishedHead, target: Network | None) -> Network:
-    """The head as a network whose logits are for ``head.ids``, in their order; call it on the thread that will compute.
-
-    Raises:
-        UnsupportedModel: a setting, tensor or tensor type that is not handled; the message names it.
-    """
-    defer_mlx_lm()
-    with GGUFFile(head.path) as file:
-        header = Header(file)
-        sizes = _Sizes(
-            n_embd=head.n_embd,
-            n_ff=header.integer("feed_forward_length"),
-            n_taps=len(head.taps) * head.n_target,
-            n_out=len(head.ids),
-            n_vocab=head.n_vocab,
-            eps=header.real("attention.layer_norm_rms_epsilon"),
-            attention=read_attention(header),
-            norm_before_residual=header.flag("norm_before_residual", False),
-            norm_before_fc=header.flag("norm_before_fc", False),
-        )
-        scaling, max_context = rope_scaling(header)
-        header.ignore((*_CHECKED, "block_count"))
-        has = {what: what not in head.borrows for what in ("embeddings", "output")}
-        module = _Head(sizes, has_embeddings=has["embeddings"], has_output=has["output"])
-        install_rope(header, EAGLE3, module, sizes, scaling)
-        header.refuse_unread()
-        formats = fill(file, EAGLE3, module, HEAD_DTYPE, None)
-        if "d2t" in file.tensors:
-            sort_rows(module.lm_head, np.argsort(file.tensor_bytes("d2t").view("<i8")))
-    if not has["embeddings"]:
-        module.model.embed_tokens = embedding_of(needed(target))
-    project = module.lm_head if has["output"] else output_of(needed(target))
-    return head_network(head, module, sizes, formats, max_context, lambda hidden: project(hidden)[..., : sizes.n_out])
-
-
-def load(head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None) -> MLXHeadModel:
-    """See ``published.LoadHeadModel``."""
-    return MLXHeadModel(head, target, _network, n_gpu_layers)
+load = loader(lambda head, target: read_network(head, target, EAGLE3, _CHECKED, _build))

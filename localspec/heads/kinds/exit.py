@@ -13,9 +13,9 @@ from localspec.heads.file import heads_folder, write_head
 from localspec.model_files.gguf import GGUFFile, tensor_rows
 from localspec.model_files.vocab import Vocab
 
+# Tokens that it can guess: the first of the vocabulary, the commonest where it was made by merging, and those that end
+# an answer
 N_OUT = 32768
-"""Tokens that it can guess: the first of the vocabulary, the commonest where it was made by merging, and those that end
-an answer."""
 
 
 def exit_head(target: Path, facts: TargetFacts, n_layers: int) -> Path:

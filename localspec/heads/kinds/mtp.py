@@ -10,9 +10,9 @@ from localspec.model_files.gguf import GGUFFile, whole
 from localspec.model_files.nextn import check, is_alone
 from localspec.model_files.vocab import Vocab
 
+# Those whose graph drops rows without logits before their states are taken, as models/qwen3next.cpp does: to read the
+# states of such rows ends the process
 _STATES_NEED_LOGITS = frozenset({"qwen3next"})
-"""Those whose graph drops rows without logits before their states are taken, as ``models/qwen3next.cpp`` does: to read
-the states of such rows ends the process."""
 
 
 def read(file: GGUFFile) -> PublishedHead:

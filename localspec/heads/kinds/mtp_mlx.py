@@ -13,18 +13,18 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from localspec.backends.base import Model
 from localspec.backends.mlx.architecture import ARCHITECTURES, Header, common_arguments
 from localspec.backends.mlx.library import defer_mlx_lm
 from localspec.backends.mlx.network import Network, install_rope, rope_scaling
 from localspec.backends.mlx.placement import fill
 from localspec.errors import UnsupportedModel
 from localspec.heads.kinds.base import PublishedHead
-from localspec.heads.mlx import HEAD_DTYPE, MLXHeadModel, embedding_of, head_network, output_of
+from localspec.heads.mlx import HEAD_DTYPE, HeadModule, embedding_of, head_network, loader, output_of
 from localspec.model_files.gguf import GGUFFile
 
 ARCHITECTURE = "glm4moe"
 
+# What it has besides a block; the last three are the model's own where the file has none
 _PARTS = {
     "nextn.eh_proj": "eh_proj",
     "nextn.enorm": "enorm",
@@ -33,7 +33,6 @@ _PARTS = {
     "nextn.embed_tokens": "embed_tokens",
     "nextn.shared_head_head": "head",
 }
-"""What it has besides a block; the last three are the model's own where the file has none."""
 
 
 class _Layer(nn.Module):  # type: ignore[misc]
@@ -72,16 +71,6 @@ class _Trunk(nn.Module):  # type: ignore[misc]
         return layer(mx.zeros_like(embedding), embedding, mask, cache[0])
 
 
-class _Head(nn.Module):  # type: ignore[misc]
-    def __init__(self, layer: _Layer) -> None:
-        super().__init__()
-        self.model = _Trunk(layer)
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        return cast("list[nn.Module]", self.model.layers)
-
-
 def _network(head: PublishedHead, target: Network | None) -> Network:
     """The layer of a target's file as a network; call it on the thread that will compute.
 
@@ -103,18 +92,16 @@ def _network(head: PublishedHead, target: Network | None) -> Network:
         args = models.ModelArgs.from_dict(common_arguments(header, family, head.n_vocab, False))
         prefix = f"blk.{first}."
         tensors = {name.removeprefix(prefix).rpartition(".")[0] for name in file.tensors if name.startswith(prefix)}
-        module = _Head(_Layer(models.DecoderLayer(args, first), args, tensors))
+        module = HeadModule(_Trunk(_Layer(models.DecoderLayer(args, first), args, tensors)))
         install_rope(header, architecture, module, args, rope_scaling(header)[0])
-        formats = fill(file, architecture, module, HEAD_DTYPE, None, range(first, first + 1))
+        fill(file, architecture, module, HEAD_DTYPE, None, range(first, first + 1))
     layer, trunk = module.model.layers[0], target.module[family.trunk]
     if "head_norm" not in layer:
         layer.head_norm = trunk[family.norm]
     if "embed_tokens" not in layer:
         layer.embed_tokens = embedding_of(target)
     project = layer.head if "head" in layer else output_of(target)
-    return head_network(head, module, args, formats, target.max_context, project)
+    return head_network(head, module, target.max_context, project)
 
 
-def load(head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None) -> MLXHeadModel:
-    """See ``published.LoadHeadModel``."""
-    return MLXHeadModel(head, target, _network, n_gpu_layers)
+load = loader(_network)

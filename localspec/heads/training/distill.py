@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from localspec.backends.llama.llama_cpp import NAME as LLAMA_CPP
 from localspec.engine.options import checked_spec
@@ -34,13 +35,11 @@ from localspec.model_files.catalog import Catalog
 from localspec.prompts.questions import in_turns, own_questions, read_questions
 from localspec.system.files import home, write_atomically
 
-# The run to work on: a new one or the one that lies there, and the head that it begins with.
-
 _DIGITS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class _Wanted:
     """What was asked for in this call; None stands for the run's own. See ``distill``."""
 
     kind: str
@@ -51,19 +50,16 @@ class Wanted:
     resume: bool
     force: bool
 
-    def __post_init__(self) -> None:
-        self.new_recipe()  # is checked here
-
+    @property
     def new_recipe(self) -> Recipe:
         return self.recipe or Recipe(kind=self.kind, seed=self.seed or 0)  # type: ignore[arg-type]
 
 
-def open_run(target: Path, folder: RunFolder, wanted: Wanted, say: Callable[[str], None]) -> Run:
+def _open_run(target: Path, folder: RunFolder, wanted: _Wanted, say: Callable[[str], None]) -> Run:
     """The run to work on, with the head that it begins with in its folder.
 
     Raises:
-        UsageError: there is one, and what to do with it was not said; there is none to resume; or what is wanted
-            differs from what was begun.
+        UsageError: there is one, and neither resume nor force was said; none to resume; or it was begun differently.
         RunError: what lies there is damaged, or of another file.
     """
     if wanted.force:
@@ -72,9 +68,9 @@ def open_run(target: Path, folder: RunFolder, wanted: Wanted, say: Callable[[str
     if run is not None:
         _go_on(run, folder, wanted)
     elif wanted.resume:
-        raise UsageError(f"there is no {wanted.new_recipe().kind} head of this model to go on with; leave --resume out")
+        raise UsageError(f"there is no {wanted.new_recipe.kind} head of this model to go on with; leave --resume out")
     else:
-        run = Run(folder.fingerprint, wanted.new_recipe(), float(wanted.minutes or Effort().minutes))
+        run = Run(folder.fingerprint, wanted.new_recipe, float(wanted.minutes or Effort().minutes))
     if not folder.checkpoint.exists() and (wanted.begin_with is not None or not wanted.resume):
         earlier = earlier_head(target, folder.fingerprint, run.recipe, wanted.begin_with)
         is_chosen = wanted.seed is not None or wanted.recipe is not None or wanted.resume
@@ -84,7 +80,7 @@ def open_run(target: Path, folder: RunFolder, wanted: Wanted, say: Callable[[str
     return run
 
 
-def _go_on(run: Run, folder: RunFolder, wanted: Wanted) -> None:
+def _go_on(run: Run, folder: RunFolder, wanted: _Wanted) -> None:
     done, minutes = (run.data_seconds + run.training_seconds) / 60, wanted.minutes
     what = "made" if run.finished else "begun"
     state = f"a {run.recipe.kind} head of this model was {what}, {done:.0f} minutes of work"
@@ -117,53 +113,36 @@ def _begin_with(
     say(f"it goes on from {earlier.name}, with other examples (seed {run.recipe.seed})")
 
 
-# What makes a head again, as its card keeps it: of the whole run, and not of what its last sitting was called with.
-
-
 def card_command(run: Run, model: str, typed: str = "") -> str:
-    """The command line that makes a head, or a call from Python where ``typed``, its beginning, is empty.
+    """What makes the head of the whole run again: a command line, or a call from Python where ``typed``, its beginning,
+    is empty.
 
-    Files are named without folders, which are of this machine. A head that it begins with is named with the first
-    digits of its file's SHA-256, as a comment.
+    Files are named without folders, which are of this machine; the first digits of the SHA-256 of the head that it
+    begins with follow as a comment.
     """
-    prompts, texts = ([Path(path).name for path in paths] for paths in (run.prompts, run.texts))
+    recipe = run.recipe
+    usual = recipe == Recipe(kind=recipe.kind, seed=recipe.seed)
+    facts: dict[str, Any] = {"kind": recipe.kind, "seed": recipe.seed} if usual or typed else {"recipe": recipe}
+    facts["minutes"] = float(f"{run.minutes:g}")
+    own = {name: [Path(path).name for path in getattr(run, name)] for name in ("prompts", "texts")}
+    facts |= {name: names for name, names in own.items() if names}
+    facts |= {"chats": True} if run.chats else {}
+    facts["begin_with"] = run.begins_with
     if typed:
-        parts = [model, "--kind", run.recipe.kind, "--seed", str(run.recipe.seed), "--minutes", f"{run.minutes:g}"]
-        for option, names in (("--prompts", prompts), ("--text", texts)):
-            parts += [part for name in names for part in (option, name)]
-        parts += ["--chats"] if run.chats else []
-        line = f"{typed} {shlex.join([*parts, '--begin-with', run.begins_with])}"
+        parts = [model]
+        for name, fact in facts.items():
+            option = "--text" if name == "texts" else f"--{name.replace('_', '-')}"
+            for value in fact if isinstance(fact, list) else [fact]:
+                parts += [option] if value is True else [option, f"{value:g}" if name == "minutes" else str(value)]
+        line = f"{typed} {shlex.join(parts)}"
     else:
-        usual = run.recipe == Recipe(kind=run.recipe.kind, seed=run.recipe.seed)
-        facts: dict[str, object] = {"recipe": run.recipe}
-        if usual:
-            facts = {"kind": run.recipe.kind, "seed": run.recipe.seed}
-        facts |= {"minutes": float(f"{run.minutes:g}")}
-        facts |= {"prompts": prompts} if prompts else {}
-        facts |= {"texts": texts} if texts else {}
-        facts |= {"chats": True} if run.chats else {}
-        facts |= {"begin_with": run.begins_with}
         line = f"localspec.distill({', '.join([repr(model), *(f'{name}={fact!r}' for name, fact in facts.items())])})"
     return f"{line}  # {run.begins_with}: sha256 {run.begins_with_sha256}" if run.begins_with_sha256 else line
 
 
-# Chats that were saved in this home, as texts to learn from: the target reads them as it did when it answered.
-
-
-def saved_chats() -> Material:
-    """All chats of the home.
-
-    Raises:
-        UsageError: there is none.
-    """
-    found = [chat for path in chat_files(home()) if (chat := chat_in(path)) is not None]
-    if not found:
-        raise UsageError(f"no chat was saved in {home()}; --text takes those that were saved elsewhere")
-    return Material((), list({each.name: each for each in found}.values()))
-
-
 def chat_in(path: Path) -> Read | None:
-    """The chat that was saved in a file; None if it is no such file, or damaged."""
+    """The chat that was saved in a file, as a text that the target reads as it did when it answered; None if it is no
+    such file, or damaged."""
     messages = messages_in(path)
     if messages is None:
         return None
@@ -227,29 +206,36 @@ def distill(
         EngineError: the engine failed, returns no hidden states, or there is no JAX to train with.
         RunError: the disk refuses, or what lies there of the run is damaged.
     """
-    wanted = Wanted(kind, seed, recipe, minutes if effort is None else effort.minutes, begin_with, resume, force)
+    wanted = _Wanted(kind, seed, recipe, minutes if effort is None else effort.minutes, begin_with, resume, force)
     if effort is None and minutes is not None:
         effort = Effort(minutes)
-    backend = _engine_for(wanted.new_recipe().kind, backend)
+    backend = _engine_for(wanted.new_recipe.kind, backend)
     say, report, cancel = say or (lambda line: None), report or (lambda standing: None), cancel or threading.Event()
     name = checked_spec("model", model)
     path = Catalog.load().resolve(name)
-    folder = RunFolder(path, target_facts(path).fingerprint, wanted.new_recipe().kind)
+    folder = RunFolder(path, target_facts(path).fingerprint, wanted.new_recipe.kind)
     with _disk_errors(folder), folder.locked():
-        run = open_run(path, folder, wanted, say)
-        _bring(run, [prompts] if isinstance(prompts, str | Path) else prompts or (), texts, chats=chats)
+        run = _open_run(path, folder, wanted, say)
+        prompts = [prompts] if isinstance(prompts, str | Path) else prompts or ()
+        for paths, more in ((run.prompts, prompts), (run.texts, texts)):
+            paths += [place for place in dict.fromkeys(map(os.path.abspath, more)) if place not in paths]
+        run.chats |= chats
         effort = effort or Effort(run.minutes)
         material, tested = _lessons(run, effort)
         for remark in material.remarks:
             say(remark)
         folder.write(run)
         maker = HeadMaker(path, folder, run, effort, material, tested, report, say, cancel)
-        made = maker.work(backend, n_threads, card_command(run, name, command))
-        worth = _measured(path, folder, made.engine, n_threads, effort, maker, say)
-        kept = _keep(path, folder, run.recipe.kind) if worth is not None and worth.pays else None
+        card, engine = maker.work(backend, n_threads, card_command(run, name, command))
+        worth, kept = _measured(path, folder, engine, n_threads, effort, maker, say), None
+        if worth is not None and worth.pays:
+            kept = heads_folder() / f"{path.stem}.{run.recipe.kind}.gguf"
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            with write_atomically(kept) as file:
+                file.write(folder.head.read_bytes())
         run.finished = True
         folder.write(run)
-    return Distilled(folder.head, kept, made.card, worth)
+    return Distilled(folder.head, kept, card, worth)
 
 
 def _engine_for(kind: str, backend: str) -> str:
@@ -260,44 +246,33 @@ def _engine_for(kind: str, backend: str) -> str:
     return LLAMA_CPP if kind == "eagle3" and backend == "auto" else backend
 
 
-def _bring(run: Run, prompts: Sequence[str | Path], texts: Sequence[str | Path], *, chats: bool) -> None:
-    for paths, more in ((run.prompts, prompts), (run.texts, texts)):
-        paths += [path for path in dict.fromkeys(map(os.path.abspath, more)) if path not in paths]
-    run.chats |= chats
-
-
 def _lessons(run: Run, effort: Effort) -> tuple[Material, Overlap]:
-    """What the target is given besides its own prompts, with the questions that the head is tested on; and what must
+    """What the target is given besides its own prompts, the questions that the head is tested on first; and what must
     not be among the examples.
 
     Raises:
         UsageError: the user's own cannot be read, or nothing of it is left.
     """
     tested = Overlap(turn for which in ("report", "tuning") for q in own_questions(which) for turn in q.turns)
-    material = without(_material(run), tested)
-    return replace(material, asked=[*_tests(effort), *material.asked]), tested
-
-
-def _material(run: Run) -> Material:
     asked = [
         Asked(f"{Path(path).stem}/{question.id}", question.category, question.turns)
         for path in run.prompts
         for question in read_questions(Path(path))
     ]
     texts = read_texts([Path(text) for text in run.texts], chat_in) if run.texts else Material()
-    chats = saved_chats() if run.chats else Material()
-    return Material(asked, [*texts.read, *chats.read], [*texts.remarks, *chats.remarks])
-
-
-def _tests(effort: Effort) -> list[Asked]:
+    chats = [chat for path in chat_files(home()) if (chat := chat_in(path)) is not None] if run.chats else []
+    if run.chats and not chats:
+        raise UsageError(f"no chat was saved in {home()}; --text takes those that were saved elsewhere")
+    read = [*texts.read, *{chat.name: chat for chat in chats}.values()]
+    material = without(Material(asked, read, texts.remarks), tested)
     chosen = in_turns(own_questions("tuning"))[: min(effort.n_tests, int(effort.minutes / 2))]
-    return [Asked(f"{TEST}{question.id}", question.category, question.turns[:1]) for question in chosen]
+    tests = [Asked(f"{TEST}{question.id}", question.category, question.turns[:1]) for question in chosen]
+    return replace(material, asked=[*tests, *material.asked]), tested
 
 
 def _measured(
     path: Path, folder: RunFolder, backend: str, n_threads: int | None, effort: Effort, maker: HeadMaker, say: Say
 ) -> Worth | None:
-    """What the head is worth; None where that cannot be measured, with a remark."""
 
     def report(what: str, fraction: float | None) -> None:
         maker.show(RunProgress("measuring", text=what, fraction=fraction))
@@ -319,14 +294,6 @@ def _measured(
     except LocalspecError as error:
         say(f"what the head is worth cannot be measured: {error}")
         return None
-
-
-def _keep(path: Path, folder: RunFolder, kind: str) -> Path:
-    place = heads_folder() / f"{path.stem}.{kind}.gguf"
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with write_atomically(place) as file:
-        file.write(folder.head.read_bytes())
-    return place
 
 
 @contextmanager

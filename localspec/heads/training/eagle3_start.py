@@ -28,17 +28,10 @@ from localspec.heads.training.lessons import (
     lengths_of,
 )
 
-D_HEAD = 128
-"""Channels of a head, whatever the target's have: fewer tell rows apart worse."""
-
-FREE_HEADS = 2
-"""Heads that may look at other rows from the beginning."""
-
-_SURE = 30.0
-"""Score of a head's own row; those of others lie about 0 [nats]."""
-
-_LEAST = 0.05
-"""Least share of the usual variance of a direction of the rows, so that none is amplified at will."""
+D_HEAD = 128  # channels of a head, whatever the target's have: fewer tell rows apart worse
+FREE_HEADS = 2  # heads that may look at other rows from the beginning
+_SURE = 30.0  # score of a head's own row; those of others lie about 0 [nats]
+_LEAST = 0.05  # least share of the usual variance of a direction of the rows, so that none is amplified at will
 
 
 def n_heads(n_embd: int) -> int:

@@ -27,11 +27,7 @@ NO_HEAD = "none"
 def earlier_head(target: Path, fingerprint: str, recipe: Recipe, named: str | Path | None) -> Path | None:
     """The file of the head to start from; None for a linear head.
 
-    Args:
-        target: the target's file.
-        fingerprint: of it.
-        recipe: what is to be made.
-        named: the file of a head; "none"; or None for the one that drafters would take, if it fits.
+    ``named`` is the file of a head; "none"; or None for the one that drafters would take, if it fits.
 
     Raises:
         UsageError: the named one does not fit, or cannot be read; says why.
@@ -41,21 +37,12 @@ def earlier_head(target: Path, fingerprint: str, recipe: Recipe, named: str | Pa
     if named == NO_HEAD or (named is None and recipe.kind == "eagle3"):
         return None
     with GGUFFile(target) as file:
-        facts = TargetFacts.of(file, fingerprint)
-        ids = np.arange(min(recipe.n_out, facts.n_vocab), dtype=np.int32)
-        wanted = new_card(
-            file,
-            fingerprint,
-            kind=recipe.kind,
-            taps=recipe.taps(facts.n_layers),
-            token_map=ids,
-            steps=recipe.steps,
-            d_ff=recipe.d_ff,
-        )
+        n_out = min(recipe.n_out, TargetFacts.of(file, fingerprint).n_vocab)
+        wanted = new_card(file, fingerprint, recipe, np.arange(n_out, dtype=np.int32))
     if named is None:
-        return next((path for path in heads_for(target) if misfit(read_card(path), wanted) is None), None)
+        return next((path for path in heads_for(target) if _misfit(read_card(path), wanted) is None), None)
     try:
-        reason = misfit(read_card(Path(named)), wanted)
+        reason = _misfit(read_card(Path(named)), wanted)
     except (LocalspecError, OSError) as error:
         raise UsageError(f"cannot begin with the head {named}: {error}") from None
     if reason is not None:
@@ -63,7 +50,7 @@ def earlier_head(target: Path, fingerprint: str, recipe: Recipe, named: str | Pa
     return Path(named)
 
 
-def misfit(card: HeadCard, wanted: HeadCard) -> str | None:
+def _misfit(card: HeadCard, wanted: HeadCard) -> str | None:
     """Why training cannot start from a head; None if it can."""
     if card.kind != wanted.kind:
         return f"it is a {card.kind} one, and a {wanted.kind} one is to be made"
@@ -89,7 +76,6 @@ def going_on(path: Path, target: GGUFFile, card: HeadCard, embed: Embed, passage
 
 
 def history(path: Path) -> tuple[str, ...]:
-    """How an earlier head was made, and those that it began with: a line each."""
     training = read_card(path).training
     data, seen = training.data_tokens, training.tokens_seen
     return (*training.earlier, f"{training.command} ({data:,} tokens of data, {seen:,} seen)")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -37,8 +36,7 @@ from localspec.system.files import decoded
 # A chat model that is given its chat template up to the user's turn, and nothing else, goes on as a user would (Magpie:
 # Xu et al. 2024, arXiv:2406.08464). A base model continues a heading, and then itself.
 
-NO_FIELD_SHARE = 0.15
-"""Share of prompts without a field of life."""
+NO_FIELD_SHARE = 0.15  # share of prompts without a field of life
 
 _SENTENCE_END = re.compile(r"[.?!:;。？！](?=\s|$)|\n")
 _MARK = "localspec users turn"
@@ -51,8 +49,9 @@ def fields() -> tuple[str, ...]:
     return tuple(text.split("\n")[:-1])
 
 
-class PromptFormat(ABC):
-    """What a target is fed; see ``format_of``.
+class PromptFormat:
+    """What a target is fed; see ``format_of``. This one, of a base model: a heading, a few words that are drawn, and
+    what follows them.
 
     Attributes:
         ends: tokens that end what a user says.
@@ -61,8 +60,7 @@ class PromptFormat(ABC):
         before_user: tokens between an answer and what the user says next; None where there is no such thing.
     """
 
-    longest_prompt: int
-    is_chat: bool
+    longest_prompt = 24
     before_answer: Sequence[int] = ()
     before_user: Sequence[int] | None = None
 
@@ -70,34 +68,25 @@ class PromptFormat(ABC):
         self._encoder = encoder
         self.ends = model.vocab.eog
 
-    @abstractmethod
     def opening(self, field: str | None) -> list[int]:
         """Tokens after which the target speaks as the user, of a field if one is named."""
+        return self._encoder.tokenize(_heading(field), add_special=True) or [0]
 
-    @abstractmethod
     def asked(self, field: str | None, said: str, *, ended: bool) -> str | None:
         """The user's question in what the target said after ``opening``; None if there is none, or it was cut off."""
+        return _heading(field) + said if said.strip() else None
 
-    @abstractmethod
     def answering(self, messages: Messages) -> list[int]:
-        """Tokens after which the target answers the last message.
+        """Tokens after which the target answers the last message; TemplateError if the template refuses them."""
+        return self._encoder.tokenize(str(messages[-1]["content"]), add_special=True)
 
-        Raises:
-            TemplateError: the template refuses the messages.
-        """
-
-    @abstractmethod
     def reading(self, messages: Messages) -> list[int]:
-        """A conversation as the target reads it.
-
-        Raises:
-            TemplateError: the template refuses the messages.
-        """
+        """A conversation as the target reads it; TemplateError as above."""
+        return self._encoder.tokenize(_joined(messages), add_special=True)
 
 
 class ChatFormat(PromptFormat):
     longest_prompt = 128
-    is_chat = True
 
     def __init__(self, encoder: PromptEncoder, model: Model) -> None:
         super().__init__(encoder, model)
@@ -132,38 +121,18 @@ class ChatFormat(PromptFormat):
         return self._encoder.encode(messages, add_generation_prompt=False)
 
 
-class PlainFormat(PromptFormat):
-    """Of a base model: a heading, a few words that are drawn, and what follows them."""
-
-    longest_prompt = 24
-    is_chat = False
-
-    def opening(self, field: str | None) -> list[int]:
-        return self._encoder.tokenize(_heading(field), add_special=True) or [0]
-
-    def asked(self, field: str | None, said: str, *, ended: bool) -> str | None:
-        return _heading(field) + said if said.strip() else None
-
-    def answering(self, messages: Messages) -> list[int]:
-        return self._encoder.tokenize(str(messages[-1]["content"]), add_special=True)
-
-    def reading(self, messages: Messages) -> list[int]:
-        text = "\n\n".join(str(message.get("content") or "") for message in messages)
-        return self._encoder.tokenize(text, add_special=True)
-
-
 def format_of(model: Model) -> PromptFormat:
     template = ChatTemplate.for_vocab(model.chat_template, model.vocab)
     encoder = PromptEncoder(model, template)
-    return PlainFormat(encoder, model) if template.is_fallback else ChatFormat(encoder, model)
+    return (PromptFormat if template.is_fallback else ChatFormat)(encoder, model)
 
 
 def _heading(field: str | None) -> str:
     return "" if field is None else f"{field[0].upper()}{field[1:]}\n\n"
 
 
-def ends_a_sentence(text: str) -> bool:
-    return bool(_SENTENCE_END.search(text[-1:]))
+def _joined(messages: Messages) -> str:
+    return "\n\n".join(str(message.get("content") or "") for message in messages)
 
 
 def _whole_sentences(text: str) -> str:
@@ -175,8 +144,7 @@ def _whole_sentences(text: str) -> str:
 #
 # Nothing that heads are tested with may be among it, nor among the prompts that the target writes: see ``Overlap``.
 
-MOST_BYTES = 64 << 20
-"""Of texts that are read [bytes]: about 15 million tokens, days of work on a laptop."""
+MOST_BYTES = 64 << 20  # of texts that are read [bytes]: about 15 million tokens, days of work on a laptop
 
 _WORD = re.compile(r"\w+")
 _N_WORDS = 8
@@ -184,8 +152,7 @@ _N_WORDS = 8
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Something that the target is to answer: a name that is unique, a kind of work, and what the user says in each
-    turn."""
+    """What the target is to answer: a unique name, a kind of work, and what the user says in each turn."""
 
     name: str
     category: str
@@ -194,7 +161,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Something that the target is to read: a text, or messages for the chat template."""
+    """What the target is to read: a text, or messages for the chat template."""
 
     name: str
     category: str
@@ -202,9 +169,7 @@ class Read:
 
     @property
     def text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
-        return "\n\n".join(str(message.get("content") or "") for message in self.content)
+        return self.content if isinstance(self.content, str) else _joined(self.content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,27 +205,18 @@ def _runs(words: Sequence[str], n: int) -> Iterator[tuple[str, ...]]:
 
 
 def without(material: Material, overlap: Overlap) -> Material:
-    """The material but for what heads are tested with.
-
-    Raises:
-        UsageError: nothing of it is left.
-    """
+    """The material but for what heads are tested with; UsageError if nothing is left."""
     asked = [each for each in material.asked if not any(map(overlap, each.turns))]
     read = [each for each in material.read if not overlap(each.text)]
     n = len(material.asked) + len(material.read) - len(asked) - len(read)
     if n and not asked and not read:
         raise UsageError("all of these prompts and texts are among the questions that heads are tested with")
-    remarks = list(material.remarks)
-    if n:
-        remarks.append(
-            f"{n} prompts or texts are left out: they have words of the questions that heads are tested with"
-        )
-    return Material(asked, read, remarks)
+    left_out = [f"{n} prompts or texts are left out: they have words of the questions that heads are tested with"]
+    return Material(asked, read, [*material.remarks, *left_out[: n > 0]])
 
 
 def read_texts(paths: Sequence[Path], chat_in: Callable[[Path], Read | None] = lambda path: None) -> Material:
-    """The text files among some paths and in folders, without hidden ones; ``chat_in`` returns the chat that a file
-    holds.
+    """The text files among paths and in folders, without hidden ones; ``chat_in`` returns the chat that a file holds.
 
     Raises:
         UsageError: there is no such file or folder, or no text in any.
@@ -281,8 +237,11 @@ def read_texts(paths: Sequence[Path], chat_in: Callable[[Path], Read | None] = l
         if len(data) > room:
             remarks.append(f"of these texts the first {MOST_BYTES >> 20} MB are read")
             break
-        text = _as_text(data)
-        if text is None:
+        try:
+            text = decoded(data)
+        except UnicodeDecodeError:
+            text = "\0"
+        if "\0" in text:
             n_other += 1
         elif text.strip():
             room -= len(data)
@@ -306,26 +265,13 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
             raise UsageError(f"there is no file or folder {path}")
 
 
-def _as_text(data: bytes) -> str | None:
-    try:
-        text = decoded(data)
-    except UnicodeDecodeError:
-        return None
-    return None if "\0" in text else text
+N_CTX_EACH = 512  # room of a sequence [tokens]. Without flash attention every row looks at the cells of all sequences.
 
-
-N_CTX_EACH = 512
-"""Room of a sequence [tokens]. Without flash attention every row looks at the cells of all sequences."""
-
+# Tokens. More answers teach more than longer ones, and a run that is stopped has more of them whole.
 LONGEST_ANSWER = 320
-"""Tokens. More answers teach more than longer ones, and a run that is stopped has more of them whole."""
 
-LONGEST_READ = 512
-"""Tokens of a text that are read in one piece."""
-
-ROWS_PER_PASS = 96
-"""Most tokens of a pass: a chat that begins waits for it."""
-
+LONGEST_READ = 512  # tokens of a text that are read in one piece
+ROWS_PER_PASS = 96  # most tokens of a pass: a chat that begins waits for it
 HELD_OUT = 16  # one passage in so many is kept for testing,
 TEST = "test/"  # and every answer to a question whose name begins so
 
@@ -334,15 +280,10 @@ ANSWER_TEMPERATURE = 0.8
 PROMPT_TEMPERATURES = (0.7, 0.9)
 _TOP_P, _TOP_K = 0.95, 200
 
-_GOES_ON_SHARE = 0.6
-"""Share of answers with room for another turn that get one."""
-
-_SHORTEST = 8
-"""Least places of a passage."""
-
+_GOES_ON_SHARE = 0.6  # share of answers with room for another turn that get one
+_SHORTEST = 8  # least places of a passage
 _BLOCK = 1 << 16  # characters of a text that are tokenised at a time
-_LOOP, _LONGEST_PERIOD = 64, 16
-"""So many tokens that repeat so few end an answer: small models go round in circles."""
+_LOOP, _LONGEST_PERIOD = 64, 16  # so many tokens that repeat so few end an answer: small models go round in circles
 
 
 def derived(seed: int, name: str) -> int:
@@ -352,28 +293,19 @@ def derived(seed: int, name: str) -> int:
 
 @dataclass(slots=True)
 class _Sequence:
-    """An unfinished text.
-
-    Attributes:
-        stage: a prompt is answered next; answers and texts that are read become passages.
-        todo: tokens that the target has to be fed next; the last one is followed by what it says.
-        given: tokens that were given; what comes after is the target's own.
-        longest: most tokens of its own in this turn, which began at ``turn``.
-        about: field of life of a prompt that the target writes.
-        turns: what the user says after this answer.
-    """
+    """An unfinished text: a prompt, which is answered next, or an answer or text, which becomes a passage."""
 
     stage: Literal["prompt", "answer", "read"]
     name: str
     category: str
     temperature: float
-    todo: list[int]
-    given: int
-    longest: int
-    about: str | None = None
+    todo: list[int]  # tokens that the target is fed next; what it says follows the last one
+    given: int  # tokens that were given; what comes after is the target's own
+    longest: int  # most tokens of its own in this turn
+    about: str | None = None  # field of life of a prompt that the target writes
     messages: Messages = ()
-    turns: Sequence[str] = ()
-    turn: int = 0
+    turns: Sequence[str] = ()  # what the user says after this answer
+    turn: int = 0  # where this turn began
     fed: list[int] = field(default_factory=list)
     states: list[npt.NDArray[np.float16]] = field(default_factory=list)
     top_ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
@@ -384,22 +316,18 @@ class _Sequence:
         """What the target said in this turn."""
         return self.fed[self.turn or self.given :]
 
-    def params(self) -> SamplingParams:
-        return SamplingParams(temperature=self.temperature, top_k=_TOP_K, top_p=_TOP_P)
-
 
 class ExampleMaker:
     """Has a target write prompts and answers, and read texts.
 
     Args:
         batch: the memories of the sequences, with the taps.
-        material: what heads are tested on, which is begun first; and what the user brought: half of what is begun then
-            is of it until it is used up.
+        material: what heads are tested on, which is begun first; and the user's own, half of what is begun after it.
         is_tested_with: whether a prompt is among what heads are tested with; such a one is dropped.
         done: names of passages that there are already.
 
     Attributes:
-        n_own_tokens, n_read_tokens: tokens that the target has said, and read.
+        n_tokens: tokens that the target has said or read.
         n_dropped: prompts in vain.
         remarks: what of the material was left out, a line each.
     """
@@ -416,8 +344,7 @@ class ExampleMaker:
         *,
         longest_answer: int = LONGEST_ANSWER,
     ) -> None:
-        self._vocab = model.vocab
-        self._model = model
+        self._model, self._vocab = model, model.vocab
         self._format = format
         self._batch = batch
         self._seed = seed
@@ -425,7 +352,7 @@ class ExampleMaker:
         self._is_tested_with = is_tested_with
         self._asked_before: set[str] = set()
         self.remarks: list[str] = []
-        self.n_own_tokens = self.n_read_tokens = self.n_dropped = 0
+        self.n_tokens = self.n_dropped = 0
         self._next_own = 1 + max((int(name[4:]) for name in done if name.startswith("own-")), default=-1)
         material = material or Material()
         tests = [asked for asked in material.asked if asked.name.startswith(TEST)]
@@ -435,7 +362,7 @@ class ExampleMaker:
         self._n_started = 0
         self._at_work = [self._begin() for _ in range(batch.n_sequences)]
 
-    # -- what is begun -------------------------------------------------------------------------------------------
+    # What is begun.
 
     def _sequences_of(self, material: Material, done: Set[str]) -> Iterator[_Sequence]:
         """What the user brought, prompts and texts in turns."""
@@ -510,14 +437,10 @@ class ExampleMaker:
         brought = next(self._brought, None) if self._n_started % 2 else None
         return brought or self._prompt()
 
-    # -- a pass --------------------------------------------------------------------------------------------------
+    # A pass.
 
     def step(self) -> list[Passage]:
-        """One pass over all unfinished sequences; returns the passages that ended.
-
-        Raises:
-            EngineError: the engine failed.
-        """
+        """One pass over all unfinished sequences; returns the passages that ended."""
         pieces: list[Piece] = []
         room = ROWS_PER_PASS
         # What is written goes before what is read, so that no answer waits for a long prompt.
@@ -545,18 +468,20 @@ class ExampleMaker:
             sequence.top_ids.append(ids)
             sequence.top_logprobs.append(logprobs)
         if sequence.stage == "read":
-            self.n_read_tokens += len(tokens)
+            self.n_tokens += len(tokens)
             return self._end(i, sequence) if len(sequence.todo) == 1 else None
         if sequence.todo:
             return None
         noise = Noise(derived(self._seed, f"{sequence.name}/{sequence.stage}/{sequence.turn}"))
-        said = distribution(logits[-1], (), sequence.params()).sample(noise, len(sequence.fed))
+        params = SamplingParams(temperature=sequence.temperature, top_k=_TOP_K, top_p=_TOP_P)
+        said = distribution(logits[-1], (), params).sample(noise, len(sequence.fed))
         sequence.todo = [said]
         ended = said in (self._format.ends if sequence.stage == "prompt" else self._vocab.eog)
         n_own = len(sequence.own) + 1
-        self.n_own_tokens += 1
+        self.n_tokens += 1
         if sequence.stage == "prompt":
-            whole = 2 * n_own > sequence.longest and ends_a_sentence(self._text([said]))
+            ends = _SENTENCE_END.search(self._text([said])[-1:]) is not None
+            whole = ends and 2 * n_own > sequence.longest
             if ended or whole or n_own >= sequence.longest:
                 return self._ask(i, sequence, ended=ended, whole=ended or whole)
             return None
@@ -610,12 +535,8 @@ class ExampleMaker:
         if sequence.turns:
             said = self._text([*sequence.own, *sequence.todo])
             turn, *rest = sequence.turns
-            messages = [
-                *sequence.messages,
-                {"role": "assistant", "content": said},
-                {"role": "user", "content": turn},
-            ]
-            following = self._answer(f"{sequence.name}+", sequence.category, messages, rest)
+            more = [{"role": "assistant", "content": said}, {"role": "user", "content": turn}]
+            following = self._answer(f"{sequence.name}+", sequence.category, [*sequence.messages, *more], rest)
         self._follow(i, following)
         return self._passage(sequence)
 
@@ -625,8 +546,6 @@ class ExampleMaker:
     def _follow(self, i: int, sequence: _Sequence | None) -> None:
         self._batch.truncate(i, 0)
         self._at_work[i] = sequence or self._begin()
-
-    # -- passages ------------------------------------------------------------------------------------------------
 
     def _passage(self, sequence: _Sequence) -> Passage | None:
         if len(sequence.fed) < _SHORTEST:

@@ -29,11 +29,10 @@ from localspec.heads.training.trainer import Tally, Trainer, TrainingProgress
 from localspec.model_files.gguf import GGUFFile, tensor_rows
 from localspec.system.machine import cpu_name
 
+# Places asked of a passage, from its first lesson on. A batch holds some of the prompt before them and a few after.
 _N_PLACES = 64
-"""Places asked of a passage, from its first lesson on. A batch holds some of the prompt before them and a few after."""
 
-_PER_CATEGORY = 4
-"""Least passages of each category, where there are so many."""
+_PER_CATEGORY = 4  # least passages of each category, where there are so many
 
 _SIZE = Size(n_rows=256, n_lessons=_N_PLACES + 1, n_starts=_N_PLACES)
 
@@ -41,7 +40,6 @@ _SIZE = Size(n_rows=256, n_lessons=_N_PLACES + 1, n_starts=_N_PLACES)
 def training_facts(
     run: Run, command: str, engine: str, progress: TrainingProgress, n_places: int, earlier: Path | None
 ) -> Training:
-    """How a head was made with so many ``n_places`` of examples; ``command`` makes it again."""
     packages = {name: version(name) for name in ("numpy", "jax")}
     return Training(
         command=command,
@@ -66,15 +64,7 @@ def write_checked(
     n_threads: int | None,
     say: Callable[[str], None],
 ) -> HeadCard:
-    """Write a head's file, and once more with its acceptance on an engine; returns its card.
-
-    Args:
-        path: its name; the folder must exist.
-        training: how it was made so far.
-        target, model: the target's file, open, and the loaded target.
-        passages: held-out ones.
-        say: takes a line before long work.
-    """
+    """Write a head's file, and once more with its acceptance on an engine at held-out passages; returns its card."""
     card, weights, place = replace(trainer.card, training=training), trainer.weights, Path(target.path)
     eagle3 = card.kind == "eagle3"
 
@@ -102,8 +92,7 @@ def write_checked(
 
 @dataclass(frozen=True)
 class EngineCheck:
-    """Acceptance of a finished head on an engine, and its share of guesses, by step, that the unquantised network makes
-    too."""
+    """Acceptance of a head on an engine, and its share of guesses, by step, that the unquantised network makes too."""
 
     acceptance: dict[str, tuple[float, ...]]
     agreement: tuple[float, ...]
@@ -119,12 +108,7 @@ def check(
 ) -> EngineCheck:
     """Compare guesses of an engine at held-out places, step by step as a drafter makes them, with the network's.
 
-    Args:
-        head: loaded on the engine.
-        network, weights: what it was made from.
-        embed: the target's embeddings.
-        passages: held-out ones; the first places of evenly chosen ones are asked.
-        n_passages: how many; and more of a category that has few among them.
+    The first places of about ``n_passages``, evenly chosen, are asked, and more of a category with few among them.
     """
     some, steps = evenly([passage for passage in passages if n_lessons(passage) > 0], n_passages), network.card.steps
     packer = Packer(network.card.token_map, embed, _SIZE, steps, memory_of(network.card.kind))
@@ -155,10 +139,7 @@ def evenly(passages: Sequence[Passage], n: int) -> list[Passage]:
 
 
 def engine_logits(head: DraftHead, piece: Stretch, steps: int) -> Iterator[FloatArray]:
-    """The logits of every step [steps, n_out], at every place of a piece, of a head on an engine.
-
-    Further steps are given the passage's tokens, not their own.
-    """
+    """An engine's logits of every step [steps, n_out], at every place; steps are given the passage's tokens."""
     first, end = piece.first_row, piece.end
     passage = piece.passage
     states = passage.states[first:end].reshape(end - first, -1).astype(np.float32)

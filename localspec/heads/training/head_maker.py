@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from localspec.engine.loading import Loader
 from localspec.engine.options import LoadOptions
 from localspec.errors import Cancelled, EngineError, UsageError
 from localspec.heads.card import HeadCard
+from localspec.heads.file import output_rows
 from localspec.heads.training.examples import N_CTX_EACH, ExampleMaker, Material, Overlap, format_of
 from localspec.heads.training.run_folder import Effort, Phase, Report, Run, RunError, RunFolder, RunProgress, token_map
 from localspec.heads.training.shards import TOP_K, Passage, Shards
@@ -30,18 +31,15 @@ from localspec.system.machine import read_memory
 from localspec.system.process import Courtesy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from localspec.heads.training.trainer import Trainer, TrainingProgress
 
 
 # How many texts a target writes side by side: as many as memory allows and as make it quicker, which is measured.
 
+# Numbers of sequences that are tried; where rows look at the cells of all sequences, fewer are faster
 WIDTHS = (1, 2, 4, 8, 16, 24)
-"""Numbers of sequences that are tried; where rows look at the cells of all sequences, fewer are faster."""
 
-_WORTH = 1.05
-"""Least speed-up for twice as many sequences: each keeps an unfinished answer."""
+_WORTH = 1.05  # least speed-up for twice as many sequences: each keeps an unfinished answer
 
 _PASSES = 3
 
@@ -60,11 +58,9 @@ def open_batch(
     patience: float,
     stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[SequenceBatch, float]:
-    """A batch of the width at which the target writes fastest, measured with half full sequences, and its tokens per
-    second.
+    """A batch of the width at which the target writes fastest, with half full sequences; and its tokens per second.
 
     Args:
-        model: the target.
         n_ctx: tokens of each sequence.
         taps: hidden states that passes return.
         room: memory that the batch may take [bytes].
@@ -103,48 +99,23 @@ def _half_fill(batch: SequenceBatch, sequence: int) -> None:
         context.decode([0] * (batch.n_ctx // 2), "none")
 
 
-SECONDS_BETWEEN_WRITES = 45.0
-"""With the pass and the writing itself, at most a minute is lost."""
-
-EXAMPLES_SHARE = 0.7
-"""Share of the time for examples; the rest trains."""
-
-FINISHING_SHARE, MOST_FINISHING_SECONDS = 0.15, 300.0
-"""Kept for testing the head and measuring what it is worth."""
+SECONDS_BETWEEN_WRITES = 45.0  # with the pass and the writing itself, at most a minute is lost
+EXAMPLES_SHARE = 0.7  # share of the time for examples; the rest trains
+FINISHING_SHARE, MOST_FINISHING_SECONDS = 0.15, 300.0  # kept for testing the head and measuring what it is worth
 
 MOST_DISK_BYTES = 16 << 30
 _SHARE_OF_FREE_DISK = 0.5
-_BATCH_ROOM = 2 << 30
-"""Memory of the batch that writes texts [bytes]."""
+_BATCH_ROOM = 2 << 30  # memory of the batch that writes texts [bytes]
+_TEXTS_IN_TURN = 8  # least number of texts that each sequence comes to write
 
-_TEXTS_IN_TURN = 8
-"""Least number of texts that each sequence comes to write."""
-
+# Memory of training besides weights and their moments: batches, activations, the compiler [bytes]
 _TRAINING_ROOM = 1 << 30
-"""Memory of training besides weights and their moments: batches, activations, the compiler [bytes]."""
 
-_LEAST_PLACES = 64
-"""Examples before which training does not begin."""
-
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """The card of the head, as it is in the file, and the engine that the target ran on."""
-
-    card: HeadCard
-    engine: str
+_LEAST_PLACES = 64  # examples before which training does not begin
 
 
 class HeadMaker:
-    """Works on a run until its time is over.
-
-    Args:
-        run: how far it is; kept up to date.
-        material: the user's own.
-        tested: what must not be among the examples.
-        report, say: take where it stands, and remarks.
-        cancel: ends it.
-    """
+    """Works on a run, which it keeps up to date, until its time is over; ``tested`` must not be among the examples."""
 
     def __init__(
         self,
@@ -164,12 +135,12 @@ class HeadMaker:
         self._report, self._say = report, say
         self._courtesy = Courtesy(self._waits, cancel.is_set)
         self._standing = RunProgress("loading")
-        self.finishing_seconds = min(FINISHING_SHARE * effort.seconds, MOST_FINISHING_SECONDS)
-        work = effort.seconds - self.finishing_seconds
-        self._data_seconds, self._training_seconds = EXAMPLES_SHARE * work, (1 - EXAMPLES_SHARE) * work
         self._learned: list[Passage] = []
         self._held_out: list[Passage] = []
         self._written = 0.0
+        self.finishing_seconds = min(FINISHING_SHARE * effort.seconds, MOST_FINISHING_SECONDS)
+        work = effort.seconds - self.finishing_seconds
+        self._data_seconds, self._training_seconds = EXAMPLES_SHARE * work, (1 - EXAMPLES_SHARE) * work
 
     def show(self, standing: RunProgress) -> None:
         """Report where it stands, with what is known of the whole run filled in."""
@@ -191,10 +162,8 @@ class HeadMaker:
         if self.cancel.is_set():
             raise Cancelled("training was stopped")
 
-    # -- the whole ---------------------------------------------------------------------------------------------------
-
-    def work(self, backend: str, n_threads: int | None, command: str) -> Made:
-        """Do all that is left of the run.
+    def work(self, backend: str, n_threads: int | None, command: str) -> tuple[HeadCard, str]:
+        """Do all that is left of the run; returns the head's card, and the engine that the target ran on.
 
         Raises:
             Cancelled: it was stopped; what was done is on disk.
@@ -226,7 +195,7 @@ class HeadMaker:
                 self._say(remark)
             trainer = self._trainer(file, model)
             self._train(trainer)
-            return Made(self._write_head(trainer, file, model, command, n_threads), model.backend)
+            return self._write_head(trainer, file, model, command, n_threads), model.backend
 
     def _load(self, backend: str, n_threads: int | None) -> Model:
         def report(what: str, fraction: float | None) -> None:
@@ -238,24 +207,20 @@ class HeadMaker:
         model = Loader(options, warnings).load(self._target, report)
         for warning in warnings:
             self._say(warning)
+        wrong = ""
         if not model.capabilities.hidden:
+            wrong = f"returns no hidden states for {model.path.name}, from which a head learns"
+        elif not check_batch(model).holds:
+            wrong = f"computes texts of {model.path.name} otherwise side by side than alone"
+        if wrong:
             model.close()
-            raise EngineError(
-                f"{model.engine} returns no hidden states for {model.path.name}, from which a head learns; "
-                "take another --backend"
-            )
-        if not check_batch(model).holds:
-            model.close()
-            raise EngineError(
-                f"{model.engine} computes texts of {model.path.name} otherwise side by side than alone; "
-                "take another --backend"
-            )
+            raise EngineError(f"{model.engine} {wrong}; take another --backend")
         return model
 
     def _open_batch(self, file: GGUFFile, model: Model, taps: Sequence[str]) -> SequenceBatch:
         n_ctx = min(N_CTX_EACH, model.n_ctx_train or N_CTX_EACH)
         ids = np.arange(min(self._run.recipe.n_out, model.vocab.n_tokens), dtype=np.int32)
-        card = self._card(file, ids, model)
+        card = self._card(file, ids)
         weights = sum(int(np.prod(shape)) for shape in card.shapes().values())
         training = 20 * weights + 4 * card.n_out * card.n_embd + _TRAINING_ROOM  # see Trainer
         free = read_memory().available
@@ -278,26 +243,15 @@ class HeadMaker:
         )
         return batch
 
-    def _card(self, file: GGUFFile, ids: npt.NDArray[np.int32], model: Model) -> HeadCard:
+    def _card(self, file: GGUFFile, ids: npt.NDArray[np.int32]) -> HeadCard:
         from localspec.heads.training.warm_start import new_card
 
-        recipe = self._run.recipe
-        return new_card(
-            file,
-            self._folder.fingerprint,
-            kind=recipe.kind,
-            taps=recipe.taps(model.n_layers),
-            token_map=ids,
-            steps=recipe.steps,
-            d_ff=recipe.d_ff,
-        )
-
-    # -- examples ----------------------------------------------------------------------------------------------------
+        return new_card(file, self._folder.fingerprint, self._run.recipe, ids)
 
     def _make_examples(self, maker: ExampleMaker) -> None:
         finished: list[Passage] = []
-        self._written = time.monotonic()
-        said, began = maker.n_own_tokens + maker.n_read_tokens, time.monotonic()
+        self._written = began = time.monotonic()
+        said = maker.n_tokens
         waited = self._courtesy.seconds
         try:
             while not self._enough(finished) and not self.cancel.is_set():
@@ -307,7 +261,7 @@ class HeadMaker:
                 now = time.monotonic()
                 self._run.data_seconds += now - before
                 worked = max(1e-3, now - began - (self._courtesy.seconds - waited))
-                rate = (maker.n_own_tokens + maker.n_read_tokens - said) / worked
+                rate = (maker.n_tokens - said) / worked
                 self._show("examples", "the model writes examples", rate, sum(map(len, finished)))
                 if now - self._written > SECONDS_BETWEEN_WRITES:
                     self._write(maker, finished)
@@ -363,8 +317,6 @@ class HeadMaker:
             )
         )
 
-    # -- training ----------------------------------------------------------------------------------------------------
-
     def _trainer(self, file: GGUFFile, model: Model) -> Trainer:
         from localspec.heads.training.earlier_head import going_on
         from localspec.heads.training.trainer import Trainer, TrainingSettings
@@ -374,8 +326,8 @@ class HeadMaker:
         if ids is None:
             ids = token_map(self._learned, model, recipe.n_out)
             self._folder.keep_token_map(ids)
-        card = self._card(file, ids, model)
-        output = tensor_rows(file, _output(file), ids)
+        card = self._card(file, ids)
+        output = tensor_rows(file, output_rows(file), ids)
 
         def embed(tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
             some, places = np.unique(tokens, return_inverse=True)
@@ -421,8 +373,6 @@ class HeadMaker:
         self._folder.write(self._run)
         self._check_cancelled()
 
-    # -- the head ----------------------------------------------------------------------------------------------------
-
     def _write_head(
         self, trainer: Trainer, file: GGUFFile, model: Model, command: str, n_threads: int | None
     ) -> HeadCard:
@@ -439,7 +389,3 @@ class HeadMaker:
         """Passages with the states that the head reads, and no others."""
         n = len(self._run.recipe.taps(model.n_layers))
         return [replace(passage, states=passage.states[:, :n]) for passage in passages]
-
-
-def _output(file: GGUFFile) -> str:
-    return "output.weight" if "output.weight" in file.tensors else "token_embd.weight"

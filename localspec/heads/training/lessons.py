@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,18 +14,17 @@ from localspec.heads.trained import MAX_STATES
 from localspec.heads.training.network import OUTSIDE, Batch
 from localspec.heads.training.shards import Passage
 
+# Places that a head sees at the first lesson of an answer, this one among them: as many as its drafter reads of a
+# prompt
 MEMORY = MAX_STATES
-"""Places that a head sees at the first lesson of an answer, this one among them: as many as its drafter reads of a
-prompt."""
 
+# The same of an EAGLE-3 head, whose drafter reads all of a prompt: as much of it as is worth the time of training
 EAGLE3_MEMORY = 64
-"""The same of an EAGLE-3 head, whose drafter reads all of a prompt: as much of it as is worth the time of training."""
 
-_REACH = 192
-"""Places seen before the first lesson of a piece that begins inside of a longer text."""
+_REACH = 192  # places seen before the first lesson of a piece that begins inside of a longer text
 
+# Tokens [n] -> their embeddings in the target [n, n_embd]
 Embed = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.float32]]
-"""Tokens [n] -> their embeddings in the target [n, n_embd]."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +34,12 @@ class Size:
     n_rows: int
     n_lessons: int
     n_starts: int
-    n_candidates: int = 0
-    """Output rows that the loss looks at; 0 is all."""
+    n_candidates: int = 0  # output rows that the loss looks at; 0 is all
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Every ``stride``-th place of a passage from ``begin`` to before ``end``, with the ``memory`` of ``memory_of``."""
+    """Every ``stride``-th place of a passage from ``begin`` to before ``end``; for ``memory`` see ``memory_of``."""
 
     passage: Passage
     begin: int
@@ -71,18 +69,7 @@ def n_lessons(passage: Passage) -> int:
 
 
 class Packer:
-    """Makes batches of pieces.
-
-    Args:
-        token_map: the trimmed vocabulary, ascending [n_out].
-        embed: the target's embeddings.
-        size: of the batches.
-        steps: how far ahead is guessed.
-        memory: of the pieces that ``Reading`` makes; see ``memory_of``.
-
-    Raises:
-        ValueError: a batch has no room for a lesson and all that it sees.
-    """
+    """Makes batches of pieces; ``token_map`` is the trimmed vocabulary, ascending [n_out]."""
 
     def __init__(
         self, token_map: npt.NDArray[np.int32], embed: Embed, size: Size, steps: int, memory: int = MEMORY
@@ -96,7 +83,7 @@ class Packer:
         self._steps = steps
 
     def rows_of(self, piece: Stretch) -> int:
-        """Rows that it takes in a batch: its lessons, what they see, and what further steps are compared with."""
+        """Rows that it takes in a batch: lessons, what they see, and what further steps are compared with."""
         return self._last_row(piece) - piece.first_row
 
     def _last_row(self, piece: Stretch) -> int:
@@ -171,31 +158,18 @@ class Packer:
 
 @dataclass
 class Cursor:
-    """A place in the endless, shuffled reading of the passages.
-
-    Attributes:
-        seed: of every choice.
-        n_batches: made so far.
-        epoch: how often all passages were read.
-        n_passages: how many there were when this epoch began; later ones come with the next.
-        index: passages of this epoch that are done.
-        lesson: lessons of the next one that are done.
-    """
+    """A place in the endless, shuffled reading of the passages."""
 
     seed: int
-    n_batches: int = 0
+    n_batches: int = 0  # made so far
     epoch: int = 0
-    n_passages: int = 0
-    index: int = 0
-    lesson: int = 0
-
-    def facts(self) -> dict[str, int]:
-        return asdict(self)
+    n_passages: int = 0  # when this epoch began; later ones come with the next
+    index: int = 0  # passages of this epoch that are done
+    lesson: int = 0  # lessons of the next one that are done
 
 
 class Reading:
-    """Batches without end over passages, which may grow in number, from a cursor on; each epoch in another random
-    order."""
+    """Batches without end over passages, from a cursor on; each epoch in another random order."""
 
     def __init__(self, passages: Sequence[Passage], packer: Packer, cursor: Cursor) -> None:
         self._passages = passages
@@ -226,7 +200,7 @@ class Reading:
         return self._packer.pack(pieces, starts, rng), n
 
     def _piece(self, n_free: int, rows_free: int) -> Stretch | None:
-        """What comes next, as much of it as there is room for; None if there is none for a lesson of it."""
+        """What comes next, as much of it as there is room for."""
         cursor = self.cursor
         while cursor.index >= len(self._order) or n_lessons(self._next) <= cursor.lesson:
             if cursor.index < len(self._order):
@@ -253,31 +227,25 @@ class Reading:
 
 Floats = npt.NDArray[np.float32]
 
-RIDGE = 100.0
-"""Rows' worth of regularisation, where inputs have about the size 1. Between 40 and 550 little changes."""
-
-ROWS_PER_INPUT = 24
-"""Most examples for each of the inputs."""
+RIDGE = 100.0  # rows' worth of regularisation, where inputs have about the size 1. Between 40 and 550 little changes.
+ROWS_PER_INPUT = 24  # most examples for each of the inputs
 
 ROWS_AT_ONCE = 4096
 
-_PROMPT_ROWS = 64
-"""Rows of a prompt that are fitted to besides those of the answer."""
-
-_OUTLIER = 4.0
-"""The first tokens of texts have states forty times as long as others; they are no examples."""
+_PROMPT_ROWS = 64  # rows of a prompt that are fitted to besides those of the answer
+_OUTLIER = 4.0  # the first tokens of texts have states forty times as long as others; they are no examples
 
 
 class Examples:
-    """Rows of inputs and the rows that follow, shuffled passage by passage.
+    """Rows of inputs and the rows that follow, passage by passage.
 
     Args:
         norm: the weight of the target's last norm.
         passages: whose last state, where the head does not read "norm", is that.
 
     Attributes:
-        sizes: the usual size of each input, of the states one after the other and then of an embedding.
-        weight: what makes u of a last state.
+        sizes: the usual size of each input: the states side by side, then an embedding.
+        weight: last states times this are u.
     """
 
     def __init__(self, card: HeadCard, embed: Embed, norm: Floats, passages: Sequence[Passage]) -> None:

@@ -7,8 +7,7 @@ rows up to p and its own chain's rows, and no other chain's.
 The loss is the cross entropy against the target's own distribution, -Σ p(x) log q(x) over the kept x: the likeliest ids
 that the shards keep and the trimmed vocabulary has. A class for the rest would train the head to spread probability
 over tokens that are never its best guess. log q is taken over those tokens and a sample of the others, each of which
-stands
-for several in the sum (Jean et al. 2015, arXiv:1412.2007).
+stands for several in the sum (Jean et al. 2015, arXiv:1412.2007).
 """
 
 from __future__ import annotations
@@ -24,46 +23,31 @@ import numpy.typing as npt
 
 from localspec.heads.card import HeadCard
 
-Weights = dict[str, jax.Array]
-"""By the names and shapes of ``HeadCard.shapes``."""
+Weights = dict[str, jax.Array]  # by the names and shapes of HeadCard.shapes
 
-OUTSIDE, NOWHERE = -1, -2
-"""In the place of a row of the trimmed output matrix: the token has none; there is no token."""
+OUTSIDE, NOWHERE = -1, -2  # in the place of a row of the trimmed output matrix: the token has none; there is no token
 
+# Weight of each further step in the loss, as in Medusa and EAGLE-3: it counts only if those before it were right
 STEP_WEIGHT = 0.8
-"""Weight of each further step in the loss, as in Medusa and EAGLE-3: it counts only if those before it were right."""
 
 
 class Batch(NamedTuple):
     """Rows of several passages, one after the other, in arrays of fixed sizes; what is left over is padding.
 
     A row is a place: the states after token t, and token t + 1. It guesses token t + 2.
-
-    Attributes:
-        states: float16 [n_rows, n_taps * n_embd]: the target's states.
-        embeddings: float32 [n_rows, n_embd]: the target's embedding of the next token.
-        passage: int32 [n_rows]: number of the passage; -1 is padding.
-        position: int32 [n_rows]: place in the passage.
-        ids: int32 [n_rows, top_k]: likeliest tokens to be guessed, as places in ``candidates``.
-        probs: float32 [n_rows, top_k]: their probabilities; 0 where there is nothing to learn.
-        best: int32 [n_rows]: what the target would say there; ``OUTSIDE`` if it is not in the trimmed vocabulary.
-        lessons: int32 [n_lessons]: rows that are to guess; the others are only seen by them.
-        starts: int32 [n_starts]: those of the lessons that go on to further steps.
-        candidates: int32 [n_candidates]: rows of the trimmed output matrix that the loss looks at.
-        log_weights: float32 [n_candidates]: logarithm of how many rows each of them stands for.
     """
 
-    states: Any
-    embeddings: Any
-    passage: Any
-    position: Any
-    ids: Any
-    probs: Any
-    best: Any
-    lessons: Any
-    starts: Any
-    candidates: Any
-    log_weights: Any
+    states: Any  # float16 [n_rows, n_taps * n_embd]: the target's states
+    embeddings: Any  # float32 [n_rows, n_embd]: the target's embedding of the next token
+    passage: Any  # int32 [n_rows]: number of the passage; -1 is padding
+    position: Any  # int32 [n_rows]: place in the passage
+    ids: Any  # int32 [n_rows, top_k]: likeliest tokens to be guessed, as places in candidates
+    probs: Any  # float32 [n_rows, top_k]: their probabilities; 0 where there is nothing to learn
+    best: Any  # int32 [n_rows]: what the target would say there; OUTSIDE if it is not in the trimmed vocabulary
+    lessons: Any  # int32 [n_lessons]: rows that are to guess; the others are only seen by them
+    starts: Any  # int32 [n_starts]: those of the lessons that go on to further steps
+    candidates: Any  # int32 [n_candidates]: rows of the trimmed output matrix that the loss looks at
+    log_weights: Any  # float32 [n_candidates]: logarithm of how many rows each of them stands for
 
 
 class HeadNetwork:
@@ -94,7 +78,7 @@ class HeadNetwork:
         return isinstance(other, HeadNetwork) and self._compiled_for == other._compiled_for
 
     def gradients(self, weights: Weights, sums: Weights, batch: Batch) -> tuple[Weights, jax.Array]:
-        """Add the gradients of a batch to ``sums``, which are consumed; returns before they are computed.
+        """Add a batch's gradients to ``sums``, which are consumed; returns before they are computed.
 
         Returns:
             The new sums, and the mean cross entropy at the places of each step [steps].
@@ -111,8 +95,6 @@ class HeadNetwork:
         guessed, true = _guesses(self, weights, self.output, batch)
         return guessed, true
 
-    # -- loss ----------------------------------------------------------------------------------------------------------
-
     def loss(self, weights: Weights, output: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """What is minimised, and the mean cross entropy of each step [steps]."""
         total, means, rows_out = jnp.float32(0), [], output[batch.candidates]
@@ -126,8 +108,6 @@ class HeadNetwork:
             total += STEP_WEIGHT**step * loss / len(rows)
             means.append(loss / jnp.maximum(weight.sum(), 1.0))
         return total, jnp.stack(means)
-
-    # -- the head ------------------------------------------------------------------------------------------------------
 
     def steps(self, weights: Weights, batch: Batch) -> list[jax.Array]:
         """What the output rows multiply, step by step: [n_lessons, n_embd] for the first, [n_starts, n_embd] after."""
@@ -188,8 +168,7 @@ class HeadNetwork:
         return states
 
     def _attention_input(self, weights: Weights, z: jax.Array, embedded: jax.Array) -> jax.Array:
-        """Input of queries, keys and values: the rows, normed; of an EAGLE-3 head embedding and row side by side [n, 2
-        n_embd]."""
+        """Input of queries, keys and values; of an EAGLE-3 head embedding and row side by side [n, 2 n_embd]."""
         if self.card.kind != "eagle3":
             return self._norm(z, weights["blk.0.attn_norm.weight"])
         token = self._norm(embedded, weights["blk.0.attn_norm.weight"])
@@ -259,9 +238,6 @@ def _places(batch: Batch, step: int) -> tuple[jax.Array, jax.Array]:
     return rows, (batch.passage[rows] == batch.passage[first]) & (batch.passage[first] >= 0) & (rows == first + step)
 
 
-# -- products ------------------------------------------------------------------------------------------------------
-
-
 def _multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
     return x @ weight.T
 
@@ -283,7 +259,7 @@ def _backward_half(kept: tuple[jax.Array, jax.Array], above: jax.Array) -> tuple
     return _half_product(above, weight, (1, 0)), _half_product(above, x, (0, 0))
 
 
+# x · weightᵀ, both rounded to bfloat16. JAX's own gradient of it would multiply in float32.
 _multiply_half = jax.custom_vjp(lambda x, weight: _half_product(x, weight, (1, 1)))
-"""x · weightᵀ, both rounded to bfloat16. JAX's own gradient of it would multiply in float32."""
 
 _multiply_half.defvjp(_forward_half, _backward_half)

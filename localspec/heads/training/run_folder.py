@@ -28,14 +28,12 @@ if TYPE_CHECKING:
 KINDS: tuple[Kind, ...] = ("chained", "parallel", "medusa", "eagle3")
 MOST_MINUTES = 60.0 * 24 * 30
 
-_MARKS_SHARE = 8
-"""Largest share of special tokens among a head's: some files have thousands."""
+_MARKS_SHARE = 8  # largest share of special tokens among a head's: some files have thousands
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A head to be made: ``n_out`` tokens that it can guess, ``steps`` ahead, with an MLP of the width ``d_ff`` at
-    most."""
+    """A head to be made: it guesses ``n_out`` tokens, ``steps`` ahead, with an MLP of the width ``d_ff`` at most."""
 
     kind: Kind = "chained"
     steps: int = 4
@@ -52,11 +50,9 @@ class Recipe:
         checked_whole("the seed", self.seed, 0, (1 << 48) - 1)
 
     def taps(self, n_layers: int) -> tuple[str, ...]:
-        """The hidden states that the head reads: the last one, and but for a medusa head one shortly before it. An
-        EAGLE-3 head gets what goes into three layers from llama.cpp, and never the last state.
+        """The hidden states that the head reads; UnsupportedModel if the model has too few layers.
 
-        Raises:
-            UnsupportedModel: the model has too few layers.
+        An EAGLE-3 head gets what goes into three layers from llama.cpp, and never the last state.
         """
         if self.kind == "eagle3":
             if n_layers < 4:
@@ -74,26 +70,15 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """Bounds on the work.
+    """Bounds on the work; with ``n_places`` and ``n_steps`` the result does not depend on how fast the machine is."""
 
-    Attributes:
-        minutes: of making examples, training, testing and measuring, without pauses.
-        n_places, n_steps: stop making examples, and training, after so many places to learn from, and so many steps of
-            the optimiser; then the result does not depend on how fast the machine is.
-        n_tests: of our tuning questions, whose answers the head is tested on and never trained on; one for every two
-            minutes at most.
-        n_questions: asked at most to measure what the head is worth.
-        max_tokens: of an answer then.
-        longest_answer: tokens of an example.
-    """
-
-    minutes: float = 60.0
-    n_places: int | None = None
-    n_steps: int | None = None
-    n_tests: int = 25
-    n_questions: int = 12
-    max_tokens: int = 96
-    longest_answer: int = 320
+    minutes: float = 60.0  # of making examples, training, testing and measuring, without pauses
+    n_places: int | None = None  # to learn from
+    n_steps: int | None = None  # of the optimiser
+    n_tests: int = 25  # tuning questions that the head is tested on; at most one for every two minutes
+    n_questions: int = 12  # asked at most to measure what the head is worth
+    max_tokens: int = 96  # of an answer then
+    longest_answer: int = 320  # tokens of an example
 
     def __post_init__(self) -> None:
         if not is_number(self.minutes) or not 0 < self.minutes <= MOST_MINUTES:
@@ -105,8 +90,7 @@ class Effort:
 
 
 def token_map(passages: Iterable[Passage], model: Model, n_out: int) -> npt.NDArray[np.int32]:
-    """The tokens that a head can guess, ascending: the target's most frequent ones, those that end its turns, and other
-    special tokens, at most an eighth of all.
+    """The tokens that a head can guess, ascending: the target's most frequent ones, and special tokens.
 
     Unseen tokens come in the order of ids, about that of frequency where merges were learned.
     """
@@ -133,27 +117,17 @@ class RunError(LocalspecError):
 
 @dataclass(slots=True)
 class Run:
-    """State of a run.
+    """State of a run."""
 
-    Attributes:
-        target: fingerprint of the target's file.
-        minutes: that were asked for, all calls together.
-        data_seconds, training_seconds: of work so far.
-        finished: whether the minutes are over and the head was measured.
-        begins_with: the file name of the head that training begins with; "none" is a linear one.
-        begins_with_sha256: the first digits of that file's digest; "" where there is none.
-        prompts, texts, chats: what of the user's own is used, as paths.
-    """
-
-    target: str
+    target: str  # fingerprint of the target's file
     recipe: Recipe
-    minutes: float = 0.0
-    data_seconds: float = 0.0
+    minutes: float = 0.0  # that were asked for, all calls together
+    data_seconds: float = 0.0  # of work so far
     training_seconds: float = 0.0
-    finished: bool = False
-    begins_with: str = "none"
-    begins_with_sha256: str = ""
-    prompts: list[str] = field(default_factory=list)
+    finished: bool = False  # the minutes are over and the head was measured
+    begins_with: str = "none"  # file name of the head that training begins with; "none" is a linear one
+    begins_with_sha256: str = ""  # the first digits of that file's digest
+    prompts: list[str] = field(default_factory=list)  # the user's own, as paths
     texts: list[str] = field(default_factory=list)
     chats: bool = False
 
@@ -167,16 +141,11 @@ class RunFolder:
         self.shards = self.path / "shards"
         self.checkpoint = self.path / "checkpoint.npz"
         self.head = self.path / "head.gguf"
-        self.earlier = self.path / "earlier.gguf"
-        """A copy of the head that training begins with; missing where it begins with a linear one."""
+        self.earlier = self.path / "earlier.gguf"  # the head that training begins with, if any
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes out within the block.
-
-        Raises:
-            RunError: one works here.
-        """
+        """Keep other processes out within the block; RunError if one works here."""
         from filelock import FileLock, Timeout
 
         private_folder(self.path)
@@ -187,11 +156,7 @@ class RunFolder:
             raise RunError("another localspec distill trains this head now") from None
 
     def read(self) -> Run | None:
-        """The run that was begun here; None where there is none.
-
-        Raises:
-            RunError: it cannot be read.
-        """
+        """The run that was begun here; None where there is none, RunError if it cannot be read."""
         try:
             text = (self.path / _STATE).read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -235,29 +200,18 @@ Phase = Literal["loading", "examples", "training", "testing", "measuring", "wait
 
 @dataclass(frozen=True, slots=True)
 class RunProgress:
-    """Progress of a run.
+    """Progress of a run."""
 
-    Attributes:
-        phase: what is done now; ``waiting``: paused while others answer.
-        text: the same in words.
-        fraction: of the whole work that is done; None while that is unknown.
-        seconds_left: of work.
-        n_answers, n_places, n_bytes: passages on disk, places in them, and their size.
-        rate: tokens per second, of what is done now.
-        tokens_seen: lessons trained on, repetitions counted.
-        curve: acceptance of held-out places so far.
-    """
-
-    phase: Phase
-    text: str = ""
-    fraction: float | None = None
+    phase: Phase  # waiting: paused while others answer
+    text: str = ""  # the same in words
+    fraction: float | None = None  # of the whole work that is done; None while that is unknown
     seconds_left: float | None = None
-    n_answers: int = 0
-    n_places: int = 0
+    n_answers: int = 0  # passages on disk
+    n_places: int = 0  # tokens in them
     n_bytes: int = 0
-    rate: float = 0.0
-    tokens_seen: int = 0
-    curve: tuple[CurvePoint, ...] = ()
+    rate: float = 0.0  # tokens per second, of what is done now
+    tokens_seen: int = 0  # lessons trained on, repetitions counted
+    curve: tuple[CurvePoint, ...] = ()  # acceptance at held-out places so far
 
 
 Report = Callable[[RunProgress], None]

@@ -6,7 +6,7 @@ A shard is one file: a line of JSON, then the arrays, which are mapped and not r
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -20,8 +20,7 @@ from localspec.errors import LocalspecError
 from localspec.sampling.sampling import top_k_ids
 from localspec.system.files import private_folder, write_atomically
 
-TOP_K = 16
-"""Likeliest tokens whose probabilities are kept at every place: about 0.95 of the probability."""
+TOP_K = 16  # likeliest tokens whose probabilities are kept at every place: about 0.95 of the probability
 
 _FORMAT = "localspec-shard 1"
 _ALIGNED = 64
@@ -63,14 +62,9 @@ class Passage:
     def __len__(self) -> int:
         return len(self.states)
 
-    @property
-    def n_own(self) -> int:
-        """Places at which the target went on in its own words, or in the words of a text that it was to read."""
-        return len(self) - max(0, self.start - 1)
-
 
 def likeliest(logits: FloatArray) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float16]]:
-    """Ids and log-probabilities of the ``TOP_K`` likeliest tokens of each row [n, n_vocab], the likeliest first."""
+    """Ids and log-probabilities of the ``TOP_K`` likeliest tokens of each row [n, n_vocab], likeliest first."""
     k = min(TOP_K, logits.shape[1])
     ids = np.empty((len(logits), k), dtype=np.int32)
     logprobs = np.empty((len(logits), k), dtype=np.float16)
@@ -229,7 +223,3 @@ def _cut(facts: Sequence[Any], lengths: Sequence[int], arrays: Sequence[npt.NDAr
             top_ids[places],
             top_logprobs[places],
         )
-
-
-def n_places(passages: Iterable[Passage]) -> int:
-    return sum(map(len, passages))

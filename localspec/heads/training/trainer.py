@@ -6,7 +6,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from localspec.heads.training.lessons import (
     memory_of,
     n_lessons,
 )
-from localspec.heads.training.network import NOWHERE, Batch, HeadNetwork, Weights
+from localspec.heads.training.network import NOWHERE, HeadNetwork, Weights
 from localspec.heads.training.shards import Passage
 from localspec.heads.training.warm_start import Start
 from localspec.system.files import write_atomically
@@ -38,6 +38,7 @@ from localspec.system.files import write_atomically
 # How often a head is right about text that it has not seen.
 
 _SIZE = Size(n_rows=1024, n_lessons=257, n_starts=256)
+_N_TESTED = 2000  # places, about: they give a share to within 0.02 (two standard errors)
 
 
 class Tally:
@@ -48,7 +49,7 @@ class Tally:
         self._real: dict[str, Any] = defaultdict(int)
 
     def add(self, category: str, guessed: npt.NDArray[np.int32], true: npt.NDArray[np.int32]) -> None:
-        """Count places of a category: rows of the output matrix, as ``HeadNetwork.guesses`` has them [steps, n]."""
+        """Count places of a category, as ``HeadNetwork.guesses`` returns them [steps, n]."""
         right = np.logical_and.accumulate(guessed == true, axis=0).sum(1)
         real = (true != NOWHERE).sum(1)
         for name in (ALL_TEXTS, category):
@@ -56,21 +57,16 @@ class Tally:
             self._real[name] += real
 
     def rates(self) -> dict[str, tuple[float, ...]]:
-        """Category -> share of places at which the first n guesses are all the target's, for n = 1, 2, …; see
-        ``Rates``."""
+        """Share of places at which the first n guesses are all the target's, for n = 1, 2, …; see ``Rates``."""
         return {name: tuple((n / np.maximum(self._real[name], 1)).tolist()) for name, n in sorted(self._right.items())}
 
 
 class HeldOutTest:
-    """The same places of held-out passages, asked again and again while a head is trained.
+    """The same places of held-out passages, asked again and again while a head is trained; spread evenly."""
 
-    About ``n_places``, spread evenly; None for all. 2,000 give a share to within 0.02 (two standard errors).
-    """
-
-    def __init__(self, passages: Sequence[Passage], card: HeadCard, embed: Embed, n_places: int | None = 2000) -> None:
+    def __init__(self, passages: Sequence[Passage], card: HeadCard, embed: Embed) -> None:
         self._packer = Packer(card.token_map, embed, _SIZE, card.steps, memory_of(card.kind))
-        total = sum(map(n_lessons, passages))
-        stride = 1 if n_places is None else max(1, -(-total // n_places))
+        stride = max(1, -(-sum(map(n_lessons, passages)) // _N_TESTED))
         self._groups = list(self._grouped(passages, stride))
 
     def _grouped(self, passages: Sequence[Passage], stride: int) -> Iterator[list[Stretch]]:
@@ -96,31 +92,26 @@ class HeldOutTest:
     def rates(
         self, network: HeadNetwork, weights: Weights, stopping: Callable[[], bool] = lambda: False
     ) -> dict[str, tuple[float, ...]] | None:
-        """As ``Tally.rates``, with tokens outside of the trimmed vocabulary counted as wrong; None if ``stopping`` came
-        first."""
+        """As ``Tally.rates``; tokens outside of the trimmed vocabulary are wrong. None if ``stopping`` came first."""
         found = Tally()
         for group in self._groups:
             if stopping():
                 return None
             n = sum(len(places(piece)) for piece in group)
-            guessed, true = (np.asarray(rows)[:, :n] for rows in network.guesses(weights, self._batch(group)))
+            batch = self._packer.pack(group, np.arange(n, dtype=np.int32))
+            guessed, true = (np.asarray(rows)[:, :n] for rows in network.guesses(weights, batch))
             at = 0
             for piece in group:
                 here = slice(at, at := at + len(places(piece)))
                 found.add(piece.passage.category, guessed[:, here], true[:, here])
         return found.rates()
 
-    def _batch(self, group: Sequence[Stretch]) -> Batch:
-        n = sum(len(places(piece)) for piece in group)
-        return self._packer.pack(group, np.arange(n, dtype=np.int32))
-
 
 def places(piece: Stretch) -> range:
     return range(piece.begin, piece.end, piece.stride)
 
 
-CHECKPOINT_SECONDS = 50.0
-"""Between checkpoints: with what a step and the writing take, at most a minute's work is lost."""
+CHECKPOINT_SECONDS = 50.0  # between checkpoints: with what a step and the writing take, at most a minute's work is lost
 
 _POLL_SECONDS = 0.01
 _FORMAT = 2
@@ -130,34 +121,22 @@ class CheckpointError(LocalspecError):
     """The file is no checkpoint, or one of another head."""
 
 
+# Less than a second's work on two cores with a target of 1.5B
 DEFAULT_SIZE = Size(n_rows=512, n_lessons=256, n_starts=64, n_candidates=6144)
-"""Less than a second's work on two cores with a target of 1.5B."""
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How to train.
-
-    Attributes:
-        size: of a batch, whose gradients are computed at a time.
-        n_batches: batches of a step of the optimiser.
-        learning_rate: the highest, reached after ``warm_up`` steps.
-        final: share of the highest that it falls to, along a cosine, when the time is over.
-        decay, betas: AdamW's.
-        clip: largest norm of a step's gradient.
-        half: multiply in bfloat16; None asks the machine.
-    """
-
     seed: int = 0
-    size: Size = DEFAULT_SIZE
-    n_batches: int = 2
-    learning_rate: float = 2e-4
-    warm_up: int = 20
-    final: float = 0.05
+    size: Size = DEFAULT_SIZE  # of a batch, whose gradients are computed at a time
+    n_batches: int = 2  # of a step of the optimiser
+    learning_rate: float = 2e-4  # the highest
+    warm_up: int = 20  # steps to the highest rate
+    final: float = 0.05  # share of the highest that it falls to, along a cosine, when the time is over
     decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.95)
-    clip: float = 1.0
-    half: bool | None = None
+    clip: float = 1.0  # largest norm of a step's gradient
+    half: bool | None = None  # multiply in bfloat16; None asks the machine
 
     def rate(self, step: int, share: float) -> float:
         """The learning rate of a step, when this share of the time is over."""
@@ -169,22 +148,11 @@ class TrainingSettings:
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """Progress of training.
-
-    Attributes:
-        seconds: of training so far, those of earlier calls too; testing not counted.
-        tokens_seen: lessons so far, repetitions counted.
-        epochs: how often all passages were read.
-        losses: cross entropy by step ahead, smoothed [nats].
-        curve: acceptance so far.
-    """
-
     step: int
-    seconds: float
-    tokens_seen: int
+    seconds: float  # of training so far, without testing
+    tokens_seen: int  # lessons so far, repetitions counted
     tokens_per_second: float
-    epochs: float
-    losses: tuple[float, ...]
+    losses: tuple[float, ...]  # cross entropy by step ahead, smoothed [nats]
     curve: tuple[CurvePoint, ...]
 
 
@@ -192,14 +160,11 @@ class Trainer:
     """A head in training, from its checkpoint if there is one.
 
     Memory: five float32 of each trained weight, the trimmed output rows and some hundred megabytes for a batch. The
-    checkpoint holds three float32 of each weight, and for a moment there are two of it.
+    checkpoint holds three float32 of each weight.
 
     Args:
         begin: what it begins with; called where there is no checkpoint.
         output: the target's output rows for ``card.token_map`` [n_out, n_embd].
-        embed: the target's embeddings.
-        passages: what to learn from; may grow while training goes on.
-        checkpoint: the file; its folder must exist.
 
     Raises:
         CheckpointError: the file is damaged, or of another head.
@@ -224,10 +189,7 @@ class Trainer:
         self._passages = passages
         self._test_set = HeldOutTest(held_out, card, embed)
         self._path = checkpoint
-        self._weights: Weights = {}
-        self._sizes: Weights = {}
-        self._first: Weights = {}
-        self._second: Weights = {}
+        self._parts: dict[str, Weights] = {"weights": {}, "sizes": {}, "first": {}, "second": {}}
         self._cursor = Cursor(self.settings.seed)
         self._step = self._tokens = 0
         self._seconds = self._rate = 0.0
@@ -238,21 +200,20 @@ class Trainer:
             self._load()
         else:
             start = begin()
-            self._weights = {name: jnp.array(value) for name, value in start.weights.items()}
-            self._sizes = {name: jnp.array(value) for name, value in start.sizes.items()}
-            self._first, self._second = _zeros(self._weights), _zeros(self._weights)
+            for part, group in (("weights", start.weights), ("sizes", start.sizes)):
+                self._parts[part] = {name: jnp.array(value) for name, value in group.items()}
+            for part in ("first", "second"):
+                self._parts[part] = _zeros(self._parts["weights"])
             self.save()
 
     @property
     def weights(self) -> dict[str, npt.NDArray[np.float32]]:
-        return {name: np.array(value) for name, value in self._weights.items()}
+        return {name: np.array(value) for name, value in self._parts["weights"].items()}
 
     @property
     def progress(self) -> TrainingProgress:
-        cursor = self._cursor
-        epochs = cursor.epoch + cursor.index / max(1, cursor.n_passages)
         losses = tuple(map(float, self._losses))
-        return TrainingProgress(self._step, self._seconds, self._tokens, self._rate, epochs, losses, tuple(self._curve))
+        return TrainingProgress(self._step, self._seconds, self._tokens, self._rate, losses, tuple(self._curve))
 
     def train(
         self,
@@ -262,32 +223,29 @@ class Trainer:
         *,
         test_every: float = 300.0,
     ) -> bool:
-        """Train up to so many seconds altogether; test at the beginning, now and then, and at the end.
+        """Train up to so many seconds altogether; test at the beginning, every ``test_every`` seconds, and at the end.
 
         Args:
-            seconds: the learning rate falls towards that moment.
             report: called after every step.
             stopping: asked a hundred times a second; once it is true, this saves and returns. After an exception, a
-                ``KeyboardInterrupt`` too, only the last checkpoint is left: see ``system.interrupts``.
-            test_every: seconds between tests.
+                ``KeyboardInterrupt`` too, only the last checkpoint is left.
 
         Returns:
             Whether the time is over.
-
-        Raises:
-            OSError: a checkpoint cannot be written.
         """
         reading = Reading(self._passages, self._packer, self._cursor)
         while not stopping():
             tested = self._curve[-1].minutes if self._curve else -test_every
             over, minutes = self._seconds >= seconds, self._seconds / 60
             if 60 * (minutes - tested) >= test_every or (over and minutes > tested):
-                if not self._test(stopping):
+                rates = self._test_set.rates(self.network, self._parts["weights"], stopping)
+                if rates is None:
                     break
+                self._curve.append(CurvePoint(self._tokens, minutes, rates))
                 report(self.progress)
             if over:
                 break
-            before = Cursor(**self._cursor.facts())
+            before = replace(self._cursor)
             if not self._one_step(reading, seconds, stopping):
                 self._cursor = before
                 break
@@ -300,10 +258,11 @@ class Trainer:
     def _one_step(self, reading: Reading, seconds: float, stopping: Callable[[], bool]) -> bool:
         """One step of the optimiser; False, and nothing has changed, if it was stopped."""
         began, settings = time.monotonic(), self.settings
-        sums, losses, taught = _zeros(self._weights), np.zeros(self.card.steps), 0
+        weights = self._parts["weights"]
+        sums, losses, taught = _zeros(weights), np.zeros(self.card.steps), 0
         for _ in range(settings.n_batches):
             batch, n = reading.batch()
-            sums, found = self.network.gradients(self._weights, sums, batch)
+            sums, found = self.network.gradients(weights, sums, batch)
             while not found.is_ready():  # computed by other threads, meanwhile
                 if stopping():
                     return False
@@ -311,9 +270,10 @@ class Trainer:
             losses += np.asarray(found) / settings.n_batches
             taught += n
         rate = settings.rate(self._step, self._seconds / seconds)
-        state = (self._weights, self._first, self._second, sums)
-        self._weights, self._first, self._second = _adamw(settings, *state, self._sizes, self._step + 1, rate)
-        jax.block_until_ready(self._weights)
+        first, second, sizes = (self._parts[part] for part in ("first", "second", "sizes"))
+        new = _adamw(settings, weights, first, second, sums, sizes, self._step + 1, rate)
+        self._parts |= zip(("weights", "first", "second"), new, strict=True)
+        jax.block_until_ready(new)
         weight = 1.0 if self._step == 0 else max(0.05, 1 / (self._step + 1))
         self._losses += weight * (losses - self._losses)
         took = time.monotonic() - began
@@ -323,29 +283,16 @@ class Trainer:
         self._rate = taught / took if self._rate == 0 else 0.8 * self._rate + 0.2 * taught / took
         return True
 
-    def _test(self, stopping: Callable[[], bool]) -> bool:
-        rates = self._test_set.rates(self.network, self._weights, stopping)
-        if rates is None:
-            return False
-        self._curve.append(CurvePoint(self._tokens, self._seconds / 60, rates))
-        return True
-
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
-
     def save(self) -> None:
-        facts = {"format": _FORMAT, "head": self._identity(), "cursor": self._cursor.facts(), "step": self._step}
+        facts = {"format": _FORMAT, "head": self._identity(), "cursor": asdict(self._cursor), "step": self._step}
         facts |= {"tokens": self._tokens, "seconds": self._seconds, "rate": self._rate, "losses": self._losses.tolist()}
         facts["curve"] = [asdict(point) for point in self._curve]
         arrays: dict[str, Any] = {
-            f"{part}/{name}": np.asarray(value) for part, group in self._parts() for name, value in group.items()
+            f"{part}/{name}": np.asarray(value) for part, group in self._parts.items() for name, value in group.items()
         }
         with write_atomically(self._path, private=True) as file:
             np.savez(file, facts=np.array(json.dumps(facts)), **arrays)
         self._saved = time.monotonic()
-
-    def _parts(self) -> list[tuple[str, Weights]]:
-        parts = {"weights": self._weights, "sizes": self._sizes, "first": self._first, "second": self._second}
-        return list(parts.items())
 
     def _identity(self) -> list[Any]:
         card = self.card
@@ -357,17 +304,16 @@ class Trainer:
                 facts = json.loads(str(file["facts"]))
                 if facts["format"] != _FORMAT or facts["head"] != json.loads(json.dumps(self._identity())):
                     raise CheckpointError(f"{self._path.name} is of another head; remove it, or finish that one first")
-                for part, group in self._parts():
+                for part, group in self._parts.items():
                     names = (name for name in file if name.startswith(f"{part}/"))
                     group |= {name.partition("/")[2]: jnp.array(file[name]) for name in names}
             self._cursor = Cursor(**facts["cursor"])
             self._step, self._tokens = int(facts["step"]), int(facts["tokens"])
             self._seconds, self._rate = float(facts["seconds"]), float(facts["rate"])
             self._losses = np.array(facts["losses"], dtype=float)
-            points = facts["curve"]
             self._curve = [
                 CurvePoint(p["tokens_seen"], p["minutes"], {k: tuple(v) for k, v in p["acceptance"].items()})
-                for p in points
+                for p in facts["curve"]
             ]
         except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
             raise CheckpointError(f"{self._path.name} is damaged ({error}); remove it to begin anew") from None

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from localspec.errors import UnsupportedModel
-from localspec.heads.card import HeadCard, Kind, TargetFacts
+from localspec.heads.card import HeadCard, TargetFacts
 from localspec.heads.training import eagle3_start
 from localspec.heads.training.lessons import (
     RIDGE,
@@ -31,72 +31,64 @@ from localspec.heads.training.lessons import (
     groups_of,
     lengths_of,
 )
+from localspec.heads.training.run_folder import Recipe
 from localspec.heads.training.shards import Passage
 from localspec.model_files.gguf import GGUFFile, n_rows, tensor_rows
 
+# Architectures whose blocks a head can begin with -> whether their rotary embedding turns channels i and i + d/2 of a
+# head together (as GPT-NeoX did) and not neighbours
 _PAIRS_APART = {"llama": False, "qwen2": True}
-"""Architectures whose blocks a head can begin with -> whether their rotary embedding turns channels i and i + d/2 of a
-head together (as GPT-NeoX did) and not neighbours."""
 
 _BLOCK = re.compile(r"(attn_norm|attn_output|ffn_norm|ffn_gate|ffn_up|ffn_down)\.weight|attn_[qkv]\.(weight|bias)")
 
-_WHOLE = 32
-"""Engines need an MLP of whole blocks of this many channels."""
-
-_COLD = 0.02
-"""Standard deviation of a matrix that begins at random, as GPT-2's and llama's did."""
+_WHOLE = 32  # engines need an MLP of whole blocks of this many channels
+_COLD = 0.02  # standard deviation of a matrix that begins at random, as GPT-2's and llama's did
 
 _LONGEST_LICENSE = 200
 
 _SHARPNESS = np.arange(0.1, 1.05, 0.1)
-_JUDGED = 512
-"""Examples kept apart to choose how sure the head begins."""
+_JUDGED = 512  # examples kept apart to choose how sure the head begins
 
 
-def new_card(
-    file: GGUFFile,
-    fingerprint: str,
-    *,
-    kind: Kind,
-    taps: Sequence[str],
-    token_map: npt.NDArray[np.int32],
-    steps: int,
-    d_ff: int,
-) -> HeadCard:
+def new_card(file: GGUFFile, fingerprint: str, recipe: Recipe, token_map: npt.NDArray[np.int32]) -> HeadCard:
     """The card of an untrained head; its block has the heads of the target's, and its MLP at most its width.
 
     Its licence is the target's, whose answers it learns from.
 
     Raises:
-        UnsupportedModel: the target does not say its sizes.
+        UnsupportedModel: the target does not say its sizes, or has too few layers.
     """
     target, license = TargetFacts.of(file, fingerprint), file.metadata.get("general.license")
-    license = license[:_LONGEST_LICENSE] if isinstance(license, str) else ""
-    if kind == "medusa":
-        taps = tuple(taps)
-        return HeadCard(kind=kind, taps=taps, token_map=token_map, steps=steps, target=target, license=license)
+    card = HeadCard(
+        kind="medusa",
+        taps=("norm",),
+        token_map=token_map,
+        steps=recipe.steps,
+        target=target,
+        license=license[:_LONGEST_LICENSE] if isinstance(license, str) else "",
+    )
+    if recipe.kind == "medusa":
+        return card
     n_head = file.field("attention.head_count")
     n_head_kv = file.field("attention.head_count_kv", n_head)
     if not all(isinstance(n, int) and n > 0 for n in (n_head, n_head_kv)):
         raise UnsupportedModel(f"{file.path.name} does not say how many heads its layers have")
-    n_ff = file.field("feed_forward_length", d_ff)
+    n_ff = file.field("feed_forward_length", recipe.d_ff)
+    d_ff = min(recipe.d_ff, n_ff) if isinstance(n_ff, int) else recipe.d_ff
     d_head = int(file.field("attention.key_length", target.n_embd // n_head))
-    if kind == "eagle3":
+    if recipe.kind == "eagle3":
         n_head = n_head_kv = eagle3_start.n_heads(target.n_embd)
         d_head = eagle3_start.D_HEAD
-    return HeadCard(
-        kind=kind,
-        taps=tuple(taps),
-        token_map=token_map,
-        steps=steps,
-        target=target,
+    return replace(
+        card,
+        kind=recipe.kind,
+        taps=recipe.taps(target.n_layers),
         n_head=n_head,
         n_head_kv=n_head_kv,
         d_head=d_head,
-        d_ff=max(_WHOLE, (min(d_ff, n_ff) if isinstance(n_ff, int) else d_ff) // _WHOLE * _WHOLE),
+        d_ff=max(_WHOLE, d_ff // _WHOLE * _WHOLE),
         rope_base=float(file.field("rope.freq_base", 10000.0)),
         norm_eps=float(file.field("attention.layer_norm_rms_epsilon", 1e-6)),
-        license=license,
     )
 
 
@@ -117,8 +109,7 @@ class Start:
 def start(
     file: GGUFFile, card: HeadCard, output: Floats, embed: Embed, passages: Sequence[Passage], seed: int
 ) -> Start:
-    """Fit a head to examples as far as that has a closed form; ``output`` and ``embed`` are the target's, as for
-    ``Trainer``.
+    """Fit a head to examples as far as that has a closed form; ``output`` and ``embed`` as for ``Trainer``.
 
     Memory: 16 bytes for each pair of inputs, of which there are (taps + 1) n_embd, and a tenth of a gigabyte.
     """
@@ -148,8 +139,7 @@ def _fitted(card: HeadCard, examples: Examples) -> dict[str, Floats]:
     gram = np.zeros((n_in, n_in))
     cross = np.zeros((n_in, 3 * n))
     rows = 0
-    for group in groups_of(examples, ROWS_AT_ONCE):
-        x, u, after, u_after = group
+    for x, u, after, u_after in groups_of(examples, ROWS_AT_ONCE):
         x = np.concatenate([x, np.ones((len(x), 1), np.float32)], axis=1)
         gram += x.T @ x
         cross += x.T @ np.concatenate([u, u_after, after], axis=1)
@@ -163,8 +153,8 @@ def _fitted(card: HeadCard, examples: Examples) -> dict[str, Floats]:
     fitted = {
         "head.fc.weight": found[: -1 - n].T / examples.sizes[:-n],
         "head.embed.weight": embed.T / examples.sizes[-n:],
+        "head.embed.bias": bias,
     }
-    fitted["head.embed.bias"] = bias
     if card.kind == "chained":
         # What a row guesses, x · found, leads to the next state but for what its token adds.
         guess_gram = found.T @ gram @ found
@@ -177,8 +167,7 @@ def _fitted(card: HeadCard, examples: Examples) -> dict[str, Floats]:
 def _sharpness(
     card: HeadCard, weights: dict[str, Floats], embed: Embed, passages: Sequence[Passage], output: Floats
 ) -> np.float32:
-    """Factor of its last norm with which its first guesses, on the passages fitted to last, are as sure as they should
-    be."""
+    """Factor of its last norm with which first guesses on the passages fitted to last are as sure as they should be."""
     found = np.zeros(len(_SHARPNESS))
     for passage in passages:
         places = np.arange(first_row(passage), len(passage) - 1)[: _JUDGED // len(passages)]
@@ -213,8 +202,7 @@ def _cold(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Floats
 
 
 def _last_block(file: GGUFFile, card: HeadCard) -> dict[str, Floats] | None:
-    """The target's last block under a head's names, its rotary embedding turned into llama's, and adding nothing; None
-    if it is of another kind."""
+    """The target's last block under a head's names, adding nothing; None if it is of another kind."""
     prefix = f"blk.{card.target.n_layers - 1}."
     names = [name.removeprefix(prefix) for name in file.tensors if name.startswith(prefix)]
     if card.kind == "eagle3":  # whose attention reads twice as much
@@ -241,7 +229,7 @@ def _last_block(file: GGUFFile, card: HeadCard) -> dict[str, Floats] | None:
 
 
 def neighbours(rows: Floats, d_head: int) -> Floats:
-    """Rows of queries or keys in which pairs of channels stand half a head apart, so that they stand side by side."""
+    """Rows of queries or keys whose pairs of channels stand half a head apart, with pairs side by side."""
     halves = rows.reshape(-1, 2, d_head // 2, *rows.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
 

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from localspec.heads.trained import heads_for
@@ -18,7 +17,6 @@ from localspec.measuring.subject import (
     Arm,
     EngineUnderTest,
     Sample,
-    TimedAnswer,
     blocks,
     measure,
     places,
@@ -28,8 +26,7 @@ from localspec.prompts.questions import in_turns, own_questions
 from localspec.sampling.sampling import SamplingParams
 from localspec.system.files import is_same_file
 
-_FEWEST = 6
-"""Questions that are asked whatever time is left."""
+_FEWEST = 6  # questions that are asked whatever time is left
 
 _N_CTX = 4096
 
@@ -77,9 +74,7 @@ def measure_worth(
     report: Callable[[str, float | None], None],
     stop: threading.Event,
 ) -> Worth:
-    """Ask questions in three ways of decoding that take turns: plain, as without the head, and with it.
-
-    Takes about so many ``seconds``, but asks six questions in any case.
+    """Ask questions in three ways of decoding that take turns, for about so many ``seconds``; six in any case.
 
     Raises:
         Cancelled: it was stopped.
@@ -103,7 +98,7 @@ def measure_worth(
                     break
                 report("measuring what the head is worth", block.index / len(questions))
                 wanted = places([subject], block)
-                samples += measure(block, wanted, params, SLICE_TOKENS, partial(_nothing))
+                samples += measure(block, wanted, params, SLICE_TOKENS, lambda answer, fraction: None)
         finally:
             subject.restore()
         names = tuple(Path(name).stem for name in others)
@@ -124,10 +119,6 @@ def gain_of(gains: Values) -> tuple[float, tuple[float, float] | None]:
     if not found.is_firm or found.low is None or found.high is None:
         return found.median, None
     return found.median, (found.low, found.high)
-
-
-def _nothing(answer: TimedAnswer, fraction: float) -> None:
-    pass
 
 
 def _speed(samples: Sequence[Sample], arm: str) -> float:

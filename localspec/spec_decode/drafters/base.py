@@ -9,10 +9,9 @@ made deterministically, or with the target's own noise, may be dropped at will.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
 
 from localspec.backends.base import Context, Forward
 from localspec.sampling.sampling import Row
@@ -20,56 +19,53 @@ from localspec.spec_decode.proposer import DrafterFailed as DrafterFailed
 from localspec.spec_decode.proposer import Proposer as Proposer
 from localspec.spec_decode.rounds import Draft, DraftToken, Round
 
-SURE_COPY = 0.7
-"""Confidence of a copy under which a draft model is asked instead, where nothing is weighed."""
+SURE_COPY = 0.7  # confidence of a copy under which a draft model is asked instead, where nothing is weighed
 
 
 class Plan:
     """The permission to draft in one round; drafters ask it token by token.
 
     This one weighs nothing: drafters are asked in the order in which they were loaded, and what they have is taken
-    while there is room. Others change what they are about.
+    while there is room. Others weigh.
 
-    Attributes:
-        room: how many more tokens may be drafted in this round.
-        gives_way: whether the end of the draft may be left out where draft tokens of other answers are worth more.
+    Args:
+        room: most tokens of the draft.
+        copying: sources whose copies give way to a draft model's token where they are under ``SURE_COPY``.
+        n_branches: most tokens of the draft outside of its chain.
     """
 
-    gives_way = False
+    gives_way = False  # whether the draft's end may be left out where draft tokens of other answers are worth more
 
-    def __init__(self, room: int) -> None:
-        self.room = room
+    def __init__(self, room: int, copying: Collection[str] = (), n_branches: int = 0) -> None:
+        self.room = room  # how many more tokens may be drafted in this round
+        self._copying, self._n_branches = copying, n_branches
 
     def branching(self) -> Branching | None:
         """The permission to let the draft branch; None where that cannot pay."""
-        return None
+        return Branching(self._n_branches) if self._n_branches else None
 
     def order(self, sources: Sequence[str]) -> Sequence[str]:
-        """In which order drafters are asked for the next token of the draft; ``sources`` are in the order in which they
-        were loaded."""
+        """In which order drafters are asked for the next token of the draft."""
         return sources
 
-    def more(self, source: str, pending: int = 0) -> bool:
+    def more(self, source: str, pending: int = 0) -> int:
         """Whether one more step of a drafter is worth its time; asked before the step.
 
         Args:
             source: the drafter's name.
             pending: tokens it must decode for the step; 0 when a step costs no pass of a model.
-        """
-        return self.room > 0
 
-    def piece(self, source: str, pending: int) -> int:
-        """How many of ``pending`` tokens to read before ``more`` is asked again for the rest; 1 to ``pending``."""
-        return pending
+        Returns:
+            0 where it is not; else how many of the pending tokens to read before this is asked again for the rest.
+        """
+        return max(1, pending) if self.room > 0 else 0
 
     def spent(self, source: str, n_tokens: int, ms: float) -> None:
         """A pass over ``n_tokens`` tokens of the drafter's own model, and a draft token made of it, took so long."""
 
     def samples(self, source: str, confidence: float) -> bool:
-        """Whether a draft token should be sampled from the draft's distribution, or be its most probable token.
-
-        Asked before ``keep``, and only where a request samples with fresh noise. Both are verified exactly.
-        """
+        """Whether a draft token should be sampled from the draft's distribution, or be its most probable token; asked
+        before ``keep``, where a request samples with fresh noise."""
         return True
 
     def nothing(self, source: str) -> None:
@@ -81,13 +77,28 @@ class Plan:
     def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
         """Whether a draft token is worth a row of the target's pass; takes one of ``room``.
 
-        Args:
-            source: the drafter's name.
-            confidence: its own estimate, in [0, 1], that its most probable token is right.
-            sampled: whether the draft token will be a sample instead.
+        ``confidence`` is the drafter's own estimate, in [0, 1], that its most probable token is right; ``sampled`` says
+        that the draft token will be a sample instead. Returns the calibrated probability of acceptance if the token
+        should be sent, else None.
+        """
+        if self.room <= 0 or (confidence < SURE_COPY and source in self._copying):
+            return None
+        self.room -= 1
+        return confidence
 
-        Returns:
-            The calibrated probability of acceptance if the token should be sent, else None.
+
+class Branching:
+    """The permission to add branches to a drafted chain, asked token by token. This one takes all there is room for."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def branch(self, draft: Draft, parent: int, source: str, confidence: float) -> float | None:
+        """Whether another token that follows the draft token ``parent`` is worth a row of the target's pass.
+
+        ``confidence`` is the drafter's own estimate that the token is right where those that follow ``parent`` already
+        are not; as ever independent of the token, if it is sampled. Returns the probability of acceptance, given that
+        ``parent`` is accepted, if it should be sent, else None.
         """
         if self.room <= 0:
             return None
@@ -95,94 +106,54 @@ class Plan:
         return confidence
 
 
-class Branching(Protocol):
-    """The controller's permission to add branches to a drafted chain; asked token by token."""
-
-    @property
-    def room(self) -> int:
-        """How many more tokens may be drafted in this round."""
-
-    def beside(self, draft: Draft, parent: int, source: str, confidence: float) -> float | None:
-        """Whether another token that follows a draft token is worth a row of the target's pass.
-
-        Args:
-            draft: the draft so far.
-            parent: index of the draft token that it would follow; -1 is the last settled token.
-            source: the drafter's name.
-            confidence: its own estimate, in [0, 1], that the token is right, where those that follow ``parent`` already
-                are not. As ever independent of the token, if it is sampled.
-
-        Returns:
-            The probability of acceptance, given that ``parent`` is accepted, if it should be sent, else None.
-        """
-
-
 @dataclass(frozen=True, slots=True)
 class DrafterInfo:
-    """What the rest needs to know of a drafter, so that its class matters nowhere else.
+    """What the rest needs to know of a drafter."""
 
-    Attributes:
-        source: its name in rounds and statistics: ``model``, ``ngram``, …
-        name: what ``--draft`` calls it, where it loads no model; "" is its source.
-        runs_model: whether a draft token takes a pass of a model, which has a cost model; else it costs nothing.
-        copies: whether it copies what it has read, as n-grams do; an unsure copy can give way to a model's token.
-        one_pass: whether a pass of its model makes all of a draft, and not one token of it.
-        taps: names of the target's hidden states that ``process`` is to bring, see ``Context.hidden``.
-        n_states: of the last tokens of a prompt, after how many it wants those states.
-        rate: share of places at which its first token is right, so far as its file says; else None.
-    """
-
-    source: str
-    name: str = ""
-    runs_model: bool = False
-    copies: bool = False
-    one_pass: bool = False
-    taps: tuple[str, ...] = ()
-    n_states: int = 0
-    rate: float | None = None
+    source: str  # its name in rounds and statistics: ``model``, ``ngram``, …
+    name: str = ""  # what ``--draft`` calls it, where it loads no model; "" is its source
+    runs_model: bool = False  # a draft token takes a pass of a model, of which there is a cost model; else nothing
+    copies: bool = False  # it copies what it has read; an unsure copy can give way to a model's token
+    one_pass: bool = False  # a pass of its model makes all of a draft, and not one token of it
+    own_tokens: bool = False  # its model reads the text in tokens of its own vocabulary, not in the target's
+    taps: tuple[str, ...] = ()  # hidden states of the target that ``process`` brings, see ``Context.hidden``
+    n_states: int = 0  # of the last tokens of a prompt, after how many it wants those states
+    rate: float | None = None  # share of places at which its first token is right, as far as its file says
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.name or self.source)
 
     @property
+    def is_draft_model(self) -> bool:
+        """Whether it runs a model of its own over the text, and not over states of the target."""
+        return self.runs_model and not self.taps
+
+    @property
     def reads_text(self) -> bool:
-        """Whether its context holds the text itself, which can be read ahead, put aside and brought back.
+        """Whether its context holds the text in the target's tokens: it can be read ahead, put aside and brought back.
 
         What decodes states of the target cannot read a text without it, and starts anew after a gap.
         """
-        return self.runs_model and not self.taps
+        return self.is_draft_model and not self.own_tokens
 
 
 class Drafter(ABC):
-    """One source of draft tokens.
-
-    Its resources belong to its maker: it closes no context.
-
-    Attributes:
-        info: what the rest needs to know of it.
-    """
+    """One source of draft tokens. Its resources belong to its maker: it closes no context."""
 
     info: DrafterInfo
 
     def clone(self, context: Context | None) -> Drafter:
-        """Another one that knows what this one has learned, and has read nothing.
-
-        Args:
-            context: what it decodes in, if it does: another one than this one's; None is this one's, where the two
-                take turns.
-        """
+        """Another one that knows what this one has learned, and has read nothing; ``context`` is what it decodes in, if
+        it does, None this one's, in which the two take turns."""
         raise NotImplementedError(f"a drafter of {self.info.source} tokens cannot be cloned")
 
     def begin(  # noqa: B027 - optional hook
         self, tokens: Sequence[int], *, prediction: Sequence[int] = (), target: Context | None = None
     ) -> None:
-        """A new answer begins. Keep what earlier ones share with it.
+        """A new answer to the prompt ``tokens`` begins; keep what earlier ones share with it.
 
-        Args:
-            tokens: the whole prompt.
-            prediction: a text that the answer is likely to repeat, from its beginning.
-            target: the context that verifies its drafts. It may decode in it while it drafts; what it has decoded there
-                is gone when the draft is verified.
+        ``prediction`` is a text that the answer is likely to repeat, ``target`` the context that verifies the drafts:
+        what a drafter decodes in it is gone by then.
         """
 
     def process(self, tokens: Sequence[int], forward: Forward) -> None:  # noqa: B027 - optional hook
@@ -204,13 +175,8 @@ class Drafter(ABC):
 
 
 def proposed(source: str, confidence: float, position: int, plan: Plan, proposer: Proposer) -> list[DraftToken]:
-    """The draft token for the row that ``proposer`` was last asked for its confidence in, if the plan wants it.
-
-    Args:
-        source: the drafter's name.
-        confidence: what ``proposer`` returned.
-        position: where in the text the token stands.
-    """
+    """The draft token at a position of the text, if the plan wants it; ``confidence`` is what ``proposer`` just
+    returned."""
     if not confidence:
         return []
     sampled = proposer.has_fresh_noise and plan.samples(source, confidence)
@@ -229,7 +195,7 @@ class Controller(ABC):
     """Decides, round by round, how far to draft for one request; learns from every round."""
 
     def may_use(self, source: str) -> bool:
-        """Whether a drafter may be asked at all, as things stand; if not, it need not keep up with the conversation."""
+        """Whether a drafter may be asked at all; if not, it need not keep up with the conversation."""
         return True
 
     @abstractmethod
@@ -253,19 +219,13 @@ class Controller(ABC):
         """
 
     def observe(self, round_: Round, row: Row | None = None) -> None:  # noqa: B027 - optional hook
-        """What a finished round cost and gained, which the next plan has to know; ``learn`` follows.
-
-        Args:
-            round_: the round.
-            row: the logits [n_vocab], or the largest, that the target chose its own token from.
-        """
+        """What a finished round cost and gained, which the next plan has to know; ``learn`` follows. ``row`` are the
+        logits [n_vocab], or the largest, that the target chose its own token from."""
 
     @abstractmethod
     def learn(self, round_: Round) -> None:
-        """Learn from a finished round, and note in it why it drafted as it did.
-
-        Where a device computes passes by itself, after the next plan was made: while the first pass by it runs.
-        """
+        """Learn from a finished round, and note in it why it drafted as it did; perhaps after the next plan was made,
+        while a device computes its pass."""
 
     @abstractmethod
     def explain(self) -> str:

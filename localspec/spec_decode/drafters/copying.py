@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from localspec.spec_decode.drafters.base import Drafter, DrafterInfo, Plan, Proposer
 from localspec.spec_decode.rounds import DraftToken
@@ -17,12 +17,8 @@ Place = TypeVar("Place")
 class HitRates(Generic[Kind]):
     """Shares of draft tokens that were right, by kind: what drafters without probabilities are confident by.
 
-    Old evidence fades, a prior stands in for missing evidence.
-
-    Args:
-        priors: the expected share of each kind.
-        prior_weight: draft tokens that a prior counts as.
-        memory: draft tokens that the evidence counts as in the long run.
+    Old evidence fades, a prior stands in for missing evidence: ``prior_weight`` and ``memory`` are the draft tokens
+    that a prior, and in the long run the evidence, count as.
     """
 
     def __init__(self, priors: Mapping[Kind, float], prior_weight: float, memory: float) -> None:
@@ -48,9 +44,8 @@ _SHARES = (
     (0.12, 0.14, 0.15, 0.15, 0.16, 0.18, 0.18, 0.20, 0.20),
 )
 PRIORS = {(i, j): share for i, shares in enumerate(_SHARES) for j, share in enumerate(shares)}
-PRIOR_WEIGHT = 12.0
+PRIOR_WEIGHT = 12.0  # this and MEMORY were set by hand; nothing was tuned
 MEMORY = 100.0
-"""A prior counts as so many draft tokens, and the evidence as the last so many. Set by hand; nothing was tuned."""
 
 
 class Copy(NamedTuple):
@@ -73,16 +68,26 @@ class Copy(NamedTuple):
         return row, bisect_right(_LENGTHS, self.length) - 1
 
 
+class _Texts(Protocol[Place]):
+    """A text, or several, to copy from; a ``Place`` is where a context stands in it."""
+
+    def step(self, place: Place, token: int, /) -> Place:
+        """The place one token on."""
+
+    def continuation(self, place: Place, /) -> Copy | None:
+        """What followed there, if anything."""
+
+
 class CopyingDrafter(Drafter, Generic[Place]):
     """Copies what followed the longest recent suffix where it occurred before; a token costs no pass of a model.
 
     Each carries an estimate of being right: how often those with such a match were, counted in this conversation on top
     of a prior. Every settled token is compared with the draft token for it, real or counterfactual; so the estimate is
-    learned even while the controller does not draft.
-
-    A ``Place`` is where the text that is copied from stands. Of several such drafters the group asks the one with most
+    learned even while the controller does not draft. Of several such drafters the group asks the one with most
     ``confidence`` first.
     """
+
+    _texts: _Texts[Place]
 
     def __init__(self, info: DrafterInfo) -> None:
         self.info = info
@@ -92,23 +97,15 @@ class CopyingDrafter(Drafter, Generic[Place]):
     def _place(self, tokens: Sequence[int]) -> Place:
         """The place of a text that goes on from the settled one."""
 
-    @abstractmethod
-    def _next(self, place: Place, token: int) -> Place:
-        """The place one token on."""
-
-    @abstractmethod
-    def _continuation(self, place: Place) -> Copy | None:
-        pass
-
     def confidence(self, tokens: Sequence[int]) -> float:
         """The confidence [0, 1] in what it would propose next; 0 where it has nothing. ``tokens`` as for ``draft``."""
-        found = self._continuation(self._place(tokens))
+        found = self._texts.continuation(self._place(tokens))
         return 0.0 if found is None else self._hits.rate(found.kind)
 
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         source, place, draft = self.info.source, self._place(tokens), list[DraftToken]()
         while plan.room > 0 and plan.more(source):
-            found = self._continuation(place)
+            found = self._texts.continuation(place)
             if found is None or proposer.n_legal([*(each.id for each in draft), found.token]) <= len(draft):
                 plan.nothing(source)
                 break
@@ -117,11 +114,11 @@ class CopyingDrafter(Drafter, Generic[Place]):
             if expected is None:
                 break
             draft.append(DraftToken(found.token, source, confidence, None, expected))
-            place = self._next(place, found.token)
+            place = self._texts.step(place, found.token)
         return draft
 
     def _learn(self, place: Place, token: int) -> None:
         """``token`` was settled behind a place."""
-        found = self._continuation(place)
+        found = self._texts.continuation(place)
         if found is not None:
             self._hits.learn(found.kind, found.token == token)

@@ -7,14 +7,11 @@ from copy import deepcopy
 
 from localspec.backends.base import Context
 from localspec.spec_decode.drafters.base import Drafter, DrafterInfo
-from localspec.spec_decode.drafters.copying import Copy, CopyingDrafter
-from localspec.spec_decode.drafters.corpus_index import DEPTH, CorpusIndex, Match
-
-Place = tuple[list[int], Match]
-"""The last tokens of a text, as many as are compared, and where they stand in the corpus."""
+from localspec.spec_decode.drafters.copying import CopyingDrafter
+from localspec.spec_decode.drafters.corpus_index import CorpusIndex, Match
 
 
-class CorpusDrafter(CopyingDrafter[Place]):
+class CorpusDrafter(CopyingDrafter[Match]):
     """Copies from files that the user named (prompt-lookup decoding with a datastore: REST, He et al. 2023).
 
     As n-grams do for the conversation, but what one looks through is sorted on disk and mapped into memory. Of several
@@ -27,8 +24,8 @@ class CorpusDrafter(CopyingDrafter[Place]):
 
     def __init__(self, index: CorpusIndex, source: str, name: str) -> None:
         super().__init__(DrafterInfo(source, name, copies=True))
-        self.index = index
-        self._settled: Place = [], index.match([])
+        self.index = self._texts = index
+        self._settled = index.match([])
         self._n_settled = 0
 
     def clone(self, context: Context | None) -> Drafter:
@@ -37,25 +34,13 @@ class CorpusDrafter(CopyingDrafter[Place]):
         return clone
 
     def begin(self, tokens: Sequence[int], *, prediction: Sequence[int] = (), target: Context | None = None) -> None:
-        self._settled, self._n_settled = self._found(tokens), len(tokens)
+        self._settled, self._n_settled = self.index.match(tokens), len(tokens)
 
     def accept(self, emitted: Sequence[int]) -> None:
         for token in emitted:
             self._learn(self._settled, token)
-            self._settled = self._next(self._settled, token)
+            self._settled = self.index.step(self._settled, token)
         self._n_settled += len(emitted)
 
-    def _place(self, tokens: Sequence[int]) -> Place:
-        return self._settled if len(tokens) == self._n_settled else self._found(tokens)
-
-    def _found(self, tokens: Sequence[int]) -> Place:
-        text = list(tokens[-DEPTH:])
-        return text, self.index.match(text)
-
-    def _next(self, place: Place, token: int) -> Place:
-        text, match = [*place[0][1 - DEPTH :], token], place[1].then(token)
-        return text, self.index.match(text) if match is None else match
-
-    def _continuation(self, place: Place) -> Copy | None:
-        found = place[1].best()
-        return None if found is None else Copy(*found, place[1].length)
+    def _place(self, tokens: Sequence[int]) -> Match:
+        return self._settled if len(tokens) == self._n_settled else self.index.match(tokens)

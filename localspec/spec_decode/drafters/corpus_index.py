@@ -24,6 +24,7 @@ import numpy.typing as npt
 from filelock import FileLock, Timeout
 
 from localspec.errors import UsageError
+from localspec.spec_decode.drafters.copying import Copy
 from localspec.system.files import private_folder, write_atomically
 from localspec.system.steps import Steps
 
@@ -33,30 +34,17 @@ if TYPE_CHECKING:
 
 # Which files of a folder are text that may be read, and their text.
 
-MOST_FILE_BYTES = 16 << 20
-"""A larger file in a folder is data or a log; one that is named itself is read."""
-
-DEEPEST = 100
-"""Folders within folders that are gone into."""
-
-SCAN_STEP = 200
-"""Entries of folders that are looked at in a step: some milliseconds."""
-
-
+MOST_FILE_BYTES = 16 << 20  # a larger file in a folder is data or a log; one that is named itself is read
+DEEPEST = 100  # folders within folders that are gone into
+SCAN_STEP = 200  # entries of folders that are looked at in a step: some milliseconds
 _PEEK = 8192
+# What Windows calls hidden, and links of its own kinds.
 _NOT_OURS = getattr(stat, "FILE_ATTRIBUTE_HIDDEN", 2) | getattr(stat, "FILE_ATTRIBUTE_REPARSE_POINT", 1024)
-"""What Windows calls hidden, and links of its own kinds."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextFile:
-    """A file as it was found.
-
-    Attributes:
-        name: its path within the source, with ``/``.
-        size: bytes.
-        mtime_ns: when it was changed last.
-    """
+    """A file as it was found; ``name`` is its path within the source, with ``/``."""
 
     name: str
     size: int
@@ -64,21 +52,13 @@ class TextFile:
 
 
 class TextSource(ABC):
-    """What a corpus is made of.
-
-    Attributes:
-        key: what tells it from others, across runs.
-    """
+    """What a corpus is made of; ``key`` tells it from others, across runs."""
 
     key: str
 
     @abstractmethod
     def files(self) -> Steps[list[TextFile]]:
-        """Its files as they are now.
-
-        Raises:
-            OSError: they cannot be looked at.
-        """
+        """Its files as they are now; an ``OSError`` where they cannot be looked at."""
 
     @abstractmethod
     def text(self, name: str) -> str | None:
@@ -86,14 +66,8 @@ class TextSource(ABC):
 
 
 class PathSource(TextSource):
-    """A file, or the text files of a folder: nothing hidden, binary, ignored by Git's rules or behind a link.
-
-    Args:
-        path: the file or folder; this one may be a link.
-
-    Raises:
-        UsageError: there is no such thing.
-    """
+    """A file, or the text files of a folder: nothing hidden, binary, ignored by Git's rules or behind a link. A
+    ``UsageError`` where there is no such thing."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -123,12 +97,7 @@ class PathSource(TextSource):
 
 
 def read_text(path: Path, most_bytes: int | None) -> str | None:
-    """The text of a regular file in UTF-8 that is no link; None for anything else.
-
-    Args:
-        path: the file.
-        most_bytes: a larger one is None too; None is any size.
-    """
+    """The text of a regular file in UTF-8 that is no link, and no larger; None for anything else."""
     try:
         # What became a link or a pipe since it was found must neither be followed nor waited for.
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
@@ -148,8 +117,8 @@ def read_text(path: Path, most_bytes: int | None) -> str | None:
 
 # -- what a folder holds -----------------------------------------------------------------------------------------------
 
+# Rules of ``.gitignore`` files and the folders that they hold for, the innermost last.
 _Rules = tuple[tuple[Path, "GitIgnoreSpec"], ...]
-"""Rules of ``.gitignore`` files and the folders that they hold for, the innermost last."""
 
 
 def _walk(folder: Path, name: str, rules: _Rules) -> Iterator[TextFile | None]:
@@ -220,24 +189,17 @@ def _rules_above(folder: Path) -> _Rules:
 
 # A part of a corpus on disk: tokens, and their places in the order of the texts that end there.
 #
-# The texts are kept backwards, so that what ends like the text at hand *begins* like it backwards, and all places of
+# The texts are kept backwards, so that what ends like a text *begins* like it backwards, and all places of
 # it stand together in the suffix array (Manber and Myers 1990): one binary search finds the longest match, two more
 # how often it occurs. Only ``DEPTH`` tokens are compared, so sorting is bounded, and what a longer match would add is
 # little.
 
 MAGIC = b"localspec corpus 1\n"
 
-DEPTH = 32
-"""Tokens of the text's end that are compared: half as much again as n-grams tell apart (21)."""
-
-WIDTH = 4
-"""Bytes of a token, the most significant first: then bytes compare as tokens do."""
-
-BREAK = 0xFFFFFFFF
-"""Stands before and after the tokens of a file; no vocabulary has such a token."""
-
-BUCKET = 1 << 18
-"""Places that are sorted in a step (a quarter of a second), unless all are over 64 times as many."""
+DEPTH = 32  # tokens of the text's end that are compared: half as much again as n-grams tell apart (21)
+WIDTH = 4  # bytes of a token, the most significant first: then bytes compare as tokens do
+BREAK = 0xFFFFFFFF  # stands before and after the tokens of a file; no vocabulary has such a token
+BUCKET = 1 << 18  # places that are sorted in a step (a quarter of a second), unless all are over 64 times as many
 
 Tokens = npt.NDArray[np.uint32]
 Places = npt.NDArray[np.int64]
@@ -249,13 +211,7 @@ class DamagedSegment(Exception):
 
 @dataclass(frozen=True, slots=True)
 class IndexedFile:
-    """A file in a segment.
-
-    Attributes:
-        file: as it was when it was read.
-        start: where its tokens begin, backwards.
-        n_tokens: how many there are; 0 if it was no text.
-    """
+    """A file in a segment, as it was when it was read; ``start`` is where its tokens begin, backwards."""
 
     file: TextFile
     start: int
@@ -265,13 +221,8 @@ class IndexedFile:
 class Segment:
     """An immutable segment, mapped into memory.
 
-    Args:
-        path: its file.
-
     Attributes:
         files: what it was made of, by name.
-        n_tokens: tokens of text.
-        size_bytes: of its file.
         kept: names of files that are not passed over; ``n_kept``: their tokens.
 
     Raises:
@@ -314,7 +265,7 @@ class Segment:
         return self._map[start : start + n_bytes]
 
     def _beginning(self, n_bytes: int) -> Callable[[int], bytes]:
-        """What gives the first bytes of a place: the inner loop of a search, so without a look at an attribute."""
+        """What gives the first bytes of a place: the inner loop of a search."""
         mapped, offset = self._map, self._offset
 
         def at(place: int) -> bytes:
@@ -330,26 +281,15 @@ class Segment:
         self.kept, self.n_kept = list(names), sum(n for _, n in spans)
 
     def longest(self, text: bytes) -> int:
-        """How many tokens the longest match of a text has.
-
-        Args:
-            text: its last tokens, at most ``DEPTH``, backwards, each in ``WIDTH`` bytes.
-        """
+        """How many tokens the longest match of a text has, of which ``text`` are the last, see ``backwards``."""
         n_bytes = len(text)
         i = bisect_left(self._order, text, key=self._beginning(n_bytes))
         near = (self._at(self._order[j], n_bytes) for j in (i - 1, i) if 0 <= j < self.n_tokens)
         return max((_n_shared(text, other) for other in near), default=0)
 
     def places(self, text: bytes, most: int) -> tuple[list[int], bool]:
-        """Where a text ends in the segment.
-
-        Args:
-            text: as for ``longest``.
-            most: so many places at most, spread evenly over all.
-
-        Returns:
-            The places, of files that are kept, and whether these are all.
-        """
+        """Where a text ends in the segment, in files that are kept: about so many places, spread evenly over all; and
+        whether these are all."""
         beginning = self._beginning(len(text))
         first = bisect_left(self._order, text, key=beginning)
         last = bisect_right(self._order, text, lo=first, key=beginning)
@@ -389,13 +329,8 @@ def _n_shared(text: bytes, other: bytes) -> int:
 
 
 def write_segment(file: BinaryIO, path: Path, texts: Sequence[tuple[TextFile, Tokens]]) -> Steps[None]:
-    """Sort the tokens of files, and write them, a bucket a step.
-
-    Args:
-        file: takes the segment.
-        path: of the file, from where the tokens are mapped while they are sorted.
-        texts: files, with their tokens backwards [n]; they can be mapped from other segments.
-    """
+    """Sort the tokens of files, and write them, a bucket a step; they are mapped from ``path``, the file's own, while
+    they are sorted. ``texts`` are files, with their tokens backwards [n]."""
     rows: list[list[Any]] = []
     at = 1
     for each, tokens in texts:
@@ -472,42 +407,22 @@ def _read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
     return header, -(-(len(start) + n_bytes) // 8) * 8
 
 
+# Of text in a corpus: indexed it takes about twice as much on disk, and hours of one core (``benchmarks/RESULTS.md``).
 MOST_BYTES = 2 << 30
-"""Of text in a corpus: indexed it takes about twice as much on disk, and hours of one core: 2.8 million tokens, 3 to 4
-bytes each, took 62 s on a busy machine (``benchmarks/RESULTS.md``)."""
-
 MOST_FILES = 500_000
 
-LOOK_AGAIN_S = 30.0
-"""How soon after a look at the files there is another: a look at 10,000 files takes a tenth of a second."""
-
-BATCH = 4 << 20
-"""Tokens that are sorted and can be used together: ten to twenty megabytes of text, and 100 MB of memory meanwhile."""
-
-MOST_SEGMENTS = 4
-"""Each is searched apart, in some 10 µs; beyond so many the smallest are merged."""
-
-DEAD_SHARE = 0.25
-"""Of a segment's tokens, how many may be of files that changed before it is written anew without them."""
-
-PIECE = 1 << 15
-"""Characters that are tokenised in a step, up to the end of a line: about 20 ms."""
-
-MOST_PLACES = 16
-"""Places that are asked what follows them."""
-
-BYTES_PER_BYTE = 3.0
-"""Of an index for a byte of text, at most: 8 bytes a token, and 3 to 4 bytes of text in one (Qwen2.5, code)."""
+LOOK_AGAIN_S = 30.0  # how soon after a look at the files there is another: 10,000 files take a tenth of a second
+BATCH = 4 << 20  # tokens that are sorted together: ten to twenty megabytes of text, and 100 MB of memory meanwhile
+MOST_SEGMENTS = 4  # each is searched apart, in some 10 µs; beyond so many the smallest are merged
+DEAD_SHARE = 0.25  # of a segment's tokens, how many may be of files that changed before it is written anew
+PIECE = 1 << 15  # characters that are tokenised in a step, up to the end of a line: about 20 ms
+MOST_PLACES = 16  # places that are asked what follows them
+BYTES_PER_BYTE = 3.0  # of an index for a byte of text, at most: 8 bytes a token of 3 to 4 bytes (Qwen2.5, code)
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What a corpus holds, and what of it is still to be read.
-
-    Attributes:
-        n_files, n_bytes: of text files, as far as names and sizes tell.
-        n_new, new_bytes: those of them that are new or have changed.
-    """
+    """What a corpus holds, as far as names and sizes tell, and what of it is new or has changed."""
 
     n_files: int
     n_bytes: int
@@ -518,39 +433,24 @@ class Survey:
 class Match:
     """Where in a corpus stands what a text ends with.
 
-    Attributes:
-        length: tokens that agree; ``DEPTH`` may stand for more.
+    ``text`` are its last tokens, as many as are compared, of which ``length`` agree (``DEPTH`` may stand for more);
+    ``following`` the places one token on, by token, all of them where ``is_whole``.
     """
 
-    def __init__(self, length: int, places: list[tuple[Segment, int]], is_whole: bool) -> None:
-        self.length = length
-        self._is_whole = is_whole
-        self._next: dict[int, list[tuple[Segment, int]]] = {}
+    def __init__(self, text: list[int], length: int, places: list[tuple[Segment, int]], is_whole: bool) -> None:
+        self.text, self.length, self.is_whole = text, length, is_whole
+        self.following: dict[int, list[tuple[Segment, int]]] = {}
         for segment, place in places:
             if (token := segment.next_token(place)) != BREAK:
-                self._next.setdefault(token, []).append((segment, place - 1))
-
-    def best(self) -> tuple[int, int, int] | None:
-        """What follows most often: token, how often, of how many places; None where nothing does."""
-        if not self._next:
-            return None
-        token = max(self._next, key=lambda each: len(self._next[each]))
-        return token, len(self._next[token]), sum(map(len, self._next.values()))
-
-    def then(self, token: int) -> Match | None:
-        """The match one token on; None where only a search can tell."""
-        places = self._next.get(token)
-        return Match(self.length + 1, places, True) if places and self._is_whole else None
+                self.following.setdefault(token, []).append((segment, place - 1))
 
 
 class CorpusIndex:
     """The index of one source for one tokenizer. One thread uses it; other processes may use the same folder.
 
     Args:
-        source: the files.
         folder: of all indices; each has one of its own in there.
         vocabulary: what tells tokenizers apart.
-        tokenize: text -> token ids.
 
     Attributes:
         segments: what can be searched now.
@@ -577,27 +477,37 @@ class CorpusIndex:
         """Tokens that are searched, those of files that changed meanwhile included."""
         return sum(segment.n_tokens for segment in self.segments)
 
-    @property
-    def size_bytes(self) -> int:
-        """On disk."""
-        return sum(segment.size_bytes for segment in self.segments)
-
     # -- searching -------------------------------------------------------------------------------------------------
 
     def match(self, tokens: Sequence[int]) -> Match:
         """The longest match of the end of a text: two binary searches, and two more where it is."""
-        text = backwards(tokens)
-        lengths = [segment.longest(text) for segment in self.segments] if text else []
+        text = list(tokens[-DEPTH:])
+        key = backwards(text)
+        lengths = [segment.longest(key) for segment in self.segments] if text else []
         length = max(lengths, default=0)
         if not length:
-            return Match(0, [], False)
+            return Match(text, 0, [], False)
         places, is_whole = list[tuple[Segment, int]](), True
         for segment, n in zip(self.segments, lengths, strict=True):
             if n == length:
-                found, are_all = segment.places(text[: length * 4], MOST_PLACES)
+                found, are_all = segment.places(key[: length * 4], MOST_PLACES)
                 places += [(segment, place) for place in found]
                 is_whole = is_whole and are_all
-        return Match(length, places, is_whole)
+        return Match(text, length, places, is_whole)
+
+    def step(self, place: Match, token: int) -> Match:
+        """The match one token on; a new search where others may have been left out."""
+        text, places = [*place.text[1 - DEPTH :], token], place.following.get(token)
+        if places and place.is_whole:
+            return Match(text, place.length + 1, places, True)
+        return self.match(text)
+
+    def continuation(self, place: Match) -> Copy | None:
+        """What follows most often; None where nothing does."""
+        if not place.following:
+            return None
+        token = max(place.following, key=lambda each: len(place.following[each]))
+        return Copy(token, len(place.following[token]), sum(map(len, place.following.values())), place.length)
 
     # -- keeping in step -------------------------------------------------------------------------------------------
 
@@ -668,11 +578,8 @@ class CorpusIndex:
             self.is_updating, self.was_updated, self.seen = False, True, time.monotonic()
 
     def _open(self, *, clean: bool = False) -> None:
-        """Take up the segments there are, the newest version of every file first.
-
-        Args:
-            clean: delete what is damaged, or holds no file as it is now; only with the lock held.
-        """
+        """Take up the segments there are, the newest version of every file first; ``clean`` deletes what is damaged or
+        holds no file as it is now, with the lock held."""
         known = {segment.path: segment for segment in self.segments}
         self.segments = []
         for path in sorted(self.folder.glob("*.segment"), reverse=True):

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 
 from localspec.backends.base import FEW_ROWS, Context, Forward, Wanted
 from localspec.errors import ContextFull, EngineError
-from localspec.sampling.sampling import Ids
 from localspec.spec_decode.drafters.base import Drafter, DrafterFailed, DrafterInfo, Plan, Proposer, proposed
 from localspec.spec_decode.overlapping import before_pass
 from localspec.spec_decode.rounds import DraftToken
 
+# Counterfactual draft tokens scored when a draft model catches up. Each takes a row of its output head. Set by hand.
 MAX_COUNTERFACTUAL = 24
-"""Counterfactual draft tokens scored when a draft model catches up. Each takes a row of its output head. Set by
-hand."""
 
 
 class DraftModelDrafter(Drafter):
@@ -23,10 +21,6 @@ class DraftModelDrafter(Drafter):
     That catch-up is all there is to it: the token after a fully accepted draft, the draft of another drafter and a
     whole prompt are the same case. Nothing is decoded until the controller wants a draft, so a draft model that does
     not pay costs nothing.
-
-    Args:
-        context: of the draft model.
-        source: see ``DrafterInfo``.
     """
 
     def __init__(self, context: Context, source: str = "model") -> None:
@@ -43,56 +37,49 @@ class DraftModelDrafter(Drafter):
             return self._draft(tokens, plan, proposer)
         except ContextFull:  # of a memory that holds other answers' texts too
             return []
+        except EngineError as error:
+            raise DrafterFailed(f"failed: {error}") from error
 
     def _draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
-        position = len(tokens)
-        if position > self.context.n_ctx:
-            return []
-        known = self._what_it_knows(tokens, plan)
+        source, context, n = self.info.source, self.context, len(tokens)
+        known = self._n_known(tokens, plan)
         if known is None:
             return []
-        is_as_wide = proposer.n_vocab is None or self.context.model.n_vocab <= proposer.n_vocab
+        is_as_wide = proposer.n_vocab is None or context.model.n_vocab <= proposer.n_vocab
         self._n_best = proposer.n_best if is_as_wide else 0
         started = time.perf_counter()
         # What it would have drafted for the last settled tokens, read only now, shows how it is doing here.
         n_counterfactual = min(self._n_settled - max(known, self._n_prompt - 1) - 1, MAX_COUNTERFACTUAL)
-        n_scored = n_counterfactual if len(tokens) - known > 2 else 0
-        forward = self._read(tokens, known, n_scored, plan, proposer)
-        confidence = proposer.confidence(forward.logits[-1], tokens, ids=_ids(forward, -1))
-        plan.spent(self.info.source, len(tokens) - known, (time.perf_counter() - started) * 1e3)
-        return proposed(self.info.source, confidence, position, plan, proposer)
+        forward = self._read(tokens, known, n_counterfactual if n - known > 2 else 0, plan, proposer)
+        ids = None if forward.ids is None else forward.ids[-1]
+        confidence = proposer.confidence(forward.logits[-1], tokens, ids=ids)
+        plan.spent(source, n - known, (time.perf_counter() - started) * 1e3)
+        return proposed(source, confidence, n, plan, proposer)
 
-    def _what_it_knows(self, tokens: Sequence[int], plan: Plan) -> int | None:
-        """How much of the text this model knows; None if the rest cannot be read, or is not worth it."""
-        known = self._reuse(tokens[:-1])
-        if max(tokens[known:]) >= self.context.model.n_vocab:  # the target's padding can be wider than the draft's
+    def _n_known(self, tokens: Sequence[int], plan: Plan) -> int | None:
+        """Tokens of the text that the context holds once the rest is worth reading; None where it is not."""
+        context = self.context
+        if len(tokens) > context.n_ctx:
             return None
-        pending = len(tokens) - known
-        if pending > self.context.n_free:  # other answers' texts can be in the same memory
+        known = context.reuse(tokens[:-1])
+        if max(tokens[known:]) >= context.model.n_vocab:  # the target's padding can be wider than the draft's
             return None
-        if not plan.more(self.info.source, pending):
+        if len(tokens) - known > context.n_free:  # other answers' texts can be in the same memory
             return None
-        return known if pending == 1 else self._probe(tokens, known, plan)
-
-    def _probe(self, tokens: Sequence[int], known: int, plan: Plan) -> int | None:
-        """Read first pieces, if the plan wants to see what reading costs now; None if the rest is not worth it."""
-        while (piece := plan.piece(self.info.source, len(tokens) - known)) < len(tokens) - known:
+        while (piece := plan.more(self.info.source, len(tokens) - known)) < len(tokens) - known:
+            if not piece:
+                return None
             started = time.perf_counter()
             self._decode(tokens[known : known + piece], "none")
             plan.spent(self.info.source, piece, (time.perf_counter() - started) * 1e3)
             known += piece
-            if not plan.more(self.info.source, len(tokens) - known):
-                return None
         return known
 
     def _read(
         self, tokens: Sequence[int], known: int, n_counterfactual: int, plan: Plan, proposer: Proposer
     ) -> Forward:
-        """Decode ``tokens[known:]``, the logits after the last being last; on the way, score counterfactual ones.
-
-        Args:
-            n_counterfactual: how many of the last settled tokens to score a draft token for; none if not positive.
-        """
+        """Decode ``tokens[known:]``, the logits after the last being last; on the way, score a counterfactual draft
+        token for each of the last ``n_counterfactual`` settled ones."""
         if n_counterfactual <= 0:
             return self._decode(tokens[known:], "last")
         first = self._n_settled - n_counterfactual - 1  # its logits predict the first token to be judged
@@ -101,37 +88,21 @@ class DraftModelDrafter(Drafter):
         for start in range(first, len(tokens), FEW_ROWS):
             forward = self._decode(tokens[start : start + FEW_ROWS], "all")
             for at in range(start + 1, min(start + FEW_ROWS, first + n_counterfactual) + 1):
-                row, ids = forward.logits[at - start - 1], _ids(forward, at - start - 1)
+                ids = None if forward.ids is None else forward.ids[at - start - 1]
+                row = forward.logits[at - start - 1]
                 confidence = proposer.confidence(row, tokens[:at], n_known=len(tokens) - at, ids=ids)
                 if confidence:
                     plan.counterfactual(self.info.source, confidence, proposer.best() == tokens[at])
         return forward
 
-    # The answer does not need a draft model: where its engine fails, it is done without.
-
     def _decode(self, tokens: Sequence[int], rows: Wanted) -> Forward:
         before_pass(self.context)
-        try:
-            if self._n_best and rows != "none":
-                return self.context.decode_best(tokens, self._n_best, rows)
-            return self.context.decode(tokens, rows)
-        except ContextFull:
-            raise
-        except EngineError as error:
-            raise DrafterFailed(f"failed: {error}") from error
-
-    def _reuse(self, tokens: Sequence[int]) -> int:
-        try:
-            return self.context.reuse(tokens)
-        except EngineError as error:
-            raise DrafterFailed(f"failed: {error}") from error
+        if self._n_best and rows != "none":
+            return self.context.decode_best(tokens, self._n_best, rows)
+        return self.context.decode(tokens, rows)
 
     def begin(self, tokens: Sequence[int], *, prediction: Sequence[int] = (), target: Context | None = None) -> None:
         self._n_prompt = self._n_settled = len(tokens)
 
     def accept(self, emitted: Sequence[int]) -> None:
         self._n_settled += len(emitted)
-
-
-def _ids(forward: Forward, row: int) -> Ids | None:
-    return None if forward.ids is None else forward.ids[row]

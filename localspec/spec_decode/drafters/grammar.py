@@ -12,20 +12,19 @@ from localspec.spec_decode.drafters.base import Drafter, DrafterInfo, Plan, Prop
 from localspec.spec_decode.drafters.copying import HitRates
 from localspec.spec_decode.rounds import DraftToken
 
+# What is known of a draft token: no other is allowed; more forced text follows it; it ends the forced text with the
+# quotation mark of a string; it ends it otherwise, often with a blank that belongs to the next word's token.
 SURE, INSIDE, BEFORE_TEXT, LAST = range(4)
-"""What is known of a draft token: no other is allowed; more forced text follows it; it ends the forced text with the
-quotation mark of a string; it ends it otherwise, often with a blank that belongs to the next word's token."""
 
+# Assumed acceptance of each kind, until the answer shows it: a prior counts as so many draft tokens, evidence as the
+# last so many. Set by hand; nothing was tuned.
 _PRIORS = (1.0, 0.97, 0.9, 0.5)
 PRIOR_WEIGHT = 8.0
 MEMORY = 60.0
-"""Assumed acceptance of each kind, until the answer shows it: a prior counts as so many draft tokens, evidence as the
-last so many. Set by hand; nothing was tuned."""
 
 _INSIDE_A_CHARACTER = bytes(range(0x80, 0xC0))
 
-N_CONTEXT = 4
-"""Tokens of the answer that forced text is cut into tokens with: what stands before it can decide how."""
+N_CONTEXT = 4  # tokens of the answer that forced text is cut into tokens with: what stands before it can decide how
 
 
 class GrammarDrafter(Drafter):
@@ -35,9 +34,7 @@ class GrammarDrafter(Drafter):
     several ways, and the model may choose: the draft is then the tokenizer's way. Like every draft it is checked, so it
     cannot change the law of the answer. How often such drafts were right is learned in this answer, on top of a prior.
 
-    Args:
-        constraint: of this request; the decoder keeps it where the draft stands.
-        tokenize: the model's tokenizer, special tokens not read.
+    The decoder keeps ``constraint`` where the draft stands; ``tokenize`` reads no special tokens.
     """
 
     info = DrafterInfo("grammar")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from localspec.backends.base import Context, Forward
 from localspec.errors import EngineError
 from localspec.spec_decode.drafters.base import Branching, Drafter, DrafterFailed, Plan, Proposer
 from localspec.spec_decode.drafters.copying import CopyingDrafter
@@ -15,11 +14,7 @@ class DrafterGroup:
     """Asks its drafters in the plan's order, token by token: the first with one that it wants continues the draft.
 
     So a run that an n-gram recognises is copied for free in the middle of what a model began, and the model takes over
-    again where the copy ends.
-
-    Args:
-        drafters: in the order in which they were loaded.
-        lost: takes a drafter that failed, which is not asked again, and why.
+    again where the copy ends. ``lost`` takes a drafter that failed, which is not asked again, and why.
     """
 
     def __init__(
@@ -27,19 +22,6 @@ class DrafterGroup:
     ) -> None:
         self.drafters = list(drafters)
         self.lost = lost
-
-    @property
-    def taps(self) -> set[str]:
-        """The hidden states of the target that they want."""
-        return {tap for drafter in self.drafters for tap in drafter.info.taps}
-
-    def begin(self, tokens: Sequence[int], prediction: Sequence[int], target: Context) -> None:
-        for drafter in self.drafters:
-            drafter.begin(tokens, prediction=prediction, target=target)
-
-    def process(self, tokens: Sequence[int], forward: Forward) -> None:
-        for drafter in self.drafters:
-            drafter.process(tokens, forward)
 
     def draft(
         self,
@@ -51,15 +33,10 @@ class DrafterGroup:
         *,
         ahead: bool = False,
     ) -> Draft:
-        """Draft what follows ``tokens`` (left as it was on return), up to an end token: nothing after one counts.
+        """Draft what follows ``tokens``, everything settled (left as it was on return), up to an end token.
 
-        Args:
-            tokens: everything settled.
-            plan: the permission to draft.
-            proposer: makes draft tokens of logits.
-            end_tokens: tokens that end an answer.
-            branching: the permission to add branches, if there is one.
-            ahead: whether the target has yet to read what precedes the draft; what drafts from its states waits.
+        ``branching`` is the permission to add branches. Where the target has yet to read what precedes the draft
+        (``ahead``), what drafts from its states waits.
         """
         settled = len(tokens)
         proposer.rivals = None if branching is None else {}
@@ -78,8 +55,7 @@ class DrafterGroup:
         draft = Draft()
         while plan.room > 0:
             for drafter in self._in_order(tokens, plan, ahead):
-                found = _legal(self._ask(drafter, tokens, plan, proposer), proposer)
-                if found:
+                if found := self._ask(drafter, tokens, plan, proposer):
                     break
             else:
                 break
@@ -93,17 +69,17 @@ class DrafterGroup:
     def _branch(
         self, draft: Draft, tokens: list[int], branching: Branching, proposer: Proposer, end_tokens: frozenset[int]
     ) -> None:
-        """Beside a chain: what else its draft model would have said, place by place, and what others copy.
+        """Add to a chain what else its draft model would have said, place by place, and what others copy.
 
         What is sampled comes before what is not, which may then be left out for being there already.
         """
         rivals = proposer.rivals or {}
         for at, first in enumerate(draft[:]):
             rival = rivals.get(len(tokens) + at)
-            expected = rival and branching.beside(draft, at - 1, first.source, rival.confidence)
+            expected = rival and branching.branch(draft, at - 1, first.source, rival.confidence)
             if rival is not None and expected is not None:
                 token = DraftToken(proposer.draw(rival), first.source, rival.confidence, rival.law, expected)
-                draft.append(token, at - 1)
+                draft.add(token, at - 1)
         for drafter in [
             drafter for drafter in self.drafters if drafter.info.copies and drafter.info.source != draft[0].source
         ]:
@@ -111,10 +87,10 @@ class DrafterGroup:
             for copy in self._ask(drafter, tokens, _Whatever(branching.room), proposer):
                 here = [child for child in draft.children(at) if draft[child].id == copy.id]
                 if not here:
-                    expected = branching.beside(draft, at, copy.source, copy.prob)
+                    expected = branching.branch(draft, at, copy.source, copy.prob)
                     if expected is None:
                         break
-                    draft.append(DraftToken(copy.id, copy.source, copy.prob, None, expected), at)
+                    draft.add(DraftToken(copy.id, copy.source, copy.prob, None, expected), at)
                 at = here[0] if here else len(draft) - 1
                 if copy.id in end_tokens:
                     break
@@ -132,34 +108,25 @@ class DrafterGroup:
         return drafters
 
     def _ask(self, drafter: Drafter, tokens: list[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
+        """What a drafter drafts, up to the first token that the target does not take or the grammar forbids.
+
+        Dropping a draft token for what it is leaves the law alone only if it was not sampled; a sample comes from a
+        masked distribution and cannot be forbidden.
+        """
         try:
-            return drafter.draft(tokens, plan, proposer)
+            draft = drafter.draft(tokens, plan, proposer)
         except DrafterFailed as error:
             self.drafters.remove(drafter)
             self.lost(drafter, str(error))
             return []
-
-    def accept(self, emitted: Sequence[int]) -> None:
-        for drafter in self.drafters:
-            drafter.accept(emitted)
+        n = proposer.n_legal([token.id for token in draft]) if draft else 0
+        if n < len(draft) and draft[n].dist is not None:
+            raise EngineError(f"the drafter {draft[n].source} sampled a token that may not come")
+        return draft[:n]
 
 
 class _Whatever(Plan):
     """A plan under which a drafter says all that it would, to be weighed afterwards: only for what costs nothing."""
 
-    __slots__ = ()
-
     def samples(self, source: str, confidence: float) -> bool:
         return False
-
-
-def _legal(draft: list[DraftToken], proposer: Proposer) -> list[DraftToken]:
-    """Draft tokens up to the first that the target does not take or the grammar forbids.
-
-    Dropping a draft token for what it is leaves the law alone only if it was not sampled; a sample comes from a masked
-    distribution and cannot be forbidden.
-    """
-    n = proposer.n_legal([token.id for token in draft]) if draft else 0
-    if n < len(draft) and draft[n].dist is not None:
-        raise EngineError(f"the drafter {draft[n].source} sampled a token that may not come")
-    return draft[:n]

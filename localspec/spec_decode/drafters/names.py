@@ -7,24 +7,17 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 NGRAM = "ngram"
-"""What ``--draft`` calls the drafter that needs no file."""
+AUTOMATIC = (NGRAM,)  # what ``auto`` takes of those that need no file
+CORPUS = "corpus"  # ``corpus:PATH``: files and folders to copy from
+CHATS = "chats"  # ``corpus:chats``: the chats saved in this home
 
-AUTOMATIC = (NGRAM,)
-"""Those of them that ``auto`` takes."""
-
-CORPUS = "corpus"
-CHATS = "chats"
-"""What it calls files and folders that n-grams are copied from, ``corpus:PATH``, and the chats saved in this home,
-``corpus:chats``."""
-
-
+# What people read for a kind of drafter; plugins add theirs.
 SHOWN = {
     NGRAM: "copying from the text",
     CORPUS: "copying from your files",
     "model": "draft model",
     "grammar": "grammar",
 }
-"""What people read for a kind of drafter; plugins add theirs."""
 
 
 def shown(drafter: str) -> str:
@@ -37,7 +30,6 @@ def shown(drafter: str) -> str:
 
 
 def is_corpus(name: str) -> bool:
-    """Whether a name for ``--draft`` is that of a corpus."""
     return name.partition(":")[0] == CORPUS
 
 

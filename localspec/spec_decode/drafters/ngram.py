@@ -16,7 +16,7 @@ from localspec.spec_decode.drafters.names import NGRAM
 # A suffix automaton (Blumer et al. 1985) is the smallest machine that reads exactly the substrings of a text. A state
 # stands for the substrings that end at the same set of places; its *link* leads to the longest shorter suffix that
 # also ends elsewhere. So the link of the state of the whole text is the longest recent suffix that occurred before:
-# the match is at hand at any time, without a search. A token is added in amortised constant time; there are at most
+# the match is known at any time, without a search. A token is added in amortised constant time; there are at most
 # two states a token.
 #
 # On top of it every state knows how often it was followed by a token at all, and its best continuation: a token takes
@@ -31,9 +31,11 @@ from localspec.spec_decode.drafters.names import NGRAM
 # ``pop`` undoes ``push`` exactly: the structure is undone from the links themselves, the continuations from a log.
 
 MAX_WALK = 32
-UNDO_DEPTH = 8192
-"""Tokens that can be taken back: as many as the default context holds."""
+UNDO_DEPTH = 8192  # tokens that can be taken back: as many as the default context holds
+BREAK = 1 << 40  # stands between a predicted text and the prompt; no vocabulary has such a token
 _ROOT, _NONE = 0, -1
+
+Place = tuple[int, int]  # a suffix of some text that occurs in the text read: its state, and its length in tokens
 
 
 class SuffixAutomaton:
@@ -60,7 +62,6 @@ class SuffixAutomaton:
 
     @property
     def n_undoable(self) -> int:
-        """How many tokens ``pop`` can take back."""
         return len(self._log)
 
     def push(self, token: int) -> None:
@@ -144,53 +145,52 @@ class SuffixAutomaton:
         self._last = last
         self._n_tokens -= 1
 
-    def match(self) -> tuple[int, int]:
-        """The longest suffix of the text that occurred in it before: (state, length)."""
+    def match(self) -> Place:
+        """The longest suffix of the text that occurred in it before."""
         state = max(self._link[self._last], _ROOT)
         return state, self._size[state]
 
-    def step(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """The longest suffix of (what ``state`` and ``length`` stand for, then ``token``) that occurs in the text."""
+    def step(self, place: Place, token: int) -> Place:
+        """The longest suffix of (a context of the text, then ``token``) that occurs in the text."""
+        state, length = place
         while state != _NONE and token not in self._next[state]:
             state = self._link[state]
             length = self._size[state] if state != _NONE else 0
-        if state == _NONE:
-            return _ROOT, 0
-        return self._next[state][token], length + 1
+        return (_ROOT, 0) if state == _NONE else (self._next[state][token], length + 1)
 
-    def continuation(self, state: int, length: int) -> Copy | None:
-        """What followed a context most, the recent counting double.
+    def continuation(self, place: Place) -> Copy | None:
+        """What followed a context most, the recent counting double; None without one, or before ``BREAK``.
 
-        A context that only occurs at the end of the text is shortened until something followed it; None without one.
+        A context that only occurs at the end of the text is shortened until something followed it.
         """
+        state, length = place
         while state > _ROOT and self._best[state] == _NONE:
             state = self._link[state]
             length = self._size[state]
-        if state <= _ROOT:
-            return None
         token = self._best[state]
+        if state <= _ROOT or token == BREAK:
+            return None
         total = self._followed[state]
         times = min(max(self._followed[self._next[state][token]], 1), total)
         return Copy(token, times, total, length)
 
 
+# Tokens of the prompt's end that are put in front of a predicted text: what follows them is then its beginning, with a
+# match in the last range but one of ``copying.PRIORS``.
 LEAD = 16
-"""Tokens of the prompt's end that are put in front of a predicted text: what follows them is then its beginning, with a
-match in the last range but one of ``copying.PRIORS``."""
-
-_BREAK = 1 << 40
-"""Stands between a predicted text and the prompt; no vocabulary has such a token."""
 
 
-class NgramDrafter(CopyingDrafter[tuple[int, int]]):
+class NgramDrafter(CopyingDrafter[Place]):
     """Copies from prompt and conversation (prompt-lookup decoding), by a suffix automaton of the text.
 
-    That has the match at any time, so a token costs no search (about 5 µs). A place is a state of it and a length.
+    That has the match at any time, so a token costs no search (about 5 µs).
     """
+
+    _texts: SuffixAutomaton
 
     def __init__(self) -> None:
         super().__init__(DrafterInfo(NGRAM, copies=True))
-        self._automaton = SuffixAutomaton()
+        self._texts = SuffixAutomaton()
         self._tokens: list[int] = []
         self._n_ahead = 0
 
@@ -204,37 +204,29 @@ class NgramDrafter(CopyingDrafter[tuple[int, int]]):
 
         What both share with what was read before stays; only the rest is undone and read.
         """
-        ahead = [*tokens[-LEAD:], *prediction, _BREAK] if prediction else []
+        ahead = [*tokens[-LEAD:], *prediction, BREAK] if prediction else []
         self._n_ahead = len(ahead)
         tokens = [*ahead, *tokens]
         shared = shared_prefix(self._tokens, tokens)
         n_stale = len(self._tokens) - shared
         # Taking a token back costs about as much as adding it.
-        if n_stale > self._automaton.n_undoable or n_stale > shared:
-            self._automaton, self._tokens, shared = SuffixAutomaton(), [], 0
+        if n_stale > self._texts.n_undoable or n_stale > shared:
+            self._texts, shared = SuffixAutomaton(), 0
         else:
             for _ in range(n_stale):
-                self._automaton.pop()
-            del self._tokens[shared:]
+                self._texts.pop()
         for token in tokens[shared:]:
-            self._automaton.push(token)
+            self._texts.push(token)
         self._tokens = tokens
 
     def accept(self, emitted: Sequence[int]) -> None:
         for token in emitted:
-            self._learn(self._automaton.match(), token)
-            self._automaton.push(token)
-            self._tokens.append(token)
+            self._learn(self._texts.match(), token)
+            self._texts.push(token)
+        self._tokens += emitted
 
-    def _place(self, tokens: Sequence[int]) -> tuple[int, int]:
-        place = self._automaton.match()
+    def _place(self, tokens: Sequence[int]) -> Place:
+        place = self._texts.match()
         for token in tokens[len(self._tokens) - self._n_ahead :]:
-            place = self._automaton.step(*place, token)
+            place = self._texts.step(place, token)
         return place
-
-    def _next(self, place: tuple[int, int], token: int) -> tuple[int, int]:
-        return self._automaton.step(*place, token)
-
-    def _continuation(self, place: tuple[int, int]) -> Copy | None:
-        found = self._automaton.continuation(*place)
-        return None if found is None or found.token == _BREAK else found

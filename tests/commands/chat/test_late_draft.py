@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from localspec.commands.chat.commands import run_command
 from localspec.commands.chat.screen import ChatScreen
 from localspec.commands.options import RunOptions
 from localspec.controllers.cost_model import PassTimes
-from localspec.engine.loading import draft_gain
+from localspec.engine.loading import draft_gain, giving_way
 from localspec.engine.options import LoadOptions
 from localspec.engine.worker import Job
 from localspec.errors import Cancelled, DownloadError
@@ -38,6 +40,12 @@ GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 DRAFT = Entry("some-draft", "some-draft.gguf", bytes=100)
 
 
+def head_of(target: Path) -> None:
+    """Have a trained head where such are kept."""
+    heads_folder().mkdir(parents=True)
+    write_random_head(target, heads_folder() / "a-head.gguf")
+
+
 @pytest.fixture
 def llm(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     monkeypatch.setattr(Catalog, "draft_for", lambda self, path: tiny.quick.draft)
@@ -46,18 +54,32 @@ def llm(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
         yield loaded
 
 
-def names(tiny: TinyFiles) -> list[str]:
-    return [*AUTOMATIC, tiny.quick.draft.stem]
+@pytest.fixture
+def chat(llm: LLM) -> Chat:
+    return Chat(llm, ChatScreen(io.StringIO(), io.StringIO(), plain=True), params=GREEDY)
+
+
+def shown(chat: Chat) -> str:
+    out: Any = chat.screen.file
+    errors: Any = chat.screen.errors
+    return str(out.getvalue() + errors.getvalue())
+
+
+def names(tiny: TinyFiles, *heads: str) -> list[str]:
+    return [*AUTOMATIC, *heads, tiny.quick.draft.stem]
+
+
+def finished(late: LateDraft) -> LateDraft:
+    assert late.wait(SOON)
+    assert late.status == ""
+    return late
 
 
 def test_it_is_loaded_and_joins(llm: LLM, tiny: TinyFiles) -> None:
     changes: list[str] = []
     assert may_be_drafted_for(llm)
-    late = LateDraft(llm, [], lambda: changes.append("changed"))
-    assert late.wait(SOON)
-    assert llm.draft_names == names(tiny)
-    assert (late.status, late.notes) == ("", [])
-    assert changes
+    late = finished(LateDraft(llm, [], lambda: changes.append("changed")))
+    assert (llm.draft_names, late.notes, bool(changes)) == (names(tiny), [], True)
 
 
 def test_what_is_asked_goes_first(llm: LLM, tiny: TinyFiles) -> None:
@@ -73,14 +95,11 @@ def test_what_is_asked_goes_first(llm: LLM, tiny: TinyFiles) -> None:
     stream = llm.rounds("x", GREEDY)
     go_on.set()
     assert len(stream.reply.token_ids) == 8
-    assert late.wait(SOON)
+    finished(late)
     assert llm.draft_names == names(tiny)
 
 
-def test_loading_gives_way(llm: LLM) -> None:
-    from localspec.engine.loading import giving_way
-    from localspec.errors import Cancelled
-
+def test_loading_gives_way() -> None:
     stopped = [False]
     report = giving_way(lambda: stopped[0])
     report("loading", 0.5)
@@ -112,63 +131,48 @@ class Fetching:
 
 
 def test_the_chat_answers_while_the_draft_is_fetched(
-    llm: LLM, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    llm: LLM, chat: Chat, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetching = Fetching(monkeypatch)
-    chat = Chat(llm, ChatScreen(plain=True), params=GREEDY)
     late = chat.late = LateDraft(llm, [DRAFT])
     assert fetching.half.wait(SOON)
     header(llm, chat.screen, late.status)
-    assert "; fetching the draft model some-draft 50%." in capsys.readouterr().out
-    assert late.status == "fetching the draft model some-draft 50%"
-    assert late.status in chat.toolbar
+    assert "; fetching the draft model some-draft 50%." in shown(chat)
     assert chat.ask("x")
-    assert late.status in chat.toolbar
+    assert "fetching the draft model some-draft 50%" in chat.toolbar
     fetching.go_on.set()
-    assert late.wait(SOON)
-    assert llm.draft_names == names(tiny)
-    assert "fetching" not in chat.toolbar
+    finished(late)
+    assert (llm.draft_names, "fetching" in chat.toolbar) == (names(tiny), False)
     assert chat.ask("x")
 
 
-@pytest.mark.parametrize("way", ["leave", "choose"])
-def test_leaving_or_choosing_a_draft_breaks_it_off(llm: LLM, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    fetching = Fetching(monkeypatch)
-    chat = Chat(llm, ChatScreen(plain=True), params=GREEDY)
-    chat.late = LateDraft(llm, [DRAFT])
-    assert fetching.half.wait(SOON)
-    if way == "leave":
-        chat.late.stop()
-    else:
-        assert run_command(chat, "/draft ngram")
-    assert fetching.broke_off.wait(SOON)
-    assert chat.late.wait(SOON)
-    assert llm.draft_names == ["ngram"]
-    assert chat.late.notes == []
-
-
-def test_a_draft_that_cannot_be_had_is_said_once(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("chooses", [False, True])
+def test_leaving_or_choosing_a_draft_breaks_it_off(
+    llm: LLM, chat: Chat, monkeypatch: pytest.MonkeyPatch, chooses: bool
 ) -> None:
-    fetching = Fetching(monkeypatch, DownloadError("no source"))
-    chat = Chat(llm, ChatScreen(plain=True), params=GREEDY)
-    chat.late = LateDraft(llm, [DRAFT])
-    fetching.go_on.set()
-    assert chat.late.wait(SOON)
-    for said in (1, 0):
-        chat.show_news()
-        captured = capsys.readouterr()
-        assert (captured.out + captured.err).count("going on without a draft model: no source") == said
-    assert chat.ask("x")
+    fetching = Fetching(monkeypatch)
+    late = chat.late = LateDraft(llm, [DRAFT])
+    assert fetching.half.wait(SOON)
+    if chooses:
+        assert run_command(chat, "/draft ngram")
+    else:
+        late.stop()
+    assert fetching.broke_off.wait(SOON)
+    finished(late)
+    assert (llm.draft_names, late.notes) == (["ngram"], [])
 
 
-def test_what_came_up_in_idle_time_is_said_at_the_next_prompt(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    chat = Chat(llm, ChatScreen(plain=True), params=GREEDY)
+def test_what_came_up_meanwhile_is_said_once_at_the_next_prompt(
+    llm: LLM, chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Fetching(monkeypatch, DownloadError("no source")).go_on.set()
+    chat.late = finished(LateDraft(llm, [DRAFT]))
     llm.inspect().warnings.append("something was found")
-    for said in (1, 0):
-        chat.show_news()
-        captured = capsys.readouterr()
-        assert (captured.out + captured.err).count("something was found") == said
+    chat.show_news()
+    chat.show_news()
+    for said in ("going on without a draft model: no source", "something was found"):
+        assert shown(chat).count(said) == 1
+    assert chat.ask("x")
 
 
 def test_only_the_target_is_fetched_before_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,75 +185,56 @@ def test_only_the_target_is_fetched_before_the_prompt(monkeypatch: pytest.Monkey
     missing: list[Entry] = []
     RunOptions().open(lambda what, fraction: None, late=missing)
     assert (fetched, missing, loaded) == ([target.name], [draft], [(target.name, list(AUTOMATIC))])
-    fetched.clear()
-    loaded.clear()
     RunOptions().open(lambda what, fraction: None)
-    assert (fetched, loaded) == ([target.name, draft.name], [(target.name, ["auto"])])
+    assert (fetched[1:], loaded[1:]) == ([target.name, draft.name], [(target.name, ["auto"])])
 
 
 def test_the_head_comes_before_the_draft_model_is_fetched(
     llm: LLM, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heads_folder().mkdir(parents=True)
-    write_random_head(tiny.quick.target, heads_folder() / "a-head.gguf")
+    head_of(tiny.quick.target)
     fetching = Fetching(monkeypatch)
     monkeypatch.setattr(Catalog, "draft_for", lambda self, path: tiny.quick.draft if fetching.go_on.is_set() else None)
     late = LateDraft(llm, [DRAFT])
     assert fetching.half.wait(SOON)
     assert llm.draft_names == [*AUTOMATIC, "head"]
     fetching.go_on.set()
-    assert late.wait(SOON)
-    assert llm.draft_names == [*AUTOMATIC, "head", tiny.quick.draft.stem]
+    finished(late)
+    assert llm.draft_names == names(tiny, "head")
 
 
-@pytest.mark.parametrize("with_head", [True, False])
+@pytest.mark.parametrize(
+    ("with_head", "noisy", "others"), [(True, False, 0.0), (False, False, 0.0), (False, True, 0.4), (False, True, 0.0)]
+)
 def test_a_draft_model_that_would_add_nothing_is_not_fetched(
-    llm: LLM, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, with_head: bool
+    llm: LLM, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, with_head: bool, noisy: bool, others: float
 ) -> None:
+    """On a busy machine, or where repeats disagree, nothing is said of this machine."""
     if with_head:
-        heads_folder().mkdir(parents=True)
-        write_random_head(tiny.quick.target, heads_folder() / "a-head.gguf")
+        head_of(tiny.quick.target)
+    llm.wait_idle(SOON)
+    times = llm.inspect().times
+    times.quick, times.noisy, times.others_share = False, noisy, others
     fetched: list[Entry] = []
     monkeypatch.setattr(sources, "pull", lambda entry, **options: fetched.append(entry))
     monkeypatch.setattr(Catalog, "draft_for", lambda self, path: None)
     monkeypatch.setattr(chat_module, "draft_gain", lambda times: 0.98 if times(1) > 0 else 2.0)
-    late = LateDraft(llm, [DRAFT])
-    assert late.wait(SOON)
-    assert not fetched
-    assert llm.draft_names == ([*AUTOMATIC, "head"] if with_head else ["ngram"])
-    assert "localspec pull some-draft" in late.notes[0]
-    assert len(late.notes) == 1
-    assert late.status == ""
-
-
-@pytest.mark.parametrize(("noisy", "others"), [(False, 0.0), (True, 0.4), (True, 0.0)])
-def test_what_is_said_of_it_is_what_was_measured(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, noisy: bool, others: float
-) -> None:
-    """Beside other programs, or where repeats disagree, nothing is said of this machine."""
-    llm.wait_idle(SOON)
-    llm.inspect().times.quick, llm.inspect().times.noisy, llm.inspect().times.others_share = False, noisy, others
-    monkeypatch.setattr(chat_module, "draft_gain", lambda times: 0.9)
-    monkeypatch.setattr(Catalog, "draft_for", lambda self, path: None)
-    late = LateDraft(llm, [DRAFT])
-    assert late.wait(SOON)
-    said = [text in late.notes[0] for text in ("on this machine", "The next start looks again", "other programs")]
+    (note,) = finished(LateDraft(llm, [DRAFT])).notes
+    assert (fetched, llm.draft_names) == ([], [*AUTOMATIC, "head"] if with_head else ["ngram"])
+    said = [text in note for text in ("on this machine", "The next start looks again", "other programs")]
     assert said == [not noisy, noisy, others > 0]
-    assert late.notes[0].endswith("To get it anyway: localspec pull some-draft")
+    assert note.endswith("To get it anyway: localspec pull some-draft")
 
 
 def test_loading_that_gives_way_to_a_request_is_no_remark_and_is_made_up_for(llm: LLM, tiny: TinyFiles) -> None:
     """A head's too, which ``auto`` otherwise goes on without where it fails."""
-    heads_folder().mkdir(parents=True)
-    write_random_head(tiny.quick.target, heads_folder() / "a-head.gguf")
+    head_of(tiny.quick.target)
     for _ in range(2):
         with pytest.raises(Cancelled):
             llm.set_draft(["auto"], gives_way=lambda: True)
-        assert llm.warnings == []
-        assert llm.draft_names == ["ngram"]
+        assert (llm.draft_names, llm.warnings) == (["ngram"], [])
     llm.set_draft(["auto"], gives_way=lambda: False)
-    assert llm.draft_names == [*AUTOMATIC, "head", tiny.quick.draft.stem]
-    assert llm.warnings == []
+    assert (llm.draft_names, llm.warnings) == (names(tiny, "head"), [])
 
 
 def test_a_remark_is_made_once_however_often_a_draft_is_loaded(tiny: TinyFiles) -> None:
@@ -257,8 +242,7 @@ def test_a_remark_is_made_once_however_often_a_draft_is_loaded(tiny: TinyFiles) 
         for _ in range(3):
             llm.set_draft(["ngram", tiny.quick.target])
             llm.set_draft("ngram")
-        assert len(llm.warnings) == 1
-        assert "is larger than the target" in llm.warnings[0]
+        assert ["is larger than the target" in warning for warning in llm.warnings] == [True]
 
 
 def test_what_a_draft_model_would_add_follows_from_the_targets_passes() -> None:
@@ -272,10 +256,9 @@ def test_what_a_draft_model_would_add_follows_from_the_targets_passes() -> None:
 def test_a_head_alone_comes_too(llm: LLM, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Catalog, "draft_for", lambda self, path: None)
     assert not may_be_drafted_for(llm)
-    heads_folder().mkdir(parents=True)
-    write_random_head(tiny.quick.target, heads_folder() / "a-head.gguf")
+    head_of(tiny.quick.target)
     assert may_be_drafted_for(llm)
-    assert LateDraft(llm, []).wait(SOON)
+    finished(LateDraft(llm, []))
     assert llm.draft_names == [*AUTOMATIC, "head"]
 
 
@@ -283,15 +266,9 @@ def mtp_target(tiny: TinyFiles, folder: Path) -> tuple[Path, list[str]]:
     return write_glm(folder / "glm.gguf"), ["mtp"]
 
 
-def with_eagle3(tiny: TinyFiles, folder: Path) -> tuple[Path, list[str]]:
+def with_head(write: Callable[[Path, Path], Path], tiny: TinyFiles, folder: Path) -> tuple[Path, list[str]]:
     target = Path(shutil.copy(tiny.pair.target, folder / "target.gguf"))
-    write_eagle3(target, folder / "head.gguf")
-    return target, ["head"]
-
-
-def with_dflash(tiny: TinyFiles, folder: Path) -> tuple[Path, list[str]]:
-    target = Path(shutil.copy(tiny.pair.target, folder / "target.gguf"))
-    write_dflash(target, folder / "head.gguf")
+    write(target, folder / "head.gguf")
     return target, ["head"]
 
 
@@ -301,7 +278,9 @@ def with_mtp_beside(tiny: TinyFiles, folder: Path) -> tuple[Path, list[str]]:
     return write_apart(whole, folder / "trunk.gguf", folder / "mtp.gguf")[0], ["head"]
 
 
-@pytest.mark.parametrize("make", [mtp_target, with_eagle3, with_dflash, with_mtp_beside])
+@pytest.mark.parametrize(
+    "make", [mtp_target, partial(with_head, write_eagle3), partial(with_head, write_dflash), with_mtp_beside]
+)
 def test_what_models_are_published_with_comes_without_being_asked_for(
     tiny: TinyFiles, tmp_path: Path, make: Callable[[TinyFiles, Path], tuple[Path, list[str]]]
 ) -> None:
@@ -310,8 +289,7 @@ def test_what_models_are_published_with_comes_without_being_asked_for(
     target, found = make(tiny, tmp_path)
     with LLM(target, "ngram", backend="llama-cpp", n_ctx=256, idle=False) as loaded:
         assert may_be_drafted_for(loaded)
-        late = LateDraft(loaded, [])
-        assert late.wait(SOON)
+        late = finished(LateDraft(loaded, []))
         assert (loaded.draft_names, late.notes) == ([*AUTOMATIC, *found], [])
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import random
 import re
 
-import pyte
 import pytest
 
 from localspec.commands.chat import screen as screen_module
@@ -14,6 +12,7 @@ from localspec.commands.chat.screen import ReadingView
 from localspec.commands.chat.typesetter import MarkdownLines, blocks, code_blocks, whole
 from localspec.spec_decode.rounds import Round, SpecStats
 from localspec.system.terminal import visible
+from tests.support.emulator import Emulator
 from tests.support.scripted_llm import make_round, think_round
 
 CODE = "\n".join(f'line_{i} = f"{{{i}}}" if {i} else None  # {"long " * (i % 7)}' for i in range(40))
@@ -51,41 +50,30 @@ lazily
 SIZES = [(80, 24), (33, 10), (12, 7), (40, 3)]
 
 
-class Terminal:
+class Terminal(Emulator):
     """A reading view on an emulated screen; every round is drawn."""
 
-    def __init__(self, columns: int, lines: int, monkeypatch: pytest.MonkeyPatch, **look: bool) -> None:
+    def __init__(self, columns: int, rows: int, monkeypatch: pytest.MonkeyPatch, **look: bool) -> None:
         monkeypatch.setattr(screen_module, "PAUSE", -1.0)
-        self.columns, self.lines = columns, lines
-        self.screen = pyte.HistoryScreen(columns, lines, history=5000, ratio=0.5)
-        self._stream = pyte.Stream(self.screen)
-        self.file, self.written = io.StringIO(), ""
+        super().__init__(columns, rows)
         look = {"colour": True, "unicode": True} | look
         self.stats = SpecStats()
-        self.view = ReadingView(self.file, self.stats, size=lambda: (self.columns, self.lines), **look)
+        self.view = ReadingView(self.file, self.stats, size=self.size, **look)
         self.view.wait("reading")
-        self.all_lines()
+        self.update()
 
     def say(self, text: str) -> list[str]:
-        """Stream a piece; the lines on the screen, those that scrolled off it too."""
+        """Stream a piece."""
         return self.show(make_round(0, [], text))
 
     def show(self, round_: Round) -> list[str]:
         self.stats.add(round_)
         self.view.round(round_)
-        return self.all_lines()
+        return self.update()
 
     def finish(self) -> list[str]:
         self.view.finish()
-        return self.all_lines()
-
-    def all_lines(self) -> list[str]:
-        self.written = self.file.getvalue()
-        self.file.seek(0)
-        self.file.truncate()
-        self._stream.feed(self.written)
-        above = ["".join(row[x].data for x in range(self.screen.columns)) for row in self.screen.history.top]
-        return [line.rstrip() for line in above + self.screen.display]
+        return self.update()
 
     @property
     def n_settled(self) -> int:
@@ -95,10 +83,9 @@ class Terminal:
 
 def wanted(text: str, columns: int) -> list[str]:
     """The text rendered at once, as the emulator shows it."""
-    height = 4000
-    screen = pyte.Screen(columns, height)
-    pyte.Stream(screen).feed("\r\n".join(whole(visible(text), columns - 1, MarkdownLines())))
-    return "\n".join(line.rstrip() for line in screen.display).rstrip().split("\n")
+    terminal = Emulator(columns, 4000)
+    terminal.feed("\r\n".join(whole(visible(text), columns - 1, MarkdownLines())))
+    return terminal.text().split("\n")
 
 
 def pieces(text: str, seed: int, longest: int = 60) -> list[str]:
@@ -151,8 +138,7 @@ def test_a_window_that_is_resized_gets_whole_lines_of_the_new_width(monkeypatch:
     cut = pieces(ANSWER, seed=3)
     for piece in cut[: len(cut) // 2]:
         terminal.say(piece)
-    terminal.columns, terminal.lines = 34, 9
-    terminal.screen.resize(9, 34)
+    terminal.resize(34, 9)
     for piece in cut[len(cut) // 2 :]:
         terminal.say(piece)
     shown = terminal.finish()
@@ -191,12 +177,6 @@ def test_nothing_of_a_text_is_lost_between_blocks() -> None:
         assert words in shown
 
 
-def test_an_answer_of_no_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal(70, 20, monkeypatch)
-    terminal.say("\n \n")
-    assert not any(terminal.finish())
-
-
 THOUGHT = "\nFirst *this*, which is a line that a narrow window cannot hold.\n\n1. 宽字符也必须保持可读\n- that\n"
 
 
@@ -230,10 +210,11 @@ def test_folded_thinking_is_counted_and_goes(monkeypatch: pytest.MonkeyPatch) ->
     assert [line for line in terminal.finish() if line] == ["Said."]
 
 
-def test_thinking_that_is_stopped_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal(60, 10, monkeypatch)
-    terminal.show(think_round("half a"))
-    assert [line for line in terminal.finish() if line] == ["half a"]
+def test_what_is_left_of_thinking_that_was_stopped_and_of_no_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    for round_, left in ((think_round("half a"), ["half a"]), (make_round(0, [], "\n \n"), [])):
+        terminal = Terminal(60, 10, monkeypatch)
+        terminal.show(round_)
+        assert [line for line in terminal.finish() if line] == left
 
 
 def test_nothing_is_cut_off_where_there_is_little_room() -> None:

@@ -9,44 +9,32 @@ import pytest
 
 from localspec.commands.chat.settings import ChatSettings, read_settings, remember, settings_file
 from localspec.errors import UsageError
+from tests.commands.chat.conftest import Open
 from tests.commands.chat.test_chat import Scripted
-from tests.commands.chat.test_repl import READY, Open, leave, open_chat
 
 pytestmark = pytest.mark.usefixtures("measured_home")
-__all__ = ["open_chat"]  # a fixture
 
 
 def test_view_and_system_prompt_are_remembered(open_chat: Open, isolated_home: Path) -> None:
     first = open_chat("--max-tokens", "4")
-    first.wait(READY)
-    first.type("/view rounds")
-    first.wait("view: rounds (also in later chats)")
-    first.type("/system Be brief.")
-    first.wait("system prompt: Be brief. (also in later chats)")
-    leave(first)
-    first.wait("EXIT 0")
+    first.ready()
+    first.type("/view rounds", "view: rounds (also in later chats)")
+    first.type("/system Be brief.", "system prompt: Be brief. (also in later chats)")
+    first.leave()
     second = open_chat("--max-tokens", "4")
-    second.wait("note: system prompt, as remembered: Be brief.")
-    second.wait(READY)
-    second.type("hello")
-    second.wait("/3 model")  # a round's line
-    second.type("/system")
-    second.wait("system prompt: Be brief.")
+    assert "note: system prompt, as remembered: Be brief." in second.ready()
+    second.type("hello", "/3 model")  # a round's line
+    second.type("/system", "system prompt: Be brief.")
     third = open_chat("--system", "Be long.")
-    third.wait(READY)
-    third.type("/system none")
-    third.wait("system prompt: none (also in later chats)")
-    assert "as remembered" not in third.screen()
+    assert "as remembered" not in third.ready()
+    third.type("/system none", "system prompt: none (also in later chats)")
     assert read_settings() == (ChatSettings("rounds", ""), [])
-    third.type("/system default")
-    third.wait(lambda s: s.count("(also in later chats)") == 2)
+    third.type("/system default", lambda s: s.count("(also in later chats)") == 2)
     assert read_settings() == (ChatSettings("rounds"), [])
 
 
-def test_a_pipe_remembers_nothing(isolated_home: Path) -> None:
-    it = Scripted()
-    it.run("/view plain")
-    assert "later" not in it.errors
+def test_a_pipe_remembers_nothing() -> None:
+    assert "later" not in Scripted().do("/view plain")
     assert not settings_file().exists()
 
 
@@ -57,24 +45,20 @@ CHANGES = [
     ("system = 'x'", "system = 'x'\nview = \"plain\"\n"),
     ('"view" = """\\\n  rounds"""\nother = [\n1]\n', 'view = "plain"\nother = [\n1]\n'),
     ("views = 'x'\n", "views = 'x'\nview = \"plain\"\n"),
+    ('system = """\nview = 1\n"""\nview="rounds"\n', ""),  # what looks like the setting is not touched
 ]
-"""Files, and what they are once the view is remembered."""
+"""Files, and what they are once the view is remembered; none where they are left alone."""
 
 
 @pytest.mark.parametrize(("text", "wanted"), CHANGES, ids=range(len(CHANGES)))
-def test_the_rest_of_the_file_stays(text: str, wanted: str, isolated_home: Path) -> None:
-    isolated_home.mkdir(exist_ok=True)
+def test_the_rest_of_the_file_stays(text: str, wanted: str) -> None:
     settings_file().write_text(text)
-    remember("view", "plain")
-    assert settings_file().read_text() == wanted
-
-
-def test_a_text_that_looks_like_the_setting_is_not_touched(isolated_home: Path) -> None:
-    isolated_home.mkdir(exist_ok=True)
-    settings_file().write_text(text := 'system = """\nview = 1\n"""\nview="rounds"\n')
-    with pytest.raises(UsageError, match=r"config\.toml cannot be changed"):
+    if wanted:
         remember("view", "plain")
-    assert settings_file().read_text() == text
+    else:
+        with pytest.raises(UsageError, match=r"config\.toml cannot be changed"):
+            remember("view", "plain")
+    assert settings_file().read_text() == (wanted or text)
 
 
 @pytest.mark.parametrize("text", ['a"b\\c\nd\te\x7f\x01é 你 🙂', "", "'''", "[x]", "#"])
@@ -102,26 +86,22 @@ def test_any_text_comes_back(text: str, isolated_home: Path) -> None:
 def test_a_bad_file_is_a_line_and_what_is_no_toml_is_not_written_over(
     data: bytes, said: str, isolated_home: Path
 ) -> None:
-    isolated_home.mkdir(exist_ok=True)
     settings_file().write_bytes(data)
     settings, (problem,) = read_settings()
-    assert settings == ChatSettings()
+    assert (settings, "\n" in problem, "config.toml" in problem) == (ChatSettings(), False, True)
     assert said in problem
-    assert "\n" not in problem
-    assert "config.toml" in problem
     it = Scripted()
     it.chat.remembers = True
-    assert it.run("/view plain")
+    shown = it.do("/view plain")
     assert it.chat.view == "plain"
     if "is not" in said:
-        assert "only for this chat" in it.errors
+        assert "only for this chat" in shown
         assert settings_file().read_bytes() == data
 
 
-def test_what_cannot_be_written_is_a_line(isolated_home: Path) -> None:
+def test_what_cannot_be_written_is_a_line() -> None:
     settings_file().mkdir(parents=True)
     it = Scripted()
     it.chat.remembers = True
-    assert it.run("/system be brief")
+    assert "only for this chat: cannot read" in it.do("/system be brief")
     assert it.chat.session.system == "be brief"
-    assert "only for this chat: cannot read" in it.errors

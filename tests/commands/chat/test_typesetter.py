@@ -2,56 +2,41 @@
 
 from __future__ import annotations
 
-import io
 import random
 import sys
 from pathlib import Path
 
-import pyte
 import pytest
 
 from localspec.commands.chat.screen import TokensView
 from localspec.commands.chat.typesetter import Style, Typesetter
 from localspec.spec_decode.rounds import Draft, SpecStats
 from localspec.system.terminal import clip, on_one_line, visible, width
+from tests.support.emulator import Emulator
 from tests.support.scripted_llm import make_round
 from tests.support.tmux import Tmux
 
 GHOST = "GHOST"
 
 
-class Paper:
+class Paper(Emulator):
     """A typesetter on an emulated screen."""
 
-    def __init__(self, columns: int = 80, lines: int = 24) -> None:
-        self.screen = pyte.HistoryScreen(columns, lines, history=1000, ratio=0.5)
-        self._stream = pyte.Stream(self.screen)
-        self.file = io.StringIO()
-        self.setter = Typesetter(self.file, size=lambda: (columns, lines))
-
-    def update(self) -> list[str]:
-        """Feed what was written to the screen; all lines, scrolled ones too."""
-        self._stream.feed(self.file.getvalue())
-        self.file.seek(0)
-        self.file.truncate()
-        above = ["".join(row[x].data for x in range(self.screen.columns)) for row in self.screen.history.top]
-        return [line.rstrip() for line in above + self.screen.display]
-
-    def text(self) -> str:
-        return "\n".join(self.update()).rstrip()
+    def __init__(self, columns: int = 80, rows: int = 24) -> None:
+        super().__init__(columns, rows)
+        self.setter = Typesetter(self.file, size=self.size)
 
 
-def stream(paper: Paper, text: str, seed: int) -> None:
+def stream(setter: Typesetter, text: str, seed: int) -> None:
     """Write a text in random pieces, a tail after each."""
     rng = random.Random(seed)
     at = 0
     while at < len(text):
         step = rng.randint(1, 12)
-        paper.setter.write(text[at : at + step], rng.choice([Style.TARGET, Style.MODEL, Style.NGRAM]))
-        paper.setter.tail([(GHOST * rng.randint(0, 30), Style.REJECTED)], "STATUS " * rng.randint(1, 20))
-        paper.setter.flush()
+        setter.write(text[at : at + step], rng.choice([Style.TARGET, Style.MODEL, Style.NGRAM]))
+        setter.tail([(GHOST * rng.randint(0, 30), Style.REJECTED)], "STATUS " * rng.randint(1, 20))
         at += step
-    paper.setter.finish()
+    setter.finish()
 
 
 def code(columns: int, seed: int, alphabet: str) -> str:
@@ -68,10 +53,9 @@ def code(columns: int, seed: int, alphabet: str) -> str:
 @pytest.mark.parametrize("seed", range(3))
 def test_code_is_left_as_a_terminal_would_print_it(columns: int, seed: int) -> None:
     text = code(columns, seed, "abc_()= ")
-    paper = Paper(columns)
-    stream(paper, text, seed)
-    plain = Paper(columns)
-    plain._stream.feed(text.replace("\n", "\r\n"))
+    paper, plain = Paper(columns), Emulator(columns)
+    stream(paper.setter, text, seed)
+    plain.feed(text.replace("\n", "\r\n"))
     assert paper.text() == plain.text()
 
 
@@ -81,17 +65,14 @@ def test_wide_characters_in_code_on_a_real_terminal(tmp_path: Path) -> None:
     (tmp_path / "text").write_text(text + "\n")
     script = (
         "import sys; from tests.commands.chat import test_typesetter as t\n"
-        "from localspec.commands.chat.typesetter import Typesetter\n"
-        "paper = t.Paper(37); paper.setter = Typesetter(sys.stdout)\n"
-        "t.stream(paper, open(sys.argv[1]).read().rstrip('\\n'), 3)"
+        "t.stream(t.Typesetter(sys.stdout), open(sys.argv[1]).read().rstrip('\\n'), 3)"
     )
     screens = []
-    for name, command in {
-        "ours": [sys.executable, "-c", script, str(tmp_path / "text")],
-        "cat": ["cat", str(tmp_path / "text")],
-    }.items():
-        (tmp_path / name).mkdir()
-        terminal = Tmux(command, tmp_path / name, {"PYTHONPATH": str(Path(__file__).parents[3])}, columns=37)
+    for i, program in enumerate(([sys.executable, "-c", script], ["cat"])):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        environment = {"PYTHONPATH": str(Path(__file__).parents[3])}
+        terminal = Tmux([*program, str(tmp_path / "text")], folder, environment, columns=37)
         screens.append(terminal.wait("EXIT 0"))
         terminal.close()
     assert screens[0] == screens[1]
@@ -103,69 +84,68 @@ def test_prose_keeps_its_words_whole_and_in_order(columns: int, seed: int) -> No
     rng = random.Random(seed)
     words = ["".join(rng.choice("abcdefgéß") for _ in range(rng.randint(1, 14))) for _ in range(100)]
     paper = Paper(columns)
-    stream(paper, " ".join(words), seed)
+    stream(paper.setter, " ".join(words), seed)
     text = paper.text()
     assert text.split() == words
     assert all(width(line) <= columns for line in text.split("\n"))
     assert all(not line.startswith(" ") for line in text.split("\n"))
 
 
+def test_a_word_longer_than_a_row_is_the_terminal_s_to_break() -> None:
+    """So that an address can be copied: no line ends in it."""
+    paper, address = Paper(columns=20), "http://example.com/" + "x" * 40
+    stream(paper.setter, f"see {address} there\n", seed=1)
+    assert "".join(paper.text().split()) == f"see{address}there"
+    paper = Paper(columns=20)
+    paper.setter.write(f"see {address} there")
+    paper.setter.finish()
+    assert address in paper.file.getvalue()
+
+
 def test_a_tail_is_seen_and_then_gone() -> None:
     paper = Paper()
     paper.setter.write("kept ")
     paper.setter.tail([("wrong guess", Style.REJECTED), (" right", Style.TARGET)], "the status")
-    paper.setter.flush()
-    lines = paper.update()
-    assert lines[0] == "kept wrong guess right"
-    assert lines[1] == "the status"
+    assert paper.update()[:2] == ["kept wrong guess right", "the status"]
     row = paper.screen.buffer[0]
-    assert row[5].strikethrough
-    assert row[15].strikethrough
-    assert not row[4].strikethrough
-    assert not row[17].strikethrough
-    assert (paper.screen.cursor.x, paper.screen.cursor.y) == (5, 0)
+    assert [row[x].strikethrough for x in (4, 5, 15, 17)] == [False, True, True, False]
+    assert (paper.screen.cursor.x, paper.screen.cursor.y) == (0, 0)
     paper.setter.write("right")
     paper.setter.finish()
     assert paper.text() == "kept right"
 
 
-def test_a_tail_on_the_last_line_scrolls_and_is_erased() -> None:
-    paper = Paper(columns=20, lines=6)
-    paper.setter.write("a\nb\nc\nd\ne\n0123456789012345")
-    paper.setter.tail([(GHOST * 4, Style.REJECTED)], "status")
-    paper.setter.flush()
-    assert "GHOST" in paper.text()
-    assert paper.update()[-1] == "status"
-    paper.setter.write("6")
-    paper.setter.finish()
-    assert paper.text() == "a\nb\nc\nd\ne\n01234567890123456"
-
-
-def test_a_line_that_ends_at_the_edge_is_followed_by_no_empty_one() -> None:
-    paper = Paper(columns=10)
-    for piece in ("```\n", "0123456789", "\nx\n```"):
+@pytest.mark.parametrize(
+    ("size", "pieces", "shown", "left"),
+    [
+        # On the last line it scrolls and is erased.
+        ((20, 6), ["a\nb\nc\nd\ne\n0123456789012345", "6"], f"{GHOST}\nstatus", "a\nb\nc\nd\ne\n01234567890123456"),
+        # A line that ends at the edge is followed by no empty one.
+        ((10, 24), ["```\n", "0123456789", "\nx\n```"], f"{GHOST}\nstatus", "```\n0123456789\nx\n```"),
+        ((10, 24), ["one word45", " next\n\n", "end"], f"{GHOST}\nstatus", "one word45\nnext\n\nend"),
+        ((10, 24), ["one word45 ", "\nend"], f"{GHOST}\nstatus", "one word45\nend"),
+        # Prose after code is wrapped again.
+        ((10, 24), ["```\nx\n```\n", "one two three"], f"{GHOST}\nstatus", "```\nx\n```\none two\nthree"),
+        # A window too low shows none.
+        ((80, 3), ["text ", "that"], "text that", "text that"),
+    ],
+)
+def test_edges(size: tuple[int, int], pieces: list[str], shown: str, left: str) -> None:
+    paper = Paper(*size)
+    for piece in pieces:
         paper.setter.write(piece)
-        paper.setter.tail([], "s")
-        paper.setter.flush()
+        paper.setter.tail([(GHOST, Style.REJECTED)], "status")
+        assert max(map(len, paper.update())) <= size[0]
+    assert "".join(paper.text().split()).endswith("".join(shown.split()))
     paper.setter.finish()
-    assert paper.text() == "```\n0123456789\nx\n```"
-
-
-def test_a_window_too_low_for_a_tail_shows_none() -> None:
-    paper = Paper(lines=3)
-    paper.setter.write("text that")
-    paper.setter.tail([(GHOST, Style.REJECTED)], "status")
-    paper.setter.flush()
-    assert paper.text() == "text"
+    assert paper.text() == left
 
 
 def test_control_characters_never_reach_the_terminal() -> None:
-    file = io.StringIO()
-    setter = Typesetter(file, size=lambda: (80, 24))
-    setter.write("a\x1b]0;owned\x07b\x9b31mc\r\x08\x7f\u202ed")
-    setter.tail([("\x1b[2J\n", Style.REJECTED)], "\x1b[H")
-    setter.flush()
-    text = file.getvalue()
+    paper = Paper()
+    paper.setter.write("a\x1b]0;owned\x07b\x9b31mc\r\x08\x7f\u202ed")
+    paper.setter.tail([("\x1b[2J\n", Style.REJECTED)], "\x1b[H")
+    text = paper.file.getvalue()
     assert "\x1b]" not in text
     assert "\x1b[2J" not in text
     assert not set("\x07\x9b\x08\x7f\u202e") & set(text)
@@ -174,53 +154,36 @@ def test_control_characters_never_reach_the_terminal() -> None:
 
 def test_every_source_has_its_own_colour_and_its_own_attribute() -> None:
     kinds = (Style.TARGET, Style.MODEL, Style.NGRAM, Style.REJECTED)
-    assert len({style.sgr(colour=True) for style in kinds}) == len(kinds)
-    assert len({style.sgr(colour=False) for style in kinds}) == len(kinds)
+    for colour in (True, False):
+        assert len({style.sgr(colour) for style in kinds}) == len(kinds)
     assert not any(code in style.sgr(colour=False) for style in Style for code in ("31", "32", "34", "36"))
 
 
 def test_view_shows_the_rejected_guess_in_place_of_what_replaced_it() -> None:
-    screen = pyte.Screen(80, 24)
-    terminal = pyte.Stream(screen)
-    file = io.StringIO()
-    view = TokensView(file, SpecStats(), colour=True)
-
-    def show() -> str:
-        terminal.feed(file.getvalue())
-        file.seek(0)
-        file.truncate()
-        return "\n".join(line.rstrip() for line in screen.display).rstrip()
-
+    terminal = Emulator()
+    view, cells = TokensView(terminal.file, SpecStats(), colour=True), terminal.screen.buffer[0]
     view.round(make_round(0, [("one ", "model", True), ("two ", "model", False)], "three "))
-    assert show().startswith("one two three")
-    assert screen.buffer[0][4].strikethrough
-    assert screen.buffer[0][0].bold
+    assert terminal.text().startswith("one two three")
+    assert (cells[4].strikethrough, cells[0].bold) == (True, True)
     view.round(make_round(1, [("four ", "ngram", True)], "five"))
-    assert show().startswith("one three four five")
-    assert screen.buffer[0][10].underscore
+    assert terminal.text().startswith("one three four five")
+    assert cells[10].underscore
     view.round(make_round(2, [("six", "ngram", False)], "!", finish="stop"))
     view.finish()
-    assert show() == "one three four five!"
+    assert terminal.text() == "one three four five!"
 
 
 def test_view_shows_rejected_branches_apart() -> None:
-    screen, file = pyte.Screen(80, 24), io.StringIO()
-    view = TokensView(file, SpecStats(), colour=True)
+    terminal = Emulator()
+    view = TokensView(terminal.file, SpecStats(), colour=True)
     round_ = make_round(0, [("one ", "model", True), ("two", "model", False), ("2", "model", False)], "three ")
     round_.draft = Draft(list(round_.draft), [-1, 0, 0])
     view.round(round_)
-    pyte.Stream(screen).feed(file.getvalue())
-    assert screen.display[0].startswith("one two | 2three")
+    assert terminal.text().startswith("one two | 2three")
 
 
-@pytest.mark.parametrize(
-    ("text", "cells", "clipped"), [("abc", 3, "abc"), ("abcd", 3, "ab…"), ("你好吗", 4, "你…"), ("abc", 0, "")]
-)
-def test_clip(text: str, cells: int, clipped: str) -> None:
-    assert clip(text, cells) == clipped
-    assert width(clipped) <= max(cells, 0)
-
-
-def test_visible_keeps_ordinary_text() -> None:
+def test_text_in_cells() -> None:
+    for text, cells, clipped in (("abc", 3, "abc"), ("abcd", 3, "ab…"), ("你好吗", 4, "你…"), ("abc", 0, "")):
+        assert (clip(text, cells), width(clipped) <= cells) == (clipped, True)
     assert visible("a\tb\nc\r\nd é 你 🙂") == "a\tb\nc\nd é 你 🙂"
     assert on_one_line("a\tb\n") == "a⇥b↵"

@@ -11,7 +11,6 @@ from localspec.backends.layout import Target, layout
 from localspec.backends.llama import llama_cpp
 from localspec.backends.llama.binding import Place, Places
 from localspec.commands.doctor import fit
-from localspec.commands.doctor import fit as fit_module
 from localspec.commands.doctor.fit import of_path
 from localspec.engine.options import LoadOptions
 from localspec.model_files.gguf import GGUFFile
@@ -26,30 +25,33 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> None:
     open_backend("llama-cpp")
     places = Places([CARD, OTHER], [CARD, OTHER], {"CPU": 3, "CUDA0": 1, "CUDA1": 2}, 16)
     monkeypatch.setattr(llama_cpp.LlamaCppBinding, "places", lambda self, placement: places)
-    monkeypatch.setattr(fit_module, "_free", lambda place, engine: 10**9 if place is CARD else 10**5)
+    monkeypatch.setattr(fit, "_free", lambda place, engine: 10**9 if place is CARD else 10**5)
 
 
 def test_what_goes_where_and_does_not_fit(tiny: TinyFiles, cards: None) -> None:
     load = LoadOptions(placement=Placement(tensor_split=(2, 1), cpu_moe=True))
-    found = fit_module.spread(of_path(tiny.experts), load, "llama-cpp", 256)
-    assert [(row.name, row.status) for row in found.rows] == [("CPU", "info"), ("CUDA0", "ok"), ("CUDA1", "fail")]
-    assert "no layers" in found.rows[0].text  # but experts and input
-    assert "layers 0 to 1" in found.rows[1].text
-    assert "--tensor-split" in str(found.rows[2].advice)
+    (cpu, first, second), on_cpu = fit.spread(of_path(tiny.experts), load, "llama-cpp", 256)
+    assert [(row.name, row.status) for row in (cpu, first, second)] == [
+        ("CPU", "info"),
+        ("CUDA0", "ok"),
+        ("CUDA1", "fail"),
+    ]
+    assert "no layers" in cpu.text  # but experts and input
+    assert "layers 0 to 1" in first.text
+    assert "--tensor-split" in str(second.advice)
     with GGUFFile(tiny.experts) as gguf:
         kept = [each for name, each in gguf.tensors.items() if "exps" in name or name == "token_embd.weight"]
-        assert found.on_cpu_bytes == sum(each.n_bytes for each in kept)
+        assert on_cpu == sum(each.n_bytes for each in kept)
 
 
 def test_an_obstacle_is_a_row(tiny: TinyFiles) -> None:
     open_backend("llama-cpp")
-    load = LoadOptions(placement=Placement(device="CUDA9"))
-    (row,) = fit_module.spread(of_path(tiny.spm), load, "llama-cpp", 256).rows
-    assert (row.status, row.name) == ("fail", "devices")
-    assert "--device CUDA9" in row.text
-    load = LoadOptions(placement=Placement(rpc="127.0.0.1:9"))
-    (row,) = fit_module.spread(of_path(tiny.spm), load, "llama-cpp", 256).rows
-    assert "no RPC server answers at 127.0.0.1:9" in row.text
+    for placement, said in (
+        (Placement(device="CUDA9"), "--device CUDA9"),
+        (Placement(rpc="127.0.0.1:9"), "no RPC server answers at 127.0.0.1:9"),
+    ):
+        (row,), _ = fit.spread(of_path(tiny.spm), LoadOptions(placement=placement), "llama-cpp", 256)
+        assert (row.status, row.name, said in row.text) == ("fail", "devices", True)
 
 
 def test_what_is_elsewhere_needs_no_memory_here(tiny: TinyFiles) -> None:

@@ -6,31 +6,29 @@ import dataclasses
 import inspect
 import io
 import json
-import math
 import os
 import re
 import shutil
 import subprocess
 import sys
 import types
-import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from localspec import backends
-from localspec.__main__ import run
 from localspec.backends.llama import ggml as ggml_module
 from localspec.backends.llama.ggml import Device
-from localspec.backends.trust import fingerprint
 from localspec.commands.doctor import facts, fit, ranking
 from localspec.commands.doctor.command import bars, ranking_parts, recommend_ranked
 from localspec.engine import loading as loading_module
 from localspec.heads.file import heads_folder
 from localspec.measuring.last_bench import remember
 from localspec.model_files.catalog import Catalog, Entry
+from localspec.model_files.fingerprint import fingerprint
 from localspec.report.model import Finding, Findings, Lines, Table
 from localspec.report.renderers import Screen
 from localspec.system import machine as machine_module
@@ -40,10 +38,13 @@ from tests.conftest import TinyFiles, open_backend
 from tests.support import ggufs
 from tests.support.heads import write_random_head
 from tests.support.interrupting import interrupted
+from tests.support.program import PROGRAM, assert_one_line, localspec
 from tests.support.published_heads import write_eagle3
 
-PROGRAM = [sys.executable, "-m", "localspec", "doctor"]
 GB = 10**9
+REFERENCE = ("--backend", "reference")
+NGRAM = ("--draft", "ngram", *REFERENCE)
+NONE = ("--draft", "none", *REFERENCE)
 
 
 @pytest.fixture(autouse=True)
@@ -57,37 +58,16 @@ def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_module, "busy_share", lambda: busy(0.02))
 
 
-class Doctor:
-    """Runs the command in this process."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-
-    def text(self, *arguments: str | Path) -> tuple[int, str, str]:
-        """Exit status, standard output, standard error."""
-        self._capsys.readouterr()
-        status = run(["doctor", *map(str, arguments)])
-        return status, *self._capsys.readouterr()
-
-    def json(self, *arguments: str | Path) -> tuple[int, dict[str, Any]]:
-        """Exit status and the report."""
-        status, out, _ = self.text(*arguments, "--json")
-        return status, json.loads(out)
+def screen(*arguments: str | Path) -> tuple[int, str]:
+    """Exit status, and what is printed for people."""
+    result = localspec("doctor", *arguments)
+    return result.returncode, result.stdout.decode()
 
 
-@pytest.fixture
-def doctor(capsys: pytest.CaptureFixture[str]) -> Doctor:
-    return Doctor(capsys)
-
-
-@pytest.fixture
-def free_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Sets what the system says is free, in bytes."""
-
-    def set_free(n_bytes: int) -> None:
-        monkeypatch.setattr(machine_module, "read_memory", lambda: SystemMemory(16 * GB, n_bytes))
-
-    return set_free
+def examine(*arguments: str | Path) -> tuple[int, dict[str, Any]]:
+    """Exit status and the report."""
+    result = localspec("doctor", *arguments, "--json")
+    return result.returncode, json.loads(result.stdout)
 
 
 def row(found: dict[str, Any], section: str, name: str) -> dict[str, Any]:
@@ -101,44 +81,53 @@ def squeezed(text: str) -> str:
     return " ".join(text.split())
 
 
-# -- no model ----------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def free_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets what the system says is free, in bytes."""
+
+    def set_free(n_bytes: int) -> None:
+        monkeypatch.setattr(machine_module, "read_memory", lambda: SystemMemory(16 * GB, n_bytes))
+
+    return set_free
 
 
-def test_without_any_model(doctor: Doctor) -> None:
-    status, found = doctor.json()
+@pytest.fixture
+def head(tiny: TinyFiles) -> Path:
+    """A trained head for the quick target, where such are kept."""
+    heads_folder().mkdir(parents=True)
+    return write_random_head(tiny.quick.target, heads_folder() / "a-head.gguf")
+
+
+# -- models that are not here ------------------------------------------------------------------------------------------
+
+
+def test_without_any_model() -> None:
+    status, found = examine()
     assert (status, found["holds"], found["models"], found["pair"]) == (0, True, [], None)
     assert found["recommendation"]["command"] == "localspec pull"
     machine = found["machine"]
     assert machine["cores"] >= machine["threads"] >= 1
     assert 0.1 < machine["bandwidth_gb_per_s"] < 10_000
     assert {engine["name"] for engine in found["engines"]} == set(backends.backend_names())
-    _, out, _ = doctor.text()
-    assert "is not on this disk" in out
-    assert "localspec pull" in out
-    assert "none yet in" in doctor.text("--details")[1]
+    assert "none yet in" in row(found, "models", "on disk")["text"]
+    assert "localspec pull" in screen()[1]
 
 
-def test_a_model_that_is_not_on_this_disk(doctor: Doctor, free_memory: Callable[[int], None]) -> None:
+def test_a_model_that_is_not_on_this_disk(free_memory: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["qwen2.5-coder-7b", "qwen2.5-coder-0.5b"]
     free_memory(64 * GB)
-    status, found = doctor.json("qwen2.5-coder-7b")
+    status, found = examine(names[0])
     pair = found["pair"]
-    assert status == 0
-    assert (pair["target"]["present"], pair["fit"]["fits"], pair["cost"]) == (False, None, None)
-    assert pair["fit"]["models"][0]["weights_bytes"] == Catalog.load()["qwen2.5-coder-7b"].bytes
-    assert pair["fit"]["models"][1]["weights_bytes"] == Catalog.load()["qwen2.5-coder-0.5b"].bytes
-    assert found["recommendation"]["command"] == "localspec pull qwen2.5-coder-7b qwen2.5-coder-0.5b"
+    assert (status, pair["target"]["present"], pair["fit"]["fits"], pair["cost"]) == (0, False, None, None)
+    assert [each["weights_bytes"] for each in pair["fit"]["models"]] == [Catalog.load()[name].bytes for name in names]
+    assert found["recommendation"]["command"] == f"localspec pull {' '.join(names)}"
     free_memory(4 * GB)
-    status, found = doctor.json("qwen2.5-coder-7b")
+    status, found = examine(names[0])
     assert (status, found["pair"]["fit"]["fits"]) == (1, False)
     assert row(found, "pair", "memory")["advice"]
-
-
-def test_a_disk_that_cannot_hold_the_download(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localspec.commands.doctor.fit.free_bytes", lambda folder: 1000)
-    status, out, _ = doctor.text("smollm2-135m")
-    assert status == 1
-    assert "1 kB of disk free" in squeezed(out)
-    assert "make room on the disk" in squeezed(out)
+    status, found = examine("smollm2-135m")
+    assert (status, "1 kB of disk free" in row(found, "pair", "download")["text"]) == (1, True)
 
 
 # -- the first screen --------------------------------------------------------------------------------------------------
@@ -161,51 +150,40 @@ def quiet(monkeypatch: pytest.MonkeyPatch, *, busy: float = 0.0) -> None:
     monkeypatch.setattr("localspec.controllers.calibration.SPAN_S", 0.0)
 
 
-def test_it_begins_with_the_answer_and_keeps_to_one_screen(
-    doctor: Doctor, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_begins_with_the_answer_and_keeps_to_one_screen(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     quiet(monkeypatch)
-    _, out, _ = doctor.text(tiny.quick.target, "--draft", "ngram", "--backend", "reference")
-    lines = out.splitlines()
+    _, out = screen(tiny.quick.target, *NGRAM)
+    lines, found = out.splitlines(), answers(out)
     assert lines[0] == tiny.quick.target.stem
     assert lines[1].lstrip().startswith("✓ fits")
-    found = answers(out)
     assert "yes: it needs" in found["fits"]
     assert re.search("yes, by copying from the text|no: |not known", found["guesses"])
     assert "not measured yet; localspec bench" in found["faster"]
-    assert max(map(len, lines)) <= 80
-    assert len(lines) <= 23, out
-    assert "Break-even" not in out
-    assert "--details" in out
+    assert (max(map(len, lines)) <= 80, len(lines) <= 23) == (True, True), out
+    assert ("Break-even" in out, "--details" in out) == (False, True)
 
 
-def test_the_answer_says_what_bench_measured_and_nothing_else(
-    doctor: Doctor, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = (tiny.quick.target, "--draft", "ngram", "--backend", "reference")
-    _, found = doctor.json(*arguments)
+def test_the_answer_says_what_bench_measured_and_nothing_else(tiny: TinyFiles) -> None:
+    arguments = (tiny.quick.target, *NGRAM)
+    _, found = examine(*arguments)
     engine = found["pair"]["cost"]["engine"]
     assert found["pair"]["bench"] is None
     measured = {"drafters": ["ngram"], "speedups": {"all": 1.2, "edit": 1.9, "chat": 1.04}, "n_questions": 12}
-    remember(tiny.quick.target, engine, measured | {"n_guesses": 40})
-    assert (
-        "edit ×1.90, chat ×1.04; not measured: code (localspec bench" in answers(doctor.text(*arguments)[1])["faster"]
-    )
-    assert doctor.json(*arguments)[1]["pair"]["bench"]["speedups"] == measured["speedups"]
-    remember(tiny.quick.target, engine, measured | {"n_guesses": 0})
-    assert "no: nothing was guessed" in answers(doctor.text(*arguments)[1])["faster"]
-    remember(tiny.quick.target, "another engine", measured | {"n_guesses": 40})
-    assert "nothing was guessed" in answers(doctor.text(*arguments)[1])["faster"]
+    for measured_with, n_guesses, said in (
+        (engine, 40, "edit ×1.90, chat ×1.04; not measured: code (localspec bench"),
+        (engine, 0, "no: nothing was guessed"),
+        ("another engine", 40, "no: nothing was guessed"),
+    ):
+        remember(tiny.quick.target, measured_with, measured | {"n_guesses": n_guesses})
+        assert said in answers(screen(*arguments)[1])["faster"]
+    assert examine(*arguments)[1]["pair"]["bench"]["speedups"] == measured["speedups"]
 
 
-def test_beside_other_programs_nothing_measured_is_ticked(
-    doctor: Doctor, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_measured_on_a_busy_machine_is_ticked(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     quiet(monkeypatch, busy=0.45)
-    arguments = (tiny.quick.target, "--draft", "ngram", "--backend", "reference", "--calibrate")
-    _, out, _ = doctor.text(*arguments)
-    assert answers(out)["guesses"].startswith("! guesses not known: what was timed is in doubt, see load")
-    _, found = doctor.json(*arguments)
+    arguments = (tiny.quick.target, *NGRAM, "--calibrate")
+    assert answers(screen(*arguments)[1])["guesses"].startswith("! guesses not known: what was timed is in doubt, see")
+    _, found = examine(*arguments)
     for section, name in (("cost", "one token"), ("machine", "bandwidth"), ("machine", "load")):
         assert row(found, section, name)["status"] != "ok", name
     assert "others used 45% of the CPU" in row(found, "cost", "one token")["text"]
@@ -213,280 +191,235 @@ def test_beside_other_programs_nothing_measured_is_ticked(
 
 
 @pytest.mark.parametrize("busy", [0.0, 0.45])
-def test_the_engine_that_auto_takes(
-    doctor: Doctor, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, busy: float
-) -> None:
+def test_the_engine_that_auto_takes(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, busy: float) -> None:
     """It is ticked only on a quiet machine, and ``--calibrate`` measures it again, with the usual engine loaded."""
     open_backend("ik-llama")
     quiet(monkeypatch, busy=busy)
     monkeypatch.setattr(loading_module, "_versions", lambda: ["ik-llama 1", "llama-cpp 1"])
     with loading_module.engine_module("ik-llama").load(tiny.bpe) as model:
         threads = model.n_threads
-    known = loading_module.EngineTimes(
-        "25 Nov", {"ik-llama": 4000.0, "llama-cpp": 2000.0}, {"ik-llama": [4000.0] * 3, "llama-cpp": [2000.0] * 3}, 0.0
-    )
-    key = loading_module._key(fingerprint(tiny.bpe), threads, "f16")
-    loading_module._store().put(key, dataclasses.asdict(known))
-    _, found = doctor.json(tiny.bpe, "--draft", "none")
-    facts = row(found, "cost", "engines")
-    assert facts["status"] == ("info" if busy else "ok")
-    assert "auto takes llama-cpp" in facts["text"]
+    rounds = {"ik-llama": [4000.0] * 3, "llama-cpp": [2000.0] * 3}
+    known = loading_module.EngineTimes("25 Nov", {"ik-llama": 4000.0, "llama-cpp": 2000.0}, rounds, 0.0)
     once = dataclasses.replace(known, rounds={"ik-llama": [4000.0], "llama-cpp": []}, others_share=0.45)
-    loading_module._store().put(key, dataclasses.asdict(once))
-    monkeypatch.setattr(
-        "localspec.commands.doctor.ranking.second_opinion", lambda *args: types.SimpleNamespace(waits=False)
-    )
-    _, found = doctor.json(tiny.bpe, "--draft", "none")
-    facts = row(found, "cost", "engines")
-    assert facts["status"] == "note"
-    assert "others used 45% of the CPU: nothing is chosen by that, auto keeps ik-llama and" in facts["text"]
-    doctor.json(tiny.bpe, "--draft", "none", "--calibrate")
+    key = loading_module._key(fingerprint(tiny.bpe), threads, "f16")
+    done = types.SimpleNamespace(waits=False)
+    for times, status, said in (
+        (known, "info" if busy else "ok", "auto takes llama-cpp"),
+        (once, "note", "others used 45% of the CPU: nothing is chosen by that, auto keeps ik-llama and"),
+    ):
+        loading_module._store().put(key, dataclasses.asdict(times))
+        check = row(examine(tiny.bpe, "--draft", "none")[1], "cost", "engines")
+        assert (check["status"], said in check["text"]) == (status, True)
+        monkeypatch.setattr(ranking, "second_opinion", lambda *args: done)
+    examine(tiny.bpe, "--draft", "none", "--calibrate")
     assert loading_module.compared(tiny.bpe, threads, "f16") is None
 
 
-def test_a_copy_that_an_engine_needs_is_said_here_and_nowhere_else(
-    doctor: Doctor, tiny: TinyFiles, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_copy_that_an_engine_needs_is_said_here_and_nowhere_else(tiny: TinyFiles) -> None:
     open_backend("ik-llama")
-    arguments = [str(tiny.trap), "--backend", "ik-llama", "--draft", "none"]
-    _, out, _ = doctor.text(*arguments)
+    arguments = (tiny.trap, "--backend", "ik-llama", "--draft", "none")
     expected = f"{tiny.trap.name} is run from an 8-bit copy: ik-llama has a bug with Q4_1 files."
-    assert squeezed(out).count(expected) == 1
-    assert run(["generate", *arguments, "-p", "x", "--max-tokens", "2"]) == 0
-    assert "copy" not in capsys.readouterr().err
+    assert squeezed(screen(*arguments)[1]).count(expected) == 1
+    answer = localspec("generate", *arguments, "-p", "x", "--max-tokens", "2")
+    assert (answer.returncode, b"copy" in answer.stderr) == (0, False)
 
 
 # -- a pair ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_pair_that_works(doctor: Doctor, tiny: TinyFiles) -> None:
-    pair = tiny.quick
-    arguments = (pair.target, "--draft", pair.draft, "--draft", "ngram", "--backend", "reference", "--details")
-    status, out, err = doctor.text(*arguments)
-    assert status == 0, out
+def test_everything_that_was_found_of_a_pair_is_shown(tiny: TinyFiles) -> None:
+    result = localspec("doctor", tiny.quick.target, "--draft", tiny.quick.draft, *NGRAM, "--details")
+    out = result.stdout.decode()
+    assert result.returncode == 0, out
     for title in ("Machine", "Engines", "Models", "Cost of a target pass", "Break-even", "Predicted", "Recommendation"):
         assert any(line.startswith(title) for line in out.splitlines()), title
-    assert "✓ vocabulary" in out
-    assert "✓ rollback" in out
-    assert "measuring what a pass" in err
-    assert "measuring" not in out
+    assert {"✓ vocabulary", "✓ rollback"} <= {found[0] for found in re.finditer(r"✓ \w+", out)}
+    assert ("measuring what a pass" in result.stderr.decode(), "measuring" in out) == (True, False)
 
 
-def test_the_figures_follow_from_the_measured_passes(doctor: Doctor, tiny: TinyFiles) -> None:
+def test_the_figures_follow_from_the_measured_passes(tiny: TinyFiles, head: Path) -> None:
+    """Of a draft model, a head, the first layers and n-grams."""
     pair = tiny.quick
-    arguments = (pair.target, "--draft", pair.draft, "--draft", "ngram", "--backend", "reference")
-    status, found = doctor.json(*arguments)
+    drafts = [part for name in (pair.draft, "head", "early-exit:1") for part in ("--draft", name)]
+    status, found = examine(pair.target, *drafts, *NGRAM)
     cost, payoffs = found["pair"]["cost"], found["pair"]["payoff"]
     assert (status, cost["engine"].split()[0], cost["device"]) == (0, "reference", "cpu")
-    assert [each["drafter"] for each in payoffs] == ["ngram", pair.draft.stem]
+    costs = {each["name"]: each["ms"]["1"] for each in cost["drafts"]}
+    assert list(costs) == ["head", "early-exit:1", pair.draft.stem]
+    assert {each["drafter"]: each["step_ms"] for each in payoffs} == {"ngram": 0.0} | costs
     times = {int(width): ms for width, ms in cost["target"]["ms"].items()}
     assert all(ms > 0 for ms in times.values())
-    assert payoffs[0]["step_ms"] == 0
-    assert payoffs[1]["step_ms"] == cost["drafts"][0]["ms"]["1"]
     for each in payoffs:
-        for k, share in each["break_even"].items():
-            length = int(k)
+        for length, share in ((int(k), share) for k, share in each["break_even"].items()):
             if share is not None and length + 1 in times:
                 tokens = sum(share**i for i in range(length + 1))
                 ms = times[length + 1] + length * each["step_ms"]
                 assert tokens * times[1] / ms == pytest.approx(1.0, abs=5e-3)
         assert all(gain >= 1.0 for gain in each["speedup"].values())
-
-
-def test_a_head_is_measured_beside_the_others(doctor: Doctor, tiny: TinyFiles) -> None:
-    pair = tiny.quick
-    heads_folder().mkdir(parents=True)
-    write_random_head(pair.target, heads_folder() / "a-head.gguf")
-    drafts = [part for name in ("ngram", pair.draft, "head", "early-exit:1") for part in ("--draft", name)]
-    status, found = doctor.json(pair.target, *drafts, "--backend", "reference")
-    assert status == 0
-    costs = {each["name"]: each["ms"]["1"] for each in found["pair"]["cost"]["drafts"]}
-    payoffs = {each["drafter"]: each["step_ms"] for each in found["pair"]["payoff"]}
-    assert payoffs == {"ngram": 0.0} | costs
-    assert list(costs) == ["head", "early-exit:1", pair.draft.stem]
-    status, found = doctor.json(pair.target, "--backend", "reference")  # auto takes it
-    assert [each["drafter"] for each in found["pair"]["payoff"]] == ["ngram", "head"]
+    assert drafters(examine(pair.target, *REFERENCE)[1]) == ["ngram", "head"]  # auto takes it
 
 
 # -- published heads ---------------------------------------------------------------------------------------------------
 
 
-def published(found: dict[str, Any]) -> list[str]:
+def drafters(found: dict[str, Any]) -> list[str]:
     """The drafters whose costs were measured."""
     return [each["drafter"] for each in found["pair"]["payoff"]]
 
 
-@pytest.mark.parametrize("rank", [False, True])
-def test_heads_that_are_published_are_found_by_themselves(
-    doctor: Doctor, tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: bool
-) -> None:
-    """Beside a target, beside a trained one, and inside a target."""
+@pytest.fixture
+def short_ranking(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A ranking with one question and short answers, that ends before its time does, on a busy machine too; the
+    question."""
     few = ranking.tuning_questions()[:1]
     monkeypatch.setattr(ranking, "tuning_questions", lambda: few)
     monkeypatch.setattr(ranking, "SECONDS", 3600.0)
     monkeypatch.setattr(ranking, "MOST_TOKENS", ranking.LEAST_TOKENS)
-    open_backend("llama-cpp")
-    target = Path(shutil.copy(tiny.pair.target, tmp_path / "target.gguf"))
-    beside = write_eagle3(target, tmp_path / "eagle.gguf")
-    glm = ggufs.write_glm(tmp_path / "glm.gguf")
-    heads_folder().mkdir(parents=True)
-    write_random_head(target, heads_folder() / "trained.gguf")
-    cases: list[tuple[Path, list[str]]] = [(target, ["head", f"head:{beside}"]), (glm, ["mtp"])]
-    for model, heads in cases:
-        status, found = doctor.json(model, "--backend", "llama-cpp", *(["--rank"] * rank))
-        assert status == 0
-        if rank:
-            tried = {name for each in found["rank"]["candidates"] for name in each["drafters"]}
-            assert tried == {"ngram", *heads}
-        else:
-            assert published(found) == ["ngram", *(["head", "head2"] if model == target else heads)]
+    return [question.id for question in few]
 
 
-def test_a_published_head_is_named_as_elsewhere(doctor: Doctor, tiny: TinyFiles) -> None:
-    """By its address or its file; and by itself it is no damaged model."""
-    open_backend("llama-cpp")
-    folder = models_dir() / "hf/someone/heads"
-    folder.mkdir(parents=True)
-    address, head = "hf:someone/heads/eagle.gguf", write_eagle3(tiny.pair.target, folder / "eagle.gguf")
-    for name in (address, head):
-        status, found = doctor.json(tiny.pair.target, "--draft", name, "--draft-only", "--backend", "llama-cpp")
-        assert status == 0
-        assert published(found) == ["head"]
-        assert address in row(found, "models", "on disk")["text"]
-    assert doctor.text(head)[0] == 1  # nothing answers with a head
-
-
-def test_a_head_from_the_catalogue_is_named_by_its_name(
-    doctor: Doctor, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("rank", [False, True])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_heads_that_are_published_are_found_by_themselves(
+    tiny: TinyFiles, tmp_path: Path, short_ranking: list[str], rank: bool, kind: str
 ) -> None:
+    """Beside a target, beside a trained one, and inside a target."""
+    open_backend("llama-cpp")
+    if kind == "mtp":
+        target, measured, ranked = ggufs.write_glm(tmp_path / "glm.gguf"), ["mtp"], ["mtp"]
+    else:
+        target = Path(shutil.copy(tiny.pair.target, tmp_path / "target.gguf"))
+        beside = write_eagle3(target, tmp_path / "eagle.gguf")
+        heads_folder().mkdir(parents=True)
+        write_random_head(target, heads_folder() / "trained.gguf")
+        measured, ranked = ["head", "head2"], ["head", f"head:{beside}"]
+    status, found = examine(target, "--backend", "llama-cpp", *(["--rank"] * rank))
+    assert status == 0
+    if rank:
+        assert {name for each in found["rank"]["candidates"] for name in each["drafters"]} == {"ngram", *ranked}
+    else:
+        assert drafters(found) == ["ngram", *measured]
+
+
+def test_a_published_head_is_named_as_elsewhere(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its address, its file or its name in the catalogue; and by itself it is no damaged model."""
     open_backend("llama-cpp")
     name = next(head for entry in Catalog.load().values() for head in entry.heads)
-    path = Catalog.load()[name].path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_eagle3(tiny.pair.target, path)
+    address, files = "hf:someone/heads/eagle.gguf", [models_dir() / "hf/someone/heads/eagle.gguf"]
+    files.append(Catalog.load()[name].path)
+    for path in files:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_eagle3(tiny.pair.target, path)
     monkeypatch.setattr(Entry, "present", property(lambda entry: entry.path.exists()))
-    arguments = (tiny.pair.target, "--draft", name, "--draft-only", "--backend", "llama-cpp")
-    status, found = doctor.json(*arguments)
-    assert (status, published(found)) == (0, ["head"])
-    assert name in row(found, "models", "on disk")["text"]
+    for head in (address, files[0], name):
+        status, found = examine(tiny.pair.target, "--draft", head, "--draft-only", "--backend", "llama-cpp")
+        assert (status, drafters(found)) == (0, ["head"])
+    assert {address, name} <= set(re.split(r"[ ,]+", row(found, "models", "on disk")["text"]))
+    assert screen(files[0])[0] == 1  # nothing answers with a head
 
 
-def test_a_head_that_is_damaged_or_of_no_use_is_told_apart(doctor: Doctor, tiny: TinyFiles) -> None:
-    folder = models_dir() / "hf/someone/heads"
-    folder.mkdir(parents=True)
-    write_eagle3(tiny.pair.target, folder / "deep.gguf", extra={"eagle3.block_count": 2})
-    status, found = doctor.json(tiny.quick.target, "--draft", "none", "--backend", "reference")
-    assert (status, row(found, "models", "hf:someone/heads/deep.gguf")["status"]) == (0, "note")
-    write_eagle3(tiny.pair.target, folder / "broken.gguf", drop=("fc.weight",))
-    status, found = doctor.json(tiny.quick.target, "--draft", "none", "--backend", "reference")
-    assert (status, row(found, "models", "hf:someone/heads/broken.gguf")["status"]) == (1, "fail")
+# -- what a pair may lack ----------------------------------------------------------------------------------------------
+
+Case = tuple[Callable[[TinyFiles], list[str | Path]], int, tuple[str, str], str, str]
+
+ROWS: dict[str, Case] = {
+    "a larger draft": (
+        lambda tiny: [tiny.quick.draft, "--draft", tiny.quick.target, *REFERENCE], 0, ("pair", "draft"), "note", "swap"
+    ),
+    "another vocabulary": (
+        lambda tiny: [tiny.bpe, "--draft", tiny.spm, *REFERENCE], 0, ("pair", "vocabulary"), "note", "--rank"
+    ),
+    "a memory that cannot be rewound": (
+        lambda tiny: [tiny.recurrent, "--draft", "ngram"], 1, ("pair", "rollback"), "note", "--backend llama-cpp"
+    ),
+    "one that can": (lambda tiny: [tiny.sliding, "--draft", "ngram"], 1, ("pair", "rollback"), "ok", "at no cost"),
+    "an embedding model": (
+        lambda tiny: [tiny.embedding, "--draft", "none"], 1, ("pair", "file"), "fail", "cannot generate text"
+    ),
+    "threads that wait for each other": (
+        lambda tiny: [tiny.bpe, "--draft", "none", "--threads", "4000"], 0, ("machine", "CPU"), "note", "--threads"
+    ),
+}  # fmt: skip
 
 
-# -- a pair that does not fit ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row(name: str, tiny: TinyFiles, free_memory: Callable[[int], None]) -> None:
+    arguments, status, place, how, said = ROWS[name]
+    if place[1] == "rollback":
+        free_memory(1)  # what the header says is enough: nothing needs to be loaded
+    got, found = examine(*arguments(tiny))
+    check = row(found, *place)
+    assert (got, check["status"]) == (status, how)
+    assert said in f"{check['text']} {check['advice']}"
+    if name not in ("a larger draft", "another vocabulary"):
+        assert found["pair"]["cost"] is None
 
 
-def test_a_vocabulary_that_does_not_match(doctor: Doctor, tiny: TinyFiles) -> None:
-    status, found = doctor.json(tiny.bpe, "--draft", tiny.spm, "--backend", "reference")
-    check = row(found, "pair", "vocabulary")
-    assert (status, check["status"]) == (1, "fail")
-    assert tiny.spm.stem in check["text"]
-    assert found["pair"]["vocabulary"][tiny.spm.stem] in check["text"]
-    assert check["advice"]
-    assert found["pair"]["cost"] is None
+def test_a_model_that_does_not_fit(tiny: TinyFiles, free_memory: Callable[[int], None]) -> None:
+    needed = examine(tiny.bpe, *NONE)[1]["pair"]["fit"]["ram_needed_bytes"]
+    for free, status, how in ((needed - 1, 1, "fail"), (needed + 1, 0, "note"), (10 * needed, 0, "ok")):
+        free_memory(free)
+        got, found = examine(tiny.bpe, *NONE)
+        check = row(found, "pair", "memory")
+        assert (got, check["status"], found["pair"]["fit"]["fits"]) == (status, how, how != "fail")
+        assert bool(check["advice"]) == (how != "ok")
+        assert (found["pair"]["cost"] is None) == (how == "fail")  # it was not even tried
 
 
-def test_a_draft_larger_than_its_target(doctor: Doctor, tiny: TinyFiles) -> None:
-    pair = tiny.quick
-    status, found = doctor.json(pair.draft, "--draft", pair.target, "--backend", "reference")
-    check = row(found, "pair", "draft")
-    assert (status, check["status"]) == (0, "note")
-    assert "swap" in check["advice"]
-
-
-def test_a_memory_that_cannot_be_rewound(doctor: Doctor, tiny: TinyFiles, free_memory: Callable[[int], None]) -> None:
-    free_memory(1)  # what the header says is enough: nothing needs to be loaded
-    _, found = doctor.json(tiny.recurrent, "--draft", "ngram")
-    assert found["pair"]["target"]["rollback"] == "replay"
-    check = row(found, "pair", "rollback")
-    assert check["status"] == "note"
-    assert check["advice"]
-    _, found = doctor.json(tiny.sliding, "--draft", "ngram")
-    assert row(found, "pair", "rollback")["status"] == "ok"
-
-
-def test_a_model_that_does_not_fit(doctor: Doctor, tiny: TinyFiles, free_memory: Callable[[int], None]) -> None:
-    status, found = doctor.json(tiny.bpe, "--draft", "none", "--backend", "reference")
-    needed = found["pair"]["fit"]["ram_needed_bytes"]
-    assert (status, found["pair"]["fit"]["fits"]) == (0, True)
-    free_memory(needed - 1)
-    status, found = doctor.json(tiny.bpe, "--draft", "none", "--backend", "reference")
-    check = row(found, "pair", "memory")
-    assert (status, check["status"], found["pair"]["fit"]["fits"]) == (1, "fail", False)
-    assert check["advice"]
-    assert found["pair"]["cost"] is None  # it was not even tried
-    free_memory(needed + 1)
-    status, found = doctor.json(tiny.bpe, "--draft", "none", "--backend", "reference")
-    assert (status, row(found, "pair", "memory")["status"]) == (0, "note")
-
-
-def test_advice_for_short_memory_holds(doctor: Doctor, tmp_path: Path, free_memory: Callable[[int], None]) -> None:
+def test_advice_for_short_memory_holds(tmp_path: Path, free_memory: Callable[[int], None]) -> None:
     """A context as large as its weights: a smaller one, or a smaller cache, is the way out, and then it does fit."""
     shape = ggufs.Shape(n_layer=2, n_embd=128, n_head=2, n_head_kv=2, n_ff=64, n_ctx=1 << 17)
     model = ggufs.write_llama(tmp_path / "long.gguf", shape, ggufs.bpe_vocab())
-    arguments = (model, "--draft", "none", "--ctx", "131072")
     free_memory(190_000_000)
-    status, found = doctor.json(*arguments)
+    status, found = examine(model, *NONE[:2], "--ctx", "131072")
     assert (status, found["pair"]["fit"]["fits"]) == (1, False)
     advice = row(found, "pair", "memory")["advice"]
-    assert "--kv-cache q8_0" in advice
     n_ctx = re.search(r"--ctx (\d+)", advice)
-    assert n_ctx is not None
-    for change in (("--kv-cache", "q8_0"), ("--ctx", n_ctx[1])):
-        _, found = doctor.json(*arguments, *change)
-        assert found["pair"]["fit"]["fits"], change
+    assert (n_ctx is not None, "--kv-cache q8_0" in advice) == (True, True)
+    target, engine = fit.find_model(str(model)), facts.EngineFacts("ik-llama", True)
+    room = fit.Room(engine, None, 190_000_000, 16 * GB)
+    for context, kv_type in ((1 << 17, "q8_0"), (int(n_ctx[1]) if n_ctx else 0, "f16")):
+        assert fit.fit([target], context, kv_type, room).fits
 
 
-def test_damaged_files(doctor: Doctor, tiny: TinyFiles, tmp_path: Path) -> None:
+def test_damaged_files(tiny: TinyFiles, tmp_path: Path) -> None:
     half = tmp_path / "half.gguf"
     half.write_bytes(tiny.bpe.read_bytes()[:50_000])
-    status, found = doctor.json(half, "--draft", "none")
+    status, found = examine(half, "--draft", "none")
     assert (status, row(found, "pair", "file")["status"]) == (1, "fail")
     assert "cut short" in found["pair"]["target"]["error"]
-    entry = Catalog.load()["smollm2-135m"]
+    entry, folder = Catalog.load()["smollm2-135m"], models_dir() / "hf/someone/heads"
     entry.path.parent.mkdir(parents=True)
     shutil.copy(tiny.bpe, entry.path)
-    status, found = doctor.json()
-    check = row(found, "models", "smollm2-135m")
-    assert (status, check["status"]) == (1, "fail")
-    assert f"instead of {entry.bytes:,}" in check["text"]
-    assert "localspec rm smollm2-135m; localspec pull smollm2-135m" in check["advice"]
-    status, found = doctor.json(tiny.bpe, "--draft", "none", "--backend", "reference")
+    folder.mkdir(parents=True)
+    write_eagle3(tiny.pair.target, folder / "deep.gguf", extra={"eagle3.block_count": 2})
+    write_eagle3(tiny.pair.target, folder / "broken.gguf", drop=("fc.weight",))
+    status, found = examine(tiny.quick.target, *NONE)
     assert (status, found["pair"]["cost"] is None) == (1, False)  # one bad file does not hinder another
+    check = row(found, "models", "smollm2-135m")
+    assert (check["status"], f"instead of {entry.bytes:,}" in check["text"]) == ("fail", True)
+    assert "localspec rm smollm2-135m; localspec pull smollm2-135m" in check["advice"]
+    heads = [row(found, "models", f"hf:someone/heads/{name}.gguf")["status"] for name in ("deep", "broken")]
+    assert heads == ["note", "fail"]  # of no use here, and damaged
 
 
-def test_an_embedding_model(doctor: Doctor, tiny: TinyFiles) -> None:
-    status, out, _ = doctor.text(tiny.embedding, "--draft", "none")
-    assert status == 1
-    assert "cannot generate text" in squeezed(out)
+BAD_USAGE = {
+    "no-such-model": "no model",
+    "/no/such.gguf": "does not exist",
+    "--draft /no/such.gguf": "does not exist",
+    "--ctx 0": "--ctx",
+    "--backend lama": "unknown backend",
+    "--draft none --draft ngram": "stand alone",
+    "--frob": "--frob",
+}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        (["no-such-model"], "no model"),
-        (["/no/such.gguf"], "does not exist"),
-        (["--draft", "/no/such.gguf"], "does not exist"),
-        (["--ctx", "0"], "--ctx"),
-        (["--backend", "lama"], "unknown backend"),
-        (["--draft", "none", "--draft", "ngram"], "stand alone"),
-        (["--frob"], "--frob"),
-    ],
-)
-def test_bad_usage(doctor: Doctor, arguments: list[str], part: str) -> None:
-    status, out, err = doctor.text(*arguments)
-    assert (status, out) == (2, "")
-    (line,) = [line for line in err.splitlines() if line.startswith("localspec: ")]
-    assert part in line
+@pytest.mark.parametrize("arguments", BAD_USAGE)
+def test_bad_usage(arguments: str) -> None:
+    assert_one_line(localspec("doctor", *arguments.split()), 2, BAD_USAGE[arguments])
+
+
+# -- calibration -------------------------------------------------------------------------------------------------------
 
 
 def rewrite_curves(change: Callable[[int, float], float]) -> int:
@@ -501,124 +434,103 @@ def rewrite_curves(change: Callable[[int, float], float]) -> int:
     return len(paths)
 
 
-# -- calibration -------------------------------------------------------------------------------------------------------
+def test_calibrate_remakes_the_calibration(tiny: TinyFiles) -> None:
+    arguments = (tiny.quick.target, "--draft", tiny.quick.draft, *REFERENCE)
 
+    def costs(*more: str) -> tuple[list[float], dict[str, Any]]:
+        _, found = examine(*arguments, *more)
+        cost = found["pair"]["cost"]
+        return [cost["target"]["ms"]["1"], cost["drafts"][0]["ms"]["1"]], found
 
-def test_calibrate_remakes_the_calibration(doctor: Doctor, tiny: TinyFiles) -> None:
-    pair = tiny.quick
-    arguments = (pair.target, "--draft", pair.draft, "--backend", "reference")
-    _, first = doctor.json(*arguments)
+    first, _ = costs()
     assert rewrite_curves(lambda width, ms: 1000 * ms) == 2  # of target and draft
-    _, wrong = doctor.json(*arguments)
-    assert wrong["pair"]["cost"]["target"]["ms"]["1"] == pytest.approx(
-        1000 * first["pair"]["cost"]["target"]["ms"]["1"], rel=0.01
-    )
-    check = row(wrong, "cost", "one token")
-    assert check["status"] == "note"
-    assert "--calibrate" in check["advice"]
-    _, right = doctor.json(*arguments, "--calibrate")
-    for model in ("target", "drafts"):
-        old, new = (found["pair"]["cost"][model] for found in (wrong, right))
-        old, new = (each[0] if isinstance(each, list) else each for each in (old, new))
-        assert new["ms"]["1"] < old["ms"]["1"] / 20
+    wrong, found = costs()
+    assert wrong[0] == pytest.approx(1000 * first[0], rel=0.01)
+    check = row(found, "cost", "one token")
+    assert (check["status"], "--calibrate" in check["advice"]) == ("note", True)
+    right, _ = costs("--calibrate")
+    assert all(new < old / 20 for new, old in zip(right, wrong, strict=True))
     rewrite_curves(lambda width, ms: ms)
-    _, kept = doctor.json(*arguments)
-    assert kept["pair"]["cost"]["target"]["ms"] == right["pair"]["cost"]["target"]["ms"]
+    assert costs()[0] == right
 
 
-def test_ctrl_c_during_calibration(doctor: Doctor, tmp_path: Path) -> None:
+def test_ctrl_c_during_calibration(tmp_path: Path) -> None:
     model = ggufs.write_llama(tmp_path / "tiny.gguf", vocab=ggufs.bpe_vocab())
-    arguments = [str(model), "--backend", "reference", "--draft", "none"]
-    assert doctor.json(*arguments)[0] == 0
+    arguments = [str(model), *NONE]
+    assert examine(*arguments)[0] == 0
     rewrite_curves(lambda width, ms: ms)
     found, errors = interrupted("said measuring what a pass", ["doctor", *arguments, "--calibrate"])
-    out = found.decode()
     assert errors[-1] == "localspec: interrupted"
-    assert "Machine" in out  # what was found until then stands
+    assert b"Machine" in found  # what was found until then stands
     (path,) = (home() / "calibration").glob("*")
     assert json.loads(path.read_text())["value"] == {}  # nothing half-measured: the next load measures
-    status, _, err = doctor.text(*arguments)
-    assert status == 0
-    assert "measuring what a pass" in err
+    again = localspec("doctor", *arguments)
+    assert (again.returncode, b"measuring what a pass" in again.stderr) == (0, True)
 
 
 # -- the ranking -------------------------------------------------------------------------------------------------------
 
 
-def test_rank(doctor: Doctor, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = ranking.tuning_questions()[:2]
-    monkeypatch.setattr(ranking, "tuning_questions", lambda: few)
-    monkeypatch.setattr(ranking, "SECONDS", 3600.0)  # it ends before its time does, on a busy machine too
-    monkeypatch.setattr(ranking, "MOST_TOKENS", ranking.LEAST_TOKENS)
-    heads_folder().mkdir(parents=True)
-    write_random_head(tiny.quick.target, heads_folder() / "a-head.gguf")
+def test_rank(tiny: TinyFiles, head: Path, short_ranking: list[str]) -> None:
     folder = models_dir() / "hf/someone/models"
     folder.mkdir(parents=True)
     for path in (tiny.quick.draft, tiny.micro, tiny.pair.target):  # the draft; another vocabulary; too large
         shutil.copy(path, folder / path.name)
-    arguments = (tiny.quick.target, "--backend", "reference", "--rank")
-    status, found = doctor.json(*arguments)
-    rank = found["rank"]
-    assert status == 0
-    draft = f"hf:someone/models/{tiny.quick.draft.name}"
+    status, found = examine(tiny.quick.target, *REFERENCE, "--rank")
+    rank, draft = found["rank"], f"hf:someone/models/{tiny.quick.draft.name}"
+    other = f"hf:someone/models/{tiny.micro.name}"
     tried = {tuple(each["drafters"]) for each in rank["candidates"]}
     with_head = {("head",), ("ngram", "head"), ("ngram", "head", draft)}
-    assert tried == {(), ("ngram",), (draft,), ("ngram", draft)} | with_head
+    assert (status, tried) == (0, {(), ("ngram",), (draft,), ("ngram", draft), (other,)} | with_head)
     speeds = [each["speedup"] for each in rank["candidates"]]
     assert speeds == sorted(speeds, reverse=True)
-    assert rank["prompts"] == [prompt.id for prompt in few]
+    assert rank["prompts"] == short_ranking
     assert rank["noise"] > 0
     for each in rank["candidates"]:
         assert each["n_prompts"] == len(rank["prompts"])
         if each["drafters"]:
             assert each["lowest"] <= each["speedup"] <= each["highest"]
     assert rank["seconds"] > 0
-    status, out, _ = doctor.text(*arguments)
-    assert "Ranking" in out
-    assert "plain itself varied by" in squeezed(out)
+    table, noise = ranking_parts(TypeAdapter(facts.RankFacts).validate_python(rank))
+    assert isinstance(table, Table)
+    assert (len(table.rows), "plain itself varied by" in str(noise)) == (len(tried), True)
 
 
-def test_a_ranking_that_has_no_time(doctor: Doctor, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ranking_that_has_no_time(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranking, "SECONDS", 0.0)
     monkeypatch.setattr(machine_module, "busy_share", lambda: 1.0)
-    status, found = doctor.json(tiny.quick.target, "--backend", "reference", "--rank")
+    status, found = examine(tiny.quick.target, *REFERENCE, "--rank")
     assert status == 0
     assert all(each["n_prompts"] == 0 for each in found["rank"]["candidates"])
     assert found["recommendation"]["text"].startswith("Nothing could be measured")
     assert "in doubt" not in found["recommendation"]["text"]
-    candidates = [facts.RankedFacts(**each) for each in found["rank"]["candidates"]]
-    (table,) = ranking_parts(facts.RankFacts(**found["rank"] | {"candidates": candidates}))
+    (table,) = ranking_parts(TypeAdapter(facts.RankFacts).validate_python(found["rank"]))
     assert isinstance(table, Table)
     assert not table.note
 
 
 @pytest.mark.parametrize(
-    ("speedup", "noise", "speculate", "part"),
+    ("drafter", "speedup", "noise", "speculate", "part", "command"),
     [
-        (1.30, 0.05, True, "ngram was the fastest, ×1.30 of plain; x cannot be told apart from it."),
-        (1.30, 0.40, None, "noise of this measurement"),
-        (1.01, 0.01, False, "Do not speculate here"),
-        (1.30, None, True, "was the fastest"),
+        ("ngram", 1.30, 0.05, True, "ngram was the fastest, ×1.30 of plain; x cannot be told", " --draft ngram"),
+        ("ngram", 1.30, 0.40, None, "noise of this measurement", ""),
+        ("ngram", 1.01, 0.01, False, "Do not speculate here", " --draft none"),
+        ("ngram", 1.30, None, True, "was the fastest", " --draft ngram"),
+        ("x", 1.50, 0.01, True, "x was the fastest", " --draft small --draft-only"),
     ],
 )
-def test_what_a_ranking_means(speedup: float, noise: float | None, speculate: bool | None, part: str) -> None:
+def test_what_a_ranking_means(
+    drafter: str, speedup: float, noise: float | None, speculate: bool | None, part: str, command: str
+) -> None:
     """With 4 prompts, two standard errors of a ratio are noise · 2 · √2 / √4."""
     rows = [
-        facts.RankedFacts(["ngram"], 4, speedup, speedup, speedup, 20.0, 0.5),
+        facts.RankedFacts([drafter], 4, speedup, speedup, speedup, 20.0, 0.5),
         facts.RankedFacts(["x"], 4, speedup - 0.05, 1.0, 2.0, 20.0, 0.5),
         facts.RankedFacts([], 4, 1.0, None, None, 20.0, None),
     ]
     found = recommend_ranked(facts.RankFacts(50.0, 48, ["a", "b", "c", "d"], noise, rows), "big", {"x": "small"})
-    assert found.speculate is speculate
+    assert (found.speculate, found.command) == (speculate, f"localspec chat big{command}")
     assert part in found.text
-    commands = {True: " --draft ngram", False: " --draft none", None: ""}
-    assert found.command == "localspec chat big" + commands[speculate]
-
-
-def test_a_command_for_a_draft_model_alone_says_so() -> None:
-    rows = [facts.RankedFacts(["x"], 4, 1.5, 1.4, 1.6, 20.0, 0.5)]
-    found = recommend_ranked(facts.RankFacts(50.0, 48, ["a", "b"], 0.01, rows), "big", {"x": "small"})
-    assert found.command == "localspec chat big --draft small --draft-only"
 
 
 def test_ranking_prompts_are_those_to_tune_on() -> None:
@@ -631,47 +543,13 @@ def test_ranking_prompts_are_those_to_tune_on() -> None:
 # -- the JSON ----------------------------------------------------------------------------------------------------------
 
 
-def conforms(value: Any, kind: Any, where: str = "report") -> None:
-    """Assert that a JSON value has a type, field by field."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (types.UnionType, typing.Union):
-        if value is None:
-            assert type(None) in arguments, where
-            return
-        (kind,) = [each for each in arguments if each is not type(None)]
-        conforms(value, kind, where)
-    elif origin is list:
-        assert isinstance(value, list), where
-        for i, each in enumerate(value):
-            conforms(each, arguments[0], f"{where}[{i}]")
-    elif origin is dict:
-        for key, each in value.items():
-            arguments[0](key)  # an int or a float as a string
-            conforms(each, arguments[1], f"{where}[{key}]")
-    elif origin is typing.Literal:
-        assert value in arguments, where
-    elif dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        extra = {"schema_version", "holds"} if kind is facts.Examination else set()
-        assert set(value) == set(hints) | extra, where
-        for name, hint in hints.items():
-            conforms(value[name], hint, f"{where}.{name}")
-    elif kind is float:
-        assert isinstance(value, int | float), where
-        assert not isinstance(value, bool), where
-        assert math.isfinite(value), where
-    else:
-        assert type(value) is kind, (where, value)
-
-
-def test_the_json_has_its_schema(doctor: Doctor, tiny: TinyFiles) -> None:
-    pair = tiny.quick
-    for arguments in ((), (pair.target, "--draft", pair.draft, "--draft", "ngram", "--backend", "reference")):
-        _, found = doctor.json(*arguments)
-        conforms(found, facts.Examination)
-        assert found["schema_version"] == facts.SCHEMA_VERSION == 1
-        for check in found["checks"]:
-            assert check["status"] != "fail" or check["advice"]
+def test_the_json_has_its_schema(tiny: TinyFiles) -> None:
+    pair, schema = tiny.quick, TypeAdapter(facts.Examination)
+    for arguments in ((), (pair.target, "--draft", pair.draft, *NGRAM)):
+        _, found = examine(*arguments)
+        read = schema.validate_json(json.dumps(found), strict=True)
+        assert json.loads(json.dumps(read.as_dict())) == found
+        assert found["schema_version"] == 1
 
 
 def test_every_field_of_the_json_is_documented() -> None:
@@ -683,50 +561,17 @@ def test_every_field_of_the_json_is_documented() -> None:
                 assert re.search(rf"^    {field.name}: .*  # \w", documented, re.M), field
 
 
-def test_every_failure_says_what_to_do(doctor: Doctor, tiny: TinyFiles, tmp_path: Path) -> None:
+def test_every_failure_says_what_to_do(tiny: TinyFiles) -> None:
     if any(engine.devices for engine in facts.look_at_engines()):
         pytest.skip("layers can go to a GPU here")
-    status, found = doctor.json(tiny.bpe, "--draft", tiny.spm, "--gpu-layers", "3")
+    status, found = examine(tiny.bpe, "--draft", tiny.embedding, "--gpu-layers", "3")
     failed = [check for check in found["checks"] if check["status"] == "fail"]
-    assert (status, [check["name"] for check in failed]) == (1, ["GPU", "vocabulary"])
+    assert (status, [check["name"] for check in failed]) == (1, ["GPU", "file"])
     assert all(check["advice"] for check in failed)
-    assert found["recommendation"]["text"] == "It would not work like this: see GPU and vocabulary."
-
-
-def test_more_threads_than_cpus_are_not_measured(doctor: Doctor, tiny: TinyFiles) -> None:
-    status, found = doctor.json(tiny.bpe, "--draft", "none", "--threads", "4000")
-    assert (status, found["pair"]["cost"]) == (0, None)
-    assert row(found, "machine", "CPU")["advice"] == f"use --threads {found['machine']['cores']}"
+    assert found["recommendation"]["text"] == "It would not work like this: see GPU and file."
 
 
 # -- the screen --------------------------------------------------------------------------------------------------------
-
-
-def test_piped_output(tiny: TinyFiles) -> None:
-    pair = tiny.quick
-    arguments = [str(pair.target), "--draft", str(pair.draft), "--draft", "ngram", "--backend", "reference"]
-    result = subprocess.run(
-        [*PROGRAM, *arguments, "--details"],
-        env={**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "200", "FORCE_COLOR": "1"},
-        capture_output=True,
-        check=True,
-    )
-    out = result.stdout.decode("ascii")
-    assert "ok vocabulary" in out
-    assert "###" in out
-    assert_plain_lines(out)
-
-
-@pytest.mark.parametrize("encoding", ["utf-8", "cp1252", "cp437", "latin-1"])
-def test_characters_that_an_encoding_lacks(encoding: str, doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer, encoding=encoding))
-    screen = Screen()
-    screen.show(Findings("A · B", [Finding("fail", "x", "3 × 4 → ₀ …", "do – it")]))
-    screen.show(Lines("", bars([1, 2], height=4, width=3, gap=2, unicode=screen.unicode)))
-    out = buffer.getvalue().decode(encoding)
-    assert ("✗" in out, "█" in out) == (encoding == "utf-8", encoding == "utf-8")
-    assert_plain_lines(out)
 
 
 def assert_plain_lines(out: str) -> None:
@@ -737,13 +582,31 @@ def assert_plain_lines(out: str) -> None:
         assert line == line.rstrip()
 
 
-def test_names_cannot_steer_the_terminal(doctor: Doctor, tiny: TinyFiles, tmp_path: Path) -> None:
-    path = tmp_path / "evil\x1b[2J\x9b2J.gguf"
-    shutil.copy(tiny.bpe, path)
-    status, out, _ = doctor.text(path, "--backend", "reference", "--draft", "none")
-    assert status == 0
-    assert "evil" in out
-    assert not set(out) & {"\x1b", "\x9b"}
+def test_piped_output(tiny: TinyFiles) -> None:
+    arguments = [str(tiny.quick.target), "--draft", str(tiny.quick.draft), *NGRAM]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "200", "FORCE_COLOR": "1"}
+    command = [*PROGRAM, "doctor", *arguments, "--details"]
+    out = subprocess.run(command, env=environment, capture_output=True, check=True).stdout.decode("ascii")
+    assert ("ok vocabulary" in out, "###" in out) == (True, True)
+    assert_plain_lines(out)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "cp1252", "cp437", "latin-1"])
+def test_characters_that_an_encoding_lacks(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer, encoding=encoding))
+    page = Screen()
+    page.show(Findings("A · B", [Finding("fail", "x", "3 × 4 → ₀ …", "do – it")]))
+    page.show(Lines("", bars([1, 2], height=4, width=3, gap=2, unicode=page.unicode)))
+    out = buffer.getvalue().decode(encoding)
+    assert ("✗" in out, "█" in out) == (encoding == "utf-8", encoding == "utf-8")
+    assert_plain_lines(out)
+
+
+def test_names_cannot_steer_the_terminal(tiny: TinyFiles, tmp_path: Path) -> None:
+    path = shutil.copy(tiny.quick.target, tmp_path / "evil\x1b[2J\x9b2J.gguf")
+    status, out = screen(path, *NONE)
+    assert (status, "evil" in out, set(out) & {"\x1b", "\x9b"}) == (0, True, set())
 
 
 def test_bars() -> None:
@@ -759,61 +622,47 @@ def test_bars() -> None:
 def test_where_nothing_pays_there_is_no_break_even() -> None:
     found = facts.payoff("x", lambda width: 50.0 * width, 1.0)
     assert found.lowest_break_even is None
-    assert set(found.speedup.values()) == {1.0}
-    assert set(found.best_length.values()) == {0}
+    assert (set(found.speedup.values()), set(found.best_length.values())) == ({1.0}, {0})
 
 
-def test_guesses_that_cost_nothing_are_recommended(doctor: Doctor, tiny: TinyFiles) -> None:
-    """Where a wider pass takes no longer, any acceptance pays: the break-even is 0, which is not the same as never."""
-    arguments = (tiny.quick.target, "--draft", "ngram", "--backend", "reference")
-    doctor.json(*arguments)
-    rewrite_curves(lambda width, ms: 50.0)
-    _, found = doctor.json(*arguments)
-    assert set(found["pair"]["payoff"][0]["break_even"].values()) == {0.0}
-    assert found["recommendation"]["speculate"] is True
-    assert found["recommendation"]["command"].endswith("--draft ngram")
-
-
-def test_it_says_do_not_speculate_where_passes_are_linear(
-    doctor: Doctor, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A calibration on disk that says so decides, as it would for the runtime."""
-    arguments = (tiny.quick.target, "--draft", "ngram", "--backend", "reference")
-    doctor.json(*arguments)
-    rewrite_curves(lambda width, ms: 50.0 * width)
-    status, found = doctor.json(*arguments)
-    assert status == 0
-    assert found["recommendation"]["speculate"] is False
-    assert "Do not speculate here" in found["recommendation"]["text"]
-    assert found["recommendation"]["command"].endswith("--draft none")
+@pytest.mark.parametrize("linear", [False, True])
+def test_a_calibration_on_disk_decides_as_it_would_for_the_runtime(tiny: TinyFiles, linear: bool) -> None:
+    """Where passes are linear nothing pays. Where a wider pass takes no longer, any acceptance does: the break-even is
+    0, which is not the same as never."""
+    arguments = (tiny.quick.target, *NGRAM)
+    examine(*arguments)
+    rewrite_curves(lambda width, ms: 50.0 * width if linear else 50.0)
+    status, found = examine(*arguments)
+    advice, shares = found["recommendation"], set(found["pair"]["payoff"][0]["break_even"].values())
+    assert (status, advice["speculate"], 0.0 in shares) == (0, not linear, not linear)
+    assert advice["command"].endswith(" --draft none" if linear else " --draft ngram")
+    assert ("Do not speculate here" in advice["text"]) == linear
 
 
 # -- engines and GPUs --------------------------------------------------------------------------------------------------
 
 
-def test_without_any_engine(doctor: Doctor, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_any_engine(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str | None:
         return None if name == "reference" else f"{name} is not installed; install it with: pip install {name}"
 
     monkeypatch.setattr(backends, "unavailable_reason", missing)
     monkeypatch.setattr(facts, "unavailable_reason", missing)
-    status, found = doctor.json(tiny.bpe, "--draft", "none")
-    check = row(found, "engines", "ik-llama")
-    assert (status, check["status"], check["advice"]) == (1, "fail", "pip install ik-llama")
-    assert found["pair"]["cost"] is None
-    status, found = doctor.json(tiny.bpe, "--draft", "none", "--backend", "reference")
-    assert status == 0
-    assert row(found, "engines", "ik-llama")["status"] == "info"
+    for arguments, status, how in (((), 1, "fail"), (REFERENCE, 0, "info")):
+        got, found = examine(tiny.quick.target, "--draft", "none", *arguments)
+        check = row(found, "engines", "ik-llama")
+        assert (got, check["status"], check["advice"]) == (status, how, "pip install ik-llama")
+        assert (found["pair"]["cost"] is None) == (how == "fail")
 
 
 def test_what_an_engine_was_built_for() -> None:
-    old = "AVX = 1 | AVX_VNNI = 0 | AVX2 = 1 | AVX512 = 0 | FMA = 1 | NEON = 0 | SSE3 = 1 | MATMUL_INT8 = 0 | "
-    assert facts.built_for(old) == ["AVX", "AVX2", "FMA"]
-    new = "CUDA : ARCHS = 900 | USE_GRAPHS = 1 | CPU : SSE3 = 1 | AVX2 = 1 | AVX512_VNNI = 1 | REPACK = 1 | "
-    assert facts.built_for(new) == ["CUDA", "AVX2", "AVX512-VNNI"]
-    assert facts.built_for("Metal : EMBED_LIBRARY = 1 | CPU : NEON = 1 | DOTPROD = 1 | ") == [
-        "Metal", "NEON", "DOTPROD",
-    ]  # fmt: skip
+    for said, features in (
+        ("AVX = 1 | AVX_VNNI = 0 | AVX2 = 1 | AVX512 = 0 | FMA = 1 | NEON = 0 | MATMUL_INT8 = 0 | ", "AVX AVX2 FMA"),
+        ("CUDA : ARCHS = 900 | USE_GRAPHS = 1 | CPU : SSE3 = 1 | AVX2 = 1 | AVX512_VNNI = 1 | REPACK = 1 | ",
+         "CUDA AVX2 AVX512-VNNI"),
+        ("Metal : EMBED_LIBRARY = 1 | CPU : NEON = 1 | DOTPROD = 1 | ", "Metal NEON DOTPROD"),
+    ):  # fmt: skip
+        assert facts.built_for(said) == features.split()
 
 
 AVX2 = ["AVX", "AVX2", "FMA", "F16C"]
@@ -827,13 +676,13 @@ AVX512 = [*AVX2, "AVX-512", "AVX512-VNNI", "AVX512-BF16"]
         (AVX2, [*AVX2, "AVX-VNNI"], "AVX-VNNI"),
         (AVX2, [*AVX2, "AVX-512"], None),  # its kernels for quantised weights need VNNI too
         (AVX2, AVX2, None),
-        (AVX512, AVX512, None),
         ([*AVX2, "AVX-512"], AVX512, None),  # compiled here, by a compiler that knows no better
         (["NEON", "FP16", "DOTPROD"], ["NEON", "FP16", "DOTPROD", "I8MM", "SVE"], None),  # it has no kernels for those
         (AVX2, [], None),
     ],
 )
 def test_what_a_build_for_this_cpu_would_bring(built: list[str], cpu: list[str], feature: str | None) -> None:
+    """In three lines with its command."""
     ik = facts.EngineFacts("ik-llama", True, "0.1.5", built, [])
     rows = list(facts.engine_findings([ik], [], "auto", cpu))
     if feature is None:
@@ -846,85 +695,73 @@ def test_what_a_build_for_this_cpu_would_bring(built: list[str], cpu: list[str],
     (llama_cpp, *_) = facts.engine_findings([dataclasses.replace(ik, name="llama-cpp")], [], "auto", cpu)
     assert llama_cpp.name == "llama-cpp"
     assert [each.status for each in facts.engine_findings([ik], [], "mlx", cpu)][1] == "info"
-
-
-@pytest.mark.parametrize("cpu", [AVX512, [*AVX2, "AVX-VNNI"]])
-def test_what_a_build_would_bring_and_its_command_take_three_lines(cpu: list[str]) -> None:
     file = io.StringIO()
-    ik = facts.EngineFacts("ik-llama", True, "0.1.5", AVX2, [])
-    rows = [each for each in facts.engine_findings([ik], [], "auto", cpu) if each.name == "this CPU"]
-    Screen(file).show(Findings("", rows))
+    Screen(file).show(Findings("", [check]))
     assert len(file.getvalue().splitlines()) <= 3
     assert squeezed(file.getvalue()).endswith(f" {ggml_module.NATIVE_COMMAND}")
 
 
-def test_the_doctor_knows_what_its_engine_uses_of_this_cpu(doctor: Doctor) -> None:
+def test_the_doctor_knows_what_its_engine_uses_of_this_cpu() -> None:
     """Whatever is installed here, and whatever runs this: the row is there if, and only if, it would gain."""
     if backends.unavailable_reason("ik-llama") is not None:
         pytest.skip("ik-llama-cpp-python is not installed")
-    _, found = doctor.json()
+    _, found = examine()
     (ik,) = (engine for engine in found["engines"] if engine["name"] == "ik-llama")
     told = [check for check in found["checks"] if check["name"] == "this CPU"]
     assert bool(told) == (ggml_module.native_gain(ik["built_for"], found["machine"]["features"]) is not None)
 
 
-def gpu_engine(free: int, *, shared: bool = False) -> facts.EngineFacts:
-    """llama.cpp as it would be with one GPU."""
-    device = Device("CUDA0", "A GPU", free, 24 * GB, shared)
-    return facts.EngineFacts("llama-cpp", True, "0.3.36", ["CUDA"], [device])
+def gpu_engine(free: int, *, shared: bool = False, name: str = "llama-cpp") -> facts.EngineFacts:
+    """An engine as it would be with one GPU."""
+    return facts.EngineFacts(name, True, "0.3.36", ["CUDA"], [Device("GPU0", "A GPU", free, 24 * GB, shared)])
 
 
-def test_a_gpu_that_no_engine_is_built_for() -> None:
-    cpu = facts.EngineFacts("llama-cpp", True, "0.3.36", ["AVX2"], [])
-    (check,) = [each for each in facts.engine_findings([cpu], ["NVIDIA"], "auto") if each.name == "CUDA"]
-    assert check.status == "note"
-    assert "-DGGML_CUDA=on" in (check.advice or "")
-    assert "--force-reinstall" in (check.advice or "")
-    assert not [each for each in facts.engine_findings([gpu_engine(GB)], ["NVIDIA"], "auto") if each.name == "CUDA"]
-
-
-def test_mlx_counts_where_it_has_a_gpu(tiny: TinyFiles) -> None:
-    """On Linux it is there for tests; on a Mac it is one way to the GPU, and its memory is the machine's."""
-    ik = facts.EngineFacts("ik-llama", True, "0.1.5", ["NEON"], [])
+def test_what_is_said_of_gpus() -> None:
+    """On Linux mlx is there for tests; on a Mac it is one way to the GPU, and its memory is the machine's."""
+    cpu, ik = (facts.EngineFacts(name, True, "1", ["AVX2"], []) for name in ("llama-cpp", "ik-llama"))
     to_test = facts.EngineFacts("mlx", True, "0.32.4", ["CPU"], [])
-    checks = {check.name: check for check in facts.engine_findings([ik, to_test], ["Apple"], "auto")}
-    assert (checks["mlx"].status, checks["Metal"].status) == ("info", "note")
     missing = facts.EngineFacts("mlx", False, reason="it is not installed; install it with: pip install mlx")
-    assert [check.name for check in facts.engine_findings([ik, missing], ["NVIDIA"], "auto")] == [
-        "ik-llama",
-        "CUDA",
-    ]
-    checks = {check.name: check for check in facts.engine_findings([ik, missing], ["Apple"], "auto")}
-    assert checks["mlx"].advice == "pip install mlx"
-    gpu = Device("Metal", "Apple M4", 12 << 30, 16 << 30, True)
-    on_gpu = facts.EngineFacts("mlx", True, "0.32.4", ["Metal"], [gpu])
-    checks = {check.name: check for check in facts.engine_findings([ik, on_gpu], ["Apple"], "auto")}
-    assert "Metal" not in checks
-    assert "Apple M4" in checks["mlx"].text
-    room = fit.Room(on_gpu, None, 14 << 30, 16 << 30)
-    assert (room.on_gpu, room.gpu_is_ram, room.gpu_free) == (True, True, 12 << 30)
+    for engines, gpu, rows in (
+        ([cpu], "NVIDIA", {"llama-cpp": "ok", "CUDA": "note"}),
+        ([gpu_engine(GB)], "NVIDIA", {"llama-cpp": "ok"}),
+        ([ik, to_test], "Apple", {"ik-llama": "ok", "mlx": "info", "Metal": "note"}),
+        ([ik, missing], "NVIDIA", {"ik-llama": "ok", "CUDA": "note"}),
+        ([ik, missing], "Apple", {"ik-llama": "ok", "mlx": "info", "Metal": "note"}),
+        ([ik, gpu_engine(GB, name="mlx")], "Apple", {"ik-llama": "ok", "mlx": "ok"}),
+    ):
+        found = {check.name: check for check in facts.engine_findings(engines, [gpu], "auto")}
+        assert {name: check.status for name, check in found.items()} == rows
+        if "CUDA" in rows:
+            assert "-DGGML_CUDA=on" in str(found["CUDA"].advice)
+        if engines[0] is cpu:
+            assert "--force-reinstall" in str(found["CUDA"].advice)
+        if engines[-1] is missing and gpu == "Apple":
+            assert found["mlx"].advice == "pip install mlx"
+        if engines[-1].devices:
+            assert "A GPU" in found[engines[-1].name].text
+    room = fit.Room(gpu_engine(GB, shared=True, name="mlx"), None, GB, 2 * GB)
+    assert (room.on_gpu, room.gpu_is_ram, room.gpu_free) == (True, True, GB)
 
 
 def test_fit_in_gpu_memory(tiny: TinyFiles) -> None:
-    from localspec.commands.doctor.fit import PROGRAM_BYTES, Room, find_model, fit, fit_findings
+    models = [fit.find_model(str(tiny.pair.target)), fit.find_model(str(tiny.pair.draft))]
 
-    models = [find_model(str(tiny.pair.target)), find_model(str(tiny.pair.draft))]
-    everything = sum(need.total for need in fit(models, 2048, "f16", Room(None, None, GB, GB)).models)
+    def fitted(engine: facts.EngineFacts | None, layers: int | None = None) -> tuple[facts.FitFacts, list[Finding]]:
+        room = fit.Room(engine, layers, GB, GB)
+        found = fit.fit(models, 2048, "f16", room)
+        return found, [each for each in fit.fit_findings(models, found, room) if each.name == "GPU memory"]
+
+    everything = sum(need.total for need in fitted(None)[0].models)
     for free, fits in ((everything, True), (everything - 1, False)):
-        room = Room(gpu_engine(free), None, GB, GB)
-        found = fit(models, 2048, "f16", room)
+        found, (check,) = fitted(gpu_engine(free))
         assert (found.gpu_needed_bytes, found.gpu_available_bytes, found.fits) == (everything, free, fits)
-        assert found.ram_needed_bytes < GB / 10
-        (check,) = [check for check in fit_findings(models, found, room) if check.name == "GPU memory"]
-        assert (check.status == "ok") == fits
-        if not fits:
-            layers = re.search(r"--gpu-layers (\d+)", check.advice or "")
-            assert layers is not None
-            assert fit(models, 2048, "f16", Room(gpu_engine(free), int(layers[1]), GB, GB)).fits
-    shared = fit(models, 2048, "f16", Room(gpu_engine(GB, shared=True), None, GB, GB))
-    assert shared.ram_needed_bytes == PROGRAM_BYTES + everything  # what the GPU takes is the machine's own memory
-    on_cpu = fit(models, 2048, "f16", Room(gpu_engine(0), 0, GB, GB))
+        assert (found.ram_needed_bytes < GB / 10, check.status == "ok") == (True, fits)
+    layers = re.search(r"--gpu-layers (\d+)", str(check.advice))
+    assert layers is not None
+    assert fitted(gpu_engine(free), int(layers[1]))[0].fits
+    shared, _ = fitted(gpu_engine(GB, shared=True))
+    assert shared.ram_needed_bytes == fit.PROGRAM_BYTES + everything  # the GPU takes of the machine's own memory
+    on_cpu, _ = fitted(gpu_engine(0), 0)
     assert (on_cpu.gpu_needed_bytes, on_cpu.fits) == (None, True)
-    silent = dataclasses.replace(gpu_engine(0), devices=None)
-    unknown = fit(models, 2048, "f16", Room(silent, None, GB, GB))
+    unknown, _ = fitted(dataclasses.replace(gpu_engine(0), devices=None))
     assert (unknown.gpu_needed_bytes, unknown.gpu_available_bytes, unknown.fits) == (everything, None, None)

@@ -28,21 +28,20 @@ from localspec.commands.verify.law import SUSPICIONS, Bets, VerificationLaw
 from localspec.commands.verify.rows import AuditLog, AuditResult, Deviation, KeptRow, in_words, tail_bound
 from localspec.commands.verify.samples import DrawnSamples
 from localspec.commands.verify.several import SeveralFigures, audit_several
-from localspec.controllers.fixed import FixedPlan
 from localspec.engine.options import LoadOptions
 from localspec.report.model import Findings
 from localspec.sampling.sampling import Distribution, Noise, distribution
 from localspec.spec_decode import decoder, verification
 from localspec.spec_decode.detokenizer import ThinkingReader
 from localspec.spec_decode.drafters import draft_model
-from localspec.spec_decode.drafters.base import proposed
+from localspec.spec_decode.drafters.base import Plan, proposed
 from localspec.spec_decode.proposer import Proposer
 from localspec.spec_decode.rounds import Draft, DraftToken, Verdict
-from tests.commands.test_cli import localspec
 from tests.conftest import TinyFiles, open_backend
 from tests.support.endless import write_endless
 from tests.support.heads import write_random_head
 from tests.support.interrupting import interrupted
+from tests.support.program import localspec
 from tests.support.thinkers import thinking_pair
 
 pytestmark = pytest.mark.usefixtures("in_warm_home")
@@ -706,7 +705,7 @@ def test_the_adversary_rejects_at_every_position() -> None:
     firsts = set()
     for _ in range(3 * 17):
         adversary.begin([1, 2, 3])
-        plan = FixedPlan(reach)
+        plan = Plan(reach)
         guesses = [token.id for token in adversary.draft([1, 2, 3], plan, None)]  # type: ignore[arg-type]
         assert adversary.draft([1, 2, 3], plan, None) == []  # type: ignore[arg-type]
         right = next((i for i, (a, b) in enumerate(zip(guesses, answer, strict=False)) if a != b), len(guesses))

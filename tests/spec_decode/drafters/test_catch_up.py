@@ -10,35 +10,27 @@ import pytest
 
 from localspec import LLM, SamplingParams
 from localspec.backends.base import FEW_ROWS, Forward
-from localspec.controllers.auto import AutoPlan
 from localspec.sampling.sampling import Ids, Noise, Row
+from localspec.spec_decode.drafters.base import Plan
 from localspec.spec_decode.drafters.draft_model import MAX_COUNTERFACTUAL
 from localspec.spec_decode.proposer import Proposer
 from tests.conftest import TinyFiles
 
 
-class Recorder:
+class Recorder(Plan):
     """A plan that only writes down."""
 
-    room = 1
-
-    def __init__(self, worth: int = 1 << 20) -> None:
+    def __init__(self, worth: int = 1 << 20, piece: int = 1 << 20) -> None:
+        super().__init__(1)
         self.seen: list[tuple[float, bool]] = []
-        self.worth = worth
+        self.worth, self.piece = worth, piece
+        self.n_pieces = 0
 
-    def more(self, source: str, pending: int = 0) -> bool:
-        return pending <= self.worth
-
-    def piece(self, source: str, pending: int) -> int:
-        return pending
+    def more(self, source: str, pending: int = 0) -> int:
+        return min(pending, self.piece) if pending <= self.worth else 0
 
     def spent(self, source: str, n_tokens: int, ms: float) -> None:
-        self.n_read, self.ms = n_tokens, ms
-
-    def nothing(self, source: str) -> None: ...
-
-    def samples(self, source: str, confidence: float) -> bool:
-        return True
+        self.n_read, self.ms, self.n_pieces = n_tokens, ms, self.n_pieces + 1
 
     def counterfactual(self, source: str, confidence: float, right: bool) -> None:
         self.seen.append((confidence, right))
@@ -108,17 +100,6 @@ def test_a_guess_is_charged_for_what_is_made_of_its_logits_too(
         assert plan.ms == pytest.approx(50)
 
 
-def test_counterfactual_draft_tokens_are_learned_from(tiny: TinyFiles) -> None:
-    with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=256) as llm:
-        controller = llm.inspect().controller("auto")
-        plan = controller.plan(room=8, n_past=4)
-        assert isinstance(plan, AutoPlan)
-        before = plan.acceptance["model"].expected(0.97)
-        for _ in range(20):
-            plan.counterfactual("model", 0.97, right=False)
-        assert plan.acceptance["model"].expected(0.97) < before - 0.3
-
-
 def test_all_of_a_prompt_is_read_once_that_has_come_to_be_worth_it(tiny: TinyFiles) -> None:
     with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=1024) as llm:
         (drafter,) = llm.inspect().state.drafters
@@ -131,8 +112,12 @@ def test_all_of_a_prompt_is_read_once_that_has_come_to_be_worth_it(tiny: TinyFil
             drafter.draft(prompt, Recorder(10), proposer)
             assert context.tokens == []
             drafter.accept([7])
-            drafter.draft([*prompt, 7], Recorder(200), proposer)
-            assert context.tokens == [*prompt, 7]
+            for piece, n_pieces in ((200, 1), (40, 3)):
+                context.truncate(0)
+                plan = Recorder(200, piece)
+                drafter.draft([*prompt, 7], plan, proposer)
+                assert context.tokens == [*prompt, 7]
+                assert plan.n_pieces == n_pieces
 
         prompt = [20 + i % 60 for i in range(100)]
         llm.run(lambda pair: read())

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from localspec import LLM, SamplingParams
-from localspec.controllers.fixed import FixedPlan
 from localspec.engine.saved_chats import said_in
 from localspec.errors import UsageError
 from localspec.sampling.sampling import Noise
 from localspec.server.conversations import ConversationStore
 from localspec.spec_decode.drafters import corpus_index as module
+from localspec.spec_decode.drafters.base import Plan
 from localspec.spec_decode.drafters.corpus import CorpusDrafter
 from localspec.spec_decode.drafters.corpus_index import CorpusIndex, PathSource
 from localspec.spec_decode.drafters.group import DrafterGroup
@@ -45,7 +45,7 @@ def drafter_of(folder: Path, **texts: str) -> CorpusDrafter:
 
 
 def drafted(drafter: CorpusDrafter | DrafterGroup, text: str, n: int) -> str:
-    return "".join(chr(token.id) for token in drafter.draft(tokens_of(text), FixedPlan(n), ANYTHING))
+    return "".join(chr(token.id) for token in drafter.draft(tokens_of(text), Plan(n), ANYTHING))
 
 
 def test_it_copies_what_follows_in_a_file(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_it_learns_how_often_it_is_right(tmp_path: Path) -> None:
     drafter.begin(tokens_of("ab"))
     text = "ab"
     for _ in range(100):
-        right = drafter.draft(tokens_of(text), FixedPlan(1), ANYTHING)
+        right = drafter.draft(tokens_of(text), Plan(1), ANYTHING)
         token = "x" if len(text) % 2 else chr(right[0].id) if right else "a"
         drafter.accept(tokens_of(token))
         text += token
@@ -89,7 +89,7 @@ def test_the_surer_of_corpus_and_ngrams_goes_first(tmp_path: Path, surer: str) -
         group = DrafterGroup(order)
         for each in order:
             each.begin(tokens_of(prompt))
-        draft = group.draft(tokens_of(prompt), FixedPlan(2), ANYTHING)
+        draft = group.draft(tokens_of(prompt), Plan(2), ANYTHING)
         assert {token.source for token in draft} == {surer}
         assert draft.ids == tokens_of(" A" if surer == "corpus" else " N")
 
@@ -139,7 +139,6 @@ def test_files_are_read_while_nobody_waits(
 ) -> None:
     monkeypatch.setattr(module, "LOOK_AGAIN_S", 0.0)
     monkeypatch.setattr("localspec.engine.worker.on_battery", lambda: False)
-    monkeypatch.setattr("localspec.llm.OnMains", lambda: lambda: True)
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "a.txt").write_text("some words that are there from the start")

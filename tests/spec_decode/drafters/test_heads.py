@@ -18,7 +18,7 @@ import pytest
 import localspec.spec_decode.decoder
 from localspec.backends import reference
 from localspec.backends.base import FEW_ROWS, Context, FloatArray, Forward
-from localspec.controllers.fixed import FixedController, FixedPlan
+from localspec.controllers.fixed import FixedController
 from localspec.errors import EngineError, UsageError
 from localspec.heads.base import DraftHead
 from localspec.heads.drafters import HEAD_DRAFTERS, ChainedHead, HeadDrafter, StateWindow
@@ -689,7 +689,7 @@ def test_an_early_exit_leaves_the_target_as_it_was(
             assert len(decoder.propose().tokens) == 5
             assert target.tokens == text[:-1]
 
-        class Interrupted(FixedPlan):
+        class Interrupted(Plan):
             def spent(self, source: str, n_tokens: int, ms: float) -> None:
                 raise KeyboardInterrupt
 

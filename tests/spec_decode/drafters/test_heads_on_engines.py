@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from localspec.backends.base import FloatArray
-from localspec.controllers.fixed import FixedPlan
 from localspec.heads.drafters import ChainedHead
 from localspec.heads.published import EngineHead, load_published
 from localspec.sampling.sampling import Noise, Row, SamplingParams
+from localspec.spec_decode.drafters.base import Plan
 from localspec.spec_decode.proposer import Proposer
 from tests.conftest import TinyFiles, open_backend
 from tests.support import ggufs
@@ -68,7 +68,7 @@ def draft_everywhere(engine: str, target_path: Path, head_path: Path, text: Sequ
             drafter.process(text[:3], context.decode(text[:3]))
             drafter.begin(text[:4])
             for n in range(4, len(text)):
-                proposer, settled, plan = Recorder(), list(text[:n]), FixedPlan(N_DRAFT)
+                proposer, settled, plan = Recorder(), list(text[:n]), Plan(N_DRAFT)
                 for _ in range(N_DRAFT):
                     settled += [token.id for token in drafter.draft(settled, plan, proposer)]
                 found.tokens.append(settled[n:])

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localspec.sampling.sampling import Noise, SamplingParams
+from localspec.spec_decode.drafters.base import Plan
 from localspec.spec_decode.drafters.ngram import MAX_WALK, NgramDrafter, SuffixAutomaton
 from localspec.spec_decode.proposer import Proposer
 from localspec.spec_decode.rounds import DraftToken
@@ -22,31 +23,13 @@ ANYTHING = Proposer(SamplingParams(), Noise(0))
 """A request without a grammar: every guess is legal."""
 
 
-class FixedPlan:
+class Watching(Plan):
     """Room for n guesses of at least some confidence; ``asked`` is what the drafter said of each."""
 
     def __init__(self, room: int, least: float = 0.0) -> None:
-        self.room = room
+        super().__init__(room)
         self.least = least
         self.asked: list[float] = []
-
-    def more(self, source: str, pending: int = 0) -> bool:
-        return True
-
-    def piece(self, source: str, pending: int) -> int:
-        return pending
-
-    def spent(self, source: str, n_tokens: int, ms: float) -> None:
-        raise AssertionError("an n-gram runs no model")
-
-    def nothing(self, source: str) -> None:
-        pass
-
-    def counterfactual(self, source: str, confidence: float, right: bool) -> None:
-        raise AssertionError("an n-gram learns by itself")
-
-    def samples(self, source: str, confidence: float) -> bool:
-        raise AssertionError("a copy is not sampled")
 
     def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
         self.asked.append(confidence)
@@ -72,7 +55,7 @@ def occurs(part: Sequence[int], whole: Sequence[int]) -> int:
 
 
 def drafted(drafter: NgramDrafter, tokens: Sequence[int], n: int, least: float = 0.0) -> list[int]:
-    guesses = drafter.draft(tokens, FixedPlan(n, least), ANYTHING)
+    guesses = drafter.draft(tokens, Watching(n, least), ANYTHING)
     return [guess.id for guess in guesses]
 
 
@@ -85,15 +68,15 @@ class TestSuffixAutomaton:
     @given(TOKENS, TOKENS)
     def test_steps_keep_the_longest_suffix_that_occurs(self, tokens: list[int], walk: list[int]) -> None:
         automaton = automaton_of(tokens)
-        state, length = 0, 0
+        place = 0, 0
         for i, token in enumerate(walk):
-            state, length = automaton.step(state, length, token)
+            place = automaton.step(place, token)
             walked = walk[: i + 1]
-            assert length == max(n for n in range(len(walked) + 1) if n == 0 or occurs(walked[-n:], tokens))
+            assert place[1] == max(n for n in range(len(walked) + 1) if n == 0 or occurs(walked[-n:], tokens))
 
     @given(TOKENS)
     def test_continuation_follows_its_context_and_is_counted(self, tokens: list[int]) -> None:
-        found = (automaton := automaton_of(tokens)).continuation(*automaton.match())
+        found = (automaton := automaton_of(tokens)).continuation(automaton.match())
         if found is None:
             assert automaton.match()[1] == 0
             return
@@ -114,7 +97,7 @@ class TestSuffixAutomaton:
     )
     def test_frequency_and_recency(self, text: str, expected: str) -> None:
         automaton = automaton_of([ord(c) for c in text])
-        found = automaton.continuation(*automaton.match())
+        found = automaton.continuation(automaton.match())
         assert found is not None
         assert chr(found[0]) == expected
 
@@ -130,78 +113,66 @@ class TestSuffixAutomaton:
         automaton = automaton_of([7] * 1000)
         assert automaton.n_states == 1001
         assert max(len(changes) for *_, changes in automaton._log) <= 2 * MAX_WALK
-        assert automaton.continuation(*automaton.match())[0] == 7  # type: ignore[index]
+        assert automaton.continuation(automaton.match())[0] == 7  # type: ignore[index]
 
     def test_at_most_two_states_a_token(self) -> None:
         rng = random.Random(1)
         assert automaton_of([rng.randrange(2) for _ in range(2000)]).n_states <= 4000
 
 
-class TestNgramDrafter:
-    TEXT = (1, 2, 3, 4, 5, 6, 9, 1, 2, 3)
+def reading(tokens: Sequence[int], said: Sequence[int] = (), **options: Any) -> NgramDrafter:
+    drafter = NgramDrafter()
+    drafter.begin(tokens, **options)
+    drafter.accept(said)
+    return drafter
 
-    def test_copies_what_followed(self) -> None:
-        drafter = NgramDrafter()
-        drafter.begin(self.TEXT)
-        guesses = drafter.draft(self.TEXT, FixedPlan(4), ANYTHING)
-        assert [guess.id for guess in guesses] == [4, 5, 6, 9]
-        assert all(guess.source == "ngram" and guess.dist is None for guess in guesses)
-        assert [guess.expected for guess in guesses] == [guess.prob / 2 for guess in guesses]
+
+TEXT = (1, 2, 3, 4, 5, 6, 9, 1, 2, 3)
+
+
+class TestNgramDrafter:
+    @pytest.mark.parametrize(
+        ("read", "said", "after", "n", "least", "wanted"),
+        [
+            (TEXT, (), (), 4, 0.0, [4, 5, 6, 9]),
+            (TEXT, (), (), 2, 0.0, [4, 5]),  # it stops where the plan does
+            (TEXT, (), (), 9, 0.99, []),
+            (TEXT, (), (), 0, 0.0, []),
+            ([], (), (), 4, 0.0, []),
+            ([5], (), (), 4, 0.0, []),
+            ([1, 2, 3], (), (), 4, 0.0, []),
+            ([1, 2, 3] * 3, (), (), 8, 0.0, [1, 2, 3, 1, 2, 3, 1, 2]),  # round in a loop
+            ([1, 2, 3], [9, 1], (), 3, 0.0, [2, 3, 9]),  # what was emitted is read
+            ([1, 2, 3, 4, 5, 8, 8], (), [2, 3], 2, 0.0, [4, 5]),  # behind what others drafted
+            ([1, 2, 3, 4, 5, 8, 8], (), [77, 2], 1, 0.0, [3]),
+        ],
+    )
+    def test_copies_what_followed(
+        self, read: Sequence[int], said: Sequence[int], after: Sequence[int], n: int, least: float, wanted: list[int]
+    ) -> None:
+        """And is not changed by that."""
+        drafter, text = reading(read, said), [*read, *said]
+        before = drafted(drafter, text, 9)
+        assert drafted(drafter, [*text, *after], n, least) == wanted
+        assert drafted(drafter, text, 9) == before
 
     def test_confidence_grows_with_the_match(self) -> None:
-        drafter = NgramDrafter()
-        drafter.begin([*range(30), 99, 0])
-        plan = FixedPlan(25)
-        drafter.draft([*range(30), 99, 0], plan, ANYTHING)
+        text, plan = [*range(30), 99, 0], Watching(25)
+        guesses = reading(text).draft(text, plan, ANYTHING)
         assert plan.asked == sorted(plan.asked)
         assert plan.asked[0] < 0.35
         assert plan.asked[-1] > 0.85
-
-    def test_stops_where_the_plan_does(self) -> None:
-        drafter = NgramDrafter()
-        drafter.begin(self.TEXT)
-        assert drafted(drafter, self.TEXT, 2) == [4, 5]
-        assert drafted(drafter, self.TEXT, 9, least=0.99) == []
-        assert drafted(drafter, self.TEXT, 0) == []
-
-    def test_nothing_to_copy(self) -> None:
-        drafter = NgramDrafter()
-        for tokens in ([], [5], [1, 2, 3]):
-            drafter.begin(tokens)
-            assert drafted(drafter, tokens, 4) == []
-
-    def test_goes_round_in_a_loop(self) -> None:
-        drafter = NgramDrafter()
-        drafter.begin([1, 2, 3] * 3)
-        assert drafted(drafter, [1, 2, 3] * 3, 8) == [1, 2, 3, 1, 2, 3, 1, 2]
-
-    def test_continues_the_guesses_of_others_without_being_changed_by_them(self) -> None:
-        drafter = NgramDrafter()
-        drafter.begin([1, 2, 3, 4, 5, 8, 8])
-        before = state_of(drafter._automaton)
-        before = {name: value[:] if isinstance(value, list) else value for name, value in before.items()}
-        assert drafted(drafter, [1, 2, 3, 4, 5, 8, 8, 2, 3], 2) == [4, 5]
-        assert drafted(drafter, [1, 2, 3, 4, 5, 8, 8, 77, 2], 1) == [3]
-        assert state_of(drafter._automaton) == before
-        assert drafted(drafter, [1, 2, 3, 4, 5, 8, 8], 1) == [8]
-
-    def test_learns_what_was_emitted(self) -> None:
-        drafter = NgramDrafter()
-        drafter.begin([1, 2, 3])
-        drafter.accept([9, 1])
-        assert drafted(drafter, [1, 2, 3, 9, 1], 3) == [2, 3, 9]
+        assert all(guess.source == "ngram" and guess.dist is None for guess in guesses)
+        assert [guess.expected for guess in guesses] == [guess.prob / 2 for guess in guesses]
 
     @given(TOKENS, st.lists(st.tuples(st.integers(0, 40), TOKENS), max_size=4))
     def test_an_edited_conversation_is_as_a_new_one(self, first: list[int], edits: list[tuple[int, list[int]]]) -> None:
-        drafter = NgramDrafter()
-        drafter.begin(first)
-        tokens = first
+        drafter, tokens = reading(first), first
         for keep, added in edits:
             tokens = tokens[:keep] + added
             drafter.begin(tokens)
-            fresh = NgramDrafter()
-            fresh.begin(tokens)
-            assert state_of(drafter._automaton) == state_of(fresh._automaton)
+            for after in ([], [1], [1, 0], [0, 2]):
+                assert drafted(drafter, tokens + after, 9) == drafted(reading(tokens), tokens + after, 9)
             drafter.accept([1, 0])
             tokens = [*tokens, 1, 0]
 
@@ -231,17 +202,18 @@ class TestNgramDrafter:
         is over 3.3 of them (false alarm under 0.1 % each; the seed is fixed).
         """
         for p in (0.1, 0.9):
-            rng, drafter, fresh = random.Random(3), NgramDrafter(), itertools.count(1000)
-            drafter.begin([])
+            rng, drafter, fresh, tokens = random.Random(3), reading([]), itertools.count(1000), list[int]()
             estimates: list[float] = []
             for _ in range(500):
                 a, b = next(fresh), next(fresh)
-                drafter.accept([a, b, next(fresh), a])  # a, b seen once: the next guess after a is b
-                tokens = list(drafter._tokens)
-                guess: DraftToken = drafter.draft(tokens, FixedPlan(1), ANYTHING)[0]
+                said = [a, b, next(fresh), a]  # a, b seen once: the next guess after a is b
+                drafter.accept(said)
+                tokens += said
+                guess: DraftToken = drafter.draft(tokens, Watching(1), ANYTHING)[0]
                 assert guess.id == b
                 estimates.append(guess.prob)
-                drafter.accept([b if rng.random() < p else next(fresh)])
+                tokens.append(b if rng.random() < p else next(fresh))
+                drafter.accept(tokens[-1:])
             assert abs(sum(estimates[-100:]) / 100 - p) < 0.12
 
 
@@ -251,34 +223,19 @@ class TestExpectedText:
     PROMPT = tuple(range(100, 130))
     TEXT = tuple(range(200, 240))
 
-    def expecting(self, text: Sequence[int]) -> NgramDrafter:
-        drafter = NgramDrafter()
-        drafter.begin(self.PROMPT, prediction=text)
-        return drafter
-
-    def test_the_answer_is_guessed_from_its_first_token_on(self) -> None:
-        drafter = self.expecting(self.TEXT)
-        assert drafted(drafter, self.PROMPT, 50) == list(self.TEXT)
-        drafter.accept(self.TEXT[:7])
-        assert drafted(drafter, self.PROMPT + self.TEXT[:7], 3) == list(self.TEXT[7:10])
-
-    def test_after_an_insertion_it_is_found_again(self) -> None:
-        drafter = self.expecting(self.TEXT)
-        said = [*self.TEXT[:5], 999, 998, self.TEXT[5]]
-        drafter.accept(said)
-        assert drafted(drafter, [*self.PROMPT, *said], 2) == list(self.TEXT[6:8])
+    @pytest.mark.parametrize(
+        ("said", "wanted"),
+        [((), TEXT), (TEXT[:7], TEXT[7:]), ((*TEXT[:5], 999, 998, TEXT[5]), TEXT[6:])],  # the last after an insertion
+    )
+    def test_the_answer_is_guessed_from_its_first_token_on(self, said: Sequence[int], wanted: Sequence[int]) -> None:
+        drafter = reading(self.PROMPT, said, prediction=self.TEXT)
+        assert drafted(drafter, [*self.PROMPT, *said], 50) == list(wanted)
+        drafter.begin(self.PROMPT)  # the next request knows nothing of it
+        assert drafted(drafter, self.PROMPT, 5) == []
 
     @given(TOKENS, TOKENS, TOKENS)
     def test_only_tokens_that_were_said_are_guessed(
         self, text: list[int], prompt: list[int], answer: list[int]
     ) -> None:
-        drafter = NgramDrafter()
-        drafter.begin(prompt, prediction=text)
-        drafter.accept(answer)
+        drafter = reading(prompt, answer, prediction=text)
         assert set(drafted(drafter, prompt + answer, 20)) <= {*text, *prompt, *answer}
-
-    def test_the_next_request_knows_nothing_of_it(self) -> None:
-        drafter = self.expecting(self.TEXT)
-        drafter.begin(self.PROMPT)
-        assert drafted(drafter, self.PROMPT, 5) == []
-        assert state_of(drafter._automaton) == state_of(automaton_of(self.PROMPT))

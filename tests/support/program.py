@@ -1,0 +1,36 @@
+"""The command line as a shell sees it, in this process."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from unittest.mock import patch
+
+from localspec.__main__ import run
+
+PROGRAM = [sys.executable, "-m", "localspec"]
+
+
+def localspec(*arguments: str | Path, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    """Run a command with its own standard streams: what it printed, and its exit status."""
+    given, out, errors = (io.TextIOWrapper(io.BytesIO(data), "utf-8", write_through=True) for data in (stdin, b"", b""))
+    with patch.object(sys, "stdin", given), redirect_stdout(out), redirect_stderr(errors):
+        status = run([*map(str, arguments)])
+    printed = [stream.detach().getvalue() for stream in (out, errors)]  # type: ignore[attr-defined]
+    return subprocess.CompletedProcess(arguments, status, *printed)
+
+
+def assert_one_line(result: subprocess.CompletedProcess[bytes], status: int, *parts: str) -> None:
+    """It failed with a status and one readable line on standard error, and printed nothing else."""
+    errors = result.stderr.decode()
+    assert result.returncode == status, errors
+    lines = [line for line in errors.splitlines() if line.startswith("localspec: ")]
+    assert len(lines) == 1, errors
+    assert "Traceback" not in errors
+    assert "internal error" not in errors
+    assert result.stdout == b""
+    for part in parts:
+        assert part in lines[0]
