@@ -308,7 +308,8 @@ class ResponsesAnswer(BlockAnswer):
         block, is_call = change.block, change.block.kind == "call"
         at = {"output_index": block.index}
         inside = at | {"item_id": self._item(block)["id"]} | ({} if is_call else {"content_index": 0})
-        name, logprobs = f"response.{_NAMES[block.kind]}", {"logprobs": []} if block.kind == "text" else {}
+        name = f"response.{_NAMES[block.kind]}"
+        logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
         if change.what == "begin":
             yield self._event("response.output_item.added", **at, item=self._item(block, "in_progress"))
             if not is_call:
