@@ -317,11 +317,7 @@ class ServerSettings:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only programs on this computer can reach the address.
-
-    Raises:
-        UsageError: no such address.
-    """
+    """Whether only programs on this computer can reach the address; a ``UsageError`` if there is no such address."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):

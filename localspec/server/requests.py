@@ -340,11 +340,7 @@ TEXT_KINDS = ("text", "input_text", "output_text", "refusal")
 
 
 def text_of(value: Any, path: str, kinds: Sequence[str] = TEXT_KINDS, between: str = "") -> str:
-    """A text, or parts of these kinds with a text each, as one text.
-
-    Raises:
-        ApiError: there is something else, such as an image.
-    """
+    """A text, or parts of these kinds with a text each, as one text; an ``ApiError`` for what else there is."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -391,11 +387,7 @@ def begins_answer(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def required_messages(messages: list[dict[str, Any]], name: str = "messages") -> list[dict[str, Any]]:
-    """The messages, if there are any.
-
-    Raises:
-        ApiError: there are none.
-    """
+    """The messages; an ``ApiError`` if there are none."""
     if not messages:
         raise invalid(f"{name} is missing or empty", name, "missing_required_parameter")
     return messages
