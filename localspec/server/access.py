@@ -15,10 +15,8 @@ from itertools import count
 
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
-from starlette.routing import compile_path
 
 from localspec.engine.request import Reply
-from localspec.server.http import ApiError
 from localspec.spec_decode.drafters.names import CHATS, CORPUS, is_corpus, source_of
 
 SCOPE_KEY = "localspec.client"
@@ -97,41 +95,6 @@ class Address:
     endpoint: Callable[[Request], Awaitable[Response]]
     kinds: Collection[Kind] = ADMITTED
     methods: tuple[str, ...] = ("GET",)
-
-
-class Rules:
-    """Which kinds of client each address answers; one that is not among them refuses all.
-
-    Args:
-        kinds: path, as Starlette's routes have it -> kinds.
-    """
-
-    def __init__(self, kinds: Mapping[str, Collection[Kind]]) -> None:
-        self._patterns = [(compile_path(path)[0], allowed) for path, allowed in kinds.items()]
-
-    def is_open(self, path: str) -> bool:
-        """Whether an address needs no API key."""
-        return Kind.KEYLESS in (self._kinds(path) or ())
-
-    def check(self, client: Client, path: str) -> None:
-        """Refuse an address that does not answer a client.
-
-        Raises:
-            ApiError: 403, or 404 where there is no such address.
-        """
-        kinds = self._kinds(path)
-        if kinds is None:
-            raise ApiError(404, "no such address here", code="not_found")
-        if client.kind not in kinds:
-            message = "this is given out on this computer only, by a server that listens there alone"
-            code = "not_loopback"
-            if client.kind is Kind.SITE:
-                message = "pages of other sites may not use this, not even those of --allow-origin"
-                code = "origin_not_allowed"
-            raise ApiError(403, message, kind="permission_error", code=code)
-
-    def _kinds(self, path: str) -> Collection[Kind] | None:
-        return next((kinds for pattern, kinds in self._patterns if pattern.match(path)), None)
 
 
 def copies_texts(name: str) -> bool:

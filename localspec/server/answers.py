@@ -23,9 +23,7 @@ Part = TypeVar("Part")
 
 
 class ApiAnswer(ABC, Generic[Part]):
-    """The answer to one request; subclasses have the shape of an API.
-
-    Made in a thread: templates, grammars and tokenization take time.
+    """The answer to one request; subclasses have the shape of an API. Made in a thread: templates take time.
 
     Args:
         service: what answers.

@@ -11,12 +11,7 @@ from pydantic_core import PydanticCustomError
 from localspec.prompts.folding import merged
 from localspec.server.answers import AnswerBlock, BlockAnswer, Change, identifier
 from localspec.server.bodies import (
-    ACCOUNT,
-    CACHE,
     MAX_COUNT,
-    OUTSIDE,
-    REPEATED,
-    STYLE,
     Body,
     Flag,
     items,
@@ -60,8 +55,6 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 class ToolUseBlock(Body):
-    IGNORED = {CACHE: "cache_control", REPEATED: "caller toolset_name"}
-
     type: str
     id: str
     name: str
@@ -69,8 +62,6 @@ class ToolUseBlock(Body):
 
 
 class ToolResultBlock(Body):
-    IGNORED = {CACHE: "cache_control", REPEATED: "toolset_name"}
-
     type: str
     tool_use_id: str
     content: Any = ""
@@ -78,15 +69,11 @@ class ToolResultBlock(Body):
 
 
 class ThinkingBlock(Body):
-    IGNORED = {REPEATED: "signature"}
-
     type: str
     thinking: str
 
 
 class RedactedThinkingBlock(Body):
-    IGNORED = {"only the provider that encrypted it can read it": "data"}
-
     type: str
 
 
@@ -125,12 +112,6 @@ def _of_block(role: str, block: Any, path: str) -> Iterator[dict[str, Any]]:
 
 
 class AnthropicTool(Body):
-    IGNORED = {
-        CACHE: "cache_control",
-        "the client runs the calls": "allowed_callers defer_loading eager_input_streaming",
-        STYLE: "input_examples",
-    }
-
     type: Literal["custom"] = "custom"
     name: ToolName
     description: str = ""
@@ -163,28 +144,17 @@ class OutputFormat(Body):
 
 
 class OutputConfig(Body):
-    REFUSED = {"cannot be had: send max_tokens": "task_budget"}
-
     effort: Literal["", "low", "medium", "high", "xhigh", "max"] = ""
     format: OutputFormat | None = None
 
 
 class Thinking(Body):
-    IGNORED = {"thinking is returned as it is": "display"}
-
     type: Literal["adaptive", "enabled", "disabled"] = "adaptive"
     budget_tokens: Annotated[int, whole(0, MAX_COUNT)] | None = None
 
 
 class CountBody(ApiBody, Shared):
     """The body of ``/v1/messages/count_tokens``."""
-
-    IGNORED = {
-        ACCOUNT: "user_profile_id workspace_id billing_policy speed betas",
-        CACHE: "cache_control",
-        "all that was sent stays in the prompt": "context_management",
-    }
-    REFUSED = {OUTSIDE: "mcp_servers", "cannot be had: no conversation is shortened here": "compaction"}
 
     messages: Annotated[list[AnthropicMessage], items(MAX_MESSAGES)] = []
     system: Any = None
@@ -237,15 +207,6 @@ class CountBody(ApiBody, Shared):
 
 class MessagesBody(CountBody):
     """The body of ``/v1/messages``."""
-
-    IGNORED = {
-        ACCOUNT: "metadata service_tier inference_geo diagnostics fallback_credit_token",
-        "there is no other model": "fallbacks",
-    }
-    REFUSED = {
-        "cannot be had: no code is run here": "container",
-        "cannot be had: send the whole conversation": "thread",
-    }
 
     max_tokens: Annotated[int, whole(1, MAX_COUNT)]
     stop_sequences: Stops | None = None

@@ -90,7 +90,7 @@ def addresses(service: Service) -> list[Address]:
         Address("/api/tags", ollama_models.tags),
         Address("/api/show", ollama_models.show, methods=("POST",)),
         Address("/api/ps", ollama_models.ps),
-        Address("/api/version", ollama_models.version),
+        Address("/api/version", ollama.version),
         *(Address(path, _no_embeddings, methods=("POST",)) for path in embeddings),
         Address("/v1/models", models.models),
         Address("/v1/models/{model:path}", models.model),

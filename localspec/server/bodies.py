@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, StrictBool, ValidationError, model_validator
@@ -16,15 +18,8 @@ from localspec.server.http import ApiError, invalid
 MAX_COUNT = 1 << 31
 _LONGEST_NAME = 60
 
-ACCOUNT = "for a provider's accounts, tiers and logs; this server has none"
-CACHE = "processed tokens always stay in memory"
-OUTSIDE = "cannot be had: nothing leaves this computer"
-TEXT_ONLY = "cannot be had: text only"
-LOADED = "the model was loaded before, with the server's own options"
-REPEATED = "part of an answer that is sent back; it says nothing to the model"
-STYLE = "chat templates do not use it"
-FOLLOWED = "schemas are always followed"
-ONLY_FUNCTIONS = "cannot be had: only functions can be called"
+UNREAD: dict[str, dict[str, dict[str, Any]]] = json.loads(Path(__file__).with_name("unread_fields.json").read_bytes())
+"""Class of a body -> ``ignored`` and ``refused``, each reason -> names of fields, and ``off``, as ``Known`` has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +36,7 @@ class Known:
     honoured: frozenset[str] = frozenset()
     ignored: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
-    off: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    off: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
@@ -56,15 +51,12 @@ class Known:
 
 
 class Body(BaseModel):
-    """One object of a request. What is annotated is read; ``IGNORED`` and ``REFUSED`` (reason -> names) are the rest.
+    """One object of a request. What is annotated is read; the other fields that are known are in ``UNREAD``.
 
     A field that is ``null`` counts as absent: OpenAI's clients send both. Subclasses inherit all of it; what is read
     goes before what is ignored, and that before what is refused.
     """
 
-    IGNORED: ClassVar[Mapping[str, str]] = {}
-    REFUSED: ClassVar[Mapping[str, str]] = {}
-    OFF: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     KNOWN: ClassVar[Known] = Known()
 
     _sent: dict[str, Any] = PrivateAttr(default_factory=dict)
@@ -80,16 +72,18 @@ class Body(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        def inherited(table: str) -> list[tuple[str, Any]]:
-            return [pair for each in reversed(cls.__mro__) for pair in each.__dict__.get(table, {}).items()]
+        tables = [UNREAD.get(each.__name__, {}) for each in reversed(cls.__mro__)]
 
-        def by_name(table: str, *but: Any) -> dict[str, str]:
-            pairs = [(name, why) for why, names in inherited(table) for name in names.split()]
+        def by_name(kind: str, *but: Any) -> dict[str, str]:
+            pairs = [
+                (name, why) for each in tables for why, names in each.get(kind, {}).items() for name in names.split()
+            ]
             return {name: why for name, why in pairs if not any(name in each for each in but)}
 
         honoured = frozenset(field.alias or name for name, field in cls.model_fields.items())
-        ignored = by_name("IGNORED", honoured)
-        cls.KNOWN = Known(honoured, ignored, by_name("REFUSED", honoured, ignored), dict(inherited("OFF")))
+        ignored = by_name("ignored", honoured)
+        off = {name: values for each in tables for name, values in each.get("off", {}).items()}
+        cls.KNOWN = Known(honoured, ignored, by_name("refused", honoured, ignored), off)
 
     @model_validator(mode="wrap")
     @classmethod

@@ -358,8 +358,6 @@ def _are_settings(value: Any) -> bool:
 class ConversationBody(Body):
     """A conversation to keep."""
 
-    IGNORED = {"the server sets it": "format created updated"}
-
     id: str | None = None
     revision: Annotated[int, whole(0, MAX_COUNT)] | None = None
     title: str = ""

@@ -14,15 +14,14 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from localspec._version import __version__
 from localspec.backends.llama.embedding import EmbeddingModel
 from localspec.errors import PromptTooLong
 from localspec.server.access import ALL, Address
-from localspec.server.bodies import ACCOUNT, LOADED, Body, Flag, read, whole
+from localspec.server.bodies import Body, Flag, read, whole
 from localspec.server.events import while_connected
 from localspec.server.guard import application
 from localspec.server.http import ApiError, BodyReader, ServerSettings, invalid, stopping, too_busy
-from localspec.server.ollama import OLLAMA_VERSION, OllamaOptions
+from localspec.server.ollama import OllamaOptions, version
 
 Row = npt.NDArray[np.float32]
 
@@ -35,9 +34,6 @@ CHATS = (
 class EmbeddingsBody(Body):
     """The body of ``/v1/embeddings``."""
 
-    IGNORED = {ACCOUNT: "user"}
-    REFUSED = {"cannot be had: a text that is too long is refused": "truncate_prompt_tokens"}
-
     model: str | None = None
     input: Any = None
     encoding_format: Literal["float", "base64"] = "float"
@@ -47,8 +43,6 @@ class EmbeddingsBody(Body):
 class OllamaEmbedBody(Body):
     """The body of ``/api/embed``."""
 
-    IGNORED = {LOADED: "keep_alive options"}
-
     model: str | None = None
     input: Any = None
     truncate: Flag = True
@@ -57,8 +51,6 @@ class OllamaEmbedBody(Body):
 
 class OllamaEmbeddingsBody(Body):
     """The body of ``/api/embeddings``, Ollama's older address."""
-
-    IGNORED = {LOADED: "keep_alive options"}
 
     model: str | None = None
     prompt: str
@@ -89,7 +81,7 @@ class EmbeddingService:
             Address("/api/embeddings", self._at(OllamaEmbeddingsBody, self._ollama_of_old), methods=post),
             *(Address(path, _no_chat, methods=post) for path in CHATS),
             Address("/v1/models", self._models),
-            Address("/api/version", self._version),
+            Address("/api/version", version),
             Address("/health", self._health, ALL),
         ]
         return application(self.settings, addresses)
@@ -193,9 +185,6 @@ class EmbeddingService:
         own = {"context": self._model.n_ctx, "backend": self._model.backend, "dimensions": self._model.n_embd}
         data = [{"id": name} | about | {"localspec": own} for name in self._names]
         return JSONResponse({"object": "list", "data": data})
-
-    async def _version(self, request: Request) -> Response:
-        return JSONResponse({"version": OLLAMA_VERSION, "localspec": __version__})
 
     async def _health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})

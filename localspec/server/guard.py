@@ -11,7 +11,7 @@ import hmac
 import ipaddress
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
@@ -21,12 +21,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.routing import BaseRoute, Mount, Route, compile_path
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from localspec.errors import LocalspecError
-from localspec.server.access import ALL, SCOPE_KEY, Address, Client, Kind, Rules
+from localspec.server.access import ALL, SCOPE_KEY, Address, Client, Kind
 from localspec.server.http import ApiError, ServerSettings, as_api_error, log_failure, on_error
 
 PAGE_POLICY = "; ".join(
@@ -54,13 +54,13 @@ _PROXIED = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-i
 def application(settings: ServerSettings, addresses: Sequence[Address], page: Path | None = None) -> Starlette:
     """The application that answers at these addresses, and sends the files of a folder under ``/page``."""
     routes: list[BaseRoute] = [Route(each.path, each.endpoint, methods=each.methods) for each in addresses]
-    kinds = {each.path: each.kinds for each in addresses}
+    kinds = [(compile_path(each.path)[0], each.kinds) for each in addresses]
     if page is not None:
         routes.append(Mount("/page", StaticFiles(directory=page, check_dir=False)))
-        kinds["/page/{path:path}"] = ALL
+        kinds.append((compile_path("/page/{path:path}")[0], ALL))
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, settings=settings, rules=Rules(kinds))],
+        middleware=[Middleware(Guard, settings=settings, kinds=kinds)],
         exception_handlers={HTTPException: on_error, ApiError: on_error, LocalspecError: on_error},
     )
     app.router.redirect_slashes = False
@@ -73,12 +73,14 @@ class Guard:
     Args:
         app: what it guards.
         settings: the server's: key, names, origins.
-        rules: whom each address answers.
+        kinds: the kinds of client that each address answers; one that is not among them refuses all.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, rules: Rules) -> None:
+    def __init__(
+        self, app: ASGIApp, settings: ServerSettings, kinds: Sequence[tuple[re.Pattern[str], Collection[Kind]]]
+    ) -> None:
         self.app = app
-        self._rules = rules
+        self._kinds = kinds
         self._key = settings.api_key.encode() if settings.api_key is not None else None
         ours = () if settings.local else (settings.host, socket.gethostname())
         self._hosts = {"localhost", *(host.lower() for host in (*settings.hosts, *ours))}
@@ -108,8 +110,9 @@ class Guard:
             if allowed and scope["method"] == "OPTIONS":  # a browser asks first, without the key
                 await Response(status_code=204)(scope, receive, guarded_send)
                 return
-            client = scope[SCOPE_KEY] = self._client(headers, path, allowed)
-            self._rules.check(client, path)
+            kinds = next((kinds for pattern, kinds in self._kinds if pattern.match(path)), None)
+            client = scope[SCOPE_KEY] = self._client(headers, kinds or (), allowed)
+            _check(client, kinds)
             await self.app(scope, receive, guarded_send)
         except Exception as error:
             log_failure(error)
@@ -117,9 +120,9 @@ class Guard:
                 raise
             await as_api_error(error).response(path)(scope, receive, guarded_send)
 
-    def _client(self, headers: Headers, path: str, allowed: str | None) -> Client:
-        if self._key is not None and not self._has_key(headers):
-            if not self._rules.is_open(path):
+    def _client(self, headers: Headers, kinds: Collection[Kind], allowed: str | None) -> Client:
+        if self._key is not None and not hmac.compare_digest(_key_in(headers).encode("latin-1"), self._key):
+            if Kind.KEYLESS not in kinds:
                 self._refuse_key(headers)
             return Client(Kind.KEYLESS)
         if allowed is not None:
@@ -167,10 +170,6 @@ class Guard:
         message = "pages of other sites may not use this server; localspec serve --allow-origin URL lets one"
         raise ApiError(403, message, kind="permission_error", code="origin_not_allowed")
 
-    def _has_key(self, headers: Headers) -> bool:
-        assert self._key is not None
-        return hmac.compare_digest(_key_in(headers).encode("latin-1"), self._key)
-
     def _refuse_key(self, headers: Headers) -> NoReturn:
         message = "this server needs an API key: send it as Authorization: Bearer KEY"
         if _key_in(headers):
@@ -182,6 +181,19 @@ class Guard:
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
+
+
+def _check(client: Client, kinds: Collection[Kind] | None) -> None:
+    """Refuse an address that does not answer a client: 403, or 404 where there is no such address."""
+    if kinds is None:
+        raise ApiError(404, "no such address here", code="not_found")
+    if client.kind not in kinds:
+        message = "this is given out on this computer only, by a server that listens there alone"
+        code = "not_loopback"
+        if client.kind is Kind.SITE:
+            message = "pages of other sites may not use this, not even those of --allow-origin"
+            code = "origin_not_allowed"
+        raise ApiError(403, message, kind="permission_error", code=code)
 
 
 def _key_in(headers: Headers) -> str:

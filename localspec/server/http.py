@@ -169,13 +169,16 @@ class BodyReader:
         max_bytes: of one body.
         max_bytes_together: of all that are being read, or wait for their turn, at a time.
         seconds: until a body must have arrived.
+
+    Attributes:
+        n_held: bytes that are being read, or wait for their turn, now.
     """
 
     def __init__(self, max_bytes: int, max_bytes_together: int, seconds: float) -> None:
         self.max_bytes = max_bytes
         self.max_bytes_together = max_bytes_together
         self.seconds = seconds
-        self._held = 0
+        self.n_held = 0
         self._turns = asyncio.Semaphore(N_LARGE)
 
     @asynccontextmanager
@@ -201,11 +204,11 @@ class BodyReader:
                 return
             async with self._turns:
                 value = await asyncio.to_thread(parse, bytes(body))
-                self._held -= len(body)
+                self.n_held -= len(body)
                 body.clear()
                 yield value
         finally:
-            self._held -= len(body)
+            self.n_held -= len(body)
 
     async def _read(self, request: Request, body: bytearray) -> None:
         declared = request.headers.get("content-length", "")
@@ -213,10 +216,10 @@ class BodyReader:
             self._too_large()
         async for chunk in request.stream():
             body += chunk
-            self._held += len(chunk)
+            self.n_held += len(chunk)
             if len(body) > self.max_bytes:
                 self._too_large()
-            if self._held > self.max_bytes_together:
+            if self.n_held > self.max_bytes_together:
                 message = "too much is being sent at once"
                 raise ApiError(503, message, code="overloaded", headers={"Retry-After": "2", "Connection": "close"})
 
@@ -314,11 +317,7 @@ class ServerSettings:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only programs on this computer can reach the address.
-
-    Raises:
-        UsageError: no such address.
-    """
+    """Whether only programs on this computer can reach the address; a ``UsageError`` if there is no such address."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):

@@ -11,9 +11,7 @@ from localspec.engine.request import Reply
 from localspec.prompts.infill import FILL_TOKENS
 from localspec.server.answers import ApiAnswer
 from localspec.server.bodies import (
-    CACHE,
     MAX_COUNT,
-    REPEATED,
     Body,
     Flag,
     between,
@@ -30,26 +28,12 @@ _LINE = re.compile(r"\n([ \t]*)(?=\S)")
 
 
 class InputExtra(Body):
-    IGNORED = {REPEATED: "time"}
-
     filename: str = "snippet"
     text: str = ""
 
 
 class InfillBody(ApiBody, Shared):
     """The body of ``/infill``."""
-
-    IGNORED = {
-        CACHE: "cache_prompt",
-        "there is one answer": "n_cmpl",
-        "the prompt is always read to its end": "t_max_prompt_ms",
-        "every answer has its timings and usage": "timings_per_token",
-    }
-    REFUSED = {
-        "cannot be had: no adapters are loaded": "lora",
-        "cannot be had: log-probabilities are at /v1/completions": "n_probs",
-    }
-    OFF = {"n_probs": (0,)}
 
     input_prefix: str = ""
     input_suffix: str = ""

@@ -22,7 +22,7 @@ from localspec.model_files.gguf import GGUFFile
 from localspec.prompts.folding import merged
 from localspec.server.access import public_name
 from localspec.server.answers import AnswerBlock, BlockAnswer, Change
-from localspec.server.bodies import LOADED, MAX_COUNT, TEXT_ONLY, Body, Flag, items, must_be, read, whole
+from localspec.server.bodies import MAX_COUNT, Body, Flag, items, must_be, read, whole
 from localspec.server.events import Wire
 from localspec.server.http import invalid
 from localspec.server.requests import (
@@ -60,14 +60,6 @@ WIRE = Wire("application/x-ndjson", lambda error, n: _line(error.as_ollama()))
 class OllamaOptions(Shared):
     """``options``."""
 
-    IGNORED = {
-        LOADED: "numa num_ctx num_batch num_gpu main_gpu low_vram f16_kv logits_all vocab_only use_mmap use_mlock "
-        "embedding_only num_thread num_gqa",
-        "a prompt that is too long is refused": "num_keep",
-        "Ollama has given it up too": "penalize_newline",
-    }
-    REFUSED = {"cannot be had: the model's own are used": "rope_frequency_base rope_frequency_scale"}
-
     num_predict: Annotated[int, whole(-2, MAX_COUNT)] = -1
     repeat_last_n: Annotated[int, whole(-1, MAX_COUNT)] | None = None
     stop: Stops | None = None
@@ -75,8 +67,6 @@ class OllamaOptions(Shared):
 
 
 class OllamaMessage(Body):
-    REFUSED = {TEXT_ONLY: "images"}
-
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     thinking: str | None = None
@@ -97,10 +87,6 @@ class OllamaMessage(Body):
 
 class OllamaBody(ApiBody):
     """What both have in common."""
-
-    IGNORED = {LOADED: "keep_alive", "a prompt that is too long is refused": "truncate shift"}
-    REFUSED = {"cannot be had: log-probabilities are at /v1/chat/completions": "logprobs top_logprobs"}
-    OFF = {"top_logprobs": (0,)}
 
     stream: Flag = True
     options: OllamaOptions = OllamaOptions()
@@ -168,14 +154,6 @@ class OllamaChatBody(OllamaBody):
 class OllamaGenerateBody(OllamaBody):
     """The body of ``/api/generate``."""
 
-    REFUSED = {
-        "cannot be had: the model's own is used": "template",
-        "cannot be had: send the conversation to /api/chat": "context",
-        TEXT_ONLY: "images",
-        "cannot be had: no images are made": "width height steps",
-    }
-    OFF = {"width": (0,), "height": (0,), "steps": (0,)}
-
     prompt: str = ""
     suffix: str | None = None
     system: str | None = None
@@ -200,8 +178,6 @@ class OllamaGenerateBody(OllamaBody):
 
 
 class OllamaShowBody(Body):
-    IGNORED = {"the answer is always the same": "verbose"}
-
     model: str | None = None
     name: str | None = None
 
@@ -354,8 +330,9 @@ class OllamaModels:
         more = {"insert": "fim_mid" in llm.vocab.fim, "thinking": llm.thinking is not None}
         return ["completion", "tools", *(name for name, can in more.items() if can)]
 
-    async def version(self, request: Request) -> Response:
-        return JSONResponse({"version": OLLAMA_VERSION, "localspec": __version__})
+
+async def version(request: Request) -> Response:
+    return JSONResponse({"version": OLLAMA_VERSION, "localspec": __version__})
 
 
 def _scalar(value: Any) -> Any:

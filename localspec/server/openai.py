@@ -9,12 +9,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from localspec.server.answers import ApiAnswer
 from localspec.server.bodies import (
-    ACCOUNT,
-    CACHE,
-    OUTSIDE,
-    REPEATED,
-    STYLE,
-    TEXT_ONLY,
     Body,
     Flag,
     items,
@@ -62,9 +56,6 @@ MAX_TOP_LOGPROBS = 20  # OpenAI's own limit
 
 
 class StreamOptions(Body):
-    IGNORED = {"events are never padded": "include_obfuscation"}
-    REFUSED = {"cannot be had: usage comes at the end": "continuous_usage_stats"}
-
     include_usage: Flag = False
     localspec_rounds: Flag = False
 
@@ -76,35 +67,6 @@ class ResponseFormat(JsonSchema):
 
 class OpenAIBody(ApiBody, Shared):
     """What both have in common, with the fields that vLLM and llama-server add."""
-
-    IGNORED = {
-        ACCOUNT: "user service_tier store metadata safety_identifier",
-        CACHE: "cache_prompt cache_salt cache_control",
-        "the order of the samplers is fixed": "samplers",
-        "every answer has its timings and usage": "timings_per_token usage",
-        "a name for logs": "request_id",
-    }
-    REFUSED = {
-        "cannot be had: send response_format or grammar": "guided_json guided_regex guided_choice guided_grammar "
-        "guided_decoding_backend structured_outputs json_schema",
-        "cannot be had: send stop, a text": "stop_token_ids bad_words",
-        "cannot be had: send logit_bias": "allowed_token_ids",
-        "cannot be had: send logprobs": "n_probs post_sampling_probs return_tokens_as_token_ids return_tokens",
-        "cannot be had: send localspec.priority": "priority",
-        "cannot be had: prompts are not scored": "prompt_logprobs",
-        "cannot be had: a prompt that is too long is refused": "truncate_prompt_tokens n_keep",
-        "cannot be had: answers have no least length": "min_tokens",
-        "cannot be had: stop strings and special tokens are no part of an answer": "include_stop_str_in_output "
-        "skip_special_tokens spaces_between_special_tokens",
-        "cannot be had: the engine chooses a slot": "id_slot",
-        "cannot be had: no adapters are loaded": "lora",
-        "cannot be had: the progress of reading is not told": "return_progress",
-        "cannot be had here": "logits_processors kv_transfer_params vllm_xargs response_fields",
-    }
-    OFF = {
-        "priority": (0,), "n_probs": (0,), "min_tokens": (0,), "n_keep": (0, -1), "skip_special_tokens": (True,),
-        "spaces_between_special_tokens": (True,), "id_slot": (-1,),
-    }  # fmt: skip
 
     stop: Stops | None = None
     stream: Flag = False
@@ -138,9 +100,6 @@ class OpenAIBody(ApiBody, Shared):
 
 
 class ChatMessage(Body):
-    IGNORED = {REPEATED: "id annotations parsed reasoning_details provider_specific_fields", CACHE: "cache_control"}
-    REFUSED = {"is the old form of tool_calls": "function_call", TEXT_ONLY: "audio images"}
-
     role: str | None = None
     name: str | None = None
     content: Any = None
@@ -171,8 +130,6 @@ class AllowedTools(Body):
 
 
 class ToolChoice(Body):
-    REFUSED = {"cannot be had: only functions can be called": "custom"}
-
     type: str | None = None
     function: Function | None = None
     allowed_tools: AllowedTools | None = None
@@ -180,28 +137,6 @@ class ToolChoice(Body):
 
 class ChatBody(OpenAIBody):
     """The body of ``/v1/chat/completions``."""
-
-    IGNORED = {CACHE: "prompt_cache_key prompt_cache_options prompt_cache_retention", STYLE: "verbosity"}
-    REFUSED = {
-        "is the old form of tools: send tools and tool_choice": "functions",
-        "is the old form of tool_choice: send tools and tool_choice": "function_call",
-        TEXT_ONLY: "audio mm_processor_kwargs",
-        OUTSIDE: "web_search_options moderation",
-        "cannot be had: the model's own is used": "chat_template",
-        "cannot be had: write them into a message": "documents",
-        "cannot be had: the template says which special tokens there are": "add_special_tokens",
-        "cannot be had: send reasoning_effort": "reasoning thinking",
-        "cannot be had: what was thought is always told apart, as reasoning_content": "include_reasoning "
-        "separate_reasoning reasoning_format thinking_forced_open",
-        "cannot be had: calls are always told apart": "parse_tool_calls",
-        "cannot be had: an answer is what was said after the prompt": "echo",
-        "cannot be had: answers are not ranked": "best_of",
-        "cannot be had: send messages": "prompt",
-    }
-    OFF = {
-        "include_reasoning": (True,), "separate_reasoning": (True,), "reasoning_format": ("auto", "deepseek"),
-        "parse_tool_calls": (True,), "best_of": (1,),
-    }  # fmt: skip
 
     messages: Annotated[list[ChatMessage], items(MAX_MESSAGES)] = []
     tools: Tools = []
@@ -264,13 +199,6 @@ class ChatBody(OpenAIBody):
 
 class CompletionBody(OpenAIBody):
     """The body of ``/v1/completions``."""
-
-    REFUSED = {
-        "cannot be had: a prompt begins as the model's texts do": "add_special_tokens",
-        "cannot be had: send them to /v1/chat/completions": "messages tools tool_choice think reasoning_effort "
-        "chat_template_kwargs",
-    }
-    OFF = {"add_special_tokens": (True,), "think": ("off", "auto")}
 
     prompt: Any = None
     suffix: str | None = None

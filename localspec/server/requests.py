@@ -14,13 +14,8 @@ from localspec.errors import UsageError
 from localspec.prompts.thinking import THINK
 from localspec.sampling.sampling import SamplingParams
 from localspec.server.bodies import (
-    CACHE,
-    FOLLOWED,
     LISTED,
     MAX_COUNT,
-    ONLY_FUNCTIONS,
-    REPEATED,
-    STYLE,
     Body,
     Flag,
     between,
@@ -154,24 +149,18 @@ class Prediction(Body):
     content: Any = None
 
 
-def _is_draft_length(value: Any) -> bool:
-    return value == "auto" or is_integer(value, 0, 64)
-
-
-def _as_int(value: Any) -> Any:
-    return value if isinstance(value, str) else int(value)
-
-
-_DRAFT_LENGTH = must_be('"auto" or an integer in 0..64', _is_draft_length, _as_int)
+_DRAFT_LENGTH = must_be(
+    '"auto" or an integer in 0..64',
+    lambda value: value == "auto" or is_integer(value, 0, 64),
+    lambda value: value if isinstance(value, str) else int(value),
+)
 
 
 class OwnFields(Body):
     """``localspec``: which drafters take part, how far they draft, and the request's priority."""
 
     draft: Annotated[list[str], LISTED] = []
-    draft_length: Annotated[int | str, must_be('"auto" or an integer in 0..64', _is_draft_length, _as_int)] | None = (
-        None
-    )
+    draft_length: Annotated[int | str, _DRAFT_LENGTH] | None = None
     off: Flag = False
     priority: Annotated[int, whole(-MAX_COUNT, MAX_COUNT)] | None = None
 
@@ -200,20 +189,6 @@ _FEW_BIASES = must_be(
 
 class Shared(Body):
     """The fields that all APIs take: sampling parameters, under OpenAI's names and those of local servers, and ours."""
-
-    IGNORED = {
-        "sets a sampler that is off": "mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold dry_base "
-        "dry_allowed_length dry_penalty_last_n dry_sequence_breakers",
-    }
-    REFUSED = {
-        "cannot be had: there is no such sampler": "mirostat typical_p typ_p tfs_z top_a dynatemp_range "
-        "xtc_probability dry_multiplier top_n_sigma length_penalty min_keep use_beam_search early_stopping",
-    }
-    OFF = {
-        "mirostat": (0,), "typical_p": (1,), "typ_p": (1,), "tfs_z": (1,), "top_a": (0,), "dynatemp_range": (0,),
-        "xtc_probability": (0,), "dry_multiplier": (0,), "top_n_sigma": (-1, 0), "length_penalty": (1,),
-        "min_keep": (0,),
-    }  # fmt: skip
 
     temperature: Annotated[float, between(0, 100)] | None = None
     top_k: Annotated[int, whole(-1, MAX_COUNT)] | None = None
@@ -351,8 +326,6 @@ def _checked_effort(value: Any, path: str) -> str:
 
 
 class TextPart(Body):
-    IGNORED = {CACHE: "prompt_cache_breakpoint cache_control", REPEATED: "annotations logprobs citations"}
-
     type: str
     text: str
 
@@ -367,11 +340,7 @@ TEXT_KINDS = ("text", "input_text", "output_text", "refusal")
 
 
 def text_of(value: Any, path: str, kinds: Sequence[str] = TEXT_KINDS, between: str = "") -> str:
-    """A text, or parts of these kinds with a text each, as one text.
-
-    Raises:
-        ApiError: there is something else, such as an image.
-    """
+    """A text, or parts of these kinds with a text each, as one text; an ``ApiError`` for what else there is."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -390,23 +359,16 @@ def text_of(value: Any, path: str, kinds: Sequence[str] = TEXT_KINDS, between: s
 
 
 class JsonSchema(Body):
-    IGNORED = {FOLLOWED: "strict", STYLE: "description"}
-
     name: Any = None
     schema_: Any = Field(None, alias="schema")
 
 
 class CalledFunction(Body):
-    IGNORED = {REPEATED: "index parsed_arguments"}
-
     name: str
     arguments: Any = None
 
 
 class ToolCall(Body):
-    IGNORED = {REPEATED: "index"}
-    REFUSED = {ONLY_FUNCTIONS: "custom"}
-
     id: str | None = None
     type: str | None = None
     function: CalledFunction
@@ -425,11 +387,7 @@ def begins_answer(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def required_messages(messages: list[dict[str, Any]], name: str = "messages") -> list[dict[str, Any]]:
-    """The messages, if there are any.
-
-    Raises:
-        ApiError: there are none.
-    """
+    """The messages; an ``ApiError`` if there are none."""
     if not messages:
         raise invalid(f"{name} is missing or empty", name, "missing_required_parameter")
     return messages
@@ -456,9 +414,6 @@ class Function(Body):
 
 
 class Tool(Body):
-    IGNORED = {CACHE: "cache_control"}
-    REFUSED = {ONLY_FUNCTIONS: "custom"}
-
     type: Literal["function"] = "function"
     function: Function
 

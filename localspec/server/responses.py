@@ -10,12 +10,7 @@ from typing import Annotated, Any, Literal
 from localspec.prompts.folding import merged
 from localspec.server.answers import AnswerBlock, BlockAnswer, Change, identifier
 from localspec.server.bodies import (
-    ACCOUNT,
-    CACHE,
     MAX_COUNT,
-    OUTSIDE,
-    REPEATED,
-    STYLE,
     Body,
     Flag,
     items,
@@ -61,6 +56,8 @@ _INCLUDES = (
 )
 """What can be asked for of what is never in an answer."""
 
+_NAMES = {"text": "output_text", "thinking": "reasoning_text", "call": "function_call_arguments"}
+
 _ECHOED = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "reasoning", "text", "tool_choice")
 
 
@@ -86,8 +83,6 @@ class Item(Body):
 
 
 class MessageItem(Item):
-    IGNORED = {REPEATED: "id status phase end_turn"}
-
     role: Literal["user", "assistant", "system", "developer"]
     content: Any = None
 
@@ -96,8 +91,6 @@ class MessageItem(Item):
 
 
 class FunctionCallItem(Item):
-    IGNORED = {REPEATED: "id status caller namespace async"}
-
     call_id: str
     name: str
     arguments: str = ""
@@ -107,8 +100,6 @@ class FunctionCallItem(Item):
 
 
 class FunctionCallOutputItem(Item):
-    IGNORED = {REPEATED: "id status caller namespace name"}
-
     call_id: str
     output: Any = None
 
@@ -119,8 +110,6 @@ class FunctionCallOutputItem(Item):
 
 class ReasoningItem(Item):
     """Thinking. OpenAI's own has no content: it is encrypted, or not sent at all."""
-
-    IGNORED = {REPEATED: "id status", "only the provider that encrypted it can read it": "encrypted_content"}
 
     content: Any = ""
     summary: Any = ""
@@ -173,12 +162,10 @@ def _referred(item: Any, path: str, served: ServedModel) -> tuple[Any, str]:
 
 
 class ResponsesStreamOptions(Body):
-    IGNORED = {"events are never padded": "include_obfuscation"}
+    pass
 
 
 class Reasoning(Body):
-    IGNORED = {"thinking is returned as it is": "summary generate_summary context", STYLE: "mode"}
-
     effort: Effort = ""
 
 
@@ -187,14 +174,10 @@ class TextFormat(JsonSchema):
 
 
 class TextConfig(Body):
-    IGNORED = {STYLE: "verbosity"}
-
     format: TextFormat | None = None
 
 
 class ResponsesTool(Function):
-    IGNORED = {"the client runs the calls": "async allowed_callers defer_loading output_schema"}
-
     type: Literal["function"]
 
 
@@ -225,24 +208,6 @@ def _is_metadata(value: Any) -> bool:
 
 class ResponsesBody(ApiBody, Shared):
     """The body of ``/v1/responses``."""
-
-    IGNORED = {
-        ACCOUNT: "user service_tier safety_identifier client_metadata",
-        CACHE: "prompt_cache_key prompt_cache_options prompt_cache_retention",
-        "all that was sent stays in the prompt": "context_management",
-        "there are no tools that run here": "max_tool_calls",
-        "for answers in the background; this server has none": "background_options",
-        "for images, which are refused": "image",
-    }
-    REFUSED = {
-        "cannot be had: send previous_response_id, or the whole input": "conversation",
-        "cannot be had: there are no stored prompts": "prompt",
-        "cannot be had: answers are not kept beyond their request": "background",
-        "cannot be had: log-probabilities are at /v1/chat/completions": "top_logprobs",
-        "cannot be had: a prompt that is too long is refused": "truncation",
-        OUTSIDE: "moderation access_programs",
-    }
-    OFF = {"top_logprobs": (0,), "truncation": ("disabled",)}
 
     input: Annotated[str | list[Any], text_or_items(MAX_MESSAGES)] = []
     instructions: str | None = None
@@ -340,31 +305,22 @@ class ResponsesAnswer(BlockAnswer):
         yield self._event("response.in_progress", response=self._response("in_progress"))
 
     def told(self, change: Change) -> Iterator[bytes]:
-        block = change.block
+        block, is_call = change.block, change.block.kind == "call"
         at = {"output_index": block.index}
-        inside = at | {"item_id": self._item(block)["id"]}
-        part = inside | {"content_index": 0}
+        inside = at | {"item_id": self._item(block)["id"]} | ({} if is_call else {"content_index": 0})
+        name = f"response.{_NAMES[block.kind]}"
+        logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
         if change.what == "begin":
             yield self._event("response.output_item.added", **at, item=self._item(block, "in_progress"))
-            if block.kind != "call":
-                yield self._event("response.content_part.added", **part, part=_part(block.kind, ""))
+            if not is_call:
+                yield self._event("response.content_part.added", **inside, part=_part(block.kind, ""))
         elif change.what == "piece":
-            if block.kind == "text":
-                yield self._event("response.output_text.delta", **part, delta=change.piece, logprobs=[])
-            elif block.kind == "thinking":
-                yield self._event("response.reasoning_text.delta", **part, delta=change.piece)
-            else:
-                yield self._event("response.function_call_arguments.delta", **inside, delta=change.piece)
+            yield self._event(f"{name}.delta", **inside, delta=change.piece, **logprobs)
         else:
-            if block.kind == "text":
-                yield self._event("response.output_text.done", **part, text=block.text, logprobs=[])
-            elif block.kind == "thinking":
-                yield self._event("response.reasoning_text.done", **part, text=block.text)
-            if block.kind != "call":
-                yield self._event("response.content_part.done", **part, part=_part(block.kind, block.text))
-            else:
-                whole = {"name": block.name, "arguments": block.text}
-                yield self._event("response.function_call_arguments.done", **inside, **whole)
+            whole = {"name": block.name, "arguments": block.text} if is_call else {"text": block.text}
+            yield self._event(f"{name}.done", **inside, **whole, **logprobs)
+            if not is_call:
+                yield self._event("response.content_part.done", **inside, part=_part(block.kind, block.text))
             yield self._event("response.output_item.done", **at, item=self._item(block))
 
     def end(self) -> Iterator[bytes]:

@@ -457,11 +457,7 @@ class Service:
         return AnswerTask(tokens, params, opening=opening, think=think)
 
     def text_task(self, prompt: str | list[int], options: AnswerOptions) -> AnswerTask:
-        """A text to continue, in which editors may have written the marks of fill-in-the-middle, or token ids.
-
-        Raises:
-            UsageError: it is empty, or too long.
-        """
+        """A text to continue, in which editors may have written the marks of fill-in-the-middle, or token ids."""
         prediction = self._prediction(options)
         constraint_for(options.params, self.llm.vocab)
         marked = self.llm.marked_fill_prompt(prompt) if isinstance(prompt, str) else None
@@ -472,11 +468,7 @@ class Service:
         return AnswerTask(self._fitting(tokens), options.params, prediction=prediction)
 
     def fill_task(self, prefix: str, suffix: str, options: AnswerOptions) -> AnswerTask:
-        """A text to fill in between two.
-
-        Raises:
-            UsageError: the model has no fill-in-the-middle tokens, or the text is too long.
-        """
+        """A text to fill in between two; a ``UsageError`` if the model has no tokens for that."""
         prompt = self.llm.fill_prompt(prefix, suffix, max_tokens=options.params.max_tokens)
         prediction = self._prediction(options)
         constraint_for(options.params, self.llm.vocab)

@@ -266,27 +266,6 @@ class IncomingText:
             yield
 
 
-class Untyped:
-    """Types where no schema says any."""
-
-    root: Schema = None
-
-    def member(self, schema: Schema, key: str) -> Schema:
-        return None
-
-    def item(self, schema: Schema) -> Schema:
-        return None
-
-    def takes_strings(self, schema: Schema) -> bool:
-        return True
-
-    def typed(self, text: str, schema: Schema) -> str:
-        return self.literal(text, schema)
-
-    def literal(self, word: str, schema: Schema) -> str:
-        return next((value for _, value in readings(word)), None) or json.dumps(word, ensure_ascii=False)
-
-
 def readings(text: str) -> Iterator[tuple[str, str]]:
     """What a text may be other than a string: kinds, and the value of each as JSON."""
     word = text.strip()
@@ -302,11 +281,11 @@ def readings(text: str) -> Iterator[tuple[str, str]]:
         yield {"{": "object", "[": "array", '"': "quoted"}[word[0]], value
 
 
-def as_json(text: str, types: Untyped | None = None) -> str | None:
+def as_json(text: str, types: ArgumentTypes | None = None) -> str | None:
     """A whole value as JSON; None if it is none."""
     source, found = IncomingText(), list[str]()
     source.feed(text, final=True)
-    types = types or Untyped()
+    types = types or UNTYPED
 
     def reading() -> Reading:
         yield from read_value(source, found.append, types, types.root)
@@ -323,7 +302,7 @@ def as_json(text: str, types: Untyped | None = None) -> str | None:
 Put = Callable[[str], None]
 
 
-def read_value(source: IncomingText, put: Put, types: Untyped, schema: Schema, depth: int = 0) -> Reading:
+def read_value(source: IncomingText, put: Put, types: ArgumentTypes, schema: Schema, depth: int = 0) -> Reading:
     """Read a value; its JSON goes out as it comes, of the types that a schema asks for.
 
     Raises:
@@ -350,7 +329,7 @@ def read_value(source: IncomingText, put: Put, types: Untyped, schema: Schema, d
         raise NoCall if (yield from source.peek()) else EndOfText
 
 
-def _read_members(source: IncomingText, put: Put, types: Untyped, schema: Schema, depth: int) -> Reading:
+def _read_members(source: IncomingText, put: Put, types: ArgumentTypes, schema: Schema, depth: int) -> Reading:
     put(source.take(1))
     while not (yield from _closed(source, put, "}")):
         key = yield from read_key(source)
@@ -365,7 +344,7 @@ def _read_members(source: IncomingText, put: Put, types: Untyped, schema: Schema
             return
 
 
-def _read_items(source: IncomingText, put: Put, types: Untyped, schema: Schema, depth: int) -> Reading:
+def _read_items(source: IncomingText, put: Put, types: ArgumentTypes, schema: Schema, depth: int) -> Reading:
     closer = "]" if source.take(1) == "[" else ")"
     put("[")
     while not (yield from _closed(source, put, closer)):
@@ -494,8 +473,11 @@ Alternative = tuple[tuple[str, ...] | None, frozenset[str] | None]
 """Types, None is all, and values in the form of ``_comparable``, None is any."""
 
 
-class ArgumentTypes(Untyped):
-    """The types of a tool's arguments by its JSON schema, for models that write arguments as plain text."""
+class ArgumentTypes:
+    """The types of a tool's arguments by its JSON schema, for models that write arguments as plain text.
+
+    Without a schema, or where it says nothing, a value is what it looks like, else a string.
+    """
 
     def __init__(self, parameters: Schema) -> None:
         self.root = parameters
@@ -550,7 +532,8 @@ class ArgumentTypes(Untyped):
                     value = json.dumps(text, ensure_ascii=False) if kind == "string" else found.get(kind)
                     if value is not None and _among(value, values):
                         return value
-        return json.dumps(text, ensure_ascii=False) if self.takes_strings(schema) else super().literal(text, schema)
+        seen = next(iter(found.values()), None)
+        return json.dumps(text, ensure_ascii=False) if seen is None or self.takes_strings(schema) else seen
 
     def literal(self, word: str, schema: Schema) -> str:
         """A value without quotes, as JSON: what it is, except where the schema asks for a string in its place."""
@@ -564,7 +547,7 @@ class ArgumentTypes(Untyped):
             if kinds is None or kind in kinds
         )
         asked = not fits and "null" not in found and self.takes_strings(schema)
-        return json.dumps(word, ensure_ascii=False) if asked else super().literal(word, schema)
+        return json.dumps(word, ensure_ascii=False) if asked else next(iter(found.values()))
 
     def _alternatives(self, schema: Schema) -> list[Alternative]:
         found = self._allowed.get(id(schema))
@@ -613,6 +596,8 @@ class ArgumentTypes(Untyped):
                 return None
         return found
 
+
+UNTYPED = ArgumentTypes(None)
 
 _KINDS = ("string", "number", "integer", "boolean", "null", "array", "object")
 _SAYING = ("type", "enum", "const", "properties", "items", "additionalProperties")
@@ -942,7 +927,7 @@ class ToolCallReader:
             elif key in _GIVEN and not call.begun:
                 yield from self._given(mark, call)
             else:
-                yield from read_value(source, lambda text: None, Untyped(), None)
+                yield from read_value(source, lambda text: None, UNTYPED, None)
             yield from source.spaces()
             if not (yield from source.one_of(",")) and (yield from source.peek()) != "}":
                 raise NoCall if (yield from source.peek()) else EndOfText
@@ -958,7 +943,7 @@ class ToolCallReader:
 
     def _object_name(self, mark: Mark, call: _Call) -> Reading:
         found: list[str] = []
-        yield from read_value(self._source, found.append, Untyped(), None)
+        yield from read_value(self._source, found.append, UNTYPED, None)
         name = written_json("".join(found))
         if not isinstance(name, str) or not name:
             raise NoCall
@@ -976,7 +961,7 @@ class ToolCallReader:
             yield from self._arguments(call.name)
             return
         found: list[str] = []
-        yield from read_value(self._source, found.append, Untyped(), None)
+        yield from read_value(self._source, found.append, UNTYPED, None)
         value = "".join(found)
         if value.startswith('"'):
             value = written_json(value)
@@ -1176,7 +1161,7 @@ class ToolCallReader:
         return raw if raw in self._functions else _AROUND_NAME.sub("", raw)
 
     def _types(self, name: str) -> ArgumentTypes:
-        return self._functions.get(name) or ArgumentTypes(None)
+        return self._functions.get(name, UNTYPED)
 
     def _arguments(self, name: str) -> Reading:
         types = self._types(name)

@@ -15,7 +15,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from localspec import LLM, LocalspecError, Reply, SamplingParams
-from tests.fuzz.target import Check, Target, Timed, one_line
+from tests.fuzz.target import Check, Target, Timed, one_line, table
 from tests.support import ggufs
 
 N_CTX = 160
@@ -112,39 +112,8 @@ RIGHT: dict[str, st.SearchStrategy[Any]] = {
     "ignore_eos": st.booleans(),
     "seed": st.sampled_from([0, 1, -2, 2**63, 2**64 - 1, -(2**63), 12345]),
 }
-FORMATS: list[dict[str, Any]] = [
-    {"response_format": {"type": "json_object"}},
-    {"response_format": {"type": "text"}},
-    {
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"schema": {"enum": ["hello world", "hello there", 12]}},
-        }
-    },
-    {
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"schema": {"type": "array", "items": {"enum": ["the", "of"]}}},
-        }
-    },
-    {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "string", "pattern": "^(a|é)+$"}}}},
-    {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}},
-    {"response_format": {"type": "json_schema", "json_schema": {"schema": False}}},
-    {"grammar": 'root ::= "the " ("of" | "and")+ "é😀"'},
-    {"grammar": 'root ::= [a-z]{1,20} "\\n" root | "the end"'},
-    {"grammar": "root ::= root"},
-    {"grammar": 'root ::= ""'},
-    {"grammar": 'root ::= "\\x00"'},
-]
-BROKEN_FORMATS: list[dict[str, Any]] = [
-    {"grammar": "root ::= "},
-    {"grammar": "("},
-    {"grammar": "root ::= missing"},
-    {"response_format": {"type": "json_schema"}},
-    {"response_format": {}},
-    {"response_format": 5},
-    {"response_format": {"type": "json_object"}, "grammar": 'root ::= "a"'},
-]
+FORMATS: list[dict[str, Any]] = table("asks", "FORMATS")
+BROKEN_FORMATS: list[dict[str, Any]] = table("asks", "BROKEN_FORMATS")
 
 
 @st.composite
@@ -167,20 +136,7 @@ def sampling(draw: Any) -> dict[str, Any]:
 
 
 TEXTS = st.one_of(
-    st.sampled_from(
-        [
-            "the",
-            " the of and",
-            "hello <|im_end|> <|im_start|>",
-            "<|endoftext|>",
-            "\x00\x00",
-            "😀é",
-            "\ud800",
-            "",
-            " ",
-            "\u202e\u0301",
-        ]
-    ),
+    st.sampled_from(table("asks", "texts")),
     st.text(max_size=12),
     st.text(st.characters(), max_size=6),
     st.sampled_from(["the of and " * 30, "a" * 300]),

@@ -18,50 +18,19 @@ from hypothesis import strategies as st
 
 from localspec import LLM
 from localspec.server import anthropic, ollama, openai, responses
-from tests.fuzz.target import Check, Target, Timed, words
+from tests.fuzz.target import Check, Target, Timed, table
 from tests.support import ggufs
 from tests.support.serving import Server, serve
 
 PATHS = ["/v1/chat/completions", "/v1/completions"]
 TRANSLATED = ["/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/api/chat", "/api/generate", "/api/show"]
-OTHERS = [
-    "/v1/responses/x",
-    "/v1/embeddings",
-    "/api/tags",
-    "/api/ps",
-    "/api/embed",
-    "/v1/models",
-    "/v1/models/x",
-    "/v1/models/%00%ff",
-    "/v1/localspec/stats",
-    "/metrics",
-    "/health",
-    "/",
-    "/page/../x",
-    "/v1",
-]
+OTHERS: list[str] = table("bodies", "OTHERS")
 
 GOOD_CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "seed": 7}
 GOOD_TEXT = {"prompt": "the cat", "max_tokens": 4, "seed": 7}
 
-FIELDS = words(
-    """
-    messages prompt model temperature top_p n stop stream stream_options logit_bias logprobs top_logprobs seed
-    max_tokens max_completion_tokens tools tool_choice parallel_tool_calls response_format grammar prediction
-    localspec modalities best_of echo presence_penalty frequency_penalty repeat_penalty repetition_penalty
-    repeat_last_n top_k min_p suffix functions user ignore_eos metadata store reasoning_effort
-    input instructions previous_response_id max_output_tokens include background conversation system stop_sequences
-    output_config thinking think options format raw images context template keep_alive
-    """
-)
-WORDS = words(
-    """
-    role content type text function name arguments parameters description tool_calls tool_call_id schema
-    json_schema strict include_usage localspec_rounds draft draft_length off user system assistant tool 0 1 7
-    299 300 properties enum items input_schema input id call_id output tool_use_id is_error format num_predict
-    mirostat temperature tool_name images
-    """
-)
+FIELDS: list[str] = table("bodies", "FIELDS")
+WORDS: list[str] = table("bodies", "WORDS")
 TEXTS = st.one_of(
     st.sampled_from(
         ["", "x", "auto", "none", "ngram", "required", "function", "text", "json_object", "json_schema", "the", " "]
@@ -157,16 +126,7 @@ MESSAGES = st.lists(
 )
 SCHEMAS = st.one_of(
     VALUES,
-    st.sampled_from(
-        [
-            {"type": "object"},
-            {"type": "string", "pattern": "(a+)+$"},
-            {"enum": [1, "a"]},
-            {"$ref": "#"},
-            {"allOf": [{"$ref": "#/x"}]},
-            True,
-        ]
-    ),
+    st.sampled_from(table("bodies", "schemas")),
     st.fixed_dictionaries({"type": TEXTS, "properties": st.dictionaries(TEXTS, VALUES, max_size=2)}),
 )
 TOOLS = st.lists(
@@ -278,25 +238,7 @@ BYTES = st.one_of(
     ),
 )
 
-HEADS = st.sampled_from(
-    [
-        ["Content-Length: {n}"],
-        ["Content-Length: {n}", "Content-Length: {n}"],
-        ["Content-Length: -1"],
-        ["Content-Length: 99999999999999999999"],
-        ["Content-Length: +{n}"],
-        ["Content-Length: {n}", "Content-Encoding: gzip"],
-        ["Content-Length: {n}", "Content-Type: text/plain"],
-        ["Content-Length: {n}", "Content-Type: application/json; charset=utf-16"],
-        ["Content-Length: {n}", "Expect: 100-continue"],
-        ["Content-Length: {n}", "X: \xff\x01"],
-        ["Transfer-Encoding: chunked"],
-        ["Transfer-Encoding: chunked", "Content-Length: {n}"],
-        ["Transfer-Encoding: gzip, chunked"],
-        ["Transfer-Encoding: identity"],
-        [],
-    ]
-)
+HEADS = st.sampled_from(table("bodies", "heads"))
 FRAMINGS = st.sampled_from(
     ["plain", "chunks", "bytes", "bad size", "huge size", "negative size", "unfinished", "extension", "trailer"]
 )

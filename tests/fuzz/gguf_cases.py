@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.fuzz.target import words
+from tests.fuzz.target import table
 from tests.support import ggufs
 from tests.support.gguf_vocabs import bpe_vocab, spm_vocab
 
@@ -117,30 +117,7 @@ def take_apart(raw: bytes) -> Header:
 
 # -- values ------------------------------------------------------------------------------------------------------------
 
-NUMBERS = [
-    0,
-    1,
-    2,
-    3,
-    7,
-    31,
-    32,
-    33,
-    63,
-    64,
-    65,
-    128,
-    255,
-    256,
-    299,
-    300,
-    301,
-    1 << 16,
-    1 << 20,
-    1 << 31,
-    (1 << 32) - 1,
-]
-NUMBERS += [1 << 32, 1 << 40, 1 << 60, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
+NUMBERS: list[int] = table("gguf_cases", "NUMBERS")
 
 
 def number(kind: int, value: float) -> bytes:
@@ -184,22 +161,7 @@ def values(draw: Any) -> tuple[int, bytes]:
     return kind, struct.pack("<IQ", item, claimed) + body
 
 
-KEYS = words(
-    """
-    general.architecture general.alignment general.type general.file_type general.name split.count split.no
-    llama.block_count llama.context_length llama.embedding_length llama.feed_forward_length llama.vocab_size
-    llama.attention.head_count llama.attention.head_count_kv llama.attention.layer_norm_rms_epsilon
-    llama.attention.key_length llama.attention.value_length llama.attention.sliding_window llama.expert_count
-    llama.attention.sliding_window_pattern llama.rope.dimension_count llama.rope.freq_base
-    llama.rope.scaling.type llama.rope.scaling.factor llama.expert_used_count llama.pooling_type
-    llama.attention.causal llama.nextn_predict_layers llama.full_attention_interval tokenizer.ggml.model
-    tokenizer.ggml.pre tokenizer.ggml.tokens tokenizer.ggml.token_type tokenizer.ggml.scores
-    tokenizer.ggml.merges tokenizer.ggml.bos_token_id tokenizer.ggml.eos_token_id
-    tokenizer.ggml.unknown_token_id tokenizer.ggml.eot_token_id tokenizer.ggml.padding_token_id
-    tokenizer.ggml.add_bos_token tokenizer.ggml.add_eos_token tokenizer.ggml.add_space_prefix
-    tokenizer.chat_template
-    """
-)
+KEYS: list[str] = table("gguf_cases", "KEYS")
 
 NAN, INFINITY = b"\x00\x00\xc0\x7f", b"\x00\x00\x80\x7f"
 

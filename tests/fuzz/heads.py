@@ -13,23 +13,19 @@ from unittest import mock
 import numpy as np
 from hypothesis import strategies as st
 
-from localspec.errors import LocalspecError, ModelFileError
 from localspec.heads.file import read_card
 from localspec.heads.listing import head_facts
 from localspec.heads.trained import Head, load_head
 from tests.fuzz.gguf_cases import SMALL, Builder, changes
-from tests.fuzz.headers import MAX_BYTES, inspect_it
-from tests.fuzz.target import Check, Target, Timed, one_line, peak_bytes, words
+from tests.fuzz.headers import inspect_it, reading
+from tests.fuzz.target import Check, Target, table
 from tests.support import ggufs
 from tests.support.gguf_vocabs import bpe_vocab
 from tests.support.heads import write_random_head
 
 KINDS = ("chained", "parallel", "medusa")
 
-KEYS = [f"localspec.head.{name}" for name in words(
-    "version kind taps token_map steps n_head n_head_kv d_head d_ff rope_base norm_eps training target.fingerprint "
-    "target.name target.architecture target.n_embd target.n_layers target.n_vocab target.vocab"
-)] + words("general.architecture general.alignment general.name general.license")  # fmt: skip
+KEYS: list[str] = table("heads", "KEYS")
 
 
 def _text(value: bytes) -> tuple[int, bytes]:
@@ -98,26 +94,12 @@ def _opened(folder: Path) -> Iterator[Check]:
         with load_head(path, target, "reference") as head:
             use(head)
 
+    # A whole one may be for another model, or lead to rows that are not finite.
     readers = {"card": read_card, "inspect": inspect_it, "list": head_facts, "load": load}
-
-    def check(case: Any) -> None:
-        path = build(case)
-        for name, reader in readers.items():
-            before = peak_bytes()
-            try:
-                with Timed(name):
-                    reader(path)
-            except LocalspecError as error:
-                # A whole one may be for another model, or lead to rows that are not finite.
-                one_line(error, ModelFileError if name != "load" else LocalspecError)
-            finally:
-                peak = peak_bytes() - before
-            assert peak < MAX_BYTES, f"{name} took {peak / 1e6:.0f} MB"
-
     with mock.patch.dict(os.environ, {"LOCALSPEC_HOME": str(folder / "home")}):
         for kind in KINDS:
             load(build((kind, [])))  # imports are not to be counted
-        yield check
+        yield reading(build, readers)
 
 
 TARGET = Target("heads", CASES, _opened, in_suite=150)

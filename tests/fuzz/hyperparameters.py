@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from localspec.backends import unavailable_reason
 from tests.fuzz.engines import Engine
 from tests.fuzz.gguf_cases import SMALL, Header, number, take_apart
-from tests.fuzz.target import Check, Target, words
+from tests.fuzz.target import Check, Target, table
 from tests.support import ggufs
 from tests.support.gguf_vocabs import bpe_vocab
 
@@ -38,19 +38,8 @@ _NUMBERS = {0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12}
 WHOLES = [0, 1, 3, 513, 1 << 31, (1 << 32) - 1]
 FLOATS = [0.0, -1.0, 1e30, float("nan"), float("inf")]
 
-MORE_WHOLES = words(
-    """
-    attention.head_count_kv attention.key_length attention.value_length attention.sliding_window expert_count
-    expert_group_count expert_group_used_count expert_used_count leading_dense_block_count nextn_predict_layers
-    pooling_type rope.dimension_count rope.scaling.original_context_length vocab_size
-    """
-)
-MORE_FLOATS = words(
-    """
-    attention.clamp_kqv attention.layer_norm_epsilon attention.max_alibi_bias attention.scale attn_logit_softcapping
-    logit_scale rope.freq_base rope.scaling.attn_factor rope.scaling.factor
-    """
-)
+MORE_WHOLES: list[str] = table("hyperparameters", "MORE_WHOLES")
+MORE_FLOATS: list[str] = table("hyperparameters", "MORE_FLOATS")
 
 CASES = st.tuples(st.sampled_from(sorted(BASES)), st.integers(0, 199), st.sampled_from(WHOLES), st.sampled_from(FLOATS))
 """Name of the base, which of its numbers, and what it becomes, by its type."""

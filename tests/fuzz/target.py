@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -73,6 +74,7 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def words(text: str) -> list[str]:
-    """The words of a text, for long lists of names."""
-    return text.split()
+def table(module: str, name: str) -> list[Any]:
+    """A list of names or values, from ``tables.json``."""
+    found: list[Any] = json.loads(Path(__file__).with_name("tables.json").read_bytes())[module][name]
+    return found

@@ -14,91 +14,22 @@ from hypothesis import strategies as st
 
 from localspec.errors import LocalspecError, TemplateError
 from localspec.prompts.templates import CHATML, ChatTemplate
-from tests.fuzz.target import Check, Target, Timed, one_line, peak_bytes, words
+from tests.fuzz.target import Check, Target, Timed, one_line, peak_bytes, table
 
 MAX_BYTES = 512 << 20
 CANARY = "canary-5d1f"
 """Stands in the environment of the process, where no template may read it."""
 
-MESSAGES: list[dict[str, Any]] = [
-    {"role": "system", "content": "Be brief.\n", "name": "x"},
-    {"role": "user", "content": "One & two? <|im_end|> ünï😀", "extra": {"a": [1, 2.5, None, True], "b": "c"}},
-    {"role": "assistant", "content": "Three.", "tool_calls": [{"function": {"name": "f", "arguments": {"x": [1]}}}]},
-]
+MESSAGES: list[dict[str, Any]] = table("templates", "MESSAGES")
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"x": ["ä", 1, None, True]}}}]
 
-FILTERS = words(
-    """
-    abs attr batch capitalize center count d default dictsort e escape filesizeformat first float forceescape
-    format groupby indent int items join last length list lower map max min pprint random reject rejectattr
-    replace reverse round safe select selectattr slice sort string striptags sum title tojson trim truncate
-    unique upper urlencode urlize wordcount wordwrap xmlattr
-    """
-)
-TESTS = words(
-    """
-    boolean callable defined divisibleby eq equalto escaped even false filter float ge gt in integer iterable le
-    lower lt mapping ne none number odd sameas sequence string test true undefined upper
-    """
-)
-METHODS = words(
-    """
-    capitalize casefold center count encode endswith expandtabs find format format_map index isalnum isascii
-    join ljust lower lstrip maketrans partition removeprefix replace rfind rindex rjust rpartition rsplit split
-    splitlines startswith strip swapcase title translate upper zfill append extend insert pop remove sort
-    reverse copy clear update setdefault get items keys values popitem fromkeys add discard union bit_length
-    to_bytes from_bytes hex as_integer_ratio conjugate cycle changed depth index0 previtem nextitem next reset
-    current
-    """
-)
-HIDDEN = words(
-    """
-    __class__ __mro__ __subclasses__ __globals__ __init__ __dict__ __self__ __func__ __code__ __builtins__
-    __getattribute__ __reduce_ex__ __import__ mro gi_frame f_globals f_back cr_frame ag_frame tb_frame
-    func_globals im_func _Namespace__attrs environment meter left deadline _get_default_module __call__ __iter__
-    __next__ __getitem__ __mul__ __add__ __format__
-    """
-)
-NAMES = words(
-    """
-    messages tools bos_token eos_token add_generation_prompt m x y ns loop self caller varargs kwargs true false
-    none namespace dict range cycler joiner lipsum raise_exception strftime_now f context environment missing
-    """
-)
-TEXTS = [
-    "",
-    "a",
-    "%s",
-    "%10d",
-    "%999999d",
-    "{}",
-    "{0.__class__}",
-    "{:99999}",
-    "{0[0]}",
-    "\\n",
-    "ü",
-    "😀",
-    "\\x00",
-    "<|im_end|>",
-]
-TEXTS += ["content", "role", "ab", "%Y", "%(a)s", "{a!r:>{b}}", "\\ud800"]
-NUMBERS = [
-    "0",
-    "1",
-    "2",
-    "-1",
-    "7",
-    "1.5",
-    "1e308",
-    "0.0",
-    "99",
-    "5000",
-    "10**6",
-    "10**10",
-    "-10**9",
-    "2**4000",
-    "1e400",
-]
+FILTERS: list[str] = table("templates", "FILTERS")
+TESTS: list[str] = table("templates", "TESTS")
+METHODS: list[str] = table("templates", "METHODS")
+HIDDEN: list[str] = table("templates", "HIDDEN")
+NAMES: list[str] = table("templates", "NAMES")
+TEXTS: list[str] = table("templates", "TEXTS")
+NUMBERS: list[str] = table("templates", "NUMBERS")
 
 
 def _quoted(text: str) -> str:
@@ -199,24 +130,7 @@ STATEMENTS = st.one_of(
 SOURCES = st.recursive(STATEMENTS, _wrapped, max_leaves=4)
 
 REPEATED = st.tuples(
-    st.sampled_from(
-        [
-            "(",
-            "[",
-            "{",
-            "not ",
-            "-",
-            "{% if 1 %}",
-            "{% for x in [1] %}",
-            "a.",
-            "a|e|",
-            "1+",
-            "[1]*",
-            "{{a}}",
-            "a(",
-            "~'a'",
-        ]
-    ),
+    st.sampled_from(table("templates", "repeated")),
     st.sampled_from([10, 100, 400, 1000, 5000, 20000]),
 ).map(lambda t: "{{ " + t[0] * t[1] + "1" if not t[0].startswith("{") else (t[0] * t[1])[:79_000])
 """Sources that are deep or long rather than clever."""

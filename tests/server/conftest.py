@@ -20,14 +20,19 @@ from tests.support.tabs import Tab
 
 
 @pytest.fixture(scope="module")
-def llm(tiny: TinyFiles, module_home: Path) -> Iterator[LLM]:
-    with LLM(tiny.quick.target, draft="ngram", backend="reference", n_ctx=2048) as loaded:
+def llm(request: pytest.FixtureRequest, tiny: TinyFiles, module_home: Path) -> Iterator[LLM]:
+    """A tiny pair, loaded as the module's ``LOAD`` says; its draft is called ``model``."""
+    options = {"files": "quick", "draft": ["ngram"], "n_ctx": 2048} | getattr(request.module, "LOAD", {})
+    files = getattr(tiny, options.pop("files"))
+    draft = [files.draft if name == "model" else name for name in options.pop("draft")]
+    with LLM(files.target, draft=draft or None, backend="reference", **options) as loaded:
         yield loaded
 
 
 @pytest.fixture(scope="module")
-def server(llm: LLM) -> Iterator[Server]:
-    with serve(llm) as running:
+def server(request: pytest.FixtureRequest, llm: LLM) -> Iterator[Server]:
+    """A server with the settings of the module's ``SERVE``."""
+    with serve(llm, **getattr(request.module, "SERVE", {})) as running:
         yield running
 
 

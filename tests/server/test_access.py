@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
@@ -17,7 +16,6 @@ from localspec.server.access import ALL, Client, Kind, public_names
 from localspec.server.app import addresses
 from tests.conftest import TinyFiles
 from tests.support.serving import Server, serve
-from tests.support.waiting import PATIENCE
 
 KEY, SITE = "sesame", "https://notes.example"
 HEADERS: dict[str, dict[str, str]] = {
@@ -74,21 +72,12 @@ class House:
     """
 
     def __init__(self, llm: LLM, local: Server, remote: Server, said: str, folder: Path) -> None:
-        self.llm, self.said, self.folder = llm, said, folder
-        self._local, self._remote = local, remote
+        self.llm, self.said, self.folder, self.local, self.remote = llm, said, folder, local, remote
 
     def ask(self, who: str, method: str, path: str, body: Any = None) -> tuple[int, dict[str, str], bytes]:
-        server = self._remote if who in WITH_KEY else self._local
+        server = self.remote if who in WITH_KEY else self.local
         headers = {name: value.format(port=server.port) for name, value in HEADERS[who].items()}
-        if "Host" not in headers:
-            return server.ask(method, path, body, headers)
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
-        data = json.dumps(body).encode() if body is not None else None
-        connection.request(method, path, data, {"Content-Type": "application/json"} | headers)
-        response = connection.getresponse()
-        answer = response.status, {n.lower(): v for n, v in response.getheaders()}, response.read()
-        connection.close()
-        return answer
+        return server.ask(method, path, body, headers)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +102,7 @@ def house(tiny: TinyFiles, module_home: Path, tmp_path_factory: pytest.TempPathF
 
 def asked_at(house: House) -> list[tuple[str, str, Collection[Kind]]]:
     """Method and address of all routes that the application has, and the kinds of client that are answered."""
-    all_of_them = addresses(house._local.service)
+    all_of_them = addresses(house.local.service)
     found = [(method, each.path, each.kinds) for each in all_of_them for method in each.methods]
     return [*found, ("GET", "/page/{path:path}", ALL)]
 
@@ -240,7 +229,7 @@ def test_how_much_of_a_prompt_was_known_is_not_for_a_site(house: House, monkeypa
 
 
 def test_a_window_of_an_editor_is_its_own(house: House) -> None:
-    service = house._local.service
+    service = house.local.service
     mine, theirs = (service.seen_by(client) for client in (Client(), Client(Kind.SITE, SITE)))
     text = "".join(f"line {i}: the PIN is {i * 4711}\n" for i in range(60))
     mine.windows.joined(0, text)

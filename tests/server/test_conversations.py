@@ -16,8 +16,10 @@ from localspec import LLM
 from localspec.errors import MAX_DEPTH
 from localspec.server.conversations import ConversationLimits, ConversationStore
 from localspec.server.http import ApiError
-from tests.conftest import TinyFiles
+from tests.server.test_known_fields import rows
 from tests.support.serving import Server, serve
+
+LOAD: dict[str, Any] = {"draft": [], "n_ctx": 128}
 
 PATH = "/v1/localspec/conversations"
 
@@ -25,12 +27,6 @@ PATH = "/v1/localspec/conversations"
 def content(title: str = "A title", said: str = "hello") -> dict[str, Any]:
     messages = [{"role": "user", "content": said}, {"role": "assistant", "content": "*hi*"}]
     return {"title": title, "system": "Be brief.", "settings": {"temperature": 0.5}, "messages": messages}
-
-
-@pytest.fixture(scope="module")
-def llm(tiny: TinyFiles, shared_home: Path) -> Iterator[LLM]:
-    with LLM(tiny.quick.target, draft=None, backend="reference", n_ctx=128) as loaded:
-        yield loaded
 
 
 @pytest.fixture
@@ -121,38 +117,7 @@ def test_versions_within_versions_have_the_bound_of_json_and_what_is_in_it_works
         assert len(refused["error"]["message"]) <= 600
 
 
-@pytest.mark.parametrize(
-    ("body", "field"),
-    [
-        ({}, "messages"),
-        ({"messages": "x"}, "messages"),
-        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": "x", "files": [{"name": "a"}]}]}, "messages[0].files[0].text"),
-        (content() | {"settings": {"a": {"b": 1}}}, "settings"),
-        (content() | {"settings": {str(i): i for i in range(65)}}, "settings"),
-        (content() | {"title": 1}, "title"),
-        (content() | {"titel": "x"}, "titel"),
-        ({"messages": [{"role": "user", "content": "x", "contents": "y"}]}, "messages[0].contents"),
-        (
-            {"messages": [{"role": "user", "content": "x", "files": [{"name": "a", "text": "", "t": 1}]}]},
-            "messages[0].files[0].t",
-        ),
-        (content() | {"id": "../x"}, "id"),
-        (content() | {"id": 7}, "id"),
-        ({"messages": [{"role": "user", "content": "x", "finish": "maybe"}]}, "messages[0].finish"),
-        ({"messages": [{"role": "user", "content": "x", "versions": [[]]}]}, "messages[0].versions[0]"),
-        ({"messages": [{"role": "user", "content": "x", "versions": ["x"]}]}, "messages[0].versions[0]"),
-        (
-            {"messages": [{"role": "user", "content": "x", "versions": [[{"role": "user"}]]}]},
-            "messages[0].versions[0][0].content",
-        ),
-        (
-            {"messages": [{"role": "user", "content": "x", "versions": [nested(0)], "version": 2}]},
-            "messages[0].version",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("body", "field"), rows("conversation"))
 def test_what_is_no_conversation_is_refused(server: Server, body: Any, field: str) -> None:
     status, refused = ask(server, "POST", body=body)
     assert (status, refused["error"]["param"]) == (400, field)

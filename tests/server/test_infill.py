@@ -6,8 +6,6 @@ import asyncio
 import http.client
 import json
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -22,6 +20,9 @@ from localspec.server.service import MAX_CHARACTERS, MAX_WINDOWS, Slots, Windows
 from tests.conftest import TinyFiles
 from tests.support.serving import Server, serve
 from tests.support.waiting import PATIENCE, Brake, wait_until
+
+LOAD: dict[str, Any] = {"files": "fim", "draft": ["ngram", "model"]}
+SERVE: dict[str, Any] = {"params": SamplingParams(temperature=1.5)}
 
 BEFORE, TYPED, BEHIND = "def area(r):\n" * 12, "    return the ", "\n\nprint(area(2))\n"
 EXTRA = [{"text": "he re in an\n", "time": [1, 2], "filename": "b.py"}]
@@ -59,18 +60,6 @@ VIM_FIELDS = [
     "tokens_cached",
 ]
 ENDLESS = {"n_predict": 900, "ignore_eos": True, "localspec": {"off": True}}
-
-
-@pytest.fixture(scope="module")
-def llm(tiny: TinyFiles, module_home: Path) -> Iterator[LLM]:
-    with LLM(tiny.fim.target, draft=["ngram", tiny.fim.draft], backend="reference", n_ctx=2048) as loaded:
-        yield loaded
-
-
-@pytest.fixture(scope="module")
-def server(llm: LLM) -> Iterator[Server]:
-    with serve(llm, params=SamplingParams(temperature=1.5)) as running:
-        yield running
 
 
 def infill(server: Server, **changes: Any) -> dict[str, Any]:
@@ -327,30 +316,6 @@ def test_an_editor_that_hangs_up_frees_the_engine(server: Server) -> None:
 
 
 # -- what makes no sense -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "param"),
-    [
-        ("input_prefix", 5, "input_prefix"),
-        ("input_suffix", ["x"], "input_suffix"),
-        ("prompt", [1, 2], "prompt"),
-        ("input_extra", "text", "input_extra"),
-        ("input_extra", ["text"], "input_extra[0]"),
-        ("input_extra", [{"text": 1}], "input_extra[0].text"),
-        ("n_predict", -2, "n_predict"),
-        ("n_indent", -1, "n_indent"),
-        ("id_slot", "a", "id_slot"),
-        ("t_max_predict_ms", "long", "t_max_predict_ms"),
-        ("samplers", "infill", "samplers"),
-        ("stop", [1], "stop[0]"),
-        ("lora", [{"id": 0}], "lora"),
-    ],
-)
-def test_wrong_requests_are_told_where(field: str, value: Any, param: str) -> None:
-    with pytest.raises(ApiError) as error:
-        read(InfillBody, VIM | {field: value}).asked(ServedModel(SamplingParams(), ["ngram"], 100))
-    assert (error.value.status, error.value.param) == (400, param)
 
 
 def test_temperature_counts_where_it_is_a_sampler() -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from localspec import LLM, SamplingParams
 from localspec.heads import FROM_STATES
@@ -18,16 +16,12 @@ from tests.support.browsing import CONTRAST
 from tests.support.serving import Server, serve
 from tests.support.tabs import Tab
 
+LOAD: dict[str, Any] = {"draft": ["ngram", "model"], "n_ctx": 1024}
+
 QUESTION = "a"
 """The tiny model's answer to it has tokens of every kind."""
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>&lt;b&gt;\u2028${hacked}"
-
-
-@pytest.fixture(scope="module")
-def llm(tiny: TinyFiles, module_home: Path) -> Iterator[LLM]:
-    with LLM(tiny.quick.target, draft=["ngram", tiny.quick.draft], backend="reference", n_ctx=1024) as loaded:
-        yield loaded
 
 
 def test_what_shared_passes_were_for_is_said_after_an_answer(
@@ -126,6 +120,10 @@ def test_a_conversation_and_its_settings_reach_the_server(tab: Callable[..., Tab
     assert it.page.is_disabled("#draft-length")
     it.page.fill("#temperature", "0.5")
     it.page.fill("#max-tokens", "7")
+    it.page.get_by_text("More sampling").click()
+    more = {"top-p": "0.9", "top-k": "20", "min-p": "0.05", "repeat-penalty": "1.1", "seed": "7"}
+    for name, value in more.items():
+        it.page.fill(f"#{name}", value)
     it.ask("go on")
     assert it.page.text_content("#acceptance") == "none made"
     assert it.page.text_content("#faster") == "plain"  # nothing is estimated where nothing was guessed
@@ -150,6 +148,7 @@ def test_a_conversation_and_its_settings_reach_the_server(tab: Callable[..., Tab
     assert [message["content"] for message in two["messages"]] == ["hello", first, "go on"]
     assert [message["role"] for message in two["messages"]] == ["user", "assistant", "user"]
     assert (two["localspec"], two["temperature"], two["max_tokens"]) == ({"off": True}, 0.5, 7)
+    assert {name: two[name.replace("-", "_")] for name in more} == {name: float(value) for name, value in more.items()}
     assert three["messages"] == [{"role": "user", "content": "tell me"}]
     assert three["localspec"] == {"draft_length": 3}
     assert "max_tokens" not in three
@@ -297,24 +296,6 @@ def test_a_key_is_asked_for(tab: Callable[..., Tab], llm: LLM) -> None:
         assert not it.page.is_visible("#chat-alert")
         it.ask("hello")
         assert it.page.locator(".answer .token").count() > 0
-
-
-def test_a_question_that_does_not_fit_comes_back(tab: Callable[..., Tab], server: Server) -> None:
-    it = tab(server.url)
-    long = "word " * 1500
-    it.page.fill("#question", long)
-    it.page.focus("#question")
-    it.press("Enter")
-    it.page.wait_for_selector("#chat-alert:not([hidden])")
-    alert = it.page.text_content("#chat-alert")
-    assert "1024" in alert
-    assert "\n" not in alert
-    assert it.page.input_value("#question") == long.strip()
-    assert it.page.locator(".turn").count() == 0
-    it.page.fill("#question", "")
-    it.ask("hello")
-    assert not it.page.is_visible("#chat-alert")
-    assert len(it.asked[-1]["messages"]) == 1
 
 
 def test_a_server_that_goes_away_is_one_line(tab: Callable[..., Tab], endless: Server) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from localspec import LLM
-from tests.conftest import TinyFiles
 from tests.support.serving import Server, serve
 from tests.support.tabs import Tab
 from tests.support.waiting import wait_until
@@ -19,12 +18,6 @@ from tests.support.waiting import wait_until
 CONVERSATIONS = "/v1/localspec/conversations"
 ANSWERS = "**/v1/chat/completions"
 KEPT = "**/v1/localspec/conversations**"
-
-
-@pytest.fixture(scope="module")
-def llm(tiny: TinyFiles, shared_home: Path) -> Iterator[LLM]:
-    with LLM(tiny.quick.target, draft="ngram", backend="reference", n_ctx=2048) as loaded:
-        yield loaded
 
 
 @pytest.fixture

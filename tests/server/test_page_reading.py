@@ -7,14 +7,16 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import localspec.server
 from localspec import LLM, SamplingParams
-from tests.conftest import TinyFiles
 from tests.support.serving import Server, serve
 from tests.support.tabs import Tab
+
+LOAD: dict[str, Any] = {"n_ctx": 4096}
 
 ANSWER = """\
 # Title
@@ -68,44 +70,39 @@ HOSTILE = """\
 """
 
 
-@pytest.fixture(scope="module")
-def llm(tiny: TinyFiles, shared_home: Path) -> Iterator[LLM]:
-    with LLM(tiny.quick.target, draft="ngram", backend="reference", n_ctx=4096) as loaded:
-        yield loaded
-
-
 def saying(llm: LLM, text: str) -> AbstractContextManager[Server]:
     """A server whose model says this, whatever it is asked."""
     return serve(llm, params=SamplingParams(grammar=f"root ::= {json.dumps(text)}"))
 
 
-def html(it: Tab) -> str:
-    return it.run("() => document.querySelector('.reading').innerHTML")
+@pytest.fixture(scope="module")
+def answering(llm: LLM) -> Iterator[Server]:
+    with saying(llm, ANSWER) as running:
+        yield running
 
 
-def test_markdown_is_read_as_it_is_meant(tab: Callable[..., Tab], llm: LLM) -> None:
-    with saying(llm, ANSWER) as server:
-        it = tab(server.url)
-        assert it.ask("say it") == ANSWER  # the view of tokens has the text as it was said
-        part = it.page.locator(".turn .reading")
-        assert part.locator("h3").text_content() == "Title"
-        assert part.locator("em, strong, p > code:not(.maths)").all_text_contents() == ["says", "what", "f(x_1)"]
-        links = part.locator("a")
-        assert [link.get_attribute("href") for link in links.all()] == ["https://localspec.example/a_b_c"]
-        assert links.first.get_attribute("rel") == "noopener noreferrer nofollow"
-        code = part.locator(".code code")
-        assert code.text_content() == 'def f(x):  # <b>\n    return "one" * 2'
-        assert code.locator(".hl-keyword").all_text_contents() == ["def", "return"]
-        assert code.locator(".hl-comment").text_content() == "# <b>"
-        assert code.locator(".hl-string").text_content() == '"one"'
-        colour = "(code) => getComputedStyle(code.querySelector('.hl-keyword')).color !== getComputedStyle(code).color"
-        assert code.evaluate(colour)
-        assert part.locator("th, td").all_text_contents() == ["name", "n", "a", "1"]
-        right = part.locator("td").last.evaluate("(cell) => getComputedStyle(cell).textAlign")
-        assert right == "right"
-        assert part.locator("ol > li").all_text_contents() == ["one", "two"]
-        assert part.locator(".maths").all_text_contents() == ["a_1 * b_2 * c", "x_1 = \\frac{a}{b}\n- 1"]
-        assert part.locator("p").last.text_content() == "from $5 to $10."
+def test_markdown_is_read_as_it_is_meant(tab: Callable[..., Tab], answering: Server) -> None:
+    it = tab(answering.url)
+    assert it.ask("say it") == ANSWER  # the view of tokens has the text as it was said
+    part = it.page.locator(".turn .reading")
+    assert part.locator("h3").text_content() == "Title"
+    assert part.locator("em, strong, p > code:not(.maths)").all_text_contents() == ["says", "what", "f(x_1)"]
+    links = part.locator("a")
+    assert [link.get_attribute("href") for link in links.all()] == ["https://localspec.example/a_b_c"]
+    assert links.first.get_attribute("rel") == "noopener noreferrer nofollow"
+    code = part.locator(".code code")
+    assert code.text_content() == 'def f(x):  # <b>\n    return "one" * 2'
+    assert code.locator(".hl-keyword").all_text_contents() == ["def", "return"]
+    assert code.locator(".hl-comment").text_content() == "# <b>"
+    assert code.locator(".hl-string").text_content() == '"one"'
+    colour = "(code) => getComputedStyle(code.querySelector('.hl-keyword')).color !== getComputedStyle(code).color"
+    assert code.evaluate(colour)
+    assert part.locator("th, td").all_text_contents() == ["name", "n", "a", "1"]
+    right = part.locator("td").last.evaluate("(cell) => getComputedStyle(cell).textAlign")
+    assert right == "right"
+    assert part.locator("ol > li").all_text_contents() == ["one", "two"]
+    assert part.locator(".maths").all_text_contents() == ["a_1 * b_2 * c", "x_1 = \\frac{a}{b}\n- 1"]
+    assert part.locator("p").last.text_content() == "from $5 to $10."
 
 
 def test_a_hostile_answer_gets_nowhere(tab: Callable[..., Tab], llm: LLM) -> None:
@@ -195,35 +192,35 @@ def test_character_by_character_it_comes_to_the_same(tab: Callable[..., Tab], ll
                 assert changes == []
 
 
-def test_code_and_answers_can_be_copied(tab: Callable[..., Tab], llm: LLM) -> None:
-    with saying(llm, ANSWER) as server:
-        it = tab(server.url)
-        it.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-        it.ask("say it")
-        clipboard = "() => navigator.clipboard.readText()"
-        it.page.get_by_role("button", name="Copy the code").focus()
-        it.press("Enter")
-        it.page.get_by_text("Copied").wait_for()
-        assert it.run(clipboard) == 'def f(x):  # <b>\n    return "one" * 2'
-        it.page.get_by_role("button", name="Copy the answer").click()
-        it.page.locator(".copy-answer", has_text="Copied").wait_for()
-        assert it.run(clipboard) == ANSWER
+def test_code_and_answers_can_be_copied(tab: Callable[..., Tab], answering: Server) -> None:
+    it = tab(answering.url)
+    it.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    it.ask("say it")
+    clipboard = "() => navigator.clipboard.readText()"
+    it.page.get_by_role("button", name="Copy the code").focus()
+    it.press("Enter")
+    it.page.get_by_text("Copied").wait_for()
+    assert it.run(clipboard) == 'def f(x):  # <b>\n    return "one" * 2'
+    it.page.get_by_role("button", name="Copy the answer").click()
+    it.page.locator(".copy-answer", has_text="Copied").wait_for()
+    assert it.run(clipboard) == ANSWER
 
 
-def test_the_token_view_is_switched_while_an_answer_comes_and_is_kept(tab: Callable[..., Tab], llm: LLM) -> None:
-    with saying(llm, ANSWER) as server:
-        it = tab(server.url)
-        it.page.get_by_label("Tokens", exact=True).check()
-        it.ask("say it")
-        assert it.page.locator(".answer").is_visible()
-        assert not it.page.locator(".reading").is_visible()
-        assert it.page.locator(".answer .token").count() > 20
-        it.press("Alt+t")
-        assert it.page.locator(".reading h3").is_visible()
-        it.press("Alt+t")
-        it.page.reload()
-        it.until("() => document.querySelectorAll('.turn').length")
-        assert it.page.is_checked("#token-view")
+def test_the_token_view_is_switched_while_an_answer_comes_and_is_kept(
+    tab: Callable[..., Tab], answering: Server
+) -> None:
+    it = tab(answering.url)
+    it.page.get_by_label("Tokens", exact=True).check()
+    it.ask("say it")
+    assert it.page.locator(".answer").is_visible()
+    assert not it.page.locator(".reading").is_visible()
+    assert it.page.locator(".answer .token").count() > 20
+    it.press("Alt+t")
+    assert it.page.locator(".reading h3").is_visible()
+    it.press("Alt+t")
+    it.page.reload()
+    it.until("() => document.querySelectorAll('.turn').length")
+    assert it.page.is_checked("#token-view")
 
 
 def test_the_libraries_are_as_published() -> None:

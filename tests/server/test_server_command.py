@@ -10,12 +10,14 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from localspec.__main__ import run
 from tests.conftest import TinyFiles
 from tests.support.waiting import PATIENCE
 
@@ -43,22 +45,24 @@ def serving(*arguments: str | Path, **environment: str) -> Iterator[tuple[subpro
         process.communicate()
 
 
-def fail(*arguments: str | Path) -> tuple[int, list[str]]:
-    done = subprocess.run(
-        [*PROGRAM, *map(str, arguments)], capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
-    assert done.stdout == ""
-    assert "Traceback" not in done.stderr
-    return done.returncode, done.stderr.splitlines()
+@pytest.fixture
+def fail(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, list[str]]]:
+    """Runs the command in this process, which says nothing on standard output: status, and lines of standard error."""
+
+    def run_it(*arguments: str | Path) -> tuple[int, list[str]]:
+        status, said = run(["serve", *map(str, arguments)]), capsys.readouterr()
+        assert said.out == ""
+        return status, said.err.splitlines()
+
+    return run_it
 
 
-@pytest.mark.parametrize("parallel", [1, 2])
 @pytest.mark.parametrize(
-    ("number", "status"),
+    ("number", "status", "parallel"),
     [
-        (signal.SIGTERM, 0),
+        (signal.SIGTERM, 0, 1),
         pytest.param(
-            signal.SIGINT, 130, marks=pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT to a child")
+            signal.SIGINT, 130, 2, marks=pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT to a child")
         ),
     ],
 )
@@ -83,11 +87,12 @@ def test_it_serves_until_it_is_told_to_stop(tiny: TinyFiles, number: int, status
         assert stdout == ""
         assert stderr.splitlines()[-1] == "localspec: stopped"
         assert "Traceback" not in stderr
+        assert "POST /v1" not in stderr  # requests are logged if that is asked for
         with pytest.raises(OSError, match="refused"):
             socket.create_connection(("127.0.0.1", port), timeout=5)
 
 
-def test_a_port_in_use_is_one_line_at_once(tiny: TinyFiles) -> None:
+def test_a_port_in_use_is_one_line_at_once(tiny: TinyFiles, fail: Callable[..., Any]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         status, lines = fail(tiny.quick.target, "--port", str(port))
@@ -113,14 +118,14 @@ def test_a_port_in_use_is_one_line_at_once(tiny: TinyFiles) -> None:
         (["--api-key", " "], "empty"),
     ],
 )
-def test_bad_usage_is_one_line(arguments: list[str], part: str) -> None:
+def test_bad_usage_is_one_line(fail: Callable[..., Any], arguments: list[str], part: str) -> None:
     status, lines = fail("/no/such.gguf", *arguments)
     assert status == 2
     assert len(lines) == 1
     assert part in lines[0]
 
 
-def test_a_model_that_is_not_there_leaves_the_port(tmp_path: Path) -> None:
+def test_a_model_that_is_not_there_leaves_the_port(tmp_path: Path, fail: Callable[..., Any]) -> None:
     status, lines = fail(tmp_path / "none.gguf", "--port", "0")
     assert (status, len(lines)) == (2, 1)
     assert "does not exist" in lines[0]
@@ -170,20 +175,8 @@ def test_simon_willison_s_llm(tiny: TinyFiles, tmp_path: Path) -> None:
         assert ask() == ask("--no-stream")
 
 
-def test_requests_are_logged_only_if_asked_for(tiny: TinyFiles) -> None:
-    for options, logged in (((), False), (("--verbose",), True)):
-        with serving(tiny.quick.target, "--port", "0", *options) as (process, url):
-            with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=PATIENCE) as sock:
-                sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-                while sock.recv(65536):
-                    pass
-            process.terminate()
-            _, stderr = process.communicate(timeout=PATIENCE)
-            assert ("GET /health" in stderr) == logged
-
-
 def test_how_many_requests_at_a_time_is_chosen_and_said(tiny: TinyFiles) -> None:
-    with serving(tiny.quick.target, "--port", "0", "--parallel", "auto") as (process, url):
+    with serving(tiny.quick.target, "--port", "0", "--parallel", "auto", "--verbose") as (process, url):
         with urllib.request.urlopen(f"{url}/v1/localspec/stats", timeout=PATIENCE) as answer:
             found = json.load(answer)["parallel"]
         process.terminate()
@@ -191,3 +184,4 @@ def test_how_many_requests_at_a_time_is_chosen_and_said(tiny: TinyFiles) -> None
     assert (found["parallel"], found["running"]) == (1, 0)
     assert "one conversation of this model at a time" in found["reason"]
     assert f"localspec: requests at a time: 1 ({found['reason']})" in stderr.splitlines()
+    assert "GET /v1/localspec/stats" in stderr

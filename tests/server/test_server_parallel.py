@@ -16,8 +16,10 @@ from localspec import LLM
 from localspec.backends.base import Forward, Piece
 from localspec.server.app import ServerProtocol
 from tests.conftest import TinyFiles, open_backend
-from tests.support.serving import Server, serve
+from tests.support.serving import Server, post, read_all, serve
 from tests.support.waiting import PATIENCE, Brake, wait_until
+
+SERVE: dict[str, Any] = {"queue": 20}
 
 N = 3
 MOST_GAP = 0.05
@@ -36,12 +38,6 @@ def llm(request: pytest.FixtureRequest, tiny: TinyFiles, module_home: Path) -> I
     files = tiny.fim if engine == "reference" else tiny.pair
     with LLM(files.target, draft="ngram", backend=engine, n_ctx=512, parallel=N) as loaded:
         yield loaded
-
-
-@pytest.fixture(scope="module")
-def server(llm: LLM) -> Iterator[Server]:
-    with serve(llm, queue=20) as running:
-        yield running
 
 
 @pytest.fixture(autouse=True)
@@ -148,21 +144,8 @@ class Shared:
         monkeypatch.setattr(batch, "decode", counted)
 
 
-def connect(server: Server) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE)
-
-
-def request(body: Any, path: str = "/v1/completions") -> bytes:
-    data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    return head.encode() + b"Content-Length: %d\r\n\r\n%b" % (len(data), data)
-
-
-def read_all(sock: socket.socket, at_once: int = 65536) -> bytes:
-    received = b""
-    while chunk := sock.recv(at_once):
-        received += chunk
-    return received
+def closing_post(body: Any) -> bytes:
+    return post(body, "/v1/completions", extra="Connection: close\r\n")
 
 
 def texts_of(streamed: bytes) -> str:
@@ -215,11 +198,11 @@ def test_who_hangs_up_in_mid_answer_changes_nobody_else(server: Server, llm: LLM
     cancelled = server.service.metrics.requests["completions", "cancelled"]
     asking = Asking(server, [("/v1/completions", body_of(i)) for i in range(2)])
     with Brake(llm, after=4) as brake, ExitStack() as stack:
-        leaving = [stack.enter_context(closing(connect(server))) for _ in range(2)]
-        leaving[0].sendall(request(body_of(8, stream=True, max_tokens=400)))
+        leaving = [stack.enter_context(closing(server.connect())) for _ in range(2)]
+        leaving[0].sendall(closing_post(body_of(8, stream=True, max_tokens=400)))
         brake.wait()
         asking.start(lambda: sum(counts(llm)))
-        leaving[1].sendall(request(body_of(9, max_tokens=400)))  # waits for one of the others
+        leaving[1].sendall(closing_post(body_of(9, max_tokens=400)))  # waits for one of the others
         wait_until(lambda: sum(counts(llm)) == 4)
         for sock in leaving:
             sock.close()
@@ -252,7 +235,7 @@ def test_who_reads_slowly_has_the_whole_answer_and_holds_nobody_up(
     alone = texts_of(server.ask("POST", "/v1/completions", body)[2])
     with closing(socket.socket()) as slow:
         small_buffers(server, slow)
-        slow.sendall(request(body | {"stream_options": {"localspec_rounds": True}}))  # as many bytes as can be had
+        slow.sendall(closing_post(body | {"stream_options": {"localspec_rounds": True}}))  # as many bytes as can be had
         begin = slow.recv(100)
         asking = Asking(server, [("/v1/completions", body_of(i)) for i in range(2 * N)])
         asking.start()
@@ -270,7 +253,7 @@ def test_who_does_not_read_at_all_is_dropped_and_the_others_go_on(
     with closing(socket.socket()) as silent:
         small_buffers(server, silent)
         body = body_of(5, max_tokens=450, stream=True, stream_options={"localspec_rounds": True})
-        silent.sendall(request(body))
+        silent.sendall(closing_post(body))
         asking.start()
         asking.end()
         server.wait_idle()
@@ -349,9 +332,9 @@ def test_the_figures_say_what_the_rows_of_shared_passes_were_for(
 @both_engines
 def test_the_end_of_the_server_ends_all_that_run_and_wait(llm: LLM) -> None:
     with serve(llm) as other, Brake(llm, after=2 * N) as brake, ExitStack() as stack:
-        socks = [stack.enter_context(closing(connect(other))) for _ in range(N + 2)]
+        socks = [stack.enter_context(closing(other.connect())) for _ in range(N + 2)]
         for i, sock in enumerate(socks):
-            sock.sendall(request(body_of(i, max_tokens=400, stream=i % 2 == 0)))
+            sock.sendall(closing_post(body_of(i, max_tokens=400, stream=i % 2 == 0)))
         brake.wait()
         wait_until(lambda: sum(counts(llm)) == N + 2)
         other.runner.stop()

@@ -3,129 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from localspec import LLM, SamplingParams, TemplateError, UsageError
+from localspec import SamplingParams
 from localspec.prompts.folding import folded
 from localspec.prompts.templates import ChatTemplate
 from localspec.server.answers import AnswerBlock
 from localspec.server.bodies import read
 from localspec.server.http import ApiError, as_api_error, parse
-from localspec.server.openai import ChatBody, CompletionBody
+from localspec.server.openai import ChatBody
 from localspec.server.requests import ServedModel
 from localspec.server.tools import messages_for
-from tests.conftest import TinyFiles
-from tests.support.serving import Server, serve
+from tests.support.serving import Server
+
+LOAD: dict[str, Any] = {"n_ctx": 256}
 
 CHAT = [{"role": "user", "content": "hi"}]
 SERVED = ServedModel(SamplingParams(temperature=0.7, max_tokens=99), ["ngram", "small"], 1000)
 
 
-@pytest.fixture(scope="module")
-def server(tiny: TinyFiles, module_home: Path) -> Iterator[Server]:
-    with LLM(tiny.quick.target, draft="ngram", backend="reference", n_ctx=256) as llm, serve(llm) as running:
-        yield running
-
-
 def tool(**function: Any) -> dict[str, Any]:
     return {"type": "function", "function": function}
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "param"),
-    [
-        ("messages", None, "messages"),
-        ("messages", [], "messages"),
-        ("messages", "hi", "messages"),
-        ("temperature", "hot", "temperature"),
-        ("temperature", True, "temperature"),
-        ("temperature", 1e999, "temperature"),
-        ("temperature", 101, "temperature"),
-        ("top_p", 1.5, "top_p"),
-        ("presence_penalty", 3, "presence_penalty"),
-        ("n", 0, "n"),
-        ("n", 17, "n"),
-        ("n", 1.5, "n"),
-        ("max_tokens", 0, "max_tokens"),
-        ("max_completion_tokens", -2, "max_completion_tokens"),
-        ("max_tokens", 10**30, "max_tokens"),
-        ("seed", "x", "seed"),
-        ("seed", 2**64, "seed"),
-        ("stop", "", "stop[0]"),
-        ("stop", [1], "stop[0]"),
-        ("stop", ["x"] * 17, "stop"),
-        ("stream", "yes", "stream"),
-        ("stream_options", {"include_usage": True}, "stream_options"),
-        ("logit_bias", {"x": 1}, "logit_bias"),
-        ("logit_bias", {"1000": 1}, "logit_bias"),
-        ("logit_bias", {"1": 101}, "logit_bias.1"),
-        ("logit_bias", [1], "logit_bias"),
-        ("logit_bias", {str(i): "x" for i in range(2000)}, "logit_bias"),  # not one by one
-        ("top_logprobs", 3, "top_logprobs"),
-        ("top_logprobs", 21, "top_logprobs"),
-        ("logprobs", 2, "logprobs"),
-        ("functions", [{"name": "f"}], "functions"),
-        ("audio", {}, "audio"),
-        ("modalities", ["text", "audio"], "modalities"),
-        ("min_p", 1, "min_p"),
-        ("response_format", "json", "response_format"),
-        ("response_format", {"type": "json_schema"}, "response_format"),
-        ("grammar", "root ::= (", "grammar"),
-        ("prediction", "text", "prediction"),
-        ("prediction", {"type": "content", "content": 5}, "prediction.content"),
-        ("prediction", {"type": "guess", "content": ""}, "prediction.type"),
-        ("localspec", "off", "localspec"),
-        ("localspec", {"speed": 9}, "localspec.speed"),
-        ("localspec", {"off": 1}, "localspec.off"),
-        ("localspec", {"draft": "/etc/passwd"}, "localspec.draft"),
-        ("localspec", {"draft": [1]}, "localspec.draft[0]"),
-        ("localspec", {"draft_length": 65}, "localspec.draft_length"),
-        ("localspec", {"draft_length": True}, "localspec.draft_length"),
-        ("localspec", {"draft_length": "much"}, "localspec.draft_length"),
-        ("tools", [{"type": "retrieval"}], "tools[0].type"),
-        ("tools", [tool()], "tools[0].function.name"),
-        ("tools", [tool(name="a b")], "tools[0].function.name"),
-        ("tools", [tool(name="f", parameters="none")], "tools[0].function.parameters"),
-        ("tool_choice", "required", "tool_choice"),
-        ("tool_choice", "sometimes", "tool_choice"),
-        ("tool_choice", {"type": "function", "function": {"name": "g"}}, "tool_choice"),
-    ],
-)
-def test_wrong_chat_requests_are_told_where(field: str, value: Any, param: str) -> None:
-    with pytest.raises(ApiError) as error:
-        read(ChatBody, {"messages": CHAT} | {field: value}).asked(SERVED)
-    assert (error.value.status, error.value.param) == (400, param)
-    assert str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "param"),
-    [
-        ("prompt", None, "prompt"),
-        ("prompt", [], "prompt"),
-        ("prompt", [1, "a"], "prompt"),
-        ("prompt", [1000], "prompt"),
-        ("prompt", [-1], "prompt"),
-        ("prompt", [[]], "prompt"),
-        ("prompt", ["x"] * 17, "prompt"),
-        ("suffix", ["end"], "suffix"),
-        ("best_of", 3, "best_of"),
-        ("logprobs", True, "logprobs"),
-        ("logprobs", 21, "logprobs"),
-    ],
-)
-def test_wrong_completion_requests_are_told_where(field: str, value: Any, param: str) -> None:
-    with pytest.raises(ApiError) as error:
-        read(CompletionBody, {"prompt": "x"} | {field: value}).asked(SERVED)
-    assert (error.value.status, error.value.param) == (400, param)
 
 
 def test_what_is_not_said_is_the_server_s() -> None:
@@ -167,17 +67,6 @@ def test_what_is_said_holds() -> None:
     assert (asked.drafters, asked.draft_length) == (("small",), 3)
     for off in ({"off": True, "draft": "small"}, {"draft": "none"}):
         assert read(ChatBody, {"messages": CHAT, "localspec": off}).asked(SERVED).options.drafters == ()
-
-
-@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-def test_a_length_of_minus_one_is_no_bound_of_the_request(name: str) -> None:
-    served = replace(SERVED, params=SamplingParams(max_tokens=77))
-    for bound, expected in ((-1, 77), (5, 5)):
-        assert read(ChatBody, {"messages": CHAT, name: bound}).asked(served).options.params.max_tokens == expected
-    for wrong in (0, -2):
-        with pytest.raises(ApiError) as error:
-            read(ChatBody, {"messages": CHAT, name: wrong}).asked(served)
-        assert (error.value.status, error.value.param) == (400, name)
 
 
 @pytest.mark.parametrize(
@@ -236,64 +125,6 @@ def test_what_a_model_wrote_can_be_sent_and_rendered() -> None:
     (_, sent) = messages_for(messages)
     assert sent["tool_calls"][0]["function"]["arguments"] == arguments
     assert AnswerBlock(0, "call", '{"a":' * 100_000).arguments == {}
-
-
-WORDS = [
-    "type",
-    "function",
-    "name",
-    "role",
-    "content",
-    "text",
-    "schema",
-    "json_schema",
-    "draft",
-    "off",
-    "parameters",
-    "7",
-]
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["", "x", "auto", "function", "text"]),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(WORDS),
-            inner,
-            max_size=4,
-        )
-    ),
-    max_leaves=8,
-)
-FIELDS = [
-    "messages",
-    "prompt",
-    "temperature",
-    "top_p",
-    "n",
-    "stop",
-    "stream",
-    "stream_options",
-    "logit_bias",
-    "logprobs",
-]
-FIELDS += ["top_logprobs", "seed", "max_tokens", "tools", "tool_choice", "response_format", "grammar", "prediction"]
-FIELDS += ["localspec", "modalities", "best_of", "echo", "presence_penalty", "top_k"]
-
-
-@settings(max_examples=80, deadline=None)
-@given(st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5))
-def test_no_body_is_an_internal_error(body: dict[str, Any]) -> None:
-    for kind, least in ((ChatBody, {"messages": CHAT}), (CompletionBody, {"prompt": "x"})):
-        with suppress(ApiError):
-            read(kind, least | body).asked(SERVED)
-
-
-@settings(max_examples=80, deadline=None)
-@given(st.lists(VALUES, max_size=3))
-def test_no_messages_are_an_internal_error(messages: list[Any]) -> None:
-    template = ChatTemplate(None)
-    with suppress(UsageError, TemplateError):
-        prompt_of(template, messages, [tool(name="f")])
 
 
 def test_any_error_becomes_openai_s_shape_without_our_insides() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,17 +15,12 @@ from localspec import LLM
 from localspec.errors import LocalspecError, UsageError
 from localspec.server.app import listen, url_of
 from localspec.server.http import is_loopback
-from tests.conftest import TinyFiles
 from tests.support.serving import Server, serve
+
+LOAD: dict[str, Any] = {"draft": [], "n_ctx": 256}
 
 BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 ASK = ("POST", "/v1/chat/completions", BODY)
-
-
-@pytest.fixture(scope="module")
-def llm(tiny: TinyFiles, module_home: Path) -> Iterator[LLM]:
-    with LLM(tiny.quick.target, draft=None, backend="reference", n_ctx=256) as loaded:
-        yield loaded
 
 
 def code_of(answer: bytes) -> Any:
@@ -119,13 +113,6 @@ def test_a_link_may_lead_to_the_page_but_nothing_may_embed_it(server: Server) ->
     assert server.ask("GET", "/", None, link)[0] in (200, 404)
     assert server.ask("GET", "/", None, link | {"Sec-Fetch-Mode": "no-cors"})[0] == 403
     assert server.ask("GET", "/v1/localspec/stats", None, link)[0] == 403
-
-
-def test_a_browser_s_question_beforehand_is_refused(server: Server) -> None:
-    question = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
-    status, headers, _ = server.ask("OPTIONS", "/v1/chat/completions", None, question)
-    assert status == 403
-    assert not any(name.startswith("access-control") for name in headers)
 
 
 def test_an_origin_can_be_let_in(llm: LLM) -> None:

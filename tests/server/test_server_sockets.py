@@ -7,7 +7,7 @@ import select
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from typing import Any
 
 import pytest
@@ -16,18 +16,14 @@ from localspec import LLM
 from localspec.engine import worker as worker_module
 from localspec.server import events
 from localspec.server.app import ServerProtocol
-from tests.support.serving import Server, serve
+from tests.support.serving import Server, post, read_all, serve
 from tests.support.waiting import PATIENCE, Brake, Clock, wait_until
+
+SERVE: dict[str, Any] = {"queue": 4, "body_bytes": 100_000}
 
 CHAT = [{"role": "user", "content": "hi"}]
 LONG = {"messages": CHAT, "max_tokens": 600, "ignore_eos": True}
 SHORT = {"messages": CHAT, "max_tokens": 1}
-
-
-@pytest.fixture(scope="module")
-def server(llm: LLM) -> Iterator[Server]:
-    with serve(llm, queue=4, body_bytes=100_000) as running:
-        yield running
 
 
 @pytest.fixture(autouse=True)
@@ -36,30 +32,6 @@ def still_well(server: Server) -> Iterator[None]:
     yield
     server.wait_idle()
     assert server.ask("POST", "/v1/chat/completions", SHORT)[0] == 200
-
-
-def connect(server: Server) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE)
-
-
-def request(body: Any, *, length: int | None = None, extra: str = "") -> bytes:
-    data = json.dumps(body).encode()
-    head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{extra}"
-        f"Content-Length: {len(data) if length is None else length}\r\n\r\n"
-    )
-    return head.encode() + data
-
-
-def read_all(sock: socket.socket) -> bytes:
-    """Until the server closes."""
-    received = b""
-    try:
-        while chunk := sock.recv(65536):
-            received += chunk
-    except ConnectionError:
-        pass
-    return received
 
 
 def read_until(sock: socket.socket, part: bytes) -> bytes:
@@ -82,8 +54,8 @@ def status_of(answer: bytes) -> int:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_the_engine(server: Server, llm: LLM, stream: bool) -> None:
     with Brake(llm, after=5) as brake:
-        with closing(connect(server)) as sock:
-            sock.sendall(request(LONG | {"stream": stream}))
+        with closing(server.connect()) as sock:
+            sock.sendall(post(LONG | {"stream": stream}))
             brake.wait()
             if stream:
                 read_until(sock, b"chat.completion.chunk")
@@ -93,12 +65,12 @@ def test_a_client_that_leaves_frees_the_engine(server: Server, llm: LLM, stream:
 
 def test_clients_that_leave_while_they_wait_are_not_answered(server: Server, llm: LLM) -> None:
     cancelled = server.service.metrics.requests["chat", "cancelled"]
-    with Brake(llm) as brake, closing(connect(server)) as first:
-        first.sendall(request(LONG))
+    with Brake(llm) as brake, closing(server.connect()) as first:
+        first.sendall(post(LONG))
         brake.wait()
-        waiting = [connect(server) for _ in range(4)]
+        waiting = [server.connect() for _ in range(4)]
         for i, sock in enumerate(waiting):
-            sock.sendall(request(SHORT | {"stream": i % 2 == 0}))
+            sock.sendall(post(SHORT | {"stream": i % 2 == 0}))
         wait_until(lambda: llm.queue_length == 4)
         for sock in waiting:
             sock.close()
@@ -113,18 +85,18 @@ def test_clients_that_leave_while_they_wait_are_not_answered(server: Server, llm
 def test_a_client_that_leaves_within_its_body_is_no_failure(
     server: Server, path: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sent = request(SHORT, length=9999).replace(b"/v1/chat/completions", path.encode())
-    with closing(connect(server)) as sock:
+    sent = post(SHORT, length=9999).replace(b"/v1/chat/completions", path.encode())
+    with closing(server.connect()) as sock:
         sock.sendall(sent)
-        wait_until(lambda: server.service.bodies._held, "the body has not begun")
-    wait_until(lambda: not server.service.bodies._held, "the body is still waited for")
+        wait_until(lambda: server.service.bodies.n_held, "the body has not begun")
+    wait_until(lambda: not server.service.bodies.n_held, "the body is still waited for")
     assert server.ask("GET", "/health")[0] == 200  # and what it might have said has been said
     assert capsys.readouterr().err == ""
 
 
 def test_a_half_closed_connection_counts_as_gone(server: Server, llm: LLM) -> None:
-    with Brake(llm) as brake, closing(connect(server)) as sock:
-        sock.sendall(request(LONG))
+    with Brake(llm) as brake, closing(server.connect()) as sock:
+        sock.sendall(post(LONG))
         brake.wait()
         sock.shutdown(socket.SHUT_WR)
         server.wait_idle()
@@ -136,7 +108,7 @@ def test_a_half_closed_connection_counts_as_gone(server: Server, llm: LLM) -> No
 
 def test_a_head_that_does_not_come_is_given_up(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ServerProtocol, "head_seconds", 0.3)
-    with closing(connect(server)) as silent, closing(connect(server)) as dripping:
+    with closing(server.connect()) as silent, closing(server.connect()) as dripping:
         with suppress(ConnectionError):
             dripping.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nX: ")
             while not select.select([dripping], [], [], 0.01)[0]:  # it goes on for as long as nothing is said to it
@@ -149,8 +121,8 @@ def test_a_head_that_does_not_come_is_given_up(server: Server, monkeypatch: pyte
 def test_a_second_request_that_does_not_come_is_given_up(
     server: Server, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Brake(llm, after=0) as brake, closing(connect(server)) as sock:
-        sock.sendall(request(SHORT) + b"G")
+    with Brake(llm, after=0) as brake, closing(server.connect()) as sock:
+        sock.sendall(post(SHORT) + b"G")
         brake.wait()
         monkeypatch.setattr(ServerProtocol, "head_seconds", 0.3)  # from here on: the first one had its time
         brake.release()
@@ -160,41 +132,21 @@ def test_a_second_request_that_does_not_come_is_given_up(
 
 
 def test_a_body_that_does_not_come_is_given_up(llm: LLM) -> None:
-    with serve(llm, body_seconds=0.3) as other, closing(connect(other)) as sock:
-        sock.sendall(request(SHORT, length=5000))
+    with serve(llm, body_seconds=0.3) as other, closing(other.connect()) as sock:
+        sock.sendall(post(SHORT, length=5000))
         answer = read_all(sock)
         assert status_of(answer) == 408
         assert b"request_timeout" in answer
-
-
-def test_a_client_that_does_not_read_does_not_hold_the_engine(
-    server: Server, llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ServerProtocol, "stall_seconds", 0.5)
-    with Brake(llm) as brake, closing(socket.socket()) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.connect(("127.0.0.1", server.port))
-        wait_until(lambda: len(server.runner.server_state.connections) == 1)
-        (connection,) = server.runner.server_state.connections
-        connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        rounds = {"stream_options": {"localspec_rounds": True}}  # as many bytes as can be had
-        sock.sendall(request(LONG | {"stream": True} | rounds))
-        brake.wait()
-        brake.release()
-        server.wait_idle()
-        assert server.ask("POST", "/v1/chat/completions", SHORT)[0] == 200
-        # What it did not take is not kept for ever either.
-        wait_until(lambda: len(server.runner.server_state.connections) == 0)
 
 
 def test_a_client_that_waits_long_is_given_signs_of_life(
     server: Server, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(events, "KEEP_ALIVE_SECONDS", 0.05)
-    with Brake(llm) as brake, closing(connect(server)) as first, closing(connect(server)) as second:
-        first.sendall(request(LONG))
+    with Brake(llm) as brake, closing(server.connect()) as first, closing(server.connect()) as second:
+        first.sendall(post(LONG))
         brake.wait()
-        second.sendall(request(SHORT | {"stream": True}, extra="Connection: close\r\n"))
+        second.sendall(post(SHORT | {"stream": True}, extra="Connection: close\r\n"))
         assert status_of(read_until(second, b": waiting\n\n")) == 200
         read_until(second, b": waiting\n\n")
         assert llm.queue_length == 1
@@ -230,7 +182,7 @@ def test_what_is_no_http_is_answered_or_dropped(
     server: Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], data: bytes
 ) -> None:
     monkeypatch.setattr(ServerProtocol, "head_seconds", 0.5)
-    with closing(connect(server)) as sock:
+    with closing(server.connect()) as sock:
         with suppress(ConnectionError):
             sock.sendall(data)
         answer = read_all(sock)
@@ -245,11 +197,11 @@ def test_websockets_and_upgrades_are_ignored(server: Server) -> None:
 
 
 def test_too_large_a_body_is_413(server: Server) -> None:
-    with closing(connect(server)) as declared:
-        declared.sendall(request(SHORT, length=10**9))
+    with closing(server.connect()) as declared:
+        declared.sendall(post(SHORT, length=10**9))
         assert status_of(declared.recv(65536)) == 413
-    with closing(connect(server)) as chunked:
-        head = request(SHORT).split(b"Content-Length")[0] + b"Transfer-Encoding: chunked\r\n\r\n"
+    with closing(server.connect()) as chunked:
+        head = post(SHORT).split(b"Content-Length")[0] + b"Transfer-Encoding: chunked\r\n\r\n"
         try:
             chunked.sendall(head)
             for _ in range(300):
@@ -264,17 +216,17 @@ def test_too_large_a_body_is_413(server: Server) -> None:
 
 def test_all_bodies_together_are_bounded(llm: LLM) -> None:
     with serve(llm, body_bytes=50_000, bodies_bytes=100_000, body_seconds=PATIENCE) as other:
-        held = [connect(other) for _ in range(3)]
+        held = [other.connect() for _ in range(3)]
         before = 0
         for sock in held[:2]:
-            sock.sendall(request(SHORT, length=45_000) + b" " * 40_000)
-            wait_until(lambda before=before: other.service.bodies._held >= before + 40_000)
-            before = other.service.bodies._held
-        held[2].sendall(request(SHORT, length=45_000) + b" " * 40_000)
+            sock.sendall(post(SHORT, length=45_000) + b" " * 40_000)
+            wait_until(lambda before=before: other.service.bodies.n_held >= before + 40_000)
+            before = other.service.bodies.n_held
+        held[2].sendall(post(SHORT, length=45_000) + b" " * 40_000)
         assert status_of(held[2].recv(65536)) == 503
         for sock in held:
             sock.close()
-        wait_until(lambda: other.service.bodies._held == 0)
+        wait_until(lambda: other.service.bodies.n_held == 0)
 
 
 # -- too many ----------------------------------------------------------------------------------------------------------
@@ -287,8 +239,8 @@ def test_two_hundred_clients_at_once(server: Server, llm: LLM) -> None:
         answers.append(server.ask("POST", "/v1/chat/completions", SHORT | {"max_tokens": 4}))
 
     threads = [threading.Thread(target=ask) for _ in range(200)]
-    with Brake(llm) as brake, closing(connect(server)) as first:
-        first.sendall(request(LONG))
+    with Brake(llm) as brake, closing(server.connect()) as first:
+        first.sendall(post(LONG))
         brake.wait()
         for thread in threads:
             thread.start()
@@ -309,9 +261,9 @@ def test_two_hundred_clients_at_once(server: Server, llm: LLM) -> None:
 
 def test_connections_beyond_the_limit_are_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ServerProtocol, "max_connections", 10)
-    held = [connect(server) for _ in range(10)]
+    held = [server.connect() for _ in range(10)]
     wait_until(lambda: len(server.runner.server_state.connections) == 10)
-    with closing(connect(server)) as one_more:
+    with closing(server.connect()) as one_more:
         answer = read_all(one_more)
         assert status_of(answer) == 503
     for sock in held:
@@ -347,29 +299,3 @@ def test_a_request_whose_turn_does_not_come_in_time_is_told_so(llm: LLM) -> None
         assert error["code"] == "timeout"
         assert "its turn did not come" in error["message"]
         stream.close()
-
-
-def test_the_queue_is_of_bounded_length(llm: LLM) -> None:
-    with serve(llm, queue=0) as other, Brake(llm) as brake, closing(connect(other)) as first:
-        first.sendall(request(LONG | {"n": 3}))  # does not wait, so it may come in
-        brake.wait()
-        status, headers, answer = other.ask("POST", "/v1/chat/completions", SHORT)
-        assert (status, json.loads(answer)["error"]["code"]) == (429, "queue_full")
-        assert 1 <= int(headers["retry-after"]) <= 60
-
-
-def test_the_end_of_the_server_ends_what_runs_and_waits(llm: LLM) -> None:
-    with serve(llm) as other, Brake(llm) as brake, ExitStack() as stack:
-        socks = [stack.enter_context(closing(connect(other))) for _ in range(3)]
-        for sock, stream in zip(socks, (True, False, True), strict=True):
-            sock.sendall(request(LONG | {"stream": stream}))
-            brake.wait()
-        wait_until(lambda: llm.queue_length == 2)
-        read_until(socks[0], b"data: ")
-        other.runner.stop()
-        # They are told why, which whom uvicorn cuts off at the end of its patience is not.
-        answers = [read_all(sock) for sock in socks]
-    assert b"shutting_down" in answers[0]
-    assert b"[DONE]" not in answers[0]
-    assert [status_of(answer) for answer in answers[1:]] == [503, 503]
-    assert not llm.busy

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,129 +174,8 @@ MARKED = [name for name, write in FORMATS.items() if not write(WEATHER).lstrip()
 """Those whose calls may stand anywhere in an answer."""
 
 
-CASES: dict[str, tuple[str, str, list[Call]]] = {
-    "arguments first": (f'<tool_call>{{"arguments": {P}, "name": "weather"}}</tool_call>', "", WEATHER),
-    "arguments first, without a mark": (f'{{"arguments": {P}, "name": "weather"}}', "", WEATHER),
-    "as a string": (f'<tool_call>{{"name": "weather", "arguments": {json.dumps(P)}}}</tool_call>', "", WEATHER),
-    "no arguments": ('<tool_call>{"name": "now"}</tool_call>', "", [("now", {})]),
-    "null arguments": ('<tool_call>{"name": "now", "arguments": null}</tool_call>', "", [("now", {})]),
-    "empty arguments": ('<tool_call>{"name": "now", "arguments": ""}</tool_call>', "", [("now", {})]),
-    "as OpenAI writes it": (
-        f'<tool_call>{{"type": "function", "function": {{"name": "weather", "arguments": {P}}}}}</tool_call>',
-        "",
-        WEATHER,
-    ),
-    "single quotes": (f"<tool_call>{ {'name': 'weather', 'arguments': PARIS} }</tool_call>", "", WEATHER),
-    "a line break in a string": (
-        '<tool_call>{"name": "weather", "arguments": {"city": "a\nb", "days": 1}}</tool_call>',
-        "",
-        [("weather", {"city": "a\nb", "days": 1})],
-    ),
-    "a backslash of a regular expression": (
-        r'<tool_call>{"name": "weather", "arguments": {"city": "\d+"}}</tool_call>',
-        "",
-        [("weather", {"city": r"\d+"})],
-    ),
-    "half of a character": (
-        r'<tool_call>{"name": "weather", "arguments": {"city": "\ud83d\ude00 \ud83d"}}</tool_call>',
-        "",
-        [("weather", {"city": "😀 �"})],
-    ),
-    "a comma too many": ('<tool_call>{"name": "now", "arguments": {},}</tool_call>', "", [("now", {})]),
-    "no closer": (f'<tool_call>\n{{"name": "weather", "arguments": {P}}}', "", WEATHER),
-    "an unknown tool behind a mark": ('<tool_call>{"name": "x", "arguments": {}}</tool_call>', "", [("x", {})]),
-    "values whose ends are missing": (
-        "<tool_call><function=weather>\n<parameter=city>\nParis\n<parameter=days>\n3\n</function>\n</tool_call>",
-        "",
-        WEATHER,
-    ),
-    "a value that holds the marks": (
-        "<tool_call>\n<function=weather>\n<parameter=city>\nends with </parameter> or\n<parameter=x>\n</function>!\n"
-        "</parameter>\n</function>\n</tool_call>",
-        "",
-        [("weather", {"city": "ends with </parameter> or\n<parameter=x>\n</function>!"})],
-    ),
-    "a value that is JSON": (
-        '<tool_call>\n<function=weather>\n<parameter=city>\n{"a": 1}\n</parameter>\n</function>\n</tool_call>',
-        "",
-        [("weather", {"city": '{"a": 1}'})],
-    ),
-    "GLM-4.7 on one line": (
-        "<tool_call>weather<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call><tool_call>now</tool_call>",
-        "",
-        [("weather", {"city": "Paris"}), ("now", {})],
-    ),
-    "Python without names": ('<|tool_call_start|>[weather("Paris", 3)]<|tool_call_end|>', "", WEATHER),
-    "Llama's own tools": ('<|python_tag|>weather.call(city="Paris", days=3)', "", WEATHER),
-    "gpt-oss, the recipient first": (
-        f" to=functions.weather<|channel|>commentary json<|message|>{P}<|call|>",
-        "",
-        WEATHER,
-    ),
-    "DeepSeek's marks as distilled models write them": (
-        f"<｜tool_calls_begin｜><｜tool_call_begin｜>weather<｜tool_sep｜>{P}<｜tool_call_end｜><｜tool_calls_end｜>",
-        "",
-        WEATHER,
-    ),
-    "text before, between and behind": (
-        f'I look.\n<tool_call>{{"name": "weather", "arguments": {P}}}</tool_call>\nAnd\n\n'
-        '<tool_call>{"name": "now"}</tool_call>\n\nSo.\n',
-        "I look.\n\nAnd\n\n\n\nSo.",
-        BOTH,
-    ),
-    "the mark is spoken of first": (
-        'The tag <tool_call> begins one: <tool_call>{"name": "now"}</tool_call>',
-        "The tag <tool_call> begins one:",
-        [("now", {})],
-    ),
-    "a call that is none, then one": (
-        '<tool_call>no</tool_call> <tool_call>{"name": "now"}</tool_call>',
-        "<tool_call>no</tool_call>",
-        [("now", {})],
-    ),
-}
-
-TEXTS = [
-    "",
-    "Hello.",
-    "  leading and trailing  ",
-    "a < b, <tool, <tool_cal and [TOOL_CALL",
-    '{"name": "nobody", "arguments": {}}',
-    '{"name": "weather"}',
-    '{"name": "weather", "age": 3}',
-    '[{"name": "weather"}]',
-    '{"answer": 42}',
-    "{not json}",
-    "[1, 2]",
-    "[weather is nice](https://example.org)",
-    "[now()](https://example.org)",
-    "now() is what you call",
-    "```json\n[1, 2]\n```",
-    "```python\nprint({'name': 1})\n```",
-    "```python\nnow()\n```",
-    '```json\n{"name": "nobody"}\n```\nand more',
-    '{"name": "weather", "arguments": ',
-    "<tool_call>no</tool_call>",
-    "Hello  \n <tool_call> no </tool_call>  \n",
-    " \n<tool_call>\n\n[ ]\n</tool_call>\n ",
-    "<tool_call>",
-    "<tool_call>weather is what I call",
-    "<tool_call>weather {no}",
-    "<|python_tag|>print(1)",
-    "<function=",
-    "<function=nobody>\n<parameter=x>\n1\n</parameter>\n</function>",
-    '<tool_call>{"nome": "weather"}</tool_call>',
-    '<tool_call>{"name": 3}</tool_call>',
-    '<tools>{"name": "nobody", "arguments": {}}</tools>',
-    "[TOOL_CALLS] are what Mistral writes",
-    "import functools\nfunctools[1]",
-    "<｜tool▁calls▁begin｜>now<｜tool▁calls▁end｜>",
-    "<|channel|>commentary to=nobody and so on",
-    "{",
-    "`",
-    "[",
-    "```",
-]
+TABLES = json.loads((Path(__file__).parent / "tool_calls.json").read_text("utf-8"))
+"""Cases: a text, what is said, the calls; texts that are none; values: a schema, a text, what it is read as."""
 
 
 def read(text: str, cuts: list[int], *, cut: bool = False, parallel: bool = True) -> tuple[str, list[tuple[str, Any]]]:
@@ -330,13 +210,13 @@ def singly(text: str) -> list[int]:
     return list(range(1, len(text)))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", TABLES["cases"])
 def test_cases(name: str) -> None:
-    text, said, calls = CASES[name]
+    text, said, calls = TABLES["cases"][name]
     for cuts in ([], singly(text)):
         found, read_calls = read(text, cuts)
         assert found == said
-        assert calls_of(read_calls) == calls
+        assert calls_of(read_calls) == [tuple(call) for call in calls]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -405,7 +285,7 @@ def is_json(text: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("text", TABLES["texts"])
 def test_what_is_no_call_is_text(text: str) -> None:
     for cuts in ([], singly(text)):
         assert read(text, cuts) == (text, [])
@@ -486,65 +366,7 @@ def test_a_schema_of_many_values_is_read_once(kind: str, n: int) -> None:
 
 # -- types -------------------------------------------------------------------------------------------------------------
 
-STRINGS: list[Any] = [
-    {"type": "string"},
-    {"$ref": "#/$defs/Text"},
-    {"$ref": "#/definitions/Text"},
-    {"$ref": "#/$defs/Zip"},
-    {"allOf": [{"$ref": "#/$defs/Text"}], "description": "x"},
-    {"type": ["string", "null"]},
-    {"type": ["null", "string"]},
-    {"anyOf": [{"type": "string"}, {"type": "null"}]},
-    {"anyOf": [{"$ref": "#/$defs/Text"}, {"type": "null"}], "default": None},
-    {"oneOf": [{"type": "null"}, {"type": "string"}]},
-    {"type": "string", "nullable": True},
-    {"type": ["string", "integer"]},
-    {"type": "string", "format": "path"},
-]
 DEFINITIONS = {"Text": {"type": "string"}, "Zip": {"enum": ["007", "123", "true", "1e5", "-0", "[1]"]}}
-ENUM: Any = {"enum": ["1", "auto", 2, True, None]}
-INTEGER: Any = {"type": "integer"}
-ANYTHING: list[Any] = [{}, None, True, {"description": "x"}, {"type": "strange"}, 3, []]
-NOWHERE: list[Any] = [{}, {"$ref": "#/nowhere"}, {"$ref": "https://example.org"}]
-TYPED: list[tuple[Any, str, Any]] = [
-    *((schema, word, word) for schema in STRINGS for word in ("007", "123", "true", "1e5", "-0")),
-    *((schema, "[1]", "[1]") for schema in STRINGS),
-    *((schema, word, None) for schema in STRINGS[5:11] for word in ("null", "None")),
-    (INTEGER, "3", 3),
-    (INTEGER, " 3\n", 3),
-    (INTEGER, "3.0", 3),
-    (INTEGER, "007", "007"),
-    (INTEGER, "many", "many"),
-    (INTEGER, "null", None),
-    ({"type": ["integer", "string"]}, "3", 3),
-    ({"type": ["integer", "string"]}, "007", "007"),
-    ({"type": "number"}, "3", 3),
-    ({"type": "number"}, "-2.5e3", -2500.0),
-    ({"type": "number"}, "1e999", "1e999"),
-    ({"type": "number"}, "1٢", "1٢"),
-    ({"enum": [12]}, "1٢", "1٢"),
-    ({"enum": ["x", 1.0]}, "1", 1),
-    ({"enum": [1, "true"]}, "true", "true"),
-    ({"type": "number"}, "NaN", "NaN"),
-    *(({"type": "boolean"}, word, word.lower() == "true") for word in ("true", "True", "TRUE", "false", "False")),
-    (ENUM, "1", "1"),
-    (ENUM, "2", 2),
-    (ENUM, "auto", "auto"),
-    (ENUM, "True", True),
-    (ENUM, "None", None),
-    ({"type": "string", "enum": ["a"]}, "5", "5"),
-    ({"const": "5"}, "5", "5"),
-    ({"const": 5}, "5", 5),
-    ({"type": "array"}, '["a", 1]', ["a", 1]),
-    ({"type": "array", "items": {"type": "string"}}, "['a', 'b']", ["a", "b"]),
-    ({"type": "object"}, '{"a": {"b": []}}', {"a": {"b": []}}),
-    ({"type": "object"}, "{'a': True, 'b': None}", {"a": True, "b": None}),
-    ({"anyOf": [{"type": "string"}, {"type": "array"}]}, '["a"]', ["a"]),
-    ({"anyOf": [{"type": "string"}, {"type": "array"}]}, "a", "a"),
-    ({"anyOf": [INTEGER, {"type": "boolean"}]}, "true", True),
-    *((anything, "123", 123) for anything in ANYTHING),
-    *((anything, "007", "007") for anything in NOWHERE),
-]
 
 
 def arguments_of(text: str, schema: Any) -> Any:
@@ -554,7 +376,7 @@ def arguments_of(text: str, schema: Any) -> Any:
     return json.loads("".join(piece.text for piece in pieces if isinstance(piece, CallArguments)))
 
 
-@pytest.mark.parametrize(("schema", "text", "value"), TYPED)
+@pytest.mark.parametrize(("schema", "text", "value"), TABLES["between tags"])
 def test_text_between_tags_has_the_type_of_its_schema(schema: Any, text: str, value: Any) -> None:
     for written in (
         f"<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>\n</tool_call>",
@@ -565,28 +387,7 @@ def test_text_between_tags_has_the_type_of_its_schema(schema: Any, text: str, va
         assert (found, type(found)) == (value, type(value))
 
 
-@pytest.mark.parametrize(
-    ("schema", "text", "value"),
-    [
-        ({"type": "string"}, "123", "123"),
-        ({"type": "string"}, "007", "007"),
-        ({"type": "string"}, "true", "true"),
-        ({"type": "string"}, "null", None),
-        ({"type": ["string", "integer"]}, "123", 123),
-        ({"type": ["string", "null"]}, "null", None),
-        (INTEGER, '"3"', 3),
-        (INTEGER, '"many"', "many"),
-        (INTEGER, "3.5", 3.5),
-        ({"type": "boolean"}, '"True"', True),
-        ({"type": "array"}, '"[1, 2]"', [1, 2]),
-        ({"type": "object"}, '"{\\"a\\": 1}"', {"a": 1}),
-        ({"type": "array", "items": {"type": "string"}}, "[1, 02]", ["1", "02"]),
-        ({"type": "object", "properties": {"zip": {"type": "string"}}}, '{"zip": 123}', {"zip": "123"}),
-        ({}, "123", 123),
-        ({}, '"123"', "123"),
-        (None, "[1, {}]", [1, {}]),
-    ],
-)
+@pytest.mark.parametrize(("schema", "text", "value"), TABLES["with a type"])
 def test_values_that_have_a_type_get_another_only_where_the_schema_asks_for_it(
     schema: Any, text: str, value: Any
 ) -> None:

@@ -6,33 +6,26 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from localspec import LLM
 from localspec.backends.base import Model
 from localspec.prompts.template_sandbox import SandboxedTemplate
 from localspec.sampling import grammar as structured
 from localspec.server import http as bodies
 from localspec.server import service as service_module
 from localspec.server.requests import MAX_BIASES, MAX_STOP, MAX_STOPS
-from tests.conftest import TinyFiles
 from tests.support.serving import Server
 from tests.support.waiting import PATIENCE, wait_until
+
+LOAD: dict[str, Any] = {"draft": [], "n_ctx": 256, "idle": False}
 
 SLOW = "slow"
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 LONG = {"messages": [{"role": "user", "content": SLOW}], "max_tokens": 1}
 MANY = 12
 """Slow requests at a time: more than asyncio has threads by itself on the machines that tests run on."""
-
-
-@pytest.fixture(scope="module")
-def llm(tiny: TinyFiles, module_home: Path) -> Iterator[LLM]:
-    with LLM(tiny.quick.target, draft=None, backend="reference", n_ctx=256, idle=False) as loaded:
-        yield loaded
 
 
 class Held:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from localspec import LLM
 from localspec.errors import UsageError
 from localspec.prompts.templates import ChatTemplate
 from localspec.sampling.sampling import SamplingParams
 from localspec.server.tools import ToolUse, forced_call
-from tests.conftest import TinyFiles
 from tests.support.serving import Server
 
 CHAT = [{"role": "user", "content": "Ann is 32."}]
@@ -30,12 +27,6 @@ CALL = '<tool_call>\n{"name": "find_person", "arguments": {"age": 3}}\n</tool_ca
 
 def tool(parameters: Any = None, name: str = "find_person", **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters or {"type": "object"}} | more}
-
-
-@pytest.fixture(scope="module")
-def llm(tiny: TinyFiles, module_home: Any) -> Iterator[LLM]:
-    with LLM(tiny.quick.target, draft="ngram", backend="reference", n_ctx=2048) as loaded:
-        yield loaded
 
 
 def ask(server: Server, path: str, **body: Any) -> tuple[int, Any]:
@@ -115,32 +106,6 @@ def test_text_and_calls_keep_their_order_where_an_answer_has_blocks(server: Serv
 # -- forms of calls, through a server ----------------------------------------------------------------------------------
 
 TYPES = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '<function=weather>{"city": "007", "days": 3}</function>',
-        '<|tool_call_start|>[weather(city="007", days=3)]<|tool_call_end|>',
-        "<tool_call>\n<function=weather>\n<parameter=city>\n007\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
-        "</function>\n</tool_call>",
-        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>007</arg_value>\n<arg_key>days</arg_key>\n"
-        "<arg_value>3</arg_value>\n</tool_call>",
-    ],
-)
-def test_forms(server: Server, text: str) -> None:
-    found = chat(server, tools=[tool(TYPES, "weather")], **says(text))
-    assert found["message"]["content"] is None
-    (call,) = found["message"]["tool_calls"]
-    assert json.loads(call["function"]["arguments"]) == {"city": "007", "days": 3}
-    assert found["finish_reason"] == "tool_calls"
-
-
-@pytest.mark.parametrize(
-    "text", ["a <tool_call>  \n no </tool_call> b \n", "<function=nobody>{}</function>", "[x()] \n"]
-)
-def test_text_that_is_no_call_is_returned_as_it_was(server: Server, text: str) -> None:
-    assert chat(server, **says(text))["message"]["content"] == text
 
 
 def test_a_call_that_the_budget_cuts_is_not_made_whole(server: Server) -> None:

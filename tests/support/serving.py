@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from localspec import LLM
@@ -51,10 +51,32 @@ class Server:
         finally:
             connection.close()
 
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE)
+
     def wait_idle(self) -> None:
         """Until nothing runs and nobody waits, in the server and in the engine."""
         llm = self.service.llm
         wait_until(lambda: not (llm.busy or llm.queue_length), "no request is stuck")
+
+
+def post(body: Any, path: str = "/v1/chat/completions", *, length: int | None = None, extra: str = "") -> bytes:
+    """A request as it is sent; ``length`` is what it says of its body, ``extra`` more lines of its head."""
+    data = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{extra}"
+        f"Content-Length: {len(data) if length is None else length}\r\n\r\n"
+    )
+    return head.encode() + data
+
+
+def read_all(sock: socket.socket, at_once: int = 65536) -> bytes:
+    """Until the server closes."""
+    received = b""
+    with suppress(ConnectionError):
+        while chunk := sock.recv(at_once):
+            received += chunk
+    return received
 
 
 @contextmanager

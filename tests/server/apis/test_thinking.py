@@ -43,16 +43,50 @@ def opens(server: Server) -> bool:
 
 
 @pytest.fixture(scope="module")
-def chat(server: Server) -> tuple[str, str, int]:
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as made:
+        yield made
+
+
+def ask(client: openai.OpenAI, extra: dict[str, Any] | None = None, **options: Any) -> Any:
+    given: Any = {"model": "", "messages": [QUESTION], "max_tokens": MAX_TOKENS} | options
+    return client.chat.completions.create(**given, extra_body=SEED | {"thinking_budget": BUDGET} | (extra or {}))
+
+
+@pytest.fixture(scope="module")
+def chat(client: openai.OpenAI) -> tuple[str, str, int]:
     """What ``/v1/chat/completions`` says: thinking, answer, and how many tokens the first took."""
-    extra = {"thinking_budget": BUDGET}
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        found: Any = client.chat.completions.create(
-            model="", messages=[QUESTION], max_tokens=MAX_TOKENS, extra_body=SEED | extra
-        )
+    found = ask(client)
     message = found.choices[0].message
     thought = getattr(message, "reasoning_content", None) or ""
     return thought, message.content, found.usage.completion_tokens_details.reasoning_tokens
+
+
+def test_chats(server: Server, client: openai.OpenAI, opens: bool, chat: tuple[str, str, int]) -> None:
+    thought, answer, n_thought = chat
+    assert "think>" not in thought + answer
+    forced = len(server.service.llm.thinking.forced)
+    assert n_thought in (range(BUDGET + 1, BUDGET + forced + 1) if opens else (0,))
+    deltas = [chunk.choices[0].delta for chunk in ask(client, stream=True) if chunk.choices]
+    thoughts = [getattr(delta, "reasoning_content", None) or "" for delta in deltas]
+    contents = [delta.content or "" for delta in deltas]
+    assert ("".join(thoughts), "".join(contents)) == (thought, answer)
+    begins = next((i for i, text in enumerate(contents) if text), len(contents))
+    assert not any(thoughts[begins:])
+    # Log-probabilities are of the content.
+    scored = ask(client, logprobs=True, top_logprobs=0)
+    assert len(scored.choices[0].logprobs.content) <= scored.usage.completion_tokens - n_thought
+    n_prompt = scored.usage.prompt_tokens
+    for extra in (
+        {"think": "off"},
+        {"reasoning_effort": "none"},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"response_format": {"type": "json_object"}},
+    ):
+        off = ask(client, extra | {"thinking_budget": None})
+        assert getattr(off.choices[0].message, "reasoning_content", None) is None
+        assert off.usage.completion_tokens_details.reasoning_tokens == 0
+        assert off.usage.prompt_tokens > n_prompt or not opens  # the closed block
 
 
 def test_messages(server: Server, opens: bool, chat: tuple[str, str, int]) -> None:
@@ -89,44 +123,43 @@ def test_messages(server: Server, opens: bool, chat: tuple[str, str, int]) -> No
         assert (n_read({"role": "assistant", "content": [thought, text]}, QUESTION) > plain) == (not opens)
 
 
-def test_responses(server: Server, opens: bool, chat: tuple[str, str, int]) -> None:
+def test_responses(client: openai.OpenAI, opens: bool, chat: tuple[str, str, int]) -> None:
     asked: Any = {"model": "", "input": [QUESTION], "max_output_tokens": MAX_TOKENS}
     extra = SEED | {"thinking_budget": BUDGET}
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        whole: Any = client.responses.create(**asked, extra_body=extra)
-        assert [item.type for item in whole.output] == ["reasoning", "message"][not opens :]
-        assert whole.output_text == chat[1]
-        assert whole.usage.output_tokens_details.reasoning_tokens == chat[2]
-        events: list[Any] = list(client.responses.create(**asked, extra_body=extra, stream=True))
-        added = [event for event in events if event.type == "response.output_item.added"]
-        assert [event.item.content for event in added] == [[]] * len(added)  # what follows is added to it
-        deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
-        assert "".join(deltas) == chat[0]
-        if opens:
-            assert len(deltas) > 1
-            assert whole.output[0].content[0].text == chat[0]
-            (done,) = [event for event in events if event.type == "response.reasoning_text.done"]
-            assert done.text == chat[0]
-            assert done.item_id == added[0].item.id != added[1].item.id
-        off: Any = client.responses.create(**asked, reasoning={"effort": "none"}, extra_body=SEED)
-        assert off.usage.output_tokens_details.reasoning_tokens == 0
-        assert [item.type for item in off.output] == ["message"]
-        with pytest.raises(openai.BadRequestError, match="effort"):
-            client.responses.create(**asked, reasoning={"effort": "so much"})  # type: ignore[arg-type]
-        # An answer that is gone on from, and all that was said sent back, is the same to the model.
-        again = asked | {"input": [QUESTION]}
-        by_name: Any = client.responses.create(**again, previous_response_id=whole.id)
-        said = [item.model_dump() for item in whole.output]
-        in_full: Any = client.responses.create(**again | {"input": [QUESTION, *said, QUESTION]})
-        assert by_name.usage.input_tokens == in_full.usage.input_tokens
-        thought = {"type": "reasoning", "id": "rs_1", "summary": []}
-        said = [{"role": "assistant", "content": "Hi."}, QUESTION]
-        counts = []
-        for content in ([], [{"type": "reasoning_text", "text": THOUGHT}]):
-            again["input"] = [QUESTION, thought | {"content": content}, *said]
-            found: Any = client.responses.create(**again)
-            counts.append(found.usage.input_tokens)
-        assert (counts[1] > counts[0]) == (not opens)
+    whole: Any = client.responses.create(**asked, extra_body=extra)
+    assert [item.type for item in whole.output] == ["reasoning", "message"][not opens :]
+    assert whole.output_text == chat[1]
+    assert whole.usage.output_tokens_details.reasoning_tokens == chat[2]
+    events: list[Any] = list(client.responses.create(**asked, extra_body=extra, stream=True))
+    added = [event for event in events if event.type == "response.output_item.added"]
+    assert [event.item.content for event in added] == [[]] * len(added)  # what follows is added to it
+    deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
+    assert "".join(deltas) == chat[0]
+    if opens:
+        assert len(deltas) > 1
+        assert whole.output[0].content[0].text == chat[0]
+        (done,) = [event for event in events if event.type == "response.reasoning_text.done"]
+        assert done.text == chat[0]
+        assert done.item_id == added[0].item.id != added[1].item.id
+    off: Any = client.responses.create(**asked, reasoning={"effort": "none"}, extra_body=SEED)
+    assert off.usage.output_tokens_details.reasoning_tokens == 0
+    assert [item.type for item in off.output] == ["message"]
+    with pytest.raises(openai.BadRequestError, match="effort"):
+        client.responses.create(**asked, reasoning={"effort": "so much"})  # type: ignore[arg-type]
+    # An answer that is gone on from, and all that was said sent back, is the same to the model.
+    again = asked | {"input": [QUESTION]}
+    by_name: Any = client.responses.create(**again, previous_response_id=whole.id)
+    said = [item.model_dump() for item in whole.output]
+    in_full: Any = client.responses.create(**again | {"input": [QUESTION, *said, QUESTION]})
+    assert by_name.usage.input_tokens == in_full.usage.input_tokens
+    thought = {"type": "reasoning", "id": "rs_1", "summary": []}
+    said = [{"role": "assistant", "content": "Hi."}, QUESTION]
+    counts = []
+    for content in ([], [{"type": "reasoning_text", "text": THOUGHT}]):
+        again["input"] = [QUESTION, thought | {"content": content}, *said]
+        found: Any = client.responses.create(**again)
+        counts.append(found.usage.input_tokens)
+    assert (counts[1] > counts[0]) == (not opens)
 
 
 def test_ollama(server: Server, opens: bool, chat: tuple[str, str, int]) -> None:
