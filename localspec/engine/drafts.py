@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localspec.backends.base import Context, Model, SequenceBatch
-from localspec.backends.trust import fingerprint
 from localspec.controllers.calibration import WHOLE, PassKind
 from localspec.controllers.learned import AcceptanceStore
 from localspec.engine.draft_sources import (
@@ -24,6 +23,7 @@ from localspec.engine.saved_chats import SavedChats
 from localspec.engine.state import DecodingState, DraftMemory, DraftModel, taps_of, target_memory
 from localspec.errors import Cancelled, EngineError, LocalspecError, VocabularyMismatch
 from localspec.model_files.catalog import Catalog
+from localspec.model_files.fingerprint import fingerprint
 from localspec.model_files.sources.base import size_text
 from localspec.spec_decode.drafters.base import Drafter
 from localspec.spec_decode.drafters.corpus import CorpusDrafter
@@ -38,18 +38,19 @@ from localspec.spec_decode.drafters.names import (
     names_of_files,
     source_of,
 )
+from localspec.spec_decode.drafters.other_vocabulary import OtherVocabularyDrafter
 from localspec.system.files import home, is_same_file
 from localspec.system.steps import exhaust
 
 
 def plugin_drafts(target: Model, warn: Callable[[str], None] = lambda line: None) -> Iterator[str]:
-    """What ``auto`` loads of plugins for a loaded target, as ``--draft`` calls it, found one by one."""
+    """What ``auto`` loads of plugins for a loaded target, as ``--draft`` calls it."""
     for source in draft_sources(warn):
         yield from source.automatic(target)
 
 
 def found_drafts(target: Model, warn: Callable[[str], None] = lambda line: None) -> Iterator[str]:
-    """All that ``auto`` loads for a loaded target, found one by one: the above, and a draft model's path."""
+    """All that ``auto`` loads for a loaded target: plugins, and a draft model's path."""
     yield from plugin_drafts(target, warn)
     draft = Catalog.load().draft_for(target.path)
     if draft is not None:
@@ -60,16 +61,7 @@ def found_drafts(target: Model, warn: Callable[[str], None] = lambda line: None)
 
 
 def open_corpus(where: str, target: Model, loader: Loader, report: Report) -> CorpusIndex:
-    """The index of a corpus for the target's tokenizer.
-
-    What is new in it is read now, with progress, where there will be no idle time; else then. How much that is is said
-    first.
-
-    Args:
-        where: a path, or ``chats``.
-        target: the model whose tokens it is made of.
-        loader: says whether there will be idle time, and takes remarks.
-        report: takes progress; raising from it leaves what was indexed so far.
+    """The index of a corpus, a path or ``chats``, for the target's tokenizer; updated now where there is no idle time.
 
     Raises:
         UsageError: there is no such path, it holds too much, or the index cannot be written.
@@ -96,9 +88,7 @@ class DraftMaker:
     """Makes the drafters that names stand for; what is loaded already is used again.
 
     Attributes:
-        loader: loads models.
         before: the state in use.
-        report: takes progress.
         undo: takes what frees what was made, should that fail.
         renew: a draft model that is loaded again though it is in use.
     """
@@ -110,10 +100,7 @@ class DraftMaker:
     renew: DraftModel | None = None
 
     def state(self, names: Sequence[str]) -> DecodingState:
-        """The state that decodes with drafters; its target's context holds what the one in use does, or is that.
-
-        Args:
-            names: as ``arguments.draft_specs`` returns them.
+        """The state that decodes with drafters of ``draft_specs``; its target's context holds what the one in use does.
 
         Raises:
             VocabularyMismatch: a draft model numbers its tokens differently.
@@ -152,12 +139,11 @@ class DraftMaker:
         return free, _named(models, free)
 
     def _automatic(self) -> tuple[list[Drafter], list[DraftModel]]:
-        """What costs nothing, and what is at hand for the target."""
         target, free = self.before.target, [self._free(name) for name in AUTOMATIC]
         models: list[DraftModel] = []
         for name in found_drafts(target, self.loader.warnings.append):
             try:
-                models += self._model(name, models)
+                models += self._model(name, models, any_vocabulary=False)
             except Cancelled:  # it gives way to a request, and is tried again
                 raise
             except LocalspecError as error:
@@ -181,7 +167,7 @@ class DraftMaker:
     def _go_without(self, error: LocalspecError) -> None:
         self.loader.warnings.append(f"{error}; drafting without it")
 
-    def _model(self, name: str, others: Sequence[DraftModel]) -> list[DraftModel]:
+    def _model(self, name: str, others: Sequence[DraftModel], *, any_vocabulary: bool = True) -> list[DraftModel]:
         """What a name stands for; nothing if it is one of the others under another name."""
         kind, _, rest = name.partition(":")
         source = draft_source(kind)
@@ -195,28 +181,36 @@ class DraftMaker:
             if any(is_same_file(found.path, each.path) for each in alike):
                 return []
             return [self._from_plugin(source, source_of(source.name, len(alike)), found)]
-        draft_models = [each for each in others if each.drafter.info.reads_text]
+        draft_models = [each for each in others if each.drafter.info.is_draft_model]
         if any(is_same_file(path, each.path) for each in draft_models):
             return []
-        return [self._draft_model(path, source_of("model", len(draft_models)))]
+        return [self._draft_model(path, source_of("model", len(draft_models)), any_vocabulary)]
 
-    def _draft_model(self, path: Path, source: str) -> DraftModel:
-        known = self._known(path, reads_text=True)
+    def _draft_model(self, path: Path, source: str, any_vocabulary: bool) -> DraftModel:
+        known = self._known(path, is_draft_model=True)
         if known is not None:
-            drafter: Drafter = DraftModelDrafter(known.context, source)
+            drafter = self._drafter(known.context, source)
             return replace(known, name="", spec=str(path), path=path, drafter=drafter)
-        model = self.loader.load_draft(path, self.before, self.report)
+        model = self.loader.load_draft(path, self.before, self.report, any_vocabulary=any_vocabulary)
         options, n_ctx = self.loader.options, self.before.context.n_ctx
         try:
             memory = DraftMemory.of_model(model, n_ctx, self.loader.parallel, options.n_gpu_layers)
         except BaseException:
             model.close()
             raise
-        drafter = DraftModelDrafter(memory.contexts[0], source)
+        drafter = self._drafter(memory.contexts[0], source)
+        if drafter.info.own_tokens:
+            self.loader.warnings.append(f"{path.name} has another vocabulary: drafts are carried over as text")
         return self._loaded("", str(path), path, model, memory, drafter, WHOLE, model.close)
 
+    def _drafter(self, context: Context, source: str) -> Drafter:
+        target = self.before.target
+        if target.vocab.difference(context.model.vocab) is None:
+            return DraftModelDrafter(context, source)
+        return OtherVocabularyDrafter(context, target, source)
+
     def _from_plugin(self, kind: DraftSource, source: str, found: FoundDraft) -> DraftModel:
-        known = self._known(found.path, reads_text=False)
+        known = self._known(found.path, is_draft_model=False)
         if known is not None and known.source == source:
             return replace(known, drafter=known.drafter.clone(known.context))
         options, n_ctx = self.loader.options, self.before.context.n_ctx
@@ -238,11 +232,11 @@ class DraftMaker:
         drafter, passes = weights.drafter(context, source), weights.passes(context)
         return self._loaded(name, found.spec, found.path, weights.model, memory, drafter, passes, weights.close)
 
-    def _known(self, path: Path, *, reads_text: bool) -> DraftModel | None:
+    def _known(self, path: Path, *, is_draft_model: bool) -> DraftModel | None:
         for draft in self.before.models:
             if (
                 draft is not self.renew
-                and draft.drafter.info.reads_text == reads_text
+                and draft.drafter.info.is_draft_model == is_draft_model
                 and is_same_file(draft.path, path)
             ):
                 return draft
@@ -274,10 +268,7 @@ class DraftMaker:
     # -- the rest of the state -------------------------------------------------------------------------------------
 
     def _context_for(self, drafters: Sequence[Drafter]) -> tuple[Context, SequenceBatch | None]:
-        """The target's context, or one like it that returns the hidden states that drafters want, and no others.
-
-        Beside it the memory that it is a part of, see ``DecodingState``.
-        """
+        """The target's context, or another that returns the hidden states that drafters want; and its memory."""
         context, taps = self.before.context, taps_of(drafters)
         if set(taps) == set(context.hidden):
             return context, self.before.batch
@@ -290,7 +281,6 @@ class DraftMaker:
         return other, batch
 
     def _acceptance_of(self, free: Sequence[Drafter], models: Sequence[DraftModel]) -> AcceptanceStore:
-        """What earlier runs learned of these drafters for this target."""
         files, names = [fingerprint(draft.path) for draft in models], [draft.name for draft in models]
         drafters = " ".join([*files, *(drafter.info.name for drafter in free), *names])
         key = {"target": fingerprint(self.before.target.path), "drafters": drafters}

@@ -195,7 +195,7 @@ def split(tmp_path: Path) -> list[Path]:
     """A model in three parts."""
     writer = gguf.GGUFWriter(tmp_path / "big.gguf", "llama", split_max_tensors=2)
     for name, value in ggufs.vocab_metadata(ggufs.micro_vocab()).items():
-        ggufs._add(writer, name, value)
+        ggufs.add_value(writer, name, value)
     writer.add_tensor("token_embd.weight", np.full((4, 32), 0.0, np.float32))
     for i in range(4):
         writer.add_tensor(f"t{i}", np.full((4, 32), float(i + 1), np.float32))

@@ -180,7 +180,7 @@ def test_ctrl_break_ends_the_server_too(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_ctrl_c_during_a_trial_says_nothing_of_the_file(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr("localspec.backends.trial._run", lambda *rest: asked.append(1) or 0xC000013A)
+    monkeypatch.setattr("localspec.backends.trial.run_child", lambda *rest: asked.append(1) or 0xC000013A)
     for _ in range(2):
         assert not survives(tiny.bpe, "an engine", "f16", 1)
     assert len(asked) == 2
