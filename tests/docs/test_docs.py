@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -84,11 +85,15 @@ def test_every_path_that_is_named_exists(page: str) -> None:
     assert set(re.findall(r"`(\w+\.py)`", text_of(page))) <= modules
 
 
+@cache
+def known_options() -> set[str]:
+    sources = [make_docs.cli_page(), *(path.read_text(encoding="utf-8") for path in ROOT.glob("benchmarks/*.py"))]
+    return set(re.findall(r"--[a-z][a-z0-9-]+", "\n".join(sources))) | PIPS
+
+
 @pytest.mark.parametrize("page", sorted(set(OF_TODAY) - {"benchmarks/RESULTS.md"}))
 def test_every_option_that_is_named_exists(page: str) -> None:
-    sources = [make_docs.cli_page(), *(path.read_text(encoding="utf-8") for path in ROOT.glob("benchmarks/*.py"))]
-    known = set(re.findall(r"--[a-z][a-z0-9-]+", "\n".join(sources))) | PIPS
-    assert not set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text_of(page))) - known
+    assert not set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text_of(page))) - known_options()
 
 
 @pytest.mark.parametrize("page", OF_TODAY)

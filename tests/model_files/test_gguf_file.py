@@ -91,6 +91,7 @@ HUGE = 1 << 60
         (header(n_keys=1, rest=key("a", 8, struct.pack("<Q", HUGE))), "beyond its end"),
         (header(n_keys=1, rest=key("a", 9, struct.pack("<IQ", 8, HUGE)) + bytes(64)), "list of"),
         (header(n_keys=1, rest=key("a", 9, struct.pack("<IQ", 4, HUGE)) + bytes(64)), "list of"),
+        (header(n_keys=1, rest=key("a", 9, struct.pack("<IQQ", 8, 1, 100)) + bytes(16)), "beyond its end"),
         (header(n_keys=1, rest=key("a", 9, struct.pack("<IQ", 9, 1)) + bytes(64)), "unknown type"),
         (header(n_keys=1, rest=key("a", 77, bytes(64))), "unknown type"),
         (header(n_keys=2, rest=key("a", 4, bytes(4)) * 2), "occurs twice"),

@@ -128,6 +128,14 @@ def test_draws_at_different_addresses_are_independent(pair: str) -> None:
     assert independent(left, right) > FALSE_ALARM
 
 
+def test_numbers_of_neighbouring_tokens_are_independent() -> None:
+    """Eighths of the numbers of 150 000 tokens against those of the tokens beside them, bits of which differ little."""
+    ids = np.arange(150_000)
+    for distance in (1, 2, 64, 4096):
+        left, right = ((8 * Noise(3).uniforms(10, ids + shift)).astype(int) for shift in (0, distance))
+        assert independent(left, right) > FALSE_ALARM
+
+
 def test_acceptance_is_independent_of_the_draft() -> None:
     """The uniform number of a position against the token drafted there: chi-square over 20 000 pairs."""
     noise = Noise(5)
