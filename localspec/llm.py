@@ -38,7 +38,7 @@ from localspec.errors import Cancelled, Closed, SessionFileError, UsageError, ch
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.vocab import Vocab
 from localspec.prompts.infill import FILL_TOKENS, SUFFIX_TOKENS, ContextFiles, FillPrompt, fill_prompt, marked_prompt
-from localspec.prompts.prompts import Prompt, PromptEncoder
+from localspec.prompts.prompts import Prompt
 from localspec.prompts.thinking import ThinkingFormat
 from localspec.sampling.sampling import SamplingParams, ScoredToken, checked_top
 from localspec.system.files import printable
@@ -56,7 +56,6 @@ class Asking(ABC, Generic[Question]):
         """Check a question and its options, and return what queues it."""
 
     def _as_chat(self, question: Question | str) -> Question | str:
-        """What ``chat`` makes of a question."""
         return question
 
     def rounds(
@@ -70,30 +69,28 @@ class Asking(ABC, Generic[Question]):
         >>> rounds.reply.stats["acceptance_rate"]
 
         Args:
-            question: for an ``LLM`` messages for the chat template, a string to continue as it is, or token ids; for a
+            question: an ``LLM`` takes messages for the chat template, a string to continue as it is, or token ids; a
                 ``Session`` the next question of its conversation.
-            params: sampling parameters; None is greedy. Each can also be given by its own name, as in
-                ``max_tokens=64``, which counts more than ``params``.
+            params: sampling parameters; None is greedy. Each can be given by its own name too, as in ``max_tokens=64``,
+                which takes precedence.
             speculate: False decodes plainly, in the same loop.
             draft_length: overrides the LLM's ``draft_length`` for this request.
-            drafters: which of the LLM's ``draft_names`` take part in this request; None is all.
+            drafters: which of the LLM's ``draft_names`` take part; None is all.
             prediction: a text that the answer is likely to repeat, such as the file to be edited: n-grams copy from it.
-            think: ``on`` or ``off``, where the model's chat template has a switch for it or the model marks what it
-                thinks; ``low``, ``medium``, ``high`` where it takes an effort. None, or ``auto``, is the template's own
-                way. In an answer to messages ``Round.thinking`` is then apart from ``Round.text``; of a text or token
-                ids nothing is told apart unless ``think`` is given.
-            thinking_budget: tokens after which a thinking block that is still open is closed for the model, so that it
-                answers; None is any number.
-            deadline: seconds from now, waiting included, after which the request ends as if it had been closed: within
-                a round, ``finish_reason`` ``cancelled`` by ``deadline``. One that is late in the queue never runs.
+            think: ``on`` or ``off``, where the chat template has a switch for it or the model marks what it thinks;
+                ``low``, ``medium``, ``high`` where it takes an effort. None, or ``auto``, is the template's own way.
+                Thinking is separated into ``Round.thinking`` in answers to messages; in those to a text or token ids
+                only if ``think`` is given.
+            thinking_budget: tokens after which an open thinking block is closed for the model; None is any number.
+            deadline: seconds from now, waiting included, after which the request ends within a round, its
+                ``finish_reason`` ``cancelled`` by ``deadline``. One that is late in the queue never runs.
             conversation: anything hashable. Requests of one conversation run in order; conversations take turns. None
                 is a conversation of its own. (A ``Session`` is one already.)
-            priority: of the requests that wait those with the highest come first; 0 is ordinary, less is for what may
-                wait, such as a batch of texts.
-            logprobs: judge every token of the answer: ``EmittedToken.logprobs`` holds its log-probability, and those of
-                this many most probable tokens (0 to 20). From the target's raw logits, see ``sampling.logprobs``.
-            keep_tokens: how much of the prompt's beginning is worth keeping in memory when the answer is there, for the
-                next prompt to go on from; None is all of it, and the answer.
+            priority: waiting requests with the highest come first; 0 is ordinary, less is for batches of texts.
+            logprobs: how many of the most probable tokens (0 to 20) to name for every token of the answer, with its own
+                log-probability, in ``EmittedToken.logprobs``; from the target's raw logits, see ``sampling.logprobs``.
+            keep_tokens: how much of the prompt's beginning to keep in memory for the next prompt; None is all of it,
+                and the answer.
 
         Raises:
             QueueFull: ``max_queue`` requests are waiting.
@@ -157,155 +154,6 @@ class Asking(ABC, Generic[Question]):
             return await rounds.reply()
 
 
-class AskingModel(Asking[Prompt]):
-    """What only a model can be asked, and not a conversation."""
-
-    @abstractmethod
-    def _scorer(self, prompt: Prompt, top: int, deadline: float | None, conversation: Hashable | None) -> Submit:
-        """Check what is to be scored, and return what queues it."""
-
-    def _as_chat(self, question: Prompt | str) -> Prompt:
-        return [{"role": "user", "content": question}] if isinstance(question, str) else question
-
-    def generate(
-        self, text: str | Sequence[int], params: SamplingParams | None = None, **options: Unpack[RequestOptions]
-    ) -> Reply:
-        """Continue a text as it is, without the chat template; options as in ``rounds``.
-
-        >>> llm.generate("def fibonacci(n):", SamplingParams(max_tokens=80, stop=["\\n\\n"])).text
-        """
-        with self.rounds(text, params, **options) as rounds:
-            return rounds.reply
-
-    async def agenerate(
-        self, text: str | Sequence[int], params: SamplingParams | None = None, **options: Unpack[RequestOptions]
-    ) -> Reply:
-        """As ``generate``, for asyncio."""
-        async with self.arounds(text, params, **options) as rounds:
-            return await rounds.reply()
-
-    @abstractmethod
-    def fill_prompt(
-        self,
-        prefix: str,
-        suffix: str = "",
-        context_files: ContextFiles = (),
-        *,
-        name: str | None = None,
-        max_tokens: int | None = None,
-    ) -> FillPrompt:
-        """See ``Tokenizing``."""
-
-    def fill(
-        self,
-        prefix: str,
-        suffix: str = "",
-        params: SamplingParams | None = None,
-        *,
-        context_files: ContextFiles = (),
-        name: str | None = None,
-        single_line: bool = False,
-        **options: Unpack[RequestOptions],
-    ) -> Reply:
-        """Fill in what stands between two texts: completion at a cursor. For models with fill-in-the-middle tokens.
-
-        What stands before the cursor stays in memory, so that the next request for the same place in the same files
-        reads only what was typed since, and the suffix.
-
-        >>> llm.fill("def area(r):\\n    return ", "\\n\\nprint(area(2))\\n", single_line=True).text
-
-        Args:
-            prefix: the text before the cursor.
-            suffix: the text behind it.
-            params: sampling parameters; None is greedy, at most 128 tokens.
-            context_files: names and texts of other files (a mapping, or pairs), the most relevant last; where there is
-                no room for all, the first are left out.
-            name: of the file with the cursor.
-            single_line: end before the next line break.
-            options: as in ``rounds``.
-
-        Raises:
-            UsageError: the model has no fill-in-the-middle tokens, or there is no text at all.
-            QueueFull, Closed: as in ``rounds``.
-        """
-        prompt, params, options = self._fill(prefix, suffix, params, context_files, name, single_line, options)
-        with self.rounds(prompt.tokens, params, **options) as rounds:
-            return rounds.reply
-
-    async def afill(
-        self,
-        prefix: str,
-        suffix: str = "",
-        params: SamplingParams | None = None,
-        *,
-        context_files: ContextFiles = (),
-        name: str | None = None,
-        single_line: bool = False,
-        **options: Unpack[RequestOptions],
-    ) -> Reply:
-        """As ``fill``, for asyncio; cancelling the task, as when something else was typed, stops the engine."""
-        prompt, params, options = self._fill(prefix, suffix, params, context_files, name, single_line, options)
-        async with self.arounds(prompt.tokens, params, **options) as rounds:
-            return await rounds.reply()
-
-    def _fill(
-        self,
-        prefix: str,
-        suffix: str,
-        params: SamplingParams | None,
-        files: ContextFiles,
-        name: str | None,
-        single_line: bool,
-        options: RequestOptions,
-    ) -> tuple[FillPrompt, SamplingParams, RequestOptions]:
-        params, rest = split_options(SamplingParams(max_tokens=FILL_TOKENS) if params is None else params, **options)
-        if single_line:
-            params = replace(params, stop=[*params.stop, "\n"])
-        prompt = self.fill_prompt(prefix, suffix, files, name=name, max_tokens=params.max_tokens)
-        return prompt, params, cast(RequestOptions, {"keep_tokens": prompt.n_before} | rest)
-
-    def logprobs(
-        self,
-        prompt: Prompt,
-        *,
-        top: int = 0,
-        deadline: float | None = None,
-        conversation: Hashable | None = None,
-    ) -> list[ScoredToken]:
-        """How probable the target finds each token of a given text after those before it.
-
-        >>> scored = llm.logprobs("The capital of France is Paris.")
-        >>> perplexity = math.exp(-sum(t.logprob for t in scored[1:]) / (len(scored) - 1))
-
-        Args:
-            prompt: a text (a begin-of-text token in front where the model wants one), messages, or token ids.
-            top: how many of the most probable tokens to name at each place (0 to 20).
-            deadline, conversation: as in ``rounds``.
-
-        Returns:
-            One ``ScoredToken`` per token; the first has no logprob, as nothing predicts it.
-
-        Raises:
-            PromptTooLong: it does not fit into the context.
-            Cancelled: the deadline passed first.
-            QueueFull, UsageError, Closed: as in ``rounds``.
-        """
-        with RoundStream(self._scorer(prompt, top, deadline, conversation)) as stream:
-            return cast(list[ScoredToken], stream.reply)
-
-    async def alogprobs(
-        self,
-        prompt: Prompt,
-        *,
-        top: int = 0,
-        deadline: float | None = None,
-        conversation: Hashable | None = None,
-    ) -> list[ScoredToken]:
-        """As ``logprobs``, for asyncio."""
-        async with AsyncRoundStream(self._scorer(prompt, top, deadline, conversation)) as stream:
-            return cast(list[ScoredToken], await stream.reply())
-
-
 # ``Session``: one conversation on a loaded pair, which can be saved and go on after a restart.
 
 Message = dict[str, Any]
@@ -315,26 +163,20 @@ class Session(Asking[str]):
     """One conversation: it remembers its turns, and asks the next question with all of them.
 
     Several sessions share a pair. What the models hold of each is kept while others speak, within
-    ``LLM.prefix_cache_bytes``, so going back to one reads nothing again. Questions of one session are answered in
-    order; sessions take turns.
+    ``LLM.prefix_cache_bytes``. Questions of one session are answered in order; sessions take turns.
 
     >>> session = llm.session(system="You are terse.")
     >>> session.chat("Name a river.").text
-    >>> session.chat("Another one.").text
     >>> session.save("rivers.session")
     >>> llm.load_session("rivers.session").chat("Which is longer?").text  # after a restart, nothing is read again
 
-    Asked like an ``LLM``: ``rounds``, ``stream``, ``chat``, ``arounds``, ``astream`` and ``achat`` take the next
-    question. It and its answer become part of the conversation when the answer ends. One that was cancelled counts as
-    far as it came; where it has no token, or the request failed, the conversation stays as it was.
-
-    Made by ``LLM.session`` and ``LLM.load_session``.
+    A question and its answer become part of the conversation when the answer ends. One that was cancelled counts as far
+    as it came; where it has no token, or the request failed, the conversation stays as it was.
 
     Attributes:
         params: sampling parameters of questions that bring none; None is greedy.
         notes: what a program wants to keep with the conversation, as JSON has it; saved and loaded with it.
-        notice: one line that says why a saved memory could not be used, so that the first answer reads everything
-            again; None if it could, or if the session is new.
+        notice: one line that says why a saved memory could not be used; None if it could, or if the session is new.
     """
 
     def __init__(
@@ -385,11 +227,9 @@ class Session(Asking[str]):
         return False
 
     def save(self, path: str | Path, *, memory: bool = True) -> None:
-        """Save the conversation, and what the models hold of it, so that ``LLM.load_session`` goes on without reading.
+        """Save the conversation, and what the models hold of it where the engine can give it, for ``LLM.load_session``.
 
-        Waits for the questions asked before. The file is complete under its name or is not there; what the name held
-        before stays until then. What the models hold is left out where it was dropped meanwhile, or where the engine
-        cannot give it.
+        Waits for the questions asked before. The file is complete under its name, or what that held before stays.
 
         Args:
             path: the file.
@@ -430,7 +270,8 @@ class Session(Asking[str]):
 
         def with_memory(deliver: Callable[[Any], Any]) -> Job:
             def settle(item: Any) -> None:
-                if isinstance(item, Job) and item.exception() is None and (reply := item.reply()).token_ids:
+                done = isinstance(item, Job) and not item.cancelled() and (item.refused or item.exception()) is None
+                if done and (reply := item.result()).token_ids:
                     # What was thought is kept beside the answer; the template says whether the model sees it again.
                     thought = {"reasoning_content": reply.thinking} if reply.thinking else {}
                     self.messages += [asked, {"role": "assistant", "content": reply.text} | thought]
@@ -449,7 +290,6 @@ def _file(path: str | Path) -> Path:
 
 
 def to_text(session: Session) -> dict[str, Any]:
-    """The text part of a session's file, as the session is now."""
     return {
         "model": printable(session._llm.model_name),
         "messages": [dict(message) for message in session.messages],
@@ -459,11 +299,7 @@ def to_text(session: Session) -> dict[str, Any]:
 
 
 def from_text(llm: LLM, text: Mapping[str, Any], name: str) -> Session:
-    """A session of what the text part of its file says; ``name`` is for what is raised.
-
-    Raises:
-        SessionFileError: it is not a conversation.
-    """
+    """A session of the text part of a file called ``name``. Raises ``SessionFileError`` if it is no conversation."""
     try:
         messages = [dict(message) for message in text["messages"]]
         session = Session(llm, None, _params_from_json(text["params"]), messages)
@@ -502,7 +338,6 @@ def _params_as_json(params: SamplingParams | None) -> dict[str, Any] | None:
 
 
 def _plain(value: Any) -> Any:
-    """A number as JSON can have it: NumPy's, and others, are numbers too."""
     if isinstance(value, numbers.Integral):
         return value if isinstance(value, bool) else int(value)
     return float(value) if isinstance(value, numbers.Real) else value
@@ -516,147 +351,7 @@ def _params_from_json(values: dict[str, Any] | None) -> SamplingParams | None:
     return replace(SamplingParams(), **values)
 
 
-# What an ``LLM`` does with text without waiting for its queue: tokens and back, and what is to be read next.
-
-
-class Tokenizing:
-    """The methods on text of whatever has an encoder, and a worker."""
-
-    _encoder: PromptEncoder
-    _pair: Pair
-    _worker: Worker
-    n_ctx: int
-
-    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
-        """Token ids of a text.
-
-        Args:
-            text: any Unicode text.
-            add_special: put the begin-of-text token in front if the model wants one.
-            parse_special: read ``<|im_end|>`` and the like as the special tokens they name; not for a user's own text.
-        """
-        return self._encoder.tokenize(text, add_special=add_special, parse_special=parse_special)
-
-    def detokenize(self, tokens: Sequence[int]) -> str:
-        """The text that tokens stand for; bytes that are not valid UTF-8 become U+FFFD."""
-        return self._encoder.detokenize(tokens)
-
-    def token_text(self, token: int) -> str:
-        """A token on its own, for display: half of a character shows as U+FFFD, a special token as its name."""
-        return self._encoder.token_text(token)
-
-    def encode(
-        self,
-        prompt: Prompt,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        variables: Mapping[str, Any] | None = None,
-        think: str = "auto",
-        room: int | None = None,
-    ) -> list[int]:
-        """The token ids that a prompt stands for, chat template included where it is a list of messages.
-
-        In a text, names of special tokens such as ``<|im_end|>`` are these tokens; in messages they are text.
-
-        Args:
-            prompt: messages, or a text.
-            tools: descriptions of functions, for templates that know about tools.
-            add_generation_prompt: end with what begins the answer to messages.
-            continue_final_message: end in the middle of the last message, which is the beginning of the answer.
-            variables: further variables of the chat template.
-            think: as in ``rounds``.
-            room: a text that must have more tokens than this is refused by its length, before it is cut into tokens;
-                None takes any.
-
-        Raises:
-            UsageError: the messages are not messages.
-            PromptTooLong: see ``room``.
-            TemplateError: the chat template failed on them.
-        """
-        return self._encoder.encode(
-            prompt,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            variables=variables,
-            think=think,
-            room=room,
-        )
-
-    @property
-    def thinking(self) -> ThinkingFormat | None:
-        """How the model marks what it thinks before it answers; None where it is not known to think."""
-        return self._encoder.thinking
-
-    def count_tokens(self, prompt: Prompt) -> int:
-        """How many tokens a prompt has, chat template included where it is a list of messages."""
-        return len(self.encode(prompt))
-
-    def fill_prompt(
-        self,
-        prefix: str,
-        suffix: str = "",
-        context_files: ContextFiles = (),
-        *,
-        name: str | None = None,
-        max_tokens: int | None = None,
-        suffix_tokens: int = SUFFIX_TOKENS,
-    ) -> FillPrompt:
-        """The prompt that ``fill`` sends; what there is no room for is left out, what is far from the cursor first.
-
-        >>> prompt = llm.fill_prompt("def area(r):\\n    return ", "\\n")
-        >>> llm.stream(prompt.tokens, params, keep_tokens=prompt.n_before)  # as ``fill``, piece by piece
-
-        Args:
-            prefix: the text before the cursor.
-            suffix: the text behind it.
-            context_files: names and texts of other files (a mapping, or pairs), the most relevant last.
-            name: of the file with the cursor.
-            max_tokens: room that is left for the answer; at most half of the context is.
-            suffix_tokens: most tokens of the suffix. They are read anew after every key stroke.
-
-        Raises:
-            UsageError: the model has no fill-in-the-middle tokens, or all texts are empty.
-        """
-        n_answer = min(max_tokens or FILL_TOKENS, self.n_ctx // 2)
-        room = self.n_ctx - n_answer
-        return fill_prompt(
-            self._encoder, prefix, suffix, context_files, room=room, name=name, suffix_tokens=suffix_tokens
-        )
-
-    def marked_fill_prompt(self, text: str) -> FillPrompt | None:
-        """A text with the model's own fill-in-the-middle marks in it, read as these; None if it has not all three.
-
-        >>> llm.marked_fill_prompt("<|fim_prefix|>def area(r):<|fim_suffix|>\\n<|fim_middle|>")
-        """
-        return marked_prompt(self._encoder, text, self.n_ctx)
-
-    def read_ahead(self, messages: Sequence[Mapping[str, Any]] | FillPrompt, *, think: str = "auto") -> None:
-        """Have idle time spent on reading what a chat's next prompt will begin with: these messages, then the user's.
-
-        >>> llm.read_ahead([{"role": "system", "content": "You are terse."}])  # while somebody types the first question
-
-        Args:
-            messages: what is known already, the system prompt or the conversation so far; or what ``fill_prompt`` made
-                of a file in which something is about to be typed.
-            think: as the next question will be asked, see ``rounds``.
-
-        Raises:
-            UsageError, TemplateError: as from ``encode``.
-        """
-        if isinstance(messages, FillPrompt):
-            self._pair.read_ahead.expect(messages.tokens[: messages.n_before], anew=True)
-            self._worker.idle_work_waits()
-            return
-        asked = ([*messages, {"role": "user", "content": text}] for text in ("a", "1"))
-        one, other = (self.encode(each, think=think) for each in asked)
-        self._pair.read_ahead.expect(one[: shared_prefix(one, other)])
-        self._worker.idle_work_waits()
-
-
-class LLM(Tokenizing, AskingModel):
+class LLM(Asking[Prompt]):
     """A target model and its drafters, loaded and ready.
 
     One worker thread owns the engine; every method may be called from any thread. One request runs at a time, or as
@@ -670,8 +365,8 @@ class LLM(Tokenizing, AskingModel):
     Args:
         model: a catalogue name, a path to a ``.gguf`` file, or ``hf:OWNER/REPO/FILE.gguf`` (already pulled).
         draft: ``auto`` (n-grams, and the head and the catalogue's draft for the target that are on disk), None, or one
-            or several of ``ngram``, ``head`` (or ``head:FILE``), ``mtp``, ``early-exit`` (or
-            ``early-exit:N``, with N layers of the target) and models as above.
+            or several of ``ngram``, ``head`` (or ``head:FILE``), ``mtp``, ``early-exit`` (or ``early-exit:N``, with N
+            layers of the target) and models as above.
         draft_length: ``auto`` weighs cost and acceptance token by token; a number drafts that many tokens each round.
         backend: ``auto``, ``llama-cpp``, ``ik-llama``, ``mlx`` or ``reference``.
         n_ctx: context size in tokens, answer included; None is 8192, or what the model was trained for if less.
@@ -680,16 +375,16 @@ class LLM(Tokenizing, AskingModel):
         kv_cache_type: f16, f32, q8_0 or q4_0.
         light_draft: let a draft model on the CPU be replaced by a lighter copy of it where that drafts faster; made and
             compared at the first load, kept on disk. It cannot change an answer.
-        draft_backend: the engine for draft models; None is ``backend``.
         remember: keep on disk, for the next run, how often draft tokens were accepted and which tokens mostly followed
             which in answers.
-        prefix_cache_bytes: memory [bytes] that conversations other than the present one may take, so that going back to
-            one reads nothing again; least recently used out. A token takes what it takes in the context, in target and
-            draft: 40 KiB with Qwen2.5-Coder 1.5B and 0.5B at f16. 0 keeps none.
-        max_queue: most requests that may wait (the one that runs not counted, those of one conversation counted once);
-            beyond it a request raises ``QueueFull`` at once. None is any number.
-        idle: work while nobody waits: measuring, making copies, reading ahead. It gives way to a request within a pass,
-            and is not done on battery. False does what has to be done while loading, and then nothing between requests.
+        draft_backend: the engine for draft models; None is ``backend``.
+        prefix_cache_bytes: memory [bytes] for other conversations than the present one, so that going back to one reads
+            nothing again; least recently used out. A token takes what it takes in the contexts: 40 KiB with
+            Qwen2.5-Coder 1.5B and 0.5B at f16. 0 keeps none.
+        max_queue: most requests that may wait, those of one conversation counted once; one more raises ``QueueFull``.
+            None is any number.
+        idle: measure, make copies and read ahead while no request waits, never on battery; a request waits for one pass
+            at most. False does what has to be done while loading.
         placement: where the target's weights go, with more than one device; see ``Placement``.
         parallel: most requests that are answered at a time, in passes of the target that they share; or ``auto``.
         progress: called while loading, from the worker thread, with what is being done and the fraction done (or
@@ -739,7 +434,7 @@ class LLM(Tokenizing, AskingModel):
         self._worker = Worker(bound, on_mains if options.idle else None)
         pair = self._pair = self._load(path, drafts, options, cancel)
         self.backend_name, self.engine = pair.target.backend, pair.target.engine
-        self.n_ctx, self._encoder, self.template = pair.context.n_ctx, pair.encoder, pair.encoder.template
+        self.n_ctx, self._pair.encoder, self.template = pair.context.n_ctx, pair.encoder, pair.encoder.template
         serve_batch(pair)
         # Neither the worker nor this holds on to the LLM: dropped without close(), it gives its memory back too.
         self._finalizer = weakref.finalize(self, self._worker.close, pair.close, cancel=True, wait=False)
@@ -814,17 +509,14 @@ class LLM(Tokenizing, AskingModel):
 
     @property
     def model_path(self) -> Path:
-        """The target's file, as it was named."""
         return self._path
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the target's file."""
         return self._pair.target.size_bytes
 
     @property
     def vocab(self) -> Vocab:
-        """The target's vocabulary."""
         return self._pair.target.vocab
 
     @property
@@ -834,7 +526,6 @@ class LLM(Tokenizing, AskingModel):
 
     @property
     def busy(self) -> bool:
-        """Whether a request runs now."""
         return self._worker.n_running > 0
 
     def parallel_info(self) -> dict[str, Any]:
@@ -855,10 +546,7 @@ class LLM(Tokenizing, AskingModel):
     ) -> None:
         """Replace the drafters, as the ``draft`` argument does; on an error the ones in use stay.
 
-        Args:
-            spec: as the ``draft`` argument.
-            gives_way: None loads to the end. Otherwise nothing is reported, and loading ends with ``Cancelled`` as soon
-                as a request waits or this says so.
+        With ``gives_way`` loading reports nothing, and ends with ``Cancelled`` once a request waits or it says so.
         """
         specs, report = draft_specs(spec), self._report()
         if gives_way is not None:
@@ -868,6 +556,255 @@ class LLM(Tokenizing, AskingModel):
     def explain(self) -> str:
         """Why there is, or is not, drafting now: sentences for people, a line for each drafter."""
         return self._pair.explain(self.draft_length)
+
+    # -- questions -----------------------------------------------------------------------------------------------
+
+    def _as_chat(self, question: Prompt | str) -> Prompt:
+        return [{"role": "user", "content": question}] if isinstance(question, str) else question
+
+    def generate(
+        self, text: str | Sequence[int], params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> Reply:
+        """Continue a text as it is, without the chat template; options as in ``rounds``.
+
+        >>> llm.generate("def fibonacci(n):", SamplingParams(max_tokens=80, stop=["\\n\\n"])).text
+        """
+        with self.rounds(text, params, **options) as rounds:
+            return rounds.reply
+
+    async def agenerate(
+        self, text: str | Sequence[int], params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> Reply:
+        """As ``generate``, for asyncio."""
+        async with self.arounds(text, params, **options) as rounds:
+            return await rounds.reply()
+
+    def fill(
+        self,
+        prefix: str,
+        suffix: str = "",
+        params: SamplingParams | None = None,
+        *,
+        context_files: ContextFiles = (),
+        name: str | None = None,
+        single_line: bool = False,
+        **options: Unpack[RequestOptions],
+    ) -> Reply:
+        """Fill in what stands between two texts: completion at a cursor, for models with fill-in-the-middle tokens.
+
+        The text before the cursor stays in memory: the next request for the same place reads what was typed since, and
+        the suffix.
+
+        >>> llm.fill("def area(r):\\n    return ", "\\n\\nprint(area(2))\\n", single_line=True).text
+
+        Args:
+            prefix, suffix, context_files, name: as in ``fill_prompt``.
+            params: sampling parameters; None is greedy, at most 128 tokens.
+            single_line: end before the next line break.
+            options: as in ``rounds``.
+
+        Raises:
+            UsageError: the model has no fill-in-the-middle tokens, or there is no text at all.
+            QueueFull, Closed: as in ``rounds``.
+        """
+        prompt, params, options = self._fill(prefix, suffix, params, context_files, name, single_line, options)
+        with self.rounds(prompt.tokens, params, **options) as rounds:
+            return rounds.reply
+
+    async def afill(
+        self,
+        prefix: str,
+        suffix: str = "",
+        params: SamplingParams | None = None,
+        *,
+        context_files: ContextFiles = (),
+        name: str | None = None,
+        single_line: bool = False,
+        **options: Unpack[RequestOptions],
+    ) -> Reply:
+        """As ``fill``, for asyncio; cancelling the task stops the engine."""
+        prompt, params, options = self._fill(prefix, suffix, params, context_files, name, single_line, options)
+        async with self.arounds(prompt.tokens, params, **options) as rounds:
+            return await rounds.reply()
+
+    def _fill(
+        self,
+        prefix: str,
+        suffix: str,
+        params: SamplingParams | None,
+        files: ContextFiles,
+        name: str | None,
+        single_line: bool,
+        options: RequestOptions,
+    ) -> tuple[FillPrompt, SamplingParams, RequestOptions]:
+        params, rest = split_options(SamplingParams(max_tokens=FILL_TOKENS) if params is None else params, **options)
+        if single_line:
+            params = replace(params, stop=[*params.stop, "\n"])
+        prompt = self.fill_prompt(prefix, suffix, files, name=name, max_tokens=params.max_tokens)
+        return prompt, params, cast(RequestOptions, {"keep_tokens": prompt.n_before} | rest)
+
+    def logprobs(
+        self,
+        prompt: Prompt,
+        *,
+        top: int = 0,
+        deadline: float | None = None,
+        conversation: Hashable | None = None,
+    ) -> list[ScoredToken]:
+        """How probable the target finds each token of a given text after those before it.
+
+        >>> scored = llm.logprobs("The capital of France is Paris.")
+        >>> perplexity = math.exp(-sum(t.logprob for t in scored[1:]) / (len(scored) - 1))
+
+        Args:
+            prompt: a text (a begin-of-text token in front where the model wants one), messages, or token ids.
+            top: how many of the most probable tokens to name at each place (0 to 20).
+            deadline, conversation: as in ``rounds``.
+
+        Returns:
+            One ``ScoredToken`` per token; the first has no logprob, as nothing predicts it.
+
+        Raises:
+            PromptTooLong: it does not fit into the context.
+            Cancelled: the deadline passed first.
+        """
+        with RoundStream(self._scorer(prompt, top, deadline, conversation)) as stream:
+            return cast(list[ScoredToken], stream.reply)
+
+    async def alogprobs(
+        self,
+        prompt: Prompt,
+        *,
+        top: int = 0,
+        deadline: float | None = None,
+        conversation: Hashable | None = None,
+    ) -> list[ScoredToken]:
+        """As ``logprobs``, for asyncio."""
+        async with AsyncRoundStream(self._scorer(prompt, top, deadline, conversation)) as stream:
+            return cast(list[ScoredToken], await stream.reply())
+
+    # -- text, without waiting for the queue ---------------------------------------------------------------------
+
+    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            text: any Unicode text.
+            add_special: put the begin-of-text token in front if the model wants one.
+            parse_special: read ``<|im_end|>`` and the like as the special tokens they name; not for a user's own text.
+        """
+        return self._pair.encoder.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """The text that tokens stand for; bytes that are not valid UTF-8 become U+FFFD."""
+        return self._pair.encoder.detokenize(tokens)
+
+    def token_text(self, token: int) -> str:
+        """A token on its own, for display: half of a character shows as U+FFFD, a special token as its name."""
+        return self._pair.encoder.token_text(token)
+
+    def encode(
+        self,
+        prompt: Prompt,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+        think: str = "auto",
+        room: int | None = None,
+    ) -> list[int]:
+        """The token ids that a prompt stands for, through the chat template if it is a list of messages.
+
+        In a text, names of special tokens such as ``<|im_end|>`` are these tokens; in messages they are text.
+
+        Args:
+            tools: descriptions of functions, for templates that know about tools.
+            add_generation_prompt: end with what begins the answer to messages.
+            continue_final_message: end in the middle of the last message, which is the beginning of the answer.
+            variables: further variables of the chat template.
+            think: as in ``rounds``.
+            room: a text that must have more tokens than this is refused by its length; None takes any.
+
+        Raises:
+            UsageError, PromptTooLong, TemplateError: the prompt cannot be.
+        """
+        return self._pair.encoder.encode(
+            prompt,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=variables,
+            think=think,
+            room=room,
+        )
+
+    @property
+    def thinking(self) -> ThinkingFormat | None:
+        """How the model marks what it thinks before it answers; None where it is not known to think."""
+        return self._pair.encoder.thinking
+
+    def count_tokens(self, prompt: Prompt) -> int:
+        """How many tokens a prompt has, chat template included where it is a list of messages."""
+        return len(self.encode(prompt))
+
+    def fill_prompt(
+        self,
+        prefix: str,
+        suffix: str = "",
+        context_files: ContextFiles = (),
+        *,
+        name: str | None = None,
+        max_tokens: int | None = None,
+        suffix_tokens: int = SUFFIX_TOKENS,
+    ) -> FillPrompt:
+        """The prompt that ``fill`` sends; where there is no room for all, what is far from the cursor is left out.
+
+        >>> prompt = llm.fill_prompt("def area(r):\\n    return ", "\\n")
+        >>> llm.stream(prompt.tokens, params, keep_tokens=prompt.n_before)  # as ``fill``, piece by piece
+
+        Args:
+            prefix: the text before the cursor.
+            suffix: the text behind it.
+            context_files: names and texts of other files (a mapping, or pairs), the most relevant last.
+            name: of the file with the cursor.
+            max_tokens: room that is left for the answer; at most half of the context is.
+            suffix_tokens: most tokens of the suffix, which is read again after every key stroke.
+
+        Raises:
+            UsageError: the model has no fill-in-the-middle tokens, or all texts are empty.
+        """
+        n_answer = min(max_tokens or FILL_TOKENS, self.n_ctx // 2)
+        room = self.n_ctx - n_answer
+        return fill_prompt(
+            self._pair.encoder, prefix, suffix, context_files, room=room, name=name, suffix_tokens=suffix_tokens
+        )
+
+    def marked_fill_prompt(self, text: str) -> FillPrompt | None:
+        """A text with the model's own fill-in-the-middle marks in it, read as these; None if it has not all three.
+
+        >>> llm.marked_fill_prompt("<|fim_prefix|>def area(r):<|fim_suffix|>\\n<|fim_middle|>")
+        """
+        return marked_prompt(self._pair.encoder, text, self.n_ctx)
+
+    def read_ahead(self, messages: Sequence[Mapping[str, Any]] | FillPrompt, *, think: str = "auto") -> None:
+        """Read in idle time what a chat's next prompt will begin with: these messages, then the user's.
+
+        Args:
+            messages: the system prompt or the conversation so far; or a ``fill_prompt``.
+            think: as the next question will be asked, see ``rounds``.
+
+        Raises:
+            UsageError, TemplateError: as from ``encode``.
+        """
+        if isinstance(messages, FillPrompt):
+            self._pair.read_ahead.expect(messages.tokens[: messages.n_before], anew=True)
+            self._worker.idle_work_waits()
+            return
+        asked = ([*messages, {"role": "user", "content": text}] for text in ("a", "1"))
+        one, other = (self.encode(each, think=think) for each in asked)
+        self._pair.read_ahead.expect(one[: shared_prefix(one, other)])
+        self._worker.idle_work_waits()
 
     # -- conversations -------------------------------------------------------------------------------------------
 
@@ -882,12 +819,12 @@ class LLM(Tokenizing, AskingModel):
     def load_session(self, path: str | Path, *, memory: bool = True) -> Session:
         """A conversation that ``Session.save`` wrote, ready to go on without reading it again.
 
-        What the models held is used if it comes from the same model file, engine and cache type and is whole; otherwise
-        ``Session.notice`` says in one line why not, and the next answer reads the conversation's text again.
+        What the models held is used if it is whole and comes from the same model file, engine and cache type; otherwise
+        ``Session.notice`` says why not, and the next answer reads the text again.
 
         Args:
             path: the file.
-            memory: False takes the text alone: safe with a file from anywhere, where what models held is not.
+            memory: False takes the text alone, which is safe with a file from anywhere.
 
         Raises:
             SessionFileError: the file is missing, foreign, from another version, or damaged in its text.
@@ -934,15 +871,14 @@ class LLM(Tokenizing, AskingModel):
         return self._pair
 
     def run(self, work: Callable[[Pair], Result], *, conversation: Hashable | None = None) -> Result:
-        """Run ``work(pair)`` on the worker thread in its turn, so while no request runs, and return what it returns.
+        """Run ``work(pair)`` on the worker thread in its turn, and return what it returns, or raise what it raises.
 
-        For what measures, audits or saves a loaded pair: ``Pair.state`` is what it decodes with, ``Pair.use`` has it
-        decode with something else. The pair is not thread-safe, so nothing of it should be used after ``work`` ended.
+        For what measures, audits or saves a loaded pair. The pair is not thread-safe: use nothing of it after ``work``.
 
         >>> llm.run(lambda pair: pair.state.times(1))  # expected milliseconds of a one-token pass
 
         Args:
-            work: what it raises is raised here.
+            work: what to do.
             conversation: its turn comes after the requests of this conversation; see ``rounds``.
 
         Raises:

@@ -72,81 +72,69 @@ class Gate:
 # The queue.
 
 
-def names_in_order(conversations: str) -> str:
-    """The order in which jobs of these conversations run, put before the first is taken."""
-    fair, order = FairQueue(), []
-    for name in conversations:
-        fair.put(Job(lambda job: order.append(job.conversation), lambda item: None, conversation=name))
-    fair.close()
-    while (job := fair.get()) is not None:
-        job.run()
-    return "".join(order)
+def waiting(name: str, order: list[str], priority: int = 0, *, alone: bool = False) -> Job:
+    """A job of the conversation that its first letter names."""
+    request = None if alone else name
+    return Job(lambda job: order.append(name), print, conversation=name[0], priority=priority, request=request)
 
 
-def test_conversations_take_turns() -> None:
-    assert names_in_order("aaaabbc") == "abcabaa"
-    assert names_in_order("aaa") == "aaa"
-
-
-def test_who_comes_while_another_is_served_goes_before_its_next() -> None:
-    fair, order = FairQueue(), []
-
-    def job(name: str) -> Job:
-        return Job(lambda job: order.append(name), lambda item: None, conversation=name[0])
-
-    for name in ("a1", "a2", "a3"):
-        fair.put(job(name))
-    first = fair.get()
-    fair.put(job("b1"))
-    fair.put(job("a4"))
-    fair.close()
-    assert first is not None
-    first.run()
-    while (each := fair.get()) is not None:
-        each.run()
-    assert order == ["a1", "b1", "a2", "a3", "a4"]
-
-
-def test_requests_without_a_conversation_run_in_order_of_arrival() -> None:
-    fair, order = FairQueue(), []
-    for i in range(20):
-        fair.put(Job(lambda job, i=i: order.append(i), lambda item: None))
-    fair.close()
-    while (job := fair.get()) is not None:
-        job.run()
-    assert order == list(range(20))
-
-
-def test_cancelled_jobs_do_not_pile_up() -> None:
-    fair = FairQueue(max_waiting=2)
-    for _ in range(1000):
-        job = Job(lambda job: None, lambda item: None, conversation="x")
-        fair.put(job)
-        job.cancel()
-    assert len(fair) == 0
-    assert sum(map(len, fair._conversations.values())) <= 2
-
-
-def test_cancelled_jobs_of_the_conversation_that_is_served_do_not_pile_up() -> None:
-    fair, ran = FairQueue(max_waiting=2), []
-
-    def job(name: str) -> Job:
-        return Job(lambda job: ran.append(name), lambda item: None, conversation="x")
-
-    fair.put(job("first"))
+@pytest.mark.parametrize(
+    ("before", "meanwhile", "order"),
+    [
+        ("a1 a2 a3 a4 b1 b2 c1", "", "a1 b1 c1 a2 b2 a3 a4"),
+        ("a1 a2 a3", "b1 a4", "a1 b1 a2 a3 a4"),
+        ("d1 c1 b1 a1", "e1", "d1 c1 b1 a1 e1"),
+    ],
+)
+def test_conversations_take_turns(before: str, meanwhile: str, order: str) -> None:
+    """What comes while a conversation is served goes before its next job."""
+    fair, ran = FairQueue(), list[str]()
+    for name in before.split():
+        fair.put(waiting(name, ran))
     served = fair.get()
-    fair.put(job("second"))
-    for _ in range(1000):
-        late = job("never")
-        fair.put(late)
-        late.cancel()
-    assert fair._served == {"x"}
-    assert len(fair._conversations["x"]) <= 2
+    for name in meanwhile.split():
+        fair.put(waiting(name, ran))
     fair.close()
     while served is not None:
         served.run()
         served = fair.get()
-    assert ran == ["first", "second"]
+    assert " ".join(ran) == order
+
+
+def test_the_next_job_has_the_highest_priority_of_idle_conversations() -> None:
+    fair, jobs = FairQueue(), [waiting(f"{name}1", [], n) for name, n in zip("xycde", (0, 9, 0, 1, -1), strict=True)]
+    later = waiting("x2", [], 9)
+    for each in (*jobs, later):
+        fair.put(each)
+    assert fair.get() is jobs[1]
+    assert [fair.take() for _ in range(5)] == [jobs[3], jobs[0], jobs[2], jobs[4], None]  # x2 comes after x1
+    fair.release(jobs[0])
+    assert fair.take(above=9) is None
+    assert fair.take() is later
+
+
+def test_exclusive_work_is_not_taken_with_answers() -> None:
+    fair = FairQueue()
+    for name in "abc":
+        fair.put(waiting(name, [], alone=name == "b"))
+    assert fair.get() is not None
+    assert fair.take() is None
+
+
+@pytest.mark.parametrize("is_served", [False, True])
+def test_cancelled_jobs_do_not_pile_up(is_served: bool) -> None:
+    fair, kept = FairQueue(max_waiting=2), list[weakref.ref[Job]]()
+    if is_served:
+        fair.put(waiting("x", []))
+        assert fair.get() is not None
+    for _ in range(100):
+        late = waiting("x", [])
+        fair.put(late)
+        late.cancel()
+        kept.append(weakref.ref(late))
+    del late
+    assert len(fair) == 0
+    assert sum(each() is not None for each in kept) <= 2
 
 
 @pytest.mark.parametrize("kind", [MemoryError, SystemExit, KeyboardInterrupt, asyncio.CancelledError])
@@ -167,7 +155,8 @@ def test_the_worker_outlives_whatever_delivery_raises(kind: type[BaseException])
         job = Job(work, nobody)
         worker.queue.put(job)
         assert worker.call(lambda: 5) == 5
-        assert job.reply() == "the result"
+        with pytest.raises(kind):
+            job.reply()
         assert seen == [False, True]
     finally:
         worker.close()
@@ -263,9 +252,9 @@ def test_turns_between_conversations_of_an_llm(llm: LLM) -> None:
     gate, order = Gate(llm), []
     open_answer = scheduler.OpenAnswer
 
-    def noting(pair: Any, seat: Any, tokens: Any, *rest: Any) -> Any:
-        order.append(llm.detokenize(tokens))
-        return open_answer(pair, seat, tokens, *rest)
+    def noting(pair: Any, state: Any, request: Any, asked: Any, *rest: Any, **more: Any) -> Any:
+        order.append(llm.detokenize(asked[0]))
+        return open_answer(pair, state, request, asked, *rest, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler, "OpenAnswer", noting)
@@ -344,63 +333,38 @@ def test_a_deadline_in_an_answer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> N
             llm.rounds("x", GREEDY, deadline=deadline)  # type: ignore[arg-type]
 
 
-def test_prefill_is_interruptible(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The target reads a prompt in pieces; the second is where the caller gives up."""
-    prompt = [5 + i % 200 for i in range(480)]
+@pytest.mark.parametrize("reader", ["target", "draft"])
+def test_reading_a_prompt_is_interruptible(llm: LLM, monkeypatch: pytest.MonkeyPatch, reader: str) -> None:
+    """Between pieces of it, of which a draft model reads several in one call; what was read is not read again."""
+    prompt, eight = [5 + i * 7 % 200 for i in range(490)], SamplingParams(max_tokens=8, ignore_eos=True)
     llm.prefix_cache_bytes = 0
-    expected = llm.generate(prompt, SamplingParams(max_tokens=8, ignore_eos=True), speculate=False).token_ids
-    llm.generate("something else", GREEDY)
-    context = llm.inspect().context
+    expected = llm.generate(prompt, eight, speculate=False).token_ids
+    if reader == "target":
+        llm.generate("something else", GREEDY, draft_length=2)
+    context = llm.inspect().context if reader == "target" else draft_context(llm)
+    n_before, decode, sizes = (1 if reader == "target" else 0), context._decode, list[int]()
     stream: Any = None
-    decode, sizes = context._decode, []
 
     def spy(tokens: Any, logits: Any) -> Any:
         sizes.append(len(tokens))
-        result = decode(tokens, logits)
-        if len(sizes) == 2:
+        if len(sizes) > n_before:
             stream.close()
-        return result
-
-    monkeypatch.setattr(context, "_decode", spy)
-    gate = Gate(llm)
-    stream = llm.rounds(prompt, LONG)
-    gate.open()
-    reply = stream.reply
-    assert (reply.finish_reason, reply.token_ids) == ("cancelled", [])
-    assert sum(sizes) < 300
-    monkeypatch.undo()
-    assert context.tokens == prompt[: context.n_past]
-    again = llm.generate(prompt, SamplingParams(max_tokens=8, ignore_eos=True), speculate=False)
-    assert again.token_ids == expected
-    assert again.stats["cached_tokens"] == sum(sizes)
-    llm.prefix_cache_bytes = 1 << 24
-
-
-def test_a_draft_models_first_reading_is_interruptible(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft model reads a whole prompt in one call; the engine still stops between two pieces of it."""
-    prompt = [5 + (i * 7) % 200 for i in range(490)]
-    expected = llm.generate(prompt, SamplingParams(max_tokens=8, ignore_eos=True), speculate=False).token_ids
-    llm.generate("something else", GREEDY, draft_length=2)
-    context = draft_context(llm)
-    decode, sizes = context._decode, []
-    stream: Any = None
-
-    def spy(tokens: Any, logits: Any) -> Any:
-        sizes.append(len(tokens))
-        stream.close()
         return decode(tokens, logits)
 
     monkeypatch.setattr(context, "_decode", spy)
     gate = Gate(llm)
     stream = llm.rounds(prompt, LONG, draft_length=3)
     gate.open()
-    assert stream.reply.finish_reason == "cancelled"
-    assert sizes == [256]
+    assert (stream.reply.finish_reason, stream.reply.token_ids) == ("cancelled", [])
+    assert len(sizes) == n_before + 1
+    assert sum(sizes) <= 300
     monkeypatch.undo()
-    assert context.tokens == prompt[:256]
-    reply = llm.generate(prompt, SamplingParams(max_tokens=8, ignore_eos=True), draft_length=3)
+    assert context.tokens == prompt[: sum(sizes)]
+    reply = llm.generate(prompt, eight, draft_length=3)
     assert reply.token_ids == expected
     assert reply.stats["num_draft_tokens"] > 0
+    assert reader == "draft" or reply.stats["cached_tokens"] == sum(sizes)
+    llm.prefix_cache_bytes = 1 << 24
 
 
 @pytest.mark.parametrize("backend", ["reference", "ik-llama", "llama-cpp"])
@@ -568,52 +532,6 @@ def test_token_ids_are_a_prompt(llm: LLM) -> None:
         llm.generate([10**9, 1], GREEDY)
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [None, 5, 1.5, b"bytes", {}, {0: 1}, {"role": "user"}, [1, "x"], [1, None], [-1], [2**70], [[1]], ...],
-    ids=repr,
-)
-def test_what_is_no_prompt_is_refused_in_one_line(llm: LLM, prompt: Any) -> None:
-    with pytest.raises(UsageError) as caught:
-        llm.generate(prompt, GREEDY)
-    assert str(caught.value).isprintable()
-
-
-@pytest.mark.parametrize("deadline", ["soon", 1j, [], b"1", object, 0, float("nan")], ids=repr)
-def test_what_is_no_deadline_is_refused_in_one_line(llm: LLM, deadline: Any) -> None:
-    with pytest.raises(UsageError, match="deadline"):
-        llm.generate("the", GREEDY, deadline=deadline)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"prediction": True},
-        {"prediction": 5},
-        {"prediction": [1, "x"]},
-        {"prediction": b"text"},
-        {"drafters": True},
-        {"drafters": [None]},
-        {"drafters": {"ngram": 1}},
-        {"drafters": "nobody"},
-        {"conversation": []},
-        {"draft_length": []},
-        {"draft_length": float("inf")},
-        {"draft_length": np.array([1, 2])},
-        {"logprobs": "all"},
-    ],
-    ids=repr,
-)
-def test_options_of_a_wrong_type_are_refused_in_one_line(llm: LLM, options: dict[str, Any]) -> None:
-    with pytest.raises(UsageError) as caught:
-        llm.generate("the", GREEDY, **options)
-    assert str(caught.value).isprintable()
-    assert (
-        llm.generate("the", GREEDY, drafters="ngram", prediction=None).token_ids
-        == llm.generate("the", GREEDY).token_ids
-    )
-
-
 def test_close_can_cancel(tiny: TinyFiles) -> None:
     llm = LLM(tiny.quick.target, draft=None, backend="reference", n_ctx=2048)
     with Brake(llm) as brake:
@@ -624,7 +542,9 @@ def test_close_can_cancel(tiny: TinyFiles) -> None:
     assert running.reply.finish_reason == waiting.reply.finish_reason == "cancelled"
     assert len(running.reply.token_ids) < 2000
     assert waiting.reply.token_ids == []
-    for use in (lambda: llm.rounds("x"), lambda: llm.tokenize("x"), lambda: llm.logprobs("x")):
+    llm.close()
+    uses = [llm.rounds, llm.tokenize, llm.logprobs, llm.set_draft]
+    for use in [*(lambda use=use: use("x") for use in uses), llm.inspect]:
         with pytest.raises(Closed):
             use()
 

@@ -9,8 +9,8 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ import pytest
 
 from localspec import LLM, Closed, SamplingParams, SessionFileError, UsageError
 from localspec.backends.base import Context
-from localspec.engine import saved as saved_module
 from localspec.engine.prefix_cache import MIN_TOKENS, PrefixCache
 from tests.conftest import TinyFiles, open_backend
 from tests.support import ggufs
@@ -419,40 +418,40 @@ def test_damaged_and_truncated_files(tiny: TinyFiles, saved: Path) -> None:
 
 def test_hostile_lists_of_arrays(tiny: TinyFiles, saved: Path) -> None:
     """Sizes that do not fit, odd types, absurd shapes: a notice, never a traceback or an allocation of petabytes."""
-    from localspec.engine.saved import _digest
-
-    data = saved.read_bytes()
-    first, second = data.split(b"\n")[:2]
+    _, second, rest = saved.read_bytes().split(b"\n", 2)
     n = int(second.split()[0])
-    start = len(first) + len(second) + 2
-    text, rest = json.loads(data[start : start + n]), data[start + n :]
-
-    def change(edit: Callable[[dict[str, Any]], object]) -> None:
-        changed = json.loads(json.dumps(text))
-        edit(changed["memories"][0])
-        document = json.dumps(changed).encode()
-        saved.write_bytes(first + b"\n%d %s\n" % (len(document), _digest(document).encode()) + document + rest)
-
+    text, arrays = json.loads(rest[:n]), rest[n:]
     with load(tiny) as llm:
         expected = llm.load_session(saved).chat("and then", draft_length=3).token_ids
         llm.prefix_cache_bytes = 0
-        for edit in (
-            lambda memory: memory["arrays"][0].update(shape=[1 << 50]),
-            lambda memory: memory["arrays"][0].update(shape=[1 << 62, 1 << 62, 4]),
-            lambda memory: memory["arrays"][0].update(shape=[-1, 4]),
-            lambda memory: memory["arrays"][0].update(dtype="O"),
-            lambda memory: memory["arrays"][0].update(dtype="no such type"),
-            lambda memory: memory["arrays"][0].update(name="other"),
-            lambda memory: memory.pop("arrays"),
-            lambda memory: memory.update(tokens=["x"]),
-            lambda memory: memory.update(tokens=[5] * 5000),
-            lambda memory: memory.update(maker=7),
+        for array, memory in (
+            ({"shape": [1 << 50]}, {}),
+            ({"shape": [1 << 62, 1 << 62, 4]}, {}),
+            ({"shape": [-1, 4]}, {}),
+            ({"shape": [10**30]}, {}),
+            ({"dtype": "O"}, {}),
+            ({"dtype": "no such type"}, {}),
+            ({"name": "other"}, {}),
+            ({}, {"arrays": None}),
+            ({}, {"tokens": ["x"]}),
+            ({}, {"tokens": [5] * 5000}),
+            ({}, {"maker": 7}),
         ):
-            change(edit)
+            changed = json.loads(json.dumps(text))
+            changed["memories"][0]["arrays"][0].update(array)
+            changed["memories"][0].update(memory)
+            write_text(saved, changed, arrays)
             llm.generate("something else entirely, so that nothing is in memory", GREEDY)
-            notice = check_goes_on(llm, saved, expected)
-            assert notice is not None
-            assert "read again" in notice
+            assert "read again" in str(check_goes_on(llm, saved, expected))
+        write_text(saved, text | {"params": {"temperature": 10**400}})
+        with pytest.raises(SessionFileError, match="damaged"):
+            llm.load_session(saved)
+
+
+def write_text(path: Path, text: dict[str, Any], rest: bytes = b"") -> None:
+    document = json.dumps(text).encode()
+    head = b"localspec-session 1\n%d %s\n" % (len(document), blake2b(document, digest_size=16).hexdigest().encode())
+    path.write_bytes(head + document + rest)
 
 
 def test_a_file_of_another_model_is_read_again_from_its_text(tiny: TinyFiles, saved: Path) -> None:
@@ -469,52 +468,24 @@ def test_a_file_of_another_model_is_read_again_from_its_text(tiny: TinyFiles, sa
         assert "room for 64" in str(llm.load_session(saved).notice)
 
 
-def test_other_files_are_not_overwritten(llm: LLM, tmp_path: Path) -> None:
-    precious = tmp_path / "thesis.txt"
+def test_what_cannot_be_written_is_refused_and_nothing_is_lost(llm: LLM, tmp_path: Path) -> None:
+    precious, folder = tmp_path / "thesis.txt", sorted(os.listdir(tmp_path))
     precious.write_text("years of work")
-    session = llm.session(params=GREEDY)
-    session.chat("x")
+    session = llm.session()
+    session.messages.append({"role": "user", "content": "x"})
     with pytest.raises(SessionFileError, match="not a saved session"):
         session.save(precious)
     assert precious.read_text() == "years of work"
-    with pytest.raises(SessionFileError, match="cannot write"):
-        session.save(tmp_path / "no" / "folder")
-    assert sorted(os.listdir(tmp_path)) == ["home", "thesis.txt"] or sorted(os.listdir(tmp_path)) == ["thesis.txt"]
-    llm.close()
-    with pytest.raises(Closed):
-        session.save(tmp_path / "late.session")
-
-
-def test_what_cannot_be_written_is_told_in_a_line(llm: LLM, tmp_path: Path) -> None:
-    session = llm.session()
-    for name in ("a" * 300, "nul\0"):
+    for name in ("no/folder", "a" * 300, "nul\0"):
         with pytest.raises(SessionFileError, match="cannot write"):
             session.save(tmp_path / name)
     session.params = SamplingParams(stop=["\ud800"])
     with pytest.raises(SessionFileError, match="not JSON"):
         session.save(tmp_path / "x.session")
-    assert not (tmp_path / "x.session").exists()
-
-
-def test_numbers_that_no_machine_holds_are_damage(llm: LLM, tmp_path: Path) -> None:
-    session = llm.session(params=SamplingParams(temperature=0.5))
-    path = tmp_path / "x.session"
-    session.save(path)
-    text = json.loads(path.read_bytes().split(b"\n", 2)[2])
-    array = {"name": "a", "dtype": "<f4", "shape": [10**30], "digest": ""}
-    memories = [{"maker": {}, "tokens": [], "held": None, "arrays": [array]}]
-    write_text(path, text | {"memories": memories})
-    assert "damaged" in saved_module.read(path)[2]
-    write_text(path, text | {"params": {"temperature": 10**400}})
-    with pytest.raises(SessionFileError, match="damaged"):
-        llm.load_session(path)
-
-
-def write_text(path: Path, text: dict[str, Any]) -> None:
-    document = json.dumps(text).encode()
-    path.write_bytes(
-        b"localspec-session 1\n%d %s\n" % (len(document), saved_module._digest(document).encode()) + document
-    )
+    assert sorted(os.listdir(tmp_path)) == sorted([*folder, "thesis.txt"])
+    llm.close()
+    with pytest.raises(Closed):
+        session.save(tmp_path / "late.session")
 
 
 SAVER = """
@@ -572,19 +543,18 @@ def test_killing_the_process_while_it_saves_loses_nothing(tiny: TinyFiles, tmp_p
 # Real models.
 
 
-def talk(llm: LLM, i: int, turns: int, *, alone: bool) -> tuple[list[list[int]], list[int], list[float]]:
+def talk(llm: LLM, i: int, turns: int, *, alone: bool) -> tuple[list[list[int]], list[int]]:
     """One conversation, plain and greedy; others come between its turns unless it is alone."""
     params = SamplingParams(max_tokens=12)
     session = llm.session(f"You are guide number {i}. {LONG_TEXT}")
-    ids, unread, waits = [], [], []
+    ids, unread = [], []
     for turn in range(turns):
         reply = session.chat(f"Question {turn}: what did the cat look at?", params, speculate=False)
         ids.append(reply.token_ids)
         unread.append(reply.stats["prompt_tokens"] - reply.stats["cached_tokens"])
-        waits.append(reply.stats["seconds_prompt"])
         if not alone:
             llm.session(f"Somebody else, {i} {turn}. {LONG_TEXT}").chat("Hello", SamplingParams(max_tokens=2))
-    return ids, unread, waits
+    return ids, unread
 
 
 @pytest.mark.real
@@ -602,21 +572,15 @@ def test_real_conversations_in_turns_equal_each_alone(
         llm.generate("Something else.", SamplingParams(max_tokens=2))
         llm.prefix_cache_bytes = 1 << 28
         mixed = [talk(llm, i, 3, alone=False) for i in range(2)]
-        for (ids, unread, waits), (ids_mixed, unread_mixed, waits_mixed) in zip(alone, mixed, strict=True):
+        for (ids, unread), (ids_mixed, unread_mixed) in zip(alone, mixed, strict=True):
             assert ids_mixed == ids
             assert unread_mixed[1:] == unread[1:]
             assert max(unread_mixed[1:]) < 64
-            print(backend, "prompt of each turn [s]: alone", *(f"{w:.2f}" for w in waits), end="; ")
-            print("with others between", *(f"{w:.2f}" for w in waits_mixed))
         session = llm.session(f"You are guide number 0. {LONG_TEXT}", SamplingParams(max_tokens=12))
         session.chat("Question 0: what did the cat look at?", speculate=False)
-        started = time.perf_counter()
         session.save(path)
-        print(f"saved {path.stat().st_size / 1e6:.1f} MB in {time.perf_counter() - started:.2f} s", end="; ")
     with LLM(real_model("smollm2-135m"), **options) as llm:
-        started = time.perf_counter()
         session = llm.load_session(path)
-        print(f"loaded in {time.perf_counter() - started:.2f} s")
         assert session.notice is None
         reply = session.chat("Question 1: what did the cat look at?", speculate=False)
         assert reply.token_ids == alone[0][0][1]

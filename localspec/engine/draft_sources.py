@@ -37,13 +37,7 @@ class DraftWeights:
 
 @dataclass(frozen=True)
 class FoundDraft:
-    """A file to draft with.
-
-    Attributes:
-        path: the file.
-        spec: what ``--draft`` calls it.
-        name: what people call it; "" for its source's name.
-    """
+    """A file to draft with: what ``--draft`` calls it, and what people do ("" is its source's name)."""
 
     path: Path
     spec: str
@@ -62,11 +56,7 @@ class DraftSource:
     only_one = False
 
     def check(self, argument: str) -> None:
-        """Refuse what follows the colon in ``--draft NAME:ARGUMENT``.
-
-        Raises:
-            UsageError: it makes no sense.
-        """
+        """Refuse, with ``UsageError``, what follows the colon in ``--draft NAME:ARGUMENT``."""
         raise UsageError(f"--draft {self.name} takes nothing after a colon, not {argument}")
 
     def takes(self, path: Path) -> bool:
@@ -78,11 +68,7 @@ class DraftSource:
         yield from ()
 
     def find(self, argument: str, target: Model) -> FoundDraft:
-        """The file for a target; ``argument`` is what follows the colon, or a path that it ``takes``, or empty.
-
-        Raises:
-            LocalspecError: there is none.
-        """
+        """The file for a target, or ``LocalspecError``; ``argument`` follows the colon, or is a path, or empty."""
         raise NotImplementedError
 
     def load(
@@ -113,20 +99,12 @@ class DraftSource:
 
 
 def is_free(name: str) -> bool:
-    """Whether a name for ``--draft`` is that of a drafter that needs no file.
-
-    Raises:
-        PluginError: it cannot be imported.
-    """
+    """Whether a name for ``--draft`` is that of a drafter that needs no file. Raises ``PluginError``."""
     return name in offered(DRAFTERS) and not isinstance(load(DRAFTERS, name), DraftSource)
 
 
 def free_drafter(name: str) -> Drafter:
-    """A new drafter of a name that ``is_free``.
-
-    Raises:
-        PluginError: it is none.
-    """
+    """A new drafter of a name that ``is_free``. Raises ``PluginError`` where the plugin makes none."""
     drafter = load(DRAFTERS, name)()
     if not isinstance(drafter, Drafter):
         raise PluginError(f"the plugin {name!r} returns {type(drafter).__name__}, which is no localspec drafter")
@@ -134,11 +112,7 @@ def free_drafter(name: str) -> Drafter:
 
 
 def draft_source(name: str) -> DraftSource | None:
-    """The kind of drafter that a name stands for, if one that loads weights.
-
-    Raises:
-        PluginError: it cannot be imported.
-    """
+    """The kind of drafter that a name stands for, if one that loads weights. Raises ``PluginError``."""
     found = load(DRAFTERS, name) if name in offered(DRAFTERS) else None
     return found if isinstance(found, DraftSource) else None
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localspec.backends.base import Context, Model, SequenceBatch
-from localspec.backends.trust import fingerprint
 from localspec.controllers.calibration import WHOLE, PassKind
 from localspec.controllers.learned import AcceptanceStore
 from localspec.engine.draft_sources import (
@@ -24,6 +23,7 @@ from localspec.engine.saved_chats import SavedChats
 from localspec.engine.state import DecodingState, DraftMemory, DraftModel, taps_of, target_memory
 from localspec.errors import Cancelled, EngineError, LocalspecError, VocabularyMismatch
 from localspec.model_files.catalog import Catalog
+from localspec.model_files.fingerprint import fingerprint
 from localspec.model_files.sources.base import size_text
 from localspec.spec_decode.drafters.base import Drafter
 from localspec.spec_decode.drafters.corpus import CorpusDrafter
@@ -43,13 +43,13 @@ from localspec.system.steps import exhaust
 
 
 def plugin_drafts(target: Model, warn: Callable[[str], None] = lambda line: None) -> Iterator[str]:
-    """What ``auto`` loads of plugins for a loaded target, as ``--draft`` calls it, found one by one."""
+    """What ``auto`` loads of plugins for a loaded target, as ``--draft`` calls it."""
     for source in draft_sources(warn):
         yield from source.automatic(target)
 
 
 def found_drafts(target: Model, warn: Callable[[str], None] = lambda line: None) -> Iterator[str]:
-    """All that ``auto`` loads for a loaded target, found one by one: the above, and a draft model's path."""
+    """All that ``auto`` loads for a loaded target: plugins, and a draft model's path."""
     yield from plugin_drafts(target, warn)
     draft = Catalog.load().draft_for(target.path)
     if draft is not None:
@@ -60,16 +60,7 @@ def found_drafts(target: Model, warn: Callable[[str], None] = lambda line: None)
 
 
 def open_corpus(where: str, target: Model, loader: Loader, report: Report) -> CorpusIndex:
-    """The index of a corpus for the target's tokenizer.
-
-    What is new in it is read now, with progress, where there will be no idle time; else then. How much that is is said
-    first.
-
-    Args:
-        where: a path, or ``chats``.
-        target: the model whose tokens it is made of.
-        loader: says whether there will be idle time, and takes remarks.
-        report: takes progress; raising from it leaves what was indexed so far.
+    """The index of a corpus, a path or ``chats``, for the target's tokenizer; updated now where there is no idle time.
 
     Raises:
         UsageError: there is no such path, it holds too much, or the index cannot be written.
@@ -96,9 +87,7 @@ class DraftMaker:
     """Makes the drafters that names stand for; what is loaded already is used again.
 
     Attributes:
-        loader: loads models.
         before: the state in use.
-        report: takes progress.
         undo: takes what frees what was made, should that fail.
         renew: a draft model that is loaded again though it is in use.
     """
@@ -110,10 +99,7 @@ class DraftMaker:
     renew: DraftModel | None = None
 
     def state(self, names: Sequence[str]) -> DecodingState:
-        """The state that decodes with drafters; its target's context holds what the one in use does, or is that.
-
-        Args:
-            names: as ``arguments.draft_specs`` returns them.
+        """The state that decodes with drafters of ``draft_specs``; its target's context holds what the one in use does.
 
         Raises:
             VocabularyMismatch: a draft model numbers its tokens differently.
@@ -152,7 +138,6 @@ class DraftMaker:
         return free, _named(models, free)
 
     def _automatic(self) -> tuple[list[Drafter], list[DraftModel]]:
-        """What costs nothing, and what is at hand for the target."""
         target, free = self.before.target, [self._free(name) for name in AUTOMATIC]
         models: list[DraftModel] = []
         for name in found_drafts(target, self.loader.warnings.append):
@@ -274,10 +259,7 @@ class DraftMaker:
     # -- the rest of the state -------------------------------------------------------------------------------------
 
     def _context_for(self, drafters: Sequence[Drafter]) -> tuple[Context, SequenceBatch | None]:
-        """The target's context, or one like it that returns the hidden states that drafters want, and no others.
-
-        Beside it the memory that it is a part of, see ``DecodingState``.
-        """
+        """The target's context, or another that returns the hidden states that drafters want; and its memory."""
         context, taps = self.before.context, taps_of(drafters)
         if set(taps) == set(context.hidden):
             return context, self.before.batch
@@ -290,7 +272,6 @@ class DraftMaker:
         return other, batch
 
     def _acceptance_of(self, free: Sequence[Drafter], models: Sequence[DraftModel]) -> AcceptanceStore:
-        """What earlier runs learned of these drafters for this target."""
         files, names = [fingerprint(draft.path) for draft in models], [draft.name for draft in models]
         drafters = " ".join([*files, *(drafter.info.name for drafter in free), *names])
         key = {"target": fingerprint(self.before.target.path), "drafters": drafters}

@@ -6,9 +6,8 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from localspec import backends
 from localspec.backends.base import Model
 from localspec.backends.registry import engine_module, unavailable_reason
 from localspec.backends.repack import lightening, lighter_copy
-from localspec.backends.trust import fingerprint, verdict_key, verdicts
+from localspec.backends.trust import verdict_key, verdicts
 from localspec.controllers.calibration import (
     NOISY,
     WHOLE,
@@ -39,19 +38,18 @@ from localspec.controllers.stopping import best_speedup
 from localspec.engine.options import LoadOptions
 from localspec.engine.state import DecodingState
 from localspec.errors import Cancelled, LocalspecError, VocabularyMismatch
+from localspec.model_files.fingerprint import fingerprint
 from localspec.system.files import JsonStore, home
 from localspec.system.machine import BUSY, cpu_name, default_threads
 from localspec.system.steps import Steps, exhaust
 
 # Which engine is faster for a file here: measured when there is time, remembered, and followed by ``auto``.
 #
-# Where several engines on the CPU are usable for a file, their passes are timed in turns. What counts is the time of a
-# nominal answer: reading a prompt, then decoding at the best fixed draft length, plain decoding included, with draft
-# tokens that are accepted as often and cost as much as those of a small draft model typically do.
-#
-# The usual engine stays unless rounds in which nobody else used the CPUs agree that the other is faster, by more than
-# unnoticed load explains. What was measured beside other programs is provisional: it chooses nothing, and is measured
-# again in idle time.
+# Passes of the engines on the CPU are timed in turns. What counts is the time of a nominal answer: reading a prompt,
+# then decoding at the best fixed draft length, with draft tokens that are accepted as often and cost as much as those
+# of a small draft model typically do. The usual engine stays unless rounds on an otherwise idle CPU agree that the
+# other is faster, by more than unnoticed load explains. What was measured under load is provisional: it chooses
+# nothing, and is measured again in idle time.
 
 ENGINES = ("ik-llama", "llama-cpp")
 N_PROMPT, N_ANSWER = 256, 192
@@ -59,7 +57,7 @@ N_PROMPT, N_ANSWER = 256, 192
 
 ACCEPTANCE, STEP_SHARE = 0.7, 0.3
 """Of a small draft model of the same family: its acceptance rate, and a step's share of t(1). Qwen2.5-Coder 1.5B with
-its 0.5B: 0.80 on the recorded answers, 0.77 on the text in ``draft_choice``, and 0.28 to 0.31 on two machines."""
+its 0.5B: 0.80 on the recorded answers, 0.77 on ``draft_choice.txt``, and 0.28 to 0.31 on two machines."""
 
 TIMED_LENGTHS = range(9)
 
@@ -73,9 +71,8 @@ class EngineTimes:
     """Engines timed in turns with one file.
 
     Attributes:
-        day: when, as people write it.
         ms: engine -> time of a nominal answer [ms], by the passes that count.
-        rounds: engine -> the same by each round in which nobody else used the CPUs.
+        rounds: engine -> the same by each round in which no other program used the CPUs.
         others_share: of the CPUs' time, used by other programs meanwhile.
     """
 
@@ -87,17 +84,14 @@ class EngineTimes:
     @property
     def provisional(self) -> bool:
         """Whether nothing follows from it: an engine does not have two quiet rounds that agree."""
-        return any(len(found) < 2 or found[1] > NOISY * found[0] for found in map(sorted, self._of_all()))
+        rounds = (sorted(self.rounds.get(name, [])) for name in ENGINES)
+        return any(len(found) < 2 or found[1] > NOISY * found[0] for found in rounds)
 
     def prefers(self, other: str, usual: str) -> bool:
-        """Whether an engine is to be taken in place of the usual one."""
         if self.provisional:
             return False
         # The best round of the usual one against the second best of the other: an outlier on either side keeps it.
         return min(self.rounds[usual]) > MARGIN * sorted(self.rounds[other])[1]
-
-    def _of_all(self) -> list[list[float]]:
-        return [self.rounds.get(name, []) for name in ENGINES]
 
 
 def nominal_ms(times: PassTimes) -> float:
@@ -107,19 +101,14 @@ def nominal_ms(times: PassTimes) -> float:
 
 
 def draft_gain(times: PassTimes) -> float:
-    """How much sooner a nominal answer is there with a small draft model of the same family, which reads the prompt
-    too, than plainly.
-
-    By what passes of Qwen2.5-Coder 1.5B took on two machines, where a second row costs 0.14 and 0.25 of the first, it
-    is 1.04 and 0.97. On the latter ``auto``, with a head beside it, sent no token of the 0.5B in 34 answers of 256.
-    """
+    """How much sooner a nominal answer is there with a small draft model, which reads the prompt too, than plainly."""
     prefill, answer = N_PROMPT * times(WIDE) / WIDE, N_ANSWER * times(1)
     faster = best_speedup(ACCEPTANCE, TIMED_LENGTHS, times, STEP_SHARE * times(1))
     return (prefill + answer) / ((1 + STEP_SHARE) * prefill + answer / faster)
 
 
-def engines_comparing(n_ctx: int, kv_type: str) -> Callable[[Model, Model], Steps[None]]:
-    """What times a file on two engines in turns, and remembers what was found; see ``SecondOpinion``."""
+def engines_comparing(n_ctx: int, options: LoadOptions) -> Callable[[Model, Model], Steps[None]]:
+    """Times a file on two engines in turns, and remembers what was found; see ``SecondOpinion``."""
 
     def comparing(model: Model, other: Model) -> Steps[None]:
         both = (model, other)
@@ -127,14 +116,13 @@ def engines_comparing(n_ctx: int, kv_type: str) -> Callable[[Model, Model], Step
             timers = [stack.enter_context(timer(each, n_ctx)) for each in both]
             yield from in_turns(timers)
             for each, timed in zip(both, timers, strict=True):
-                curves().put(curve_key(each, kv_type), timed.times())
-            remember(both, timers, kv_type)
+                curves().put(curve_key(each, options.kv_cache_type), timed.times())
+            remember(both, timers, options)
 
     return comparing
 
 
-def remember(models: Sequence[Model], timers: Sequence[Timer], kv_type: str) -> None:
-    """Keep what nominal answers take on the engines of a file's models."""
+def remember(models: Sequence[Model], timers: Sequence[Timer], options: LoadOptions) -> None:
     today, pairs = date.today(), list(zip(models, timers, strict=True))
     found = EngineTimes(
         f"{today.day} {today:%b %Y}",
@@ -142,40 +130,31 @@ def remember(models: Sequence[Model], timers: Sequence[Timer], kv_type: str) -> 
         {model.backend: [round(nominal_ms(each), 1) for each in timed.quiet_rounds()] for model, timed in pairs},
         max(timed.times().others_share for timed in timers),
     )
-    _store().put(_key(fingerprint(models[0].path), models[0].n_threads, kv_type), asdict(found))
+    _store().put(_key(models[0].path, replace(options, n_threads=models[0].n_threads)), asdict(found))
 
 
-def compared(path: Path, n_threads: int | None, kv_type: str) -> EngineTimes | None:
+def compared(path: Path, options: LoadOptions) -> EngineTimes | None:
     """What was found of a file, with the present versions of all engines; None where nothing was."""
-    return _comparison(_store().get(_key(fingerprint(path), n_threads or default_threads(), kv_type)))
+    return _comparison(_store().get(_key(path, options)))
 
 
-def forget(path: Path, n_threads: int | None, kv_type: str) -> None:
-    """Have the engines compared again."""
-    _store().put(_key(fingerprint(path), n_threads or default_threads(), kv_type), {})
+def forget(path: Path, options: LoadOptions) -> None:
+    _store().put(_key(path, options), {})
 
 
 def ordered(
-    names: Sequence[str],
-    path: Path,
-    *,
-    n_threads: int | None = None,
-    kv_type: str = "f16",
-    on_gpu: bool = False,
-    warn: Callable[[str], None] = lambda line: None,
+    names: Sequence[str], path: Path, options: LoadOptions, on_gpu: bool, warn: Callable[[str], None]
 ) -> list[str]:
     """Engines in the order in which to try them.
 
     Args:
         names: in the usual order, see ``backends.candidates``.
-        path: the file.
-        n_threads, kv_type: as it will be loaded.
-        on_gpu: whether one of them would run it on a GPU: what was measured on the CPU says nothing then.
+        on_gpu: whether one would run the file on a GPU: what was measured on the CPU says nothing then.
         warn: takes a line when the order differs from the usual for the first time.
     """
     if on_gpu or not all(name in names for name in ENGINES):
         return list(names)
-    store, key = _store(), _key(fingerprint(path), n_threads or default_threads(), kv_type)
+    store, key = _store(), _key(path, options)
     stored = store.get(key) or {}
     found = _comparison(stored)
     first, second = (name for name in names if name in ENGINES)
@@ -189,7 +168,6 @@ def ordered(
 
 
 def _comparison(stored: dict[str, Any] | None) -> EngineTimes | None:
-    """What is stored, if it is a comparison of all engines."""
     if not stored:
         return None
     try:
@@ -205,19 +183,15 @@ def _store() -> JsonStore:
     return JsonStore(home() / "engines", 2)
 
 
-def _key(digest: str, n_threads: int, kv_type: str) -> dict[str, str]:
+def _key(path: Path, options: LoadOptions) -> dict[str, str]:
+    usable = [name for name in ENGINES if unavailable_reason(name) is None]
     return {
         "machine": cpu_name(),
-        "engines": ", ".join(_versions()),
-        "file": digest,
-        "threads": str(n_threads),
-        "kv": kv_type,
+        "engines": ", ".join(f"{name} {engine_module(name).binding().version}" for name in usable),
+        "file": fingerprint(path),
+        "threads": str(options.n_threads or default_threads()),
+        "kv": options.kv_cache_type,
     }
-
-
-def _versions() -> list[str]:
-    usable = [name for name in ENGINES if unavailable_reason(name) is None]
-    return [f"{name} {engine_module(name).binding().version}" for name in usable]
 
 
 # Which copy of a draft model drafts faster: the published file, or a lighter one that agrees a little less?
@@ -238,61 +212,17 @@ MAX_TOKENS = 400
 
 _PIECE = 32
 
-TEXT = """Here is a small helper that reads a settings file and falls back to defaults:
-
-```python
-import json
-from pathlib import Path
-
-DEFAULTS = {"theme": "light", "font_size": 12, "recent_files": []}
-
-def load_settings(path: Path) -> dict:
-    \"\"\"Return the user's settings, with defaults for what is missing.\"\"\"
-    if not path.exists():
-        return dict(DEFAULTS)
-    with path.open(encoding="utf-8") as file:
-        settings = json.load(file)
-    for key, value in DEFAULTS.items():
-        settings.setdefault(key, value)
-    return settings
-```
-
-The function first checks whether the file exists. If it does not, a copy of the defaults is returned, so that
-the caller can change it without changing the defaults themselves. Otherwise the file is read, and every
-missing key is added.
-
-To find the total cost, add the price of the tickets to the price of the meals. There are 4 tickets at 12
-euros each, which makes 4 * 12 = 48 euros, and 3 meals at 9 euros each, which makes 3 * 9 = 27 euros. Together
-that is 48 + 27 = 75 euros.
-
-Thank you for your message. I am sorry to hear that the delivery was late. There are a few things you can do:
-first, check the tracking page to see where the parcel is; second, call the carrier; and third, if it does not
-arrive within a week, ask for a refund. Le musée est ouvert tous les jours sauf le lundi, et l'entrée est
-gratuite pour les enfants.
-"""
+TEXT = Path(__file__).with_name("draft_choice.txt")
+"""Code, prose, sums and a little French: what both copies of a draft read."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftCopy:
-    """A copy of the draft as measured.
-
-    Attributes:
-        agreement: share of positions at which its most probable token is the target's.
-        step_ms: time of one draft token [ms].
-        speedup: predicted, at the best fixed draft length.
-    """
+    """A copy of the draft as measured: how often its best token is the target's, ms per token, predicted speed-up."""
 
     agreement: float
     step_ms: float
     speedup: float
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def tokens_of(target: Model) -> list[int]:
-    """The text in the target's tokens, which are the draft's."""
-    return target.tokenize(TEXT, add_special=True)[:MAX_TOKENS]
 
 
 def reading(model: Model, tokens: Sequence[int], n_vocab: int | None = None) -> Steps[npt.NDArray[np.int64]]:
@@ -309,15 +239,7 @@ def reading(model: Model, tokens: Sequence[int], n_vocab: int | None = None) -> 
 def measuring(
     copies: Sequence[Model], tokens: Sequence[int], target_tops: npt.NDArray[np.int64], times: PassTimes, n_vocab: int
 ) -> Steps[list[DraftCopy]]:
-    """Measure copies, a pass at a time; their steps in turns, so that they meet the same machine.
-
-    Args:
-        copies: the models.
-        tokens: the text.
-        target_tops: the target's most probable tokens on it [n].
-        times: the target's t(w).
-        n_vocab: how many token ids the target takes; a draft's logits can be wider.
-    """
+    """Measure copies; their steps in turns, so that they meet the same machine. ``target_tops`` as from ``reading``."""
     agreements = []
     for model in copies:
         tops = yield from reading(model, tokens, n_vocab)
@@ -347,7 +269,7 @@ Report = Callable[[str, "float | None"], None]
 
 
 class Remarks(list[str]):
-    """One-line remarks that a user should see, each once, however often a model is loaded."""
+    """One-line remarks, each once, however often a model is loaded."""
 
     def append(self, line: str) -> None:
         if line not in self:
@@ -355,22 +277,11 @@ class Remarks(list[str]):
 
 
 class Loader:
-    """Loads models as the options say.
-
-    Args:
-        options: how to load.
-        warnings: takes one-line remarks that a user should see.
-    """
-
     def __init__(self, options: LoadOptions, warnings: list[str]) -> None:
         self.options = options
         self.parallel = 1
         self.warnings = warnings
         self._choices = JsonStore(home() / "drafts", 2)
-
-    def load_target(self, path: Path, report: Report) -> Model:
-        """Load the target, which alone is placed on devices as the options say."""
-        return self.load(path, report, engine=self.options.target)
 
     def load(
         self,
@@ -402,7 +313,7 @@ class Loader:
                 warn=self.warnings.append,
                 check=check,
                 put_off=self.options.idle,
-                order=partial(self._in_order, path),
+                order=lambda names, on_gpu: ordered(names, path, self.options, on_gpu, self.warnings.append),
             )
         except LocalspecError:
             if cancel:
@@ -412,11 +323,7 @@ class Loader:
     def times(
         self, model: Model, n_ctx: int, report: Report, passes: PassKind = WHOLE, called: str | None = None
     ) -> PassTimes:
-        """The cost model of a model's passes: as measured at an earlier load, or measured now.
-
-        Where there will be idle time a first, rough one is enough.
-        ``called``: the model's name for people; None is that of its file.
-        """
+        """The cost model of a model's passes, measured now if need be: roughly where there will be idle time."""
         idle, key = self.options.idle, curve_key(model, self.options.kv_cache_type)
         times = curves().get(key)
         if times is None or (times.noisy and not idle and curves().is_worth_waiting_for(key)):
@@ -434,16 +341,8 @@ class Loader:
             with suppress(OSError):  # the file is gone
                 curves().drop(curve_key(model, self.options.kv_cache_type))
 
-    def _in_order(self, path: Path, names: list[str], on_gpu: bool) -> list[str]:
-        threads, kv_type = self.options.n_threads, self.options.kv_cache_type
-        return ordered(names, path, n_threads=threads, kv_type=kv_type, on_gpu=on_gpu, warn=self.warnings.append)
-
     def load_draft(self, path: Path, state: DecodingState, report: Report) -> Model:
-        """Load a draft model: the copy of it that drafts faster here; see ``draft_choice``.
-
-        Raises:
-            VocabularyMismatch: it numbers its tokens differently from the target.
-        """
+        """Load a draft model, or its copy that drafts faster here. Raises ``VocabularyMismatch``."""
         known = self._choices.get(self._choice_key(path, state)) if self.options.light_draft else None
         if known is not None and known.get("light") and (lighter := self._open_lighter(path, state, report)):
             return lighter
@@ -469,17 +368,12 @@ class Loader:
         return any(verdict is not None and not verdict["holds"] for verdict in found)
 
     def may_be_lighter(self, path: Path, model: Model, state: DecodingState) -> bool:
-        """Whether it is not known yet if a lighter copy of a draft would draft faster."""
         on_cpu = model.capabilities.device == "cpu" and not model.capabilities.batch_invariant
         known = self._choices.get(self._choice_key(path, state)) is not None
         return self.options.light_draft and on_cpu and model.path == path and not known
 
     def choosing(self, path: Path, published: Model, state: DecodingState, report: Report) -> Steps[bool]:
-        """Make the lighter copy of a draft, compare it with the published file, and remember which drafts faster.
-
-        Returns:
-            Whether the copy does.
-        """
+        """Compare a draft with its lighter copy, which is made, and remember whether that drafts faster."""
         key = self._choice_key(path, state)
         lighter: Model | None = None
         try:
@@ -488,7 +382,7 @@ class Loader:
                 return False
             lighter = self._open_draft(light, state, report, check=False)
             report(f"comparing {path.name} with its lighter copy (once)", None)
-            tokens = tokens_of(state.target)
+            tokens = state.target.tokenize(TEXT.read_text(encoding="utf-8"), add_special=True)[:MAX_TOKENS]
             tops = yield from reading(state.target, tokens)
             copies = (published, lighter)
             one, two = yield from measuring(copies, tokens, tops, state.times, state.target.n_vocab)
@@ -500,7 +394,7 @@ class Loader:
             if lighter is not None:
                 lighter.close()
         light_is_faster = two.speedup > one.speedup
-        self._choices.put(key, {"light": light_is_faster, "published": one.as_dict(), "lighter": two.as_dict()})
+        self._choices.put(key, {"light": light_is_faster, "published": asdict(one), "lighter": asdict(two)})
         return light_is_faster
 
     def _open_lighter(self, path: Path, state: DecodingState, report: Report) -> Model | None:
@@ -540,7 +434,7 @@ class Loader:
 
 
 def giving_way(stopped: Callable[[], bool]) -> Report:
-    """What makes a load end with ``Cancelled`` once it is to stop."""
+    """Ends a load with ``Cancelled`` once it is to stop."""
 
     def report(what: str, fraction: float | None) -> None:
         if stopped():

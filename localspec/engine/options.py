@@ -37,11 +37,7 @@ MAX_PARALLEL = 64
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """Those arguments of ``LLM`` that say how to load, checked; they are explained there.
-
-    Raises:
-        UsageError: a value makes no sense.
-    """
+    """The arguments of ``LLM`` that say how to load, checked; explained there. Raises ``UsageError``."""
 
     backend: str = "auto"
     draft_backend: str | None = None
@@ -78,12 +74,10 @@ class LoadOptions:
 
     @property
     def engine(self) -> dict[str, Any]:
-        """What an engine's ``load`` takes of it, for any model."""
         return {"n_threads": self.n_threads, "n_gpu_layers": self.n_gpu_layers, "kv_type": self.kv_cache_type}
 
     @property
     def target(self) -> dict[str, Any]:
-        """What it takes for the target: it alone is placed."""
         return self.engine | ({"placement": self.placement} if self.placement else {})
 
     def as_arguments(self) -> dict[str, Any]:
@@ -92,11 +86,7 @@ class LoadOptions:
 
 
 def checked_parallel(value: Any) -> int | str:
-    """How many answers at a time: ``auto``, or a number, as a text too.
-
-    Raises:
-        UsageError: it is neither.
-    """
+    """How many answers at a time: ``auto``, or a number, as a text too."""
     if isinstance(value, str):
         if value == "auto":
             return value
@@ -120,7 +110,6 @@ Spec = str | os.PathLike[str]
 
 
 def checked_spec(name: str, value: Any) -> str:
-    """A model as text."""
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(text, str) or not text:
         raise UsageError(f"{name} must be the name or the path of a model, not {shown(value)}")
@@ -133,10 +122,7 @@ def draft_words() -> tuple[str, ...]:
 
 
 def draft_specs(draft: Spec | Iterable[Spec] | None) -> list[str]:
-    """The ``draft`` argument, or what ``--draft`` was given: names of drafters, each once; ``auto`` the first of all.
-
-    Beside ``auto`` there are only corpora.
-    """
+    """The ``draft`` argument, or what ``--draft`` was given: names of drafters, each once, corpora last."""
     if draft is None:
         return []
     several = listed(draft)
@@ -179,7 +165,6 @@ def _check_parts(name: str) -> None:
 
 
 def checked_length(value: Any) -> DraftLength:
-    """A draft length."""
     if isinstance(value, str) and value == "auto":
         return value
     try:
@@ -192,7 +177,6 @@ def checked_length(value: Any) -> DraftLength:
 
 
 def checked_loading(progress: Any, cancel: Any) -> threading.Event:
-    """What follows and stops a load."""
     if progress is not None and not callable(progress):
         raise UsageError(f"progress must be a function, not {shown(progress)}")
     if cancel is not None and not isinstance(cancel, threading.Event):
@@ -201,7 +185,6 @@ def checked_loading(progress: Any, cancel: Any) -> threading.Event:
 
 
 def checked_bound(value: Any) -> int | None:
-    """A bound of the queue; None means unbounded."""
     return None if value is None else checked_whole("max_queue", value, 0)
 
 
@@ -261,16 +244,12 @@ SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 
 
 def checked_params(params: SamplingParams | None) -> SamplingParams:
-    """Sampling parameters as they are now; None is greedy."""
     if params is not None and not isinstance(params, SamplingParams):
         raise UsageError(f"params must be SamplingParams, not {type(params).__name__}")
-    return SamplingParams() if params is None else replace(params)
+    return SamplingParams() if params is None else params
 
 
-def drafter_names(names: str | Iterable[str] | None) -> list[str] | None:
-    """Which drafters take part."""
-    if names is None:
-        return None
+def drafter_names(names: str | Iterable[str]) -> list[str]:
     several = listed(names)
     several = [names] if several is None else several
     for name in several:

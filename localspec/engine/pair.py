@@ -5,24 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from localspec.backends.base import Context, FloatArray, Forward, Model, SequenceBatch, shared_prefix
-from localspec.backends.trust import (
-    SecondOpinion,
-    checking,
-    ensure_batches,
-    fingerprint,
-    verdict_key,
-    verdicts,
-    why_no_branches,
-)
+from localspec.backends.trust import SecondOpinion, checking, ensure_batches, verdict_key, verdicts, why_no_branches
 from localspec.controllers.auto import FLAT_ROW
-from localspec.controllers.batching import LEAST_GAIN, SharedPasses
+from localspec.controllers.batching import LEAST_GAIN, SharedPasses, ShareOfPass
 from localspec.controllers.calibration import WHOLE, PassKind, calibrating, curve_key, curves
 from localspec.controllers.cost_model import PassTimes, row_ms
 from localspec.controllers.learned import AcceptanceStore
@@ -30,23 +22,24 @@ from localspec.engine.drafts import DraftMaker
 from localspec.engine.loading import Loader, Remarks, Report, compared, engines_comparing, giving_way
 from localspec.engine.options import DraftLength, LoadOptions
 from localspec.engine.prefix_cache import PassCounts, PrefixCache
-from localspec.engine.request import AnswerRequest
-from localspec.engine.state import FULL_CONTEXTS, DecodingState, DraftModel, Seat, target_memory
-from localspec.engine.worker import PREPARATION, Stopped, Worker
+from localspec.engine.request import AnswerRequest, Reply
+from localspec.engine.state import FULL_CONTEXTS, DecodingState, DraftModel, target_memory
+from localspec.engine.worker import PREPARATION, Job, Stopped, Worker
 from localspec.errors import Cancelled, ContextFull, EngineError, EngineMismatch, LocalspecError, UnsupportedModel
+from localspec.model_files.fingerprint import fingerprint
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.kv_memory import KV_VALUE_BYTES, kv_shape
 from localspec.prompts.prompts import PromptEncoder
 from localspec.prompts.templates import ChatTemplate
 from localspec.sampling.constraint import constraint_for
 from localspec.sampling.sampling import SamplingParams
-from localspec.spec_decode.decoder import SpeculativeDecoder, TargetPass
+from localspec.spec_decode.decoder import PREFILL_CHUNK, SpeculativeDecoder, TargetPass
 from localspec.spec_decode.detokenizer import TextAssembler, ThinkingReader
 from localspec.spec_decode.drafters.base import Controller, Drafter
 from localspec.spec_decode.drafters.corpus import CorpusDrafter
 from localspec.spec_decode.drafters.grammar import GrammarDrafter
 from localspec.spec_decode.overlapping import RoundOverlap, before_pass
-from localspec.spec_decode.rounds import Round
+from localspec.spec_decode.rounds import FinishReason, Round, SpecStats
 from localspec.system.machine import BUSY, CPUTimes, others_share, read_memory, trim_heap
 from localspec.system.steps import Steps
 
@@ -76,7 +69,7 @@ class _Item:
 
 
 class Preparation:
-    """An idle task made of several; see ``idle.IdleTask``. Used by one thread."""
+    """A task of idle work, made of several that are done in the order of ``ORDER``."""
 
     def __init__(self) -> None:
         self._items: list[_Item] = []
@@ -84,13 +77,7 @@ class Preparation:
         self._stopped: Stopped = lambda: False
 
     def add(self, kind: str, work: Work, *, after: float = 0.0) -> None:
-        """Have work done.
-
-        Args:
-            kind: one of ``ORDER``.
-            work: makes the steps, given what says that they are to stop; made again after a step raised ``Cancelled``.
-            after: not before so many seconds have passed.
-        """
+        """Have work done, not before ``after`` seconds; made again after one of its steps raised ``Cancelled``."""
         self._items.append(_Item(kind, work, time.monotonic() + after))
         self._items.sort(key=lambda item: ORDER.index(item.kind))
 
@@ -100,7 +87,6 @@ class Preparation:
             self._end(item)
 
     def clear(self) -> None:
-        """Forget all work."""
         self.drop(*ORDER)
 
     def __call__(self, stopped: Stopped) -> bool:
@@ -148,15 +134,7 @@ def prepare_times(pair: Pair, kind: str, context: Context, times: PassTimes, pas
 
 
 def _prepare_until_settled(pair: Pair, kind: str, work: Work, provisional: Callable[[], bool], *, once: bool) -> None:
-    """Queue a measurement, and again after a while, as long as what it finds is provisional.
-
-    Args:
-        pair: for whom.
-        kind: one of ``ORDER``.
-        work: the measurement.
-        provisional: whether what was found is that.
-        once: whether it is made now in any case; else, and again, only while nobody else uses the CPUs.
-    """
+    """Queue a measurement, again after ``AGAIN_S`` while its result is ``provisional``; ``once``: now in any case."""
 
     def measuring(stopped: Stopped, *, in_any_case: bool = once) -> Steps[None]:
         if in_any_case or (yield from _is_quiet()):
@@ -168,7 +146,6 @@ def _prepare_until_settled(pair: Pair, kind: str, work: Work, provisional: Calla
 
 
 def _is_quiet() -> Steps[bool]:
-    """Whether others leave the CPUs alone, for a moment."""
     before = CPUTimes.now()
     for _ in range(5):
         time.sleep(0.06)
@@ -177,7 +154,7 @@ def _is_quiet() -> Steps[bool]:
 
 
 def checking_draft(pair: Pair, draft: DraftModel) -> Steps[None]:
-    """Check a draft model; one that its engine computes wrongly only costs time, so it drafts no more."""
+    """Check a draft model; one that its engine computes wrongly is not drafted with any more."""
     model, options = draft.model, pair.options.engine
     key = verdict_key(model.backend, options, fingerprint(model.path))
     if model.capabilities.batch_invariant or verdicts().get(key) is not None:
@@ -218,7 +195,7 @@ def prepare_corpora(pair: Pair, drafters: Sequence[Drafter]) -> None:
 
 
 def _telling(pair: Pair, steps: Steps[str], stopped: Stopped) -> Steps[None]:
-    """The same steps; what they have to say, or why they ended early, is for the user to see, once."""
+    """The same steps; what they return, or why they ended early, becomes a warning."""
     try:
         remark = yield from steps
     except Cancelled:
@@ -230,11 +207,11 @@ def _telling(pair: Pair, steps: Steps[str], stopped: Stopped) -> Steps[None]:
 
 
 def ask_another_engine(pair: Pair, path: Path) -> None:
-    """Queue the comparison with another engine, of results and of times, where there is one and it was not made."""
+    """Queue the comparison with another engine, of results and of times."""
     options = pair.options
 
     def provisional() -> bool:
-        found = compared(path, options.n_threads, options.kv_cache_type)
+        found = compared(path, options)
         return found is not None and found.provisional
 
     def asking(stopped: Stopped) -> Steps[None]:
@@ -245,16 +222,16 @@ def ask_another_engine(pair: Pair, path: Path) -> None:
 
 
 def second_opinion(pair: Pair, path: Path) -> SecondOpinion:
-    """What another engine has to say of a pair's target, a file as the user named it."""
+    """The comparison of a target with another engine."""
     target, options = pair.target, pair.options
-    known = compared(path, options.n_threads, options.kv_cache_type)
+    known = compared(path, options)
     comparable = target.capabilities.device == "cpu" and options.backend == "auto" and not options.placement
     return SecondOpinion(
         target,
         path,
         pair.options.target,
         pair.refuse,
-        engines_comparing(pair.context.n_ctx, options.kv_cache_type),
+        engines_comparing(pair.context.n_ctx, options),
         compared=not comparable or (known is not None and not known.provisional),
     )
 
@@ -263,15 +240,7 @@ def second_opinion(pair: Pair, path: Path) -> SecondOpinion:
 
 
 def why_chains(model: Model, times: PassTimes, options: LoadOptions, parallel: int, report: Report) -> str | None:
-    """Why drafts are chains, as part of a sentence; None where they may branch. An engine is checked the first time.
-
-    Args:
-        model: the target.
-        times: the cost model of its passes.
-        options: how it was loaded.
-        parallel: how many answers share passes.
-        report: takes progress.
-    """
+    """Why drafts are chains, as part of a sentence; None where they may branch. The first call checks the engine."""
     if parallel > 1:
         return "answers share passes"
     if not model.capabilities.trees or not model.capabilities.trees_apart:
@@ -292,7 +261,7 @@ CELLS_EACH = 512
 over those of its own (``Capabilities.own_cells``)."""
 
 LEAST_CELLS = 1024
-"""Room for each answer at least; see ``admission.RECKONED``."""
+"""Room for each answer at least; see ``scheduler.RESERVED``."""
 
 ENOUGH = 0.95
 """Of the most tokens per millisecond that any number makes; with more answers each becomes slower for little."""
@@ -306,8 +275,6 @@ MEMORY_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ParallelChoice:
-    """A number of answers at a time, and why."""
-
     n: int
     reason: str
 
@@ -318,10 +285,7 @@ class ParallelChoice:
 def open_memory(
     loader: Loader, target: Model, times: PassTimes, n_ctx: int, report: Report
 ) -> tuple[ParallelChoice, str | None, Context, SequenceBatch | None]:
-    """The target's memory, for as many answers as were asked for, or as are worth it.
-
-    Returns:
-        The number, why drafts are chains there (see ``why_chains``), and the memory as ``target_memory`` does.
+    """The target's memory: the number of answers, why drafts are chains, and what ``target_memory`` returns.
 
     Raises:
         EngineError: there is no memory for it.
@@ -350,14 +314,7 @@ def open_memory(
 
 
 def choose_parallel(model: Model, times: PassTimes, n_ctx: int, available: int | None) -> ParallelChoice:
-    """The number for a model.
-
-    Args:
-        model: the target.
-        times: what its passes cost.
-        n_ctx: tokens of one context.
-        available: memory that can be taken now [bytes]; None is not known, so that only trying tells.
-    """
+    """How many answers at a time; ``available`` is memory that can be taken now [bytes], None if unknown."""
     if not model.capabilities.batches:
         return ParallelChoice(1, f"{model.backend} computes one conversation of this model at a time")
     if not model.capabilities.keeps_kv_type:
@@ -394,24 +351,19 @@ DEFAULT_CTX = 8192
 
 
 class Pair:
-    """A target, its drafters, and what was learned about their cost and acceptance. Not thread-safe: one owner.
-
-    Commands that measure or audit a pair get it from ``LLM.run``.
+    """A target, its drafters, and what was learned about their cost and acceptance; owned by ``worker``'s thread.
 
     Attributes:
-        target: the target's weights.
-        options: how it was loaded.
-        loader: what loads further models so.
+        loader: loads further models with the same options.
         warnings: one-line remarks from loading, and from idle time, that a user should see.
+        state: what answers are decoded with, and what was learned; ``use`` replaces it.
         conversation: the one last worked on, prompt and answer.
-        prefix_cache: other conversations, put aside.
+        last: how far the last answer was asked to draft, and what decided that.
         encoder: makes prompts of messages and texts; its methods may be called from any thread.
-        worker: the thread that owns it.
-        read_ahead: reads in idle time what the next prompt will begin with.
         preparation: what is left to find out in idle time.
         why_chains: why drafts do not branch; None where they may.
-        shared: what the rows of passes that answers shared were for.
-        refused: why nothing is answered any more, where the engine turned out to be wrong; else None.
+        shared: what the rows of shared passes were for.
+        refused: why no more requests are answered, where the engine turned out to be wrong; else None.
     """
 
     def __init__(self, path: Path, draft: Sequence[str], options: LoadOptions, report: Report, worker: Worker) -> None:
@@ -424,10 +376,10 @@ class Pair:
         self.shared = PassCounts()
         self.refused: str | None = None
         self.conversation: Sequence[int] = ()
-        self._last: tuple[DraftLength, Controller] | None = None
+        self.last: tuple[DraftLength, Controller] | None = None
         with ExitStack() as undo:
             undo.callback(trim_heap)
-            self.target = self.loader.load_target(path, report)
+            self.target = self.loader.load(path, report, engine=options.target)
             undo.callback(self.target.close)
             self.encoder = PromptEncoder(
                 self.target, ChatTemplate.for_vocab(self.target.chat_template, self.target.vocab)
@@ -438,7 +390,7 @@ class Pair:
             self.parallel, self.why_chains, context, batch = opened
             self.loader.parallel = self.parallel.n
             undo.callback((batch or context).close)
-            self._state = DecodingState(context, times, [], [], AcceptanceStore(None, {}), batch=batch)
+            self.state = DecodingState(context, times, [], [], AcceptanceStore(None, {}), batch=batch)
             if batch is not None:
                 self.prefix_cache.join(batch)
             self.set_draft(draft, report)
@@ -462,14 +414,9 @@ class Pair:
 
     # -- what it decodes with ------------------------------------------------------------------------------------
 
-    @property
-    def state(self) -> DecodingState:
-        """What answers are decoded with, and what was learned; ``use`` replaces it."""
-        return self._state
-
     def use(self, state: DecodingState) -> None:
         """Decode with another state from the next answer on, such as a fork of this one, which is left as it is."""
-        self._state, self._last = state, None
+        self.state, self.last = state, None
 
     def release(self, state: DecodingState) -> None:
         """Free the contexts of a fork that the state in use does not share."""
@@ -480,22 +427,19 @@ class Pair:
 
     @property
     def context(self) -> Context:
-        """The target's context."""
         return self.state.context
 
     @property
     def contexts(self) -> list[Context]:
-        """The target's, then those of draft models and heads."""
         return self.state.contexts
 
     @property
     def times(self) -> PassTimes:
-        """The cost model of the target's passes."""
         return self.state.times
 
     @property
     def draft_names(self) -> list[str]:
-        """Names of the drafters in use, in the order they are asked; one that failed is not in use any more."""
+        """Names of the drafters in use, in the order they are asked."""
         state = self.state  # once: another thread asks while the worker replaces it
         return [state.names[drafter.info.source] for drafter in state.usable]
 
@@ -505,12 +449,9 @@ class Pair:
         return [*(drafter.info.name for drafter in self.state.free), *(draft.spec for draft in self.state.models)]
 
     def set_draft(self, names: Sequence[str], report: Report, *, renew: DraftModel | None = None) -> None:
-        """Replace the drafters; on an error the ones in use stay.
+        """Replace the drafters by those of ``draft_specs``; on an error the ones in use stay.
 
-        Args:
-            names: what drafts, as ``arguments.draft_specs`` returns it.
-            report: takes progress.
-            renew: a draft model that is loaded again though it is in use.
+        ``renew`` is a draft model that is loaded again though it is in use.
 
         Raises:
             VocabularyMismatch: a draft model numbers its tokens differently.
@@ -539,18 +480,12 @@ class Pair:
             prepare_corpora(self, after.free)
 
     def reload_drafts(self, report: Report, *, drop: DraftModel | None = None, renew: DraftModel | None = None) -> None:
-        """Load the drafters anew that are in use, but for a draft model that is dropped.
-
-        Args:
-            report: takes progress.
-            drop: drafts no more.
-            renew: is read again from its file, as it is known now which copy of it drafts faster.
-        """
+        """Load the drafters in use anew: without ``drop``, and with ``renew`` read again from its file."""
         dropped = "" if drop is None else drop.spec
         self.set_draft([spec for spec in self.draft_specs if spec != dropped], report, renew=renew)
 
     def recalibrate(self, report: Report) -> None:
-        """Measure the passes of target and draft models anew; what is broken off is measured at the next load."""
+        """Measure the passes of target and draft models anew."""
         state = self.state
         n_ctx, kv_type = state.context.n_ctx, self.options.kv_cache_type
         curves().drop(curve_key(self.target, kv_type))
@@ -561,7 +496,7 @@ class Pair:
             draft.times = self.loader.times(draft.model, n_ctx, report, draft.passes)
 
     def lose_drafter(self, state: DecodingState, drafter: Drafter, why: str) -> None:
-        """Note and say that a drafter of a state failed, and why; it is not asked any more."""
+        """Note and say that a drafter of a state failed."""
         state.failed.add(drafter.info.source)
         # The draft's file by its path: its name alone can be that of another, and of a lighter copy it says little.
         files = {draft.source: str(draft.path) for draft in self.state.models}
@@ -572,23 +507,11 @@ class Pair:
 
     # -- decoding ------------------------------------------------------------------------------------------------
 
-    def controller(
-        self,
-        draft_length: DraftLength,
-        params: SamplingParams | None = None,
-        drafters: Sequence[Drafter] | None = None,
-        *,
-        predicted: bool = False,
-        thinks: bool = False,
-    ) -> Controller:
-        """A controller for one request; see ``Seat.controller``."""
-        return Seat(self.state).controller(draft_length, params, drafters, predicted=predicted, thinks=thinks)
-
     def explain(self, draft_length: DraftLength) -> str:
         """Why the last answer was, or the next one will be, drafted as it is: a line for each drafter."""
-        if self._last is not None and self._last[0] == draft_length:
-            return self._last[1].explain()
-        return self.controller(draft_length).explain()
+        if self.last is not None and self.last[0] == draft_length:
+            return self.last[1].explain()
+        return self.state.controller(draft_length).explain()
 
     def rounds(
         self,
@@ -601,33 +524,15 @@ class Pair:
         """Prefill and decode with all drafters; see ``OpenAnswer``."""
         request = AnswerRequest(prompt, params, draft_length, n_logprobs=None, model_name="")
         rounds: list[Round] = []
-        answer = OpenAnswer(self, Seat(self.state), prompt, request, rounds.append, on_prefilled, cancelled)
-        with answer, suppress(Cancelled):
+        asked = (list(prompt), None)
+        answer = OpenAnswer(self, self.state, request, asked, rounds.append, cancelled, on_prefilled=on_prefilled)
+        with closing(answer), suppress(Cancelled):
             while (rows := answer.propose()) is not None:
                 answer.commit(answer.decode(rows))
                 yield from rounds
                 rounds.clear()
         answer.finish()
         yield from rounds
-
-    @contextmanager
-    def working_on(
-        self, target: Context, drafts: Sequence[Context], conversation: Sequence[int], cancelled: Callable[[], bool]
-    ) -> Iterator[None]:
-        """Within the block contexts hold one conversation, and long passes can be broken off."""
-        contexts = [target, *drafts]
-        with self.prefix_cache.conversation(target, drafts, conversation):
-            for context in contexts:
-                context.interrupted = cancelled
-            try:
-                yield
-            finally:
-                for context in contexts:
-                    context.interrupted = None
-
-    def remember(self, conversation: list[int], last: tuple[DraftLength, Controller]) -> None:
-        """What the last answer's conversation is, how far it was asked to draft and what decided that."""
-        self.conversation, self._last = conversation, last
 
     def read(self, tokens: Sequence[int], n_chunk: int) -> Iterator[tuple[int, FloatArray]]:
         """Take tokens through the target from the start, yielding (position, logits [n, n_vocab]) chunk by chunk."""
@@ -638,11 +543,9 @@ class Pair:
             yield start, self.context.decode(tokens[start : start + n_chunk]).logits
 
     def parallel_info(self) -> dict[str, Any]:
-        """How many answers at a time, and what the passes were for that they shared."""
         return self.parallel.as_dict() | ({"passes": self.shared.as_dict()} if self.parallel.n > 1 else {})
 
     def refuse(self, reason: str) -> None:
-        """Answer nothing any more."""
         self.refused = reason
         self.warnings.append(reason)
 
@@ -653,11 +556,11 @@ class Pair:
         self.target.recover()
 
     def useful_drafts(self) -> list[Context]:
-        """Contexts of the draft models that the next answer may use, going by the last one's controller."""
+        """Contexts of draft models that the next answer may use, by the last one's controller."""
         models = [
             each for each in self.state.models if each.drafter.info.reads_text and each.source not in self.state.failed
         ]
-        return [each.context for each in models if self._last is None or self._last[1].may_use(each.source)]
+        return [each.context for each in models if self.last is None or self.last[1].may_use(each.source)]
 
     def close(self) -> None:
         """Free everything; safe to call twice."""
@@ -680,21 +583,25 @@ class Pair:
         draft.close()
 
 
-class OpenAnswer:
-    """An answer that is being made: ``propose``, a pass of the target, ``commit``, again and again; then ``finish``.
+SHARED_CHUNK = 1024
+"""Tokens of a prompt proposed at once where passes are shared, which take pieces of any length: the hidden states of
+all are kept for a head until they are read."""
 
-    Within the block of ``with``, which takes that loop, target and drafters hold its conversation; after it, whatever
-    happened, every context holds what its ``tokens`` says. ``Cancelled`` from any of the three ends the answer early.
+
+class OpenAnswer:
+    """An answer that is being made: ``propose``, a pass of the target, ``commit``, again and again; then ``reply``.
+
+    Until ``close`` target and drafters hold its conversation; after it, whatever happened, every context holds what its
+    ``tokens`` says. ``Cancelled`` from any of the three ends the answer early.
 
     Args:
-        pair: what it is made with.
-        seat: where it is made.
-        prompt: the tokens of the request's prompt.
-        request: what was asked.
+        asked: what ``AnswerRequest.read`` returned.
         deliver: takes every round.
-        on_prefilled: gets the number of cached prompt tokens, once the prompt is read.
         cancelled: whether to stop; also asked inside of long passes, such as a draft model's first reading.
-        thinking: see ``TextAssembler``.
+        started: when its turn came, by ``time.perf_counter``.
+        on_prefilled: gets the number of cached prompt tokens, once the prompt is read.
+        shared: what its share of a pass costs; None: it has passes of its own.
+        overlaps: whether rounds may be handed on within the next pass, see ``RoundOverlap``.
 
     Raises:
         LocalspecError: it cannot be begun; the pair is ready for the next one.
@@ -703,56 +610,64 @@ class OpenAnswer:
     def __init__(
         self,
         pair: Pair,
-        seat: Seat,
-        prompt: Sequence[int],
+        state: DecodingState,
         request: AnswerRequest,
+        asked: tuple[list[int], ThinkingReader | None],
         deliver: Callable[[Round], None],
-        on_prefilled: Callable[[int], None],
         cancelled: Callable[[], bool],
-        thinking: ThinkingReader | None = None,
+        started: float = 0.0,
+        on_prefilled: Callable[[int], None] = lambda n_cached: None,
+        shared: ShareOfPass | None = None,
+        overlaps: bool = False,
     ) -> None:
         pair.check_usable()
-        self.seat = seat
-        self._pair, self._prompt, self._request = pair, prompt, request
-        self._deliver, self._on_prefilled, self._cancelled = deliver, on_prefilled, cancelled
-        chosen = seat.drafters_for(request.drafters, request.prediction)
-        params, vocab = request.params, pair.target.vocab
+        self._pair, self._shared, self._request, (self._prompt, thinking) = pair, shared, request, asked
+        self._deliver, self._cancelled, self._on_prefilled, self._started = deliver, cancelled, on_prefilled, started
+        chosen = state.drafters_for(request.drafters, request.prediction)
+        params, vocab, predicted = request.params, pair.target.vocab, bool(request.prediction)
         self._constraint = constraint_for(params, vocab)
         if self._constraint is not None and chosen:
             chosen = [GrammarDrafter(self._constraint, pair.target.tokenize), *chosen]
-        controller = seat.controller(
-            request.draft_length, params, chosen, predicted=bool(request.prediction), thinks=thinking is not None
+        self._controller = state.controller(
+            request.draft_length, params, chosen, shared=shared, predicted=predicted, thinks=thinking is not None
         )
-        seat.decides, self._last = controller, (request.draft_length, controller)
         if pair.options.idle:
             prepare_corpora(pair, chosen)
-        chosen = [drafter for drafter in chosen if controller.may_use(drafter.info.source)]
-        target, ahead = seat.state.context, seat.drafting_ahead
-        overlaps = seat.overlaps and target.overlaps and ahead is None
-        lost = partial(pair.lose_drafter, seat.state)
-        self._decoder = SpeculativeDecoder(target, chosen, controller, lost, ahead, learns_later=overlaps)
-        models = [each for each in seat.state.models if each.drafter in chosen]
+        chosen = [drafter for drafter in chosen if self._controller.may_use(drafter.info.source)]
+        # No drafting ahead where passes are shared, as ends of drafts may be left out.
+        target, ahead = state.context, state.drafting_ahead if shared is None else None
+        overlaps = overlaps and target.overlaps and ahead is None
+        lost = partial(pair.lose_drafter, state)
+        self._decoder = SpeculativeDecoder(target, chosen, self._controller, lost, ahead, learns_later=overlaps)
+        models = [each for each in state.models if each.drafter in chosen]
         self._drafts = [each.context for each in models if each.drafter.info.reads_text]
         self._overlap = RoundOverlap([target, *self._drafts], self._hand_on) if overlaps else None
-        self._conversation = list(prompt)
-        pair.remember(self._conversation, self._last)
+        self._conversation = list(self._prompt)
+        self._remember()
         named = vocab.named(params.stop) if params.stop else None
         self._text = TextAssembler(vocab, [*params.stop, *request.end_marks], thinking, named)
-        self._n_rounds, self._is_open = 0, False
+        self._stats, self._rounds, self._is_open = SpecStats(), list[Round](), False
+        self._stats.prompt_tokens = len(self._prompt)
         self._stack = ExitStack()
         with ExitStack() as stack:
-            stack.enter_context(pair.working_on(target, self._drafts, self._conversation, cancelled))
-            self._n_cached = self._decoder.read(prompt, seat.n_chunk)
+            stack.enter_context(pair.prefix_cache.conversation(target, self._drafts, self._conversation))
+            for context in (target, *self._drafts):  # long passes can be broken off
+                context.interrupted = cancelled
+                stack.callback(setattr, context, "interrupted", None)
+            self._stats.cached_tokens = self._decoder.read(
+                self._prompt, PREFILL_CHUNK if shared is None else SHARED_CHUNK
+            )
             self._stack = stack.pop_all()
 
     def propose(self) -> TargetPass | None:
-        """What its next pass of the target is over; None where it has ended, or is cancelled."""
+        """The rows of its next pass of the target; None where it has ended, or is cancelled."""
         decoder = self._decoder
         if not self._is_open:
             if decoder.unread and not self._cancelled():
                 return decoder.propose()
             self._is_open = True
-            self._on_prefilled(self._n_cached)
+            self._stats.seconds_prompt = time.perf_counter() - self._started
+            self._on_prefilled(self._stats.cached_tokens)
             asked = self._request
             decoder.start(self._prompt, asked.params, self._text, asked.n_logprobs, self._constraint, asked.prediction)
         if decoder.finish_reason is not None or self._cancelled():
@@ -770,12 +685,11 @@ class OpenAnswer:
             self._overlap.settle()
 
     def commit(self, forward: Forward) -> None:
-        """Take what the pass returned; a round that it makes is delivered, where passes overlap within the next one."""
+        """Take what the pass returned; its round is delivered, where passes overlap within the next one."""
         round_ = self._decoder.commit(forward)
         if round_ is None:
             return
         self._conversation += [token.id for token in round_.emitted]
-        self._n_rounds += 1
         if self._overlap is not None:
             self._overlap.hold(round_)
         else:
@@ -786,14 +700,16 @@ class OpenAnswer:
         self._show(round_)
 
     def _show(self, round_: Round) -> None:
+        if self._stats.time_to_first_token_s is None:
+            self._stats.time_to_first_token_s = time.perf_counter() - self._started
         round_.draft_texts = [self._pair.target.vocab.display(token) for token in round_.draft.ids]
+        self._stats.add(round_)
+        self._rounds.append(round_)
         self._deliver(round_)
 
-    def __enter__(self) -> OpenAnswer:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def _remember(self) -> None:
+        self._pair.conversation = self._conversation
+        self._pair.last = self._request.draft_length, self._controller
 
     def close(self) -> None:
         """Leave the contexts; safe to call twice."""
@@ -810,12 +726,43 @@ class OpenAnswer:
             # What was held back is verified too, and nothing follows any more that could make a stop string of it.
             spans = self._text.finish()
             if spans or self._text.stopped:
-                self._deliver(Round.of_rest(self._n_rounds, spans, "stop" if self._text.stopped else "cancelled"))
+                self._show(Round.of_rest(len(self._rounds), spans, "stop" if self._text.stopped else "cancelled"))
         if self._request.keep_tokens is not None:
             self._conversation = list(self._prompt[: self._request.keep_tokens])
             for context in (self._decoder.target, *self._drafts):
                 self._pair.prefix_cache.cut(context, self._conversation)
-        self._pair.remember(self._conversation, self._last)  # others may have begun since this one did
+        self._remember()  # others may have begun since this one did
+
+    def reply(self, job: Job) -> Reply:
+        """The whole, after ``close``; what was held back is delivered first."""
+        self.finish()
+        stats, pair, shared, rounds = self._stats, self._pair, self._shared, self._rounds
+        widths = [round_.width for round_ in rounds if round_.emitted]
+        if shared is not None and shared.has_company:
+            stats.seconds_one_token = None  # its passes were those of others too
+        elif widths and not pair.times.noisy:
+            # As this answer's own passes went: the machine may have been slower, or faster, than in the long view.
+            expected = sum(pair.times(width) for width in widths)
+            stats.seconds_plain_token = pair.times(1) / expected * stats.seconds_verify
+        explanation = self._controller.explain()
+        if shared is not None and shared.mean_answers > 1.0:
+            explanation += f"\nShared with other answers: on average {shared.mean_answers:.1f} at once."
+        tokens = [token for round_ in rounds for token in round_.emitted]
+        finish: FinishReason = rounds[-1].finish_reason or "cancelled" if rounds else "cancelled"
+        return Reply(
+            "".join(round_.text for round_ in rounds),
+            [token.id for token in tokens],
+            finish,
+            stats,
+            self._request.model_name,
+            pair.draft_names,
+            pair.target.backend,
+            cancelled_by=job.cancelled_by if finish == "cancelled" else None,
+            tokens=tokens,
+            explanation=explanation,
+            seconds_waited=job.seconds_waited,
+            thinking="".join(round_.thinking for round_ in rounds),
+        )
 
 
 # Reading in idle time: the conversation, for draft models, and what the next prompt will begin with, for all.
@@ -830,31 +777,18 @@ DRAFT_PIECE = 32
 
 
 class ReadAhead:
-    """A task for idle time, see ``idle.IdleTask``.
-
-    Args:
-        pair: whose contexts read; on its worker's thread.
-    """
-
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
         self._expected: Sequence[int] = ()
         self._instead_of: Sequence[int] | None = None
 
     def expect(self, tokens: Sequence[int], *, anew: bool = False) -> None:
-        """What the next prompt will begin with, for target and draft models to read; from any thread.
-
-        It is forgotten when another conversation is answered first.
-
-        Args:
-            tokens: how the prompt will begin.
-            anew: it need not go on with the present conversation.
-        """
+        """Read what the next prompt will begin with, from any thread; ``anew``: it is another conversation."""
         self._instead_of = self._pair.conversation if anew else None
         self._expected = tuple(tokens)
 
     def __call__(self, stopped: Stopped) -> bool:
-        """One pass of one model. Returns whether there is more to read."""
+        """One pass of one model; whether there is more to read."""
         pair = self._pair
         expected = self._expected
         present = pair.conversation
@@ -885,7 +819,7 @@ def _continues(expected: Sequence[int], conversation: Sequence[int]) -> bool:
 
 
 def _readable(context: Context, text: Sequence[int]) -> int:
-    """How much of a text a model can read: up to its context, and to a token that it does not have."""
+    """Tokens that a model can read: up to its context, and to a token that it does not have."""
     n_vocab = context.model.n_vocab
     end = next((i for i, token in enumerate(text) if token >= n_vocab), len(text))
     return min(end, context.n_ctx - 1)

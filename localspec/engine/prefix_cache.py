@@ -2,9 +2,7 @@
 
 A context holds one conversation. When a prompt continues another, the memory is copied out of the engine to ordinary
 memory, and the best match among what was put aside earlier is copied in. Copying 1,500 tokens takes some tens of
-milliseconds, reading them again tens of seconds. The alternative, several sequences inside of one context, avoids the
-copies but takes its room from the context that all share and makes every pass walk over the others' cells; see
-``benchmarks/prefix_cache.py`` for both measured side by side.
+milliseconds, reading them again tens of seconds.
 """
 
 from __future__ import annotations
@@ -15,16 +13,11 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from localspec.backends.base import Context, ContextState, SequenceBatch
+from localspec.backends.base import Context, ContextState, SequenceBatch, shared_prefix
 from localspec.errors import EngineError
 
-Tokens = npt.NDArray[np.int64]
-
 MIN_TOKENS = 16
-"""Fewer tokens than this are read again rather than copied: one short pass, see ``read_ahead.TARGET_PIECE``."""
+"""Fewer tokens than this are read again rather than copied: one short pass, see ``pair.TARGET_PIECE``."""
 
 
 @dataclass(slots=True)
@@ -33,12 +26,11 @@ class CachedContext:
 
     Attributes:
         tokens: the conversation that it stands for; a draft's context may hold other tokens.
-        state: what the context held.
         used: when it was last of use, on a clock that counts uses.
     """
 
     context: Context
-    tokens: Tokens
+    tokens: Sequence[int]
     state: ContextState
     used: int
 
@@ -46,24 +38,18 @@ class CachedContext:
 class PrefixCache:
     """Conversations put aside, least recently used out first.
 
-    Several contexts (target and drafts) share the bound; each entry belongs to one of them. The bound holds at every
-    moment: room is made before a state is copied, and one that is larger than the bound is not kept.
-
-    Args:
-        max_bytes: bound of what is kept [bytes]; 0 keeps nothing.
+    Several contexts (target and drafts) share the bound [bytes], which holds at every moment: room is made before a
+    state is copied, and one that is larger is not kept.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+        self._max_bytes, self.n_bytes = max_bytes, 0
         self._entries: list[CachedContext] = []
         self._drafted: dict[Context, list[int]] = {}
-        self._under_way: dict[Context, Sequence[int]] = {}
+        self._open: dict[Context, Sequence[int]] = {}
         self._batches: dict[Context, tuple[SequenceBatch, int]] = {}
         self._clock = count()
-        self.n_bytes = 0
-        self.hits = 0
-        self.stored = 0
-        self.evictions = 0
+        self.hits = self.stored = self.evictions = 0
 
     @property
     def max_bytes(self) -> int:
@@ -76,28 +62,22 @@ class PrefixCache:
         self._make_room(0)
 
     def join(self, batch: SequenceBatch) -> None:
-        """The sequences of a memory are alike: each can go on from what another holds, or what it put aside."""
+        """Let each sequence of a memory go on from what another holds, or has put aside."""
         self._batches |= {batch[i]: (batch, i) for i in range(batch.n_sequences)}
 
     @contextmanager
     def conversation(self, target: Context, drafts: Sequence[Context], tokens: Sequence[int]) -> Iterator[None]:
-        """Within the block contexts work on one conversation, and begin with as much of it as is known.
-
-        Args:
-            target: the target's context.
-            drafts: those of the draft models that take part.
-            tokens: the prompt; the caller adds what is settled after it.
-        """
+        """Within the block contexts work on one conversation; the caller adds to ``tokens`` what is settled."""
         self.switch(target, tokens)
         for draft in drafts:
             self.switch(draft, tokens)
         before = [list(draft.tokens) for draft in drafts]
-        self._under_way |= dict.fromkeys((target, *drafts), tokens)
+        self._open |= dict.fromkeys((target, *drafts), tokens)
         try:
             yield
         finally:
             for context in (target, *drafts):
-                self._under_way.pop(context, None)
+                self._open.pop(context, None)
             for draft, read in zip(drafts, before, strict=True):
                 if draft.tokens != read:
                     self._drafted[draft] = list(tokens)
@@ -108,21 +88,25 @@ class PrefixCache:
         What the context held is put aside if the prompt does not continue it. Where the conversation that it holds now
         differs from the prompt, the caller has to cut it, see ``Context.reuse``.
         """
-        self._share(context, prompt)
+        if context in self._batches and (shared := self.shareable(context, prompt)) is not None:
+            # What another sequence of its memory holds takes no copying, and no cells.
+            batch, number = self._batches[context]
+            if len(context.tokens) - shared_prefix(context.tokens, prompt) >= MIN_TOKENS:
+                self.put_aside(context)
+            batch.copy_prefix(shared[0], number, shared[1])
+            self.hits += 1
         if not self._max_bytes or not context.model.capabilities.saves_state:
             return
-        held, wanted = _tokens(self.held(context)), _tokens(prompt)
-        n_held = _shared(held, wanted)
-        best = max(self._of(context), key=lambda entry: self._usable(entry, wanted), default=None)
-        if best is not None and self._usable(best, wanted) < n_held + MIN_TOKENS:
-            best = None
-        if best is not None:
-            best.used = next(self._clock)
-        if best is not None or len(held) - n_held >= MIN_TOKENS:
-            self.put_aside(context)
-        if best is None:
+        held = self.held(context)
+        n_held = shared_prefix(held, prompt)
+        best = max(self._of(context), key=lambda entry: _usable(entry, prompt), default=None)
+        if best is None or _usable(best, prompt) < n_held + MIN_TOKENS:
+            if len(held) - n_held >= MIN_TOKENS:
+                self.put_aside(context)
             return
-        if len(best.tokens) - self._usable(best, wanted) < MIN_TOKENS:
+        best.used = next(self._clock)
+        self.put_aside(context)
+        if len(best.tokens) - _usable(best, prompt) < MIN_TOKENS:
             self._remove(best)  # the context will hold it, and more
         try:
             self.restore(context, best.tokens, best.state)
@@ -131,49 +115,32 @@ class PrefixCache:
             return
         self.hits += 1
 
-    def _share(self, context: Context, prompt: Sequence[int]) -> None:
-        """Begin with what another sequence of the same memory holds, unless more is known otherwise.
-
-        It takes no copying, and no cells. Draft tokens and rows of an early exit are not shared.
-        """
-        batch, number = self._batches.get(context, (None, 0))
-        shared = self.shareable(context, prompt)
-        if batch is None or shared is None:
-            return
-        source, n = shared
-        if len(context.tokens) - _shared(_tokens(context.tokens), _tokens(prompt)) >= MIN_TOKENS:
-            self.put_aside(context)
-        batch.copy_prefix(source, number, n)
-        self.hits += 1
-
     def shareable(self, context: Context, prompt: Sequence[int]) -> tuple[int, int] | None:
-        """What ``switch`` would have a context share: another sequence of its memory, and so many tokens of it.
+        """The sequence of its memory that ``switch`` would have a context share, and how many tokens; None: nothing.
 
-        None where that cannot be, or more is known otherwise.
+        Draft tokens and rows of an early exit are not shared.
         """
         batch, number = self._batches.get(context, (None, 0))
         if batch is None or not batch.shares_prefix:
             return None
-        wanted = _tokens(prompt)
-        shared = [self._n_settled(batch[i], wanted) for i in range(batch.n_sequences)]
+        shared = [self._n_settled(batch[i], prompt) for i in range(batch.n_sequences)]
         best = max(range(batch.n_sequences), key=shared.__getitem__)
-        aside = max((self._usable(entry, wanted) for entry in self._of(context)), default=0)
+        aside = max((_usable(entry, prompt) for entry in self._of(context)), default=0)
         is_most = shared[best] >= shared[number] + MIN_TOKENS and shared[best] + MIN_TOKENS > aside
         return (best, shared[best]) if is_most else None
 
-    def _n_settled(self, context: Context, prompt: Tokens) -> int:
-        """How much of a prompt a context holds in whole rows of verified tokens."""
-        n = min(_shared(_tokens(context.tokens), prompt), context.n_whole)
-        settled = self._under_way.get(context, self._drafted.get(context))
-        return n if settled is None else _shared(_tokens(settled[:n]), prompt)
+    def _n_settled(self, context: Context, prompt: Sequence[int]) -> int:
+        n = min(shared_prefix(context.tokens, prompt), context.n_whole)
+        settled = self._open.get(context, self._drafted.get(context))
+        return n if settled is None else shared_prefix(settled[:n], prompt)
 
     def put_aside(self, context: Context) -> None:
-        """Keep what a context holds, because something else is about to take its place."""
-        held = _tokens(self.held(context))
+        """Keep a copy of what a context holds."""
+        held = list(self.held(context))
         if len(held) < MIN_TOKENS or not context.model.capabilities.saves_state:
             return
         for entry in self._of(context):
-            if len(held) - self._usable(entry, held) < MIN_TOKENS:
+            if len(held) - _usable(entry, held) < MIN_TOKENS:
                 entry.used = next(self._clock)  # all but a few tokens of it are here already
                 return
         n_bytes = context.state_bytes
@@ -181,7 +148,7 @@ class PrefixCache:
             return
         for entry in self._of(context):
             # What a longer one begins with need not be kept, unless a memory that cannot be cut would need just that.
-            if _shared(entry.tokens, held) == len(entry.tokens) and _can_be_cut(context):
+            if shared_prefix(entry.tokens, held) == len(entry.tokens) and _can_be_cut(context):
                 self._remove(entry)
         self._make_room(n_bytes)
         try:
@@ -205,56 +172,45 @@ class PrefixCache:
         self._drafted.pop(context, None)
 
     def cut(self, context: Context, beginning: Sequence[int]) -> None:
-        """Have a context hold no more of its conversation than the beginning, where that costs nothing.
-
-        What is cut off will not be copied out when the next prompt goes on differently.
-        """
+        """Cut a context to the beginning of its conversation, where that costs nothing: so much less to put aside."""
         if _can_be_cut(context):
             context.reuse(beginning)
             self._drafted.pop(context, None)
 
     def export(self, context: Context, tokens: Sequence[int]) -> tuple[list[int], ContextState] | None:
-        """What is known of a conversation, and nothing of any other.
-
-        Returns:
-            The beginning of it that the state stands for, and the state; None if there is little or none.
-        """
+        """The known beginning of a conversation and its state, nothing of any other; None if there is little."""
         if not context.model.capabilities.saves_state:
             return None
         self.switch(context, tokens)
-        held, wanted = _tokens(self.held(context)), _tokens(tokens)
-        n = _shared(held, wanted)
+        held = self.held(context)
+        n = shared_prefix(held, tokens)
         if n < len(held):
             # It goes on differently. What is foreign is cut off, where that can be.
-            n = _shared(_tokens(context.tokens), wanted)
+            n = shared_prefix(context.tokens, tokens)
             if n < MIN_TOKENS or not _can_be_cut(context):
                 return None
             context.truncate(n)
             self._drafted.pop(context, None)
         if n < MIN_TOKENS:
             return None
-        n_read = _shared(_tokens(context.tokens), wanted)
+        n_read = shared_prefix(context.tokens, tokens)
         if MIN_TOKENS <= n_read < len(context.tokens) and _can_be_cut(context):
             context.truncate(n_read)  # draft tokens that were not accepted
-        return wanted[:n].tolist(), context.export_state()
+        return list(tokens[:n]), context.export_state()
 
-    def restore(self, context: Context, tokens: Sequence[int] | Tokens, state: ContextState) -> None:
-        """Make a context hold a state, which stands for a conversation.
-
-        Raises:
-            EngineError: it cannot be.
-        """
+    def restore(self, context: Context, tokens: Sequence[int], state: ContextState) -> None:
+        """Make a context hold a state, which stands for a conversation. Raises ``EngineError``."""
         self._drafted.pop(context, None)
         context.import_state(state)
         if len(tokens) != len(state.tokens):
-            self._drafted[context] = [int(token) for token in tokens]
+            self._drafted[context] = list(tokens)
 
     def held(self, context: Context) -> Sequence[int]:
         """The conversation that a context stands for; a draft's context may hold other tokens."""
         return self._drafted.get(context) or context.tokens
 
     def move(self, context: Context, other: Context) -> None:
-        """What belongs to a context belongs to another from now on that takes its place."""
+        """Hand what belongs to a context to the one that takes its place."""
         if context in self._drafted:
             self._drafted[other] = self._drafted.pop(context)
         for entry in self._of(context):
@@ -263,7 +219,7 @@ class PrefixCache:
         self._batches = {each: its for each, its in self._batches.items() if its[0] is not batch}
 
     def forget(self, context: Context) -> None:
-        """Drop what belongs to a context that is going to be closed, and to all sequences of its memory."""
+        """Drop what belongs to a context that is to be closed, and to all sequences of its memory."""
         for entry in self._of(context):
             self._remove(entry)
         batch, _ = self._batches.get(context, (None, 0))
@@ -272,13 +228,11 @@ class PrefixCache:
             self._batches.pop(each, None)
 
     def clear(self) -> None:
-        """Drop everything."""
         self._entries.clear()
         self._drafted.clear()
         self.n_bytes = 0
 
     def info(self) -> dict[str, int]:
-        """``entries``, ``bytes``, ``max_bytes``, and counts: ``hits``, ``stored``, ``evictions``."""
         return {
             "entries": len(self._entries),
             "bytes": self.n_bytes,
@@ -305,25 +259,14 @@ class PrefixCache:
         self._entries = [each for each in self._entries if each is not entry]
         self.n_bytes = sum(each.state.n_bytes for each in self._entries)
 
-    def _usable(self, entry: CachedContext, prompt: Tokens) -> int:
-        """How many tokens of a prompt an entry spares."""
-        shared = _shared(entry.tokens, prompt)
-        return shared if shared == len(entry.tokens) or _can_be_cut(entry.context) else 0
+
+def _usable(entry: CachedContext, prompt: Sequence[int]) -> int:
+    shared = shared_prefix(entry.tokens, prompt)
+    return shared if shared == len(entry.tokens) or _can_be_cut(entry.context) else 0
 
 
 def _can_be_cut(context: Context) -> bool:
     return context.model.capabilities.rollback == "exact"
-
-
-def _tokens(tokens: Sequence[int]) -> Tokens:
-    return np.asarray(tokens, dtype=np.int64)
-
-
-def _shared(a: Tokens, b: Tokens) -> int:
-    """Length of the longest common prefix."""
-    n = min(len(a), len(b))
-    differ: npt.NDArray[Any] = np.flatnonzero(a[:n] != b[:n])
-    return int(differ[0]) if len(differ) else n
 
 
 # What the rows of passes that answers shared were for.
@@ -331,15 +274,7 @@ def _shared(a: Tokens, b: Tokens) -> int:
 
 @dataclass(slots=True)
 class PassCounts:
-    """Since the pair was loaded; counted on the worker's thread, and read on any.
-
-    Attributes:
-        passes: of the target.
-        answers: how many had rows in each of them, in all; a prompt that is read counts as one.
-        own: rows of answers' next tokens.
-        drafts: rows of draft tokens.
-        prompts: rows of prompts.
-    """
+    """Rows of the target's passes: of answers' next tokens (``own``), draft tokens and prompts, in all."""
 
     passes: int = 0
     answers: int = 0
@@ -348,7 +283,6 @@ class PassCounts:
     prompts: int = 0
 
     def add(self, rows: int, *, decodes: bool) -> None:
-        """A pass has so many rows of an answer, which is decoding, or reads its prompt."""
         self.answers += 1
         if decodes:
             self.own, self.drafts = self.own + 1, self.drafts + rows - 1

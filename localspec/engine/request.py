@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from localspec.engine.options import DraftLength, checked_length, checked_params, drafter_names
+from localspec.engine.options import DraftLength, checked_length, drafter_names
 from localspec.engine.worker import CancelledBy, Job, JobState
 from localspec.errors import Closed, UsageError, checked_whole, shown
 from localspec.prompts.prompts import Prompt, PromptEncoder, is_messages
@@ -23,19 +23,12 @@ from localspec.system.process import REFUSAL
 
 @dataclass(frozen=True, slots=True)
 class AnswerRequest:
-    """What is asked of a pair.
+    """What is asked of a pair; see ``Asking.rounds``.
 
     Attributes:
         prompt: text, messages or token ids; or what makes them when the request's turn comes.
-        params: the sampling parameters.
         draft_length: ``auto``, or a number of tokens; 0 decodes plainly.
-        n_logprobs: alternatives to name for every token; None names none and judges none.
         model_name: what the reply calls the target.
-        drafters, prediction: see ``Seat.drafters_for``.
-        keep_tokens: all but so many tokens of the prompt's beginning are dropped from memory afterwards; None keeps
-            all, answer included.
-        think: ``auto``, ``on``, ``off`` or an effort, see ``prompts.thinking``; None: only messages are asked so.
-        thinking_budget: tokens until a thinking block is closed; None is any number.
         end_marks: texts that end the answer besides ``params.stop``, see ``PromptEncoder``.
     """
 
@@ -55,7 +48,7 @@ class AnswerRequest:
     def checked(
         cls,
         prompt: Prompt | Callable[[], Prompt],
-        params: SamplingParams | None,
+        params: SamplingParams,
         encoder: PromptEncoder,
         default_length: DraftLength,
         model_name: str,
@@ -69,21 +62,17 @@ class AnswerRequest:
         think: str | None = None,
         thinking_budget: int | None = None,
     ) -> AnswerRequest:
-        """A request of the options that ``Asking.rounds`` explains.
-
-        Raises:
-            UsageError: one makes no sense.
-        """
+        """A request of the options that ``Asking.rounds`` explains. Raises ``UsageError``."""
         length = default_length if draft_length is None else checked_length(draft_length)
         is_chat = think is not None or callable(prompt) or is_messages(prompt)  # a function makes a session's messages
         return cls(
             prompt=prompt,
-            params=checked_params(params),
+            params=params,
             draft_length=length if speculate else 0,
             n_logprobs=None if logprobs is None else checked_top(logprobs),
             model_name=model_name,
-            drafters=drafter_names(drafters),
-            prediction=encoder.ids("prediction", () if prediction is None else prediction),
+            drafters=None if drafters is None else drafter_names(drafters),
+            prediction=() if prediction is None else encoder.ids("prediction", prediction),
             keep_tokens=None if keep_tokens is None else checked_whole("keep_tokens", keep_tokens, 0),
             think=None if think is None else encoder.checked_think(think),
             thinking_budget=None if thinking_budget is None else checked_whole("thinking_budget", thinking_budget, 0),

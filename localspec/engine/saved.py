@@ -26,9 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.backends.base import Context, ContextState, Model
-from localspec.backends.trust import fingerprint
 from localspec.engine.prefix_cache import PrefixCache
 from localspec.errors import EngineError, SessionFileError
+from localspec.model_files.fingerprint import fingerprint
 from localspec.system.files import printable, write_atomically
 
 # What the models of a pair hold of a conversation, to be kept in a file and given back.
@@ -36,14 +36,6 @@ from localspec.system.files import printable, write_atomically
 
 @dataclass(frozen=True, slots=True)
 class SavedContext:
-    """What one model held of a conversation.
-
-    Attributes:
-        maker: the model file, engine and cache type that can use it; see ``maker_of``.
-        tokens: the conversation that it stands for.
-        state: what the context held.
-    """
-
     maker: Mapping[str, str]
     tokens: Sequence[int]
     state: ContextState
@@ -66,7 +58,6 @@ def fits(maker: Mapping[str, str], ours: Mapping[str, str]) -> bool:
 
 
 def described(maker: Mapping[str, str]) -> str:
-    """The maker of a memory in a few words."""
     parts = [maker.get("name", "?"), maker.get("engine", "?"), maker.get("kv_type", ""), maker.get("file", "")[:8]]
     return " · ".join(part for part in parts if part)
 
@@ -82,11 +73,7 @@ def save_contexts(contexts: Sequence[Context], cache: PrefixCache, tokens: Seque
 
 
 def restore_contexts(contexts: Sequence[Context], cache: PrefixCache, memories: Sequence[SavedContext]) -> str | None:
-    """Make each model hold what it, or its like, held when the memories were taken.
-
-    Returns:
-        None if the target does; else one line that says why not. A draft model that cannot reads again, silently.
-    """
+    """Make each model hold what its like held; None, or a line that says why the target does not."""
     reasons = [_give(context, cache, memories) for context in contexts]
     return reasons[0]
 
@@ -156,10 +143,7 @@ def write(path: Path, text: Mapping[str, Any], memories: Sequence[SavedContext])
 
 
 def read(path: Path, *, memory: bool = True) -> tuple[dict[str, Any], list[SavedContext], str | None]:
-    """Read a saved session.
-
-    Returns:
-        The text part; the memories; and, if those are damaged, one line that says so (there are none then).
+    """Read a saved session: its text, the memories, and a line if those are damaged.
 
     Raises:
         SessionFileError: missing, foreign, from another version, or damaged in its text.

@@ -25,7 +25,6 @@ _OTHERS = ("models", "heads", "distill", "repacked", "engines", "corpora")
 
 
 def chat_files(folder: Path) -> Iterator[Path]:
-    """The session files under a folder of a home."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.is_dir() and not path.is_symlink() and path.name not in _OTHERS:
             yield from chat_files(path)

@@ -1,17 +1,16 @@
-"""Several answers side by side: their rounds become one pass of the target.
+"""Several answers share passes of the target.
 
 Between two passes answers join, end and are cancelled. In every pass each answer has a row for its next token and as
-many for draft tokens as they are worth (``controllers.batching``); prompts are read in pieces beside them, so that
-nobody's text stalls (``controllers.prompt_pieces``). The memory is one: an answer is let in if what it may
-need fits, and one that turns out longer than was reckoned with can be put aside until there is room, and goes on where
-it was.
+many for draft tokens as they are worth (``controllers.batching``); prompts are read in pieces with them, small enough
+to keep other answers streaming (``controllers.batching``). The memory is one: an answer is admitted if the tokens
+reserved for it fit; one that grows longer can be put aside until there is room, and goes on where it was.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -21,13 +20,13 @@ from localspec.controllers.batching import SharedPasses, ShareOfPass
 from localspec.engine.pair import OpenAnswer, Pair
 from localspec.engine.prefix_cache import MIN_TOKENS, PrefixCache
 from localspec.engine.request import AnswerRequest, Reply
-from localspec.engine.state import DecodingState, Seat
+from localspec.engine.state import DecodingState
 from localspec.engine.worker import Job
 from localspec.errors import Cancelled, EngineError, LocalspecError, PromptTooLong, UsageError
 from localspec.sampling.sampling import ScoredToken, token_logprobs
 from localspec.spec_decode.decoder import PREFILL_CHUNK, TargetPass
 from localspec.spec_decode.detokenizer import ThinkingReader
-from localspec.spec_decode.rounds import EmittedToken, FinishReason, Round, SpecStats
+from localspec.spec_decode.rounds import SpecStats
 
 # What the engine's thread does for a request: answer it, or score a given text.
 
@@ -36,7 +35,6 @@ SCORING_CHUNK = 64
 
 
 def never_ran(request: AnswerRequest, job: Job, pair: Pair) -> Reply:
-    """The reply to a request that was cancelled, or too late, while it waited."""
     return Reply(
         "",
         [],
@@ -51,89 +49,13 @@ def never_ran(request: AnswerRequest, job: Job, pair: Pair) -> Reply:
 
 
 def answer(request: AnswerRequest, pair: Pair, job: Job) -> Reply:
-    """Answer a request alone, giving every Round to the job as it happens.
-
-    Raises:
-        UsageError, TemplateError, EngineError: the request failed; the pair is ready for the next one.
-    """
-    asked = request.read(pair.encoder, pair.context.n_ctx)
-    transcript = Transcript(request, pair, job, Seat(pair.state, overlaps=True), asked)
-    with transcript.answer as making, suppress(Cancelled):
+    """Answer a request alone, giving every Round to the job as it happens."""
+    asked = request.read(pair.encoder, pair.state.context.n_ctx)
+    making = OpenAnswer(pair, pair.state, request, asked, job.give, job.stopped, job.started, overlaps=True)
+    with closing(making), suppress(Cancelled):
         while (rows := making.propose()) is not None:
             making.commit(making.decode(rows))
-    return transcript.reply()
-
-
-class Transcript:
-    """What a job's answer has said so far, until it is its Reply.
-
-    Args:
-        request, pair, job: see ``answer``.
-        seat: where it is made.
-        asked: what ``AnswerRequest.read`` returned.
-
-    Attributes:
-        answer: the answer, which tells its rounds to the transcript.
-    """
-
-    def __init__(
-        self, request: AnswerRequest, pair: Pair, job: Job, seat: Seat, asked: tuple[list[int], ThinkingReader | None]
-    ) -> None:
-        tokens, thinking = asked
-        self._request, self._pair, self._job, self._seat = request, pair, job, seat
-        self._stats = SpecStats()
-        self._stats.prompt_tokens = len(tokens)
-        self._text: list[str] = []
-        self._thoughts: list[str] = []
-        self._emitted: list[EmittedToken] = []
-        self._widths: list[int] = []
-        self._finish: FinishReason = "cancelled"
-        self.answer = OpenAnswer(pair, seat, tokens, request, self._take, self._prefilled, job.stopped, thinking)
-
-    def _prefilled(self, cached: int) -> None:
-        self._stats.cached_tokens = cached
-        self._stats.seconds_prompt = time.perf_counter() - self._job.started
-
-    def _take(self, round_: Round) -> None:
-        if self._stats.time_to_first_token_s is None:
-            self._stats.time_to_first_token_s = time.perf_counter() - self._job.started
-        self._stats.add(round_)
-        self._text.append(round_.text)
-        self._thoughts.append(round_.thinking)
-        self._emitted.extend(round_.emitted)
-        if round_.emitted:
-            self._widths.append(round_.width)
-        self._finish = round_.finish_reason or self._finish
-        self._job.give(round_)
-
-    def reply(self) -> Reply:
-        """The whole, once the answer was closed; what was held back of it is delivered first."""
-        self.answer.finish()
-        stats, pair, seat = self._stats, self._pair, self._seat
-        if seat.times is not None and seat.times.has_company:
-            stats.seconds_one_token = None  # its passes were those of others too
-        elif self._widths and not pair.times.noisy:
-            # As this answer's own passes went: the machine may have been slower, or faster, than in the long view.
-            expected = sum(pair.times(width) for width in self._widths)
-            stats.seconds_plain_token = pair.times(1) / expected * stats.seconds_verify
-        assert seat.decides is not None  # the pair's last answer may be another one that shares its passes
-        explanation = seat.decides.explain()
-        if seat.times is not None and seat.times.mean_answers > 1.0:
-            explanation += f"\nShared with other answers: on average {seat.times.mean_answers:.1f} at once."
-        return Reply(
-            "".join(self._text),
-            [token.id for token in self._emitted],
-            self._finish,
-            stats,
-            self._request.model_name,
-            pair.draft_names,
-            pair.target.backend,
-            cancelled_by=self._job.cancelled_by if self._finish == "cancelled" else None,
-            tokens=self._emitted,
-            explanation=explanation,
-            seconds_waited=self._job.seconds_waited,
-            thinking="".join(self._thoughts),
-        )
+    return making.reply(job)
 
 
 def score(tokens: Sequence[int], n_top: int, pair: Pair, job: Job) -> list[ScoredToken]:
@@ -163,17 +85,11 @@ def score(tokens: Sequence[int], n_top: int, pair: Pair, job: Job) -> list[Score
 
 
 class Seating:
-    """The sequences of a memory: those that answers are made in, and those that hold conversations for later.
+    """The sequences of a memory; ``others`` are memories of draft models with the same conversations in theirs."""
 
-    Args:
-        batch: the memory.
-        cache: takes conversations that have to make room, least recently used first.
-        beside: memories of draft models, with the same conversations in sequences of the same numbers.
-    """
-
-    def __init__(self, batch: SequenceBatch, cache: PrefixCache, beside: Sequence[SequenceBatch] = ()) -> None:
+    def __init__(self, batch: SequenceBatch, cache: PrefixCache, others: Sequence[SequenceBatch] = ()) -> None:
         self.batch = batch
-        self._beside = beside
+        self._others = others
         self._cache = cache
         self._taken: set[int] = set()
         self._used = [0] * batch.n_sequences
@@ -181,7 +97,6 @@ class Seating:
 
     @property
     def has_free(self) -> bool:
-        """Whether another answer has a sequence."""
         return len(self._taken) < self.batch.n_sequences
 
     def take(self, prompt: Sequence[int]) -> int:
@@ -205,11 +120,11 @@ class Seating:
         return best
 
     def shareable(self, prompt: Sequence[int]) -> tuple[int, int] | None:
-        """What an answer to a prompt would share: the sequence that holds it, and so many tokens; None: nothing."""
+        """The sequence whose beginning an answer to a prompt would share, and how many tokens; None: nothing."""
         return self._cache.shareable(self.batch[self._best_for(prompt)], prompt)
 
     def make_room_for(self, prompt: Sequence[int], sequence: int, slack: int) -> None:
-        """Have room for a prompt in a sequence that was taken for it; what it can begin with stays, if it can."""
+        """Have room for a prompt in the sequence taken for it; what it can begin with stays, if it can."""
         needed = len(prompt) + slack - self.batch[sequence].n_past
         shared = self._cache.shareable(self.batch[sequence], prompt)
         if shared is not None:
@@ -225,27 +140,22 @@ class Seating:
         self._used[sequence] = next(self._clock)
 
     def put_idle_aside(self) -> None:
-        """Put aside the conversations that no answer is made in, where the rows of each pass would go over their cells.
+        """Put idle conversations aside where the rows of each pass would go over their cells.
 
-        They are brought back when a prompt goes on from them. On a CPU copying a token out and in takes as long as
-        going over its cell 10 to 35 times (1.5B on ik-llama), and a row does so in every pass. Elsewhere cells are read
-        faster than they are copied, and what the cache does not keep stays.
+        On a CPU copying a token out and in takes as long as going over its cell 10 to 35 times (1.5B on ik-llama), and
+        a row does so in every pass. Elsewhere cells are read faster than copied, and what the cache would drop stays.
         """
-        for memory in (self.batch, *self._beside):
+        for memory in (self.batch, *self._others):
             for i in self._idle():
                 if memory[i].tokens and not self._stays(memory, i):
                     self._cache.empty(memory[i])
 
     def make_room(self, n: int, keep: Iterable[int] = ()) -> bool:
-        """Have room for n more tokens, putting conversations aside that no answer is made in; whether there is.
-
-        Args:
-            keep: sequences that stay whatever happens.
-        """
+        """Put idle conversations aside, but those in ``keep``, until n more tokens have room; whether they have."""
         idle = [i for i in self._idle() if i not in keep]
         self._empty(self.batch, idle, n)
         # A draft model that has no room drafts nothing, so these need not be asked whether there is enough.
-        for memory in self._beside:
+        for memory in self._others:
             unread = sum(max(0, self.batch[i].n_past - memory[i].n_past) for i in self._taken)
             self._empty(memory, idle, unread + n)
         return self.batch.free_cells >= n
@@ -256,7 +166,7 @@ class Seating:
         return bool(memory[i].tokens) and not (costs and self._cache.would_keep(memory[i]))
 
     def _idle(self) -> list[int]:
-        """Sequences that no answer is made in, least recently used first."""
+        """Sequences without an answer, least recently used first."""
         return sorted(set(range(self.batch.n_sequences)) - self._taken, key=self._used.__getitem__)
 
     def _empty(self, memory: SequenceBatch, idle: Sequence[int], n: int) -> None:
@@ -266,7 +176,7 @@ class Seating:
             self._cache.empty(memory[i])
 
 
-# Answers under way beside others, and requests whose turn has come.
+# Open answers that share passes, and requests whose turn has come.
 
 
 @dataclass(eq=False, slots=True)
@@ -274,8 +184,6 @@ class SeatedAnswer:
     """An answer that has a sequence.
 
     Attributes:
-        transcript: the answer, and what it has said.
-        sequence: where in the memory it is made.
         needs: tokens reserved for it.
         rows: what its next pass is over; None between ``commit`` and ``propose``.
         n_fed: of the pass's tokens, how many it has had already.
@@ -285,7 +193,7 @@ class SeatedAnswer:
     """
 
     job: Job
-    transcript: Transcript
+    making: OpenAnswer
     sequence: int
     needs: int
     rows: TargetPass | None = None
@@ -295,17 +203,12 @@ class SeatedAnswer:
     aside: ContextState | list[int] | None = None
 
     @property
-    def making(self) -> OpenAnswer:
-        return self.transcript.answer
-
-    @property
     def decodes(self) -> bool:
         """Whether its next pass makes tokens of the answer; else it reads its prompt."""
         return self.next_pass.logits == "all"
 
     @property
     def next_pass(self) -> TargetPass:
-        """What was proposed, and not committed yet."""
         assert self.rows is not None
         return self.rows
 
@@ -324,39 +227,27 @@ class SeatedAnswer:
 
 @dataclass(eq=False, slots=True)
 class Prepared:
-    """A request whose turn has come, and which waits for room."""
-
     job: Job
     asked: tuple[list[int], ThinkingReader | None]
 
-    @property
-    def request(self) -> AnswerRequest:
-        request: AnswerRequest = self.job.request
-        return request
-
 
 def rank(answer: SeatedAnswer | Prepared) -> tuple[int, float]:
-    """Those first that are to go on, or begin, first."""
+    """Sorts first what is to go on, or begin, first."""
     return -answer.job.priority, answer.job.started
 
 
-# Who fits into the memory that answers share, and who has to make way for whom.
+# Which requests fit into the memory that answers share, and which answers are put aside for them.
 
-RECKONED = 1024
-"""Tokens that an answer is reckoned with when it is let in, if it may be longer: most are not. With room for two full
-contexts, 8 answers to prompts of 1,000 tokens begin at once; one that goes on for longer may have to wait midway."""
+RESERVED = 1024
+"""Tokens reserved at admission for an answer that may be longer, as most are not. With room for two full contexts, 8
+answers to prompts of 1,000 tokens begin at once; one that goes on for longer may have to wait midway."""
 
 SLACK = MAX_DRAFT + 1
 """Room for the rows of a pass, of which those of rejected draft tokens are given back."""
 
 
 class Admission:
-    """Reckons with what answers hold, and with what they may need further.
-
-    Args:
-        seating: the memory, and which conversation is where in it.
-        at_once: most answers that have rows in passes.
-    """
+    """Decides which requests have room, by what answers hold and what is reserved for them."""
 
     def __init__(self, seating: Seating, at_once: int) -> None:
         self._seating = seating
@@ -364,22 +255,12 @@ class Admission:
         self._at_once = at_once
 
     def needs(self, prepared: Prepared) -> int:
-        """Tokens that a request is reckoned to take, its prompt included."""
-        n_prompt, most = len(prepared.asked[0]), prepared.request.params.max_tokens or RECKONED
-        return min(self._batch.n_ctx, n_prompt + min(most, RECKONED) + SLACK)
+        """Tokens to reserve for a request, its prompt included."""
+        n_prompt, most = len(prepared.asked[0]), prepared.job.request.params.max_tokens or RESERVED
+        return min(self._batch.n_ctx, n_prompt + min(most, RESERVED) + SLACK)
 
     def preempt(self, one: SeatedAnswer | Prepared, there: Sequence[SeatedAnswer]) -> list[SeatedAnswer] | None:
-        """Which answers have to be put aside so that another can begin, or go on: the lowest, and as few as it takes.
-
-        An answer makes way only for a higher priority.
-
-        Args:
-            one: the other one.
-            there: those that are under way and not put aside.
-
-        Returns:
-            Those; None where it has to wait all the same.
-        """
+        """Which answers of lower priority to put aside so that another can go on; None where it has to wait."""
         if isinstance(one, Prepared) and not self._seating.has_free:
             return None
         lower = [a for a in there if a.job.priority < one.job.priority]
@@ -392,7 +273,6 @@ class Admission:
         return [answer for answer in there if answer not in staying]
 
     def _fits(self, one: SeatedAnswer | Prepared, there: Sequence[SeatedAnswer]) -> bool:
-        """Whether another one has room beside answers; alone it has."""
         if not there:
             return True
         n = self._needs_again(one) if isinstance(one, SeatedAnswer) else self.needs(one)
@@ -404,33 +284,23 @@ class Admission:
         return shared is not None and (cells.n_held(sequences, *shared) + growth + n - shared[1] <= self._batch.n_cells)
 
     def _needs_again(self, answer: SeatedAnswer) -> int:
-        """Tokens that an answer is reckoned with that was put aside: anew where it is longer than was reckoned with."""
+        """Tokens to reserve for an answer that was put aside; more than before where it has outgrown them."""
         state = answer.aside or []
         n = len(state.tokens if isinstance(state, ContextState) else state)
-        return answer.needs if answer.needs >= n + SLACK else min(n + RECKONED, self._batch.n_ctx)
+        return answer.needs if answer.needs >= n + SLACK else min(n + RESERVED, self._batch.n_ctx)
 
     def held(self, answer: SeatedAnswer) -> int:
-        """Tokens that an answer holds, those that others hold too included."""
         return self._batch[answer.sequence].n_past
 
 
 def serve_batch(pair: Pair) -> None:
-    """Have its worker answer as many requests side by side as the pair was loaded for."""
     if pair.parallel.n > 1:
         pair.worker.batch, pair.worker.queue.at_once = Scheduler(pair).run, pair.parallel.n
 
 
 @dataclass(slots=True)
 class _TargetMemory:
-    """What answers share.
-
-    Attributes:
-        batch: the target's memory.
-        seating: which conversation is where in it.
-        admission: who fits.
-        states: what an answer in a sequence is decoded with, by its number; ``Pair.state`` is that of the first.
-        passes: what passes cost.
-    """
+    """What answers share; ``states`` by sequence, of which ``Pair.state`` is the first."""
 
     batch: SequenceBatch
     seating: Seating
@@ -442,19 +312,15 @@ class _TargetMemory:
     def of(cls, pair: Pair) -> _TargetMemory:
         base = pair.state
         assert base.batch is not None
-        beside = [draft.memory.batch for draft in base.models if draft.memory.batch is not None]
-        seating = Seating(base.batch, pair.prefix_cache, beside)
+        others = [draft.memory.batch for draft in base.models if draft.memory.batch is not None]
+        seating = Seating(base.batch, pair.prefix_cache, others)
         admission = Admission(seating, pair.parallel.n)
         passes = SharedPasses(base.times, base.target.capabilities.device)
         return cls(base.batch, seating, admission, {0: base}, passes)
 
 
 class Scheduler:
-    """Answers requests side by side, on the worker's thread.
-
-    Args:
-        pair: what they are answered with; further requests come from its worker.
-    """
+    """Answers several requests at a time, on the worker's thread."""
 
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
@@ -465,7 +331,7 @@ class Scheduler:
         self._n_passes = 0
 
     def run(self, job: Job) -> None:
-        """Answer a request, and those that come meanwhile; returns when none is left, or the next has to run alone."""
+        """Answer a request, and those that come meanwhile, until none is left or the next has to run alone."""
         try:
             if self._pair.state is not self._at.states[0]:  # it may be replaced between two answers
                 self._at = _TargetMemory.of(self._pair)
@@ -477,34 +343,32 @@ class Scheduler:
                 pieces = self._pieces_that_fit()
                 for (answer, _), forward in zip(pieces, self._decode(pieces), strict=True):
                     self._commit(answer, forward)
-        except BaseException as error:  # nobody may wait for ever for what goes wrong here
+        except BaseException as error:  # no caller may wait for ever for what goes wrong here
             for answer in list(self._answers):
-                self._leave(answer, _raising(error))
+                self._leave(answer, error)
             for left in list(self._running):
-                self._end(left, _raising(error))
+                self._end(left, error)
             self._prepared.clear()
 
     # -- joining and leaving ---------------------------------------------------------------------------------------
 
     @property
     def _there(self) -> list[SeatedAnswer]:
-        """The answers that are not put aside."""
         return [answer for answer in self._answers if answer.aside is None]
 
     def _prepare(self, job: Job) -> None:
-        """A job's turn has come: it is claimed, and its prompt read; one that fails at that is over."""
         if job not in self._running:
             self._running.append(job)
-        if not job.start():
-            self._is_over(job)
-            return
         try:
-            self._prepared.append(Prepared(job, job.request.read(self._pair.encoder, self._pair.context.n_ctx)))
+            if job.start():
+                self._prepared.append(Prepared(job, job.request.read(self._pair.encoder, self._pair.context.n_ctx)))
+            else:
+                self._end(job, None)  # cancelled, or too late
         except BaseException as error:
-            self._end(job, _raising(error))
+            self._end(job, error)
 
     def _admit(self) -> None:
-        """As many of those that wait, or were put aside, as have a sequence and room, in the order of their rank."""
+        """Begin, or bring back, as many as have a sequence and room, in the order of their rank."""
         while (first := self._first()) is not None:
             way = self._at.admission.preempt(first, self._there)
             if way is None:
@@ -518,7 +382,7 @@ class Scheduler:
                 return
 
     def _first(self) -> SeatedAnswer | Prepared | None:
-        """Who is to begin, or go on, next; a request whose turn has come is prepared, if nothing outranks it."""
+        """What begins, or goes on, next; a request whose turn has come is prepared, if nothing outranks it."""
         while True:
             waiting: list[SeatedAnswer | Prepared] = [answer for answer in self._answers if answer.aside is not None]
             waiting += self._prepared
@@ -532,51 +396,50 @@ class Scheduler:
             self._prepare(job)
 
     def _begin(self, prepared: Prepared) -> None:
-        prompt = prepared.asked[0]
-        sequence = self._at.seating.take(prompt)
+        job, asked, seating = prepared.job, prepared.asked, self._at.seating
+        sequence = seating.take(asked[0])
         with ExitStack() as undo:
             try:
-                self._at.seating.make_room_for(prompt, sequence, SLACK)
-                seat = Seat(self._state_of(sequence), ShareOfPass(self._at.passes))
-                transcript = Transcript(prepared.request, self._pair, prepared.job, seat, prepared.asked)
-                undo.enter_context(transcript.answer)
-                self._at.seating.put_idle_aside()  # not before: the answer may begin with what one of them holds
+                seating.make_room_for(asked[0], sequence, SLACK)
+                state, shared = self._state_of(sequence), ShareOfPass(self._at.passes)
+                making = OpenAnswer(
+                    self._pair, state, job.request, asked, job.give, job.stopped, job.started, shared=shared
+                )
+                undo.callback(making.close)
+                seating.put_idle_aside()  # not before: the answer may begin with what one of them holds
             except BaseException as error:
                 undo.close()
-                self._at.seating.leave(sequence)
-                self._end(prepared.job, _raising(error))
+                seating.leave(sequence)
+                self._end(job, error)
             else:
                 undo.pop_all()  # it is closed when it is over
-                needs = self._at.admission.needs(prepared)
-                self._answers.append(SeatedAnswer(prepared.job, transcript, sequence, needs))
+                self._answers.append(SeatedAnswer(job, making, sequence, self._at.admission.needs(prepared)))
 
     def _state_of(self, sequence: int) -> DecodingState:
-        """What an answer in a sequence is decoded with: drafters of its own, which go on with what is said there."""
         if sequence not in self._at.states:
             self._at.states[sequence] = self._pair.state.beside(sequence)
         return self._at.states[sequence]
 
     def _finish(self, answer: SeatedAnswer) -> None:
-        """An answer has ended, or was cancelled: its reply has what it said until here."""
         try:
             answer.making.close()
-            reply = answer.transcript.reply()
+            reply = answer.making.reply(answer.job)
         except BaseException as error:
-            self._leave(answer, _raising(error))
+            self._leave(answer, error)
         else:
-            self._leave(answer, _returning(reply))
+            self._leave(answer, reply)
 
-    def _leave(self, answer: SeatedAnswer, make: Callable[[], Reply]) -> None:
+    def _leave(self, answer: SeatedAnswer, result: Reply | BaseException) -> None:
         self._answers.remove(answer)
         answer.making.close()
         self._at.seating.leave(answer.sequence)
-        self._end(answer.job, make)
+        self._end(answer.job, result)
 
-    def _end(self, job: Job, make: Callable[[], Reply]) -> None:
-        job.end(make)
-        self._is_over(job)
-
-    def _is_over(self, job: Job) -> None:
+    def _end(self, job: Job, result: Reply | BaseException | None) -> None:
+        if isinstance(result, BaseException):
+            job.fail(result)
+        elif result is not None:
+            job.finish(result)
         self._running.remove(job)
         self._queue.release(job)
 
@@ -586,12 +449,11 @@ class Scheduler:
                 self._finish(answer)
         for waiting in [each for each in self._prepared if each.job.stopped()]:
             self._prepared.remove(waiting)
-            self._end(waiting.job, _returning(never_ran(waiting.request, waiting.job, self._pair)))
+            self._end(waiting.job, never_ran(waiting.job.request, waiting.job, self._pair))
 
     # -- room ------------------------------------------------------------------------------------------------------
 
     def _put_aside(self, answer: SeatedAnswer) -> None:
-        """Free what an answer holds; it goes on when there is room again."""
         context = self._at.batch[answer.sequence]
         answer.aside = list(context.tokens)
         if context.model.capabilities.saves_state:
@@ -600,7 +462,6 @@ class Scheduler:
         context.truncate(0)
 
     def _bring_back(self, answer: SeatedAnswer) -> bool:
-        """Go on with an answer that was put aside; False if there is no room after all."""
         state = answer.aside or []
         if not self._at.seating.make_room(len(state.tokens if isinstance(state, ContextState) else state) + SLACK):
             return False
@@ -618,7 +479,7 @@ class Scheduler:
     # -- passes ----------------------------------------------------------------------------------------------------
 
     def _propose(self) -> None:
-        """Have every answer say what its next pass is over, its draft made; one that has no more passes is over."""
+        """Have every answer draft and propose its next pass; one that has no more passes is over."""
         for answer in [each for each in self._there if each.rows is None]:
             try:
                 answer.rows = answer.making.propose()
@@ -629,7 +490,7 @@ class Scheduler:
                     self._finish(answer)
 
     def _commit(self, answer: SeatedAnswer, forward: Forward | Exception) -> None:
-        """Give an answer what its part of a pass returned; it makes a round of it once it has all of its rows."""
+        """Give an answer its part of a pass; with all of its rows it makes a round."""
         if isinstance(forward, Exception):
             self._fail(answer, forward)
             return
@@ -645,11 +506,11 @@ class Scheduler:
             self._fail(answer, error)
 
     def _fail(self, answer: SeatedAnswer, error: BaseException) -> None:
-        """A part of an answer raised: cancelled in the middle of a pass it ends as it is, else with the error."""
+        """End an answer that raised: as it is where it was cancelled in the middle of a pass, else with the error."""
         if isinstance(error, Cancelled):
             self._finish(answer)
         else:
-            self._leave(answer, _raising(error))
+            self._leave(answer, error)
 
     def _pieces_that_fit(self) -> list[tuple[SeatedAnswer, Piece]]:
         """What goes into the next pass; the last in rank are put aside until there is room for it."""
@@ -657,13 +518,12 @@ class Scheduler:
         while not self._at.seating.make_room(sum(len(piece.tokens) for _, piece in pieces)):
             there = self._there
             if len(there) == 1:
-                break  # what one alone may hold there is room for; if not, it is told so
+                break  # there is room for what one may hold alone; if not, its pass says so
             self._put_aside(max(there, key=rank))
             pieces = self._pieces()
         return pieces
 
     def _decode(self, pieces: Sequence[tuple[SeatedAnswer, Piece]]) -> Sequence[Forward | Exception]:
-        """One pass over all pieces: what each returned, or how it failed."""
         if not pieces:
             return []
         self._n_passes += 1
@@ -684,9 +544,8 @@ class Scheduler:
         return [_kept(each) if len(pieces) > 1 else each for each in returned]
 
     def _pieces(self) -> list[tuple[SeatedAnswer, Piece]]:
-        """What goes into the next pass."""
         there = self._there
-        # Of one priority those first that have waited longest, so that those who have to wait take turns.
+        # Of one priority those first that have waited longest, so that they take turns.
         decoding = sorted((a for a in there if a.decodes), key=lambda a: (-a.job.priority, a.served))
         reading = sorted((answer for answer in there if not answer.decodes), key=rank)
         passes = self._at.passes
@@ -711,7 +570,7 @@ class Scheduler:
         return pieces
 
     def _alone(self, piece: Piece) -> Forward | Exception:
-        """Where a pass of several failed, each finds out whether it was its own doing."""
+        """What a piece returns, or how it fails, in a pass of its own after one of several failed."""
         try:
             (forward,) = self._at.batch.decode([piece])
         except Exception as error:
@@ -741,16 +600,4 @@ def _kept(forward: Forward | Exception) -> Forward | Exception:
 
 
 def _joined(forwards: Sequence[Forward]) -> Forward:
-    """What several parts of a pass returned, as of one."""
     return forwards[0] if len(forwards) == 1 else Forward(forwards[-1].logits, joined_states(forwards))
-
-
-def _returning(reply: Reply) -> Callable[[], Reply]:
-    return lambda: reply
-
-
-def _raising(error: BaseException) -> Callable[[], Reply]:
-    def make() -> Reply:
-        raise error
-
-    return make

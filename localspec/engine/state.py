@@ -21,7 +21,6 @@ from localspec.engine.options import MAX_PARALLEL, DraftLength
 from localspec.errors import EngineMismatch, UnsupportedModel, UsageError
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.ahead import DraftAhead
-from localspec.spec_decode.decoder import PREFILL_CHUNK
 from localspec.spec_decode.drafters.base import Controller, Drafter
 from localspec.spec_decode.drafters.names import NGRAM
 from localspec.spec_decode.drafters.ngram import NgramDrafter
@@ -30,18 +29,13 @@ from localspec.spec_decode.drafters.ngram import NgramDrafter
 
 
 class AheadChoice:
-    """What drafts ahead of the verdict, where draft model and target are on devices of their own."""
+    """Drafts ahead of the verdict, where draft model and target are on devices of their own."""
 
     def __init__(self) -> None:
         self._made: tuple[Context, DraftAhead] | None = None
 
     def of(self, target: Context, drafts: Sequence[Model]) -> DraftAhead | None:
-        """What drafts ahead of a target; the same one while the context stays, as it learns whether it pays.
-
-        Args:
-            target: the target's context.
-            drafts: the draft models that read the text.
-        """
+        """What drafts ahead of a target; the same one while the context stays, as it learns whether it pays."""
         if not any(are_apart(target.model, draft) for draft in drafts):
             return None
         if self._made is None or self._made[0] is not target:
@@ -67,31 +61,19 @@ others. What an answer drafts with reads in its sequence, so it keeps that."""
 
 
 def n_sequences(parallel: int) -> int:
-    """Of a memory for so many answers at a time."""
     return parallel if parallel == 1 else min(parallel + SPARE, MAX_PARALLEL)
 
 
 @dataclass(eq=False, slots=True)
 class DraftMemory:
-    """What a draft model or head reads and drafts in.
-
-    Attributes:
-        contexts: one for each answer that can be under way.
-        batch: the memory that they are sequences of; None where each is a memory of its own.
-    """
+    """What a draft model or head drafts in: a context for each answer, sequences of ``batch`` where there is one."""
 
     contexts: Sequence[Context]
     batch: SequenceBatch | None = None
 
     @classmethod
     def of_model(cls, model: Model, n_ctx: int, parallel: int, n_gpu_layers: int | None = None) -> DraftMemory:
-        """That of a draft model: as much room as the target's memory has, see ``target_memory``.
-
-        Where its engine computes several sequences of it wrongly, or not at all, each has a context of its own.
-
-        Raises:
-            EngineError: there is no memory for it.
-        """
+        """As much room as ``target_memory``; contexts of their own where the engine cannot share passes."""
         if parallel == 1:
             return cls([model.new_context(n_ctx)])
         n_cells = FULL_CONTEXTS * n_ctx
@@ -104,15 +86,9 @@ class DraftMemory:
 
     @classmethod
     def of_head(cls, new_context: Callable[[], Context], parallel: int) -> DraftMemory:
-        """That of a head: a layer's keys and values for each answer.
-
-        Raises:
-            EngineError: there is no memory for it.
-        """
         return cls(_several(new_context, n_sequences(parallel)))
 
     def close(self) -> None:
-        """Free it; safe to call twice."""
         for each in self.contexts if self.batch is None else [self.batch]:
             each.close()
 
@@ -137,11 +113,7 @@ class DraftModel:
         name: what people call it.
         spec: what ``--draft`` calls it.
         path: its file, as it was asked for; ``model.path`` is another where a lighter copy of it drafts.
-        model: its weights.
-        memory: what it reads and drafts in.
-        times: the cost model of its passes.
-        drafter: what drafts with it.
-        passes: which passes ``times`` is of.
+        times: the cost model of its passes, of the kind ``passes``.
         free_weights: frees what it holds besides the context.
     """
 
@@ -157,21 +129,19 @@ class DraftModel:
 
     @property
     def context(self) -> Context:
-        """What it reads and drafts in; where several answers share passes, for the first of them."""
+        """Where several answers share passes, that of the first."""
         return self.memory.contexts[0]
 
     @property
     def source(self) -> str:
-        """What rounds and statistics call it."""
         return self.drafter.info.source
 
     def clone(self, context: Context) -> DraftModel:
-        """The same weights with a copy of what was learned, in a context that may be another."""
+        """The same weights with a copy of what was learned, in another context."""
         memory = DraftMemory([context])
         return replace(self, memory=memory, times=deepcopy(self.times), drafter=self.drafter.clone(context))
 
     def close(self) -> None:
-        """Free everything; safe to call twice."""
         self.memory.close()
         self.free_weights()
 
@@ -180,18 +150,9 @@ class DraftModel:
 class DecodingState:
     """All that changes from one answer to the next; ``Pair.state`` is the one in use.
 
-    What compares ways to decode on one loaded pair takes it, decodes with forks of it (``Pair.use``), one or several at
-    a time, and puts it back: then nothing of the comparison stays.
-
-    >>> def compare(pair: Pair) -> None:
-    ...     before = pair.state
-    ...     pair.use(before.fork(["model"]))  # only the draft model, from the same knowledge
-    ...     ...
-    ...     pair.use(before)
+    What compares ways to decode on one loaded pair decodes with forks of it (``Pair.use``) and puts it back.
 
     Attributes:
-        context: the target's.
-        times: the cost model of the target's passes.
         free: drafters that cost nothing; they are asked first.
         models: draft models and heads.
         acceptance: how often draft tokens were accepted, and the time that drafting may cost.
@@ -211,22 +172,19 @@ class DecodingState:
 
     @property
     def drafting_ahead(self) -> DraftAhead | None:
-        """What drafts while the target verifies; None where that is not done."""
         return self.ahead.of(self.context, [draft.model for draft in self.models if draft.drafter.info.reads_text])
 
     @property
     def target(self) -> Model:
-        """The target's weights."""
         return self.context.model
 
     @property
     def contexts(self) -> list[Context]:
-        """The target's, then those of draft models and heads."""
         return [self.context, *(draft.context for draft in self.models)]
 
     @property
     def text_contexts(self) -> list[Context]:
-        """Of these, those that hold a text, which can be put aside and brought back: the target's, draft models'."""
+        """Contexts that hold a text, which can be put aside: the target's, draft models'."""
         return [self.context, *(draft.context for draft in self.models if draft.drafter.info.reads_text)]
 
     @property
@@ -236,7 +194,6 @@ class DecodingState:
 
     @property
     def usable(self) -> list[Drafter]:
-        """Those of them that have not failed."""
         return [each for each in self.drafters if each.info.source not in self.failed]
 
     @property
@@ -246,13 +203,88 @@ class DecodingState:
             draft.source: draft.name for draft in self.models
         }
 
+    def drafters_for(self, names: Sequence[str] | None, prediction: Sequence[int]) -> list[Drafter]:
+        """The drafters of one request: of these names, or all; n-grams too where there is a prediction.
+
+        Raises:
+            UsageError: no such drafter is loaded.
+        """
+        called = self.names
+        unknown = [name for name in names or () if name not in called.values()]
+        if unknown:
+            raise UsageError(f"no drafter {unknown[0]!r} is loaded; there is {', '.join(called.values()) or 'none'}")
+        chosen = [each for each in self.usable if names is None or called[each.info.source] in names]
+        if prediction and not any(drafter.info.source == NGRAM for drafter in chosen) and (chosen or names is None):
+            chosen.insert(0, NgramDrafter())
+        return chosen
+
+    def controller(
+        self,
+        draft_length: DraftLength,
+        params: SamplingParams | None = None,
+        drafters: Sequence[Drafter] | None = None,
+        *,
+        shared: ShareOfPass | None = None,
+        predicted: bool = False,
+        thinks: bool = False,
+    ) -> Controller:
+        """A controller for one request: ``auto``, or a fixed number of tokens (0: plain).
+
+        Args:
+            drafters: those that take part; None is all.
+            shared: what a pass costs the answer where others share it; None: as ``times`` says.
+            predicted: whether the answer is likely to repeat a text that came with the request.
+            thinks: whether the model is known to think before it answers.
+        """
+        target_times = shared or self.times
+        drafters = self.usable if drafters is None else drafters
+        if draft_length != "auto" or not drafters:
+            return FixedController(0 if draft_length == "auto" else int(draft_length), target_times, drafters)
+        params = params or SamplingParams()
+        times: dict[str, PassCost] = {draft.source: draft.times for draft in self.models}
+
+        def table(drafter: Drafter, *, sampled: bool, thinks: bool) -> SourceAcceptance:
+            return self.acceptance.source(
+                params,
+                drafter.info.source,
+                copies=not drafter.info.runs_model,
+                sampled=sampled,
+                reads_target=bool(drafter.info.taps),
+                thinks=thinks,
+                rate=drafter.info.rate,
+            )
+
+        def tables(*, thinks: bool) -> Tables:
+            return (
+                {drafter.info.source: table(drafter, sampled=False, thinks=thinks) for drafter in drafters},
+                {
+                    each.info.source: table(each, sampled=True, thinks=thinks)
+                    for each in drafters
+                    if each.info.runs_model
+                },
+            )
+
+        # What longer copies gain where text repeats itself is less than they would cost all text after it.
+        longest = FEW_ROWS - 1 if self.target.capabilities.keeps_rows else MAX_DRAFT
+        return AutoController(
+            target_times,
+            {drafter.info.source: times[drafter.info.source] for drafter in drafters if drafter.info.runs_model},
+            *tables(thinks=False),
+            longest,
+            self.acceptance.budget,
+            predicted=predicted,
+            thinking=tables(thinks=True) if thinks else None,
+            one_pass=frozenset(drafter.info.source for drafter in drafters if drafter.info.one_pass),
+            params=params,
+        )
+
     def fork(self, sources: Collection[str] | None = None, *, own_contexts: bool = False) -> DecodingState:
         """Another state over the same weights: it learns apart from here on, and its drafters have read nothing.
 
         Args:
             sources: which drafters take part; None is all.
-            own_contexts: whether both may be within an answer at once; the target's context then returns no hidden
-                states but those that the drafters taking part want. Else they take turns in the same contexts.
+            own_contexts: whether both may be within an answer at once; the target's context then returns the hidden
+                states that these drafters want. Else they take turns in the same contexts.
 
         Raises:
             EngineError: there is no memory for more contexts.
@@ -278,11 +310,7 @@ class DecodingState:
         return DecodingState(context, *learned, AheadChoice(), batch)
 
     def beside(self, sequence: int) -> DecodingState:
-        """A fork to be within an answer while this one is, in another sequence of the memories; it takes no more room.
-
-        Args:
-            sequence: its number.
-        """
+        """A fork for another sequence of the same memories."""
         fork = self.fork()
         assert self.batch is not None
         fork.context = self.batch[sequence]
@@ -290,18 +318,13 @@ class DecodingState:
         return fork
 
     def close_target(self) -> None:
-        """Free the target's context, and what it is a part of; safe to call twice."""
         (self.context if self.batch is None else self.batch).close()
 
 
 def target_memory(
     model: Model, n_ctx: int, parallel: int, hidden: Sequence[str] = (), *, branches: bool = False
 ) -> tuple[Context, SequenceBatch | None]:
-    """The target's context; where several answers share passes, the memory that it is the first sequence of too.
-
-    Args:
-        model, n_ctx, hidden, branches: as for ``Model.new_context``.
-        parallel: how many answers share passes.
+    """The target's context; where several answers share passes, the first sequence of the memory that comes with it.
 
     Raises:
         EngineError: there is no memory for it.
@@ -314,118 +337,4 @@ def target_memory(
 
 
 def taps_of(drafters: Iterable[Drafter]) -> tuple[str, ...]:
-    """The hidden states of the target that drafters want, each once."""
     return tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.info.taps))
-
-
-# Where an answer is made: the state that it is decoded with, and what depends on whether others are made beside it.
-
-SHARED_CHUNK = 1024
-"""Where pieces can be of any length: so many, as the hidden states of all are kept for a head until they are read."""
-
-
-@dataclass(slots=True)
-class Seat:
-    """What one answer is made with.
-
-    Attributes:
-        state: its context is the target's for this answer.
-        times: what a pass costs this answer; None: as the state says, which is for passes of its own.
-        decides: the controller of the answer that is made in it; None until that begins.
-        overlaps: see ``SpeculativeDecoder``.
-    """
-
-    state: DecodingState
-    times: ShareOfPass | None = None
-    decides: Controller | None = None
-    overlaps: bool = False
-
-    @property
-    def n_chunk(self) -> int:
-        """Tokens of a prompt that one pass is asked for; a pass that is shared is given pieces of them."""
-        return PREFILL_CHUNK if self.times is None else SHARED_CHUNK
-
-    @property
-    def drafting_ahead(self) -> DraftAhead | None:
-        """What drafts while the target verifies; nothing where passes are shared, as ends of drafts may be left out."""
-        return self.state.drafting_ahead if self.times is None else None
-
-    def drafters_for(self, names: Sequence[str] | None, prediction: Sequence[int]) -> list[Drafter]:
-        """The drafters of one request.
-
-        Args:
-            names: which take part, as people call them; None is all.
-            prediction: a text that the answer is likely to repeat, for n-grams to copy from; where no n-gram drafter
-                takes part, one does for this request.
-
-        Raises:
-            UsageError: no such drafter is loaded.
-        """
-        called = self.state.names
-        unknown = [name for name in names or () if name not in called.values()]
-        if unknown:
-            raise UsageError(f"no drafter {unknown[0]!r} is loaded; there is {', '.join(called.values()) or 'none'}")
-        chosen = [each for each in self.state.usable if names is None or called[each.info.source] in names]
-        if prediction and not any(drafter.info.source == NGRAM for drafter in chosen) and (chosen or names is None):
-            chosen.insert(0, NgramDrafter())
-        return chosen
-
-    def controller(
-        self,
-        draft_length: DraftLength,
-        params: SamplingParams | None = None,
-        drafters: Sequence[Drafter] | None = None,
-        *,
-        predicted: bool = False,
-        thinks: bool = False,
-    ) -> Controller:
-        """A controller for one request: ``auto``, or a fixed number of tokens (0: plain).
-
-        Args:
-            draft_length: ``auto`` or a number.
-            params: the request's.
-            drafters: those that take part; None is all.
-            predicted: whether the answer is likely to repeat a text that came with the request.
-            thinks: whether the model is known to think before it answers.
-        """
-        state, target_times = self.state, self.times or self.state.times
-        drafters = state.usable if drafters is None else drafters
-        if draft_length != "auto" or not drafters:
-            return FixedController(0 if draft_length == "auto" else int(draft_length), target_times, drafters)
-        params = params or SamplingParams()
-        times: dict[str, PassCost] = {draft.source: draft.times for draft in state.models}
-
-        def table(drafter: Drafter, *, sampled: bool, thinks: bool) -> SourceAcceptance:
-            return state.acceptance.source(
-                params,
-                drafter.info.source,
-                copies=not drafter.info.runs_model,
-                sampled=sampled,
-                reads_target=bool(drafter.info.taps),
-                thinks=thinks,
-                rate=drafter.info.rate,
-            )
-
-        def tables(*, thinks: bool) -> Tables:
-            return (
-                {drafter.info.source: table(drafter, sampled=False, thinks=thinks) for drafter in drafters},
-                {
-                    each.info.source: table(each, sampled=True, thinks=thinks)
-                    for each in drafters
-                    if each.info.runs_model
-                },
-            )
-
-        # What longer copies gain where text repeats itself is less than they would cost all text after it.
-        longest = FEW_ROWS - 1 if state.target.capabilities.keeps_rows else MAX_DRAFT
-        return AutoController(
-            target_times,
-            {drafter.info.source: times[drafter.info.source] for drafter in drafters if drafter.info.runs_model},
-            *tables(thinks=False),
-            longest,
-            state.acceptance.budget,
-            predicted=predicted,
-            thinking=tables(thinks=True) if thinks else None,
-            one_pass=frozenset(drafter.info.source for drafter in drafters if drafter.info.one_pass),
-            params=params,
-        )

@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -53,7 +53,6 @@ GRACE_S = 0.05
 
 
 def on_mains() -> bool:
-    """Whether the machine is not known to run on battery."""
     return not on_battery()
 
 
@@ -68,7 +67,7 @@ class IdleWork:
     """The tasks of one worker. All but ``step`` may be called from any thread.
 
     Args:
-        allowed: whether there may be idle work now; asked before a step, every ``ASK_AGAIN_S``. None takes no tasks.
+        allowed: whether there may be idle work now, asked every ``ASK_AGAIN_S``; None takes no tasks.
     """
 
     def __init__(self, allowed: Callable[[], bool] | None) -> None:
@@ -79,18 +78,17 @@ class IdleWork:
         self._not_before = 0.0
 
     def add(self, task: IdleTask, priority: int = 0) -> None:
-        """Ask a task for steps whenever there is time; those of a lower number go first, and to their end."""
+        """Ask a task for steps whenever there is time; those of a lower priority go first, and to their end."""
         if self._allowed is not None:
             with self._lock:
                 self._entries = sorted([*self._entries, _Entry(task, priority)], key=lambda entry: entry.priority)
 
     def clear(self) -> None:
-        """Forget all tasks, and what they hold on to."""
         with self._lock:
             self._entries = []
 
     def renew(self, *, after_job: bool = False) -> None:
-        """There may be new work: ask every task again. Happens by itself after every job."""
+        """Ask every task again, as there may be new work."""
         if after_job:
             self._not_before = time.monotonic() + GRACE_S
         with self._lock:
@@ -142,16 +140,15 @@ class Job(Future[Any]):
     Args:
         work: what to do, given the job; ``reply`` returns its result, or raises its exception.
         deliver: takes what the job gives, and at its end the job itself; called from the worker's thread, or from the
-            one that cancels. If it raises, the work is cancelled.
+            one that cancels. If it raises, the work is cancelled, and ``reply`` raises the same.
         abandoned: makes the reply of a job that never ran; None raises ``Cancelled``.
-        conversation: jobs of one conversation run in order; None is a conversation of its own.
-        deadline: seconds from now in which it has to be done, waiting included; None is for ever.
-        priority: of those that wait the ones with the highest come first.
+        conversation, deadline, priority: see ``Asking.rounds``.
         request: what it is about, if it may share passes with others; None: it runs alone.
 
     Attributes:
         ends_at: its deadline by ``time.monotonic``.
         started: when its turn came, by ``time.perf_counter``.
+        refused: what ``deliver`` raised.
         process: the process that queued it; in a child of that, no thread will run it.
 
     Raises:
@@ -188,24 +185,28 @@ class Job(Future[Any]):
         self.started = 0.0
         self.seconds_waited = 0.0
         self.cancelled_by: CancelledBy | None = None
+        self.refused: BaseException | None = None
         self.process = os.getpid()
         self._work: Callable[[Job], Any] | None = work
         self._deliver, self._abandoned = deliver, abandoned
 
     @property
     def state(self) -> JobState:
-        """Where it is; one that was cancelled before its turn is done."""
         return "running" if self.running() else "done" if self.done() else "waiting"
 
     def run(self) -> None:
-        """Do the work, unless the job was cancelled or it is too late; called by the worker."""
         work = self._work
         if self.start():
             assert work is not None
-            self.end(lambda: work(self))
+            try:
+                result = work(self)
+            except BaseException as error:
+                self.fail(error)
+            else:
+                self.finish(result)
 
     def start(self) -> bool:
-        """Claim it for the worker, which has to ``end`` it; False if it was cancelled or it is too late."""
+        """Claim it for the worker, which has to ``finish`` or ``fail`` it; False if it was cancelled or is too late."""
         if self.stopped():
             self.cancel("deadline")
         self._work = None
@@ -219,24 +220,24 @@ class Job(Future[Any]):
         try:
             self._deliver(item)
         except BaseException as error:
-            self.cancelled_by = self.cancelled_by or "caller"
+            self.refused, self.cancelled_by = error, self.cancelled_by or "caller"
             if self.cancelled() and isinstance(error, KeyboardInterrupt):  # meant for the thread that cancels
                 raise
 
-    def end(self, make: Callable[[], Any]) -> None:
-        """Make its result, or its exception."""
-        try:
-            result = make()
-        except StopIteration as error:  # raised again by an iterator, it would look like a proper end
-            self.set_exception(RuntimeError(f"unexpected {error!r}"))
-        except BaseException as error:
-            self.set_exception(error)
-        else:
-            self.set_result(result)
+    def finish(self, result: Any) -> None:
+        self.set_result(result)
+        self._over()
+
+    def fail(self, error: BaseException) -> None:
+        if isinstance(error, StopIteration):  # raised by an iterator, it would look like a proper end
+            error = RuntimeError(f"unexpected {error!r}")
+        self.set_exception(error)
         self._over()
 
     def reply(self) -> Any:
-        """Its result, once it is done; what its work raised is raised here."""
+        """Its result, once it is done; what its work, or delivering it, raised is raised here."""
+        if self.refused is not None:
+            raise self.refused
         if not self.cancelled():
             return self.result()
         if self._abandoned is None:
@@ -260,6 +261,9 @@ class Job(Future[Any]):
 
     def _over(self) -> None:
         self.give(self)
+        if self.refused is not None:
+            with suppress(BaseException):  # an event loop that is closed
+                self._deliver(self)
         self._deliver = lambda item: None  # what it was delivered to may hold the job
 
     def wait_for(self, items: queue.SimpleQueue[Any]) -> Any:
@@ -287,10 +291,8 @@ class FairQueue:
 
     Of the conversations those come first whose next job has the highest priority.
 
-    Args:
-        max_waiting: most conversations that may wait, besides those that are served; None is any number.
-
     Attributes:
+        max_waiting: most conversations that may wait, besides those that are served; None is any number.
         at_once: how many are served at a time, see ``take``.
         closed: why no more jobs are taken; None where they are.
     """
@@ -331,11 +333,7 @@ class FairQueue:
             self.wake()
 
     def get(self, pause: Callable[[], tuple[float | None, bool]] = lambda: (None, True)) -> Job | None:
-        """The next job, once there is one; None when the queue was closed and is empty, or it is time for other work.
-
-        Args:
-            pause: see ``IdleWork.pause``; asked where there is no job, again after that time, and by ``wake``.
-        """
+        """The next job, once there is one; None when the queue is closed and empty, or ``IdleWork.pause`` is over."""
         with self._changed:
             while True:
                 seconds, at_rest = pause()  # before the look at what came: it is long enough for something to come
@@ -350,11 +348,7 @@ class FairQueue:
                 self._at_rest = False
 
     def take(self, above: int | None = None) -> Job | None:
-        """Without waiting: the next job, if it may share passes with those that were given and not released.
-
-        Args:
-            above: only one of a higher priority; None takes any.
-        """
+        """Without waiting: the next job, if it may share passes, and its priority is ``above`` another."""
         with self._changed:
             return self._pop(lambda job: job.request is not None and (above is None or job.priority > above))
 
@@ -387,7 +381,6 @@ class FairQueue:
             self._changed.notify_all()
 
     def wait_at_rest(self, timeout: float | None) -> bool:
-        """Wait until ``get`` waits, having nothing to give; whether that came about in time."""
         with self._changed:
             return self._changed.wait_for(lambda: self._at_rest or self.closed is not None, timeout)
 
@@ -398,11 +391,9 @@ class FairQueue:
 
     @property
     def ended(self) -> bool:
-        """Whether the queue was closed and has nothing left."""
         return self.closed is not None and not self._conversations
 
     def waiting(self) -> list[Job]:
-        """The jobs that wait and were not cancelled."""
         with self._changed:
             return [job for jobs in self._conversations.values() for job in jobs if _waits(job)]
 
@@ -432,8 +423,8 @@ class Worker:
     It keeps no reference to what submits the jobs, so an owner that is dropped can be collected.
 
     Args:
-        max_waiting: most jobs that may wait; None is any number.
-        idle: whether there may be idle work now, while the queue is empty; None is never.
+        max_waiting: see ``FairQueue``.
+        idle: whether there may be idle work now; None is never.
 
     Attributes:
         running: the jobs that run now.
@@ -453,7 +444,6 @@ class Worker:
 
     @property
     def n_running(self) -> int:
-        """How many jobs run now."""
         return sum(job.running() for job in list(self.running))
 
     def call(self, function: Callable[[], Result], *, conversation: Hashable | None = None) -> Result:
@@ -477,7 +467,6 @@ class Worker:
         return job.reply()  # type: ignore[no-any-return] # what the function returned
 
     def when_idle(self, task: IdleTask, *, priority: int = 0) -> None:
-        """Have a task done on the thread while nothing waits, step by step; see ``IdleWork.add``."""
         self._idle.add(task, priority)
         self.queue.wake()
 
@@ -491,11 +480,10 @@ class Worker:
         return self.queue.wait_at_rest(timeout)
 
     def close(self, *last: Callable[[], None], cancel: bool = False, wait: bool = True) -> None:
-        """End the thread after what waits is done.
+        """End the thread after what waits is done, and then what is in ``last``.
 
         Args:
-            last: run on the thread at the very end, one after the other.
-            cancel: stop the running job and drop those that wait, instead of finishing them.
+            cancel: stop the running job and drop those that wait.
             wait: return only when the thread has ended; not from the thread itself.
         """
         self._last = self._last or last
@@ -507,7 +495,6 @@ class Worker:
                 self._thread.join(timeout=1.0)
 
     def cancel_all(self) -> None:
-        """Stop the running job and keep those that wait from starting."""
         for job in [*self.queue.waiting(), *self.running]:
             job.cancel()
 

@@ -10,7 +10,7 @@ from localspec import LLM, SamplingParams
 from localspec.backends import trust as trust_module
 from localspec.controllers.fixed import FixedController
 from localspec.engine import pair as pair_module
-from localspec.engine.state import Seat
+from localspec.engine.state import DecodingState
 from tests.conftest import TinyFiles, open_backend
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -34,9 +34,9 @@ def test_a_greedy_answer_with_branches_is_the_plain_one(
     with LLM(pair.target, draft=["ngram", pair.draft], backend=engine, n_ctx=256, n_threads=1) as llm:
         assert llm.run(lambda pair: pair.why_chains) is None
         prompts = ["one two three one two", "a fork in the road, a fork", "0 1 2 3"]
-        monkeypatch.setattr(Seat, "controller", lambda *given, **more: FixedController(0))
+        monkeypatch.setattr(DecodingState, "controller", lambda *given, **more: FixedController(0))
         plain = [llm.generate(prompt, PARAMS).token_ids for prompt in prompts]
-        monkeypatch.setattr(Seat, "controller", lambda *given, **more: FixedController(2, branches=3))
+        monkeypatch.setattr(DecodingState, "controller", lambda *given, **more: FixedController(2, branches=3))
         n_branched = n_beside = 0
         for prompt, wanted in zip(prompts, plain, strict=True):
             found: list[int] = []

@@ -10,10 +10,10 @@ import pytest
 
 from localspec import LLM, Cancelled, SamplingParams
 from localspec.backends import repack
-from localspec.backends.trust import fingerprint
 from localspec.controllers.cost_model import PassTimes
 from localspec.engine import loading as loading_module
-from localspec.engine.loading import DraftCopy, reading
+from localspec.engine.loading import MAX_TOKENS, DraftCopy, reading
+from localspec.model_files.fingerprint import fingerprint
 from localspec.model_files.gguf import GGUFFile
 from localspec.system.steps import Steps, exhaust
 from tests.conftest import ENGINES_ONCE_PER_FILE, TinyFiles, share
@@ -97,7 +97,7 @@ def test_copies_are_timed_in_turns(fast_backend: Any, tiny: TinyFiles, monkeypat
             return original(self, tokens, logits)
 
         monkeypatch.setattr(kind, "decode", decode)
-        tokens = loading_module.tokens_of(one)
+        tokens = one.tokenize(loading_module.TEXT.read_text(encoding="utf-8"), add_special=True)[:MAX_TOKENS]
         tops = exhaust(reading(one, tokens))
         times = PassTimes({1: 10.0, 2: 11.0, 8: 20.0})
         first, second = exhaust(loading_module.measuring([one, two], tokens, tops, times, one.n_vocab))
@@ -106,37 +106,29 @@ def test_copies_are_timed_in_turns(fast_backend: Any, tiny: TinyFiles, monkeypat
 
 
 @pytest.mark.parametrize("in_idle_time", [True, False])
-def test_no_room_for_a_copy_is_no_error(
-    tiny: TinyFiles, isolated_home: Path, monkeypatch: pytest.MonkeyPatch, in_idle_time: bool
+@pytest.mark.parametrize("what", ["no room", "broken"])
+def test_a_copy_that_cannot_be_made_or_read_is_no_error(
+    tiny: TinyFiles, isolated_home: Path, monkeypatch: pytest.MonkeyPatch, what: str, in_idle_time: bool
 ) -> None:
+    broken = isolated_home / "broken.gguf"
+    broken.write_bytes(tiny.pair.draft.read_bytes()[:5000])
+
     def full(*args: Any) -> Steps[None]:
         yield
         raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(repack, "writing_copy", full)
-    with LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256, idle=in_idle_time) as llm:
-        assert llm.wait_idle(200)
-        model = llm.inspect().state.models[0].model
-        assert model.path == tiny.pair.draft
-    assert not list(isolated_home.glob("repacked/*.gguf"))
-
-
-@pytest.mark.parametrize("in_idle_time", [True, False])
-def test_a_broken_copy_is_passed_over(
-    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, in_idle_time: bool
-) -> None:
-    broken = tmp_path / "broken.gguf"
-    broken.write_bytes(tiny.pair.draft.read_bytes()[:5000])
 
     def lightening(*args: Any) -> Steps[Path]:
         yield
         return broken
 
-    monkeypatch.setattr("localspec.engine.loading.lightening", lightening)
+    if what == "no room":
+        monkeypatch.setattr(repack, "writing_copy", full)
+    else:
+        monkeypatch.setattr(loading_module, "lightening", lightening)
     with LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256, idle=in_idle_time) as llm:
         assert llm.wait_idle(200)
-        model = llm.inspect().state.models[0].model
-        assert model.path == tiny.pair.draft
+        assert llm.inspect().state.models[0].model.path == tiny.pair.draft
+    assert not list(isolated_home.glob("repacked/*.gguf"))
 
 
 @pytest.mark.parametrize("step", ["making a lighter copy", "comparing"])

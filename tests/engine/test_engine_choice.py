@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from localspec.backends.trust import fingerprint
 from localspec.controllers.calibration import WIDE, curve_key, curves
 from localspec.engine import loading as loading_module
 from localspec.engine.loading import ENGINES, EngineTimes, compared, engines_comparing, forget, ordered
+from localspec.engine.options import LoadOptions
 from localspec.system.files import JsonStore
 from localspec.system.steps import exhaust
 from tests.conftest import TinyFiles
@@ -21,13 +22,16 @@ from tests.support.machines import Machine, TimedContext
 
 USUAL, OTHER = ENGINES
 NAMES = list(ENGINES)
+OPTIONS = LoadOptions(n_threads=2)
 Longer = Callable[[int, int], float]
 """Number of a pass and its width -> how many times as long as undisturbed it takes."""
 
 
 @pytest.fixture(autouse=True)
 def two_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading_module, "_versions", lambda: ["ik-llama 1", "llama-cpp 1"])
+    monkeypatch.setattr(loading_module, "unavailable_reason", lambda name: None)
+    binding = SimpleNamespace(version="1")
+    monkeypatch.setattr(loading_module, "engine_module", lambda name: SimpleNamespace(binding=lambda: binding))
 
 
 class Engine:
@@ -75,8 +79,8 @@ def compare(
     """Compare the engines of which the other is so many times as slow as the usual one."""
     machine = Machine(longer, others).installed(patch)
     one, two = (Engine(name, path, machine, rate) for name, rate in ((USUAL, 1.0), (OTHER, slower)))
-    exhaust(engines_comparing(192, "f16")(one, two))  # type: ignore[arg-type]
-    found = compared(path, 2, "f16")
+    exhaust(engines_comparing(192, OPTIONS)(one, two))  # type: ignore[arg-type]
+    found = compared(path, OPTIONS)
     assert found is not None
     return found
 
@@ -103,8 +107,8 @@ def hit(busy: list[bool], times: float, otherwise: float) -> Callable[..., float
     return lambda n, width=0: times if busy[n] else otherwise
 
 
-def order(path: Path, **options: Any) -> list[str]:
-    return ordered(NAMES, path, n_threads=2, **options)
+def order(path: Path, on_gpu: bool = False, warn: Callable[[str], None] = str, kv_type: str = "f16") -> list[str]:
+    return ordered(NAMES, path, replace(OPTIONS, kv_cache_type=kv_type), on_gpu, warn)
 
 
 @pytest.mark.parametrize(("slower", "taken"), [(0.5, OTHER), (0.8, OTHER), (0.9, USUAL), (1.0, USUAL), (2.0, USUAL)])
@@ -116,8 +120,8 @@ def test_on_a_quiet_machine_it_is_the_faster_one_if_by_enough(
     assert order(tiny.bpe)[0] == taken
     assert order(tiny.bpe, on_gpu=True) == NAMES
     assert order(tiny.bpe, kv_type="q8_0") == NAMES
-    monkeypatch.setattr(loading_module, "_versions", lambda: ["ik-llama 2", "llama-cpp 1"])
-    assert order(tiny.bpe) == NAMES
+    monkeypatch.setattr(loading_module, "unavailable_reason", lambda name: "not this one")
+    assert order(tiny.bpe) == NAMES  # engines of other versions
 
 
 @pytest.mark.parametrize("slower", [0.7, 1.0, 1.4])
@@ -175,8 +179,8 @@ def test_load_throughout_is_no_ground_for_a_choice_and_it_is_measured_again(
     assert order(tiny.bpe) == NAMES
     assert not compare(tiny.bpe, monkeypatch, 0.5).provisional
     assert order(tiny.bpe)[0] == OTHER
-    forget(tiny.bpe, 2, "f16")
-    assert compared(tiny.bpe, 2, "f16") is None
+    forget(tiny.bpe, OPTIONS)
+    assert compared(tiny.bpe, OPTIONS) is None
     assert order(tiny.bpe) == NAMES
 
 
@@ -224,7 +228,7 @@ def test_what_is_said_of_it_is_said_once_and_names_the_way_back(
 
 def test_choices_of_earlier_versions_are_forgotten(tiny: TinyFiles) -> None:
     """They rested on one curve each, whatever else ran."""
-    key = loading_module._key(fingerprint(tiny.bpe), 2, "f16")
+    key = loading_module._key(tiny.bpe, OPTIONS)
     old = JsonStore(loading_module._store().folder, 1)
     old.put(key, {"ms": {USUAL: 30_000.0, OTHER: 10_000.0}, "told": True})
     assert order(tiny.bpe) == NAMES

@@ -343,7 +343,7 @@ def test_a_head_is_expected_to_be_right_as_often_as_its_card_says(tiny: TinyFile
     for name in ("good", "unknown"):
         with open_llm(tiny, f"head:{heads_folder() / name}.gguf", draft_length="auto") as llm:
             pair = llm.inspect()
-            expected[name] = pair.controller("auto", GREEDY).acceptance["head"].mean()  # type: ignore[attr-defined]
+            expected[name] = pair.state.controller("auto", GREEDY).acceptance["head"].mean()  # type: ignore[attr-defined]
     assert expected["good"] == pytest.approx(0.6, abs=0.005)
     assert expected["unknown"] == SourceAcceptance(of_a_head(GREEDY_PRIOR)).mean()
 

@@ -13,14 +13,15 @@ import pytest
 from localspec import LLM, EngineMismatch, SamplingParams, backends
 from localspec.backends import trust
 from localspec.backends.base import Forward
-from localspec.backends.trust import fingerprint
 from localspec.controllers import calibration
 from localspec.controllers.calibration import CalibrationCache
 from localspec.controllers.cost_model import PassTimes
 from localspec.engine import loading as loading_module
 from localspec.engine import pair as pair_module
+from localspec.engine.options import LoadOptions
 from localspec.engine.pair import Preparation
 from localspec.errors import Cancelled, EngineError, LocalspecError
+from localspec.model_files.fingerprint import fingerprint
 from localspec.system.steps import Steps, exhaust
 from tests.conftest import TinyFiles, open_backend
 from tests.support.heads import write_random_head
@@ -305,7 +306,7 @@ def test_both_engines_are_measured_in_idle_time(tiny: TinyFiles) -> None:
         open_backend(name)
     with LLM(tiny.bpe, None, n_ctx=256, n_threads=1, n_gpu_layers=0) as llm:
         assert llm.wait_idle(SOON)
-    found = loading_module.compared(tiny.bpe, 1, "f16")
+    found = loading_module.compared(tiny.bpe, LoadOptions(n_threads=1))
     assert found is not None
     assert set(found.ms) == set(loading_module.ENGINES)
 

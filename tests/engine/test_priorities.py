@@ -117,7 +117,7 @@ def test_one_that_waits_for_room_does_not_block_a_higher_priority(llm: LLM, even
 def test_one_that_was_put_aside_does_not_block_a_higher_priority(
     llm: LLM, events: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler_module, "RECKONED", 8)
+    monkeypatch.setattr(scheduler_module, "RESERVED", 8)
     asked = [params(i, 170) for i in range(N_PARALLEL)]
     alone = [llm.generate("la la", each).token_ids for each in asked]
     events.clear()

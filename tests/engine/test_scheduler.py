@@ -6,23 +6,20 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from localspec import LLM, Cancelled, LocalspecError, PromptTooLong, Reply, SamplingParams
+from localspec import LLM, LocalspecError, Reply, SamplingParams
 from localspec.backends.base import Forward, Piece, SequenceBatch
 from localspec.controllers import batching as batching_module
 from localspec.controllers.batching import LEAST_ROWS, STALL, SharedPasses
 from localspec.engine import scheduler
 from localspec.engine import scheduler as scheduler_module
-from localspec.engine.worker import FairQueue, Job
 from localspec.errors import EngineError
 from tests.conftest import TinyFiles
-from tests.support.enumeration import law_of_two
+from tests.support.memory import check_only_conversations_are_held, passes_of
 from tests.support.waiting import PATIENCE, Brake, wait_until
 
 N_CTX = 192
@@ -62,43 +59,21 @@ def batch_of(llm: LLM) -> SequenceBatch:
     return batch
 
 
-class Passes:
-    """The passes of a memory: what each was fed."""
-
-    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.fed: list[list[Piece]] = []
-        batch = batch_of(llm)
-        decode = batch.decode
-
-        def recorded(pieces: Sequence[Piece]) -> list[Forward]:
-            self.fed.append(list(pieces))
-            return decode(pieces)
-
-        monkeypatch.setattr(batch, "decode", recorded)
-
-
 def check_nothing_is_left(llm: LLM) -> None:
     """No request runs, and every token in the memory is one of a conversation that is kept."""
     info = llm.parallel_info()
     assert (info["parallel"], info["running"], info["reason"]) == (N_PARALLEL, 0, "as asked for")
 
-    def held(_: Any) -> None:
-        batch = batch_of(llm)
-        assert batch.n_cells - batch.free_cells <= sum(batch[i].n_past for i in range(batch.n_sequences))
-        for i in range(batch.n_sequences):
-            batch[i].truncate(0)
-        assert batch.free_cells == batch.n_cells
-
-    llm.run(held)
+    llm.run(check_only_conversations_are_held)
 
 
 def test_answers_are_those_alone(llm: LLM, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    passes = Passes(llm, monkeypatch)
+    fed = passes_of(batch_of(llm), monkeypatch)
     with Brake(llm, after=0):  # they begin together
         streams = [llm.rounds(text, params, **options) for text, params, options in map(asked, range(40))]
     replies = [stream.reply for stream in streams]
     assert [reply.token_ids for reply in replies] == alone
-    assert max(map(len, passes.fed)) == N_PARALLEL
+    assert max(map(len, fed)) == N_PARALLEL
     assert sum(reply.stats["num_accepted_tokens"] for reply in replies) > 0
     assert any("Shared with other answers" in reply.explanation for reply in replies)
     check_nothing_is_left(llm)
@@ -164,7 +139,7 @@ def test_a_long_prompt_is_read_beside_a_stream_in_pieces(llm: LLM, monkeypatch: 
     monkeypatch.setattr(SharedPasses, "__call__", lambda _, width: ms(width))  # whatever this machine's passes take
     prompts = llm.inspect().worker.batch.__self__._at.passes.prompts  # type: ignore[union-attr] # the scheduler's
     monkeypatch.setattr(prompts, "_dearer", {False: 1.0, True: 1.0})  # whatever was learned before
-    passes = Passes(llm, monkeypatch)
+    fed = passes_of(batch_of(llm), monkeypatch)
     with Brake(llm, after=3) as brake:
         stream = llm.rounds("la", SamplingParams(max_tokens=150, ignore_eos=True), speculate=False)
         brake.wait()
@@ -174,7 +149,7 @@ def test_a_long_prompt_is_read_beside_a_stream_in_pieces(llm: LLM, monkeypatch: 
         stream.close()
     beside = [
         (n_prompt, n_rows)
-        for pieces in passes.fed
+        for pieces in fed
         if (n_prompt := sum(len(piece.tokens) for piece in pieces if piece.logits != "all"))
         and (n_rows := sum(len(piece.tokens) for piece in pieces if piece.logits == "all"))
     ]
@@ -203,7 +178,7 @@ def test_an_answer_that_outgrows_its_estimate_is_put_aside_and_resumes(
 ) -> None:
     params = [SamplingParams(max_tokens=170, temperature=1.0, seed=i, ignore_eos=True) for i in range(N_PARALLEL)]
     alone = [llm.generate("la la", each).token_ids for each in params]
-    monkeypatch.setattr(scheduler_module, "RECKONED", 8)
+    monkeypatch.setattr(scheduler_module, "RESERVED", 8)
     aside = []
     put_aside = scheduler.Scheduler._put_aside
 
@@ -267,19 +242,6 @@ def test_exclusive_work_waits_and_is_not_starved(llm: LLM) -> None:
         thread.join(PATIENCE)
 
 
-def test_the_law_of_free_draws_with_neighbours(llm: LLM) -> None:
-    """Chi-squared over two tokens of three likely ones each, n = 400; false alarms under 1e-4 (8 degrees: 31.8)."""
-    prompt = llm.tokenize("la la lo la la lo la")
-    free = SamplingParams(max_tokens=2, temperature=1.5, top_k=3, ignore_eos=True)
-
-    expected = llm.run(lambda pair: law_of_two(pair.context, prompt, free))
-    streams = [llm.rounds(prompt, free, draft_length=2) for _ in range(400)]
-    drawn = Counter(tuple(stream.reply.token_ids) for stream in streams)
-    assert set(drawn) <= set(expected)
-    assert sum((drawn[pair] - 400 * p) ** 2 / (400 * p) for pair, p in expected.items()) < 31.8
-    assert len(list(product(range(3), repeat=2))) == len(expected)
-
-
 def test_closing_ends_all_of_them(tiny: TinyFiles) -> None:
     llm = LLM(tiny.quick.target, draft="ngram", backend="reference", n_ctx=N_CTX, parallel=2)
     streams = [llm.rounds("la", SamplingParams(max_tokens=180, ignore_eos=True)) for _ in range(5)]
@@ -288,38 +250,6 @@ def test_closing_ends_all_of_them(tiny: TinyFiles) -> None:
     replies = [stream.reply for stream in streams]
     assert {reply.finish_reason for reply in replies} <= {"cancelled", "length"}
     assert replies[-1].finish_reason == "cancelled"
-
-
-# The queue.
-
-
-def job(name: str, conversation: str | None = None, priority: int = 0, *, alone: bool = False) -> Job:
-    request = None if alone else name
-    return Job(lambda job: name, lambda item: None, conversation=conversation, priority=priority, request=request)
-
-
-def test_the_next_job_has_the_highest_priority_of_idle_conversations() -> None:
-    fair = FairQueue()
-    fair.at_once = 3
-    jobs = [job("a", "x"), job("b", "x", 9), job("c"), job("d", priority=1), job("e", priority=-1)]
-    for each in jobs:
-        fair.put(each)
-    first = fair.get()
-    assert first is not None
-    assert first.request == "d"  # b comes after a
-    assert [found.request for _ in range(3) if (found := fair.take())] == ["a", "c", "e"]
-    assert fair.take() is None
-    fair.release(jobs[0])
-    assert fair.take() is jobs[1]
-
-
-def test_exclusive_work_is_not_taken_beside_answers() -> None:
-    fair = FairQueue()
-    fair.put(job("a"))
-    fair.put(job("b", alone=True))
-    fair.put(job("c"))
-    assert fair.get() is not None
-    assert fair.take() is None
 
 
 @pytest.mark.parametrize("priority", [1.5, "high", None, True])
@@ -332,17 +262,3 @@ def test_priorities_that_make_no_sense_are_refused(llm: LLM, priority: Any) -> N
 def test_numbers_of_answers_that_make_no_sense_are_refused(tiny: TinyFiles, parallel: Any) -> None:
     with pytest.raises(LocalspecError, match=r"parallel must be auto or a whole number in 1\.\.64"):
         LLM(tiny.quick.target, backend="reference", parallel=parallel)
-
-
-def test_requests_that_fail_before_they_begin(llm: LLM) -> None:
-    with pytest.raises(PromptTooLong):
-        llm.generate("la " * 400)
-    stream = llm.rounds("la", SamplingParams(max_tokens=100, ignore_eos=True), deadline=1e-6)
-    assert stream.reply.cancelled_by == "deadline"
-    with pytest.raises(Cancelled):
-        llm.run(_cancelled)
-    assert np.all(np.array(llm.generate("la", SamplingParams(max_tokens=3)).token_ids) >= 0)
-
-
-def _cancelled(_: Any) -> None:
-    raise Cancelled("no")

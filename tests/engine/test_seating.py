@@ -9,23 +9,18 @@ from pathlib import Path
 import pytest
 
 from localspec import LLM, SamplingParams
-from localspec.backends.base import SequenceBatch
 from localspec.engine.pair import Pair
 from localspec.engine.scheduler import Seating
 from tests.conftest import TinyFiles, open_backend
+from tests.support.memory import shared_memories
 from tests.support.waiting import Brake
 
 TWENTY = SamplingParams(max_tokens=20, ignore_eos=True)
 
 
-def memories(pair: Pair) -> list[SequenceBatch]:
-    found = [pair.state.batch, *(draft.memory.batch for draft in pair.state.models)]
-    return [batch for batch in found if batch is not None]
-
-
 def cells(pair: Pair) -> list[int]:
     """Of each memory those in use."""
-    return [batch.n_cells - batch.free_cells for batch in memories(pair)]
+    return [batch.n_cells - batch.free_cells for batch in shared_memories(pair)]
 
 
 @pytest.mark.parametrize("engine", ["llama-cpp", "ik-llama"])
@@ -126,7 +121,7 @@ def test_only_what_is_settled_is_shared(engine: str, tiny: TinyFiles, measured_h
         settled, drafted = prompt[:30], prompt[30:36]
 
         def under_way(pair: Pair) -> None:
-            target, draft = memories(pair)
+            target, draft = shared_memories(pair)
             with pair.prefix_cache.conversation(target[0], [draft[0]], list(settled)):
                 for memory in (target, draft):
                     memory[0].decode([*settled, *drafted], "none")

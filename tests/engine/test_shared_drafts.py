@@ -23,6 +23,7 @@ from localspec.spec_decode.proposer import Proposer
 from tests.conftest import TinyFiles
 from tests.support.enumeration import law_of_two
 from tests.support.heads import write_random_head
+from tests.support.memory import check_only_conversations_are_held, passes_of, shared_memories
 from tests.support.waiting import Brake
 
 N_CTX = 192
@@ -85,21 +86,8 @@ def memory_of(llm: LLM) -> SequenceBatch:
     return batch
 
 
-def passes_of(batch: SequenceBatch, monkeypatch: pytest.MonkeyPatch) -> list[list[Piece]]:
-    fed: list[list[Piece]] = []
-    decode = batch.decode
-
-    def recorded(pieces: Sequence[Piece]) -> list[Forward]:
-        fed.append(list(pieces))
-        return decode(pieces)
-
-    monkeypatch.setattr(batch, "decode", recorded)
-    return fed
-
-
 def target_passes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[list[Piece]]:
-    assert llm.inspect().state.batch is not None
-    return passes_of(llm.inspect().state.batch, monkeypatch)
+    return passes_of(shared_memories(llm.inspect())[0], monkeypatch)
 
 
 def counts(reply: Reply) -> Any:
@@ -144,16 +132,7 @@ def test_who_comes_and_goes_changes_nobody_elses_drafts(llm: LLM, alone: list[Re
     assert [reply.token_ids for reply in replies] == [reply.token_ids for reply in alone]
     assert llm.warnings == []
 
-    def emptied(pair: Pair) -> None:
-        for memory in (pair.state.batch, pair.state.models[0].memory.batch):
-            if memory is not None:
-                contexts = [memory[i] for i in range(memory.n_sequences)]
-                assert memory.n_cells - memory.free_cells <= sum(context.n_past for context in contexts)
-                for context in contexts:
-                    context.truncate(0)
-                assert memory.free_cells == memory.n_cells
-
-    llm.run(emptied)
+    llm.run(check_only_conversations_are_held)
 
 
 def test_the_law_of_free_draws_with_neighbours(llm: LLM) -> None:

@@ -1,4 +1,4 @@
-"""How the memory of a process that does the same thing over and over grows."""
+"""Memory: how that of a process grows which does the same over and over, and what those of a pair hold."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
+from localspec.backends.base import Forward, Piece, SequenceBatch
+from localspec.engine.pair import Pair
 from localspec.system.machine import trim_heap
 
 WARM_UP = 2
@@ -38,3 +42,32 @@ def growth_per_cycle(mb: Sequence[float]) -> float:
     judged = mb[WARM_UP:]
     assert len(judged) >= 5, "too few cycles to judge"
     return statistics.median(after - before for before, after in itertools.pairwise(judged))
+
+
+def shared_memories(pair: Pair) -> list[SequenceBatch]:
+    """Those that answers share: of the target, and of draft models."""
+    every = [pair.state.batch, *(draft.memory.batch for draft in pair.state.models)]
+    return [memory for memory in every if memory is not None]
+
+
+def check_only_conversations_are_held(pair: Pair) -> None:
+    """Every cell in use is one of a conversation that is kept; without these all are free."""
+    for memory in shared_memories(pair):
+        contexts = [memory[i] for i in range(memory.n_sequences)]
+        assert memory.n_cells - memory.free_cells <= sum(context.n_past for context in contexts)
+        for context in contexts:
+            context.truncate(0)
+        assert memory.free_cells == memory.n_cells
+
+
+def passes_of(memory: SequenceBatch, monkeypatch: pytest.MonkeyPatch) -> list[list[Piece]]:
+    """From now on, what each pass of a memory is fed."""
+    fed: list[list[Piece]] = []
+    decode = memory.decode
+
+    def recorded(pieces: Sequence[Piece]) -> list[Forward]:
+        fed.append(list(pieces))
+        return decode(pieces)
+
+    monkeypatch.setattr(memory, "decode", recorded)
+    return fed

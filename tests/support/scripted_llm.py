@@ -17,7 +17,7 @@ from zlib import crc32
 from localspec.engine.options import checked_length
 from localspec.engine.request import Reply, Submit
 from localspec.engine.worker import Job
-from localspec.llm import AskingModel, Session, load
+from localspec.llm import Asking, Session, load
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Span, SpecStats, Verdict
 
@@ -67,7 +67,7 @@ def speak(text: str, source: str = "model") -> list[Round]:
 
 
 @dataclass
-class ScriptedLLM(AskingModel):
+class ScriptedLLM(Asking[Any]):
     """Answers each question with the next of its answers; the last one again and again."""
 
     answers: list[list[Round]] = field(default_factory=list)
@@ -119,11 +119,8 @@ class ScriptedLLM(AskingModel):
         text, ids = "".join(round_.text for round_ in said), [token.id for token in tokens]
         return Reply(text, ids, finish or "cancelled", stats, self.model_name, self.draft_names, "none", tokens=tokens)
 
-    def _scorer(self, prompt: Any, top: int, deadline: float | None, conversation: Any) -> Submit:
-        raise NotImplementedError
-
-    def fill_prompt(self, prefix: str, suffix: str = "", context_files: Any = (), **options: Any) -> Any:
-        raise NotImplementedError
+    def _as_chat(self, question: Any) -> Any:
+        return [{"role": "user", "content": question}] if isinstance(question, str) else question
 
     def run(self, work: Callable[[Any], Any], *, conversation: Any = None) -> Any:
         return work(None)

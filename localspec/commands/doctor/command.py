@@ -557,7 +557,7 @@ class Doctor:
         bandwidth = found.machine.bandwidth_gb_per_s
         busy = found.machine.busy_share >= BUSY
         if calibrate:
-            forget(examined.target.file, self.options.load.n_threads, self.options.load.kv_cache_type)
+            forget(examined.target.file, self.options.load)
         with self._open(examined.target, specs) as llm:
             if calibrate:
                 watch.call(llm, lambda pair: pair.recalibrate(watch.report))

@@ -170,12 +170,12 @@ def _one_token(cost: CostFacts, bandwidth_gb_per_s: float | None) -> Finding:
 def _engines(llm: LLM, watch: Watch, busy: bool) -> Iterator[Finding]:
     """Which engine ``auto`` takes for this file; both are timed if they were not yet, unless others use the CPUs."""
     options = llm.run(lambda pair: pair.options)
-    known = compared(llm.model_path, options.n_threads, options.kv_cache_type)
+    known = compared(llm.model_path, options)
     opinion = llm.run(lambda pair: second_opinion(pair, llm.model_path))
     if opinion.waits and (known is None or not busy):
         watch.report("timing passes of both engines", None)
         watch.call(llm, lambda pair: exhaust(opinion.steps(lambda: False), watch.check))
-        known = compared(llm.model_path, options.n_threads, options.kv_cache_type)
+        known = compared(llm.model_path, options)
     if known is None:
         return
     took = ", ".join(f"{ms / 1e3:.1f} s on {name}" for name, ms in sorted(known.ms.items(), key=lambda each: each[1]))

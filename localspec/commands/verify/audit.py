@@ -349,7 +349,7 @@ class Audit:
     ) -> AuditArm:
         name = "+".join(drafter.info.source for drafter in drafters)
         name = f"{name} ×{length}{note}" if drafters else "plain"
-        return AuditArm(name, drafters, self.pair.controller(length, params, drafters))
+        return AuditArm(name, drafters, self.pair.state.controller(length, params, drafters))
 
     def _greedy_arms(self, number: int) -> Iterator[AuditArm]:
         """Plain decoding, the pair as configured, one way of drafting by turns, and the adversary."""

@@ -22,13 +22,13 @@ from pydantic import TypeAdapter
 from localspec import backends
 from localspec.backends.llama import ggml as ggml_module
 from localspec.backends.llama.ggml import Device
-from localspec.backends.trust import fingerprint
 from localspec.commands.doctor import facts, fit, ranking
 from localspec.commands.doctor.command import bars, ranking_parts, recommend_ranked
 from localspec.engine import loading as loading_module
 from localspec.heads.file import heads_folder
 from localspec.measuring.last_bench import remember
 from localspec.model_files.catalog import Catalog, Entry
+from localspec.model_files.fingerprint import fingerprint
 from localspec.report.model import Finding, Findings, Lines, Table
 from localspec.report.renderers import Screen
 from localspec.system import machine as machine_module
@@ -179,7 +179,7 @@ def test_the_answer_says_what_bench_measured_and_nothing_else(tiny: TinyFiles) -
     assert examine(*arguments)[1]["pair"]["bench"]["speedups"] == measured["speedups"]
 
 
-def test_beside_other_programs_nothing_measured_is_ticked(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_measured_on_a_busy_machine_is_ticked(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     quiet(monkeypatch, busy=0.45)
     arguments = (tiny.quick.target, *NGRAM, "--calibrate")
     assert answers(screen(*arguments)[1])["guesses"].startswith("! guesses not known: what was timed is in doubt, see")

@@ -18,7 +18,7 @@ from localspec.backends.trust import CHECK_TEXT
 from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.fixed import FixedController
 from localspec.engine.loading import DraftCopy, measuring, reading
-from localspec.engine.state import Seat
+from localspec.engine.state import DecodingState
 from localspec.sampling.sampling import Noise
 from localspec.spec_decode.drafters.base import DrafterFailed, Plan
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
@@ -235,7 +235,7 @@ def test_a_draft_that_fails_while_it_catches_up_is_dropped(
                 seen.append(set(situation["lost"]))
                 return super().plan(room, n_past, **situation)
 
-        monkeypatch.setattr(Seat, "controller", lambda *args, **options: Watching(2))
+        monkeypatch.setattr(DecodingState, "controller", lambda *args, **options: Watching(2))
         llm.generate(PROMPT, replace(GREEDY, max_tokens=8))
         text = [*PROMPT, 90, 91, 92, bad, 93]
         plain = llm.generate(text, GREEDY, draft_length=0, drafters=[]).token_ids
