@@ -173,7 +173,7 @@ def checking_draft(pair: Pair, draft: DraftModel) -> Steps[None]:
 def prepare_draft(pair: Pair, draft: DraftModel) -> None:
     """Queue what is to be found out about a draft model in use; a head was checked when it was loaded."""
     prepare_times(pair, "draft curve", draft.context, draft.times, draft.passes)
-    if not draft.drafter.info.reads_text:
+    if not draft.drafter.info.is_draft_model:
         return
     pair.preparation.add("draft check", lambda stopped: checking_draft(pair, draft))
     if pair.loader.may_be_lighter(draft.path, draft.model, pair.state):

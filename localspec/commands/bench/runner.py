@@ -73,7 +73,7 @@ def engine_facts(subject: EngineUnderTest, kv_type: str, watch: Watch, *, measur
     llm, own = subject.llm, subject.own
     parts = [("target", llm.model_name, own.context, own.target.path, WHOLE, own.times)]
     for draft in own.models:  # of a head the file that was trained, not what was made of it here
-        path = draft.model.path if draft.drafter.info.reads_text else draft.path
+        path = draft.model.path if draft.drafter.info.is_draft_model else draft.path
         parts.append((draft.source, draft.name, draft.context, path, draft.passes, draft.times))
     models, times = list[ModelFile](), dict[str, PassTimes]()
     for source, name, context, path, passes, known in parts:
