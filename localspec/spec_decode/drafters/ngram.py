@@ -210,7 +210,7 @@ class NgramDrafter(CopyingDrafter[Place]):
         shared = shared_prefix(self._tokens, tokens)
         n_stale = len(self._tokens) - shared
         # Taking a token back costs about as much as adding it.
-        if n_stale > self._texts.n_undoable or n_stale > shared:
+        if n_stale > shared or n_stale > self._texts.n_undoable:
             self._texts, shared = SuffixAutomaton(), 0
         else:
             for _ in range(n_stale):

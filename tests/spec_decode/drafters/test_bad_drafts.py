@@ -21,6 +21,7 @@ from localspec.engine.loading import DraftCopy, measuring, reading
 from localspec.engine.state import DecodingState
 from localspec.sampling.sampling import Noise
 from localspec.spec_decode.drafters.base import DrafterFailed, Plan
+from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.proposer import Proposer
 from localspec.system.steps import exhaust
 from tests.conftest import open_backend
@@ -197,13 +198,22 @@ def test_a_draft_that_turns_bad_is_dropped_with_one_warning(
         assert llm.generate(PROMPT, params).stats["by_source"]["model"]["num_draft_tokens"] > 0
 
 
-def test_the_other_drafters_go_on(wide: ggufs.Pair, never_sound: Path) -> None:
+def test_the_other_drafters_go_on(wide: ggufs.Pair, never_sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    draft = DraftModelDrafter.draft
+
+    def noted(self: DraftModelDrafter, *args: Any) -> Any:
+        asked.append(self.info.source)
+        return draft(self, *args)
+
+    monkeypatch.setattr(DraftModelDrafter, "draft", noted)
     with LLM(wide.target, draft=["ngram", never_sound, wide.draft], backend="reference", n_ctx=256) as llm:
         reply = llm.generate(PROMPT, GREEDY, draft_length=4)
         assert llm.draft_names == ["ngram", "wide"]
         sources = reply.stats["by_source"]
         assert sources["model2"]["num_draft_tokens"] > 0
         assert "model" not in sources
+        assert asked.count("model") == 1
         assert reply.token_ids == llm.generate(PROMPT, GREEDY, speculate=False).token_ids
         assert len(llm.warnings) == 1
         longer = replace(GREEDY, max_tokens=100)
