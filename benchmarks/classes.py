@@ -32,7 +32,8 @@ from gguf import GGUFReader, GGUFValueType, GGUFWriter, ReaderTensor
 from localspec import backends
 from localspec.backends.trust import CHECK_TEXT
 from localspec.commands.bench.record import read_record
-from localspec.commands.bench.results import ALL, analyse, interval_text
+from localspec.commands.bench.report import interval_text
+from localspec.commands.bench.results import ALL, analyse
 from localspec.model_files.catalog import Catalog
 
 FIXED = ["2", "4", "8"]

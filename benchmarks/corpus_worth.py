@@ -129,7 +129,7 @@ def measure(name: str, root: Path, files: list[Path], model: Model, args: argpar
         seconds = time.perf_counter() - started
         print(
             f"\n{name}: {len(kept)} files, {index.n_tokens:,} tokens, indexed in {seconds:.0f} s, "
-            f"{index.size_bytes / 1e6:.0f} MB; {len(held)} files held out"
+            f"{sum(each.size_bytes for each in index.segments) / 1e6:.0f} MB; {len(held)} files held out"
         )
         rng = random.Random(1)
         rng.shuffle(held)

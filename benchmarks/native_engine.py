@@ -21,6 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import IO, cast
 
+from localspec.measuring.statistics import order_statistics
+
 ROOT = Path(__file__).parent.parent
 WIDTHS = {1: 4, 2: 4, 4: 3, 8: 3, 16: 2, 256: 1}
 """Tokens in a pass -> passes in a turn."""
@@ -79,13 +81,6 @@ class Worker:
         self.process.wait()
 
 
-def interval(values: list[float]) -> tuple[float, float]:
-    """95 % for the median."""
-    ordered, n = sorted(values), len(values)
-    reach = 0.98 * n**0.5
-    return ordered[max(0, int(n / 2 - reach))], ordered[min(n - 1, int(n / 2 + reach))]
-
-
 def compare(path: Path, pythons: list[str], minutes: float, threads: int | None) -> None:
     """Measure one model and print its table."""
     workers = [Worker(python, path, threads) for python in pythons]
@@ -111,7 +106,7 @@ def compare(path: Path, pythons: list[str], minutes: float, threads: int | None)
     for width, pairs in times.items():
         ms = [median(pair[i] for pair in pairs) for i in (0, 1)]
         ratios = [native / wheel for wheel, native in pairs]
-        low, high = interval(ratios)
+        low, high = order_statistics(ratios, 0.95)
         relative = [median(pair[i] / one[i] for pair, one in zip(pairs, times[1], strict=True)) for i in (0, 1)]
         print(
             f"| {width} | {ms[0]:.1f} | {ms[1]:.1f} | {median(ratios):.3f} ({low:.3f} to {high:.3f}) "
@@ -123,7 +118,7 @@ def compare(path: Path, pythons: list[str], minutes: float, threads: int | None)
 
 def settled(pairs: list[tuple[float, float]]) -> bool:
     ratios = [native / wheel for wheel, native in pairs]
-    low, high = interval(ratios)
+    low, high = order_statistics(ratios, 0.95)
     return (high - low) / 2 <= ENOUGH * median(ratios)
 
 

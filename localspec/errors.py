@@ -16,8 +16,7 @@ from typing import Any, NoReturn
 
 
 class LocalspecError(Exception):
-    """Base class: ``str(error)`` is one line that says what is wrong and what to do. Line breaks and control characters
-    in what it quotes are made harmless."""
+    """Base class: ``str(error)`` is one line, without control characters, that says what is wrong and what to do."""
 
     def __str__(self) -> str:
         text = super().__str__()
@@ -171,7 +170,7 @@ def as_float(value: Any) -> float:
 
 
 def listed(values: Any) -> list[Any] | None:
-    """Anything that yields values, as a list; None for other values, and for texts and bytes, which are one value."""
+    """Anything that yields values, as a list; None for other values, and for texts, bytes and mappings."""
     if isinstance(values, str | bytes | bytearray | memoryview | Mapping):
         return None
     try:
@@ -194,8 +193,7 @@ def check_text(text: str | None, name: str) -> None:
 
 
 def token_ids(what: str, ids: Any, n_vocab: int | None = None) -> list[int]:
-    """Token ids in 0..n_vocab - 1 (None: any), from anything that yields whole numbers; ``what`` they are is for the
-    message. Raises ``UsageError``: they are not whole numbers, or not this model's."""
+    """Token ids in 0..n_vocab - 1 (None: any), from anything that yields whole numbers; else ``UsageError``."""
     tokens = listed(ids)
     if tokens is None:
         raise UsageError(f"{what} must be token ids, not {type(ids).__name__}")
@@ -216,9 +214,8 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse_json(text: str | bytes) -> Any:
-    """JSON in UTF-8, and only what means the same to everybody: no number that is not finite, no key twice in an
-    object, no half of a surrogate pair; within ``MAX_DEPTH``, ``MAX_CONTAINERS`` and ``MAX_DIGITS``. Raises
-    ``ValueError``: it is not; the message is a clause that says what is wrong."""
+    """JSON in UTF-8 without numbers that are not finite, a key twice in an object, half of a surrogate pair; within
+    ``MAX_DEPTH``, ``MAX_CONTAINERS`` and ``MAX_DIGITS``. Else ``ValueError``, with a clause that says what is wrong."""
     try:
         body = text.encode() if isinstance(text, str) else text
         decoded = body.decode("utf-8-sig")
@@ -238,8 +235,8 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def written_json(text: str) -> Any:
-    """JSON as a model may have written it: a number that others refuse stays text, and half of a surrogate pair is
-    replaced. Raises ``ValueError``: it is not JSON."""
+    """JSON as a model may have written it: a number that others refuse stays text, half of a surrogate pair is
+    replaced; ``ValueError``: it is not JSON."""
     try:
         value = json.loads(text, parse_float=_number, parse_constant=str)
         return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))

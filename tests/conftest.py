@@ -19,6 +19,7 @@ from localspec.backends.registry import engine_module, unavailable_reason
 from localspec.system.files import models_dir
 from tests.support import ggufs
 from tests.support.browsing import chromium
+from tests.support.embedders import write_bert
 from tests.support.gguf_vocabs import fim_vocab
 
 # A shell that starts pytest in the background makes it, and all it starts, ignore Ctrl-C; the tests send it.
@@ -177,7 +178,7 @@ class TinyFiles:
 
     @cached_property
     def embedding(self) -> Path:
-        return ggufs.write_embedding_model(self.folder / "tiny-bert.gguf")
+        return write_bert(self.folder / "tiny-bert.gguf")
 
 
 class Backend:

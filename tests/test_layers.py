@@ -19,7 +19,7 @@ ROOMS = {
     "backends": "errors system model_files",
     "sampling": "errors model_files backends",
     "prompts": "errors system model_files backends",
-    "spec_decode": "errors system backends sampling",
+    "spec_decode": "errors system model_files backends sampling",
     "controllers": "errors system model_files backends sampling spec_decode",
     "engine": "errors system model_files backends sampling prompts spec_decode controllers",
     "llm": "errors system model_files backends sampling prompts engine",

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from localspec import LLM, PromptTooLong, Round, SamplingParams, UsageError, VocabularyMismatch
+from localspec import LLM, ModelFileError, PromptTooLong, Round, SamplingParams, UsageError
 from localspec.controllers.cost_model import Curve
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from tests.conftest import TinyFiles, open_backend
-from tests.support import ggufs
 from tests.support.waiting import Brake
 
 GREEDY = SamplingParams(max_tokens=48, ignore_eos=True)
@@ -182,13 +181,14 @@ def test_asyncio(reference_llm: LLM) -> None:
     asyncio.run(main())
 
 
-def test_mismatched_vocabulary_is_refused_and_the_old_drafters_stay(tiny: TinyFiles, tmp_path: Path) -> None:
-    other = ggufs.write_llama(tmp_path / "spm.gguf")
-    with pytest.raises(VocabularyMismatch, match="cannot draft"):
+def test_a_draft_that_cannot_be_loaded_is_refused_and_the_old_drafters_stay(tiny: TinyFiles, tmp_path: Path) -> None:
+    other = tmp_path / "no-model.gguf"
+    other.write_bytes(b"GGUF")
+    with pytest.raises(ModelFileError):
         LLM(tiny.pair.target, draft=other, backend="reference")
     with LLM(tiny.pair.target, draft=tiny.pair.draft, backend="reference", n_ctx=256) as llm:
         before = llm.draft_names
-        with pytest.raises(VocabularyMismatch):
+        with pytest.raises(ModelFileError):
             llm.set_draft(other)
         assert llm.draft_names == before
         assert llm.generate("x", GREEDY, draft_length=2).stats["num_draft_tokens"] > 0

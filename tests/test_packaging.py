@@ -25,56 +25,18 @@ ROOT = Path(__file__).parent.parent
 
 
 PUBLIC = {
-    "LLM",
-    "AsyncRoundStream",
-    "Cancelled",
-    "Closed",
-    "ContextFull",
-    "DownloadError",
-    "Draft",
-    "DraftToken",
-    "EmittedToken",
-    "EngineError",
-    "EngineMismatch",
-    "EngineUnavailable",
-    "LocalspecError",
-    "ModelFileError",
-    "Placement",
-    "PromptTooLong",
-    "QueueFull",
-    "Reply",
-    "RequestOptions",
-    "Round",
-    "RoundStream",
-    "SamplingParams",
-    "ScoredToken",
-    "Session",
-    "SessionFileError",
-    "Span",
-    "SpecStats",
-    "TemplateError",
-    "TokenLogprobs",
-    "UnknownModel",
-    "UsageError",
-    "Verdict",
-    "VocabularyMismatch",
-    "__version__",
-    "distill",
-}
+    "LLM", "AsyncRoundStream", "Cancelled", "Closed", "ContextFull", "DownloadError", "Draft", "DraftToken",
+    "EmittedToken", "EngineError", "EngineMismatch", "EngineUnavailable", "LocalspecError", "ModelFileError",
+    "Placement", "PromptTooLong", "QueueFull", "Reply", "RequestOptions", "Round", "RoundStream",
+    "SamplingParams", "ScoredToken", "Session", "SessionFileError", "Span", "SpecStats", "TemplateError",
+    "TokenLogprobs", "UnknownModel", "UsageError", "Verdict", "VocabularyMismatch", "__version__", "distill"
+}  # fmt: skip
 """Removing a name from here is a breaking change; adding one is a promise."""
 
 HEAVY = {
-    "numpy",
-    "gguf",
-    "huggingface_hub",
-    "llama_cpp",
-    "ik_llama_cpp",
-    "jinja2",
-    "prompt_toolkit",
-    "mlx",
-    "mlx_lm",
-    "transformers",
-}
+    "numpy", "gguf", "huggingface_hub", "llama_cpp", "ik_llama_cpp", "jinja2", "prompt_toolkit", "mlx", "mlx_lm",
+    "transformers"
+}  # fmt: skip
 """Too slow to import for `localspec --help`."""
 
 
@@ -103,7 +65,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]
 
 def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
-    kinds = {".py", ".typed", ".html", ".css", ".js", ".mjs", ".svg", ".json", ".jsonl", ".md", ".txt"}
+    kinds = {".py", ".typed", ".html", ".css", ".js", ".mjs", ".svg", ".json", ".jsonl", ".md", ".toml", ".txt"}
     found = [path for path in (ROOT / "localspec").rglob("*") if path.is_file() and path.suffix != ".pyc"]
     assert {path.suffix for path in found if path.name != "LICENSE"} == kinds
     assert {path.relative_to(ROOT).as_posix() for path in found} <= names

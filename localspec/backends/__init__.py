@@ -33,22 +33,15 @@ Order = Callable[[list[str], bool], list[str]]
 def candidates(n_gpu_layers: int | None = None) -> list[str]:
     """Usable engines for real models, the fastest for where the model will run first.
 
-    A GPU goes before the CPU. On a Mac both llama.cpp and MLX can have it: llama.cpp first, which reads every
-    architecture and computes with the file's own bits. On Linux MLX is there for tests, and used only when named.
-
-    Args:
-        n_gpu_layers: None or positive prefers an engine with a GPU if there is one; 0 keeps the model on the CPU.
+    A GPU goes before the CPU, unless ``n_gpu_layers`` is 0. On a Mac both llama.cpp and MLX can have it: llama.cpp
+    first, which reads every architecture and computes with the file's own bits.
 
     Raises:
         EngineUnavailable: there is none.
     """
     reasons = {name: unavailable_reason(name) for name in ("ik-llama", "llama-cpp")}
     usable = [name for name, reason in reasons.items() if reason is None]
-    on_gpu = []
-    if n_gpu_layers != 0 and "llama-cpp" in usable:
-        on_gpu += ["llama-cpp"] if engine_module("llama-cpp").binding().gpu else []
-    if n_gpu_layers != 0 and sys.platform == "darwin" and unavailable_reason("mlx") is None:
-        on_gpu += ["mlx"] if engine_module("mlx").binding().gpu else []
+    on_gpu = [name for name in ("llama-cpp", "mlx") if n_gpu_layers != 0 and _has_gpu(name)]
     if not usable and not on_gpu:
         raise EngineUnavailable("no engine can be used here: " + "; ".join(str(reason) for reason in reasons.values()))
     if n_gpu_layers and not on_gpu:
@@ -58,8 +51,11 @@ def candidates(n_gpu_layers: int | None = None) -> list[str]:
     return on_gpu if n_gpu_layers else [*on_gpu, *(name for name in usable if name not in on_gpu)]
 
 
-def _any_on_gpu(names: list[str], n_gpu_layers: int | None) -> bool:
-    return n_gpu_layers != 0 and any(getattr(engine_module(name).binding(), "gpu", False) for name in names)
+def _has_gpu(name: str) -> bool:
+    """On Linux MLX is there for tests, and used only when named."""
+    if (name == "mlx" and sys.platform != "darwin") or unavailable_reason(name) is not None:
+        return False
+    return bool(getattr(engine_module(name).binding(), "gpu", False))
 
 
 def load(
@@ -86,14 +82,11 @@ def load(
         warn: takes remarks that a user should keep, such as why an engine was passed over.
         check: whether the engine has to be right about the file; only a draft model may do without.
         put_off: leave the comparison with another engine to idle time; see ``trust.load_checked``.
-        order: the order in which ``auto`` tries several engines; None is the usual one, see ``candidates``.
+        order: the order in which ``auto`` tries several engines; None is that of ``candidates``.
 
     Raises:
-        UsageError: no such backend, or none that can place the weights so.
-        ModelFileError: the file is not a usable model.
-        EngineUnavailable: the engine is not usable here.
-        UnsupportedModel: no usable engine computes this kind of model.
         EngineMismatch: every usable engine computes this file wrongly.
+        LocalspecError: as ``registry`` says.
     """
     check_name(backend)
     with GGUFFile(path) as gguf:
@@ -106,7 +99,7 @@ def load(
         if placement:
             names = placement.in_order(names)
         elif order is not None and len(names) > 1:
-            names = order(names, _any_on_gpu(names, n_gpu_layers))
+            names = order(names, n_gpu_layers != 0 and any(map(_has_gpu, names)))
     failures: list[LocalspecError] = []
     cancelled = False
 
@@ -129,12 +122,7 @@ def load(
             failures.append(error)
             if name != names[-1]:
                 warn(f"{error}; trying {names[names.index(name) + 1]}")
-    raise _only_error(path, failures)
-
-
-def _only_error(path: Path, failures: list[LocalspecError]) -> LocalspecError:
-    """One error for all engines; a reason that they share is given once."""
     reasons = list(dict.fromkeys(map(str, failures)))
     if len(reasons) == 1:
-        return failures[0]
-    return type(failures[0])(f"no engine here can run {path.name}: {'; '.join(reasons)}")
+        raise failures[0]
+    raise type(failures[0])(f"no engine here can run {path.name}: {'; '.join(reasons)}")

@@ -1,9 +1,8 @@
 """What a backend provides: a ``Model`` (weights), its ``Context`` (the memory of one sequence) or ``SequenceBatch`` (of
 several), and what a pass returns, ``Forward``.
 
-A backend is a module of this folder with a function ``load`` (see ``registry``), and ``binding`` where the
-engine may be missing. Arguments are checked in the base classes here, so that every engine refuses the same in the same
-words; an engine implements the methods with an underscore.
+Arguments are checked in the base classes, so that every engine refuses the same in the same words; an engine implements
+the methods with an underscore. ``registry`` says what its module has.
 """
 
 from __future__ import annotations
@@ -11,10 +10,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
@@ -54,43 +52,28 @@ def n_wanted(logits: Wanted, n: int) -> int:
 def shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """Length of the longest common prefix of two texts in tokens."""
     n = min(len(a), len(b))
-    if _first(a, n) == _first(b, n):
+    one, other = a[:n], b[:n]  # asked of whole conversations, before every draft token: without a loop
+    if one == other or list(one) == list(other):
         return n
     return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
-
-
-def _first(tokens: Sequence[int], n: int) -> list[int]:
-    """The first n, copied only if need be: this is asked of whole conversations, before every draft token."""
-    first = tokens if len(tokens) == n else tokens[:n]
-    return first if isinstance(first, list) else list(first)
 
 
 # -- what a pass returns, and a memory that was copied out -------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
 class Forward:
-    """The logits of one pass, and the hidden states that its context was made to return.
+    """The logits of one pass, and the hidden states that its context was made to return."""
 
-    Attributes:
-        logits: float32 [n_rows, n_vocab]; row i predicts the token that follows the i-th row asked for. Usually a view
-            of the engine's memory, valid until the next decode on the same context.
-        ids: None where rows are whole; else ``logits`` [n_rows, k] has the k largest of each row, and these are their
-            tokens, increasing, int64 [n_rows, k]. See ``Context.decode_best``.
-        hidden: name -> float32 [n, n_embd], copies that stay valid. ``nextn`` and a ``layer:i`` before the last layer
-            have a row for every token of the call; ``norm`` and the last layer one for each row of logits.
-    """
-
-    __slots__ = ("hidden", "ids", "logits")
-
-    def __init__(
-        self,
-        logits: FloatArray,
-        hidden: Mapping[str, FloatArray] = MappingProxyType({}),
-        ids: TokenIds | None = None,
-    ) -> None:
-        self.logits = logits
-        self.hidden = hidden
-        self.ids = ids
+    # Float32 [n_rows, n_vocab]; row i predicts the token that follows the i-th row asked for. Usually a view of the
+    # engine's memory, valid until the next decode on the same context.
+    logits: FloatArray
+    # Name -> float32 [n, n_embd], copies that stay valid. ``nextn`` and a ``layer:i`` before the last layer have a row
+    # for every token of the call; ``norm`` and the last layer one for each row of logits.
+    hidden: Mapping[str, FloatArray] = field(default_factory=dict)
+    # None where rows are whole; else ``logits`` [n_rows, k] has the k largest of each row, and these are their tokens,
+    # increasing, int64 [n_rows, k]. See ``Context.decode_best``.
+    ids: TokenIds | None = None
 
     def __len__(self) -> int:
         return len(self.logits)
@@ -120,16 +103,10 @@ def joined_states(forwards: Sequence[Forward]) -> dict[str, FloatArray]:
 
 @dataclass(frozen=True, slots=True)
 class ContextState:
-    """What a context held at some moment, copied out of the engine.
+    """What a context held at some moment, copied out of the engine."""
 
-    Attributes:
-        tokens: what was in the memory, in order.
-        arrays: the memory itself, opaque to all but the engine; contiguous, and of dtypes that NumPy can write to a
-            file.
-    """
-
-    tokens: tuple[int, ...]
-    arrays: Mapping[str, npt.NDArray[Any]]
+    tokens: tuple[int, ...]  # what was in the memory, in order
+    arrays: Mapping[str, npt.NDArray[Any]]  # opaque to all but the engine; contiguous, of dtypes that NumPy can write
 
     @property
     def n_bytes(self) -> int:
@@ -242,14 +219,12 @@ class Model(_Closable):
     def new_context(
         self, n_ctx: int, *, n_threads: int | None = None, hidden: Sequence[str] = (), branches: bool = False
     ) -> Context:
-        """An empty memory of one sequence. Contexts of one model are independent.
+        """An empty memory of one sequence, with room for ``n_ctx`` tokens. Contexts of one model are independent.
 
         Args:
-            n_ctx: its room [tokens].
             n_threads: of its passes; None takes the model's.
             hidden: names of the hidden states that every pass returns.
-            branches: whether ``Context.decode_tree`` is to work, where it can (``why_no_trees``). With some engines
-                (``Capabilities.trees_apart``) other passes then take longer.
+            branches: whether ``Context.decode_tree`` is to work, where it can (``why_no_trees``).
 
         Raises:
             UsageError: n_ctx is not positive, there is no such state, or the engine returns none.
@@ -274,18 +249,14 @@ class Model(_Closable):
         n_threads: int | None = None,
         hidden: Sequence[str] = (),
     ) -> SequenceBatch:
-        """An empty memory of several sequences that are fed together.
+        """An empty memory of several sequences that are fed together; see ``new_context``.
 
         Args:
-            n_sequences: how many.
             n_cells: room of all together [tokens].
             n_ctx: most tokens of one; None is ``n_cells``.
-            n_threads, hidden: as for ``new_context``.
 
         Raises:
-            UsageError: a number is not positive, there is no such state, the engine returns none, or takes fewer
-                sequences.
-            EngineError: not enough memory.
+            UsageError: as for ``new_context``, or the engine takes fewer sequences.
         """
         self._check_open()
         if n_sequences <= 0:
@@ -313,7 +284,6 @@ class Model(_Closable):
         """Token ids of a text.
 
         Args:
-            text: any Unicode text.
             add_special: put the begin-of-text token in front if the model wants one.
             parse_special: read ``<|im_end|>`` and the like as the special tokens they name. Only for text that comes
                 from a chat template: a user's own text must not be able to forge a turn.
@@ -331,11 +301,7 @@ class Model(_Closable):
         return self._tokenize(text, add_special, parse_special)
 
     def recover(self) -> None:
-        """Load again what was lost with a device; contexts are empty then. Nothing where no device was gone.
-
-        Raises:
-            EngineError: it is still gone.
-        """
+        """Load again what was lost with a device; contexts are empty then. EngineError where it is still gone."""
 
     @abstractmethod
     def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> Context: ...
@@ -410,22 +376,17 @@ class Context(_Closable):
     def decode(self, tokens: Sequence[int], logits: Wanted = "all") -> Forward:
         """Feed tokens after those already in the memory.
 
-        Args:
-            tokens: at least one token id.
-            logits: which rows to return.
-
         Raises:
             Cancelled: ``interrupted`` was true; the memory holds the pieces that were done.
         """
         self._check_ids(tokens)
         self._check_whole()
         pieces: list[Forward] = []
-        if logits != "all":
-            while len(tokens) > N_UNINTERRUPTED and self.interrupted is not None:
-                piece, tokens = tokens[:N_UNINTERRUPTED], tokens[N_UNINTERRUPTED:]
-                pieces.append(self._feed(piece, partial(self._decode, piece, "none")))
-                if self.interrupted():
-                    raise Cancelled("decoding was stopped")
+        while logits != "all" and len(tokens) > N_UNINTERRUPTED and self.interrupted is not None:
+            piece, tokens = tokens[:N_UNINTERRUPTED], tokens[N_UNINTERRUPTED:]
+            pieces.append(self._feed(piece, partial(self._decode, piece, "none")))
+            if self.interrupted():
+                raise Cancelled("decoding was stopped")
         pieces.append(self._feed(tokens, partial(self._decode, tokens, logits)))
         return Forward(pieces[-1].logits, joined_states(pieces)) if len(pieces) > 1 else pieces[0]
 
@@ -445,8 +406,7 @@ class Context(_Closable):
         Args:
             rows: what the first block reads, float32 [n, n_embd], n at least 1.
             tokens: what ``tokens`` is to name each row, 0 or more; they need not be ids of this model.
-            logits: which rows to return.
-            n_best: how many of the largest logits of each row are enough; 0 wants whole rows.
+            n_best: as for ``decode_best``; 0 wants whole rows.
 
         Raises:
             UsageError: the model cannot (``Capabilities.float_rows``), the shapes are wrong, or a row is not finite.
@@ -469,10 +429,6 @@ class Context(_Closable):
 
         Only such passes can follow, until ``truncate`` has dropped the rows; then the context behaves as if they had
         never been.
-
-        Args:
-            tokens: at least one token id.
-            n_layers: how many layers, at least 1 and fewer than the model has.
 
         Returns:
             No logits; ``hidden`` has the state after layer ``n_layers - 1``, which the context must have been made to
@@ -501,11 +457,8 @@ class Context(_Closable):
         """Feed tokens that branch behind the memory: each sees the memory and its own path.
 
         Each takes a place of the memory's room until the next call, which keeps a path (``keep``) or drops all.
-
-        Args:
-            tokens: at least one token id.
-            parents: for each the index of the token that it follows, which comes before it; -1 is the last token of the
-                memory.
+        ``parents`` has for each the index of the token that it follows, which comes before it; -1 is the last token of
+        the memory.
 
         Returns:
             A row of logits for each token, and of every hidden state: as ``decode`` gives it for that token's path.
@@ -530,9 +483,8 @@ class Context(_Closable):
     def keep(self, path: Sequence[int]) -> None:
         """Make a path of the tree that was just fed part of the memory, and drop the rest of it.
 
-        Args:
-            path: indices of its tokens, in order: the first follows the memory, each other one the one before it. An
-                empty path leaves the memory as it was.
+        ``path`` has indices of its tokens, in order: the first follows the memory, each other one the one before it. An
+        empty path leaves the memory as it was.
 
         Raises:
             UsageError: there is no such path, or other calls have come in between.
@@ -577,27 +529,22 @@ class Context(_Closable):
         """A copy of what the memory holds, for ``import_state``.
 
         Raises:
-            UsageError: the engine cannot (``Capabilities.saves_state``), or the memory ends with rows of
-                ``decode_first_layers``.
-            EngineError: the engine failed.
+            UsageError: the engine cannot (``Capabilities.saves_state``), or rows of ``decode_first_layers`` are there.
         """
         self._check_saves_state()
         self._check_whole()
-        self._drop_tree()
         return ContextState(tuple(self.tokens), self._export() if self.tokens else {})
 
     @property
     def state_bytes(self) -> int:
         """Size of what ``export_state`` would give now, or an upper bound of it [bytes]."""
         self._check_saves_state()
-        self._drop_tree()
         return self._state_bytes() if self.tokens else 0
 
     def import_state(self, state: ContextState) -> None:
         """Hold what was exported: then the context behaves as the exporting one did.
 
-        The caller sees to it that the state is one of the same file on the same engine and version, with the same type
-        of cache; the size of the context may differ.
+        The state must be of the same file, engine, version and type of cache; the context's size may differ.
 
         Raises:
             ContextFull: more tokens than this context has room for; it is left as it was.
@@ -611,12 +558,12 @@ class Context(_Closable):
             if state.tokens:
                 self._import(state)
             else:  # engines abort the whole process on the state of an empty memory
-                self._truncate_all()
+                self.truncate(0)
         except BaseException:
-            self._truncate_all()
+            self.tokens, self._partial = [], None
+            self._truncate(0)
             raise
-        self._partial = self._tree = None
-        self.tokens = list(state.tokens)
+        self.tokens, self._partial = list(state.tokens), None
 
     def close(self) -> None:
         if not self._closed:
@@ -640,10 +587,6 @@ class Context(_Closable):
             self._tree = None
             self._truncate(self.n_past)
 
-    def _truncate_all(self) -> None:
-        self.tokens, self._partial, self._tree = [], None, None
-        self._truncate(0)
-
     def _check_ids(self, tokens: Sequence[int]) -> None:
         self._check_room(len(tokens))
         if min(tokens) < 0 or max(tokens) >= self.model.n_vocab:
@@ -664,6 +607,7 @@ class Context(_Closable):
         self._check_open()
         if not self.model.capabilities.saves_state:
             raise UsageError(f"{self.model.engine} cannot save the state of a context")
+        self._drop_tree()
 
     # What an engine implements; what is not abstract only where its capabilities promise it.
 
@@ -748,14 +692,10 @@ class SequenceBatch(_Closable):
         return self.cells.n_free
 
     def decode(self, pieces: Sequence[Piece]) -> list[Forward]:
-        """Feed the next tokens of some of the sequences, in one pass.
-
-        Args:
-            pieces: at least one, and at most one of a sequence.
+        """Feed the next tokens of some of the sequences, at most one piece of each, in one pass.
 
         Returns:
-            What ``Context.decode`` would return, for each piece; the logits are valid until the next pass of any
-            sequence.
+            What ``Context.decode`` would, for each piece; the logits are valid until the next pass of any sequence.
 
         Raises:
             UsageError: a sequence that does not exist or occurs twice, or as for a context.
@@ -786,10 +726,8 @@ class SequenceBatch(_Closable):
         A memory that neither shares rows nor can be cut (recurrent, or a window that moved on) reads the tokens again.
 
         Raises:
-            ContextFull: there is no room for a copy; the target is then empty.
-            UsageError: no such sequence, the two are one, or the source does not hold as many, without those of
-                ``decode_first_layers``.
-            EngineError: the engine failed; the target is then empty.
+            UsageError: no such sequence, the two are one, or the source does not hold as many (``n_whole``).
+            ContextFull, EngineError: there is no room for a copy, or the engine failed; the target is then empty.
         """
         if source == target:
             raise UsageError(f"sequence {source} cannot be copied to itself")
@@ -830,7 +768,7 @@ class SequenceBatch(_Closable):
                 context.close()
             self._close()
 
-    # What an engine implements; ``_truncate`` and those below it for one sequence, as ``Context``'s.
+    # What an engine implements; from ``_truncate`` on for one sequence, as ``Context``'s, where none is apart.
 
     @abstractmethod
     def _decode(self, pieces: Sequence[Piece]) -> list[Forward]:
@@ -840,8 +778,12 @@ class SequenceBatch(_Closable):
     def _copy_prefix(self, source: int, target: int, n: int) -> None:
         """Give the rows of the first n tokens to an empty sequence, whose ``tokens`` name them already."""
 
-    @abstractmethod
-    def _truncate(self, sequence: int, n: int) -> None: ...
+    def _apart(self, sequence: int, *, fed_alone: bool = False) -> Context | None:
+        """The context that a sequence has to itself; if it is fed alone now, perhaps from here on."""
+        return None
+
+    def _truncate(self, sequence: int, n: int) -> None:
+        raise NotImplementedError
 
     def _decode_floats(self, sequence: int, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
         raise NotImplementedError
@@ -849,21 +791,14 @@ class SequenceBatch(_Closable):
     def _decode_first_layers(self, sequence: int, tokens: Sequence[int], n_layers: int) -> Forward:
         raise NotImplementedError
 
-    @abstractmethod
-    def _export(self, sequence: int) -> Mapping[str, npt.NDArray[Any]]: ...
+    def _export(self, sequence: int) -> Mapping[str, npt.NDArray[Any]]:
+        raise NotImplementedError
 
-    @abstractmethod
-    def _state_bytes(self, sequence: int) -> int: ...
+    def _state_bytes(self, sequence: int) -> int:
+        raise NotImplementedError
 
-    @abstractmethod
-    def _import(self, sequence: int, state: ContextState) -> None: ...
-
-    def _truncate_in(self, context: Context, sequence: int, n: int) -> None:
-        """``_truncate`` of a sequence whose rows are in a context of its own."""
-        try:
-            context.truncate(min(n, context.n_past))
-        finally:  # of what its context lost, nothing may be named
-            del self._sequences[sequence].tokens[context.n_past :]
+    def _import(self, sequence: int, state: ContextState) -> None:
+        raise NotImplementedError
 
 
 class Cells:
@@ -936,33 +871,52 @@ class _Sequence(Context):
 
     def _decode(self, tokens: Sequence[int], logits: Wanted) -> Forward:
         (forward,) = self._batch._decode([Piece(self._number, tokens, logits)])
-        return self._taken(forward, tokens)
+        self._batch.cells.take(self._number, len(tokens))
+        return forward
 
     def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
-        return self._taken(self._batch._decode_floats(self._number, rows, tokens, logits), tokens)
+        if (own := self._batch._apart(self._number, fed_alone=True)) is not None:
+            forward = own.decode_floats(rows, tokens, logits)
+        else:
+            forward = self._batch._decode_floats(self._number, rows, tokens, logits)
+        self._batch.cells.take(self._number, len(tokens))
+        return forward
 
     def _decode_first_layers(self, tokens: Sequence[int], n_layers: int) -> Forward:
-        return self._taken(self._batch._decode_first_layers(self._number, tokens, n_layers), tokens)
-
-    def _taken(self, forward: Forward, tokens: Sequence[int]) -> Forward:
+        if (own := self._batch._apart(self._number, fed_alone=True)) is not None:
+            forward = own.decode_first_layers(tokens, n_layers)
+        else:
+            forward = self._batch._decode_first_layers(self._number, tokens, n_layers)
         self._batch.cells.take(self._number, len(tokens))
         return forward
 
     def _truncate(self, n: int) -> None:
+        own = self._batch._apart(self._number)
         try:
-            self._batch._truncate(self._number, n)
+            if own is None:
+                self._batch._truncate(self._number, n)
+            else:
+                own.truncate(min(n, own.n_past))
         finally:
+            if own is not None:  # of what its context lost, nothing may be named
+                del self.tokens[own.n_past :]
             self._batch.cells.cut(self._number, min(n, self.n_past))
 
     def _export(self) -> Mapping[str, npt.NDArray[Any]]:
-        return self._batch._export(self._number)
+        own = self._batch._apart(self._number)
+        return self._batch._export(self._number) if own is None else own.export_state().arrays
 
     def _state_bytes(self) -> int:
-        return self._batch._state_bytes(self._number)
+        own = self._batch._apart(self._number)
+        return self._batch._state_bytes(self._number) if own is None else own.state_bytes
 
     def _import(self, state: ContextState) -> None:
+        own = self._batch._apart(self._number)
         self._batch.cells.cut(self._number, 0)
-        self._batch._import(self._number, state)
+        if own is None:
+            self._batch._import(self._number, state)
+        else:
+            own.import_state(state)
         self._batch.cells.take(self._number, len(state.tokens))
 
     def _close(self) -> None:
@@ -996,14 +950,8 @@ class SequencesInTurn(SequenceBatch):
         if self._contexts[sequence].n_past != self._sequences[sequence].n_past:
             raise EngineError(f"the memory of sequence {sequence} was lost with a device; read its text again")
 
-    def _decode_floats(self, sequence: int, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
-        return self._contexts[sequence].decode_floats(rows, tokens, logits)
-
-    def _decode_first_layers(self, sequence: int, tokens: Sequence[int], n_layers: int) -> Forward:
-        return self._contexts[sequence].decode_first_layers(tokens, n_layers)
-
-    def _truncate(self, sequence: int, n: int) -> None:
-        self._truncate_in(self._contexts[sequence], sequence, n)
+    def _apart(self, sequence: int, *, fed_alone: bool = False) -> Context:
+        return self._contexts[sequence]
 
     def _copy_prefix(self, source: int, target: int, n: int) -> None:
         tokens, context, held = self._sequences[target].tokens, self._contexts[target], self._contexts[source]
@@ -1015,15 +963,6 @@ class SequencesInTurn(SequenceBatch):
             context.truncate(n)
         else:
             context.decode(tokens, "none")
-
-    def _export(self, sequence: int) -> Mapping[str, npt.NDArray[Any]]:
-        return self._contexts[sequence].export_state().arrays
-
-    def _state_bytes(self, sequence: int) -> int:
-        return self._contexts[sequence].state_bytes
-
-    def _import(self, sequence: int, state: ContextState) -> None:
-        self._contexts[sequence].import_state(state)
 
     def _close(self) -> None:
         for context in self._contexts:

@@ -31,16 +31,10 @@ def n_looked_for(n_best: int, n_vocab: int) -> int:
 
 
 def by_token(found: FloatArray, ids: npt.NDArray[Any], n_best: int) -> tuple[FloatArray, TokenIds] | None:
-    """The largest logits of rows in the order of their tokens.
+    """Logits ``found`` and their tokens, in any order, with tokens increasing [n_rows, k].
 
-    Args:
-        found: the logits, in any order [n_rows, k].
-        ids: their tokens [n_rows, k].
-        n_best: how many of them are needed, fewer than k.
-
-    Returns:
-        Logits and tokens [n_rows, k], tokens increasing; None where whole rows are needed: the largest is no number, or
-        the last of ``n_best`` has its equals, some of which may be missing.
+    None where whole rows are needed: the largest is no number, or the last of ``n_best``, fewer than k, has its equals,
+    some of which may be missing.
     """
     n, k = found.shape
     at = ids.argsort(axis=1)
@@ -74,9 +68,7 @@ def head_pass(context: Any, n_best: int) -> Forward:
 def best_pays(model: Model, run: Callable[[Context, int], Forward] = five_tokens) -> bool:
     """Whether a pass and a look at its rows take less time so, by a few passes of each kind.
 
-    Args:
-        model: its new contexts find the largest logits where its ``finds_best`` says so.
-        run: a pass in an empty context, of whose rows so many of the largest logits are enough; 0 is whole rows.
+    ``run`` is a pass in an empty context, of whose rows so many of the largest logits are enough; 0 is whole rows.
     """
     times: dict[int, list[float]] = {0: [], LEAST // 2: []}
     model.__dict__["finds_best"] = True  # of this context, while it is tried

@@ -27,36 +27,21 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a device gets.
+    """What a device gets."""
 
-    Attributes:
-        name: the device's.
-        layers: numbers of the blocks that are computed there; the output is one more than there are blocks.
-        weights_bytes: tensors that go there.
-        cache_bytes: keys and values of these layers.
-    """
-
-    name: str
-    layers: tuple[int, ...]
+    name: str  # the device's
+    layers: tuple[int, ...]  # blocks that are computed there; the output is one more than there are blocks
     weights_bytes: int
-    cache_bytes: int
+    cache_bytes: int  # keys and values of these layers
 
 
 def layout(
     gguf: GGUFFile, placement: Placement, used: Sequence[Target], n_gpu_layers: int, n_ctx: int, kv_type: str
 ) -> list[Share]:
-    """Where everything goes: the CPU's share first, then those of the devices in their order.
+    """Where everything goes: the CPU's share first, then those of the devices ``used``, in their order.
 
-    As ``load_tensors`` in llama-model.cpp: the last ``n_gpu_layers`` of blocks and output are divided in the proportion
-    of ``tensor_split``, or of the devices' free memory; the input stays on the CPU.
-
-    Args:
-        gguf: the file.
-        placement: what was asked.
-        used: the devices in the order in which they are filled.
-        n_gpu_layers: negative is all.
-        n_ctx: tokens of context.
-        kv_type: type of the KV cache.
+    As ``load_tensors`` in llama-model.cpp: the last ``n_gpu_layers`` of blocks and output (negative is all) are divided
+    in the proportion of ``tensor_split``, or of the devices' free memory; the input stays on the CPU.
     """
     count = gguf.field("block_count", 0)
     n_layer = count if isinstance(count, int) else 0

@@ -30,33 +30,24 @@ _FOREIGN_GROUP = re.compile(r"\(\?(?![:=!])|\\[AZGkKz]|(?<!\\)[*+?}]\+")
 class Placement:
     """Where the target's weights go, in llama.cpp's words; draft models stay where they would be without it.
 
-    Attributes:
-        split_mode: ``layer`` (the default) puts whole layers on the devices, ``row`` divides matrices, ``none`` uses
-            one device.
-        tensor_split: shares of the devices, in their order; None leaves it to their free memory.
-        main_gpu: the number of the device that ``none`` uses.
-        device: devices by the names that ``localspec doctor`` shows, in the order to fill them; ``none`` keeps all on
-            the CPU. None takes all GPUs.
-        override_tensor: ``PATTERN=BUFFER``: tensors whose name a regular expression finds go into the memory of that
-            name, e.g. ``CPU`` or ``CUDA0``; the first that matches counts.
-        cpu_moe: keep the experts of all layers in the CPU's memory.
-        n_cpu_moe: keep those of the first n layers there.
-        rpc: addresses (``HOST:PORT``) of llama.cpp's RPC servers, whose devices come before those of this machine.
-        allow_insecure_rpc: take other addresses than loopback.
-
     Raises:
         UsageError: a value makes no sense.
     """
 
-    split_mode: str | None = None
-    tensor_split: tuple[float, ...] | None = None
-    main_gpu: int | None = None
+    split_mode: str | None = (
+        None  # whole layers for each device (``layer``), parts of matrices (``row``), or one device
+    )
+    tensor_split: tuple[float, ...] | None = None  # shares of the devices in their order; None goes by free memory
+    main_gpu: int | None = None  # the number of the device that a split mode of ``none`` uses
+    # By the names that ``localspec doctor`` shows, in the order to fill them; ``none`` is the CPU, and None all GPUs.
     device: tuple[str, ...] | None = None
+    # ``PATTERN=BUFFER``: tensors whose name a regular expression finds go into the memory of that name, e.g. ``CPU`` or
+    # ``CUDA0``; the first that matches counts.
     override_tensor: tuple[str, ...] = ()
-    cpu_moe: bool = False
-    n_cpu_moe: int | None = None
-    rpc: tuple[str, ...] = ()
-    allow_insecure_rpc: bool = False
+    cpu_moe: bool = False  # the experts of all layers stay in the CPU's memory
+    n_cpu_moe: int | None = None  # those of the first n layers do
+    rpc: tuple[str, ...] = ()  # addresses (``HOST:PORT``) of llama.cpp's RPC servers; their devices come first
+    allow_insecure_rpc: bool = False  # whether these may be others than loopback
 
     def __post_init__(self) -> None:
         if self.split_mode is not None and self.split_mode not in SPLIT_MODES:

@@ -43,6 +43,7 @@ Array = npt.NDArray[np.float64]
 
 BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
 _HEAD_COUNTS = ("head_count", "head_count_kv")
+_LEAST = 5e-324  # the smallest number over 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +69,9 @@ class Hyperparameters:
                 raise UnsupportedModel(f"the file does not say {architecture}.{key}")
             return value
 
-        def number(key: str, default: float | None = None) -> float:
+        def number(key: str, default: float | None = None, least: float = 0.0) -> float:
             value = get(key, default)
-            if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+            if not isinstance(value, int | float) or not math.isfinite(value) or value < least:
                 raise UnsupportedModel(
                     f"the file says {architecture}.{key} = {_short(value)}, which is not a valid size"
                 )
@@ -103,23 +104,16 @@ class Hyperparameters:
             )
         if not d_head or d_head % 2:
             raise UnsupportedModel(f"the file says heads of {d_head} channels, which cannot be rotated in pairs")
-        base, factor = number("rope.freq_base", 10000.0), number("rope.scaling.factor", 1.0)
-        if not base or not factor:
-            raise UnsupportedModel(f"the file says a rotation of base {base} and factor {factor}")
-        norm_eps = number("attention.layer_norm_rms_epsilon")
-        if not norm_eps:
-            raise UnsupportedModel(
-                f"the file says {architecture}.attention.layer_norm_rms_epsilon = 0, which divides by nothing"
-            )
+        factor = number("rope.scaling.factor", 1.0, _LEAST)
         return cls(
             n_layer=size("block_count"),
             n_embd=n_embd,
             n_head=n_head,
             n_head_kv=n_head_kv,
             d_head=d_head,
-            rope_base=base,
+            rope_base=number("rope.freq_base", 10000.0, _LEAST),
             rope_scale=factor if scaling == "linear" else 1.0,
-            norm_eps=norm_eps,
+            norm_eps=number("attention.layer_norm_rms_epsilon", None, _LEAST),
         )
 
 
@@ -261,8 +255,8 @@ class ReferenceContext(Context):
         super().__init__(model, n_ctx, hidden)
         h = model.hparams
         try:
-            self._keys = np.zeros((h.n_layer, h.n_head_kv, n_ctx, h.d_head))
-            self._values = np.zeros((h.n_layer, h.n_head_kv, n_ctx, h.d_head))
+            # Of each layer and head [n_layer, n_head_kv, n_ctx, d_head].
+            self._rows = {name: np.zeros((h.n_layer, h.n_head_kv, n_ctx, h.d_head)) for name in ("keys", "values")}
             self._rotations = model.rotations(n_ctx)
         except MemoryError:
             raise EngineError(f"not enough memory for a context of {n_ctx} tokens; use a smaller --ctx") from None
@@ -281,7 +275,7 @@ class ReferenceContext(Context):
 
     def _keep(self, path: Sequence[int]) -> None:
         cells = [self.n_past + at for at in path]
-        for rows in self._rows().values():
+        for rows in self._rows.values():
             rows[:, :, self.n_past : self.n_past + len(cells)] = rows[:, :, cells]
 
     def _pass(
@@ -327,8 +321,9 @@ class ReferenceContext(Context):
         rotation, scale = self._rotations[position], 1.0 / math.sqrt(h.d_head)
         visible = slice(position + 1) if seen is None else np.array(seen)
         after: list[Array] = []
-        for layer, keys, values in zip(self.model._layers[:n_layers], self._keys, self._values, strict=False):
-            qkv = layer.qkv.dot(self._attention_input(x))
+        for layer, keys, values in zip(self.model._layers[:n_layers], *self._rows.values(), strict=False):
+            read, x = self._entry(x)
+            qkv = layer.qkv.dot(read)
             if layer.qkv_bias is not None:
                 qkv = qkv + layer.qkv_bias
             rotated = qkv[: n_q + n_kv].view(np.complex128).reshape(-1, h.d_head // 2) * rotation
@@ -341,7 +336,7 @@ class ReferenceContext(Context):
                 scores = queries.dot(keys[head, visible].T)  # [group, position + 1]
                 weights = np.exp((scores - scores.max(axis=1, keepdims=True)) * scale)
                 attended[head] = weights.dot(values[head, visible]) / weights.sum(axis=1, keepdims=True)
-            x = self._residual(x) + layer.attn_output.dot(attended.reshape(-1))
+            x = x + layer.attn_output.dot(attended.reshape(-1))
             gate_up = layer.gate_up.dot(self._normalised(x))
             gate, up = gate_up[: len(gate_up) // 2], gate_up[len(gate_up) // 2 :]
             # silu(z) = z * sigmoid(z); by tanh, which cannot overflow.
@@ -349,13 +344,9 @@ class ReferenceContext(Context):
             after.append(x)
         return after
 
-    # A subclass may have rows that are wider than its states.
-
-    def _attention_input(self, x: Array) -> Array:
-        return self._normalised(x)
-
-    def _residual(self, x: Array) -> Array:
-        return x
+    def _entry(self, x: Array) -> tuple[Array, Array]:
+        """What attention reads of a layer's input, and what its result is added to; a subclass has wider inputs."""
+        return self._normalised(x), x
 
     def _normalised(self, x: Array) -> Array:
         norm: Array = x * (1.0 / math.sqrt(float(x.dot(x)) / len(x) + self.model.hparams.norm_eps))
@@ -365,24 +356,21 @@ class ReferenceContext(Context):
         pass
 
     def _export(self) -> dict[str, Array]:
-        return {name: rows[:, :, : self.n_past].copy() for name, rows in self._rows().items()}
+        return {name: rows[:, :, : self.n_past].copy() for name, rows in self._rows.items()}
 
     def _state_bytes(self) -> int:
-        return sum(rows[:, :, : self.n_past].nbytes for rows in self._rows().values())
+        return sum(rows[:, :, : self.n_past].nbytes for rows in self._rows.values())
 
     def _import(self, state: ContextState) -> None:
         n = len(state.tokens)
-        for name, rows in self._rows().items():
+        for name, rows in self._rows.items():
             saved = state.arrays.get(name)
             if saved is None or saved.shape != rows[:, :, :n].shape or saved.dtype != rows.dtype:
                 raise EngineError(f"the saved state does not fit {self.model.path.name}")
             rows[:, :, :n] = saved
 
-    def _rows(self) -> dict[str, Array]:
-        return {"keys": self._keys, "values": self._values}
-
     def _close(self) -> None:
-        del self._keys, self._values
+        self._rows = {}
 
 
 def load(

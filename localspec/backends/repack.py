@@ -58,10 +58,7 @@ def copies(path: Path, source: str, say: Callable[[str], None]) -> Iterator[Path
 
 
 def why_copied(path: Path, loaded: Path) -> tuple[str, str] | None:
-    """The bits of the copy that is loaded in place of a file, and the file's types that its engine computes wrongly.
-
-    None where the file itself is loaded.
-    """
+    """The bits of the copy that is loaded in place of a file, and the types that its engine computes wrongly, if so."""
     bits = next((bits for name, bits in _COPIES.items() if loaded.name.endswith(f".{name.lower()}.gguf")), None)
     if bits is None or loaded == path or loaded.parent != home() / "repacked":
         return None
@@ -119,8 +116,6 @@ def writing_copy(gguf: GGUFFile, target: Path, types: dict[str, str], marks: dic
     The metadata is copied byte by byte, but for what says that a model comes in parts: the copy is one file.
 
     Args:
-        gguf: the original, all parts of it.
-        target: where the copy goes.
         types: tensor name -> new type (Q8_0, Q4_0, F16, …: what gguf-py can quantise to).
         marks: metadata strings to add.
     """

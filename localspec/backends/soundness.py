@@ -52,13 +52,8 @@ _MOST_SPECIAL = {"gpt2": 11, "llama": 2, "t5": 1}
 
 
 def check_sound(gguf: GGUFFile, vocab: Vocab, computes: Callable[[TensorInfo], bool], alignment: int = 1) -> None:
-    """Refuse a file that would end the process.
-
-    Args:
-        gguf: the open file.
-        vocab: its vocabulary.
-        computes: whether the engine can work with a tensor of that type and size.
-        alignment: what the places of tensors in the file must be multiples of [bytes].
+    """Refuse a file that would end the process, of an engine that ``computes`` a tensor of some type and size, and
+    needs tensors at multiples of ``alignment`` bytes.
 
     Raises:
         ModelFileError: it is damaged.

@@ -29,12 +29,8 @@ _NEVER_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")
 class SpecialTokens:
     """Cuts a text at its special tokens, as llama.cpp does: the longest first, each over the whole text.
 
-    User-defined tokens are always recognised; control tokens such as ``<|im_end|>`` only where asked for.
-
-    Args:
-        vocab: the vocabulary.
-        ids: token text -> id.
-        metadata: of the file: its name tells whether special tokens swallow the white space behind them (Phi-3).
+    User-defined tokens are always recognised; control tokens such as ``<|im_end|>`` only where asked for. The name in
+    the file's metadata tells whether special tokens swallow the white space behind them (Phi-3).
     """
 
     def __init__(self, vocab: Vocab, ids: Mapping[str, int], metadata: Mapping[str, Any]) -> None:
@@ -61,16 +57,11 @@ class SpecialTokens:
             yield piece
             return
         strips = self._strips and special not in _NEVER_STRIPPING
-        for i, between in enumerate(_split_at(piece, special, strips)):
+        for i, between in enumerate(piece.split(special)):
             if i:
                 yield token
-            if between:
-                yield between
-
-
-def _split_at(text: str, special: str, strips: bool) -> Sequence[str]:
-    parts = text.split(special)
-    return [parts[0], *(part.lstrip(_BLANKS) for part in parts[1:])] if strips else parts
+            if text := between.lstrip(_BLANKS) if i and strips else between:
+                yield text
 
 
 # -- SentencePiece's BPE -----------------------------------------------------------------------------------------------
@@ -85,12 +76,8 @@ _CACHED_WORDS = 1 << 14
 class SentencePiece:
     """Joins neighbours into the best-scored token, until none do, the leftmost pair first among equal scores.
 
-    A table of ranked merges (what the ``tokenizers`` package takes) cannot say that.
-
-    Args:
-        ids: token text -> id.
-        scores: of each id.
-        unknown: stands for a character that a vocabulary without byte tokens cannot spell; None leaves it out.
+    A table of ranked merges (what the ``tokenizers`` package takes) cannot say that. ``unknown`` stands for a character
+    that a vocabulary without byte tokens cannot spell; None leaves it out.
     """
 
     def __init__(self, ids: Mapping[str, int], scores: Sequence[float], unknown: int | None = None) -> None:
@@ -162,15 +149,10 @@ between, the first to be applied first; the name of the split into words; the fi
 
 
 class Tokenizer:
-    """The tokenizer of one file.
-
-    Args:
-        file: the open file; not needed afterwards.
-        vocab: its vocabulary.
-        byte_level: makes what splits and merges the words of byte-level BPE.
+    """The tokenizer of one file, which is not needed afterwards.
 
     Raises:
-        UnsupportedModel: another kind of tokenizer, or a split into words that is not known.
+        UnsupportedModel: another kind of tokenizer, or a split into words that ``byte_level`` does not know.
     """
 
     def __init__(self, file: GGUFFile, vocab: Vocab, byte_level: ByteLevelMaker) -> None:
@@ -253,20 +235,15 @@ def _words_of(text: str, pre: str) -> list[str]:
     """Cut a text into the words that merges stay within."""
     words = [text]
     for pattern in _patterns(pre):
-        words = [piece for word in words for piece in _cut(word, pattern)]
+        found: list[str] = []
+        for word in words:
+            start = 0
+            for match in pattern.finditer(word):
+                found += word[start : match.start()], match.group()
+                start = match.end()
+            found.append(word[start:])
+        words = [word for word in found if word]
     return words
-
-
-def _cut(text: str, pattern: re.Pattern[str]) -> Iterator[str]:
-    start = 0
-    for match in pattern.finditer(text):
-        if match.start() > start:
-            yield text[start : match.start()]
-        if match.group():
-            yield match.group()
-        start = match.end()
-    if start < len(text):
-        yield text[start:]
 
 
 @cache

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from localspec.backends.base import Model, Piece, Progress
 from localspec.backends.registry import engine_module
-from localspec.backends.trust import fingerprint
 from localspec.errors import Cancelled
+from localspec.model_files.fingerprint import fingerprint
 from localspec.system.files import JsonStore, home, remembered
 
 _FORMAT = 1
@@ -31,19 +31,21 @@ KILLED_FROM_OUTSIDE = {-int(each) for each in (signal.SIGINT, signal.SIGTERM)} |
 def survives(
     path: Path, engine: str, kv_type: str, n_threads: int, progress: Progress | None = None, *, several: bool = False
 ) -> bool:
-    """Whether a process that loads a file and decodes with it comes to its end; remembered.
+    """Whether a process that loads a file and decodes with it comes to its end; remembered. Cancelled by ``progress``.
 
     Args:
-        path, kv_type, n_threads, progress: as for an engine's ``load``.
         engine: name and version of the engine, which has ``open_untried``.
         several: whether it decodes several sequences in one pass, and tokens that branch.
-
-    Raises:
-        Cancelled: ``progress`` returned False.
     """
 
+    def tick() -> None:
+        if progress is not None and not progress(0.0):
+            raise Cancelled(f"loading {path.name} was stopped")
+
     def examine() -> dict[str, bool] | None:
-        status = _run(path, engine.partition(" ")[0], kv_type, n_threads, progress, several)
+        name, how_many = engine.partition(" ")[0], "several" if several else "one"
+        arguments = [str(path), name, kv_type, str(n_threads), how_many]
+        status = run_child("from localspec.backends import trial; trial.main()", arguments, tick)
         # An exception (1) is no reason to refuse: the same one will be raised here, in the engine's own words.
         return None if status in KILLED_FROM_OUTSIDE else {"survives": status in (0, 1)}
 
@@ -52,15 +54,6 @@ def survives(
         key["memory"] = "several, and trees"
     found = remembered(JsonStore(home() / "trials", _FORMAT), key, examine)
     return bool(found and found["survives"])
-
-
-def _run(path: Path, backend: str, kv_type: str, n_threads: int, progress: Progress | None, several: bool) -> int:
-    def tick() -> None:
-        if progress is not None and not progress(0.0):
-            raise Cancelled(f"loading {path.name} was stopped")
-
-    arguments = [str(path), backend, kv_type, str(n_threads), "several" if several else "one"]
-    return run_child("from localspec.backends import trial; trial.main()", arguments, tick)
 
 
 def run_child(code: str, arguments: Sequence[str], tick: Callable[[], None]) -> int:

@@ -10,7 +10,6 @@ wrong is repacked, once, into tensor types that come out right.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from localspec.backends import repack
 from localspec.backends.base import Context, FloatArray, Model, Piece, Progress
 from localspec.backends.registry import engine_module, unavailable_reason
 from localspec.errors import Cancelled, EngineError, EngineMismatch, LocalspecError
-from localspec.model_files.gguf import model_files
+from localspec.model_files.fingerprint import fingerprint
 from localspec.system.files import JsonStore, home, remembered
 from localspec.system.machine import read_memory
 from localspec.system.steps import Steps, exhaust
@@ -63,17 +62,13 @@ class Agreement:
 
 def agreement(a: FloatArray, b: FloatArray) -> Agreement:
     """Compare logits [n, n_vocab] of two computations, row by row."""
-    total, same = 0.0, 0
-    for x, y in zip(a, b, strict=True):
-        log_p, log_q = _log_softmax(x), _log_softmax(y)
-        total += float((np.exp(log_p) * (log_p - log_q)).sum())
-        same += int(np.argmax(x) == np.argmax(y))
-    return Agreement(max(0.0, total / len(a)) if np.isfinite(total) else float("inf"), same / len(a))
-
-
-def _log_softmax(row: FloatArray) -> np.ndarray[Any, np.dtype[np.float64]]:
-    shifted = row.astype(np.float64) - float(row.max())
-    return np.asarray(shifted - np.log(np.exp(shifted).sum()))
+    total = 0.0
+    for rows in zip(a, b, strict=True):
+        p, q = (row.astype(np.float64) - float(row.max()) for row in rows)
+        p, q = p - np.log(np.exp(p).sum()), q - np.log(np.exp(q).sum())
+        total += float((np.exp(p) * (p - q)).sum())
+    same = float(np.mean(np.argmax(a, axis=1) == np.argmax(b, axis=1)))
+    return Agreement(max(0.0, total / len(a)) if np.isfinite(total) else float("inf"), same)
 
 
 def _worst(found: Iterable[Agreement]) -> Agreement:
@@ -87,25 +82,6 @@ def check_tokens(model: Model, n: int) -> list[int]:
 
 
 # -- what is remembered ------------------------------------------------------------------------------------------------
-
-
-def fingerprint(path: Path) -> str:
-    """A digest of a model's size, its header and 64 samples of its data; quick on any size. Of all parts it has."""
-    files = model_files(path)
-    if len(files) > 1:
-        return hashlib.sha256("".join(map(_fingerprint, files)).encode()).hexdigest()[:32]
-    return _fingerprint(path)
-
-
-def _fingerprint(path: Path) -> str:
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        digest.update(file.read(1 << 20))
-        for i in range(64):
-            file.seek(size * i // 64)
-            digest.update(file.read(4096))
-    return digest.hexdigest()[:32]
 
 
 def verdict_key(backend: str, options: Mapping[str, Any], digest: str) -> dict[str, str]:
@@ -142,15 +118,11 @@ def load_checked(
     *,
     put_off: bool = False,
 ) -> Model:
-    """Load a file, or a repacked copy of it that the engine computes rightly.
+    """Load a file with arguments of the engine's ``load``, or a repacked copy of it that the engine computes rightly.
 
     Args:
-        backend: the engine's name.
-        path: the file.
-        options: arguments of the engine's ``load``.
         say: takes what is being done, in a line.
-        put_off: leave the comparison with another engine to ``SecondOpinion``, unless that was done ``MAX_PUT_OFF``
-            times.
+        put_off: leave the comparison with another engine to ``SecondOpinion``, at most ``MAX_PUT_OFF`` times.
 
     Raises:
         EngineMismatch: the engine is wrong about the file and no repacked copy helps.
@@ -205,12 +177,12 @@ def _examine_alone(model: Model) -> dict[str, Any]:
 
 
 def check_model(model: Model) -> Agreement:
-    """Compare batched passes of a loaded model, wide and narrow, with its single-token passes."""
+    """``checking`` at once."""
     return exhaust(checking(model))
 
 
 def checking(model: Model) -> Steps[Agreement]:
-    """As ``check_model``, a pass at a time; where few passes leave a doubt, more are compared."""
+    """Compare passes of a model, wide and narrow, with those of single tokens; more where few leave a doubt."""
     found = yield from _comparing_few(model)
     if DOUBTFUL_KL < found.mean_kl <= MAX_MEAN_KL:
         found = _worst([found, (yield from _comparing_many(model))])
@@ -355,29 +327,18 @@ def _compare(model: Model, path: Path, options: dict[str, Any], verdict: dict[st
             return _settled(verdict)
 
 
+@dataclass
 class SecondOpinion:
-    """Another installed engine, compared in idle time with the one that a model is loaded with.
+    """Another installed engine, compared in idle time with the one that a model is loaded with."""
 
-    Args:
-        model: the model that answers.
-        path: its file as the user named it.
-        options: what it was loaded with.
-        refuse: called with a line if the engine turns out to be wrong.
-        compare: what else to do with a model that is right, on the engine that answers and on the other.
-        compared: whether ``compare`` has found what it looks for.
-    """
-
-    def __init__(
-        self,
-        model: Model,
-        path: Path,
-        options: dict[str, Any],
-        refuse: Callable[[str], None],
-        compare: Callable[[Model, Model], Steps[None]],
-        compared: bool,
-    ) -> None:
-        self.model, self.path, self.options, self.refuse = model, path, options, refuse
-        self.compare, self.compared = compare, compared
+    model: Model  # that answers
+    path: Path  # its file as the user named it
+    options: dict[str, Any]  # what it was loaded with
+    refuse: Callable[[str], None]  # called with a line if the engine turns out to be wrong
+    # What else to do with a model that is right, on the engine that answers and on the other; and whether that has
+    # found what it looks for.
+    compare: Callable[[Model, Model], Steps[None]]
+    compared: bool
 
     @property
     def waits(self) -> bool:
@@ -390,14 +351,7 @@ class SecondOpinion:
         return verdict is not None and bool(verdict["holds"]) and ("waits" in verdict or not self.compared)
 
     def steps(self, stopped: Callable[[], bool]) -> Steps[None]:
-        """Load the other engine's model, compare, measure, remember.
-
-        Args:
-            stopped: asked while the model is loaded.
-
-        Raises:
-            Cancelled: ``stopped`` was true.
-        """
+        """Load the other engine's model, compare, measure, remember; Cancelled where it is stopped while it loads."""
         if read_memory().available < ROOM * self.model.size_bytes:
             return
         other = load_elsewhere(self.model, self.path, self.options, lambda fraction: not stopped())
@@ -455,13 +409,7 @@ _TREES: tuple[tuple[list[int], list[int]], ...] = (
 def why_no_branches(
     model: Model, n_gpu_layers: int | None = None, say: Callable[[str], None] = lambda line: None
 ) -> str | None:
-    """Why drafts may not branch; None where they may. Checked once for an engine and a file.
-
-    Args:
-        model: the weights.
-        n_gpu_layers: that it was loaded with.
-        say: takes a line if it is checked now.
-    """
+    """Why drafts may not branch; None where they may. Checked once for an engine and a file, which ``say`` is given."""
     reason = model.why_no_trees()
     if reason is not None or not model.capabilities.trees_apart:
         return reason  # where contexts are all alike, ``check_model`` looked at trees too
@@ -537,15 +485,8 @@ _BATCH_PIECE = 33  # rows of a prompt that are fed together with others: from 32
 
 
 def ensure_batches(model: Model, n_gpu_layers: int | None = None) -> None:
-    """Check an engine's passes over several sequences of a file, unless that was done before.
-
-    Args:
-        model: the weights.
-        n_gpu_layers: that it was loaded with.
-
-    Raises:
-        EngineMismatch: they differ from those over one.
-    """
+    """Check an engine's passes over several sequences of a file, which was loaded with so many layers on a GPU, unless
+    that was done before; EngineMismatch where they differ from those over one."""
     if not model.capabilities.batches:
         return  # each sequence is a context, and those were checked
 

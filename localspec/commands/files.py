@@ -30,12 +30,7 @@ def pull(name: str) -> Path:
 
 
 def pull_command(names: Sequence[str] = ()) -> int:
-    """Fetch models, by default the default pair, and print their paths.
-
-    Raises:
-        UnknownModel: before anything is fetched.
-        DownloadError: a model cannot be had.
-    """
+    """Fetch models, by default the default pair, and print their paths."""
     catalog = Catalog.load()
     entries = [catalog.find(name) for name in names] or list(catalog.default_pair())
     for name, entry in zip(names, entries, strict=False):
@@ -59,12 +54,7 @@ SIZE_TOLERANCE = 0.05  # relative error allowed in the size of an entry that was
 
 
 def check_command(names: Sequence[str] = ()) -> int:
-    """Ask the hub whether entries, by default all, are as the catalogue has them; returns 1 if not.
-
-    Raises:
-        UnknownModel: before anything is asked.
-        DownloadError: the hub cannot be asked.
-    """
+    """Ask the hub whether entries, by default all, are as the catalogue has them; returns 1 if not."""
     from localspec.model_files.sources import check
     from localspec.model_files.sources.hub import Unreachable
 
@@ -139,8 +129,8 @@ def wants_draft(entries: Sequence[Entry]) -> bool:
 
 def list_command(as_json: bool = False, everything: bool = False) -> int:
     """Print the models on this disk, with ``everything`` the whole catalogue, each with its heads."""
-    from localspec.backends.trust import fingerprint
     from localspec.heads.listing import described_heads
+    from localspec.model_files.fingerprint import fingerprint
 
     entries, heads = known_entries(), described_heads()
     if as_json:
@@ -195,12 +185,7 @@ def list_command(as_json: bool = False, everything: bool = False) -> int:
 
 
 def rm_command(names: Sequence[str]) -> int:
-    """Remove models, and what an interrupted pull left of them.
-
-    Raises:
-        UnknownModel: before anything is removed.
-        ModelFileError: a model is not on the disk, or is being fetched right now.
-    """
+    """Remove models, and what an interrupted pull left of them."""
     from localspec.heads.assembly import engine_files
 
     catalog = Catalog.load()
@@ -310,12 +295,7 @@ _CURVE_ROWS = 12  # points of a learning curve that are printed; ``--json`` has 
 
 
 def inspect_command(model: str, as_json: bool = False) -> int:
-    """Print what the header of a model file says.
-
-    Raises:
-        UnknownModel: no such name or file.
-        ModelFileError: it is not a readable GGUF.
-    """
+    """Print what the header of a model file says."""
     from localspec.heads.listing import inspect
 
     facts = inspect(Catalog.load().resolve(model))

@@ -22,14 +22,8 @@ FORMATS = ("text", "json", "events")
 
 
 def model_and_prompt(model: str | None, text: str | None, prompt: str | None) -> tuple[str | None, str | None]:
-    """MODEL, PROMPT and ``--prompt`` -> model and prompt; None reads standard input.
-
-    A single argument is the prompt if it has several words and names no model.
-
-    Raises:
-        UnknownModel: one argument alone is neither.
-        UsageError: there are two prompts.
-    """
+    """MODEL, PROMPT and ``--prompt`` -> model and prompt; None reads standard input. A single argument is the prompt if
+    it has several words and names no model."""
     if text is not None and prompt is not None:
         raise UsageError("there are two prompts, an argument and --prompt: leave one of them out")
     if model is None or text is not None or prompt is not None:
@@ -53,13 +47,9 @@ def generate_command(
     raw: bool = False,
     format: str = "text",
 ) -> int:
-    """Answer one prompt on standard output.
+    """Answer one prompt on standard output; ``KeyboardInterrupt`` after Ctrl-C, the answer until then printed.
 
     ``format``: ``text`` streams the answer, ``json`` prints one object, ``events`` a line per round and the object.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C; the answer until then has been printed.
-        LocalspecError: there is no answer.
     """
     if format not in FORMATS:
         raise UsageError(f"--format must be one of {', '.join(FORMATS)}, not {format!r}")

@@ -36,12 +36,7 @@ class ThinkOptions(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Options of a command that runs a model.
-
-    Attributes:
-        sampling: what was given of temperature, top_k, top_p, min_p, repeat_penalty, seed, max_tokens and stop; the
-            rest comes from the catalogue's chat defaults for the model.
-    """
+    """Options of a command that runs a model."""
 
     model: str | None = None  # catalogue name, path or hub address; None takes the catalogue's default pair
     draft: Sequence[str] = ()  # what ``--draft`` was given, in order; empty is ``auto``
@@ -51,7 +46,7 @@ class RunOptions:
     system: str | None = None  # the system prompt; None is the model's own
     yes: bool = False  # whether models that are not here are fetched without asking
     verbose: bool = False  # whether to show what the engine logs
-    sampling: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # as given; the rest is the catalogue's for the model
 
     def __post_init__(self) -> None:
         for name, text in (("MODEL", self.model), ("--system", self.system)):
@@ -93,13 +88,8 @@ class RunOptions:
         return replace(self, load=replace(self.load, remember=False, prefix_cache_bytes=0, idle=False, **load))
 
     def open(self, report: Report, *, late: list[Entry] | None = None) -> LLM:
-        """Load the model and its drafters.
-
-        ``late`` leaves head and draft model to ``LateDraft`` and takes the entries it has to fetch.
-
-        Raises:
-            LocalspecError: they cannot be had.
-        """
+        """Load the model and its drafters; ``late`` leaves head and draft model to ``LateDraft`` and takes the entries
+        it has to fetch."""
         from localspec.llm import LLM
 
         self.set_up_logging()
@@ -112,11 +102,7 @@ class RunOptions:
 
     @contextmanager
     def opened(self, *, chats: bool = True) -> Iterator[LLM]:
-        """The loaded pair, with progress and remarks on standard error; closed when the block ends.
-
-        Raises:
-            LocalspecError: it cannot be had.
-        """
+        """The loaded pair, with progress and remarks on standard error; closed when the block ends."""
         with Progress() as progress:
             llm = self.open(progress.report)
         with llm:
@@ -130,11 +116,7 @@ class RunOptions:
 
 
 def answer_form(json_schema: str | None, grammar: str | None) -> dict[str, Any]:
-    """``--json-schema`` and ``--grammar`` as sampling parameters.
-
-    Raises:
-        UsageError: a file cannot be read, or the schema in it is not JSON.
-    """
+    """``--json-schema`` and ``--grammar`` as sampling parameters; ``UsageError``: a file is not to be read."""
     form: dict[str, Any] = {}
     if json_schema is not None:
         text = _read(json_schema, "--json-schema")
@@ -158,11 +140,7 @@ def _read(path: str, option: str) -> str:
 
 
 def placement(given: Mapping[str, Any]) -> Placement:
-    """Placement options as given, checked.
-
-    Raises:
-        UsageError: a value makes no sense.
-    """
+    """Placement options as given; ``UsageError``: a value makes no sense."""
     asked = {name: value for name, value in given.items() if value is not None and value is not False}
     asked |= {"tensor_split": read_shares(asked["tensor_split"])} if "tensor_split" in asked else {}
     return Placement(**asked)
@@ -191,14 +169,10 @@ def ensure_model(
     model: str | None, drafters: Sequence[str], *, sparing: bool = False, late: bool = False, yes: bool = False
 ) -> str:
     """The model to load. What is not on disk is fetched, after a question at a terminal; without one, the default pair
-    is fetched and a named model is not.
+    is fetched and a named model is not (``ModelFileError``).
 
     ``sparing``: no draft model where a head is on disk. ``late``: the draft model is left to ``LateDraft``. ``yes``:
     nothing is asked.
-
-    Raises:
-        ModelFileError: it is not there and may not be fetched.
-        DownloadError: it cannot be fetched.
     """
     from localspec.commands.files import at_terminal, wants, wants_draft
 

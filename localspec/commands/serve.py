@@ -23,16 +23,8 @@ INTERRUPTED = 130
 
 
 def serve_command(options: RunOptions, settings: ServerSettings) -> int:
-    """Serve until Ctrl-C or SIGTERM.
-
-    The one line on standard output is the URL, once clients are answered.
-
-    Returns:
-        The exit status: 0 after SIGTERM, 130 after Ctrl-C.
-
-    Raises:
-        LocalspecError: the port or the model cannot be had.
-    """
+    """Serve until Ctrl-C (exit status 130) or SIGTERM (0). The one line on standard output is the URL, once clients are
+    answered."""
     options.set_up_logging()
     if options.model is not None:
         ensure_model(options.model, (), yes=options.yes)  # before its header is read

@@ -18,7 +18,7 @@ from localspec import backends
 from localspec.backends.base import Model
 from localspec.backends.registry import engine_module, unavailable_reason
 from localspec.backends.repack import lightening, lighter_copy
-from localspec.backends.trust import fingerprint, verdict_key, verdicts
+from localspec.backends.trust import verdict_key, verdicts
 from localspec.controllers.calibration import (
     NOISY,
     WHOLE,
@@ -38,6 +38,7 @@ from localspec.controllers.stopping import best_speedup
 from localspec.engine.options import LoadOptions
 from localspec.engine.state import DecodingState
 from localspec.errors import Cancelled, LocalspecError, VocabularyMismatch
+from localspec.model_files.fingerprint import fingerprint
 from localspec.system.files import JsonStore, home
 from localspec.system.machine import BUSY, cpu_name, default_threads
 from localspec.system.steps import Steps, exhaust
@@ -340,12 +341,13 @@ class Loader:
             with suppress(OSError):  # the file is gone
                 curves().drop(curve_key(model, self.options.kv_cache_type))
 
-    def load_draft(self, path: Path, state: DecodingState, report: Report) -> Model:
+    def load_draft(self, path: Path, state: DecodingState, report: Report, *, any_vocabulary: bool = False) -> Model:
         """Load a draft model, or its copy that drafts faster here. Raises ``VocabularyMismatch``."""
         known = self._choices.get(self._choice_key(path, state)) if self.options.light_draft else None
         if known is not None and known.get("light") and (lighter := self._open_lighter(path, state, report)):
             return lighter
-        published = self._open_draft(path, state, report, check=not self.options.idle or self._is_known_wrong(path))
+        check = not self.options.idle or self._is_known_wrong(path)
+        published = self._open_draft(path, state, report, check=check, any_vocabulary=any_vocabulary)
         if self.options.idle or not self.may_be_lighter(path, published, state):
             return published
         try:
@@ -369,7 +371,8 @@ class Loader:
     def may_be_lighter(self, path: Path, model: Model, state: DecodingState) -> bool:
         on_cpu = model.capabilities.device == "cpu" and not model.capabilities.batch_invariant
         known = self._choices.get(self._choice_key(path, state)) is not None
-        return self.options.light_draft and on_cpu and model.path == path and not known
+        shares_tokens = state.target.vocab.difference(model.vocab) is None
+        return self.options.light_draft and on_cpu and model.path == path and not known and shares_tokens
 
     def choosing(self, path: Path, published: Model, state: DecodingState, report: Report) -> Steps[bool]:
         """Compare a draft with its lighter copy, which is made, and remember whether that drafts faster."""
@@ -412,18 +415,20 @@ class Loader:
             key["draft engine"] = self.options.draft_backend
         return key
 
-    def _open_draft(self, path: Path, state: DecodingState, report: Report, *, check: bool = True) -> Model:
+    def _open_draft(
+        self, path: Path, state: DecodingState, report: Report, *, check: bool = True, any_vocabulary: bool = False
+    ) -> Model:
         model = self.load(path, report, backend=self.options.draft_backend, check=check)
         try:
-            self._check_draft(model, state.target)
+            self._check_draft(model, state.target, any_vocabulary)
         except BaseException:
             model.close()
             raise
         return model
 
-    def _check_draft(self, draft: Model, target: Model) -> None:
+    def _check_draft(self, draft: Model, target: Model, any_vocabulary: bool) -> None:
         difference = target.vocab.difference(draft.vocab)
-        if difference:
+        if difference and not any_vocabulary:
             raise VocabularyMismatch(f"{draft.path.name} cannot draft for {target.path.name}: {difference}")
         if draft.size_bytes > target.size_bytes:
             self.warnings.append(

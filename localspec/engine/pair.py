@@ -12,15 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from localspec.backends.base import Context, FloatArray, Forward, Model, SequenceBatch, shared_prefix
-from localspec.backends.trust import (
-    SecondOpinion,
-    checking,
-    ensure_batches,
-    fingerprint,
-    verdict_key,
-    verdicts,
-    why_no_branches,
-)
+from localspec.backends.trust import SecondOpinion, checking, ensure_batches, verdict_key, verdicts, why_no_branches
 from localspec.controllers.auto import FLAT_ROW
 from localspec.controllers.batching import LEAST_GAIN, SharedPasses, ShareOfPass
 from localspec.controllers.calibration import WHOLE, PassKind, calibrating, curve_key, curves
@@ -34,6 +26,7 @@ from localspec.engine.request import AnswerRequest, Reply
 from localspec.engine.state import FULL_CONTEXTS, DecodingState, DraftModel, target_memory
 from localspec.engine.worker import PREPARATION, Job, Stopped, Worker
 from localspec.errors import Cancelled, ContextFull, EngineError, EngineMismatch, LocalspecError, UnsupportedModel
+from localspec.model_files.fingerprint import fingerprint
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.kv_memory import KV_VALUE_BYTES, kv_shape
 from localspec.prompts.prompts import PromptEncoder
@@ -180,7 +173,7 @@ def checking_draft(pair: Pair, draft: DraftModel) -> Steps[None]:
 def prepare_draft(pair: Pair, draft: DraftModel) -> None:
     """Queue what is to be found out about a draft model in use; a head was checked when it was loaded."""
     prepare_times(pair, "draft curve", draft.context, draft.times, draft.passes)
-    if not draft.drafter.info.reads_text:
+    if not draft.drafter.info.is_draft_model:
         return
     pair.preparation.add("draft check", lambda stopped: checking_draft(pair, draft))
     if pair.loader.may_be_lighter(draft.path, draft.model, pair.state):

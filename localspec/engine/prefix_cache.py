@@ -2,7 +2,7 @@
 
 A context holds one conversation. When a prompt continues another, the memory is copied out of the engine to ordinary
 memory, and the best match among what was put aside earlier is copied in. Copying 1,500 tokens takes some tens of
-milliseconds, reading them again tens of seconds (``benchmarks/prefix_cache.py``).
+milliseconds, reading them again tens of seconds.
 """
 
 from __future__ import annotations

@@ -26,9 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.backends.base import Context, ContextState, Model
-from localspec.backends.trust import fingerprint
 from localspec.engine.prefix_cache import PrefixCache
 from localspec.errors import EngineError, SessionFileError
+from localspec.model_files.fingerprint import fingerprint
 from localspec.system.files import printable, write_atomically
 
 # What the models of a pair hold of a conversation, to be kept in a file and given back.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -18,7 +18,6 @@ from localspec.backends.mlx.library import NAME, binding, defer_mlx_lm, owner
 from localspec.backends.mlx.model import MLXContext, MLXModel, building, device_for
 from localspec.backends.mlx.network import Network, install_rope, rope_scaling
 from localspec.backends.mlx.placement import fill
-from localspec.backends.mlx.weights import Format
 from localspec.errors import EngineError, UnsupportedModel
 from localspec.heads.base import HeadContext
 from localspec.heads.kinds.base import OWN_TENSORS, LoadHeadModel, PublishedHead
@@ -110,7 +109,7 @@ class MLXBlockContext(MLXHeadContext):
         return Forward(np.empty((0, self.model.n_vocab), dtype=np.float32), {})
 
     def _remember(self, rows: FloatArray) -> None:
-        memory, trunk = self._memory, cast(Any, self.model.network.module.model)
+        memory, trunk = self.memory, cast(Any, self.model.network.module.model)
         mx.set_default_device(self.model.device)
         try:
             trunk.remember(mx.array(rows[None]), memory.layers)
@@ -230,7 +229,7 @@ def read_network(
         header.ignore(checked)
         install_rope(header, architecture, module, sizes, scaling)
         header.refuse_unread()
-        formats = fill(file, architecture, module, HEAD_DTYPE, None)
+        fill(file, architecture, module, HEAD_DTYPE, None)
         if "d2t" in file.tensors:
             _sort_rows(module.lm_head, np.argsort(file.tensor_bytes("d2t").view("<i8")))
     if not has_embeddings:
@@ -238,7 +237,7 @@ def read_network(
     project = module.lm_head if has_output else module.model.embed_tokens.as_linear
     if "output" in head.borrows:
         project = output_of(_needed(target))
-    return head_network(head, module, sizes, formats, max_context, lambda hidden: project(hidden)[..., :n_out])
+    return head_network(head, module, max_context, lambda hidden: project(hidden)[..., :n_out])
 
 
 def loader(network: Callable[[PublishedHead, Network | None], Network]) -> LoadHeadModel:
@@ -251,8 +250,6 @@ def loader(network: Callable[[PublishedHead, Network | None], Network]) -> LoadH
 def head_network(
     head: PublishedHead,
     module: nn.Module,
-    args: Any,
-    formats: Mapping[str, Format],
     max_context: int | None,
     project: Callable[[mx.array], mx.array],
 ) -> Network:
@@ -261,12 +258,11 @@ def head_network(
     Args:
         head: its header.
         module: with its trunk as ``model``.
-        args, formats, max_context: as for ``Network``.
+        max_context: as for ``Network``.
         project: the output matrix, for the tokens that it can guess.
     """
     return Network(
         module=module,
-        args=args,
         architecture=head.kind,
         n_vocab=len(head.ids),
         n_layer=1,
@@ -275,8 +271,6 @@ def head_network(
         layer_windows=(None,),
         recurrent=False,
         max_context=max_context,
-        size_bytes=sum(format_.n_bytes for format_ in formats.values()),
-        formats=formats,
         _trunk=module.model,
         _head=project,
         reads_tokens_too=True,

@@ -27,7 +27,7 @@ from localspec.backends.base import NEXTN, Context, FloatArray, Model
 from localspec.backends.llama import llama_cpp
 from localspec.backends.llama.model import LlamaModel
 from localspec.backends.llama.staging import NEEDED
-from localspec.backends.trust import agreement, fingerprint, verdict_key
+from localspec.backends.trust import agreement, verdict_key
 from localspec.errors import (
     EngineError,
     EngineMismatch,
@@ -43,6 +43,7 @@ from localspec.heads.kinds import names_published_head, read_mtp, read_published
 from localspec.heads.kinds.base import LoadHeadModel, PublishedHead
 from localspec.heads.llama import LlamaHeadModel
 from localspec.model_files.catalog import Catalog
+from localspec.model_files.fingerprint import fingerprint
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.vocab import Vocab
 from localspec.system.files import JsonStore, home, is_same_file, remembered

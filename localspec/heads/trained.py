@@ -26,13 +26,14 @@ import numpy.typing as npt
 from localspec.backends.base import Context, FloatArray, Model
 from localspec.backends.registry import engine_module
 from localspec.backends.repack import MARK
-from localspec.backends.trust import fingerprint, verdict_key, verdicts
+from localspec.backends.trust import verdict_key, verdicts
 from localspec.errors import EngineMismatch, LocalspecError, UsageError
 from localspec.heads.assembly import OUTPUT_TYPES, assemble, engine_file
 from localspec.heads.base import STATE, DraftHead, row_by_row, verdict_on
 from localspec.heads.card import Kind, TargetFacts, fit
 from localspec.heads.file import check_head, find_heads, head_weights, read_card
 from localspec.heads.products import products
+from localspec.model_files.fingerprint import fingerprint
 from localspec.model_files.gguf import GGUFFile, model_files, tensor_rows
 
 MAX_STATES = 16  # most states that wait to be read. More make a head a little better and its first step slower.

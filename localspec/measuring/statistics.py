@@ -1,12 +1,9 @@
 """Medians with exact intervals.
 
-The unit is the question: its value is the median over its repeats, a table's the median over its questions. Only
-questions count towards an interval, as their values contain the noise between repeats (Davison & Hinkley 1997, section
-3.8).
-
-An interval lies between the k-th smallest and k-th largest value. Its probability of covering the median of any
-distribution is exact: the sign test's. The range of n values covers it with 1 - 2^(1-n), so 95 % takes six questions;
-with fewer the interval is the range, and says its level.
+The unit is the question: its value is the median over its repeats, whose noise it contains (Davison & Hinkley 1997,
+section 3.8), a table's the median over its questions. An interval lies between the k-th smallest and k-th largest
+value; it covers the median of any distribution with exactly the sign test's probability. The range of n values covers
+it with 1 - 2^(1-n), so 95 % takes six questions; with fewer the interval is the range, and says its level.
 """
 
 from __future__ import annotations
@@ -23,17 +20,12 @@ Values = Mapping[str, Sequence[float]]  # by question, the value of each repeat
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A median and its interval.
+    """A median over questions, and its interval."""
 
-    Attributes:
-        low, high: the interval; None where there is but one question.
-        level: probability with which such an interval covers the true median; under 0.95 with fewer than 6 questions.
-    """
-
-    median: float  # over the questions, of each question's median over its repeats
-    low: float | None
+    median: float
+    low: float | None  # None where there is but one question
     high: float | None
-    level: float | None
+    level: float | None  # probability of covering the true median
     n: int  # questions
 
     @property
@@ -81,10 +73,8 @@ def order_statistics(values: Sequence[float], level: float) -> tuple[float, floa
 
 
 def estimate_quotient(over: Values, under: Values, level: float = LEVEL) -> Estimate | None:
-    """Quotient of the medians of two groups of questions.
-
-    Each median's interval may err with half of the probability, so the quotient's holds at least its level.
-    """
+    """Quotient of the medians of two groups of questions; as each median's interval errs with half of the probability,
+    its interval holds at least its level."""
     if not over or not under:
         return None
     median, n = middle(over) / middle(under), min(len(over), len(under))

@@ -50,14 +50,10 @@ def _pattern() -> re.Pattern[str]:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way of decoding.
-
-    Attributes:
-        sources: the drafters that take part (``ngram``, ``head``, ``head2``, ``model``, …); None: all that are loaded.
-    """
+    """One way of decoding."""
 
     name: str  # as it was asked for
-    sources: tuple[str, ...] | None
+    sources: tuple[str, ...] | None  # drafters that take part (``ngram``, ``head``, ``model``, …); None: all
     length: DraftLength  # draft tokens a round, or ``auto``; 0 is plain decoding
 
     @property
@@ -82,11 +78,7 @@ PLAIN = Arm("plain", None, 0)
 
 
 def parse_arm(text: str) -> Arm:
-    """``plain``, ``auto``, ``N``, ``ngram:N``, ``head+model:auto`` -> an arm.
-
-    Raises:
-        UsageError: none of these.
-    """
+    """``plain``, ``auto``, ``N``, ``ngram:N``, ``head+model:auto`` -> an arm; ``UsageError``: none of these."""
     from localspec.controllers.fixed import MAX_FIXED_DRAFT
 
     if text == "plain":
@@ -192,10 +184,8 @@ class ReadQuestion:
     seconds: float
 
     def put_into(self, context: Context, n_states: int = 0) -> None:
-        """Have a context hold the prompt alone, without its last ``n_states`` tokens.
-
-        A head wants the target's states after those, see ``DrafterInfo``, and no copy of a context holds states. The
-        arm reads them before its time counts.
+        """Have a context hold the prompt alone, without its last ``n_states`` tokens: a head wants the target's states
+        after those (``DrafterInfo``), no copy of a context holds them, and the arm reads them before its time counts.
         """
         prompt = self.tokens[:-1]
         n = context.reuse(prompt)
@@ -210,8 +200,7 @@ class ReadQuestion:
 
 
 class TimedAnswer:
-    """An answer of one arm; nothing is decoded before ``advance``. ``place`` is the repeat and the place in the order
-    of arms."""
+    """An answer of one arm; nothing is decoded before ``advance``. ``place``: repeat, and place among the arms."""
 
     def __init__(
         self, subject: EngineUnderTest, arm: Arm, asked: ReadQuestion, params: SamplingParams, place: tuple[int, int]
@@ -238,11 +227,7 @@ class TimedAnswer:
         return self._done[-1].finish_reason if self._done else None
 
     def advance(self, n_tokens: int | None) -> None:
-        """Decode at least ``n_tokens`` more; None: to the end.
-
-        Raises:
-            Cancelled: the subject was stopped.
-        """
+        """Decode at least ``n_tokens`` more; None: to the end. ``Cancelled``: the subject was stopped."""
         before = CPUTimes.now()
         self._subject.llm.run(lambda pair: self._advance(pair, None if n_tokens is None else self.n_tokens + n_tokens))
         self._spans.append((before, CPUTimes.now()))
@@ -335,17 +320,10 @@ class EngineUnderTest:
 
     Args:
         llm: the pair; ``remember=False``, so that every run starts from the same knowledge.
-        arms: what it will be asked to do; ``plain`` always is among it.
+        arms: what it will be asked to do, ``plain`` besides. ``UsageError``: one wants a drafter that is not loaded.
         stop: set, it ends an answer within a round.
         system: the system prompt.
-        in_slices: whether arms are to take turns within an answer, for which each needs contexts of its own.
-
-    Attributes:
-        in_slices: whether they can: whether there was memory for the contexts.
-        own: the pair's state as it was loaded; arms decode with forks of it, so it learns nothing.
-
-    Raises:
-        UsageError: an arm wants a drafter that is not loaded.
+        in_slices: whether arms are to take turns within an answer; the attribute says whether memory allows it.
     """
 
     def __init__(
@@ -387,16 +365,14 @@ class EngineUnderTest:
         pair.use(state)
 
     def _separate_contexts(self, pair: Pair) -> bool:
-        """Make contexts for every arm but one; returns False, without any, where memory lacks.
-
-        That one has the pair's own context, whose hidden states it wants if any arm does.
-        """
+        """Make contexts for every arm but one, which has the pair's own, whose hidden states it wants if any arm does;
+        returns False, without any, where memory lacks."""
         wants = {arm: set(taps_of(self._untaught[arm].drafters)) for arm in self.arms}
         last = max(self.arms, key=lambda arm: (wants[arm] == set(self.own.context.hidden), self.arms.index(arm)))
         others = [arm for arm in self.arms if arm is not last]
         kv_type, room = pair.options.kv_cache_type, read_memory().available
         needed = sum(kv_bytes(each, kv_type) for arm in others for each in self._untaught[arm].contexts)
-        if room is not None and needed > room / 2:  # an engine's buffers come on top
+        if needed > room / 2:  # an engine's buffers come on top
             return False
         made: dict[Arm, DecodingState] = {}
         try:
@@ -435,11 +411,7 @@ class EngineUnderTest:
         return self.llm.count_tokens([*self._system, *({"role": "user", "content": turn} for turn in question.turns)])
 
     def read(self, question: Question, params: SamplingParams) -> ReadQuestion:
-        """Read a question's prompt into an empty context; earlier turns are answered once, plainly and untimed.
-
-        Raises:
-            Cancelled: it was stopped.
-        """
+        """Read a question's prompt into an empty context; earlier turns are answered once, plainly and untimed."""
         if question.id not in self._conversations:
             messages = [*self._system, {"role": "user", "content": question.turns[0]}]
             for turn in question.turns[1:]:
@@ -529,10 +501,9 @@ STOP_LEVEL = 0.999
 def is_tight(speedups: Sequence[Values], tolerance: float) -> bool:
     """Whether every arm's speed-up is known to ``tolerance`` (relative half-width) so that the run may end.
 
-    An interval that ends a run by being narrow covers the median less often than it says. So this one is another than
-    the printed: at the level of stopped clinical trials (Haybittle 1971; Peto et al. 1976), over the first half of the
-    questions, whose width says nothing about where the other half lies. Simulated, printed intervals then cover as they
-    say.
+    An interval that ends a run by being narrow covers the median less often than it says. So this one is at the level
+    of stopped clinical trials (Haybittle 1971; Peto et al. 1976), over the first half of the questions: simulated,
+    the printed intervals then cover as they say.
     """
     halves = [dict(islice(values.items(), (len(values) + 1) // 2)) for values in speedups]
     found = [estimate(half, STOP_LEVEL) for half in halves]
@@ -580,8 +551,7 @@ def places(subjects: Sequence[EngineUnderTest], block: Block) -> list[Place]:
 
 
 def turns(n: int, block: Block) -> list[int]:
-    """Order of n arms in a block: shifted from question to question, reversed in every other repeat, so that drift
-    favours none."""
+    """Order of n arms: shifted from question to question, reversed in every other repeat: drift favours none."""
     order = [(block.index + i) % n for i in range(n)]
     return order[::-1] if block.repeat % 2 else order
 
@@ -593,17 +563,9 @@ def measure(
     slice_tokens: int,
     report: Callable[[TimedAnswer, float], None] = lambda answer, fraction: None,
 ) -> list[Sample]:
-    """Measure one question in several arms, as a whole or not at all.
+    """Measure one question in several arms, as a whole or not at all (``Cancelled``: a subject was stopped).
 
-    Args:
-        block: the question.
-        wanted: what answers.
-        params: how to sample.
-        slice_tokens: see ``take_turns``.
-        report: called before each slice, with whose it is and how much is done at least.
-
-    Raises:
-        Cancelled: a subject was stopped.
+    ``report`` is called before each slice (see ``take_turns``), with whose it is and how much is done at least.
     """
     asked = {each: each.read(block.question, params) for each in dict.fromkeys(subject for _, subject, _ in wanted)}
     with ExitStack() as stack:
@@ -615,11 +577,8 @@ def measure(
         for i in take_turns(answers, slice_tokens):
             report(answers[i], min(1.0, sum(each.n_tokens for each in answers) / budget))
     samples = [answer.sample() for answer in answers]
-    return (
-        _parted(answers, samples, {subject.llm.backend_name: subject for subject in asked})
-        if params.greedy
-        else samples
-    )
+    subjects = {subject.llm.backend_name: subject for subject in asked}
+    return _parted(answers, samples, subjects) if params.greedy else samples
 
 
 def _parted(
@@ -639,10 +598,8 @@ def _parted(
 
 
 def take_turns(answers: Sequence[TimedAnswer], slice_tokens: int) -> Iterator[int]:
-    """Bring answers to their ends by slices; the one with the fewest tokens is next, so all end at about the same time.
-
-    ``slice_tokens`` 0 takes whole answers one after the other. Yields the index of the next.
-    """
+    """Bring answers to their ends by slices, the one with the fewest tokens next; ``slice_tokens`` 0 takes whole
+    answers one after the other. Yields the index of the next."""
     left = list(range(len(answers)))
     while left:
         at = min(left, key=lambda i: answers[i].n_tokens) if slice_tokens else left[0]

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from localspec.errors import ModelFileError, UnknownModel, shown
-from localspec.system.files import models_dir
+from localspec.system.files import is_same_file, models_dir
 from localspec.system.machine import read_memory
 
 _FIRST = re.compile(r"(.*)-00001-of-(\d{5})\.gguf", re.DOTALL)
@@ -85,12 +85,14 @@ class Entry:
         return sum(path.stat().st_size for path in paths if path.is_file())
 
 
-class Catalog(Mapping[str, Entry]):
-    """Entries by name, in order; ``default`` and ``fallback`` name the default target and its drafts, the latter where
-    memory or disk is short."""
+class Catalog(dict[str, Entry]):
+    """Entries by name; ``default`` and ``fallback`` (where memory or disk is short) name a target and its drafts."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
-        self._entries = {name: _entry(name, fields) for name, fields in data["models"].items()}
+        super().__init__()
+        for name, row in data["models"].items():
+            values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in row.items()}
+            self[name] = Entry(name, **values)
         self.default = tuple(data["default"])
         self.fallback = tuple(data["fallback"])
 
@@ -99,20 +101,10 @@ class Catalog(Mapping[str, Entry]):
         """The catalogue that ships with localspec; read once."""
         return _shipped()
 
-    def __getitem__(self, name: str) -> Entry:
-        return self._entries[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def entry(self, spec: str) -> Entry:
-        """The entry of a catalogue name or of an ``hf:OWNER/REPO/FILE.gguf`` address; else ``UnknownModel``, which
-        names the nearest."""
-        if spec in self._entries:
-            return self._entries[spec]
+        """The entry of a catalogue name or an ``hf:OWNER/REPO/FILE.gguf`` address; else ``UnknownModel``."""
+        if spec in self:
+            return self[spec]
         if spec.startswith("hf:"):
             match = _HUB_SPEC.fullmatch(spec)
             if match is None or ".." in spec:
@@ -120,27 +112,23 @@ class Catalog(Mapping[str, Entry]):
             owner, repo, file = match.groups()
             source = {"kind": "hf", "repo": f"{owner}/{repo}", "file": file}
             return Entry(spec, f"hf/{owner}/{repo}/{file}", sources=(source,))
-        close = difflib.get_close_matches(spec[:100].lower(), self._entries, n=3, cutoff=0.5)
+        close = difflib.get_close_matches(spec[:100].lower(), self, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(close)}?" if close else "see: localspec list --all"
         raise UnknownModel(f"there is no model {shown(spec)}; {hint}")
 
     def find(self, part: str) -> Entry:
         """As ``entry``, by any part of a name that no other entry has; else ``UnknownModel``."""
-        found = [name for name in self._entries if part.lower() in name]
-        if part in self._entries or not part or not found:
+        found = [name for name in self if part.lower() in name]
+        if part in self or not part or not found:
             return self.entry(part)
         if len(found) > 1:
             raise UnknownModel(f"several models have {shown(part)} in their names: {', '.join(found)}")
-        return self._entries[found[0]]
+        return self[found[0]]
 
     def resolve(self, spec: str) -> Path:
         """The file that a MODEL argument means: a catalogue name, a path to a ``.gguf``, or a hub address.
-
-        Raises:
-            UnknownModel: no such name or file.
-            ModelFileError: known, but not on this disk yet.
-        """
-        if spec not in self._entries and not spec.startswith("hf:"):
+        ``UnknownModel``: no such name or file; ``ModelFileError``: known, but not on this disk yet."""
+        if spec not in self and not spec.startswith("hf:"):
             path = Path(spec).expanduser()
             if _is_file(path):
                 return path
@@ -154,10 +142,9 @@ class Catalog(Mapping[str, Entry]):
 
     def of_path(self, path: Path) -> Entry | None:
         """The entry whose file this is: by place, or by name and exact size for a copy kept elsewhere."""
-        for entry in self._entries.values():
+        for entry in self.values():
             if entry.path.name == path.name and (
-                entry.path == path
-                or (entry.path.exists() and path.exists() and entry.path.samefile(path))
+                is_same_file(entry.path, path)
                 or (entry.sha256 and path.exists() and path.stat().st_size == entry.bytes)
             ):
                 return entry
@@ -166,7 +153,7 @@ class Catalog(Mapping[str, Entry]):
     def draft_for(self, path: Path) -> Path | None:
         entry = self.of_path(path)
         for name in entry.draft if entry else ():
-            draft = self._entries[name]
+            draft = self[name]
             if draft.present:
                 return draft.path
             copy = path.with_name(Path(draft.file).name)
@@ -180,14 +167,10 @@ class Catalog(Mapping[str, Entry]):
         known = self.of_path(target)
         if known is None:
             return list(heads)
-        of_any = {name for entry in self._entries.values() for name in entry.heads}
-        ranked: list[tuple[int, Path]] = []
-        for path in heads:
-            name = entry.name if (entry := self.of_path(path)) else ""
-            if name in known.heads:
-                ranked.append((known.heads.index(name), path))
-            elif name not in of_any:
-                ranked.append((len(known.heads), path))
+        of_any = {name for entry in self.values() for name in entry.heads}
+        order = [*known.heads, ""]  # the last are those of no entry
+        names = [(entry.name if (entry := self.of_path(path)) and entry.name in of_any else "", path) for path in heads]
+        ranked = [(order.index(name), path) for name, path in names if name in order]
         return [path for _, path in sorted(ranked, key=lambda pair: pair[0])]
 
     def chat_defaults(self, path: Path) -> dict[str, Any]:
@@ -222,25 +205,9 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _entry(name: str, fields: Mapping[str, Any]) -> Entry:
-    values = dict(fields)
-    return Entry(
-        name,
-        values.pop("file"),
-        sources=tuple(values.pop("sources")),
-        draft=tuple(values.pop("draft", ())),
-        heads=tuple(values.pop("heads", ())),
-        **values,
-    )
-
-
 @cache
 def _shipped() -> Catalog:
     packaged = resources.files("localspec").joinpath("catalog.toml")
     # In a checkout it has not been copied into the package.
-    text = packaged.read_text("utf-8") if packaged.is_file() else _checkout().read_text("utf-8")
-    return Catalog(tomllib.loads(text))
-
-
-def _checkout() -> Path:
-    return Path(__file__).resolve().parents[2] / "models" / "catalog.toml"
+    file = packaged if packaged.is_file() else Path(__file__).resolve().parents[2] / "models" / "catalog.toml"
+    return Catalog(tomllib.loads(file.read_text("utf-8")))

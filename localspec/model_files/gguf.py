@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+import tomllib
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import resources
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -35,114 +37,38 @@ def model_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in model_files(path))
 
 
-# ggml's tensor types: number -> (name, values in a block, bytes of a block). Importing ``gguf`` would take 0.2 s.
+# What files mean by number and by name. Importing ``gguf`` for that would take 0.2 s.
+KNOWN: dict[str, Any] = tomllib.loads(resources.files(__package__).joinpath("known.toml").read_text("utf-8"))
 TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
-    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 36), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
-    12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292),
-    16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50),
-    20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136),
-    24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8),
-    29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
-    39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
-}  # fmt: skip
-
-# ``general.file_type``: the mix of tensor types a file was quantised with.
-FILE_TYPES = {
-    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S",
-    12: "Q3_K_M", 13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS",
-    20: "IQ2_XS", 21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M",
-    28: "IQ2_S", 29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE",
-}  # fmt: skip
-
-_EMBEDDING = (
-    "bert nomic-bert nomic-bert-moe modern-bert neo-bert jina-bert-v2 jina-bert-v3 eurobert gemma-embedding llama-embed"
-)
-A_HEAD = "a head that drafts for another model"
-NOT_GENERATORS = {
-    **dict.fromkeys(_EMBEDDING.split(), "an embedding model"),
-    "t5encoder": "an encoder",
-    "t5": "an encoder-decoder model",
-    "clip": "an image projector",
-    "wavtokenizer-dec": "an audio decoder",
-    "whisper": "a speech recogniser",
-    "flux": "an image model",
-    "sd1": "an image model",
-    "sdxl": "an image model",
-    "sd3": "an image model",
-    "dream": "a diffusion model",
-    "llada": "a diffusion model",
-    "localspec-head": A_HEAD,
+    number: (name, block, n_bytes) for name, (number, block, n_bytes) in KNOWN["tensor_types"].items()
 }
-"""Architectures that cannot continue a text token by token, and what they are; kinds of heads are plugins besides."""
+"""Number -> (name, values in a block, bytes of a block)."""
+
+_FILE_TYPES: dict[int, str] = {number: name for name, number in KNOWN["file_types"].items()}
+_NOT_GENERATORS: dict[str, str] = {each: what for what, names in KNOWN["not_generators"].items() for each in names}
 
 ROWS_ONLY = "localspec.head.engine_file"
 """Metadata key of a file whose contexts are fed with rows of floats: it has no tokens."""
 
 
 def is_mtp_alone(tensors: Container[str], n_blocks: object, n_extra: object) -> bool:
-    """Whether a file holds an MTP layer without its model, by tensor names, layers counted in its header, and MTP
-    layers among these."""
+    """Whether a file holds an MTP layer without its model: by tensor names, all layers, and MTP layers among these."""
     if not n_extra or not isinstance(n_blocks, int):
         return False
     return f"blk.{n_blocks - 1}.nextn.eh_proj.weight" in tensors and "blk.0.attn_norm.weight" not in tensors
 
 
-_WINDOW = 1 << 20
-
-
 def string_offsets(buffer: memoryview, start: int, count: int) -> npt.NDArray[np.int64]:
     """Where each of ``count`` strings (8 bytes of length, then the bytes) begins, and the end of the list [count + 1].
-
-    Going from length to length in Python takes 0.1 s for a large vocabulary. Nearly all strings are shorter than 256
-    bytes, so their length is the only place with seven zero bytes in a row: those places are found with NumPy and kept
-    only as far as each leads exactly to the next; where that breaks, single steps are taken. Raises ``struct.error`` or
-    ``ValueError`` where a string reaches beyond the buffer.
-    """
-    size, unpack = len(buffer), struct.Struct("<Q").unpack_from
-    parts: list[npt.NDArray[np.int64]] = []
-    found, at = 0, start
-    while found < count:
-        if at + 8 > size:
-            raise ValueError("a list of texts reaches beyond its end")
-        window = np.frombuffer(buffer[at : at + _WINDOW], dtype=np.uint8)
-        starts, ends = _links(window)
-        breaks = np.flatnonzero(starts[1:] != ends[:-1])
-        many = len(breaks) * 8 > len(starts)
-        singles: list[int] = []
-        position, limit = 0, len(window)
-        while found < count and position < limit:
-            i = int(np.searchsorted(starts, position)) if not many else len(starts)
-            if i < len(starts) and starts[i] == position:
-                next_break = int(np.searchsorted(breaks, i))
-                last = int(breaks[next_break]) if next_break < len(breaks) else len(starts) - 1
-                last = min(last, i + count - found - 1)
-                parts.append(np.array(singles, dtype=np.int64) + at)
-                parts.append(starts[i : last + 1] + at)
-                singles = []
-                found += last + 1 - i
-                position = int(ends[last])
-            else:
-                if position + 8 > limit and position and at + limit < size:
-                    break  # the length straddles two windows
-                singles.append(position)
-                position += 8 + unpack(buffer, at + position)[0]
-                found += 1
-        parts.append(np.array(singles, dtype=np.int64) + at)
-        at += position
-        if at > size:
-            raise ValueError("a text reaches beyond its end")
-    return np.concatenate([*parts, np.array([at], dtype=np.int64)])
-
-
-def _links(window: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Places followed by seven zero bytes, and where a string with that length would end."""
-    zero = window == 0
-    two = zero[:-1] & zero[1:]
-    four = two[:-2] & two[2:]
-    seven = four[:-3] & four[3:]
-    starts = np.flatnonzero(seven[1:]) if len(window) > 8 else np.empty(0, dtype=np.int64)
-    return starts, starts + 8 + window[starts]
+    ``struct.error``, ``OverflowError`` or ``ValueError`` where one reaches beyond the buffer."""
+    unpack, at = struct.Struct("<Q").unpack_from, start
+    offsets = [at]
+    for _ in range(count):
+        at += 8 + unpack(buffer, at)[0]
+        offsets.append(at)
+    if at > len(buffer):
+        raise ValueError("a list of texts reaches beyond its end")
+    return np.array(offsets, dtype=np.int64)
 
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -213,8 +139,7 @@ class StringArray(Sequence[str]):
 
 
 class GGUFFile:
-    """The header of a GGUF file (versions 2 and 3, little-endian); of all parts, if it is the first of several and not
-    ``alone``.
+    """The header of a GGUF file (versions 2 and 3, little-endian), and of its other parts if not ``alone``.
 
     Attributes:
         metadata: key -> value. Arrays of numbers are NumPy views, arrays of strings ``StringArray``, read when used.
@@ -330,12 +255,12 @@ class GGUFFile:
         following = dict(zip(starts, [*starts[1:], max(self._size - data, 0)], strict=False))
         end = data if self.tensors else 0
         for name, tensor in self.tensors.items():
-            n_bytes = tensor.n_bytes
+            n_bytes, offset = tensor.n_bytes, data + tensor.offset
             if tensor.ggml_type not in TENSOR_TYPES:
                 # A type of some fork: all we know is that it ends before the next one begins.
                 n_bytes = max(following[tensor.offset] - tensor.offset, 0)
-            end = max(end, data + tensor.offset + n_bytes)
-            self.tensors[name] = TensorInfo(name, tensor.shape, tensor.ggml_type, data + tensor.offset, n_bytes)
+            end = max(end, offset + n_bytes)
+            self.tensors[name] = replace(tensor, offset=offset, n_bytes=n_bytes)
         if end > self._size:
             raise NotGGUF(
                 f"{self.path.name} is cut short: {end - self._size:,} of {end:,} bytes are missing; fetch it again"
@@ -395,8 +320,7 @@ class GGUFFile:
             for tensor in shard.tensors.values():
                 if tensor.name in self.tensors:
                     raise ModelFileError(f"{name} holds {tensor.name[:60]!r}, which an earlier part holds too")
-                where = (tensor.offset, tensor.n_bytes, i)
-                self.tensors[tensor.name] = TensorInfo(tensor.name, tensor.shape, tensor.ggml_type, *where)
+                self.tensors[tensor.name] = replace(tensor, shard=i)
         n_tensors = self.metadata.get("split.tensors.count", len(self.tensors))
         if n_tensors != len(self.tensors):
             raise ModelFileError(
@@ -437,27 +361,25 @@ class GGUFFile:
 
     @property
     def has_rows_only(self) -> bool:
-        """Whether its contexts are fed with rows of floats, as it has no tokens."""
         return ROWS_ONLY in self.metadata
 
     @property
     def quantization(self) -> str:
         """The quantisation as people call it, e.g. ``Q4_K_M``."""
         declared = self.metadata.get("general.file_type")
-        if isinstance(declared, int) and declared in FILE_TYPES:
-            return FILE_TYPES[declared]
+        if isinstance(declared, int) and declared in _FILE_TYPES:
+            return _FILE_TYPES[declared]
         return next(iter(self.bytes_by_type), "none")
 
     def check_generates_text(self) -> None:
-        """Refuse files that no engine can generate text with (``UnsupportedModel``): tokenizers, embedding models,
-        adapters, …"""
+        """Refuse (``UnsupportedModel``) tokenizers, embedding models, adapters, …"""
         name, architecture = self.path.name, self.architecture
         kind = str(self.metadata.get("general.type", "model"))
         if kind == "adapter" or "adapter.type" in self.metadata:
             raise UnsupportedModel(f"{name} is a LoRA adapter, not a model; merge it into its base model first")
-        what = NOT_GENERATORS.get(architecture, "an image projector" if kind == "mmproj" else "")
+        what = _NOT_GENERATORS.get(architecture, "an image projector" if kind == "mmproj" else "")
         if not what and architecture in offered(HEAD_KINDS):
-            what = A_HEAD
+            what = "a head that drafts for another model"
         if what:
             raise UnsupportedModel(f"{name} is {what} ({architecture or kind}), which cannot generate text")
         number = self.metadata.get("split.no", 0)
@@ -483,10 +405,7 @@ class GGUFFile:
         return np.frombuffer(file.buffer[tensor.offset : tensor.offset + tensor.n_bytes], dtype=np.uint8)
 
     def forget(self, name: str) -> None:
-        """Tell the system that a tensor will not be read again soon: its pages no longer count as memory in use.
-
-        Reading it again is allowed and costs a trip to the disk or its cache. Does nothing where systems lack the call.
-        """
+        """Tell the system that a tensor will not be read again soon: its pages no longer count as memory in use."""
         tensor = self.tensors[name]
         file = self.shards[tensor.shard - 1] if tensor.shard else self
         start = -(-tensor.offset // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -532,8 +451,7 @@ class GGUFOutput:
     """A GGUF file being written: the header at once, then the data of its tensors in order.
 
     ``metadata`` has text, numbers, or arrays of int32 or float32; ``encoded`` are keys with values as bytes of another
-    file; offsets of ``tensors`` are computed here, with ``alignment`` [bytes]. ``file`` comes from
-    ``write_atomically``.
+    file; offsets of ``tensors`` are computed here, with ``alignment`` [bytes].
     """
 
     def __init__(
@@ -604,12 +522,8 @@ def n_rows(file: GGUFFile, name: str) -> int:
 
 
 def tensor_rows(file: GGUFFile, name: str, rows: slice | Sequence[int] | npt.NDArray[np.int32]) -> Floats:
-    """Some rows of a tensor, dequantised [n, columns]; a copy.
-
-    Raises:
-        UnsupportedModel: a type that the ``gguf`` package cannot unpack.
-        IndexError: there is no such row.
-    """
+    """Some rows of a tensor, dequantised [n, columns]; a copy. ``UnsupportedModel`` for a type that the ``gguf``
+    package cannot unpack, ``IndexError`` where there is no such row."""
     tensor = file.tensors[name]
     raw = file.tensor_bytes(name).reshape(n_rows(file, name), -1)[rows]
     try:
@@ -644,11 +558,7 @@ def as_type(values: Floats, type_name: str) -> Bytes:
 
 
 def whole(file: GGUFFile, name: str, default: int | None = None) -> int:
-    """A number over 0 of a header.
-
-    Raises:
-        ModelFileError: there is none, or something else.
-    """
+    """A number over 0 of a header; ``ModelFileError``: there is none, or something else."""
     value = file.field(name, default)
     if not is_whole(value) or not 0 < value < 1 << 31:
         raise damaged(file, f"{file.architecture}.{name} is {shown(value)}")
@@ -656,16 +566,8 @@ def whole(file: GGUFFile, name: str, default: int | None = None) -> int:
 
 
 def check_shapes(file: GGUFFile, shapes: dict[str, tuple[int, ...]], optional: Sequence[str] = ()) -> None:
-    """See that the tensors are there and fit together.
-
-    Args:
-        file: the open file.
-        shapes: tensor -> (rows, columns), or the length of a vector.
-        optional: those that may be missing.
-
-    Raises:
-        ModelFileError: one is missing, or has another shape.
-    """
+    """See that tensors have these shapes, (rows, columns) or the length of a vector; ``ModelFileError``: one has not,
+    or is missing and not ``optional``."""
     for name, shape in shapes.items():
         tensor = file.tensors.get(name)
         if tensor is None and name not in optional:
@@ -675,5 +577,4 @@ def check_shapes(file: GGUFFile, shapes: dict[str, tuple[int, ...]], optional: S
 
 
 def damaged(file: GGUFFile, what: str) -> ModelFileError:
-    """The error for a file that cannot be right."""
     return ModelFileError(f"{file.path.name} is damaged: {what}; fetch it again")

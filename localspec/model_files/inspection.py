@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from localspec.errors import ModelFileError, UnsupportedModel
@@ -38,7 +39,7 @@ def file_facts(gguf: GGUFFile) -> dict[str, Any]:
         "n_params": gguf.n_params,
         "n_tensors": len(gguf.tensors),
         "bytes_by_tensor_type": gguf.bytes_by_type,
-        "cannot_generate_text": _reason(gguf),
+        "cannot_generate_text": _reason(gguf, GGUFFile.check_generates_text),
     }
 
 
@@ -55,10 +56,11 @@ def model_facts(gguf: GGUFFile) -> dict[str, Any]:
     }
 
 
-def _reason(gguf: GGUFFile) -> str | None:
+def _reason(gguf: GGUFFile, check: Callable[[GGUFFile], object]) -> str | None:
+    """What a check has against a file; None: nothing."""
     try:
-        gguf.check_generates_text()
-    except UnsupportedModel as error:
+        check(gguf)
+    except ModelFileError as error:
         return str(error)
     return None
 
@@ -66,13 +68,7 @@ def _reason(gguf: GGUFFile) -> str | None:
 def _mtp(gguf: GGUFFile) -> dict[str, Any] | None:
     """The layers for multi-token prediction, and why they cannot be drafted with, if they cannot."""
     n = nextn.n_layers(gguf)
-    if not n:
-        return None
-    try:
-        nextn.check(gguf)
-    except ModelFileError as error:
-        return {"layers": n, "unusable": str(error)}
-    return {"layers": n, "unusable": None}
+    return {"layers": n, "unusable": _reason(gguf, nextn.check)} if n else None
 
 
 def _number(value: Any) -> int | None:
@@ -84,15 +80,12 @@ def _vocabulary(gguf: GGUFFile) -> dict[str, Any] | None:
         vocab = Vocab.from_gguf(gguf)
     except UnsupportedModel:
         return None
-    special = {}
-    for name in ("bos", "eos", "eot", "unk", "pad"):
-        token = getattr(vocab, name)
-        special[name] = None if token is None else {"id": token, "text": vocab.token_text(token)}
+    named = {name: getattr(vocab, name) for name in ("bos", "eos", "eot", "unk", "pad")}
     return {
         "kind": vocab.kind,
         "pre": vocab.pre or None,
         "n_tokens": vocab.n_tokens,
-        "special": special,
+        "special": {k: None if i is None else {"id": i, "text": vocab.token_text(i)} for k, i in named.items()},
         "ends_generation": [{"id": i, "text": vocab.token_text(i)} for i in sorted(vocab.eog)],
         "add_bos": vocab.add_bos,
         "fingerprint": vocab.fingerprint,

@@ -30,15 +30,8 @@ def _pulled_by_address() -> list[Entry]:
 
 
 def remove(entry: Entry, made_of_it: Iterable[Path] = ()) -> int:
-    """Remove an entry's files, and what an interrupted pull left of them. Returns the bytes that became free.
-
-    Args:
-        entry: what to remove.
-        made_of_it: further files that were made of its files, removed too.
-
-    Raises:
-        ModelFileError: they are being fetched right now, or cannot be removed.
-    """
+    """Remove an entry's files, what an interrupted pull left of them, and files ``made_of_it``. Returns the bytes that
+    became free; ``ModelFileError``: they are being fetched right now, or cannot be removed."""
     from filelock import FileLock, Timeout
 
     from localspec.model_files.sources import parts_folder
@@ -48,14 +41,11 @@ def remove(entry: Entry, made_of_it: Iterable[Path] = ()) -> int:
     if parts.parent.exists():
         try:
             with FileLock(parts.with_name(parts.name + ".lock"), timeout=0):
-                freed += _size(parts)
+                freed += sum(path.stat().st_size for path in parts.rglob("*") if path.is_file())
                 shutil.rmtree(parts, ignore_errors=True)
         except Timeout:
             raise ModelFileError(f"{entry.name} is being fetched by another process; stop it first") from None
-    copies = [
-        *(home() / "repacked").glob(f"{entry.path.stem}.*.gguf"),
-        *made_of_it,
-    ]
+    copies = [*(home() / "repacked").glob(f"{entry.path.stem}.*.gguf"), *made_of_it]
     try:
         for path in [*(models_dir() / file for file in entry.files), *copies]:
             if path.is_file():
@@ -64,7 +54,3 @@ def remove(entry: Entry, made_of_it: Iterable[Path] = ()) -> int:
     except OSError as error:
         raise ModelFileError(f"cannot remove {error.filename}: {error.strerror}") from None
     return freed
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

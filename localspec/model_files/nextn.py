@@ -39,7 +39,6 @@ _OTHERWISE = {
 
 
 def n_layers(file: GGUFFile) -> int:
-    """How many such layers a model's file says that it has."""
     value = file.field("nextn_predict_layers", 0)
     return int(value) if is_whole(value) and value > 0 else 0
 
@@ -50,7 +49,6 @@ def is_alone(file: GGUFFile) -> bool:
 
 
 def has_layer(file: GGUFFile) -> bool:
-    """Whether an open file has such a layer that engines compute."""
     try:
         check(file)
     except ModelFileError:
@@ -60,11 +58,7 @@ def has_layer(file: GGUFFile) -> bool:
 
 def check(file: GGUFFile) -> int:
     """See that an open file has one such layer, with all that the engine would assert on; returns the layer's number.
-
-    Raises:
-        UnsupportedModel: it has none, several, or one of another layout.
-        ModelFileError: it is damaged.
-    """
+    ``UnsupportedModel``: it has none, several, or one of another layout; ``ModelFileError``: it is damaged."""
     name, architecture, found = file.path.name, file.architecture, n_layers(file)
     if not found:
         raise UnsupportedModel(f"{name} has no layer for multi-token prediction (MTP)")

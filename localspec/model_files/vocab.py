@@ -12,41 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.errors import UnsupportedModel, shown
-from localspec.model_files.gguf import GGUFFile, StringArray
+from localspec.model_files.gguf import KNOWN, GGUFFile, StringArray
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
-# What llama.cpp recognises by name, because files do not declare it; such tokens have no text either.
-_END_OF_TURN = (
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>",
-    "[EOT]", "<end_of_utterance>",
-)  # fmt: skip
-_END_OF_MESSAGE = ("<|eom_id|>",)
-_ENDS = frozenset(
-    {*_END_OF_TURN, *_END_OF_MESSAGE, "</s>", "[EOS]", "<eos>", "<turn|>", "<|tool_response>"}
-    | {"<|return|>", "<|call|>", "<|flush|>", "<|calls|>"}
-)
-_FILL_IN = {
-    "fim_pre": (
-        "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<PRE>", "▁<PRE>", "<｜fim▁begin｜>", "<|code_prefix|>",
-        "<|prefix|>",
-    ),
-    "fim_suf": (
-        "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<SUF>", "▁<SUF>", "<｜fim▁hole｜>", "<|code_suffix|>",
-        "<|suffix|>",
-    ),
-    "fim_mid": (
-        "<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<MID>", "▁<MID>", "<｜fim▁end｜>", "<|code_middle|>",
-        "<|middle|>",
-    ),
-    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
-    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
-    "fim_sep": ("<|file_sep|>",),
-}  # fmt: skip
-# Qwen, StarCoder and Granite, CodeLlama, DeepSeek, GLM, Falcon-H1.
-# StarCoder 2 and CodeGemma. llama.cpp does not know these names, so they are neither hidden nor ends of an answer.
-_FILL_IN_TOO = {"fim_rep": ("<repo_name>",), "fim_sep": ("<file_sep>", "<|file_separator|>")}
-_SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
+_TOKENS: dict[str, list[str]] = KNOWN["tokens"]
+_ENDS = frozenset(_TOKENS["end_of_turn"] + _TOKENS["end_of_message"] + _TOKENS["other_ends"])
+_FILL_IN: dict[str, list[str]] = KNOWN["fill_in"]
+_FILL_IN_TOO: dict[str, list[str]] = KNOWN["fill_in_too"]
+_SHOWN = _TOKENS["shown"]
 _NAMES = _ENDS.union(*_FILL_IN.values(), *_FILL_IN_TOO.values(), _SHOWN)
 _LONGEST_NAME = max(len(name.encode()) for name in _NAMES)
 
@@ -56,10 +30,6 @@ _KEYS = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unk": "unknown
 _KEYS |= {name: name for name in _FILL_IN}
 _OLD_KEYS = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}  # of files from before October 2024
 _DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unk": 0}, "gpt2": {"bos": 11, "eos": 11}, "gemma4": {}, "t5": {"eos": 1}}
-_BOS_BY_PRE = (
-    "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken", "chameleon",
-    "llama4",
-)  # fmt: skip
 
 
 class Vocab:
@@ -83,7 +53,7 @@ class Vocab:
         self.kind = kind
         self.pre = pre
         self.n_tokens = len(tokens)
-        self.add_bos = kind == "llama" or (kind == "gpt2" and pre in _BOS_BY_PRE)
+        self.add_bos = kind == "llama" or (kind == "gpt2" and pre in KNOWN["pre_tokenizers"]["with_bos"])
         self.bos: int | None = None
         self.eos: int | None = None
         self.eot: int | None = None
@@ -93,7 +63,6 @@ class Vocab:
         self.fim: dict[str, int] = {}
         self._hidden: set[int] = set()
         self._shown: set[int] = set()
-        self._bytes: dict[int, bytes] = {}
 
     @classmethod
     def none(cls) -> Vocab:
@@ -103,8 +72,7 @@ class Vocab:
 
     @classmethod
     def from_gguf(cls, gguf: GGUFFile) -> Vocab:
-        """The vocabulary of an open file, independent of it afterwards; ``UnsupportedModel`` where there is none, or of
-        an unknown kind."""
+        """The vocabulary of an open file, independent of it; ``UnsupportedModel``: none, or of an unknown kind."""
         get = gguf.metadata.get
         tokens, kind = get("tokenizer.ggml.tokens"), str(get("tokenizer.ggml.model", ""))
         if not isinstance(tokens, StringArray) or not len(tokens):
@@ -132,7 +100,7 @@ class Vocab:
     def _find_special(self, special: dict[str, int | None]) -> None:
         """Fill in the special ids: those declared, and those known by their name."""
         named = self._named()
-        for what, names in {"eot": _END_OF_TURN, "eom": _END_OF_MESSAGE, **_FILL_IN}.items():
+        for what, names in {"eot": _TOKENS["end_of_turn"], "eom": _TOKENS["end_of_message"], **_FILL_IN}.items():
             found = next((named[name] for name in names if name in named), None)
             if special.get(what) is None and found is not None:
                 special[what] = found
@@ -173,7 +141,9 @@ class Vocab:
 
     def token_text(self, token: int) -> str:
         """The token as the file stores it; ``IndexError``: no such token."""
-        return str(self._tokens[token])
+        if not 0 <= token < self.n_tokens:
+            raise IndexError(token)
+        return self._tokens.bytes_at(token).decode("utf-8", "replace")
 
     def is_control(self, token: int) -> bool:
         """Whether the token is a mark without a text of its own."""
@@ -187,7 +157,6 @@ class Vocab:
         marks = np.flatnonzero(self.types != NORMAL).tolist()
         self._shown |= {i for i in marks if i not in self.eog and self._tokens[i] in wanted}
         self._hidden -= self._shown
-        self._bytes.clear()
 
     def named(self, texts: Iterable[str]) -> dict[str, int]:
         """The control tokens whose names are in one of these texts."""
@@ -202,19 +171,7 @@ class Vocab:
 
     def token_bytes(self, token: int) -> bytes:
         """What the token adds to the text; nothing for control tokens and padding."""
-        found = self._bytes.get(token)
-        if found is None:
-            found = self._bytes[token] = self._decode(token) if 0 <= token < self.n_tokens else b""
-        return found
-
-    def display(self, token: int) -> str:
-        """A token on its own, for people: half of a character as U+FFFD, a special token as its name."""
-        if not 0 <= token < self.n_tokens:
-            return f"<{shown(token)}>"
-        return self.token_bytes(token).decode("utf-8", "replace") or self.token_text(token)
-
-    def _decode(self, token: int) -> bytes:
-        if self.is_control(token):
+        if not 0 <= token < self.n_tokens or token in self._hidden:
             return b""
         raw, kind = self._tokens.bytes_at(token), int(self.types[token])
         if kind == BYTE:
@@ -226,27 +183,14 @@ class Vocab:
             return b""
         if self.kind == "gpt2":
             table = byte_of_character()
-            return b"".join(table.get(c) or c.encode() for c in raw.decode("utf-8", "replace"))
+            return b"".join([table.get(c) or c.encode() for c in raw.decode("utf-8", "replace")])
         return raw.replace("\u2581".encode(), b" ")
 
-    def token_table(self) -> list[bytes]:
-        """``token_bytes`` of every token [n_tokens], several times as fast."""
-        if self.kind != "gpt2":
-            return [self._decode(token) for token in range(self.n_tokens)]
-        table = dict.fromkeys(range(0x80, 0x100), 0xFFFD)  # of those, what stands for no byte is left to _decode
-        table |= {ord(character): byte[0] for character, byte in byte_of_character().items()}
-        plain = self.types == NORMAL
-        plain[list(self._hidden | self._shown)] = False
-        texts: list[bytes] = []
-        for token, is_plain in enumerate(plain.tolist()):
-            if is_plain:
-                try:
-                    texts.append(self._tokens.bytes_at(token).decode().translate(table).encode("latin-1"))
-                    continue
-                except UnicodeError:  # characters that stand for no byte, or no characters at all
-                    pass
-            texts.append(self._decode(token))
-        return texts
+    def display(self, token: int) -> str:
+        """A token on its own, for people: half of a character as U+FFFD, a special token as its name."""
+        if not 0 <= token < self.n_tokens:
+            return f"<{shown(token)}>"
+        return self.token_bytes(token).decode("utf-8", "replace") or self.token_text(token)
 
     @property
     def marks(self) -> list[int]:
@@ -305,16 +249,9 @@ class Vocab:
 
     def _first_difference(self, other: Vocab, shared: int) -> int | None:
         mine, its = self._tokens, other._tokens
-        n_bytes = min(int(mine.offsets[shared]), int(its.offsets[shared]))
-        a, b = np.frombuffer(mine.raw, np.uint8, n_bytes), np.frombuffer(its.raw, np.uint8, n_bytes)
-        unequal = a != b
-        start = shared
-        if unequal.any():
-            start = int(np.searchsorted(mine.offsets, int(np.argmax(unequal)), side="right")) - 1
-        elif mine.offsets[shared] != its.offsets[shared]:
-            start = shared - 1
-        suspects = np.flatnonzero(self.types[:start] != other.types[:start]).tolist()
-        for i in (*suspects, *range(start, shared)):
+        same_texts = bytes(mine.raw[: mine.offsets[shared]]) == bytes(its.raw[: its.offsets[shared]])
+        suspects = np.flatnonzero(self.types[:shared] != other.types[:shared]).tolist() if same_texts else range(shared)
+        for i in suspects:
             same = self.types[i] == other.types[i] and mine.bytes_at(i) == its.bytes_at(i)
             if not same and not (self._is_padding(i) and other._is_padding(i)):
                 return int(i)

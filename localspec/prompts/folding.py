@@ -1,9 +1,9 @@
 """Conversations that a chat template refuses, or prints in part only, changed so that all of them is in the prompt.
 
 Some templates have no role ``system``, or only one message of it, some want users and assistants in turns, some print
-no text of a message with calls, some no results of tools. Where the texts of a conversation cannot be found in what a
-template prints, it is probed with a word of its own in place of each text. Where that fails, or a word is missing, the
-conversation is changed by the repairs that change the least of it: see ``_REPAIRS``.
+no text of a message with calls, some no results of tools. So a template is probed with a word of its own in place of
+each text. Where that fails, or a word is missing, the conversation is changed by the repairs that change the least of
+it: see ``_REPAIRS``.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, combinations
 from typing import Any
 
@@ -26,7 +26,6 @@ _KNOWS_TOOLS = re.compile(r"\btools\b")
 _KNOWS_NULL = re.compile(r"""content(['"]\])? is (not )?none""", re.IGNORECASE)
 _WORD = re.compile(r"localspec\d+(?:text|call\d+x|tool)")
 _MOST_KNOWN, _MOST_TRAITS = 256, 256  # Kinds of conversations that are remembered, and what one may consist of
-_LEAST_EVIDENT = 12  # Characters of a text that a template is not taken to print by chance
 # Messages -> how many repairs are tried together, before all of them are; one for longer conversations.
 _AT_A_TIME = ((200, 3), (1000, 2))
 
@@ -58,21 +57,7 @@ def folded(
     known: Known,
     **variables: Any,
 ) -> Conversation:
-    """The conversation as the template prints all of it; arguments and errors are those of ``rendered``."""
-    asked = Conversation(checked_messages(messages), tools)
-    return _applied(asked, _repairs_for(template, asked, known, variables))
-
-
-def rendered(
-    template: ChatTemplate,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
-    known: Known,
-    **variables: Any,
-) -> list[tuple[str, bool]]:
-    """The pieces of ``ChatTemplate.render_segments`` for a conversation, with all of its texts.
-
-    It is rendered once where its texts are found in the result, and otherwise as a probe too.
+    """The conversation so that the template prints all of it.
 
     Args:
         template: the model's.
@@ -85,37 +70,11 @@ def rendered(
         TemplateError: the template refuses them, or leaves something out, however they are put.
     """
     asked = Conversation(checked_messages(messages), tools)
-    if _is_evident(template, asked):
-        guess = known.get(_traits(asked), _always(template))
-        with suppress(TemplateError):
-            pieces = template.render_segments(_applied(asked, guess).messages, **variables)
-            if _says(pieces, asked):
-                return pieces
-    put = folded(template, messages, tools, known, **variables)
-    return template.render_segments(put.messages, tools=put.tools, **variables)
-
-
-def _is_evident(template: ChatTemplate, asked: Conversation) -> bool:
-    """Whether the texts can be told from what a template prints by itself: no tools, nothing short or its own."""
-    if asked.tools is not None or any(message.get("tool_calls") for message in asked.messages):
-        return False
-    texts = [message["content"].strip() for message in asked.messages if message["content"]]
-    return all(len(text) >= _LEAST_EVIDENT and text not in template.source for text in texts)
-
-
-def _says(pieces: Sequence[tuple[str, bool]], asked: Conversation) -> bool:
-    """Whether the texts of all messages are there, one after the other."""
-    whole, at = "".join(text for text, _ in pieces), 0
-    for message in asked.messages:
-        text = (message["content"] or "").strip()
-        at = whole.find(text, at) + len(text)
-        if at < len(text):
-            return False
-    return True
+    return _applied(asked, _repairs_for(template, asked, known, variables))
 
 
 def _always(template: ChatTemplate) -> tuple[int, ...]:
-    return () if knows_tools(template) else (_TOOLS,)
+    return () if _KNOWS_TOOLS.search(template.source) else (_TOOLS,)
 
 
 def _repairs_for(
@@ -123,45 +82,36 @@ def _repairs_for(
 ) -> tuple[int, ...]:
     """The repairs that change least with which the template prints every part of a conversation."""
     probe = _worded(asked)
-    wanted = [part for part in _parts(probe) if part.word]
+    wanted = [(name, word) for name, word in _parts(probe) if word]
     traits = _traits(asked)
 
-    def missing(repairs: tuple[int, ...]) -> list[_Part]:
-        put = _applied(probe, repairs)
-        text = template.render(put.messages, tools=put.tools, **variables)
-        found = set(_WORD.findall(text.lower()))
-        return [part for part in wanted if part.word not in found]
-
     refusal: TemplateError | None = None
-    lost: list[_Part] = []
+    lost: list[str] = []
     for repairs in _candidates(template, probe, _always(template), known.get(traits)):
+        put = _applied(probe, repairs)
         try:
-            found = missing(repairs)
+            text = template.render(put.messages, tools=put.tools, **variables)
         except TemplateError as error:
             refusal = refusal or error
             continue
-        if not found:
+        found = set(_WORD.findall(text.lower()))
+        missing = [name for name, word in wanted if word not in found]
+        if not missing:
             if len(known) >= _MOST_KNOWN:
                 known.clear()
             if len(traits) <= _MOST_TRAITS:
                 known[traits] = repairs
             return repairs
-        lost = lost or found
+        lost = lost or missing
     if lost:
-        raise TemplateError(f"the model's chat template leaves out {lost[0].name}, and knows no other way to say it")
+        raise TemplateError(f"the model's chat template leaves out {lost[0]}, and knows no other way to say it")
     assert refusal is not None
     raise refusal
 
 
-def knows_tools(template: ChatTemplate) -> bool:
-    return _KNOWS_TOOLS.search(template.source) is not None
-
-
 def merged(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
-    """Messages in which no two of the same role follow each other, except results of calls: many templates refuse that.
-
-    An assistant's thinking, the text and the calls after it are one message.
-    """
+    """Messages in which no two of the same role follow each other, except results of calls; an assistant's thinking,
+    the text and the calls after it are one message."""
     runs: list[list[Message]] = []
     for message in map(dict, messages):
         if runs and message["role"] != "tool" and message["role"] == runs[-1][0]["role"]:
@@ -182,14 +132,6 @@ def _one(run: Sequence[Message]) -> Message:
 
 
 # -- what a template prints --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Something that was said, its name in errors, and its word in a probe."""
-
-    name: str
-    word: str
 
 
 def _worded(asked: Conversation) -> Conversation:
@@ -223,17 +165,18 @@ def _tool_worded(tool: Any, i: int) -> Any:
     return dict(tool) | {"function": dict(function) | {"description": f"localspec{i}tool"}}
 
 
-def _parts(probe: Conversation) -> Iterator[_Part]:
+def _parts(probe: Conversation) -> Iterator[tuple[str, str]]:
+    """What was said: its name in errors, and its word in a probe."""
     for i, message in enumerate(probe.messages):
         name = f"message {i} ({message['role']})"
-        yield _Part(name, message["content"] or "")
+        yield name, message["content"] or ""
         for call in _calls(message):
             arguments = call["function"]["arguments"]
             word = json.loads(arguments) if isinstance(arguments, str) else arguments
-            yield _Part(f"a call of {name}", word["localspec"])
+            yield f"a call of {name}", word["localspec"]
     for i, tool in enumerate(probe.tools or ()):
         worded = isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping)
-        yield _Part(f"tool {i}", f"localspec{i}tool" if worded else "")
+        yield f"tool {i}", f"localspec{i}tool" if worded else ""
 
 
 def _traits(asked: Conversation) -> tuple[Any, ...]:
@@ -328,20 +271,17 @@ def _one_call_each(asked: Conversation) -> Conversation:
 
 
 def _one_system(asked: Conversation) -> Conversation:
-    n = next((i for i, message in enumerate(asked.messages) if message["role"] != "system"), len(asked.messages))
+    n = _n_systems(asked)
     return replace(asked, messages=[*merged(asked.messages[:n]), *asked.messages[n:]])
 
 
-def _later_systems(asked: Conversation) -> Conversation:
-    """System messages that are not at the beginning, in the user's name, at their place."""
-    return _in_users_name(asked, 1)
+def _n_systems(asked: Conversation) -> int:
+    """System messages at the beginning."""
+    return next((i for i, message in enumerate(asked.messages) if message["role"] != "system"), len(asked.messages))
 
 
-def _no_systems(asked: Conversation) -> Conversation:
-    return _in_users_name(asked, 0)
-
-
-def _in_users_name(asked: Conversation, first: int) -> Conversation:
+def _in_users_name(first: int, asked: Conversation) -> Conversation:
+    """System messages from the ``first`` place on in the user's name, at their place."""
     messages: list[Message] = []
     waiting: list[str] = []  # for the user's message behind them, or before
     for i, message in enumerate(asked.messages):
@@ -366,13 +306,9 @@ def _add_user(messages: list[Message], text: str) -> None:
         messages.append({"role": "user", "content": text})
 
 
-def _in_turns(asked: Conversation) -> Conversation:
-    return replace(asked, messages=merged(asked.messages))
-
-
 def _user_first(asked: Conversation) -> Conversation:
     """An empty message of the user before an assistant that begins."""
-    n = next((i for i, message in enumerate(asked.messages) if message["role"] != "system"), len(asked.messages))
+    n = _n_systems(asked)
     if n < len(asked.messages) and asked.messages[n]["role"] == "user":
         return asked
     empty = {"role": "user", "content": ""}
@@ -381,13 +317,9 @@ def _user_first(asked: Conversation) -> Conversation:
 
 def _null_contents(asked: Conversation) -> Conversation:
     """No text, rather than an empty one, in a message with calls."""
-    return replace(
-        asked,
-        messages=[
-            message | {"content": None} if message.get("tool_calls") and not message["content"] else message
-            for message in asked.messages
-        ],
-    )
+    empty = [bool(message.get("tool_calls") and not message["content"]) for message in asked.messages]
+    messages = [m | {"content": None} if is_empty else m for m, is_empty in zip(asked.messages, empty, strict=True)]
+    return replace(asked, messages=messages)
 
 
 def _arguments_as_json(asked: Conversation) -> Conversation:
@@ -440,9 +372,9 @@ _REPAIRS: Sequence[tuple[int, Callable[[Conversation], Conversation]]] = (
     (1, _one_call_each),
     (1, _text_before_calls),
     (1, _one_system),
-    (2, _later_systems),
-    (3, _no_systems),
-    (1, _in_turns),
+    (2, partial(_in_users_name, 1)),
+    (3, partial(_in_users_name, 0)),
+    (1, lambda asked: replace(asked, messages=merged(asked.messages))),
     (2, _user_first),
     (1, _null_contents),
     (1, _arguments_as_json),

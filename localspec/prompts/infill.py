@@ -32,8 +32,7 @@ REPOSITORY, CURRENT = "project", "current"
 
 @dataclass(frozen=True, slots=True)
 class FillPrompt:
-    """A prompt for the text at the cursor, ``n_before`` of whose tokens come before it: the next key stroke leaves
-    these unchanged."""
+    """A prompt for the text at the cursor; its first ``n_before`` tokens come before it."""
 
     tokens: list[int]
     n_before: int
@@ -102,8 +101,7 @@ def fill_prompt(
 
 
 def marked_prompt(encoder: PromptEncoder, text: str, room: int) -> FillPrompt | None:
-    """A prompt of at most ``room`` tokens whose text has the model's own marks, as Zed and Continue write them; None:
-    it has none."""
+    """A prompt of at most ``room`` tokens whose text has the model's own marks, as Zed writes them; None: no marks."""
     vocab = encoder.vocab
     names = [name for name in ("fim_pre", "fim_suf", "fim_mid") if name in vocab.fim]
     if len(names) < 3 or not all(vocab.token_text(vocab.fim[name]) in text for name in names):
@@ -123,7 +121,7 @@ def _behind(encoder: PromptEncoder, suffix: str) -> list[int]:
 
 
 def _whole_steps(n: int, step: int) -> int:
-    """The least multiple of ``step`` that is no less than n; 0 if n is none."""
+    """The least multiple of ``step`` that is no less than n, and than 0."""
     return -(-max(0, n) // step) * step
 
 

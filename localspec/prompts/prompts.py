@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from localspec.backends.base import Model
 from localspec.errors import Closed, PromptTooLong, UsageError, listed, shown, token_ids
-from localspec.prompts.folding import rendered
+from localspec.prompts.folding import folded
 from localspec.prompts.templates import ChatTemplate
 from localspec.prompts.thinking import N_TAIL, THINK, ThinkingFormat, ThinkingState
 from localspec.system.process import SharedLock, in_child
@@ -25,8 +25,7 @@ def is_messages(prompt: Prompt) -> bool:
 class PromptEncoder:
     """The target's tokeniser and chat template; ``thinking`` is None where the model is not known to think.
 
-    Engines tokenise from tables that never change, so no call waits for the thread that decodes: a server can count the
-    tokens of one request while another runs.
+    Engines tokenise from tables that never change, so no call waits for the thread that decodes.
     """
 
     def __init__(self, model: Model, template: ChatTemplate) -> None:
@@ -41,12 +40,7 @@ class PromptEncoder:
         in_child(self, PromptEncoder._renounce)
 
     def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
-        """Token ids of a text; see ``backends.base.Model.tokenize``.
-
-        Raises:
-            UsageError: not a text.
-            Closed: the model was closed.
-        """
+        """Token ids of a text; see ``backends.base.Model.tokenize``. ``Closed``: the model was closed."""
         if not isinstance(text, str):
             raise UsageError(f"only a text can be tokenised, not {type(text).__name__}")
         with self._in_use.shared():
@@ -72,12 +66,10 @@ class PromptEncoder:
     ) -> list[int]:
         """Token ids of a prompt: messages through the chat template, ids unchanged, a text as it is.
 
-        In a text, names of special tokens such as ``<|im_end|>`` are these tokens: the author of such a prompt writes
-        the format too. In messages they stay text. Messages that the template would leave out or refuse are changed so
-        that it prints them, see ``folding``.
+        In a text, names of special tokens such as ``<|im_end|>`` are these tokens; in messages they stay text. Messages
+        that the template would leave out or refuse are changed so that it prints them, see ``folding``.
 
         Args:
-            prompt: the prompt.
             tools, add_generation_prompt, continue_final_message: see ``ChatTemplate.render_segments``.
             variables: further variables of the template.
             think: of ``thinking.THINK``; with ``off`` a block that the template opens is closed again.
@@ -97,7 +89,7 @@ class PromptEncoder:
             kind = type(prompt).__name__
             raise UsageError(f"a prompt is a text, a list of messages or a list of token ids, not {kind}")
         if parts and isinstance(parts[0], Real):
-            return self.ids("the prompt", parts)
+            return token_ids("the prompt", parts, self._model.n_vocab)
         messages = cast(Messages, parts)
         tokens: list[int] = []
         self.checked_think(think)
@@ -106,7 +98,8 @@ class PromptEncoder:
             "continue_final_message": continue_final_message,
         }
         options |= {} if self.thinking is None else self.thinking.switches(think)
-        segments = rendered(self.template, messages, tools, self._folded, **options)
+        put = folded(self.template, messages, tools, self._folded, **options)
+        segments = self.template.render_segments(put.messages, tools=put.tools, **options)
         self.check_room(room, *(text for text, _ in segments))
         for text, parse_special in segments:
             tokens += self.tokenize(text, parse_special=parse_special)

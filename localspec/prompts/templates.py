@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import re
 import secrets
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from localspec.errors import TemplateError, UsageError
 from localspec.model_files.vocab import CONTROL, UNKNOWN, Vocab
-from localspec.system.process import in_child
 
 if TYPE_CHECKING:
     from localspec.prompts.template_sandbox import SandboxedTemplate
@@ -40,16 +39,9 @@ _TURN_MARK = re.compile(r"<\|[\w-]{2,40}\|>|<(?:start|end)_of_turn>")  # Marks o
 
 
 class ChatTemplate:
-    """One model's chat format.
+    """One model's chat format: Jinja ``source``, or ChatML where the file had none (``is_fallback``).
 
-    Args:
-        source: Jinja source, or None for ChatML.
-        bos_text: text of the begin-of-text token.
-        eos_text: text of the end-of-text token.
-        special_texts: texts that the tokenizer would read as special tokens; a message cannot forge them.
-
-    Attributes:
-        is_fallback: the file had no template, ChatML is used.
+    ``special_texts`` are those that the tokenizer would read as special tokens; a message cannot forge them.
     """
 
     def __init__(
@@ -62,8 +54,6 @@ class ChatTemplate:
         self._template: SandboxedTemplate | None = None
         self._wants_parts = False
         self._thought = next((name for name in _THOUGHTS if re.search(rf"""[.'"]{name}\b""", self.source)), None)
-        self._lock = threading.Lock()
-        in_child(self, ChatTemplate._renounce)
 
     @classmethod
     def for_vocab(cls, source: str | None, vocab: Vocab) -> ChatTemplate:
@@ -88,16 +78,13 @@ class ChatTemplate:
     ) -> list[tuple[str, bool]]:
         """The conversation in pieces to tokenise one by one: (text, whether special tokens may be read in it).
 
-        Where no message spells a special token there is one piece, so ordinary text is tokenised as a whole. Where one
-        does, a random mark is put inside the spelling before rendering, and the text is cut there afterwards: the piece
-        is (text, False). A template that strips, slices or splits the content leaves the mark where it is; case is
-        ignored, as templates may change it. A template that deletes characters in the middle of a content could still
-        be used to build a special token; no known one does.
+        Where no message spells a special token there is one piece. Where one does, a random mark is put inside the
+        spelling before rendering, and the text is cut there afterwards: the piece is (text, False). A template that
+        deletes characters in the middle of a content could still build a special token; no known one does.
 
         Args:
-            messages: mappings with ``role`` and ``content`` (a string, or a list of ``{"type": "text", "text": …}``).
-                An answer's ``reasoning_content`` goes to templates that know it under this or another name: they say
-                which of it the model sees again.
+            messages: mappings with ``role`` and ``content`` (a string, or a list of ``{"type": "text", "text": …}``);
+                ``reasoning_content`` goes to templates that know it under this or another name.
             add_generation_prompt: end with the beginning of the assistant's turn.
             tools: JSON schemas of functions, for templates that know tools.
             continue_final_message: end with the text of the last message, as if it were still being written.
@@ -140,26 +127,19 @@ class ChatTemplate:
             return message
         return {self._thought: thought} | message
 
-    def _renounce(self) -> None:
-        self._lock = threading.Lock()
-
     def _render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
-        with self._lock:  # renderings need none: a long one delays no other
-            if self._template is None:
-                from localspec.prompts.template_sandbox import SandboxedTemplate  # jinja2 takes 0.1 s to import
+        if self._template is None:  # several threads may do this at once, with the same result
+            from localspec.prompts.template_sandbox import SandboxedTemplate  # jinja2 takes 0.1 s to import
 
-                template = SandboxedTemplate(self.source)
-                template.start([])
-                self._wants_parts = self._probe(template)
-                self._template = template
+            compiled = SandboxedTemplate(self.source)
+            compiled.start([])
+            self._wants_parts = self._probe(compiled)
+            self._template = compiled
         template = self._template
         if self._wants_parts:
-            messages = [
-                message | {"content": [{"type": "text", "text": message["content"]}]}
-                if isinstance(message.get("content"), str)
-                else message
-                for message in messages
-            ]
+            contents = [message.get("content") for message in messages]
+            parts = [[{"type": "text", "text": c}] if isinstance(c, str) else c for c in contents]
+            messages = [message | {"content": part} for message, part in zip(messages, parts, strict=True)]
         template.start([messages, variables])
         return template.run({"messages": messages} | self._variables | dict(variables))
 
@@ -221,28 +201,14 @@ class _Guard:
         self._most = max(map(len, self._texts), default=0)
 
     @cached_property
-    def _special(self) -> re.Pattern[str]:
-        """Matches the longest special text, without Python code per character."""
-        return re.compile(_any_of(self._texts), re.IGNORECASE)
-
-    @cached_property
-    def _starts(self) -> re.Pattern[str]:
-        """Matches, with nothing, wherever a special text begins, also within another."""
-        return re.compile(f"(?={_any_of(self._texts)})", re.IGNORECASE)
-
-    def _longest(self, text: str) -> int:
-        found = self._special.match(text) if self._texts else None
-        return 0 if found is None else found.end()
-
-    def _spelled(self, text: str) -> Iterator[int]:
-        if self._texts:
-            for match in self._starts.finditer(text):
-                yield match.start()
+    def _spelled(self) -> re.Pattern[str]:
+        """Matches, with nothing, wherever a special text begins, also within another; its group is the longest."""
+        return re.compile(f"(?=({_any_of(self._texts)}))", re.IGNORECASE)
 
     def mark(self, value: Any, mark: str) -> Any:
         """A copy in which every special text, in every string, has the mark after its first character."""
         if isinstance(value, str):
-            cuts = [start + 1 for start in self._spelled(value)]
+            cuts = [match.start() + 1 for match in self._spelled.finditer(value)] if self._texts else []
             bounds = [0, *cuts, len(value)]
             return mark.join(value[a:b] for a, b in pairwise(bounds)) if cuts else value
         if isinstance(value, Mapping):
@@ -252,24 +218,22 @@ class _Guard:
         return value
 
     def cut(self, text: str, mark: str) -> list[tuple[str, bool]]:
-        """The rendered text in pieces: (text, whether special tokens may be read in it)."""
         first, *rest = text.split(mark)
         pieces: list[tuple[str, bool]] = [(first, True)]
         for part in rest:
             before, special = pieces[-1]
             # The character before the mark belongs to the spelled token, and so does the beginning of what follows.
-            n = self._longest(before[-1] + part[: self._most]) if before else 0
-            if n and special:
+            found = self._spelled.match(before[-1] + part[: self._most]) if before and self._texts else None
+            if found and special:
+                n = len(found[1])
                 pieces[-1:] = [(before[:-1], True), (before[-1] + part[: n - 1], False), (part[n - 1 :], True)]
             else:
                 pieces.append((part, True))
-        joined: list[tuple[list[str], bool]] = []
-        for piece, special in pieces:
-            if joined and not special and not joined[-1][1]:
-                joined[-1][0].append(piece)
-            elif piece:
-                joined.append(([piece], special))
-        return [("".join(texts), special) for texts, special in joined]
+        joined: list[tuple[str, bool]] = []
+        for readable, run in groupby((piece for piece in pieces if piece[0]), key=itemgetter(1)):
+            texts = [text for text, _ in run]
+            joined += [(text, True) for text in texts] if readable else [("".join(texts), False)]
+        return joined
 
 
 def _any_of(texts: Sequence[str]) -> str:

@@ -36,30 +36,19 @@ N_TAIL = 32  # Tokens at the end of a prompt that show whether it opens a block:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingFormat:
-    """The marks of one model.
+    """The marks of one model."""
 
-    Attributes:
-        opening: begin a block.
-        closing: end one.
-        dropped: marks of an answer that are not shown.
-        end: text that ends a block which is closed for the model.
-        names: token id -> name after ``NAMED``, of the control tokens among the marks.
-        forced: the tokens of ``end``.
-        source: of the chat template.
-    """
-
-    opening: Sequence[str]
-    closing: Sequence[str]
-    end: str
-    dropped: Sequence[str] = ()
-    names: Mapping[int, str] = field(default_factory=dict)
-    forced: Sequence[int] = ()
-    source: str = ""
+    opening: Sequence[str]  # begin a block
+    closing: Sequence[str]  # end one
+    end: str  # ends a block that is closed for the model
+    dropped: Sequence[str] = ()  # marks of an answer that are not shown
+    names: Mapping[int, str] = field(default_factory=dict)  # token id -> name after ``NAMED``, of control tokens
+    forced: Sequence[int] = ()  # the tokens of ``end``
+    source: str = ""  # of the chat template
 
     @classmethod
     def found(cls, source: str, model: Model) -> ThinkingFormat | None:
-        """The format of a model whose template (``source``) names a mark, or whose vocabulary has the marks as tokens;
-        None: none."""
+        """The format of a model whose template (``source``) or vocabulary has its marks; None: none."""
         vocab = model.vocab
 
         def is_token(text: str) -> bool:

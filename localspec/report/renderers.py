@@ -286,11 +286,8 @@ class OutputError(LocalspecError):
 
 
 def checked_output(name: str, *, force: bool, otherwise: str = "") -> Path:
-    """A file that a result may go to; ``otherwise`` is what else to do if there is one.
-
-    Raises:
-        UsageError: it is a folder, there is none for it, or it would be replaced.
-    """
+    """A file that a result may go to; ``UsageError``: it is a folder, there is none for it, or it would be replaced
+    (``otherwise`` is what else to do then)."""
     path = Path(name)
     if not name or path.is_dir():
         raise UsageError(f"{name or 'an empty name'} is a folder or not a file name")
@@ -304,11 +301,7 @@ def checked_output(name: str, *, force: bool, otherwise: str = "") -> Path:
 
 
 def write_output(path: Path, text: str) -> None:
-    """Write a file that this user alone can read.
-
-    Raises:
-        OutputError: the disk refuses.
-    """
+    """Write a file that this user alone can read; ``OutputError``: the disk refuses."""
     try:
         with write_atomically(path, private=True) as file:
             file.write(text.encode())

@@ -22,18 +22,13 @@ if TYPE_CHECKING:
 
 
 class GrammarVocabulary:
-    """The token texts of a vocabulary, and grammars compiled for them.
+    """The token texts of a vocabulary, and grammars compiled for them; ``lengths`` are bytes [n_tokens].
 
-    A token without a text (control tokens, padding) is never allowed, except the ends of an answer where the grammar is
-    satisfied.
-
-    Attributes:
-        lengths: bytes of each token's text [n_tokens].
-        ends: ids that end an answer.
+    A token without a text is never allowed, except the ``ends`` of an answer where the grammar is satisfied.
     """
 
     def __init__(self, vocab: Vocab) -> None:
-        texts = vocab.token_table()
+        texts = list(map(vocab.token_bytes, range(vocab.n_tokens)))
         self.lengths: npt.NDArray[np.int64] = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
         self.ends = frozenset(vocab.eog)
         llguidance = library()
@@ -50,8 +45,7 @@ class GrammarVocabulary:
         return bytes(self._tokenizer.decode_bytes(list(tokens)))
 
     def matcher(self, grammar: str) -> Any:
-        """A fresh ``LLMatcher`` at the beginning of a grammar. Raises ``UsageError``: the grammar does not compile,
-        or no answer can begin in it."""
+        """A fresh ``LLMatcher``; ``UsageError``: the grammar does not compile, or no answer can begin in it."""
         return self._compiled(grammar).deep_copy()
 
     def _compile(self, grammar: str) -> Any:
@@ -61,13 +55,10 @@ class GrammarVocabulary:
         first = found.deep_copy()
         first.compute_bitmask()
         if first.is_error():  # a rule that is only itself again, or a schema that nothing fits
-            raise UsageError(f"no answer can follow the schema or grammar, from its beginning on: {_why(first)}")
+            why = reason(first.get_error())
+            why = "it refers to itself without end, or contradicts itself" if why == "NoExtensionBias" else why
+            raise UsageError(f"no answer can follow the schema or grammar, from its beginning on: {why}")
         return found
-
-
-def _why(matcher: Any) -> str:
-    text = reason(matcher.get_error())
-    return "it refers to itself without end, or contradicts itself" if text == "NoExtensionBias" else text
 
 
 class _Tokens:
@@ -135,8 +126,7 @@ class Constraint:
         return self.vocabulary.text(self._tokens[-n_tokens:])
 
     def advance(self, token: int) -> None:
-        """Go one draft token further. Raises ``EngineError``: the grammar forbids it, which the drafter has to check
-        before."""
+        """Go one draft token further; ``EngineError``: the grammar forbids it."""
         if not self._matcher.consume_token(token):
             self._check()
             raise EngineError(f"token {token} breaks the grammar: {reason(self._matcher.get_error())}")
@@ -171,8 +161,7 @@ class Constraint:
         return n
 
     def allowed(self, n_vocab: int) -> Mask:
-        """Which tokens may come next [n_vocab]. Raises ``UsageError``: none may, or finding out takes more than the
-        library's limits grant."""
+        """Which tokens may come next [n_vocab]; ``UsageError``: none may, or the library's limits are reached."""
         if self.complete:
             mask = np.zeros(n_vocab, dtype=np.bool_)
             mask[[end for end in self.vocabulary.ends if end < n_vocab]] = True
@@ -230,11 +219,9 @@ class Constraint:
 
 @dataclass(slots=True)
 class MaskedRows:
-    """The target's rows over a draft of k tokens [k + 1, n_vocab], each masked by the grammar at its place when it is
-    read.
+    """The target's rows over a draft of k tokens [k + 1, n_vocab], each masked by the grammar when it is read.
 
-    Row i comes after the first i draft tokens. With ``best_decides`` a row whose best token is allowed stays unmasked:
-    a mask could not change the choice.
+    With ``best_decides`` a row whose best token is allowed stays unmasked: a mask could not change the choice.
     """
 
     constraint: Constraint

@@ -19,8 +19,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from graphlib import CycleError, TopologicalSorter
+from itertools import combinations
 from typing import Any, NoReturn, TypeVar
 
 from localspec.errors import EngineUnavailable, UsageError, shown
@@ -319,14 +320,10 @@ class _Writer:
         self.rules = rules
         self.numbers = {name: i for i, name in enumerate(rules)}
         self.start = f"r{self.numbers['root']}"
-        self.regular: set[str] = set()
-        self._nullable: set[str] = set()
-        for name in _regular(rules):
-            self.regular.add(name)
-            if self.nullable(rules[name]):
-                self._nullable.add(name)
-        self._first: dict[Node, Ranges] = {}
-        self._prefix_free: dict[Node, bool] = {}
+        self.regular = _regular(rules)
+        self.first: Callable[[Node], Ranges] = cache(self._first)
+        self.nullable: Callable[[Node], bool] = cache(self._nullable)
+        self.prefix_free: Callable[[Node], bool] = cache(self._prefix_free)
         self.refused: set[Node] = set()
         self.lexemes: dict[Node, None] = {}
         self.named: dict[str, str] = {}  # rules and parts of lexemes that are referred to: name here -> GBNF's
@@ -396,13 +393,8 @@ class _Writer:
 
     def mistakable(self) -> set[Node]:
         """Long lexemes that begin like another one."""
-        found: set[Node] = set()
-        lexemes = [(node, self.first(node)) for node in self.lexemes]
-        for i, (node, first) in enumerate(lexemes):
-            for other, its_first in lexemes[:i]:
-                if _meet(first, its_first):
-                    found |= {each for each in (node, other) if not isinstance(each, Chars)}
-        return found
+        pairs = [pair for pair in combinations(self.lexemes, 2) if _meet(*map(self.first, pair))]
+        return {node for pair in pairs for node in pair if not isinstance(node, Chars)}
 
     def lexeme(self, node: Node) -> str:
         if isinstance(node, Chars):
@@ -411,10 +403,8 @@ class _Writer:
 
     # -- what texts of a regular node look like --------------------------------------------------------------------
 
-    def first(self, node: Node) -> Ranges:
-        if node not in self._first:
-            self._first[node] = united([pair for each in self._begins(node) for pair in each])
-        return self._first[node]
+    def _first(self, node: Node) -> Ranges:
+        return united([pair for each in self._begins(node) for pair in each])
 
     def _begins(self, node: Node) -> Iterator[Ranges]:
         match node:
@@ -432,13 +422,13 @@ class _Writer:
             case Repeat(body):
                 yield self.first(body)
 
-    def nullable(self, node: Node) -> bool:
+    def _nullable(self, node: Node) -> bool:
         """Whether the empty text is one of its texts."""
         match node:
             case Chars():
                 return False
             case Rule(name):
-                return name in self._nullable
+                return self.nullable(self.rules[name])
             case Sequence(parts):
                 return all(map(self.nullable, parts))
             case Choice(options):
@@ -446,13 +436,8 @@ class _Writer:
             case Repeat(body, least):
                 return least == 0 or self.nullable(body)
 
-    def prefix_free(self, node: Node) -> bool:
+    def _prefix_free(self, node: Node) -> bool:
         """Whether it is regular, and surely no text of it begins another one; the empty text begins every text."""
-        if node not in self._prefix_free:
-            self._prefix_free[node] = self._is_prefix_free(node)
-        return self._prefix_free[node]
-
-    def _is_prefix_free(self, node: Node) -> bool:
         match node:
             case Chars():
                 return True
@@ -483,14 +468,14 @@ class _Writer:
         )
 
 
-def _regular(rules: Mapping[str, Node]) -> list[str]:
-    """The rules that are regular expressions, each after those it uses: what they use never comes back to them."""
+def _regular(rules: Mapping[str, Node]) -> set[str]:
+    """The rules that are regular expressions: what they use never comes back to them."""
     sorter = TopologicalSorter({name: set(names_in(node)) for name, node in rules.items()})
     with suppress(CycleError):  # it still sorts what no cycle blocks
         sorter.prepare()
-    regular: list[str] = []
+    regular: set[str] = set()
     while ready := sorter.get_ready():
-        regular += ready
+        regular.update(ready)
         sorter.done(*ready)
     return regular
 
@@ -508,18 +493,9 @@ def _regex(chars: Chars) -> str:
     ranges = chars.ranges
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
         return json.dumps(chr(ranges[0][0]))
-    parts = (
-        f"\\u{{{low:x}}}" + (f"-\\u{{{high:x}}}" if high > low else "") for low, high in _without_surrogates(ranges)
-    )
+    halves = [pair for low, high in ranges for pair in ((low, min(high, 0xD7FF)), (max(low, 0xE000), high))]
+    parts = (f"\\u{{{low:x}}}" + (f"-\\u{{{high:x}}}" if high > low else "") for low, high in halves if low <= high)
     return "/[" + "".join(parts) + "]/"
-
-
-def _without_surrogates(ranges: Ranges) -> Iterator[tuple[int, int]]:
-    for low, high in ranges:
-        if low < 0xD800:
-            yield low, min(high, 0xD7FF)
-        if high > 0xDFFF:
-            yield max(low, 0xE000), high
 
 
 T = TypeVar("T")
@@ -597,14 +573,9 @@ MAX_OPTIONAL = 1000
 def grammar_of(response_format: Mapping[str, Any] | None, grammar: str | None) -> str | None:
     """The grammar of a request in llguidance's notation; None where any text will do.
 
-    Args:
-        response_format: OpenAI's ``{"type": "text"}``, ``{"type": "json_object"}`` or ``{"type": "json_schema",
-            "json_schema": {"name": …, "schema": {…}}}``; or None.
-        grammar: GBNF, llama.cpp's notation, with a rule ``root``; or None.
-
-    Raises:
-        UsageError: both are given, or one that cannot be followed; the message is one line.
-        EngineUnavailable: the library that matches grammars is not installed.
+    ``response_format`` is OpenAI's ``{"type": "text"}``, ``{"type": "json_object"}`` or ``{"type": "json_schema",
+    "json_schema": {"name": …, "schema": {…}}}``; ``grammar`` is GBNF with a rule ``root``. Raises ``UsageError``: both
+    are given, or one that cannot be followed; ``EngineUnavailable``: llguidance is not installed.
     """
     if response_format is not None and grammar is not None:
         raise UsageError("response_format and grammar exclude each other: give one of them")
@@ -719,7 +690,6 @@ def _from_schema(schema: str) -> str:
 def _from_gbnf(grammar: str) -> str:
     if len(grammar) > MAX_GRAMMAR:
         raise UsageError(f"the grammar has {len(grammar)} characters, and at most {MAX_GRAMMAR} can be used")
-
     try:
         text = '%llguidance {"no_forcing": true}\n' + lark(parse(grammar))
     except RecursionError:

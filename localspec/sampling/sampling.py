@@ -11,7 +11,7 @@ import secrets
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from localspec.errors import EngineError, UsageError, as_float, checked_whole, i
 
 Row = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
+Probs = npt.NDArray[np.float64]
 
 _BLOCK = 128
 _FEW_BEST = 8
@@ -34,9 +35,8 @@ _MANY = 192
 def best_and_certainty(row: Row, temperature: float = 1.0) -> tuple[int, float]:
     """The most probable token (the lowest id among equals), and roughly its probability at a temperature, in (0, 1].
 
-    That is a measure of certainty, not a law to draw from: of every block of eight logits only the largest counts, so
-    it is too large, by under 1 % on average and by up to 15 % where it is small. Where logits are NaN or infinite, the
-    token is one of these.
+    Of every block of eight logits only the largest counts, so it is too large, by under 1 % on average and by up to
+    15 % where it is small. Where logits are NaN or infinite, the token is one of these.
     """
     n = len(row) // _FEW_BEST
     if n < _BLOCK:
@@ -75,8 +75,7 @@ def top_k_ids(row: Row, k: int) -> Ids:
 def largest_ids(row: Row, k: int) -> Ids:
     """The ids of the k largest logits, the largest first; the lower id first among equals; a NaN, if any, alone.
 
-    The k-th largest of the maxima of blocks bounds the k-th largest element from below, so all of these are in the few
-    blocks whose maxima reach it: a full partition of 152k logits takes a millisecond.
+    They are in the few blocks whose maxima reach the k-th largest maximum; partitioning 152k logits takes 1 ms.
     """
     if len(row) // _BLOCK > k:
         maxima = _maxima(row)
@@ -95,8 +94,7 @@ def largest_ids(row: Row, k: int) -> Ids:
 
 
 def likely_ids(row: Row, depth: float) -> Ids | None:
-    """Increasing ids of the logits at most ``depth`` (over 0) under the largest; None where these are many. ``row`` has
-    at least 128."""
+    """Increasing ids of the logits at most ``depth`` under the largest; None: many. ``row`` has at least 128."""
     bound = row[row.argmax()] - np.float32(depth)
     maxima = _maxima(row)
     if not bound > -np.inf or np.count_nonzero(maxima >= bound) > _MANY:
@@ -134,8 +132,7 @@ PIECE = 16384
 
 
 class Noise:
-    """A counter-based generator: splitmix64 finalisers over seed, position, stream and id. ``fresh``: no seed was
-    given, so that the same draws cannot be asked for again."""
+    """A counter-based generator: splitmix64 over seed, position, stream and id. ``fresh``: no seed was given."""
 
     __slots__ = ("fresh", "seed")
 
@@ -150,7 +147,7 @@ class Noise:
     def uniform(self, position: int, stream: int) -> float:
         return ((_mix_int(self._key(position, stream) ^ 0xA0761D6478BD642F) >> 12) + 0.5) * 2.0**-52
 
-    def uniforms(self, position: int, ids: npt.NDArray[np.int64], stream: int = 0) -> npt.NDArray[np.float64]:
+    def uniforms(self, position: int, ids: Ids, stream: int = 0) -> Probs:
         """Numbers in (0, 1), one per token id [n]."""
         u = np.empty(len(ids))
         for start, bits in self._bits(position, ids, stream):
@@ -159,17 +156,13 @@ class Noise:
         u *= 2.0**-52
         return u
 
-    def at_least(
-        self, bound: float, position: int, ids: npt.NDArray[np.int64], stream: int = 0
-    ) -> npt.NDArray[np.int64]:
+    def at_least(self, bound: float, position: int, ids: Ids, stream: int = 0) -> Ids:
         """Places in ``ids`` whose numbers reach a bound, and perhaps some that are 2^-51 less."""
         least = np.uint64(max(0, math.floor(bound * 2.0**52) - 1))
         found = [start + np.flatnonzero(bits >= least) for start, bits in self._bits(position, ids, stream)]
         return np.concatenate(found)
 
-    def _bits(
-        self, position: int, ids: npt.NDArray[np.int64], stream: int
-    ) -> Iterator[tuple[int, npt.NDArray[np.uint64]]]:
+    def _bits(self, position: int, ids: Ids, stream: int) -> Iterator[tuple[int, npt.NDArray[np.uint64]]]:
         """52 bits for each token id, in pieces: (start of the piece, its bits)."""
         key = np.uint64(self._key(position, stream))
         for start in range(0, len(ids), PIECE):
@@ -193,8 +186,6 @@ def _mix_int(x: int) -> int:
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
     return x ^ (x >> 31)
 
-
-Probs = npt.NDArray[np.float64]
 
 _PIECE = 4 * PIECE
 _SHARE = 1 / 1024
@@ -237,7 +228,7 @@ class Distribution:
     def _of_weights(cls, ids: Ids, padded: Row) -> Distribution:
         law = cls.__new__(cls)
         law.ids, law.weights = ids, padded[: len(ids)]
-        law._reached = np.cumsum(np.add.reduce(_in_blocks(padded), axis=0), dtype=np.float64)
+        law._reached = np.cumsum(np.add.reduce(padded.reshape(_BLOCK, -1), axis=0), dtype=np.float64)
         law.total = float(law._reached[-1])
         return law
 
@@ -265,9 +256,8 @@ class Distribution:
     def sample(self, noise: Noise, position: int, stream: int = 0) -> int:
         """Draw a token, with the randomness of (seed, position, stream).
 
-        With a seed by the Gumbel-max trick, addressed by token id, so that similar laws agree on the token; as argmin
-        of e/p with e exponential, which needs one logarithm less and never takes log 0. Without a seed by inverse
-        transform sampling, which hashes one number rather than one per token.
+        With a seed by the Gumbel-max trick, addressed by token id, so that similar laws agree on the token: argmin of
+        e/p with e exponential. Without a seed by inverse transform sampling, which hashes one number.
         """
         if len(self.ids) == 1:
             return int(self.ids[0])
@@ -280,10 +270,8 @@ class Distribution:
         return int(ids[int(np.argmin(times))])
 
     def _not_beaten(self, noise: Noise, position: int, stream: int) -> Ids:
-        """Increasing places of a few tokens, among them the one with the least e/p.
-
-        The most probable ones set a time to beat. As e = -log u is at least 1 - u, all others need a u close to 1.
-        """
+        """Increasing places of a few tokens, among them the one with the least e/p: the most probable ones set a time
+        to beat, and as e = -log u is at least 1 - u, all others need a u close to 1."""
         share = self.total * _SHARE
         leaders = np.flatnonzero(self.weights >= share)
         if not len(leaders):
@@ -341,14 +329,8 @@ class Distribution:
 
 
 def _place(cumulated: Probs, at: float) -> int:
-    """The first place at which more than ``at`` is reached, and more than before; the last such where rounding leaves
-    none."""
+    """The first place at which more than ``at`` is reached; the last that adds anything where rounding leaves none."""
     return int(np.searchsorted(cumulated, min(at, math.nextafter(float(cumulated[-1]), 0.0)), side="right"))
-
-
-def _in_blocks(padded: Row) -> Row:
-    """A block is every n-th weight: along that axis NumPy sums twenty times as fast."""
-    return padded.reshape(_BLOCK, -1)
 
 
 _DRAFT_DEPTH = 8.0
@@ -383,8 +365,7 @@ class SamplingParams:
         max_tokens: token budget of the answer; None is what the context has room for.
         stop: strings that end the answer; neither they nor what follows is part of the text.
         ignore_eos: do not stop at end tokens (for benchmarks).
-        response_format: the form of the answer, as OpenAI has it: ``{"type": "json_object"}``, ``{"type":
-            "json_schema", "json_schema": {"schema": …}}``, or ``{"type": "text"}``; see ``grammar_of``.
+        response_format: the form of the answer, as OpenAI has it; see ``grammar_of``.
         grammar: a GBNF grammar that the answer follows, instead of ``response_format``.
 
     Raises:
@@ -408,56 +389,57 @@ class SamplingParams:
     grammar: str | None = None
 
     def __post_init__(self) -> None:
-        def check(ok: bool, name: str, rule: str) -> None:
-            if not ok:
-                raise UsageError(f"{name} must be {rule}, not {shown(getattr(self, name))}")
-
-        def put(name: str, value: Any) -> None:
-            object.__setattr__(self, name, value)
-
+        put = partial(object.__setattr__, self)
         # Kept as Python's own numbers: NumPy's wrap around, and a Fraction is none to NumPy.
         for name in ("temperature", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty"):
-            check(is_number(getattr(self, name)), name, "a number")
+            if not is_number(getattr(self, name)):
+                raise self._refusal(name, "a number")
             put(name, as_float(getattr(self, name)))
         for name in ("top_k", "repeat_last_n", "max_tokens", "seed"):
-            optional = name in ("max_tokens", "seed")
-            value = getattr(self, name)
-            if not (optional and value is None):
-                check(is_whole(value), name, "a whole number or None" if optional else "a whole number")
+            value, or_none = getattr(self, name), " or None" if name in ("max_tokens", "seed") else ""
+            if is_whole(value):
                 put(name, int(value))
-        check(isinstance(self.logit_bias, Mapping) and all(map(is_whole, self.logit_bias)), "logit_bias", "by token id")
-        check(all(map(is_number, self.logit_bias.values())), "logit_bias", "numbers by token id")
+            elif not (or_none and value is None):
+                raise self._refusal(name, f"a whole number{or_none}")
+        if not (isinstance(self.logit_bias, Mapping) and all(map(is_whole, self.logit_bias))):
+            raise self._refusal("logit_bias", "by token id")
+        if not all(map(is_number, self.logit_bias.values())):
+            raise self._refusal("logit_bias", "numbers by token id")
         put("logit_bias", {int(token): as_float(bias) for token, bias in self.logit_bias.items()})
-        check(math.isfinite(self.temperature) and 0 <= self.temperature <= 100, "temperature", "in 0..100")
-        check(self.top_k >= 0, "top_k", "0 (off) or more")
-        check(0 < self.top_p <= 1, "top_p", "over 0 and at most 1")
-        check(0 <= self.min_p < 1, "min_p", "at least 0 and under 1")
-        check(1 / MANY <= self.repeat_penalty <= MANY, "repeat_penalty", f"over 0, in {1 / MANY:g}..{MANY:g}")
-        check(self.repeat_last_n >= 0, "repeat_last_n", "0 or more")
-        check(abs(self.presence_penalty) <= HUGE, "presence_penalty", f"in {-HUGE:g}..{HUGE:g}")
-        check(abs(self.frequency_penalty) <= HUGE, "frequency_penalty", f"in {-HUGE:g}..{HUGE:g}")
-        biases = self.logit_bias.values()
-        check(
-            all(abs(bias) <= HUGE or bias == -math.inf for bias in biases),
-            "logit_bias",
-            f"numbers in {-HUGE:g}..{HUGE:g}, or -inf to ban a token",
-        )
-        check(self.max_tokens is None or self.max_tokens > 0, "max_tokens", "over 0")
         if self.seed == -1:  # what other servers and their clients call a fresh one
             put("seed", None)
-        check(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "a 64-bit integer")
         if isinstance(self.stop, str):
             put("stop", (self.stop,))
-        is_list = isinstance(self.stop, Sequence)
-        check(is_list and all(isinstance(s, str) and s for s in self.stop), "stop", "non-empty strings")
+        fits_bias = all(abs(bias) <= HUGE or bias == -math.inf for bias in self.logit_bias.values())
+        fits_stop = isinstance(self.stop, Sequence) and all(isinstance(s, str) and s for s in self.stop)
+        range_of_bias = f"in {-HUGE:g}..{HUGE:g}"
+        for name, fits, rule in (
+            ("temperature", 0 <= self.temperature <= 100, "in 0..100"),
+            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("top_p", 0 < self.top_p <= 1, "over 0 and at most 1"),
+            ("min_p", 0 <= self.min_p < 1, "at least 0 and under 1"),
+            ("repeat_penalty", 1 / MANY <= self.repeat_penalty <= MANY, f"over 0, in {1 / MANY:g}..{MANY:g}"),
+            ("repeat_last_n", self.repeat_last_n >= 0, "0 or more"),
+            ("presence_penalty", abs(self.presence_penalty) <= HUGE, range_of_bias),
+            ("frequency_penalty", abs(self.frequency_penalty) <= HUGE, range_of_bias),
+            ("logit_bias", fits_bias, f"numbers {range_of_bias}, or -inf to ban a token"),
+            ("max_tokens", self.max_tokens is None or self.max_tokens > 0, "over 0"),
+            ("seed", self.seed is None or -(2**63) <= self.seed < 2**64, "a 64-bit integer"),
+            ("stop", fits_stop, "non-empty strings"),
+            ("ignore_eos", isinstance(self.ignore_eos, bool | np.bool_), "True or False"),
+        ):
+            if not fits:
+                raise self._refusal(name, rule)
         put("stop", tuple(self.stop))
-        check(isinstance(self.ignore_eos, bool | np.bool_), "ignore_eos", "True or False")
         put("ignore_eos", bool(self.ignore_eos))
         if self.response_format is not None or self.grammar is not None:
             from localspec.sampling.grammar import grammar_of
 
-            constrained = grammar_of(self.response_format, self.grammar) is not None
-            check(not (constrained and self.ignore_eos), "ignore_eos", "off where a grammar says where the answer ends")
+            if grammar_of(self.response_format, self.grammar) is not None and self.ignore_eos:
+                raise self._refusal("ignore_eos", "off where a grammar says where the answer ends")
+
+    def _refusal(self, name: str, rule: str) -> UsageError:
+        return UsageError(f"{name} must be {rule}, not {shown(getattr(self, name))}")
 
     @property
     def greedy(self) -> bool:
@@ -516,42 +498,29 @@ def _placed(by_token: Mapping[int, float], ids: Ids | None, n: int) -> tuple[Ids
 
 
 def greedy_token(row: Row, history: Sequence[int], params: SamplingParams, token_ids: Ids | None = None) -> int:
-    """The most probable token after bias and penalties (the lowest id among equals); see ``distribution``.
-
-    Raises:
-        NotNumbers: the largest logit is NaN or infinite.
-        UsageError: every token is banned.
-    """
+    """The most probable token after bias and penalties, the lowest id among equals; see ``distribution``."""
     edited = edit_logits(row, history, params, token_ids)
     best = int(edited.argmax())
-    _check_top(edited[best], row)  # argmax takes NaN for the largest
+    if not math.isfinite(edited[best]):  # argmax takes NaN for the largest
+        raise _not_finite(edited[best], row)
     return best if token_ids is None else int(token_ids[best])
 
 
-def _check_top(top: float, row: Row) -> None:
-    """Refuse edited logits whose largest is no number; ``row`` is what they were."""
-    if math.isfinite(top):
-        return
+def _not_finite(top: float, row: Row) -> Exception:
+    """The error for edited logits whose largest is no number; ``row`` is what they were."""
     if top == -math.inf and math.isfinite(row.max()):
-        raise UsageError("logit_bias bans every token")
-    raise NotNumbers("the engine computed logits that are not numbers")
+        return UsageError("logit_bias bans every token")
+    return NotNumbers("the engine computed logits that are not numbers")
 
 
 def distribution(
     row: Row, history: Sequence[int], params: SamplingParams, token_ids: Ids | None = None
 ) -> Distribution:
-    """The distribution that plain sampling draws the next token from; at temperature 0 the point mass on the greedy
-    token.
+    """The distribution that plain sampling draws the next token from, by a row of logits [n]; at temperature 0 the
+    point mass on the greedy token.
 
-    Args:
-        row: logits [n]; not modified.
-        history: all tokens before the one to choose.
-        params: the sampling parameters.
-        token_ids: the tokens that the logits belong to, increasing [n]; None is 0, 1, 2, …
-
-    Raises:
-        NotNumbers: the largest logit is NaN or infinite.
-        UsageError: every token is banned.
+    ``history`` is all tokens before the one to choose, ``token_ids`` the tokens that the logits belong to, increasing
+    [n]; None is 0, 1, 2, … ``NotNumbers``: the largest logit is NaN or infinite; ``UsageError``: every token is banned.
     """
     if params.greedy:
         return Distribution(np.array([greedy_token(row, history, params, token_ids)]), np.ones(1))
@@ -559,7 +528,8 @@ def distribution(
     if params.top_k:
         return _top_k_law(edited, row, params, token_ids)
     top = float(edited[edited.argmax()])  # faster than the maximum, where the row is not in the processor's cache
-    _check_top(top, row)
+    if not math.isfinite(top):
+        raise _not_finite(top, row)
     return _law(edited, top, params, token_ids)
 
 
@@ -568,8 +538,7 @@ def draft_distribution(
 ) -> Distribution:
     """The distribution of a draft token: ``distribution``, or over a large vocabulary its likely tokens only.
 
-    A draft is verified by what it was really drawn from, so it may leave out tokens. Without those less than e^-8 times
-    as likely as the first, the acceptance rate falls by 0.003 at most; where many tokens are likely, all are kept.
+    Without those less than e^-8 times as likely as the first, the acceptance rate falls by 0.003 at most.
     """
     if params.greedy or params.top_k or len(row) <= PIECE:
         return distribution(row, history, params, token_ids)
@@ -585,7 +554,8 @@ def _top_k_law(row: Row, raw: Row, params: SamplingParams, token_ids: Ids | None
     """The chain after bias and penalties, where it begins with top-k: what each step keeps is the first of an order."""
     ids = largest_ids(row, params.top_k)
     logits = row[ids].astype(np.float64)
-    _check_top(float(logits[0]), raw)
+    if not math.isfinite(logits[0]):
+        raise _not_finite(float(logits[0]), raw)
     logits -= logits[0]
     logits /= max(params.temperature, _COLDEST)
     weights = np.exp(logits, out=logits)
@@ -637,11 +607,8 @@ def _cut(ids: Ids, probs: Probs, min_p: float) -> Distribution:
 
 
 def _nucleus(probs: Probs | Row, top_p: float) -> Ids:
-    """Increasing positions of the fewest weights that sum to at least ``top_p``; the first among equals.
-
-    Sorting a whole vocabulary takes 10 ms; nearly always what lies within a few powers of e of the largest suffices.
-    """
-    largest = probs.max()
+    """Increasing positions of the fewest weights that sum to at least ``top_p``; the first among equals."""
+    largest = probs.max()  # sorting a whole vocabulary takes 10 ms, and what is near the largest mostly suffices
     few = len(probs) < _FEW
     for depth in (math.inf,) if few else (4.0, 8.0, 12.0, math.inf):
         near = all_ids(len(probs)) if few else np.flatnonzero(probs >= largest * math.exp(-depth))
@@ -662,8 +629,7 @@ MAX_TOP = 20  # Most alternatives a request may ask for, as in OpenAI's API
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The natural logarithm of the probability of one token, and of the most probable ones at its place (``top``, best
-    first: token id, logprob)."""
+    """The logarithm of one token's probability, and of the likeliest at its place (best first: token id, logprob)."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -671,8 +637,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """One token of a given text (see ``LLM.logprobs``), and its text alone; ``logprob`` is None for the first, which
-    nothing predicts, ``top`` as in ``TokenLogprobs``."""
+    """One token of a given text (see ``LLM.logprobs``), and its text alone; ``logprob`` is None for the first."""
 
     id: int
     text: str

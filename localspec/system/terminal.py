@@ -38,10 +38,7 @@ def moves_cursor(file: TextIO) -> bool:
 
 
 def _console_takes_escapes(file: TextIO) -> bool:
-    """Have a console of Windows act on escape sequences, which it prints as they are by default.
-
-    Consoles before Windows 10 cannot. What is no console but says that it is a terminal (mintty) understands them.
-    """
+    """Have a console of Windows act on escape sequences; before Windows 10 it cannot. Other terminals (mintty) do."""
     if sys.platform != "win32":
         return True
     import ctypes
@@ -116,11 +113,7 @@ INTERVAL = 0.1  # Seconds between two updates of a line
 
 
 class Progress:
-    """One line of progress that is gone afterwards; without a terminal, one line per remark.
-
-    Attributes:
-        live: whether it writes to a terminal on which a line can be written again.
-    """
+    """One line of progress that is gone afterwards; without a terminal (``live``), one line per remark."""
 
     def __init__(self, file: TextIO | None = None) -> None:
         self._file = file or sys.stderr

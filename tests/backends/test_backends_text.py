@@ -40,16 +40,10 @@ def test_the_bytes_of_the_tokens_spell_the_text(text_model: Model, text: str) ->
 
 
 def test_special_tokens_are_read_only_when_asked_for(text_model: Model) -> None:
-    vocab_ids = {text_model.vocab.token_bytes(i): i for i in range(text_model.n_vocab)}
-    end = next(i for i in text_model.vocab.eog)
-    text = "a<|im_end|>b"
-    parsed = text_model.tokenize(text, parse_special=True)
-    plain = text_model.tokenize(text)
-    specials = {i for token, i in vocab_ids.items() if token.startswith(b"<|")}
-    assert len(set(parsed) & (specials | set(text_model.vocab.eog))) == 1
-    assert not set(plain) & (specials | set(text_model.vocab.eog)), "a user's text forged a special token"
-    assert len(parsed) < len(plain)
-    assert end < text_model.n_vocab
+    vocab, text = text_model.vocab, "a<|im_end|>b"
+    special = {i for i in range(text_model.n_vocab) if vocab.token_bytes(i).startswith(b"<|")} | set(vocab.eog)
+    assert len(set(text_model.tokenize(text, parse_special=True)) & special) == 1
+    assert not set(text_model.tokenize(text)) & special, "a user's text forged a special token"
 
 
 def test_begin_of_text_is_added_where_the_file_wants_it(text_model: Model) -> None:

@@ -14,10 +14,10 @@ from localspec.backends.best_rows import LEAST, MOST, best_pays
 from localspec.backends.llama.model import LlamaModel
 from localspec.backends.llama.passes import MOST_ROWS, BestLogits
 from localspec.sampling.sampling import top_k_ids
-from tests.backends.test_backends import fresh_rows, some_tokens
 from tests.conftest import TinyFiles, open_backend
 from tests.support import ggufs
 from tests.support.best_rows import force_best
+from tests.support.contexts import fresh_rows, some_tokens
 from tests.support.gguf_vocabs import spm_vocab
 
 MOST_TOGETHER = {"llama-cpp": MOST_ROWS, "mlx": 32}
@@ -63,29 +63,29 @@ def is_best_of(forward: Forward, whole: np.ndarray, n_best: int) -> None:
 
 
 @pytest.mark.parametrize("n_best", [1, 40, LEAST - 1, LEAST, 200])
-def test_rows_hold_the_largest_logits(model: Model, context: Context, n_best: int) -> None:
+def test_rows_hold_the_largest_logits(model: Model, n_best: int) -> None:
+    """Of tokens and of rows of floats; hidden states come with them."""
     text, more = some_tokens(30), some_tokens(5, seed=1)
-    context.decode(text, "none")
-    whole = context.decode(more).logits.copy()
-    context.truncate(len(text))
-    is_best_of(context.decode_best(more, n_best), whole, n_best)
-    context.truncate(len(text))
-    last = context.decode(more, "last").logits.copy()
-    context.truncate(len(text))
-    is_best_of(context.decode_best(more, n_best, "last"), last, n_best)
-    assert context.tokens == [*text, *more]
-
-
-def test_float_rows_lead_to_the_largest_logits_too(context: Context, model: Model) -> None:
-    """And where they are read alone, with no logits, nothing is cut."""
-    rows = np.random.default_rng(0).standard_normal((8, model.n_embd)).astype(np.float32)
-    assert context.decode_floats(rows[:5], range(5), "none", 4).logits.shape == (0, model.n_vocab)
-    for n_best, logits in ((4, "all"), (40, "last")):
-        whole = context.decode_floats(rows[5:], range(5, 8), logits).logits.copy()
-        context.truncate(5)
-        is_best_of(context.decode_floats(rows[5:], range(5, 8), logits, n_best), whole, n_best)
-        assert context.tokens == list(range(8))
-        context.truncate(5)
+    rows = np.random.default_rng(0).standard_normal((5, model.n_embd)).astype(np.float32)
+    with model.new_context(64, hidden=("layer:0", "norm")) as context:
+        context.decode(text, "none")
+        assert context.decode_floats(rows, range(5), "none", n_best).logits.shape == (0, model.n_vocab)
+        for feed, feed_best in (
+            (lambda logits: context.decode(more, logits), lambda logits: context.decode_best(more, n_best, logits)),
+            (
+                lambda logits: context.decode_floats(rows, range(5), logits),
+                lambda logits: context.decode_floats(rows, range(5), logits, n_best),
+            ),
+        ):
+            for logits in ("all", "last"):
+                context.truncate(len(text))
+                whole = feed(logits)
+                expected = whole.logits.copy()
+                context.truncate(len(text))
+                best = feed_best(logits)
+                is_best_of(best, expected, n_best)
+                assert all(np.array_equal(states, best.hidden[name]) for name, states in whole.hidden.items())
+                assert context.n_past == len(text) + 5
 
 
 def test_whole_rows_come_as_before_in_between(context: Context, model: Model) -> None:
@@ -111,18 +111,6 @@ def test_what_cannot_be_had_so_is_whole(context: Context, model: Model) -> None:
     forward = context.decode_best([7] * (most + 1), 1, "last")
     assert len(forward) == 1
     assert forward.best()[0] < model.n_vocab
-
-
-def test_hidden_states_come_with_them(model: Model) -> None:
-    tokens = some_tokens(6)
-    with (
-        model.new_context(64, hidden=("layer:0", "norm")) as one,
-        model.new_context(64, hidden=("layer:0", "norm")) as other,
-    ):
-        whole, best = one.decode(tokens), other.decode_best(tokens, 3)
-        is_best_of(best, whole.logits, 3)
-        for name, states in whole.hidden.items():
-            assert np.array_equal(states, best.hidden[name]), name
 
 
 @pytest.mark.parametrize("engine", MOST_TOGETHER)

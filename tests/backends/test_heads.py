@@ -14,7 +14,6 @@ import pytest
 
 from localspec import backends
 from localspec.backends import repack
-from localspec.backends.trust import fingerprint
 from localspec.errors import EngineError, ModelFileError, UnsupportedModel, UsageError
 from localspec.heads import assembly as assembly_module
 from localspec.heads import trained as trained_module
@@ -23,6 +22,7 @@ from localspec.heads.card import Kind
 from localspec.heads.file import engine_folder, heads_folder, read_card, write_head
 from localspec.heads.products import GgmlProducts, NumpyProducts, product, products
 from localspec.heads.trained import STATE, Head, heads_for, load_head, target_facts
+from localspec.model_files.fingerprint import fingerprint
 from localspec.model_files.gguf import GGUFFile
 from localspec.system.steps import exhaust
 from tests.conftest import REAL_MODELS, Backend, TinyFiles, open_backend

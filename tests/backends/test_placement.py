@@ -12,7 +12,7 @@ import pytest
 from localspec import LLM, Placement, SamplingParams
 from localspec.backends import trust
 from localspec.backends.llama.binding import Binding, Place, Placed, Places
-from localspec.backends.llama.ggml import engine_log
+from localspec.backends.llama.ggml import Device, engine_log, ggml_devices, used_gpus
 from localspec.backends.registry import engine_module
 from localspec.controllers.calibration import curve_key
 from localspec.errors import UsageError
@@ -224,3 +224,21 @@ def test_a_model_that_leaves_work_to_the_cpu_is_not_on_a_gpu_alone(
     where = None if placed is None else SimpleNamespace(**{"used": [0], "keeps_some": False, "links": []} | placed)
     engine = SimpleNamespace(gpu=True)
     assert Binding.device(engine, n_gpu_layers, where, 4) == device  # type: ignore[arg-type]
+
+
+def test_devices_are_read_from_the_engine() -> None:
+    open_backend("llama-cpp")
+    devices = ggml_devices()
+    assert devices is not None
+    cpus = [device for kind, device in devices if kind == 0]
+    assert cpus[0].name == "CPU"
+    assert cpus[0].description
+    assert cpus[0].total_bytes >= cpus[0].free_bytes > 0
+
+
+def test_devices_that_layers_are_put_on() -> None:
+    cpu, card, chip = (Device(name, name, 1, 2, False) for name in ("CPU", "CUDA0", "Vulkan0"))
+    empty = Device("CUDA1", "no memory", 0, 0, False)
+    assert used_gpus([(0, cpu), (2, chip), (1, card), (1, empty)]) == [card]
+    assert used_gpus([(0, cpu), (2, chip)]) == [chip]
+    assert used_gpus([(0, cpu)]) == []

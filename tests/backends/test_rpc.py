@@ -65,8 +65,10 @@ def test_the_same_tokens_as_without(tiny: TinyFiles, addresses: tuple[str, ...])
     with LLM(tiny.bpe, "ngram", **options()) as llm:
         wanted = llm.generate(TEXT, PARAMS).token_ids
     for split in (None, (1, 1), (1, 0)):
-        with LLM(tiny.bpe, "ngram", placement=Placement(rpc=addresses, tensor_split=split), **options()) as llm:
-            links = llm.run(lambda pair: pair.target._placed.links)  # type: ignore[attr-defined]
+        override = (f"ffn=RPC0[{addresses[1]}]",) if split == (1, 1) else ()  # what a server's memory is called
+        placement = Placement(rpc=addresses, tensor_split=split, override_tensor=override)
+        with LLM(tiny.bpe, "ngram", placement=placement, **options()) as llm:
+            links = llm.run(lambda pair: pair.target.placed.links)
             before = [link.n_requests for link in links]
             assert llm.generate(TEXT, PARAMS).token_ids == wanted
             assert llm.generate(TEXT, PARAMS, speculate=False).token_ids == wanted
@@ -122,13 +124,6 @@ def test_a_round_is_handed_on_before_a_far_server_has_computed_the_next_pass(
         assert log[at - 2 :] == ["_logits", *["_decode", "Round", "_logits"] * 3, "Round", "Job"]
     else:
         assert log[at - 2 :] == [*["_decode", "_logits", "Round"] * 4, "Job"]
-
-
-@pytest.mark.slow
-def test_what_a_server_s_memory_is_called(tiny: TinyFiles, addresses: tuple[str, ...]) -> None:
-    placement = Placement(rpc=addresses, override_tensor=f"ffn=RPC0[{addresses[1]}]", tensor_split=(1, 1))
-    with LLM(tiny.bpe, "ngram", placement=placement, **options()) as llm:
-        assert llm.generate(TEXT, PARAMS).token_ids
 
 
 @pytest.mark.slow

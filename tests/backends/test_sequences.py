@@ -1,25 +1,24 @@
-"""What a scheduler does with several sequences: shared prefixes, one room for all, states out and in, broken passes."""
+"""Several sequences in one memory, beyond any order of operations (``test_backends``): room, refusals, long passes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 from localspec.backends.base import Context, Model, Piece, SequenceBatch
+from localspec.backends.llama import batch as batch_module
+from localspec.backends.llama.batch import MAX_SEQUENCES, LlamaSequences, SequencesOrOne
 from localspec.errors import Cancelled, Closed, ContextFull, EngineError, UsageError
-from tests.backends.test_backends import NOISE, agree, fresh_rows, rows, some_tokens
 from tests.conftest import Backend, TinyFiles, open_backend
-from tests.support import ggufs
+from tests.support.contexts import CROPPED, EVERY, agree, check_next, fresh, fresh_rows, some_tokens, three_layers
 
 
 @pytest.fixture(scope="module")
 def model(backend: Backend, tiny: TinyFiles) -> Iterator[Model]:
-    """With heads of 64 channels, on which ik-llama's flash attention ends the process over rows of two sequences."""
-    shape = ggufs.Shape(n_layer=2, n_head=2, n_head_kv=1)
-    with backend.load(ggufs.write_llama(tiny.folder / "tiny-several.gguf", shape), n_threads=1) as model:
+    with backend.load(three_layers(tiny.folder), n_threads=1) as model:
         yield model
 
 
@@ -29,51 +28,21 @@ def batch(model: Model) -> Iterator[SequenceBatch]:
         yield batch
 
 
-def check_next(model: Model, context: Context, more: list[int]) -> None:
-    """Feed a sequence, and compare with a context of its own."""
-    text = [*context.tokens, *more]
-    assert agree(model, rows(context, more), fresh_rows(model, text, 512)[-len(more) :])
+def check_feeding(model: Model, batch: SequenceBatch, pieces: list[tuple[int, int]], logits: Any = "all") -> None:
+    """Feed (sequence, how many more tokens), and compare with each alone."""
+    fed = [Piece(i, some_tokens(n, seed=9 * i + batch[i].n_past), logits) for i, n in pieces]
+    for piece, forward in zip(fed, batch.decode(fed), strict=True):
+        text, n = batch[piece.sequence].tokens, len(piece.tokens)
+        wanted = fresh(model, text, 0, batch.hidden)
+        first = len(text) - (n if logits == "all" else 1)
+        assert agree(model, forward.logits, wanted.logits[first:])
+        assert set(forward.hidden) == set(batch.hidden)
+        for name, states in forward.hidden.items():
+            start = first if name in CROPPED else len(text) - n
+            assert agree(model, states, wanted.hidden[name][start:]), name
 
 
-def test_each_piece_says_which_rows_it_wants(model: Model, batch: SequenceBatch) -> None:
-    texts = [some_tokens(20, seed=i) for i in range(4)]
-    wanted = [fresh_rows(model, text) for text in texts]
-    found = batch.decode(
-        [Piece(3, texts[3][:9], "none"), Piece(0, texts[0][:5]), Piece(2, texts[2], "last"), Piece(1, texts[1][:1])]
-    )
-    assert [len(forward) for forward in found] == [0, 5, 1, 1]
-    assert agree(model, found[1].logits, wanted[0][:5])
-    assert agree(model, found[2].logits, wanted[2][-1:])
-    assert agree(model, found[3].logits, wanted[1][:1])
-    found = batch.decode([Piece(0, texts[0][5:], "none"), Piece(3, texts[3][9:])])
-    assert agree(model, found[1].logits, wanted[3][9:])
-    (none,) = batch.decode([Piece(1, texts[1][1:], "none")])
-    assert none.logits.shape == (0, model.n_vocab)
-    assert [batch[i].tokens for i in range(4)] == texts
-
-
-def test_a_prefix_is_shared_and_each_goes_its_way(model: Model, batch: SequenceBatch) -> None:
-    prompt = some_tokens(60, seed=9)
-    batch[0].decode(prompt, "none")
-    batch[1].decode(some_tokens(30, seed=1), "none")
-    for target, n in ((1, 60), (2, 41), (3, 1)):
-        batch.copy_prefix(0, target, n)
-        assert batch[target].tokens == prompt[:n]
-    texts = [some_tokens(12, seed=20 + i) for i in range(4)]
-    found = batch.decode([Piece(i, texts[i]) for i in range(4)])
-    starts = (60, 60, 41, 1)
-    for i in range(4):
-        wanted = fresh_rows(model, prompt[: starts[i]] + texts[i])[starts[i] :]
-        assert agree(model, found[i].logits, wanted), i
-    batch[0].truncate(0)  # the others keep what was its
-    check_next(model, batch[0], some_tokens(50, seed=5))
-    batch[1].truncate(30)  # within what is shared
-    check_next(model, batch[1], some_tokens(9, seed=6))
-    check_next(model, batch[2], some_tokens(9, seed=7))
-    batch.copy_prefix(2, 3, 62)  # of one that was a copy
-    check_next(model, batch[3], some_tokens(9, seed=8))
-    batch.copy_prefix(2, 3, 0)
-    assert batch[3].tokens == []
+# Room.
 
 
 def test_the_room_is_one(model: Model) -> None:
@@ -95,7 +64,6 @@ def test_the_room_is_one(model: Model) -> None:
         batch.decode([Piece(0, [7, 8]), Piece(1, [9]), Piece(2, [7])])
         assert batch.free_cells == 0
         batch[0].truncate(10)
-        assert batch.free_cells == 32
         check_next(model, batch[2], some_tokens(32, seed=3))
         batch[1].close()
         assert batch.free_cells == 21
@@ -109,95 +77,22 @@ def test_a_shared_prefix_takes_its_room_once(model: Model) -> None:
     with model.new_batch(3, 96) as batch:
         batch[0].decode(some_tokens(40), "none")
         batch.copy_prefix(0, 1, 40)
-        once = batch.shares_prefix
-        assert batch.free_cells == (56 if once else 16)
-        if once:
-            batch.copy_prefix(1, 2, 30)
-            assert batch.free_cells == 56
-            batch.decode([Piece(i, some_tokens(18, seed=i), "none") for i in range(3)])
-            assert batch.free_cells == 2
-            batch[0].truncate(0)
-            assert batch.free_cells == 20  # 40 are still the second's
-            batch[1].truncate(0)
-            assert batch.free_cells == 48  # 30 are still the third's
-            check_next(model, batch[0], some_tokens(48, seed=7))
-            batch[2].truncate(0)
-            assert batch.free_cells == 48
-        else:
+        if not batch.shares_prefix:
+            assert batch.free_cells == 16
             with pytest.raises(ContextFull, match="16 are free and 30 more"):
                 batch.copy_prefix(0, 2, 30)
             assert batch[2].tokens == []
             assert batch.free_cells == 16
-
-
-def test_prefixes_that_cannot_be_copied(batch: SequenceBatch) -> None:
-    batch[0].decode(some_tokens(10), "none")
-    for source, target, n, words in (
-        (0, 0, 5, "to itself"),
-        (0, 1, 11, "cannot copy 11 of 10"),
-        (0, 1, -1, "cannot copy -1"),
-        (0, 4, 1, "not 4"),
-        (-1, 0, 1, "not -1"),
-    ):
-        with pytest.raises(UsageError, match=words):
-            batch.copy_prefix(source, target, n)
-    assert batch[0].n_past == 10
-
-
-# States.
-
-
-def test_a_state_goes_to_another_sequence_and_back(model: Model, batch: SequenceBatch) -> None:
-    text = some_tokens(70)
-    batch[0].decode(some_tokens(33, seed=1), "none")
-    batch[2].decode(text, "none")
-    state = batch[2].export_state()
-    assert state.tokens == tuple(text)
-    assert 0 < state.n_bytes <= batch[2].state_bytes
-    batch[2].truncate(0)
-    check_next(model, batch[0], some_tokens(40, seed=2))
-    batch[1].decode(some_tokens(20, seed=3), "none")
-    n_free = batch.free_cells
-    batch[1].import_state(state)
-    assert batch[1].tokens == text
-    assert batch.free_cells == n_free - 50
-    batch[2].import_state(state)
-    batch[1].truncate(65)
-    check_next(model, batch[1], some_tokens(9, seed=4))
-    check_next(model, batch[2], some_tokens(9, seed=5))
-    check_next(model, batch[0], some_tokens(9, seed=6))
-
-
-def scattered(batch: SequenceBatch, text: list[int]) -> None:
-    """Feed a text to sequence 1 so that its rows lie in pieces, and not in order, between those of others."""
-    batch[0].decode(some_tokens(50, seed=50), "none")
-    for start in range(0, len(text), 7):
-        batch.decode([Piece(i, text[start : start + 7] if i == 1 else [7 + start, 8, 9], "none") for i in (0, 1, 3)])
-        if start == 28:
-            batch[0].truncate(20)
-        batch[1].truncate(batch[1].n_past - 2)
-        batch[1].decode(text[batch[1].n_past : start + 7], "none")
-
-
-def test_states_go_between_a_sequence_and_a_context(model: Model, batch: SequenceBatch) -> None:
-    text = some_tokens(70)
-    scattered(batch, text)
-    state = batch[1].export_state()
-    with model.new_context(128) as context:
-        context.import_state(state)
-        assert context.tokens == text
-        for n in (60, 31, 64):
-            context.truncate(min(n, context.n_past))
-            check_next(model, context, some_tokens(20, seed=n))
-        state = context.export_state()
-        again = context.tokens
-        for sequence in (3, 2):
-            batch[sequence].import_state(state)
-            assert batch[sequence].tokens == again
-        check_next(model, batch[3], some_tokens(5, seed=1))
-        batch[2].truncate(11)
-        check_next(model, batch[2], some_tokens(5, seed=2))
-        check_next(model, batch[1], some_tokens(5, seed=3))
+            return
+        batch.copy_prefix(1, 2, 30)
+        assert batch.free_cells == 56
+        batch.decode([Piece(i, some_tokens(18, seed=i), "none") for i in range(3)])
+        for sequence, n_free in ((0, 20), (1, 48)):  # of what it shared the others keep 40, then 30
+            batch[sequence].truncate(0)
+            assert batch.free_cells == n_free
+        check_next(model, batch[0], some_tokens(48, seed=7))
+        batch[2].truncate(0)
+        assert batch.free_cells == 48
 
 
 def test_states_that_do_not_fit(model: Model, batch: SequenceBatch) -> None:
@@ -221,7 +116,61 @@ def test_states_that_do_not_fit(model: Model, batch: SequenceBatch) -> None:
     assert batch.free_cells == 512 - 320
 
 
-# Ends before the end.
+def test_what_makes_no_sense_is_refused_and_changes_nothing(model: Model) -> None:
+    with model.new_batch(4, 4 * 96, n_ctx=96, hidden=EVERY) as batch:
+        check_feeding(model, batch, [(0, 9), (1, 90)], "last")
+        batch[2].decode(some_tokens(5))
+        batch[2].decode_first_layers([5, 6], 1)
+        for use, error, words in (
+            *(
+                (lambda pieces=pieces: batch.decode([Piece(*piece) for piece in pieces]), error, words)
+                for pieces, error, words in (
+                    ([], UsageError, "at least one piece"),
+                    ([(0, [5]), (0, [6])], UsageError, "no two of one sequence"),
+                    ([(0, [5]), (3, [])], UsageError, "at least one token"),
+                    ([(0, [5]), (4, [5])], UsageError, "not 4"),
+                    ([(-1, [5])], UsageError, "not -1"),
+                    ([(0, [5, 384])], UsageError, r"0\.\.383"),
+                    ([(0, [5]), (2, [5])], UsageError, "truncate them first"),
+                    ([(0, [5]), (1, [5] * 7)], ContextFull, "the context holds 96 tokens; 90 are used and 7 more"),
+                )
+            ),
+            *((lambda at=at: batch.truncate(*at), UsageError, "") for at in ((0, 10), (0, -1), (4, 0))),
+            *(
+                (lambda copy=copy: batch.copy_prefix(*copy), UsageError, words)
+                for *copy, words in (
+                    (0, 0, 5, "to itself"),
+                    (0, 1, 10, "cannot copy 10 of 9"),
+                    (2, 1, 6, "cannot copy 6 of 5"),
+                    (0, 1, -1, "cannot copy -1"),
+                    (0, 4, 1, "not 4"),
+                    (-1, 0, 1, "not -1"),
+                )
+            ),
+            *(
+                (lambda n=n: model.new_batch(n[0], n[1], n_ctx=n[2]), UsageError, "at least 1")
+                for n in ((0, 16, None), (2, 0, None), (2, 16, 0))
+            ),
+        ):
+            with pytest.raises(error, match=words or None):
+                use()  # type: ignore[operator]
+        assert [batch[i].n_past for i in range(4)] == [9, 90, 7, 0]
+        check_feeding(model, batch, [(1, 6), (0, 3)])
+
+
+# Long passes, and those that end before their end.
+
+
+def test_more_rows_than_the_engine_takes_at_once(model: Model) -> None:
+    """And keys in other blocks of the memory than another's: kernels that skip blocks must not skip these."""
+    with model.new_batch(3, 900, hidden=EVERY) as batch:
+        for logits in ("last", "all"):
+            check_feeding(model, batch, [(0, 200), (2, 190), (1, 199)], logits)
+            for i in range(3):
+                batch.truncate(i, 0)
+        check_feeding(model, batch, [(0, 300)], "last")
+        check_feeding(model, batch, [(1, 20)])
+        check_feeding(model, batch, [(1, 3), (0, 2)])
 
 
 @pytest.mark.parametrize("logits", ["all", "last"])
@@ -230,14 +179,8 @@ def test_a_pass_is_stopped_between_its_parts(model: Model, logits: Any) -> None:
     texts = [some_tokens(300, seed=i) for i in range(3)]
     with model.new_batch(3, 1200) as batch:
         batch.decode([Piece(i, texts[i][:20], "none") for i in range(3)])
-        asked = 0
-
-        def stop() -> bool:
-            nonlocal asked
-            asked += 1
-            return asked == 2
-
-        batch.interrupted = stop
+        asked: list[int] = []
+        batch.interrupted = lambda: (asked.append(1), len(asked) == 2)[1]
         with pytest.raises(Cancelled):
             batch.decode([Piece(i, texts[i][20:], logits) for i in range(3)])
         batch.interrupted = None
@@ -258,28 +201,34 @@ def test_one_sequence_is_stopped_as_a_context_is(model: Model) -> None:
         check_next(model, batch[0], [5, 6, 7])
 
 
-def test_a_failed_pass_leaves_no_rows_behind(
-    model: Model, batch: SequenceBatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts = [some_tokens(40, seed=i) for i in range(4)]
-    batch.decode([Piece(i, texts[i][:9], "none") for i in range(2)])
-    decode: Callable[..., Any] = type(batch)._decode
+def test_sequences_come_and_go_until_memory_is_in_pieces(model: Model) -> None:
+    """Full sequences give up their places, which are scattered by then, to new and longer ones."""
+    random = np.random.default_rng(0)
+    with model.new_batch(4, 4 * 64, n_ctx=64) as batch:
+        for _ in range(5):
+            while all(batch[i].n_free for i in range(4)):
+                batch.decode([Piece(i, [5 + batch[i].n_past]) for i in range(4)])
+            for i in range(4):
+                if not batch[i].n_free or random.random() < 0.3:
+                    batch.truncate(i, 0)
+                    check_feeding(model, batch, [(i, int(random.integers(20, 50)))], "last")
+            check_feeding(model, batch, [(i, 1) for i in range(4)])
 
-    def broken(self: Any, pieces: Any) -> None:
-        decode(self, pieces)
-        raise KeyboardInterrupt
 
-    for feed in (
-        lambda: batch.decode([Piece(0, [7, 7]), Piece(1, [7]), Piece(2, texts[2])]),
-        lambda: batch[1].decode([7, 7, 7]),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(type(batch), "_decode", broken)
-            with pytest.raises(KeyboardInterrupt):
-                feed()
-        assert batch.free_cells == 494
-    for i in range(4):
-        check_next(model, batch[i], texts[i][9:20])
+@pytest.mark.parametrize(("n", "left"), [(2, 0), (3, 20), (4, 0)])
+def test_rows_are_right_after_other_sequences_were_cut(model: Model, n: int, left: int) -> None:
+    """ik-llama finds the last cell in use by samples; a gap at one of them hid what lies behind it from a pass."""
+    texts = [some_tokens(96, seed=i) for i in range(n)]
+    singles = [fresh_rows(model, text) for text in texts[:-1]]
+    with model.new_batch(n, n * 96) as batch:
+        for at in range(60):
+            batch.decode([Piece(i, [texts[i][at]]) for i in range(n)])
+        batch.truncate(n - 1, left)
+        for at in range(60, 80):
+            found = np.concatenate(
+                [each.logits for each in batch.decode([Piece(i, [texts[i][at]]) for i in range(n - 1)])]
+            )
+            assert agree(model, found, np.array([rows[at] for rows in singles])), at
 
 
 def test_a_context_that_lost_its_memory_is_not_gone_on_from(reference: Backend, tiny: TinyFiles) -> None:
@@ -311,83 +260,96 @@ def test_closing_a_batch_closes_its_sequences(model: Model) -> None:
             use()
 
 
-def test_what_cannot_be_a_batch(model: Model) -> None:
-    for n_sequences, n_cells, n_ctx in ((0, 16, None), (2, 0, None), (2, 16, 0)):
-        with pytest.raises(UsageError, match="at least 1"):
-            model.new_batch(n_sequences, n_cells, n_ctx=n_ctx)
+def test_llama_engines_feed_them_in_one_pass_and_others_in_turns(
+    backend: Backend, model: Model, batch: SequenceBatch
+) -> None:
+    assert isinstance(batch, LlamaSequences) == ("llama" in backend.name)
+    if "llama" in backend.name:
+        with pytest.raises(UsageError, match="at most"):
+            model.new_batch(MAX_SEQUENCES + 1, 16)
 
 
-# Everything at once.
+# One sequence that is fed alone, where it is computed in a context of its own: there and back.
 
 
-def anything(model: Model, seed: int, noise: float = NOISE) -> None:
-    """Sixty things done to five sequences: each is what its tokens say, and the room is what they take."""
-    random, n = np.random.default_rng(seed), 5
-
-    def numbers(most: int) -> int:
-        return int(random.integers(most))
-
-    with model.new_batch(n, 300, n_ctx=150) as batch, model.new_context(150) as alone:
-        for _ in range(60):
-            i, j, *more = (int(number) for number in random.permutation(n))
-            try:
-                match random.choice(["feed", "feed", "feed", "cut", "empty", "copy", "move"]):
-                    case "feed":
-                        fed = [i, j, *more][: 1 + numbers(n)]
-                        pieces = [Piece(k, some_tokens(1 + numbers(30), seed=numbers(99))) for k in fed]
-                        for piece, forward in zip(pieces, batch.decode(pieces), strict=True):
-                            alone.truncate(0)
-                            wanted = rows(alone, batch[piece.sequence].tokens)[-len(forward) :]
-                            assert agree(model, forward.logits, wanted, noise)
-                    case "cut":
-                        batch.truncate(i, numbers(batch[i].n_past + 1))
-                    case "empty":
-                        batch.truncate(i, 0)
-                    case "copy":
-                        batch.copy_prefix(i, j, numbers(batch[i].n_past + 1))
-                    case "move":
-                        batch[j].import_state(batch[i].export_state())
-            except ContextFull:
-                batch.truncate(max(range(n), key=lambda k: batch[k].n_past), 0)
-        held, total = 300 - batch.free_cells, sum(batch[k].n_past for k in range(n))
-        assert held == total or (batch.shares_prefix and held < total)
-        for k in range(n):
-            batch.truncate(k, 0)
-        assert batch.free_cells == 300
+@pytest.fixture
+def either(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> Iterator[SequencesOrOne]:
+    monkeypatch.setattr(batch_module, "N_ALONE", 3)
+    with (
+        open_backend("ik-llama").load(tiny.spm, n_threads=1) as model,
+        model.new_batch(4, 512, hidden=["norm"]) as batch,
+    ):
+        assert isinstance(batch, SequencesOrOne)
+        yield batch
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_anything_in_any_order(model: Model, seed: int) -> None:
-    anything(model, seed)
+def check_alone(batch: SequencesOrOne, sequence: int, seed: int, n: int = 5) -> None:
+    """Feed a sequence alone, compare, and take part of it back."""
+    check_next(batch.model, batch[sequence], some_tokens(n, seed=seed))
+    batch.truncate(sequence, batch[sequence].n_past - n // 2)
 
 
-# Memories of other kinds.
+def test_one_goes_to_a_context_of_its_own_and_back(either: SequencesOrOne) -> None:
+    batch = either
+    check_alone(batch, 2, 0, 40)
+    assert batch.apart == 2
+    batch.copy_prefix(2, 0, 15)
+    assert batch.apart is None
+    assert batch.free_cells == 512 - batch[2].n_past
+    check_feeding(batch.model, batch, [(0, 4), (2, 4)])
+    check_alone(batch, 3, 1, 9)  # alone in its pass, but others hold tokens
+    assert batch.apart is None
+    batch.truncate(0, 0)
+    batch.truncate(3, 0)
+    for i in range(3):
+        assert batch.apart is None
+        check_alone(batch, 2, 30 + i)
+    assert batch.apart == 2
+    check_alone(batch, 1, 3, 30)  # in the memory of all, while the other is apart
+    assert batch.apart == 2
+    check_feeding(batch.model, batch, [(1, 4), (2, 4)])
+    assert batch.apart is None
+    assert batch.free_cells == 512 - batch[1].n_past - batch[2].n_past
+    for i in range(4):
+        batch.truncate(i, 0)
+    check_alone(batch, 3, 60)  # nothing of those before is left there
+    assert batch.apart == 3
+    state = batch[3].export_state()
+    batch.truncate(3, 0)
+    batch[1].import_state(state)  # alone: where it is to be computed
+    assert batch.apart == 1
+    check_alone(batch, 1, 2)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_anything_in_a_sliding_window(fast_backend: Backend, tiny: TinyFiles, seed: int) -> None:
-    """llama.cpp gives cells before the window to other sequences: a cut then has to read again."""
-    with fast_backend.load(tiny.sliding, n_threads=1) as model:
-        anything(model, seed, 0.1)
+def test_without_memory_for_a_context_of_its_own_all_lie_together(
+    either: SequencesOrOne, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> Context:
+        raise EngineError("not enough memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(either.model, "new_context", full)
+        either[0].decode(some_tokens(20), "none")
+    check_alone(either, 0, 1)
+    either[0].import_state(either[0].export_state())
+    check_alone(either, 0, 2)
+    assert either.apart is None
 
 
-def test_a_state_of_a_sliding_window_can_be_cut(fast_backend: Backend, tiny: TinyFiles) -> None:
-    """llama.cpp leaves what lies before the window out of it."""
-    text = some_tokens(90)
-    with fast_backend.load(tiny.sliding, n_threads=1) as model, model.new_context(128) as context:
-        context.decode(text, "none")
-        state = context.export_state()
-        with model.new_batch(2, 256) as batch:
-            for one in (context, batch[1]):
-                for n in (90, 85, 50, 20):
-                    one.import_state(state)
-                    one.truncate(n)
-                    wanted = fresh_rows(model, text[:n] + some_tokens(5, seed=1))[n:]
-                    assert agree(model, rows(one, some_tokens(5, seed=1)), wanted, 0.1), n
+def test_what_cannot_go_back_stays(either: SequencesOrOne, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object) -> None:
+        raise EngineError("the saved state was rejected")
+
+    either[0].decode(some_tokens(20), "none")
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_module, "restore", refuses)
+        with pytest.raises(EngineError, match="rejected"):
+            either.decode([Piece(0, [5]), Piece(1, [6])])
+    assert (either[0].n_past, either[1].n_past, either.apart) == (20, 0, 0)
+    check_alone(either, 0, 1)
+    check_feeding(either.model, either, [(0, 4), (1, 4)])
 
 
-@pytest.mark.parametrize("engine", ["llama-cpp", "ik-llama"])
-def test_anything_in_a_memory_that_cannot_be_rewound(engine: str, tiny: TinyFiles) -> None:
-    with open_backend(engine).load(tiny.hybrid, n_threads=1) as model:
-        assert not model.new_batch(1, 8).shares_prefix
-        anything(model, 0)
+def test_where_a_cache_is_of_another_type_all_lie_together(tiny: TinyFiles) -> None:
+    with open_backend("ik-llama").load(tiny.bpe, n_threads=1, kv_type="q8_0") as model, model.new_batch(2, 64) as batch:
+        assert not isinstance(batch, SequencesOrOne)

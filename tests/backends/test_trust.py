@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,17 @@ import pytest
 
 from localspec import LLM, EngineMismatch, SamplingParams, backends
 from localspec.backends import repack, trial, trust
-from localspec.backends.base import Forward
+from localspec.backends.base import Context, Forward, Model, Piece
 from localspec.backends.llama import ggml as ggml_module
-from localspec.backends.llama import ik_llama, llama_cpp
+from localspec.backends.llama import ik_llama
+from localspec.backends.llama.batch import LlamaSequences
+from localspec.backends.llama.ik_llama import IkLlamaBinding
+from localspec.backends.llama.model import LeafSequences, LlamaContext
 from localspec.errors import Cancelled, EngineError, LocalspecError, UnsupportedModel, UsageError
+from localspec.model_files.fingerprint import fingerprint
 from localspec.model_files.gguf import GGUFFile
 from localspec.system.steps import exhaust
-from tests.conftest import TinyFiles, open_backend
+from tests.conftest import Backend, TinyFiles, open_backend
 from tests.support import ggufs
 from tests.support.gguf_vocabs import vocab_metadata
 
@@ -33,64 +37,234 @@ def ik() -> None:
     open_backend("ik-llama")
 
 
-def test_a_sound_file_passes_on_every_engine(fast_backend: Any, tiny: TinyFiles) -> None:
+@pytest.fixture
+def model(tiny: TinyFiles) -> Iterator[Model]:
+    """On one engine: what finds a defect is the same on all."""
+    with open_backend("llama-cpp").load(tiny.bpe, n_threads=1) as model:
+        yield model
+
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def wrong_rows(owner: Any, name: str, wrong: Callable[[Any, Any, Any], Any]) -> Patch:
+    """A defect: what a method returns is made wrong, by (the object, its first argument, what it returned)."""
+
+    def patched(patch: pytest.MonkeyPatch) -> None:
+        method = getattr(owner, name)
+
+        def defective(self: Any, *arguments: Any) -> Any:
+            return wrong(self, arguments[0], method(self, *arguments))
+
+        patch.setattr(owner, name, defective)
+
+    return patched
+
+
+def rolled(forward: Forward, axis: int = 1) -> Forward:
+    return Forward(np.roll(forward.logits, 7, axis=axis))
+
+
+def wrong_width(width: int, *, branching: bool = False) -> Patch:
+    """In passes of this width, or in those of contexts that branch."""
+
+    def wrong(context: Context, tokens: Any, found: Forward) -> Forward:
+        return rolled(found) if len(tokens) == width and context.can_branch >= branching else found
+
+    return wrong_rows(LlamaContext, "decode", wrong)
+
+
+# Passes over one sequence.
+
+
+def test_a_sound_file_passes_on_every_engine(fast_backend: Backend, tiny: TinyFiles) -> None:
     with fast_backend.load(tiny.bpe) as model:
         assert trust.check_model(model).holds
-
-
-def test_a_defective_batch_is_found(fast_backend: Any, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits of wide passes that belong to the wrong token are far outside the noise."""
-    with fast_backend.load(tiny.bpe) as model:
-        with model.new_context(8) as context:
-            kind = type(context)
-        original = kind._decode
-
-        def shifted(self: Any, tokens: Any, logits: Any) -> Any:
-            forward = original(self, tokens, logits)
-            if len(tokens) > 8:
-                return Forward(np.roll(forward.logits, 1, axis=0))
-            return forward
-
-        monkeypatch.setattr(kind, "_decode", shifted)
-        assert not trust.check_model(model).holds
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 6, 7, 8, 40])
-def test_a_defect_of_one_width_is_found(
-    fast_backend: Any, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, width: int
-) -> None:
+def test_a_defect_of_one_width_is_found(model: Model, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     """Kernels are chosen by width, so each that the check looks at is looked at for itself."""
-    with fast_backend.load(tiny.bpe, n_threads=1) as model:
-        with model.new_context(8) as context:
-            kind = type(context)
-        original = kind._decode
-
-        def defective(self: Any, tokens: Any, logits: Any) -> Any:
-            forward = original(self, tokens, logits)
-            return Forward(np.roll(forward.logits, 7, axis=1)) if len(tokens) == width else forward
-
-        monkeypatch.setattr(kind, "_decode", defective)
-        assert not trust.check_model(model).holds
+    wrong_width(width)(monkeypatch)
+    assert not trust.check_model(model).holds
 
 
-def test_a_doubt_is_settled_by_more_passes(fast_backend: Any, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_other_tokens_are_found(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong_rows(LlamaContext, "decode", lambda _, tokens, found: rolled(found, 0) if len(tokens) > 8 else found)(
+        monkeypatch
+    )
+    assert not trust.check_model(model).holds
+
+
+def test_a_doubt_is_settled_by_more_passes(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[int] = []
-    with fast_backend.load(tiny.bpe, n_threads=1) as model:
-        with model.new_context(8) as context:
-            kind = type(context)
-        original = kind._decode
-
-        def counted(self: Any, tokens: Any, logits: Any) -> Any:
-            passes.append(len(tokens))
-            return original(self, tokens, logits)
-
-        monkeypatch.setattr(kind, "_decode", counted)
-        assert trust.check_model(model).holds
-        few = len(passes)
-        monkeypatch.setattr(trust, "DOUBTFUL_KL", -1.0)
-        assert trust.check_model(model).holds
+    wrong_rows(LlamaContext, "decode", lambda _, tokens, found: (passes.append(len(tokens)), found)[1])(monkeypatch)
+    assert trust.check_model(model).holds
+    few = len(passes)
+    monkeypatch.setattr(trust, "DOUBTFUL_KL", -1.0)
+    assert trust.check_model(model).holds
     assert few < 25
     assert len(passes) > 2 * few + 20
+
+
+# Passes over several sequences, and those that branch.
+
+
+def swapped(batch: Any, pieces: Any, found: Any) -> Any:
+    return found[::-1] if len({len(piece.tokens) for piece in pieces}) == 1 else found
+
+
+def wrong_pieces(wrong: Callable[[Any], bool]) -> Patch:
+    return wrong_rows(
+        LlamaSequences, "decode", lambda _, pieces, found: [rolled(each) for each in found] if wrong(pieces) else found
+    )
+
+
+def a_prefix_too_short(patch: pytest.MonkeyPatch) -> None:
+    """The last of its tokens are some that the other sequence does not hold."""
+    copy = LlamaSequences.copy_prefix
+
+    def short(self: LlamaSequences, source: int, target: int, n: int) -> None:
+        copy(self, source, target, n - 8)
+        self[target].decode([7] * 8, "none")
+
+    patch.setattr(LlamaSequences, "copy_prefix", short)
+
+
+def tokens_taken_back_that_stay(patch: pytest.MonkeyPatch) -> None:
+    """Rejected draft tokens are still seen, by the ones that come in their place and after: as if moved to the
+    front."""
+    truncate = LlamaSequences.truncate
+
+    def kept(self: LlamaSequences, sequence: int, n: int) -> None:
+        tokens = self[sequence].tokens
+        again = [*tokens[n:], *tokens[: n - len(tokens[n:])]] if n and len(tokens) > n else tokens[:n]
+        truncate(self, sequence, 0)
+        if again:
+            self[sequence].decode(again, "none")
+
+    patch.setattr(LlamaSequences, "truncate", kept)
+
+
+def another_branch_is_kept(patch: pytest.MonkeyPatch) -> None:
+    """One that is as long: the text is said to go on as it does not."""
+    keep = LeafSequences.keep
+    patch.setattr(LeafSequences, "keep", lambda self, path, n: keep(self, list(range(len(path))), n))
+
+
+@pytest.mark.parametrize("engine", ["llama-cpp", "ik-llama"])
+def test_sound_engines_are_right_about_several_sequences_and_branches(engine: str, tiny: TinyFiles) -> None:
+    with open_backend(engine).load(tiny.bpe, n_threads=1) as model:
+        assert trust.check_batch(model).mean_kl < 0.03
+        assert trust.check_branches(model) < trust.MAX_KL / 3
+
+
+@pytest.mark.parametrize(
+    "defect",
+    [
+        wrong_rows(LlamaSequences, "decode", swapped),
+        wrong_pieces(lambda pieces: len(pieces) == 2),
+        wrong_pieces(lambda pieces: any(len(piece.tokens) == 5 for piece in pieces)),
+        wrong_pieces(lambda pieces: sum(len(piece.tokens) for piece in pieces) >= 32),
+        a_prefix_too_short,
+        tokens_taken_back_that_stay,
+    ],
+)
+def test_defects_of_several_sequences_are_found(model: Model, defect: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    defect(monkeypatch)
+    assert not trust.check_batch(model).holds
+
+
+BRANCHES_SWAPPED = wrong_rows(LlamaContext, "decode_tree", lambda _, tokens, found: Forward(found.logits[::-1]))
+
+
+@pytest.mark.parametrize(
+    "defect", [BRANCHES_SWAPPED, another_branch_is_kept, *(wrong_width(n, branching=True) for n in (1, 5, 33))]
+)
+def test_defects_of_branches_are_found(model: Model, defect: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    defect(monkeypatch)
+    assert trust.check_branches(model) > trust.MAX_KL
+
+
+@pytest.mark.parametrize("what", ["check_batch", "check_branches"])
+def test_a_file_is_checked_once(model: Model, isolated_home: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    checks, said = list[Model](), list[str]()
+    check = getattr(trust, what)
+    monkeypatch.setattr(trust, what, lambda checked: (checks.append(checked), check(checked))[1])
+    for _ in range(2):
+        if what == "check_batch":
+            trust.ensure_batches(model)
+        else:
+            assert trust.why_no_branches(model, say=said.append) is None
+    assert checks == [model]
+    assert len(said) == (what == "check_branches")
+
+
+def test_a_verdict_against_it_stays(model: Model, isolated_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        wrong_rows(LlamaSequences, "decode", swapped)(patch)
+        BRANCHES_SWAPPED(patch)
+        with pytest.raises(EngineMismatch, match=r"batched conversations of .* \(KL .*; answer one at a time"):
+            trust.ensure_batches(model)
+        assert "gives wrong results for branching drafts" in str(trust.why_no_branches(model))
+    with pytest.raises(EngineMismatch):
+        trust.ensure_batches(model)
+    assert "gives wrong results for branching drafts" in str(trust.why_no_branches(model))
+
+
+def test_an_engine_that_fails_is_asked_again(
+    model: Model, isolated_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*given: object) -> float:
+        raise EngineError("not enough memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trust, "check_branches", fails)
+        assert trust.why_no_branches(model) == "not enough memory"
+    assert trust.why_no_branches(model) is None
+
+
+def test_where_all_is_computed_alike_no_check_is_needed(
+    reference: Backend, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trust, "check_batch", None)
+    monkeypatch.setattr(trust, "check_branches", None)
+    with reference.load(tiny.quick.target) as model:
+        trust.ensure_batches(model)
+        assert trust.why_no_branches(model) is None
+    with open_backend("llama-cpp").load(tiny.hybrid, n_threads=1) as model:
+        trust.ensure_batches(model)
+        assert "a state of all that was read" in str(trust.why_no_branches(model))
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", ["qwen2.5-coder-0.5b", "gemma3-270m"])
+@pytest.mark.parametrize("engine", ["llama-cpp", "ik-llama"])
+def test_real_models_are_right_side_by_side_and_branching(
+    engine: str, name: str, real_model: Callable[[str], Path]
+) -> None:
+    with open_backend(engine).load(real_model(name)) as model:
+        assert trust.check_batch(model).mean_kl < 0.1
+        assert trust.check_branches(model) < trust.MAX_KL
+
+
+@pytest.mark.real
+def test_flash_attention_of_ik_llama_is_found_out(
+    real_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves out cells by what the last row alone sees; with heads as narrow as the tiny files' it does not."""
+    options = IkLlamaBinding.set_context_options
+
+    def with_flash_attention(self: Any, params: Any, n_sequences: int, branches: bool = False) -> None:
+        options(self, params, n_sequences, branches)
+        params.flash_attn = True
+
+    monkeypatch.setattr(IkLlamaBinding, "set_context_options", with_flash_attention)
+    with open_backend("ik-llama").load(real_model("qwen2.5-coder-0.5b")) as model:
+        assert trust.check_branches(model) > 10 * trust.MAX_KL
+
+
+# What is done about a wrong one.
 
 
 @pytest.mark.usefixtures("ik")
@@ -108,7 +282,7 @@ def test_a_file_that_ik_llama_computes_wrongly_is_repacked_once(tiny: TinyFiles,
     assert repack.why_copied(tiny.trap, repacked) == ("an 8-bit", "Q4_1")
     assert repack.why_copied(tiny.trap, tiny.trap) is None
     with GGUFFile(repacked) as copy, GGUFFile(tiny.trap) as original:
-        assert copy.metadata[repack.MARK] == trust.fingerprint(tiny.trap)
+        assert copy.metadata[repack.MARK] == fingerprint(tiny.trap)
         assert set(copy.tensors) == set(original.tensors)
         for key, value in original.metadata.items():
             copied = copy.metadata[key]
@@ -123,17 +297,11 @@ def test_a_file_that_ik_llama_computes_wrongly_is_repacked_once(tiny: TinyFiles,
 
 @pytest.mark.usefixtures("ik")
 def test_the_repacked_copy_says_what_the_file_says(tiny: TinyFiles) -> None:
+    """And the engine that is right is not blamed for the other."""
     open_backend("llama-cpp")
-    with llama_cpp.load(tiny.trap, n_gpu_layers=0) as truth, backends.load(tiny.trap, "ik-llama") as copy:
-        found = exhaust(trust.comparing_models(truth, copy))
-    assert found.mean_kl < 0.01
-
-
-@pytest.mark.usefixtures("ik")
-def test_the_engine_that_is_right_is_not_blamed_for_the_other(tiny: TinyFiles) -> None:
-    open_backend("llama-cpp")
-    with backends.load(tiny.trap, "llama-cpp") as model:
-        assert model.path == tiny.trap
+    with backends.load(tiny.trap, "llama-cpp") as truth, backends.load(tiny.trap, "ik-llama") as copy:
+        assert truth.path == tiny.trap
+        assert exhaust(trust.comparing_models(truth, copy)).mean_kl < 0.01
 
 
 @pytest.mark.usefixtures("ik")
@@ -206,6 +374,7 @@ def test_what_is_known_of_one_build_is_not_taken_for_another(tiny: TinyFiles, tm
 
 
 def test_builds_are_told_apart_by_any_of_their_libraries(tmp_path: Path) -> None:
+    """And one for another CPU is known before it computes."""
     (tmp_path / "libllama.so").write_bytes(b"interface")
     (tmp_path / "libggml.so").write_bytes(bytes(1 << 20))
     (tmp_path / "readme").write_text("not a library")
@@ -215,39 +384,29 @@ def test_builds_are_told_apart_by_any_of_their_libraries(tmp_path: Path) -> None
     (tmp_path / "libggml.so").write_bytes(bytes(1 << 19) + b"k" * (1 << 19))
     assert ggml_module.digest(tmp_path) != first
     assert len(first) == 8
-
-
-def test_a_build_for_another_cpu_is_known_before_it_computes() -> None:
     assert ggml_module.foreign_features(["AVX2", "AVX-512", "AVX512-VNNI"], ["AVX2"]) == ["AVX-512", "AVX512-VNNI"]
     assert ggml_module.foreign_features(["AVX2", "AVX-512"], ["AVX2", "AVX-512"]) == []
     assert ggml_module.foreign_features(["AVX2", "AVX-512"], []) == []  # it is not told what this CPU has
 
 
-def test_fingerprints_differ_where_files_do(tiny: TinyFiles, tmp_path: Path) -> None:
+def test_fingerprints_differ_where_files_do_and_stay(tiny: TinyFiles, tmp_path: Path) -> None:
+    """Calibrations, verdicts and saved conversations are kept by them; of a model in parts they are of all."""
     data = bytearray(tiny.bpe.read_bytes())
     copy = tmp_path / "copy.gguf"
     copy.write_bytes(data)
-    assert trust.fingerprint(copy) == trust.fingerprint(tiny.bpe)
+    assert fingerprint(copy) == fingerprint(tiny.bpe)
     data[-1] ^= 1
     copy.write_bytes(data)
-    assert trust.fingerprint(copy) != trust.fingerprint(tiny.bpe)
-
-
-def test_a_model_in_parts_has_the_fingerprint_of_all_of_them(tmp_path: Path) -> None:
+    assert fingerprint(copy) != fingerprint(tiny.bpe)
+    copy.write_bytes(bytes(range(256)) * 20)
+    assert fingerprint(copy) == "b833fbe216957019a7d244b4edfa095c"
     (tmp_path / "other").mkdir()
     parts = ggufs.write_in_parts(tmp_path)
     others = ggufs.write_in_parts(tmp_path / "other", seed=5)
     assert parts[0].read_bytes() == others[0].read_bytes()
-    prints = {trust.fingerprint(each[0]) for each in (parts, others)}
+    prints = {fingerprint(each[0]) for each in (parts, others)}
     parts[1].unlink()
-    assert len({*prints, trust.fingerprint(parts[0])}) == 3
-
-
-def test_fingerprints_of_single_files_stay(tmp_path: Path) -> None:
-    """Calibrations, verdicts and saved conversations are kept by them."""
-    path = tmp_path / "file.gguf"
-    path.write_bytes(bytes(range(256)) * 20)
-    assert trust.fingerprint(path) == "b833fbe216957019a7d244b4edfa095c"
+    assert len({*prints, fingerprint(parts[0])}) == 3
 
 
 @pytest.mark.parametrize("name", ["ik-llama", "llama-cpp", "reference"])
@@ -269,7 +428,7 @@ def test_copies_of_a_model_in_parts_are_one_file_each(tmp_path: Path) -> None:
         assert set(copy.tensors) == set(original.tensors)
         assert not [key for key in copy.metadata if key.startswith("split.")]
     parts = ggufs.write_in_parts(tmp_path, tensor_type="Q8_0")
-    light = repack.lighter_copy(parts[0], trust.fingerprint(parts[0]), lambda line: None)
+    light = repack.lighter_copy(parts[0], fingerprint(parts[0]), lambda line: None)
     assert light is not None
     with backends.load(light, "ik-llama", check=False) as model:
         assert model.size_bytes < sum(path.stat().st_size for path in parts)
@@ -314,6 +473,7 @@ import sys
 from pathlib import Path
 from localspec.backends import load
 from localspec.errors import EngineError
+from localspec.model_files.fingerprint import fingerprint
 model, contexts = load(Path(sys.argv[1]), "ik-llama"), []
 try:
     while True:
@@ -356,27 +516,34 @@ def test_the_next_engine_takes_what_one_does_not_compute(tiny: TinyFiles) -> Non
 
 @pytest.mark.usefixtures("ik")
 def test_a_file_is_tried_once_and_only_if_it_is_of_an_unfamiliar_kind(
-    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
+    tiny: TinyFiles, isolated_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried: list[str] = []
-    run = trial._run
-    monkeypatch.setattr(trial, "_run", lambda path, *rest: (tried.append(path.name), run(path, *rest))[1])
+    """And with several sequences only when they are asked for. What dies there is refused here; a child that was killed
+    from outside says nothing of the file."""
+    tried: list[tuple[str, str]] = []
+    run = trial.run_child
+
+    def counted(code: str, arguments: Any, tick: Any) -> int:
+        tried.append((Path(arguments[0]).name, arguments[-1]))
+        return run(code, arguments, tick)
+
+    monkeypatch.setattr(trial, "run_child", lambda *_: -int(signal.SIGTERM))
+    with pytest.raises(UnsupportedModel):
+        ik_llama.load(tiny.hybrid)
+    monkeypatch.setattr(trial, "run_child", counted)
     for _ in range(2):
         ik_llama.load(tiny.bpe).close()
         ik_llama.load(tiny.hybrid).close()
         with pytest.raises(UnsupportedModel, match="does not compute this 'mamba' model"):
             ik_llama.load(tiny.recurrent)
-    assert tried == [tiny.hybrid.name, tiny.recurrent.name]
-
-
-@pytest.mark.usefixtures("ik")
-def test_a_child_that_was_killed_says_nothing_of_the_file(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = trial._run
-    monkeypatch.setattr(trial, "_run", lambda *_: -int(signal.SIGTERM))
-    with pytest.raises(UnsupportedModel):
-        ik_llama.load(tiny.hybrid)
-    monkeypatch.setattr(trial, "_run", run)
-    ik_llama.load(tiny.hybrid).close()
+        with ik_llama.load(tiny.sliding, n_threads=1) as model, model.new_batch(2, 64) as batch:
+            batch.decode([Piece(0, [7, 8]), Piece(1, [7])])
+    names = [(each.name, "one") for each in (tiny.hybrid, tiny.recurrent, tiny.sliding)]
+    assert tried == [*names, (tiny.sliding.name, "several")]
+    monkeypatch.setattr(trial, "fingerprint", lambda path: "another file")
+    monkeypatch.setattr(trial, "run_child", lambda code, arguments, tick: -6 if arguments[-1] == "several" else 0)
+    with ik_llama.load(tiny.sliding, n_threads=1) as model, pytest.raises(UnsupportedModel, match="several sequences"):
+        model.new_batch(2, 64)
 
 
 @pytest.mark.usefixtures("ik")
@@ -388,21 +555,16 @@ def test_a_trial_can_be_cancelled(tiny: TinyFiles, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("ik")
-def test_what_no_engine_knows_is_one_clear_error(tmp_path: Path) -> None:
+def test_what_no_engine_knows_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     vocab = ggufs.bpe_vocab()
     weights = {"token_embd.weight": np.zeros((len(vocab), 32), np.float32)}
     path = ggufs.write_gguf(tmp_path / "odd.gguf", "nonsense", vocab_metadata(vocab), weights)
     with pytest.raises(LocalspecError, match=r"odd\.gguf.*'nonsense'") as caught:
         backends.load(path)
     assert "\n" not in str(caught.value)
-
-
-def test_errors_of_all_engines_are_told_once_each(tiny: TinyFiles) -> None:
-    same = [UnsupportedModel("it is no model"), UnsupportedModel("it is no model")]
-    assert backends._only_error(tiny.bpe, list(same)) is same[0]
-    error = backends._only_error(tiny.bpe, [UnsupportedModel("a: no"), EngineError("b: no")])
-    assert isinstance(error, UnsupportedModel)
-    assert str(error) == f"no engine here can run {tiny.bpe.name}: a: no; b: no"
+    monkeypatch.setattr(backends, "candidates", lambda n: ["reference", "mlx"])
+    with pytest.raises(UnsupportedModel, match=r"^no engine here can run odd.gguf: .* computes 'llama' only; .*mlx"):
+        backends.load(path)
 
 
 @pytest.mark.parametrize("name", ["ik-llama", "llama-cpp"])

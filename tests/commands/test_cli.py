@@ -228,7 +228,7 @@ SPARING_ASKED = "1.12 GB (491 MB more for a draft model, if"
 UNFETCHED = "was not fetched; localspec list --all shows smaller models"
 YES, SPARING, LATE, OFFLINE = {"yes": True}, {"sparing": True}, {"late": True}, {"offline": True}
 
-# The model, the drafters and options; what is typed (None: nobody is there); what is fetched; what is said, and the
+# The model, the drafters and options; what is typed (None: no terminal); what is fetched; what is said, and the
 # error if there is one.
 FETCHES: list[tuple[str | None, list[str], dict[str, Any], str | None, list[str], str, str]] = [
     (None, ["auto"], {}, None, [TARGET, DRAFT], f"fetching {TARGET} and {DRAFT} (1.6 GB), once", ""),

@@ -44,7 +44,7 @@ def published(request: pytest.FixtureRequest, tiny: TinyFiles, tmp_path_factory:
 def test_generate_and_replay_show_its_rounds(
     published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same text as without it; and its draft tokens in the events, of which ``replay`` makes a page."""
+    """The same text as without it; its draft tokens are in the events, and ``replay`` makes a page of them."""
     asked = ["-p", "one two one two", "--max-tokens", "24", "--temperature", "0", "--format", "events"]
     texts: list[str] = []
     for draft in (["--draft", published.draft, "--draft-only", "--draft-length", "3"], ["--draft", "none"]):

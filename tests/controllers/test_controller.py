@@ -82,6 +82,23 @@ def test_close_to_the_best_fixed_length_in_hindsight(curve: str, draft_share: fl
     assert here.run(auto(here), N_TOKENS) >= 0.95 * best
 
 
+@pytest.mark.parametrize("curve", CURVES)
+def test_the_longer_a_round_trip_the_deeper_the_drafts(curve: str) -> None:
+    """A network adds the same time to every pass, so that wider ones cost less in proportion."""
+    depths = []
+    for delay_ms in (0.0, 2.0, 10.0, 50.0):
+        times = PassTimes({width: ms + 2 * delay_ms for width, ms in CURVES[curve].items()})
+        controller = AutoController(times, {}, {"ngram": SourceAcceptance(COPIED)})
+        controller.plan(room=100, n_past=64)  # the answer begins
+        controller.time_budget.balance = controller.time_budget.in_answer = 50.0
+        plan, room = controller.plan(room=100, n_past=64), MAX_DRAFT
+        while plan.keep("ngram", 0.85) is not None:
+            room -= 1
+        depths.append(MAX_DRAFT - room)
+    assert depths == sorted(depths)
+    assert depths[0] < depths[-1] or depths[0] == MAX_DRAFT
+
+
 def test_a_slower_machine_is_noticed_and_not_mistaken_for_a_bad_draft() -> None:
     here = world("ik", 0.2, "stationary 0.8")
     here.slowdown = lambda position: 3.0 if position > 150 else 1.0

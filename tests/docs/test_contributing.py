@@ -106,7 +106,7 @@ def test_a_drafter_is_added_as_the_page_says(copy: Copy, tiny: TinyFiles, tmp_pa
     copy.answer(str(tiny.quick.target), "--backend", "reference", "--draft", "toy", "--draft-length", "3")
     assert '"toy": {"num_draft_tokens"' in copy.said
     arms = ("--arm", "toy:4", "--backend", "reference", "--draft", "toy", "--prompts", str(question))
-    limits = ("--minutes", "0.1", "--ctx", "512", "--max-tokens", "20")
+    limits = ("--minutes", "0.02", "--repeats", "1", "--ctx", "512", "--max-tokens", "8")
     copy.python("-m", "localspec", "bench", str(tiny.quick.target), *arms, *limits)
     assert "toy:4" in copy.said
 

@@ -13,7 +13,6 @@ import pytest
 from localspec import LLM, EngineMismatch, SamplingParams, backends
 from localspec.backends import trust
 from localspec.backends.base import Forward
-from localspec.backends.trust import fingerprint
 from localspec.controllers import calibration
 from localspec.controllers.calibration import CalibrationCache
 from localspec.controllers.cost_model import PassTimes
@@ -22,6 +21,7 @@ from localspec.engine import pair as pair_module
 from localspec.engine.options import LoadOptions
 from localspec.engine.pair import Preparation
 from localspec.errors import Cancelled, EngineError, LocalspecError
+from localspec.model_files.fingerprint import fingerprint
 from localspec.system.steps import Steps, exhaust
 from tests.conftest import TinyFiles, open_backend
 from tests.support.heads import write_random_head

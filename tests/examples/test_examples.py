@@ -95,11 +95,3 @@ def test_openai_client_on_a_real_model(
     accepted = int(re.search(r"with a prediction: .* guesses: (\d+) accepted", out)[1])  # type: ignore[index]
     # Most of the edit is the text that was predicted, though not its first words.
     assert accepted > 10
-
-
-@pytest.mark.real
-def test_embed_async_on_a_real_model(
-    example: Callable[[str], Any], real_model: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert asyncio.run(example("embed_async").main(str(real_model("smollm2-135m")), "ngram")) == 0
-    assert "cancelled by the deadline" in capsys.readouterr().out

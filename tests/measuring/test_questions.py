@@ -99,17 +99,15 @@ def words(prompt: dict) -> list[str]:
     return re.findall(r"\w+", " ".join(prompt["turns"]).lower())
 
 
-def test_every_line_has_the_four_fields(prompts: list[dict]) -> None:
+def test_every_line_has_the_four_fields_and_a_length_of_what_people_ask(prompts: list[dict]) -> None:
+    assert len({prompt["id"] for prompt in prompts}) == len(prompts)
     for prompt in prompts:
+        assert 15 <= len(words(prompt)) <= 500, (prompt["id"], len(words(prompt)))
         assert list(prompt) == ["id", "set", "category", "turns"]
         assert prompt["set"] in ("tuning", "report")
         assert re.fullmatch(rf"{prompt['category']}-\d+", prompt["id"])
         assert prompt["turns"]
         assert all(isinstance(turn, str) and turn == turn.strip() and turn for turn in prompt["turns"])
-
-
-def test_ids_are_unique(prompts: list[dict]) -> None:
-    assert not [name for name, n in Counter(prompt["id"] for prompt in prompts).items() if n > 1]
 
 
 def test_every_category_has_prompts_to_tune_on_and_to_report(prompts: list[dict]) -> None:
@@ -119,11 +117,6 @@ def test_every_category_has_prompts_to_tune_on_and_to_report(prompts: list[dict]
         assert counts[category, "tuning"] >= 3, category
         assert counts[category, "report"] >= 3, category
     assert (counts["repeat", "tuning"], counts["repeat", "report"]) == (1, 2)
-
-
-def test_prompts_are_as_long_as_what_people_ask(prompts: list[dict]) -> None:
-    for prompt in prompts:
-        assert 15 <= len(words(prompt)) <= 500, (prompt["id"], len(words(prompt)))
 
 
 def test_no_two_prompts_share_a_run_of_words(prompts: list[dict]) -> None:

@@ -56,15 +56,12 @@ def test_other_arms_are_refused(text: str) -> None:
         parse_arm(text)
 
 
-def test_an_arm_s_drafters_are_those_it_names_or_all() -> None:
+def test_an_arm_s_drafters_are_those_it_names_or_all_and_it_says_which_it_lacks() -> None:
     loaded = ["ngram", "model", "model2"]
     assert PLAIN.among(loaded) == []
     assert parse_arm("auto").among(loaded) == loaded
     assert parse_arm("model:4").among(loaded) == ["model"]
     assert Arm("both", ("model2", "ngram"), "auto").among(loaded) == ["ngram", "model2"]
-
-
-def test_an_arm_says_which_drafter_it_lacks() -> None:
     PLAIN.check([])
     parse_arm("model:2").check(["ngram", "model"])
     with pytest.raises(UsageError, match="no drafter 'model' is loaded"):
@@ -126,11 +123,8 @@ def test_slices_keep_all_answers_as_far() -> None:
     assert order[:3] == [0, 1, 2]
     assert [each.finish_reason for each in answers] == ["length"] * 3
     assert [order.count(i) for i in range(3)] == [5, 4, 2]
-
-
-def test_whole_answers_come_one_after_the_other() -> None:
     answers = [Talker(40, 1), Talker(9, 5)]
-    assert list(take_turns(answers, 0)) == [0, 1]
+    assert list(take_turns(answers, 0)) == [0, 1]  # whole answers one after the other
     assert all(each.finish_reason for each in answers)
 
 
@@ -202,6 +196,14 @@ def test_intervals_cover_the_true_median_as_often_as_they_say(n: int, repeats: i
         assert statistics.median(widths) < 0.8
 
 
+def test_estimates_of_few_questions() -> None:
+    one = estimate({"a": [1.0, 3.0, 2.0]})
+    assert one is not None
+    assert (one.median, one.low, one.high, one.level, one.is_firm) == (2.0, None, None, None, False)
+    assert estimate({}) is estimate_quotient({}, {"a": [1.0]}) is None
+    assert middle({"often": [9.0] * 50, "a": [1.0], "b": [1.2]}) == 1.2  # a question counts once
+
+
 def test_order_statistics_are_those_of_the_sign_test_s_table() -> None:
     values = list(range(1, 31))
     assert order_statistics(values[:6], 0.95) == (1, 6)
@@ -226,20 +228,6 @@ def test_the_range_of_few_questions_covers_as_often_as_it_says(n: int) -> None:
     level = range_level(n)
     assert level < LEVEL <= range_level(FEWEST)
     assert abs(hits / 3000 - level) < 4 * np.sqrt(level * (1 - level) / 3000)
-
-
-def test_one_question_has_no_interval_and_none_no_estimate() -> None:
-    one = estimate({"a": [1.0, 3.0, 2.0]})
-    assert one is not None
-    assert (one.median, one.low, one.high, one.level) == (2.0, None, None, None)
-    assert not one.is_firm
-    assert estimate({}) is None
-    assert estimate_quotient({}, {"a": [1.0]}) is None
-
-
-def test_a_question_counts_once_however_often_it_was_asked() -> None:
-    values = {"often": [9.0] * 50, "a": [1.0], "b": [1.2]}
-    assert middle(values) == 1.2
 
 
 def test_a_quotient_of_medians_covers_too() -> None:

@@ -53,11 +53,6 @@ def test_entries_are_sound(entry: Entry) -> None:
     SamplingParams(**{key: value for key, value in entry.chat.items() if key != "system"})
 
 
-def test_files_have_names_of_their_own() -> None:
-    files = [entry.file for entry in CATALOG.values()]
-    assert len(set(files)) == len(files)
-
-
 def put(entry: Entry, path: Path | None = None) -> Path:
     """A file of the right size; sparse, so it takes no room."""
     path = path or entry.path
@@ -106,6 +101,10 @@ def test_what_cannot_be_resolved(spec: str, error: type[Exception], words: str) 
 
 
 def test_drafts_and_chat_defaults(tmp_path: Path) -> None:
+    larger, second = put(CATALOG["qwen3-8b"]), put(CATALOG["qwen3-1.7b"])
+    assert CATALOG.draft_for(larger) == second
+    first = put(CATALOG["qwen3-0.6b"])
+    assert CATALOG.draft_for(larger) == first
     target = CATALOG["qwen2.5-coder-1.5b"]
     path = put(target)
     assert CATALOG.draft_for(path) is None  # not pulled
@@ -138,17 +137,12 @@ def test_heads_of_the_same_sizes_go_by_the_catalogue(tmp_path: Path) -> None:
     assert CATALOG.sort_heads(files, tmp_path / "mine.gguf") == files  # which may be any of them
 
 
-def test_second_choice_of_draft() -> None:
-    target = put(CATALOG["qwen3-8b"])
-    second = put(CATALOG["qwen3-1.7b"])
-    assert CATALOG.draft_for(target) == second
-    first = put(CATALOG["qwen3-0.6b"])
-    assert CATALOG.draft_for(target) == first
-
-
 def test_the_default_pair_gives_way_where_memory_or_disk_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     def names() -> list[str]:
         return [entry.name for entry in CATALOG.default_pair()]
+
+    assert len({entry.file for entry in CATALOG.values()}) == len(CATALOG)
+    assert catalog.free_bytes(models_dir() / "not" / "there" / "yet") > 0
 
     monkeypatch.setattr(catalog, "read_memory", lambda: SystemMemory(16 << 30, 1 << 30))
     monkeypatch.setattr(catalog, "free_bytes", lambda folder: 100 << 30)
@@ -163,14 +157,13 @@ def test_the_default_pair_gives_way_where_memory_or_disk_is_short(monkeypatch: p
     assert names() == ["qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"]  # nothing more to write
 
 
-def test_room_on_a_disk_can_be_measured(tmp_path: Path) -> None:
-    assert catalog.free_bytes(tmp_path / "not" / "there" / "yet") > 0
-
-
 # -- the environment --------------------------------------------------------------------------------------------------
 
 
-def test_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_home_and_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for value, expected in (("", False), ("0", False), ("false", False), ("1", True), ("yes", True)):
+        monkeypatch.setenv("LOCALSPEC_OFFLINE", value)
+        assert offline() is expected
     monkeypatch.setenv("LOCALSPEC_HOME", str(tmp_path / "h"))
     assert home() == tmp_path / "h"
     monkeypatch.setenv("LOCALSPEC_HOME", "~/somewhere")
@@ -178,14 +171,6 @@ def test_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LOCALSPEC_HOME", " ")
     assert home().name == "localspec"
     assert not (tmp_path / "h").exists()
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"), [("", False), ("0", False), ("false", False), ("1", True), ("yes", True)]
-)
-def test_offline(monkeypatch: pytest.MonkeyPatch, value: str, expected: bool) -> None:
-    monkeypatch.setenv("LOCALSPEC_OFFLINE", value)
-    assert offline() is expected
 
 
 def test_source_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,14 +137,6 @@ def test_which_targets_a_head_fits() -> None:
         assert words in refused.why
 
 
-def test_a_head_of_a_real_target_fits_it(tiny: TinyFiles, tmp_path: Path) -> None:
-    card = read_card(write_random_head(tiny.pair.target, tmp_path / "head.gguf", n_out=40))
-    with GGUFFile(tiny.pair.target) as file:
-        assert fit(card, TargetFacts.of(file, card.target.fingerprint)).exact
-    with GGUFFile(tiny.pair.draft) as file:
-        assert "layers" in fit(card, TargetFacts.of(file, "another")).why
-
-
 def test_tensors_that_are_missing_or_too_many_are_named(tmp_path: Path) -> None:
     path = write_head(tmp_path / "head.gguf", CARD, random_weights(CARD))
     raw = path.read_bytes()
@@ -162,3 +154,7 @@ def test_models_and_heads_are_not_mistaken_for_each_other(tiny: TinyFiles, tmp_p
     head = write_random_head(tiny.bpe, tmp_path / "head.gguf")
     with GGUFFile(head) as file, pytest.raises(UnsupportedModel, match="a head that drafts for another model"):
         file.check_generates_text()
+    card = read_card(write_random_head(tiny.pair.target, head, n_out=40))
+    with GGUFFile(tiny.pair.target) as file, GGUFFile(tiny.pair.draft) as other:
+        assert fit(card, TargetFacts.of(file, card.target.fingerprint)).exact
+        assert "layers" in fit(card, TargetFacts.of(other, "another")).why

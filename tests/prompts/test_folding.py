@@ -12,7 +12,7 @@ import pytest
 
 from localspec.errors import TemplateError, UsageError
 from localspec.prompts import template_sandbox
-from localspec.prompts.folding import folded, rendered
+from localspec.prompts.folding import folded
 from localspec.prompts.templates import ChatTemplate
 from localspec.server.tools import messages_for
 from tests.support.chat_templates import CONVERSATIONS, TEMPLATES, TOOLS, A, U
@@ -91,47 +91,16 @@ def test_the_last_answer_is_gone_on_with(name: str) -> None:
         assert all(holds(prompt, text) for text in texts_of(messages))
 
 
-def test_a_conversation_whose_texts_are_found_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short texts, which a template may print by chance, and refusals take a probe; the pieces are the same."""
-    template = ChatTemplate(TEMPLATES["gemma 2"], "<s>", "</s>")
-    n_rendered = 0
-    render = ChatTemplate.render_segments
-
-    def counted(self: ChatTemplate, *args: Any, **options: Any) -> Any:
-        nonlocal n_rendered
-        n_rendered += 1
-        return render(self, *args, **options)
-
-    monkeypatch.setattr(ChatTemplate, "render_segments", counted)
-    question, answer = "What colour has the sea?", "It is blue, mostly."
-    talk = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    for last, n_expected in (("And at night, is it black?", 1), ("Why?", 2)):
-        n_rendered, messages = 0, [*talk, {"role": "user", "content": last}]
-        pieces = rendered(template, messages, None, {})
-        assert n_rendered == n_expected
-        assert pieces == render(template, folded(template, messages, None, {}).messages)
-    messages = [{"role": "system", "content": "Answer in one word."}, *talk[:1]]
-    pieces = rendered(template, messages, None, {})
-    assert all(message["content"] in "".join(text for text, _ in pieces) for message in messages)
-
-
 def test_what_is_found_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     template, known = ChatTemplate(TEMPLATES["gemma 2"], "<s>", "</s>"), dict[Any, Any]()
-    n_rendered = 0
-    render = ChatTemplate.render
-
-    def counted(self: ChatTemplate, *args: Any, **options: Any) -> str:
-        nonlocal n_rendered
-        n_rendered += 1
-        return render(self, *args, **options)
-
-    monkeypatch.setattr(ChatTemplate, "render", counted)
+    calls, render = list[int](), ChatTemplate.render
+    monkeypatch.setattr(ChatTemplate, "render", lambda *args, **options: calls.append(1) or render(*args, **options))
     messages = messages_for(CONVERSATIONS["turns"])
     folded(template, messages, None, known)
-    assert n_rendered > 1
-    n_rendered = 0
+    assert len(calls) > 1
+    calls.clear()
     folded(template, [*messages, *messages[2:]], None, known)
-    assert n_rendered == 1
+    assert len(calls) == 1
 
 
 def test_what_no_template_way_can_say_is_refused() -> None:

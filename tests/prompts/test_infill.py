@@ -79,11 +79,6 @@ def test_sentencepiece_puts_no_space_before_the_suffix(tmp_path: Path) -> None:
     assert "".join(text[text.index("▁<SUF>") + 1 : -1]) == "that"
 
 
-def test_a_model_without_the_tokens_says_so(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no fill-in-the-middle tokens"):
-        fill_prompt(encoder_for(tmp_path, ()), "a", "b", room=100)
-
-
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> PromptEncoder:
     return encoder_for(tmp_path_factory.mktemp("qwen"), FAMILIES["qwen"])
@@ -98,11 +93,14 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> PromptEncoder:
         ("a", "", {"a.py": 1}, "context_files must be"),
         ("a", "", ["a.py"], "context_files must be"),
         ("a", "", 3, "context_files must be"),
+        ("a", "b", "none", "no fill-in-the-middle tokens"),
     ],
 )
-def test_what_makes_no_sense(qwen: PromptEncoder, prefix: Any, suffix: Any, files: Any, message: str) -> None:
+def test_what_makes_no_sense(
+    qwen: PromptEncoder, tmp_path: Path, prefix: Any, suffix: Any, files: Any, message: str
+) -> None:
     with pytest.raises(UsageError, match=message):
-        fill_prompt(qwen, prefix, suffix, files, room=100)
+        fill_prompt(qwen if files != "none" else encoder_for(tmp_path, ()), prefix, suffix, files, room=100)
 
 
 def letters(n: int, first: str) -> str:

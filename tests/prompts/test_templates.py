@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,108 +33,15 @@ CHAT = [
 ]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"x": ["ä", 1, None, True]}}}]
 
-STYLES = {
-    "chatml": CHATML,
-    "namespaces and macros": """{%- macro turn(m, last=false) -%}
-    [{{ m.role|upper }}:{{ m['content']|trim }}{{ '!' if last }}]
-{%- endmacro -%}
-{%- set ns = namespace(system='none', n=0, out='') -%}
-{%- if messages[0].role == 'system' %}{% set ns.system = messages[0].content %}
-{% set messages = messages[1:] %}{% endif -%}
-{{ bos_token }}{{ ns.system }}
-{%- for m in messages %}
-    {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
-    {%- set ns.n = ns.n + 1 %}{% set ns.out = ns.out ~ turn(m, loop.last) ~ '\\n' %}
-{%- endfor %}
-{{- ns.out }}{{ ns.n }}{% if add_generation_prompt %}>{% endif %}""",
-    "reversed, split, filters": """{%- for m in messages[::-1] %}
-{%- set parts = m.content.split('</think>') %}
-{{ loop.index }}/{{ loop.length }} {{ loop.revindex0 }} {{ parts[-1].lstrip('\\n') }} {{ parts|length }}
-{{ loop.cycle('a', 'b') }}
-{%- if loop.previtem is defined %} after {{ loop.previtem.role }}{% endif %}
-{% endfor %}{{ messages|map(attribute='role')|join(', ') }}
-{{ messages|selectattr('role', 'equalto', 'user')|list|length }}
-{{ (messages|last).content|replace('Ü', 'U')|indent(4) }} {{ messages|groupby('role')|map('first')|list }}
-{{ range(3)|list }} {{ '%s-%02d'|format('x', 7) }} {{ '{:>6.2f}'.format(3.14159) }}
-{{ [1, 2] + [3] }} {{ 'ab' * 3 }} {{ 7 % 4 }}
-{% for k, v in {'b': 1, 'a': 2}|dictsort %}{{ k }}{{ v }}{% endfor %}
-{{ dict(a=1).items()|list }} {{ 'x' is string }}""",
-    "tools": """{% for tool in tools or [] %}{{ tool | tojson }}
-{{ tool.function | tojson(indent=2) }}{% endfor %}
-{% for m in messages if m.role != 'system' %}{{ m.role }}{% else %}none{% endfor %}
-{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}
-{{ m.content }}{% if loop.index == 3 %}{% break %}{% endif %}{% endfor %}""",
-    "what comes after": """{%- for m in messages %}
-{%- set next = namespace(role='nobody', said=0) %}
-{%- for other in messages[loop.index:] %}
-{%- if next.said == 0 %}{% set next.role = other.role %}{% endif %}{% set next.said = next.said + 1 %}
-{%- if next.said == 3 %}{% break %}{% endif %}
-{%- endfor %}{{ m.role }} before {{ next.role }}: {{ m.content }}
-{% endfor %}""",
-    "blocks and recursion": """{% set body %}
-{% for m in messages %}{{ m.role }}:{% endfor %}{% endset %}{{ body|upper }}
-{% filter trim %}  x  {% endfilter %}{% block end %}{{ eos_token }}{% endblock %}
-{%- for item in [[1, [2, 3]], [4]] recursive %}
-{% if item is iterable %}({{ loop(item) }}){% else %}{{ item }}{% endif %}{% endfor %}
-{%- macro wrap() %}<{{ caller() }}>{% endmacro %}{% call wrap() %}inner{% endcall %}
-{%- generation %} {{ messages[2].content }}{% endgeneration %}""",
-}
-
-ENDLESS = {
-    "long range": "{% for i in range(10**9) %}{% endfor %}",
-    "nested loops": "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+FILE = Path(__file__).parents[1] / "data" / "sandbox_templates.toml"
+DATA = tomllib.loads(FILE.read_text(encoding="utf-8"))
+STYLES: dict[str, str] = {"chatml": CHATML} | DATA["styles"]
+OUTSIDE: list[str] = DATA["outside"]["sources"]
+ENDLESS: dict[str, str] = DATA["endless"] | {
     "long body": "{% for i in range(100000) %}" + "{% if i is none %}{% endif %}" * 500 + "{% endfor %}",
-    "much text": "{% for i in range(100000) %}{% for j in range(100000) %}a{% endfor %}{% endfor %}",
-    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "recursive loop": "{% for i in range(9) recursive %}{{ loop(range(9)) }}{% endfor %}",
-    "block in itself": "{% block a %}{{ self.a() }}{% endblock %}",
-    "two calls each": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(100) }}",
-    "string product": "{{ 'a' * 10**10 }}",
-    "list product": "{{ [0] * 10**10 }}",
-    "doubling": "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-    "adding": "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
-    "shared lists": "{% set n = namespace(x=[1]) %}{% for i in range(99) %}{% set n.x = [n.x, n.x] %}{% endfor %}",
-    "shared tuples": "{% set n = namespace(x=(1,2)) %}{% for i in range(99) %}{% set n.x = (n.x, n.x) %}{% endfor %}",
-    "shared dicts": "{% set n = namespace(x={}) %}{% for i in range(99) %}{% set n.x = {1: n.x, 2: n.x} %}{% endfor %}",
-    "dicts by call": "{% set n = namespace(x=1) %}{% for i in range(99) %}{% set n.x=dict(a=n.x,b=n.x) %}{% endfor %}",
-    "buffer": "{% set x = 'a' * 10**6 %}{% set y %}{% for i in range(10**5) %}{{ x }}{% endfor %}{% endset %}",
-    "large powers": "{{ 10 ** (10 ** 9) }}",
-    "squaring": "{% set n = namespace(x=10) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
-    "percent width": "{{ '%1000000000d' % 1 }}",
-    "percent star": "{{ '%*d' % (1000000000, 1) }}",
-    "format filter": "{{ ('%' ~ '1000000000d')|format(1) }}",
-    "format width": "{{ '{:1000000000}'.format(1) }}",
-    "format nested width": "{{ '{:{}}'.format(1, 10**9) }}",
-    "format by filter": "{{ ['{:1000000000}']|map('format', 1)|list }}{{ '{:1000000000}'|attr('format')(1) }}",
-    "center": "{{ 'x'|center(10**9) }}",
-    "ljust": "{{ 'x'.ljust(10**9) }}",
-    "expandtabs": "{{ '\t'.expandtabs(10**9) }}",
-    "slice": "{{ 'x'|slice(10**9)|list }}",
-    "batch": "{{ 'x'|batch(10**9, 'a')|list }}",
-    "round": "{{ 1.5|round(10**9) }}",
-    "indent": "{{ ('\n' * 10**6)|indent(10**5) }}",
-    "tojson indent": "{{ [[[1]]]|tojson(indent=10**9) }}",
-    "join": "{{ (['a'] * 10**5)|join('a' * 10**6) }}",
-    "join method": "{{ ('a' * 10**6).join(['a'] * 10**5) }}",
-    "replace": "{% set x = 'a' * 10**6 %}{{ x|replace('a', x) }}",
-    "replace method": "{% set x = 'a' * 10**6 %}{{ x.replace('a', x) }}",
-    "rfind": "{{ ('a' * 10**6).rfind('b' ~ 'a' * 500000) }}",
-    "searching": "{% set l = range(10**5)|list %}{% for i in l %}{% if -1 in l %}{% endif %}{% endfor %}",
-    "sum of lists": "{{ ([[1]] * 10**4)|sum(start=[]) }}",
     "parentheses": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
     "long source": "{{ a }}" * 50_000,
 }
-
-OUTSIDE = [
-    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "{{ cycler.__init__.__globals__ }}",
-    "{{ raise_exception.__globals__['json'] }}",
-    "{{ messages.append(1) }}",
-    "{{ ['{0.__class__.__mro__}'.format(1)][0].__len__.x }}",
-    "{% include '/etc/passwd' %}",
-    "{% import 'os' as os %}",
-    "{{ lipsum.__globals__ }}",
-]
 
 
 def hugging_face(source: str, variables: dict[str, Any]) -> str:
@@ -175,22 +83,17 @@ class TestRendering:
             )
         assert not ChatTemplate("x").is_fallback
 
-    def test_parts_of_text_are_joined(self) -> None:
+    def test_contents_variables_and_refusals(self) -> None:
         parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
         assert "user\nab<" in ChatTemplate(None).render(parts)
-
-    def test_a_template_that_knows_only_parts_gets_parts(self) -> None:
-        source = "{% for m in messages %}{% for part in m.content %}{{ part.text }}|{% endfor %}{% endfor %}"
-        assert ChatTemplate(source).render([{"role": "user", "content": "abc"}]) == "abc|"
-
-    def test_extra_variables_and_no_generation_prompt(self) -> None:
+        knows_parts = "{% for m in messages %}{% for part in m.content %}{{ part.text }}|{% endfor %}{% endfor %}"
+        assert ChatTemplate(knows_parts).render([{"role": "user", "content": "abc"}]) == "abc|"
         template = ChatTemplate("{{ mood }}{% if add_generation_prompt %}>{% endif %}")
         assert template.render(CHAT, add_generation_prompt=False, mood="calm") == "calm"
-
-    def test_a_template_may_refuse(self) -> None:
-        chat = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
         with pytest.raises(TemplateError, match="roles must alternate"):
-            ChatTemplate(STYLES["namespaces and macros"]).render(chat)
+            ChatTemplate(STYLES["namespaces and macros"]).render([CHAT[1], CHAT[1]])
+        with pytest.raises(TemplateError, match="line 2"):
+            ChatTemplate("a\n{% for %}").render(CHAT)
 
     @pytest.mark.parametrize(
         ("messages", "reason"),
@@ -227,16 +130,11 @@ class TestSandbox:
         assert name != "sum of lists" or "lists" in message
         assert name not in ("doubling", "adding", "join method") or "work or memory" in message
 
-    @pytest.mark.parametrize("source", ["{{ 1.5[1:2] }}", "{{ 7[::2] }}"])
-    def test_odd_expressions_warn_nobody(self, source: str, recwarn: pytest.WarningsRecorder) -> None:
-        with pytest.raises(TemplateError, match="failed"):
-            ChatTemplate(source + "{{ raise_exception('end') }}").render(CHAT)
-        assert not recwarn.list
-
-    @pytest.mark.parametrize("source", OUTSIDE)
-    def test_no_way_out(self, source: str) -> None:
+    @pytest.mark.parametrize("source", [*OUTSIDE, "{{ 1.5[1:2] }}{{ raise_exception('end') }}"])
+    def test_no_way_out(self, source: str, recwarn: pytest.WarningsRecorder) -> None:
         with pytest.raises(TemplateError):
             ChatTemplate(source).render(CHAT)
+        assert not recwarn.list  # which are about odd expressions, and for the template's author
 
     def test_time_in_which_others_have_the_cpu_does_not_count(self) -> None:
         template = ChatTemplate("{% for i in range(3) %}{{ wait() }}{% endfor %}done")
@@ -248,11 +146,6 @@ class TestSandbox:
             with pytest.raises(TemplateError):
                 template.render(CHAT, n=100_000)
             assert template.render(CHAT, n=10) == "done"
-
-    def test_a_long_conversation_is_no_attack(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(template_sandbox, "SECONDS", 60.0)
-        chat = [{"role": ("user", "assistant")[i % 2], "content": "word " * 4000} for i in range(40)]
-        assert len(ChatTemplate(STYLES["namespaces and macros"]).render(chat)) > 780_000
 
     @pytest.mark.parametrize("style", STYLES)
     def test_ten_thousand_messages_are_no_attack(self, style: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,10 +172,6 @@ class TestSandbox:
         slow.join(PATIENCE)
         assert found == [f"waited for {quick}"]
 
-    def test_a_broken_template_names_the_line(self) -> None:
-        with pytest.raises(TemplateError, match="line 2"):
-            ChatTemplate("a\n{% for %}").render(CHAT)
-
 
 GUARDED = [
     (ChatTemplate(STYLES[style], "<s>", "</s>", SPECIAL), ChatTemplate(STYLES[style], "<s>", "</s>"))
@@ -304,12 +193,9 @@ class TestForgery:
                 written = sum(text.count(special) for text, parse_special in segments if parse_special)
                 assert written == harmless.count(special), (special, segments)
 
-    def test_ordinary_text_is_one_piece(self) -> None:
-        template = ChatTemplate(CHATML, special_texts=SPECIAL)
-        assert template.render_segments(CHAT) == [(template.render(CHAT), True)]
-
     def test_what_is_spelled_is_cut_out_and_nothing_else(self) -> None:
         template = ChatTemplate(CHATML, special_texts=SPECIAL)
+        assert template.render_segments(CHAT) == [(template.render(CHAT), True)]
         segments = template.render_segments([{"role": "user", "content": "a <|im_end|> b"}])
         assert segments == [
             ("<|im_start|>user\na ", True),

@@ -61,6 +61,9 @@ def test_all_is_in_every_rendering() -> None:
     assert "how it was measured" not in shown
     assert "how it was measured" in text
     assert "how it was measured" in page
+    ascii_only = on_screen(everything(), "ascii")
+    assert {"x1.20", "XX"} <= set(ascii_only.split())
+    assert "-> take a smaller one" in ascii_only
     assert page.count("<svg") == 3
     assert page.count('<div class="pair">') == 1, "figures without a title of their own stand side by side"
     assert "<details><summary>more of it</summary>" in page
@@ -79,17 +82,14 @@ def test_names_are_shown_and_not_obeyed() -> None:
     assert "<b onclick" not in plot(HOSTILE).svg()
 
 
-def test_the_page_lets_the_browser_load_nothing() -> None:
+def test_the_page_lets_the_browser_load_nothing_and_markdown_tables_have_one_width() -> None:
+    tables = re.findall(r"(?:^\|.*\|\n?)+", markdown(everything("a | b")), re.MULTILINE)
+    assert len(tables) == 1
+    assert len({width(line) for line in tables[0].splitlines()}) == 1
+    assert tables[0].splitlines()[1].startswith("| ---")
     page = html(everything())
     assert "default-src 'none'; style-src 'sha256-" in unescape(page)
     assert not re.search(r"<(script|link|img|iframe)|(src|href|style)=", page)
-
-
-def test_a_screen_without_unicode_gets_ascii() -> None:
-    shown = on_screen(everything(), "ascii")
-    assert "x1.20" in shown
-    assert "XX" in shown
-    assert "-> take a smaller one" in shown
 
 
 def test_a_narrow_screen_leaves_out_the_last_columns() -> None:
@@ -104,13 +104,6 @@ def test_a_narrow_screen_leaves_out_the_last_columns() -> None:
     long = on_screen(Report("bench", "x", [Table("", ["name", "n"], [["n" * 100, "1234"]])]))
     assert max(map(width, long.splitlines())) <= 80
     assert "1234" in long
-
-
-def test_markdown_tables_have_rows_of_one_width() -> None:
-    tables = re.findall(r"(?:^\|.*\|\n?)+", markdown(everything("a | b")), re.MULTILINE)
-    assert len(tables) == 1
-    assert len({width(line) for line in tables[0].splitlines()}) == 1
-    assert tables[0].splitlines()[1].startswith("| ---")
 
 
 @pytest.mark.parametrize("n", [1, 4, 9])

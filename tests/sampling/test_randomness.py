@@ -60,11 +60,11 @@ def test_draws_follow_their_probabilities(address: Callable[[int], tuple[Noise, 
     assert chi_square(counts_of(draws, LAW.ids), PROBS * len(draws)) > FALSE_ALARM
 
 
-@pytest.mark.parametrize("n", [1, 2, 5, 40, 3000])
+@pytest.mark.parametrize("n", [1, 2, 5, 40, 3000, 20_000])
 def test_a_draw_is_the_winner_of_a_race(n: int) -> None:
-    """Shortcuts aside, ``sample`` is argmin(e / p), e exponential by ``Noise``: 1000 laws of n tokens."""
+    """Shortcuts aside, ``sample`` is argmin(e / p), e exponential by ``Noise``: laws of n tokens."""
     rng = np.random.default_rng(n)
-    for position in range(1000):
+    for position in range(300 if n < 20_000 else 60):
         ids = np.sort(rng.choice(152_000, n, replace=False))
         probs = rng.dirichlet(np.full(n, rng.choice([0.05, 0.5, 5.0])))
         with np.errstate(divide="ignore"):
@@ -84,9 +84,15 @@ def test_uniform_numbers_are_uniform() -> None:
     for numbers in (
         [Noise(3).uniform(i, 1) for i in range(30_000)],
         [Noise(i).uniform(9, 1) for i in range(30_000)],
+        [Noise(2**64 - 1).uniform(i, 0) for i in range(30_000)],
     ):
         assert 0 < min(numbers) < max(numbers) < 1
         assert stats.kstest(numbers, "uniform").pvalue > FALSE_ALARM
+
+
+def test_no_seed_is_a_fresh_one() -> None:
+    assert Noise(None).seed != Noise(None).seed
+    assert Noise(-1).seed == 2**64 - 1
 
 
 def test_exponential_numbers_are_exponential() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,34 +19,25 @@ from localspec.backends import reference
 from localspec.commands.options import RunOptions, answer_form
 from localspec.errors import EngineUnavailable, UsageError
 from localspec.model_files.vocab import Vocab
-from localspec.sampling import constraint as constraint_module
 from localspec.sampling import grammar as grammar_module
 from localspec.sampling.constraint import Constraint, constraint_for
 from localspec.sampling.grammar import grammar_of
 from localspec.spec_decode.rounds import Round
-from tests.commands.test_cli import localspec
 from tests.conftest import TinyFiles
+from tests.support.grammars import thing
+from tests.support.program import localspec
 
 # Every string and number is bounded: a model of random weights would go on for ever inside one.
-PARENT = {
-    "type": "object",
-    "properties": {"é\n": {"const": "😀"}},
-    "required": ["é\n"],
-    "additionalProperties": False,
-}
-PERSON = {
-    "type": "object",
-    "properties": {
+PERSON = thing(
+    {
         "name": {"type": "string", "maxLength": 6},
         "age": {"type": "integer", "minimum": 0, "maximum": 150},
         "kind": {"enum": ["cat", "catfish", "dog"]},
         "tags": {"type": "array", "items": {"type": "string", "pattern": "^[a-c]{1,3}$"}, "maxItems": 3},
         "alive": {"type": "boolean"},
-        "parent": {"anyOf": [{"type": "null"}, PARENT]},
-    },
-    "required": ["name", "age", "kind", "tags", "alive", "parent"],
-    "additionalProperties": False,
-}
+        "parent": {"anyOf": [{"type": "null"}, thing({"é\n": {"const": "😀"}})]},
+    }
+)
 
 
 def schema_format(schema: Any) -> dict[str, Any]:
@@ -86,11 +75,11 @@ def answer(llm: LLM, params: SamplingParams, **options: Any) -> tuple[str, list[
         return stream.reply.text, stream.reply.token_ids, stream.reply.finish_reason, rounds
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_answers_are_valid_and_drafting_changes_nothing(llm: LLM, vocab: Vocab, seed: int) -> None:
     """Random weights say nonsense, so whatever is valid here is valid because of the mask."""
-    base = replace(PARAMS, seed=seed, temperature=[0.0, 0.7, 1.5, 3.0][seed % 4], top_k=[0, 40][seed % 2])
-    if seed % 3 == 0:
+    base = replace(PARAMS, seed=seed, temperature=[0.0, 0.7, 3.0][seed % 3], top_k=[0, 40][seed % 2])
+    if seed % 4 == 0:
         base = replace(base, repeat_penalty=1.2, logit_bias={40: 2.0})
     plain = answer(llm, base, speculate=False)
     jsonschema.validate(json.loads(plain[0]), PERSON)
@@ -135,10 +124,8 @@ def test_forced_text_is_drafted(llm: LLM) -> None:
 
 
 def test_json_objects_and_free_text(llm: LLM) -> None:
-    text = answer(llm, SamplingParams(response_format={"type": "json_object"}, temperature=1.0, seed=5, max_tokens=30))[
-        0
-    ]
-    assert text.startswith("{")
+    json_object = SamplingParams(response_format={"type": "json_object"}, temperature=1.0, seed=5, max_tokens=30)
+    assert answer(llm, json_object)[0].startswith("{")
     free = SamplingParams(max_tokens=12)
     assert answer(llm, free)[0] == answer(llm, replace(free, response_format={"type": "text"}))[0]
 
@@ -248,14 +235,6 @@ def test_masking_at_an_earlier_place(vocab: Vocab) -> None:
     assert (expected[np.isfinite(expected)] == row[np.isfinite(expected)]).all()
 
 
-def test_tables_of_token_texts(tiny: TinyFiles, vocab: Vocab) -> None:
-    for path in (tiny.spm, tiny.bpe):
-        with reference.load(path) as model:
-            each = [model.vocab.token_bytes(token) for token in range(model.vocab.n_tokens)]
-            assert model.vocab.token_table() == each
-    assert constraint_module.vocabulary_of(vocab) is constraint_module.vocabulary_of(vocab)
-
-
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
@@ -278,7 +257,6 @@ def test_tables_of_token_texts(tiny: TinyFiles, vocab: Vocab) -> None:
         (schema_format({"const": {1, 2}}), "is not JSON"),
         (schema_format({"x-guidance": 3}), "x-guidance in a JSON schema must be an object"),
         (schema_format({"description": "x" * (1 << 18)}), "at most 262144"),
-        (schema_format({"properties": {f"p{i}": {} for i in range(1001)}}), "1001 properties that may be left out"),
         (
             schema_format({"properties": {f"p{i}": {} for i in range(1001)}, "required": ["x", "x", [], "y"]}),
             "1001 properties that may be left out",
@@ -293,12 +271,15 @@ def test_what_cannot_be_followed_gets_one_line_before_anything_runs(response_for
     assert len(str(caught.value)) < 400
 
 
-def test_forms_exclude_one_another_and_endless_answers() -> None:
+def test_forms_exclude_one_another_and_endless_answers_and_need_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     json_object = {"type": "json_object"}
     with pytest.raises(UsageError, match="exclude each other"):
         SamplingParams(response_format=json_object, grammar='root ::= "a"')
     with pytest.raises(UsageError, match="ignore_eos"):
         SamplingParams(response_format=json_object, ignore_eos=True)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(EngineUnavailable, match=r"pip install 'llguidance"):
+        SamplingParams(response_format=json_object | {"schema": {"title": "not seen before"}})
     SamplingParams(response_format={"type": "text"}, ignore_eos=True)
 
 
@@ -341,21 +322,14 @@ def test_formats_that_are_not_known_are_annotations() -> None:
         assert [says({"type": "string", "format": name}, f'"{word}"') for word in (right, wrong)] == [True, False]
     # What is called so is no format: a property, a value.
     named = {"type": "object", "properties": {"format": {"enum": ["path"]}}, "required": ["format"]}
-    assert [says(named | {"additionalProperties": False}, text) for text in ('{"format": "path"}', "{}")] == [
-        True,
-        False,
-    ]
+    said = [says(named | {"additionalProperties": False}, text) for text in ('{"format": "path"}', "{}")]
+    assert said == [True, False]
     assert says({"const": {"format": "path"}}, '{"format": "path"}')
-
-
-def test_whitespace_is_the_schemas_choice(vocab: Vocab) -> None:
-    schema = {"type": "array", "items": {"type": "integer"}}
-    one_line, spread, dense = "[1, 2]", "[ 1,\n  2 ]", "[1,2]"
-    assert [says(schema, t) for t in (one_line, spread, dense)] == [True, False, False]
-    free = schema | {"x-guidance": {"whitespace_flexible": True}}
-    assert [says(free, t) for t in (one_line, spread, dense)] == [True, True, True]
-    tight = schema | {"x-guidance": {"item_separator": ","}}
-    assert [says(tight, t) for t in (one_line, spread, dense)] == [False, False, True]
+    # Whitespace is the schema's choice.
+    numbers = {"type": "array", "items": {"type": "integer"}}
+    for choice, fits in (({}, "100"), ({"whitespace_flexible": True}, "111"), ({"item_separator": ","}, "001")):
+        schema = numbers | ({"x-guidance": choice} if choice else {})
+        assert [says(schema, text) for text in ("[1, 2]", "[ 1,\n  2 ]", "[1,2]")] == [each == "1" for each in fits]
 
 
 def test_references_by_the_thousand_overflow_no_stack() -> None:
@@ -364,51 +338,13 @@ def test_references_by_the_thousand_overflow_no_stack() -> None:
     SamplingParams(response_format=schema_format({"$defs": chain | {"a4000": {"type": "null"}}, "$ref": "#/$defs/a0"}))
 
 
-def test_without_the_library_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(EngineUnavailable, match=r"pip install 'llguidance"):
-        SamplingParams(response_format={"type": "json_object", "schema": {"title": "not seen before"}})
-    SamplingParams(response_format={"type": "text"})
-
-
-def test_free_answers_do_not_load_the_library(tiny: TinyFiles) -> None:
-    code = (
-        "import sys\nfrom localspec import LLM, SamplingParams\n"
-        f"with LLM({str(tiny.quick.target)!r}, draft='ngram', backend='reference', n_ctx=64) as llm:\n"
-        "    llm.generate('a', SamplingParams(max_tokens=3))\n"
-        "sys.exit('llguidance' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_compiled_grammars_are_kept_and_forgotten(vocab: Vocab) -> None:
-    known = constraint_module.vocabulary_of(vocab)
-    for i in itertools.count():
-        known.matcher(f'%llguidance {{"no_forcing": true}}\nstart: "{i}"')
-        if i > 2 * constraint_module.N_COMPILED:
-            break
-    assert known._compiled.cache_info().currsize == constraint_module.N_COMPILED
-
-
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
 def test_generate_answers_by_a_schema_and_by_a_grammar(tiny: TinyFiles, tmp_path: Path) -> None:
     (tmp_path / "person.json").write_text(json.dumps(PERSON), encoding="utf-8")
     (tmp_path / "answer.gbnf").write_text('root ::= "yes" | "no" # é', encoding="utf-8")
-    common = [
-        "generate",
-        tiny.quick.target,
-        "--draft",
-        "ngram",
-        "--backend",
-        "reference",
-        "--raw",
-        "-p",
-        "a",
-        "--ctx",
-        "300",
-    ]
+    common = ["generate", tiny.quick.target, "--draft", "ngram", "--backend", "reference", "--raw", "-p", "a"]
     done = localspec(*common, "--json-schema", tmp_path / "person.json", "--format", "events")
     assert done.returncode == 0, done.stderr
     events = [json.loads(line) for line in done.stdout.splitlines()]
@@ -450,10 +386,3 @@ def test_files_are_read_as_windows_programs_write_them(tmp_path: Path, encoding:
     grammar.write_bytes('# ü\r\nroot ::= "seven"\r\n'.encode(encoding))
     assert answer_form(str(schema), None)["response_format"]["json_schema"]["schema"] == {"const": "ü"}
     assert answer_form(None, str(grammar))["grammar"] == '# ü\nroot ::= "seven"\n'
-
-
-def test_the_command_ends_with_that_line(tmp_path: Path) -> None:
-    done = localspec("generate", "no-such-model", "-p", "x", "--json-schema", tmp_path / "none")
-    assert (done.returncode, done.stdout) == (2, b"")
-    assert done.stderr.decode().count("\n") == 1
-    assert b"cannot be read" in done.stderr

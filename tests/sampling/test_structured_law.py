@@ -216,73 +216,60 @@ def unmasked(self: Proposer, row: object, history: object, n_known: int = 0, ids
         self.constraint = constraint
 
 
-CONFIDENCE, ROW, VERIFY = Proposer.confidence, MaskedRows.__getitem__, localspec.spec_decode.decoder.verify
+CONFIDENCE, VERIFY, DRAFT = Proposer.confidence, localspec.spec_decode.decoder.verify, DraftModelDrafter.draft
 FORCED = LANGUAGES["forced text"]
 WORDS = LANGUAGES["words that begin one another"]
 
 
-def test_a_sample_that_the_grammar_forbids_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, models: tuple[Predictions, Predictions]
-) -> None:
-    monkeypatch.setattr(Proposer, "confidence", unmasked)
-    with pytest.raises(EngineError, match="sampled a token that may not come"):
-        drafted_law(monkeypatch, WORDS, models, SAMPLING, DRAFTERS["model"], 2)
+def dropping(self: DraftModelDrafter, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
+    """Samples that the grammar forbids are dropped, rather than masked."""
+    guesses = DRAFT(self, tokens, plan, proposer)
+    return guesses[: proposer.n_legal([guess.id for guess in guesses]) if guesses else 0]
 
 
-def test_dropping_forbidden_samples_instead_of_masking_makes_the_law_differ(
-    monkeypatch: pytest.MonkeyPatch, models: tuple[Predictions, Predictions]
-) -> None:
-    draft = DraftModelDrafter.draft
-
-    def dropping(self: DraftModelDrafter, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
-        guesses = draft(self, tokens, plan, proposer)
-        return guesses[: proposer.n_legal([guess.id for guess in guesses]) if guesses else 0]
-
-    monkeypatch.setattr(Proposer, "confidence", unmasked)
-    monkeypatch.setattr(DraftModelDrafter, "draft", dropping)
-    law = drafted_law(monkeypatch, WORDS, models, SAMPLING, DRAFTERS["model"], 2)
-    assert largest_difference(plain_law(WORDS, models[0], SAMPLING, 2), law) > DEFECT
-
-
-def test_taking_forced_text_for_forced_tokens_makes_the_law_differ(
-    monkeypatch: pytest.MonkeyPatch, models: tuple[Predictions, Predictions]
-) -> None:
+def credulous(draft: Draft, *rest: object) -> Verdict:
     """Accepted unseen, a guess in forced text decides how it is cut, which is the target's to decide."""
-
-    def credulous(draft: Draft, *rest: object) -> Verdict:
-        verdict = VERIFY(draft, *rest)  # type: ignore[arg-type]
-        n = next((i for i, guess in enumerate(draft) if guess.source != "grammar"), len(draft))
-        if verdict.n_accepted >= n or n == 0:
-            return verdict
-        return Verdict(n - 1, draft[n - 1].id, "recovered")
-
-    monkeypatch.setattr(localspec.spec_decode.decoder, "verify", credulous)
-    law = drafted_law(monkeypatch, FORCED, models, SAMPLING, DRAFTERS["grammar, model"], 3)
-    assert largest_difference(plain_law(FORCED, models[0], SAMPLING, 3), law) > DEFECT
+    verdict = VERIFY(draft, *rest)  # type: ignore[arg-type]
+    n = next((i for i, guess in enumerate(draft) if guess.source != "grammar"), len(draft))
+    return verdict if verdict.n_accepted >= n or n == 0 else Verdict(n - 1, draft[n - 1].id, "recovered")
 
 
-def check(
-    monkeypatch: pytest.MonkeyPatch, language: Language, models: tuple[Predictions, Predictions], drafters: str
+def late(self: MaskedRows, index: int) -> object:
+    self.constraint.place(self.draft[: max(0, index - 1)])
+    return self.constraint.masked(self.logits[index])
+
+
+DECODER, UNMASKED = localspec.spec_decode.decoder, (Proposer, "confidence", unmasked)
+DEFECTS: dict[str, tuple[list[tuple[object, str, object]], Language, str, int]] = {
+    "unmasked samples": ([(Proposer, "confidence", unmasked)], WORDS, "model", 2),
+    "dropped samples": (
+        [(Proposer, "confidence", unmasked), (DraftModelDrafter, "draft", dropping)],
+        WORDS,
+        "model",
+        2,
+    ),
+    "forced text as tokens": ([(DECODER, "verify", credulous)], FORCED, "grammar, model", 3),
+    "a mask of the wrong place": ([(MaskedRows, "__getitem__", late)], FORCED, "model", 3),
+    "a constraint not taken back": ([(Constraint, "_back", lambda self, n: None)], WORDS, "model", 3),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_defects_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, models: tuple[Predictions, Predictions], defect: str
 ) -> None:
-    law = drafted_law(monkeypatch, language, models, SAMPLING, DRAFTERS[drafters], 3)
-    assert largest_difference(plain_law(language, models[0], SAMPLING, 3), law) < EXACT
-
-
-def test_a_mask_of_the_wrong_place_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, models: tuple[Predictions, Predictions]
-) -> None:
-    def late(self: MaskedRows, index: int) -> object:
-        self.constraint.place(self.draft[: max(0, index - 1)])
-        return self.constraint.masked(self.logits[index])
-
-    monkeypatch.setattr(MaskedRows, "__getitem__", late)
-    with pytest.raises((EngineError, AssertionError)):  # forbidden tokens come out, or the law differs
-        check(monkeypatch, FORCED, models, "model")
-
-
-def test_a_constraint_that_is_not_taken_back_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, models: tuple[Predictions, Predictions]
-) -> None:
-    monkeypatch.setattr(Constraint, "_back", lambda self, n: None)
-    with pytest.raises((EngineError, AssertionError)):
-        check(monkeypatch, WORDS, models, "model")
+    """Forbidden tokens come out, which is an error, or the law differs."""
+    changes, language, drafters, n = DEFECTS[defect]
+    for owner, name, value in changes:
+        monkeypatch.setattr(owner, name, value)
+    error: Exception | None = None
+    try:
+        law = drafted_law(monkeypatch, language, models, SAMPLING, DRAFTERS[drafters], n)
+    except (EngineError, AssertionError) as raised:
+        error = raised
+    if defect == "unmasked samples":
+        assert "sampled a token that may not come" in str(error)
+    if defect in ("dropped samples", "forced text as tokens"):
+        assert error is None
+    if error is None:
+        assert largest_difference(plain_law(language, models[0], SAMPLING, n), law) > DEFECT

@@ -19,6 +19,7 @@ from localspec import LLM, Reply, SamplingParams
 from localspec.backends.base import FloatArray
 from localspec.sampling.constraint import constraint_for
 from tests.conftest import open_backend
+from tests.support.grammars import thing
 from tests.support.replaying import margins, rows_at_width, width_noise
 
 pytestmark = pytest.mark.real
@@ -27,15 +28,6 @@ ARTICLE = (
     "Maria Keller, 41, who runs the bakery Goldähre in Bern with three employees, said on 12 May 2024 that the price "
     'of flour had risen by 18.5 percent. "We are not giving up," she said. Her shop opens at 06:30.'
 )
-
-
-def thing(properties: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
 
 
 TEXT = {"type": "string", "maxLength": 80}

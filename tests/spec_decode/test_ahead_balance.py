@@ -66,26 +66,21 @@ def rng(request: pytest.FixtureRequest) -> random.Random:
     return random.Random(request.node.name)
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.4])
-def test_what_saves_time_goes_on(rng: random.Random, noise: float) -> None:
-    assert share(many(AheadBalance(), 2000, rng, noise=noise, n_spared=2.0)) > 0.9
-
-
-def test_passes_that_take_longer_are_worth_more_steps(rng: random.Random) -> None:
-    assert share(many(AheadBalance(), 2000, rng, longer=0.1, n_spared=2.0)) > 0.9  # 10 ms a round for 6
-
-
-@pytest.mark.parametrize("noise", [0.0, 0.4])
-def test_what_passes_take_longer_counts(rng: random.Random, noise: float) -> None:
-    assert share(many(AheadBalance(), 2000, rng, longer=0.3, n_spared=1.0, noise=noise)) < 0.1
-
-
-def test_what_is_waited_for_counts(rng: random.Random) -> None:
-    assert share(many(AheadBalance(), 2000, rng, n_spared=1.0, late=8.0)) < 0.1
-
-
-def test_passes_over_more_tokens_are_not_taken_for_slowed_ones(rng: random.Random) -> None:
-    assert share(many(AheadBalance(), 2000, rng, n_spared=0.8, wide_beside=True)) > 0.9
+@pytest.mark.parametrize(
+    ("options", "goes_on"),
+    [
+        ({"n_spared": 2.0}, True),
+        ({"n_spared": 2.0, "noise": 0.4}, True),
+        ({"n_spared": 2.0, "longer": 0.1}, True),  # 10 ms a round for 6
+        ({"longer": 0.3}, False),
+        ({"longer": 0.3, "noise": 0.4}, False),
+        ({"late": 8.0}, False),
+        ({"n_spared": 0.8, "wide_beside": True}, True),  # passes over more tokens are not taken for slowed ones
+    ],
+)
+def test_what_saves_more_time_than_it_takes_goes_on(rng: random.Random, options: dict[str, Any], goes_on: bool) -> None:
+    found = share(many(AheadBalance(), 2000, rng, **options))
+    assert found > 0.9 if goes_on else found < 0.1
 
 
 def test_pauses_grow_and_end_when_it_pays_again(rng: random.Random) -> None:

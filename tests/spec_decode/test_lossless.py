@@ -415,12 +415,13 @@ def test_the_law_with_a_draft_that_fails_after_some_tokens(
             return forward
 
     def answer() -> list[Round]:
-        drafters = [DraftModelDrafter(Failing(small))]
+        drafters, n_lost = [DraftModelDrafter(Failing(small))], len(lost)
         decoder = SpeculativeDecoder(
             TableContext(target), drafters, NosyController(), lambda each, why: lost.append(why)
         )
         rounds = run(decoder, list(PROMPT), of_few(4))
         n_guesses[0] += sum(len(round_.draft) for round_ in rounds)
+        assert len(lost) <= n_lost + 1  # it is not asked again
         return rounds
 
     assert largest_difference(plain_law(of_few(4), target, 4), law_of_answers(monkeypatch, answer)) < EXACT

@@ -19,8 +19,8 @@ from localspec.spec_decode.decoder import PREFILL_CHUNK, SpeculativeDecoder
 from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.drafters.base import Drafter, DrafterFailed, DrafterInfo, Plan, Proposer
 from localspec.spec_decode.rounds import DraftToken
-from tests.backends.test_backends import some_tokens
 from tests.conftest import TinyFiles, open_backend
+from tests.support.contexts import some_tokens
 
 NOISE = 0.004
 """Largest difference of two states that rounding explains, as a share of the largest number in them."""

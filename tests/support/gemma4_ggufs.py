@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tests.support.gguf_vocabs import bpe_vocab, vocab_metadata
-from tests.support.ggufs import Weights, matrices, write_gguf
+from tests.support.ggufs import Weights, matrices, sizes, write_gguf
 
 N, N_FF, N_HEAD, WINDOW = 128, 128, 4, 32
 D_WINDOW, D_FULL = 32, 64
@@ -60,12 +60,8 @@ def write_gemma4(
         weights["per_layer_token_embd.weight"] = matrix(len(vocab), n_each * len(pattern))
         weights["per_layer_model_proj.weight"] = matrix(n_each * len(pattern), N)
         weights["per_layer_proj_norm.weight"] = np.ones(n_each, np.float32)
-    sizes = _sizes(N, pattern) | {
-        "attention.shared_kv_layers": n_shared,
-        "embedding_length_per_layer_input": n_each,
-        "final_logit_softcapping": 30.0,
-    }
-    header = {f"gemma4.{key}": value for key, value in sizes.items()}
+    more = {"attention__shared_kv_layers": n_shared, "embedding_length_per_layer_input": n_each}
+    header = _sizes("gemma4", N, pattern, final_logit_softcapping=30.0, **more)
     return write_gguf(path, "gemma4", header | vocab_metadata(vocab), weights)
 
 
@@ -78,13 +74,15 @@ def write_assistant(path: Path, *, pattern: Sequence[bool] = (True, True, False)
             those of its last without.
     """
     vocab = bpe_vocab()
-    sizes = _sizes(N_OWN, pattern) | {
-        "attention.shared_kv_layers": len(pattern),
-        "embedding_length_per_layer_input": 0,
-        "embedding_length_out": N,
-        "nextn_predict_layers": len(pattern),
-    }
-    header = {f"gemma4-assistant.{key}": value for key, value in sizes.items()}
+    header = _sizes(
+        "gemma4-assistant",
+        N_OWN,
+        pattern,
+        attention__shared_kv_layers=len(pattern),
+        embedding_length_per_layer_input=0,
+        embedding_length_out=N,
+        nextn_predict_layers=len(pattern),
+    )
     weights: Weights = {"token_embd.weight": np.zeros((len(vocab), N_OWN), np.float32)}
     return write_gguf(path, "gemma4-assistant", header | vocab_metadata(vocab), weights)
 
@@ -107,26 +105,26 @@ def _layer(rng: np.random.Generator, n: int, residual: float, *, windowed: bool)
     }
 
 
-def _sizes(n: int, pattern: Sequence[bool]) -> dict[str, Any]:
-    return {
-        "block_count": len(pattern),
-        "context_length": 2048,
-        "embedding_length": n,
-        "feed_forward_length": N_FF,
-        "attention.head_count": N_HEAD,
-        "attention.head_count_kv": [KV_WINDOW if windowed else KV_FULL for windowed in pattern],
-        "attention.key_length": D_FULL,
-        "attention.value_length": D_FULL,
-        "attention.key_length_swa": D_WINDOW,
-        "attention.value_length_swa": D_WINDOW,
-        "attention.layer_norm_rms_epsilon": 1e-6,
-        "attention.sliding_window": WINDOW,
-        "attention.sliding_window_pattern": list(pattern),
-        "rope.dimension_count": D_FULL,
-        "rope.dimension_count_swa": D_WINDOW,
-        "rope.freq_base": 1000000.0,
-        "rope.freq_base_swa": 10000.0,
-    }
+def _sizes(architecture: str, n: int, pattern: Sequence[bool], **more: Any) -> dict[str, Any]:
+    return sizes(
+        architecture,
+        len(pattern),
+        n,
+        N_FF,
+        N_HEAD,
+        [KV_WINDOW if windowed else KV_FULL for windowed in pattern],
+        D_FULL,
+        attention__key_length_swa=D_WINDOW,
+        attention__value_length_swa=D_WINDOW,
+        attention__layer_norm_rms_epsilon=1e-6,
+        attention__sliding_window=WINDOW,
+        attention__sliding_window_pattern=list(pattern),
+        rope__dimension_count=D_FULL,
+        rope__dimension_count_swa=D_WINDOW,
+        rope__freq_base=1000000.0,
+        rope__freq_base_swa=10000.0,
+        **more,
+    )
 
 
 def _proportional() -> Any:

@@ -7,7 +7,7 @@ these models is gibberish, complete with halves of multi-byte characters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.support.gguf_vocabs import (
-    CONTROL,
-    NORMAL,
-    WORDS,
     TinyVocab,
     bpe_vocab,
     micro_vocab,
@@ -106,23 +103,40 @@ def perturbed(weights: Weights, n_layer: int, noise: float, seed: int = 1) -> We
     return result
 
 
+Stored = tuple[Array, gguf.GGMLQuantizationType | None]
+
+
 def write_gguf(
-    path: Path, architecture: str, metadata: Mapping[str, Any], weights: Weights, tensor_type: str = "F32"
+    path: Path,
+    architecture: str,
+    metadata: Mapping[str, Any],
+    weights: Weights,
+    tensor_type: str = "F32",
+    *,
+    name: str = "",
+    stored: Callable[[str, Array], Stored] | None = None,
 ) -> Path:
-    """Write a file: matrices in ``tensor_type`` where their rows fill whole blocks, everything else as F32."""
+    """Write a file: matrices in ``tensor_type`` where their rows fill whole blocks, everything else as F32.
+
+    ``stored``: (a tensor's name, its weights) -> its data and type, where it is not so.
+    """
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_name(f"tiny {architecture}")
+    writer.add_name(name or f"tiny {architecture}")
     for key, value in metadata.items():
-        _add(writer, key, value)
+        add_value(writer, key, value)
     kind = gguf.GGMLQuantizationType[tensor_type]
     block = gguf.GGML_QUANT_SIZES[kind][0]
-    for name, weight in weights.items():
+
+    def usual(tensor: str, weight: Array) -> Stored:
         if weight.dtype == np.int64:
-            writer.add_tensor(name, weight)
-        elif weight.ndim < 2 or weight.shape[-1] % block or "conv1d" in name or "ssm_a" in name:
-            writer.add_tensor(name, np.ascontiguousarray(weight, dtype=np.float32))
-        else:
-            writer.add_tensor(name, gguf.quants.quantize(weight, kind), raw_dtype=kind)
+            return weight, None
+        if weight.ndim < 2 or weight.shape[-1] % block or "conv1d" in tensor or "ssm_a" in tensor:
+            return np.ascontiguousarray(weight, dtype=np.float32), None
+        return gguf.quants.quantize(weight, kind), kind
+
+    for tensor, weight in weights.items():
+        data, raw_dtype = (stored or usual)(tensor, weight)
+        writer.add_tensor(tensor, data, raw_dtype=raw_dtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -130,37 +144,54 @@ def write_gguf(
     return path
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, np.uint16):
-        writer.add_uint16(key, int(value))
-    elif isinstance(value, np.int32):
-        writer.add_int32(key, int(value))
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, list(value))
+def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    kinds = {bool: "bool", int: "uint32", np.uint16: "uint16", np.int32: "int32", float: "float32", str: "string"}
+    for kind, name in kinds.items():
+        if isinstance(value, kind):
+            getattr(writer, f"add_{name}")(key, kind(value))
+            return
+    writer.add_array(key, list(value))
+
+
+def sizes(
+    architecture: str,
+    n_layer: int,
+    n: int,
+    n_ff: int,
+    n_head: int,
+    n_kv: int | Sequence[int] | None = None,
+    d_head: int | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """The keys that most architectures have; two underscores in a further name are a dot, and None is none."""
+    values = {
+        "block_count": n_layer,
+        "context_length": 2048,
+        "embedding_length": n,
+        "feed_forward_length": n_ff,
+        "attention.head_count": n_head,
+        "attention.head_count_kv": n_kv,
+        "attention.key_length": d_head,
+        "attention.value_length": d_head,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+    } | {name.replace("__", "."): value for name, value in more.items()}
+    return {f"{architecture}.{name}": value for name, value in values.items() if value is not None}
 
 
 def llama_metadata(shape: Shape, n_vocab: int, n_layer: int | None = None) -> dict[str, Any]:
     """The ``llama.*`` keys."""
-    return {
-        "llama.block_count": n_layer if n_layer is not None else shape.n_layer,
-        "llama.context_length": shape.n_ctx,
-        "llama.embedding_length": shape.n_embd,
-        "llama.feed_forward_length": shape.n_ff,
-        "llama.attention.head_count": shape.n_head,
-        "llama.attention.head_count_kv": shape.n_head_kv,
-        "llama.attention.layer_norm_rms_epsilon": 1e-5,
-        "llama.rope.dimension_count": shape.d_head,
-        "llama.rope.freq_base": shape.rope_base,
-        "llama.vocab_size": n_vocab,
-    }
+    return sizes(
+        "llama",
+        n_layer if n_layer is not None else shape.n_layer,
+        shape.n_embd,
+        shape.n_ff,
+        shape.n_head,
+        shape.n_head_kv,
+        context_length=shape.n_ctx,
+        rope__dimension_count=shape.d_head,
+        rope__freq_base=shape.rope_base,
+        vocab_size=n_vocab,
+    )
 
 
 def write_llama(
@@ -283,48 +314,6 @@ def write_tokenizer_only(path: Path, vocab: TinyVocab | None = None) -> Path:
     return write_gguf(path, "llama", llama_metadata(Shape(), len(vocab)) | vocab_metadata(vocab), {})
 
 
-def write_embedding_model(path: Path) -> Path:
-    """A BERT: it has weights and a vocabulary, but turns text into vectors and cannot generate any."""
-    rng = np.random.default_rng(0)
-    n, n_ff, words = 64, 128, ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"▁{word}" for word in WORDS)]
-
-    def matrix(*size: int) -> Array:
-        return rng.standard_normal(size).astype(np.float32)
-
-    weights: Weights = {
-        "token_embd.weight": matrix(len(words), n),
-        "token_types.weight": matrix(2, n),
-        "position_embd.weight": matrix(64, n),
-        "token_embd_norm.weight": matrix(n),
-        "token_embd_norm.bias": matrix(n),
-    }
-    for part in ("attn_q", "attn_k", "attn_v", "attn_output"):
-        weights |= {f"blk.0.{part}.weight": matrix(n, n), f"blk.0.{part}.bias": matrix(n)}
-    for part in ("attn_output_norm", "layer_output_norm"):
-        weights |= {f"blk.0.{part}.weight": matrix(n), f"blk.0.{part}.bias": matrix(n)}
-    weights |= {"blk.0.ffn_up.weight": matrix(n_ff, n), "blk.0.ffn_up.bias": matrix(n_ff)}
-    weights |= {"blk.0.ffn_down.weight": matrix(n, n_ff), "blk.0.ffn_down.bias": matrix(n)}
-    vocab = TinyVocab(
-        "bert", words, [CONTROL] * 5 + [NORMAL] * len(WORDS), bos=2, eos=3, unk=1, add_bos=True, chat_template=None
-    )
-    metadata = {
-        "bert.block_count": 1,
-        "bert.context_length": 64,
-        "bert.embedding_length": n,
-        "bert.feed_forward_length": n_ff,
-        "bert.attention.head_count": 2,
-        "bert.attention.layer_norm_epsilon": 1e-12,
-        "bert.attention.causal": False,
-        "bert.pooling_type": 1,
-        "tokenizer.ggml.token_type_count": 2,
-        "tokenizer.ggml.cls_token_id": 2,
-        "tokenizer.ggml.seperator_token_id": 3,
-        "tokenizer.ggml.padding_token_id": 0,
-        "tokenizer.ggml.mask_token_id": 4,
-    }
-    return write_gguf(path, "bert", metadata | vocab_metadata(vocab), weights)
-
-
 def write_mamba(path: Path, vocab: TinyVocab | None = None, *, seed: int = 0) -> Path:
     """A recurrent model: its memory is a state that cannot be rewound."""
     rng, vocab = np.random.default_rng(seed), vocab or bpe_vocab()
@@ -348,18 +337,8 @@ def write_mamba(path: Path, vocab: TinyVocab | None = None, *, seed: int = 0) ->
             f"blk.{i}.ssm_d": np.ones(inner, np.float32),
             f"blk.{i}.ssm_out.weight": matrix(n, inner),
         }
-    metadata = {
-        "mamba.block_count": n_layer,
-        "mamba.context_length": 2048,
-        "mamba.embedding_length": n,
-        "mamba.feed_forward_length": 0,
-        "mamba.attention.head_count": 0,
-        "mamba.ssm.conv_kernel": kernel,
-        "mamba.ssm.inner_size": inner,
-        "mamba.ssm.state_size": state,
-        "mamba.ssm.time_step_rank": rank,
-        "mamba.attention.layer_norm_rms_epsilon": 1e-5,
-    }
+    ssm = {"conv_kernel": kernel, "inner_size": inner, "state_size": state, "time_step_rank": rank}
+    metadata = sizes("mamba", n_layer, n, 0, 0) | {f"mamba.ssm.{name}": value for name, value in ssm.items()}
     return write_gguf(path, "mamba", metadata | vocab_metadata(vocab), weights)
 
 
@@ -388,19 +367,18 @@ def write_sliding_window(path: Path, window: int = 32, vocab: TinyVocab | None =
             # The embedding must not drown the layers, or every token predicts itself.
             scale = 6.0 if name.startswith("post") else 1.0
             weights[f"blk.{i}.{name}_norm.weight"] = np.full(n, scale, np.float32)
-    metadata = {
-        "gemma3.block_count": n_layer,
-        "gemma3.context_length": 2048,
-        "gemma3.embedding_length": n,
-        "gemma3.feed_forward_length": n_ff,
-        "gemma3.attention.head_count": n_head,
-        "gemma3.attention.head_count_kv": n_kv,
-        "gemma3.attention.key_length": d_head,
-        "gemma3.attention.value_length": d_head,
-        "gemma3.attention.layer_norm_rms_epsilon": 1e-6,
-        "gemma3.attention.sliding_window": window,
-        "gemma3.rope.freq_base": 1000000.0,
-    }
+    metadata = sizes(
+        "gemma3",
+        n_layer,
+        n,
+        n_ff,
+        n_head,
+        n_kv,
+        d_head,
+        attention__layer_norm_rms_epsilon=1e-6,
+        attention__sliding_window=window,
+        rope__freq_base=1000000.0,
+    )
     return write_gguf(path, "gemma3", metadata | vocab_metadata(vocab), weights)
 
 
@@ -454,27 +432,22 @@ def write_hybrid(
         last = layer
     for i in range(n_layer, n_layer + mtp):
         weights |= {f"blk.{i}.{name}": weight for name, weight in (last | mtp_weights(n, rng)).items()}
-    metadata = {
-        "qwen35.block_count": n_layer + mtp,
-        **({"qwen35.nextn_predict_layers": mtp} if mtp else {}),
-        "qwen35.context_length": 2048,
-        "qwen35.embedding_length": n,
-        "qwen35.feed_forward_length": n_ff,
-        "qwen35.attention.head_count": n_head,
-        "qwen35.attention.head_count_kv": n_kv,
-        "qwen35.attention.key_length": d_head,
-        "qwen35.attention.value_length": d_head,
-        "qwen35.attention.layer_norm_rms_epsilon": 1e-6,
-        "qwen35.rope.freq_base": 10000.0,
-        "qwen35.rope.dimension_count": d_head,
-        "qwen35.rope.dimension_sections": [6, 5, 5, 0],
-        "qwen35.full_attention_interval": 4,
-        "qwen35.ssm.conv_kernel": kernel,
-        "qwen35.ssm.inner_size": inner,
-        "qwen35.ssm.state_size": d_state,
-        "qwen35.ssm.time_step_rank": n_value,
-        "qwen35.ssm.group_count": n_group,
-    }
+    ssm = {"inner_size": inner, "state_size": d_state, "time_step_rank": n_value, "group_count": n_group}
+    metadata = sizes(
+        "qwen35",
+        n_layer + mtp,
+        n,
+        n_ff,
+        n_head,
+        n_kv,
+        d_head,
+        nextn_predict_layers=mtp or None,
+        attention__layer_norm_rms_epsilon=1e-6,
+        rope__freq_base=10000.0,
+        rope__dimension_count=d_head,
+        rope__dimension_sections=[6, 5, 5, 0],
+        full_attention_interval=4,
+    ) | {f"qwen35.ssm.{name}": value for name, value in (ssm | {"conv_kernel": kernel}).items()}
     return write_gguf(path, "qwen35", metadata | vocab_metadata(vocab), weights)
 
 
@@ -542,27 +515,20 @@ def write_glm(
             scaled = {"embed_tokens": np.sqrt(n), "shared_head_head": 3.0}
             layer |= {f"nextn.{name}.weight": matrix(len(vocab), n, scale) for name, scale in scaled.items()}
         weights |= {f"blk.{i}.{name}": weight for name, weight in layer.items()}
-    metadata = {
-        "glm4moe.block_count": n_layer + mtp,
-        **({"glm4moe.nextn_predict_layers": mtp} if mtp else {}),
-        "glm4moe.context_length": 2048,
-        "glm4moe.embedding_length": n,
-        "glm4moe.feed_forward_length": 2 * n_ff,
-        "glm4moe.attention.head_count": n_head,
-        "glm4moe.attention.head_count_kv": n_kv,
-        "glm4moe.attention.key_length": d_head,
-        "glm4moe.attention.value_length": d_head,
-        "glm4moe.attention.layer_norm_rms_epsilon": 1e-5,
-        "glm4moe.rope.dimension_count": d_head // 2,
-        "glm4moe.rope.freq_base": 10000.0,
-        "glm4moe.expert_count": n_expert,
-        "glm4moe.expert_used_count": 2,
-        "glm4moe.expert_shared_count": 1,
-        "glm4moe.expert_feed_forward_length": n_ff,
-        "glm4moe.leading_dense_block_count": 1,
-        "glm4moe.expert_gating_func": 2,
-        "glm4moe.expert_weights_scale": 1.0,
-        "glm4moe.expert_weights_norm": True,
-    }
+    experts_of = {"count": n_expert, "used_count": 2, "shared_count": 1, "feed_forward_length": n_ff}
+    experts_of |= {"gating_func": 2, "weights_scale": 1.0, "weights_norm": True}
+    metadata = sizes(
+        "glm4moe",
+        n_layer + mtp,
+        n,
+        2 * n_ff,
+        n_head,
+        n_kv,
+        d_head,
+        nextn_predict_layers=mtp or None,
+        rope__dimension_count=d_head // 2,
+        rope__freq_base=10000.0,
+        leading_dense_block_count=1,
+    ) | {f"glm4moe.expert_{name}": value for name, value in experts_of.items()}
     kept = {name: weight for name, weight in weights.items() if not drop or drop not in name}
     return write_gguf(path, "glm4moe", metadata | vocab_metadata(vocab), kept)

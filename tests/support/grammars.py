@@ -1,10 +1,16 @@
-"""What a GBNF grammar means, by definition: for the tests to compare with. Slow, and nothing but the definition."""
+"""What a GBNF grammar means, by definition, for the tests to compare with; and schemas of objects."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from localspec.sampling.grammar import Chars, Choice, Node, Repeat, Rule, Sequence
+
+
+def thing(properties: dict[str, Any]) -> dict[str, Any]:
+    """The schema of an object with these properties alone, all of them required."""
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
 class Meaning:

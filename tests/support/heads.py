@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localspec.backends.trust import fingerprint
 from localspec.heads.card import HeadCard, Kind, TargetFacts, Training
 from localspec.heads.file import write_head
+from localspec.model_files.fingerprint import fingerprint
 from localspec.model_files.gguf import GGUFFile
 from tests.support.published_heads import whole
 

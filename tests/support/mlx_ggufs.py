@@ -56,18 +56,6 @@ class Sizes:
     n_head_kv: int = 2
     n_ff: int = 512
 
-    def settings(self) -> dict[str, Any]:
-        return {
-            "block_count": self.n_layer,
-            "context_length": 2048,
-            "embedding_length": self.n_embd,
-            "feed_forward_length": self.n_ff,
-            "attention.head_count": self.n_head,
-            "attention.head_count_kv": self.n_head_kv,
-            "attention.layer_norm_rms_epsilon": 1e-5,
-            "rope.freq_base": 10000.0,
-        }
-
 
 @dataclass(frozen=True)
 class TinyFile:
@@ -96,11 +84,25 @@ class TinyFile:
         if self.architecture == "glm4moe":
             return ggufs.write_glm(path, vocab, seed=seed, own=True)
         sizes = self.sizes or (Sizes(n_layer=6) if self.architecture == "gemma3" else Sizes())
-        settings = sizes.settings() | dict(_SETTINGS.get(self.architecture, {})) | dict(self.settings)
+        usual = ggufs.sizes("", sizes.n_layer, sizes.n_embd, sizes.n_ff, sizes.n_head, sizes.n_head_kv)
+        settings = {key[1:]: value for key, value in usual.items()} | {"rope.freq_base": 10000.0}
+        settings |= dict(_SETTINGS.get(self.architecture, {})) | dict(self.settings)
         weights = _weights(self.architecture, sizes, settings, len(vocab), np.random.default_rng(seed))
         for name in self.omit:
             del weights[name]
-        return _write(path, self, settings, weights | dict(self.extra), vocab, seed)
+        rng = np.random.default_rng(seed + 1)
+
+        def stored(name: str, weight: Array) -> ggufs.Stored:
+            kind = self.types.get(name, self.types.get(name.split(".", 2)[-1], "F32"))
+            type_ = gguf.GGMLQuantizationType[kind]
+            if kind not in _HALVES:
+                return gguf.quants.quantize(weight, type_), type_
+            rows = random_blocks(kind, weight.size // weight.shape[-1], weight.shape[-1], rng, float(weight.std()))
+            return rows.reshape(*weight.shape[:-1], -1), type_
+
+        metadata = {f"{self.architecture}.{key}": value for key, value in settings.items()} | vocab_metadata(vocab)
+        weights |= dict(self.extra)
+        return ggufs.write_gguf(path, self.architecture, metadata, weights, name="tiny", stored=stored)
 
 
 _SETTINGS: dict[str, dict[str, Any]] = {
@@ -174,26 +176,3 @@ def _weights(
             layer["ffn_down.weight"] = matrix(n, n_ff, 2 * added)
         weights |= {f"blk.{i}.{key}": weight for key, weight in layer.items()}
     return weights
-
-
-def _write(
-    path: Path, tiny: TinyFile, settings: Mapping[str, Any], weights: Mapping[str, Array], vocab: TinyVocab, seed: int
-) -> Path:
-    rng = np.random.default_rng(seed + 1)
-    writer = gguf.GGUFWriter(path, tiny.architecture)
-    for key, value in ({f"{tiny.architecture}.{k}": v for k, v in settings.items()} | vocab_metadata(vocab)).items():
-        ggufs._add(writer, key, value)
-    for name, weight in weights.items():
-        key = name.split(".", 2)[-1]
-        kind = tiny.types.get(name, tiny.types.get(key, "F32"))
-        type_ = gguf.GGMLQuantizationType[kind]
-        if kind in _HALVES:
-            rows = random_blocks(kind, weight.size // weight.shape[-1], weight.shape[-1], rng, float(weight.std()))
-            writer.add_tensor(name, rows.reshape(*weight.shape[:-1], -1), raw_dtype=type_)
-        else:
-            writer.add_tensor(name, gguf.quants.quantize(weight, type_), raw_dtype=type_)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path

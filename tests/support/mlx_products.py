@@ -20,7 +20,10 @@ import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten
 
+from localspec.backends.mlx.architecture import ARCHITECTURES
 from localspec.backends.mlx.network import Network
+from localspec.backends.mlx.placement import place_of
+from localspec.model_files.gguf import GGUFFile
 
 Array = npt.NDArray[Any]
 _ROWS = 1 << 14
@@ -40,20 +43,21 @@ def rounded_to_8_bits(x: Array, block: int) -> Array:
 
 
 @contextmanager
-def numpy_products(network: Network, *, as_llama_cpp: bool = False) -> Iterator[None]:
+def numpy_products(network: Network, file: GGUFFile, *, as_llama_cpp: bool = False) -> Iterator[None]:
     """Within it, the network's products with quantised weights are NumPy's.
 
     Args:
         network: the model.
+        file: what it was loaded from.
         as_llama_cpp: round as llama.cpp's CPU kernels do.
     """
     parameters = dict(tree_flatten(network.module.parameters()))
     # K-quants have blocks of 256, and activations are rounded in blocks of that size to match.
-    block_of = {
-        id(parameters[format_.parameter]): 256 if format_.ggml_type.endswith(("_K", "_XS")) else 32
-        for format_ in network.formats.values()
-        if format_.bits
-    }
+    block_of: dict[int, int] = {}
+    for info in file.tensors.values():
+        place = place_of(0, ARCHITECTURES[network.architecture], network.module, info)
+        if place is not None:
+            block_of[id(parameters[place.full])] = 256 if info.type_name.endswith(("_K", "_XS")) else 32
 
     def quantized_matmul(
         x: mx.array,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from localspec.system import machine
+from localspec.system.machine import CPUTimes, others_share, peak_memory_bytes
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and /sys")
 MIB = 1 << 20
@@ -24,12 +26,6 @@ def tree(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_memory_without_a_limit(tmp_path: Path) -> None:
-    found = machine.read_memory(tmp_path)
-    assert 0 < found.available <= found.total == found.usable
-    assert found.limit is None
-
-
 @linux_only
 def test_a_limit_of_cgroup_v2(tmp_path: Path) -> None:
     """The tightest of a group and its parents counts, and cached files are no use of memory."""
@@ -40,8 +36,11 @@ def test_a_limit_of_cgroup_v2(tmp_path: Path) -> None:
         "sys/fs/cgroup/outer/memory.stat": f"anon 1\ninactive_file {100 * MIB}\nactive_file {20 * MIB}\nfile 9",
         "sys/fs/cgroup/outer/inner/memory.max": "max",
         "sys/fs/cgroup/outer/inner/memory.current": str(10 * MIB),
+        "sys/fs/cgroup/outer/inner/cpu.max": "50000 100000",
+        "sys/fs/cgroup/cpu.max": "max 1",
     }
     found = machine.read_memory(tree(tmp_path, files))
+    assert machine.cpu_quota(tmp_path) == 0.5
     assert (found.available, found.limit, found.usable) == (170 * MIB, 300 * MIB, 300 * MIB)
 
 
@@ -72,18 +71,10 @@ def test_limits_that_are_none(tmp_path: Path) -> None:
         "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
         "sys/fs/cgroup/cpu.max": "max 100000",
     }
-    root = tree(tmp_path, files)
-    assert machine.read_memory(root).limit is None
-    assert machine.cpu_quota(root) is None
-
-
-def test_a_cpu_quota_of_cgroup_v2(tmp_path: Path) -> None:
-    files = {"proc/self/cgroup": "0::/a", "sys/fs/cgroup/a/cpu.max": "50000 100000", "sys/fs/cgroup/cpu.max": "max 1"}
-    assert machine.cpu_quota(tree(tmp_path, files)) == 0.5
-
-
-def test_the_share_that_others_use_is_a_share() -> None:
-    assert 0 <= machine.busy_share(0.02) <= 1
+    for root in (tree(tmp_path / "limits", files), tmp_path / "nothing"):
+        found = machine.read_memory(root)
+        assert 0 < found.available <= found.total == found.usable
+        assert found.limit is machine.cpu_quota(root) is None
 
 
 @linux_only
@@ -133,10 +124,6 @@ def test_throttling(tmp_path: Path) -> None:
     assert machine.throttle_count(tmp_path / "nothing") is None
 
 
-def test_threads_are_cpus_that_may_be_used() -> None:
-    assert 1 <= machine.default_threads() <= machine.usable_cpus()
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only there may a process choose its CPUs")
 def test_a_process_that_may_use_one_cpu_gets_one_thread() -> None:
     program = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); "
@@ -166,3 +153,27 @@ def test_visible_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.visible_gpus(tmp_path) == []
     assert machine.visible_gpus(tree(tmp_path, {"dev/dri/renderD128": ""})) == ["other"]
     assert machine.visible_gpus(tree(tmp_path, {"proc/driver/nvidia/version": "x"})) == ["NVIDIA"]
+
+
+def test_others_cpu_time_is_what_is_not_ours() -> None:
+    before = CPUTimes(at=10.0, busy=100.0, own=5.0, n_cpus=4)
+    # In two seconds the four CPUs were busy for 0.8 s each, of which half a second in all was ours.
+    after = CPUTimes(at=12.0, busy=103.2, own=5.5, n_cpus=4)
+    assert others_share([(before, after)]) == pytest.approx(2.7 / 8, abs=1e-4)
+    later = CPUTimes(at=14.0, busy=103.2, own=5.5, n_cpus=4)
+    assert others_share([(before, after), (after, later)]) == pytest.approx(2.7 / 16, abs=1e-4)
+    assert others_share([(before, CPUTimes(at=11.0, busy=100.0, own=5.01, n_cpus=4))]) == 0.0  # of coarse ticks
+    assert others_share([(before, before)]) is others_share([]) is None
+
+
+def test_the_counters_are_this_machine_s() -> None:
+    before = CPUTimes.now()
+    sum(i * i for i in range(2_000_000))
+    after = CPUTimes.now()
+    assert after.own > before.own
+    assert after.busy >= before.busy
+    assert after.at > before.at
+    assert 1 <= after.n_cpus <= (os.cpu_count() or 1)
+    assert 1 <= machine.default_threads() <= machine.usable_cpus()
+    assert 0 <= machine.busy_share(0.02) <= 1
+    assert (peak_memory_bytes() or 0) > 1 << 20

@@ -51,18 +51,15 @@ def tell(process: subprocess.Popen[str]) -> None:
     assert process.stdout.readline() == "done\n"
 
 
-def test_another_process_that_answers_is_seen_until_it_ends(isolated_home: Path) -> None:
+def test_another_process_that_answers_is_seen_until_it_ends_or_is_killed(isolated_home: Path) -> None:
     isolated_home.mkdir()
     assert not another_answers()
     with another_process() as process:
         assert another_answers()
         tell(process)
         assert not another_answers()
-
-
-def test_a_process_that_was_killed_counts_for_nothing(isolated_home: Path) -> None:
-    isolated_home.mkdir()
     with another_process() as process:
+        Courtesy(lambda waiting: None, lambda: True)()  # does not keep what is stopped
         process.kill()
         process.wait()
         assert list((isolated_home / "answering").iterdir())
@@ -132,9 +129,3 @@ def test_courtesy_waits_until_it_was_quiet_for_a_while(isolated_home: Path, monk
         assert not looks
     assert heard == [True, False]
     assert courtesy.seconds > process_module.QUIET_SECONDS
-
-
-def test_courtesy_does_not_keep_what_is_stopped(isolated_home: Path) -> None:
-    isolated_home.mkdir()
-    with another_process():
-        Courtesy(lambda waiting: None, lambda: True)()

@@ -13,7 +13,6 @@ import pytest
 
 from localspec import LLM, SamplingParams
 from localspec.backends.base import Model
-from localspec.backends.trust import fingerprint
 from localspec.errors import UnsupportedModel
 from localspec.heads.card import HeadCard
 from localspec.heads.file import heads_folder
@@ -21,6 +20,7 @@ from localspec.heads.kinds import read_published
 from localspec.heads.kinds.eagle3 import write_eagle3
 from localspec.heads.listing import described_heads, inspect
 from localspec.heads.published import load_published
+from localspec.model_files.fingerprint import fingerprint
 from localspec.model_files.gguf import GGUFFile, tensor_rows
 from tests.conftest import open_backend
 from tests.support.lessons import written_by

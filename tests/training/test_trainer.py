@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localspec.backends.trust import fingerprint
 from localspec.heads.card import Kind
 from localspec.heads.training.shards import Passage
+from localspec.model_files.fingerprint import fingerprint
 from localspec.model_files.gguf import GGUFFile, tensor_rows
 from tests.conftest import TinyFiles
 from tests.support.ggufs import Shape, write_llama

@@ -40,7 +40,6 @@ class LlamaSequences(SequenceBatch):
         kv_type = model.kv_type if model.binding.batches_kv_types else "f16"
         self._passes = LlamaPasses(model, n_cells, n_threads, kv_type, hidden, n_sequences)
         self._handle = self._passes.handle
-        self._n_gaps = 0  # cells that were given back since rows were last moved together
 
     def _decode(self, pieces: Sequence[Piece]) -> list[Forward]:
         parts = [self._behind(sequence, tokens, logits) for sequence, tokens, logits in pieces]
@@ -62,15 +61,14 @@ class LlamaSequences(SequenceBatch):
         return PassRows.behind(self._sequences[sequence].n_past, rows, logits, sequence)
 
     def _run(self, rows: PassRows, last: str | None = None) -> Forward:
-        self._close_gaps()
         try:
             return self._passes.run(rows, last=last, interrupted=self.interrupted)
         except BaseException:
-            self._n_gaps += len(rows)  # those that it came to will be removed
+            self._passes.n_gaps += len(rows)  # those that it came to will be removed
             raise
 
     def _truncate(self, sequence: int, n: int) -> None:
-        self._n_gaps += max(0, self._sequences[sequence].n_past - n)
+        self._passes.n_gaps += max(0, self._sequences[sequence].n_past - n)
         if not self._binding.remove(self._handle, n, sequence):
             self._read_again(sequence, n)
 
@@ -89,7 +87,7 @@ class LlamaSequences(SequenceBatch):
         tokens = context.tokens[:n]
         try:
             self._binding.remove(self._handle, 0, sequence)
-            self._n_gaps += n
+            self._passes.n_gaps += n
             self.cells.cut(sequence, 0)
             self.check_cells(n)
             self._run(PassRows.behind(0, tokens, "none", sequence))
@@ -107,18 +105,13 @@ class LlamaSequences(SequenceBatch):
 
     def _import(self, sequence: int, state: ContextState) -> None:
         saved = saved_sequence(state, self.model.path)
-        self._n_gaps += self._sequences[sequence].n_past
+        self._passes.n_gaps += self._sequences[sequence].n_past
         self._binding.remove(self._handle, 0, sequence)
-        self._close_gaps()
+        self._passes.close_gaps()
         restore(self.model, self._handle, self._binding.by_columns(saved), sequence)
 
     def _close(self) -> None:
         self._passes.close()
-
-    def _close_gaps(self) -> None:
-        if self._n_gaps:
-            self._binding.close_gaps(self._handle, self._n_gaps)
-            self._n_gaps = 0
 
 
 def _divided(forward: Forward, pieces: Sequence[Piece], n_layers: int) -> list[Forward]:
@@ -153,32 +146,21 @@ class SequencesOrOne(LlamaSequences):
         self._n_threads = n_threads
         self._own: Context | None = None
         self._has_room = True
-        self._apart: int | None = None  # the sequence that is in ``_own``
+        self.apart: int | None = None  # the sequence that is in ``_own``
         self._n_alone = 0
 
     def _decode(self, pieces: Sequence[Piece]) -> list[Forward]:
         sequence, tokens, logits = pieces[0]
-        if len(pieces) == 1 and (own := self._own_for(sequence)) is not None:
+        if len(pieces) == 1 and (own := self._apart(sequence, fed_alone=True)) is not None:
             own.interrupted = self.interrupted
             return [own.decode(tokens, logits)]
-        if any(piece.sequence == self._apart for piece in pieces):
+        if any(piece.sequence == self.apart for piece in pieces):
             self._join()
         return super()._decode(pieces)
 
-    def _decode_floats(self, sequence: int, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
-        if (own := self._own_for(sequence)) is not None:
-            return own.decode_floats(rows, tokens, logits)
-        return super()._decode_floats(sequence, rows, tokens, logits)
-
-    def _decode_first_layers(self, sequence: int, tokens: Sequence[int], n_layers: int) -> Forward:
-        if (own := self._own_for(sequence)) is not None:
-            return own.decode_first_layers(tokens, n_layers)
-        return super()._decode_first_layers(sequence, tokens, n_layers)
-
-    def _own_for(self, sequence: int) -> Context | None:
-        """The context in which to compute a sequence that is fed alone; None: in the memory of all."""
-        if sequence == self._apart:
-            return self._own
+    def _apart(self, sequence: int, *, fed_alone: bool = False) -> Context | None:
+        if sequence == self.apart or not fed_alone:
+            return self._own if sequence == self.apart else None
         if self._others_hold_tokens(sequence):
             self._n_alone = 0
             return None
@@ -197,17 +179,17 @@ class SequencesOrOne(LlamaSequences):
             return None
         if tokens:
             try:
-                own.import_state(ContextState(tuple(tokens), super()._export(sequence)))
+                own.import_state(ContextState(tuple(tokens), self._export(sequence)))
             except (EngineError, MemoryError):
                 self._has_room = False
                 return None
-            super()._truncate(sequence, 0)
-        self._apart = sequence
+            self._truncate(sequence, 0)
+        self.apart = sequence
         return own
 
     def _emptied(self) -> Context | None:
         """The context for one sequence, empty; None where there is no memory for it."""
-        self._apart = None
+        self.apart = None
         if self._own is not None:
             self._own.truncate(0)
         elif self._has_room:
@@ -220,42 +202,24 @@ class SequencesOrOne(LlamaSequences):
     def _join(self) -> None:
         """Copy the sequence that is apart back, rows of the first layers too. On EngineError it stays where it is."""
         assert self._own is not None
-        assert self._apart is not None
+        assert self.apart is not None
         if self._own.tokens:
-            super()._import(self._apart, ContextState(tuple(self._own.tokens), self._own._export()))
+            super()._import(self.apart, ContextState(tuple(self._own.tokens), self._own._export()))
         self._emptied()
         self._n_alone = 0
 
-    def _truncate(self, sequence: int, n: int) -> None:
-        if sequence == self._apart and self._own is not None:
-            self._truncate_in(self._own, sequence, n)
-        else:
-            super()._truncate(sequence, n)
-
     def _copy_prefix(self, source: int, target: int, n: int) -> None:
-        if self._apart in (source, target):
+        if self.apart in (source, target):
             self._join()
         super()._copy_prefix(source, target, n)
 
-    def _export(self, sequence: int) -> Mapping[str, Bytes]:
-        if sequence == self._apart and self._own is not None:
-            return self._own.export_state().arrays
-        return super()._export(sequence)
-
-    def _state_bytes(self, sequence: int) -> int:
-        if sequence == self._apart and self._own is not None:
-            return self._own.state_bytes
-        return super()._state_bytes(sequence)
-
     def _import(self, sequence: int, state: ContextState) -> None:
-        if sequence == self._apart:
-            self._emptied()
-        if self._apart is None and not self._others_hold_tokens(sequence):
-            super()._truncate(sequence, 0)
+        if not self._others_hold_tokens(sequence):
+            self._truncate(sequence, 0)
             own = self._emptied()
             if own is not None:
                 own.import_state(state)
-                self._apart = sequence
+                self.apart = sequence
                 return
         super()._import(sequence, state)
 

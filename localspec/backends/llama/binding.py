@@ -61,13 +61,8 @@ class _Override(ctypes.Structure):
 
 
 class Placed:
-    """What ``llama_model_params`` takes for a placement, and keeps alive what it points to.
-
-    Names are looked up, and what would abort the process is refused.
-
-    Raises:
-        UsageError: there is no such device or memory, or it cannot do that.
-    """
+    """What ``llama_model_params`` takes for a placement, and keeps alive what it points to; UsageError for names of
+    nothing, and for what would abort the process."""
 
     def __init__(self, placement: Placement, places: Places, gguf: GGUFFile, engine: str) -> None:
         placement.check_file(gguf)
@@ -214,10 +209,9 @@ class Binding(ABC):
         evaluate: Any = None,
         n_snapshots: int = 0,
     ) -> int | None:
-        """A context for so many sequences, or with ``branches`` for ``MAX_SEQUENCES``.
+        """A context for so many sequences, or with ``branches`` for ``MAX_SEQUENCES``; see ``LlamaPasses``.
 
-        ``evaluate`` is asked about each node of its passes, and must live as long as the context. ``n_snapshots``: how
-        many tokens of a pass to be able to take back from a memory that cannot be rewound.
+        ``evaluate`` is asked about each node of its passes, and must live as long as the context.
         """
         self.check_room()
         params = self.api.llama_context_default_params()

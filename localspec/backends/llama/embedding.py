@@ -44,11 +44,7 @@ class EmbeddingModel:
         n_gpu_layers: layers on the GPU; None puts all there if the engine has a GPU.
 
     Raises:
-        UnsupportedModel: it is no embedding model, or the engine does not compute it.
-        ModelFileError: it is damaged.
-        EngineUnavailable: the engine is not there.
-        EngineError: there is not enough memory.
-        UsageError: more room was asked for than the model was trained for.
+        LocalspecError: it is no embedding model, was trained for shorter texts, or as ``registry`` says.
     """
 
     def __init__(
@@ -103,14 +99,7 @@ class EmbeddingModel:
             return self._binding.tokenize(self._open(), text.encode(), True, False)
 
     def embed(self, tokens: Sequence[int]) -> FloatArray:
-        """The embedding of a text, of length 1 [n_embd].
-
-        Raises:
-            PromptTooLong: there are more than ``n_ctx``.
-            UsageError: there are none, or one of them does not exist.
-            EngineError: the engine failed.
-            Closed: the model was closed.
-        """
+        """The embedding of a text, of length 1 [n_embd]; PromptTooLong, UsageError, EngineError or Closed without."""
         if not tokens:
             raise UsageError("there is nothing to embed")
         if len(tokens) > self.n_ctx:
@@ -119,27 +108,23 @@ class EmbeddingModel:
             raise UsageError(f"a token id must be under {self._vocab.n_tokens}")
         with self._computing, self._in_use.shared():
             self._open()
-            row = self._computed(tokens)
+            batch = self._batch
+            batch.n_tokens = len(tokens)
+            for i, token in enumerate(tokens):
+                batch.token[i], batch.pos[i], batch.logits[i] = token, i, 1
+                batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+            self._binding.clear(self._context)
+            if self._binding.lib.llama_decode(self._context, batch):
+                raise EngineError(f"{self.backend} could not compute this text")
+            found = self._binding.api.llama_get_embeddings_seq(self._context, 0)
+            if not found:
+                raise EngineError(f"{self.backend} makes no embeddings with {self.path.name}")
+            address = ctypes.cast(found, ctypes.POINTER(ctypes.c_float))
+            row: FloatArray = np.ctypeslib.as_array(address, (self.n_embd,)).astype(np.float32)
         length = float(np.linalg.norm(row))
         if not np.isfinite(length) or not length:
             raise EngineError(f"{self.backend} computed no numbers for this text")
         return row / length
-
-    def _computed(self, tokens: Sequence[int]) -> FloatArray:
-        batch, lib = self._batch, self._binding.lib
-        batch.n_tokens = len(tokens)
-        for i, token in enumerate(tokens):
-            batch.token[i], batch.pos[i], batch.logits[i] = token, i, 1
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
-        self._binding.clear(self._context)
-        if lib.llama_decode(self._context, batch):
-            raise EngineError(f"{self.backend} could not compute this text")
-        found = self._binding.api.llama_get_embeddings_seq(self._context, 0)
-        if not found:
-            raise EngineError(f"{self.backend} makes no embeddings with {self.path.name}")
-        address = ctypes.cast(found, ctypes.POINTER(ctypes.c_float))
-        row: FloatArray = np.ctypeslib.as_array(address, (self.n_embd,)).astype(np.float32)
-        return row
 
     def _open(self) -> int:
         if self._model is None:

@@ -137,18 +137,16 @@ def used_gpus(devices: Sequence[tuple[int, Device]]) -> list[Device]:
 
 def ggml_devices() -> list[tuple[int, Device]] | None:
     """All devices of ggml in llama-cpp-python, the CPU too, with ggml's number for their type."""
+    found = []
     try:
         ggml = Ggml()
-        return [(each.kind, _device(ggml, each)) for each in ggml.devices()]
+        for each in ggml.devices():
+            is_mac = each.name.startswith("Metal") or (sys.platform == "darwin" and each.kind == GPU)
+            memory = ggml.memory(each.handle)
+            found.append((each.kind, Device(each.name, each.description, *memory, is_mac or each.kind == INTEGRATED)))
+        return found
     except (ImportError, OSError, AttributeError):
         return None  # another layout of the package: the GPU works, only its memory stays unknown
-
-
-def _device(ggml: Ggml, found: GgmlDevice) -> Device:
-    shared = (
-        found.kind == INTEGRATED or found.name.startswith("Metal") or (sys.platform == "darwin" and found.kind == GPU)
-    )
-    return Device(found.name, found.description, *ggml.memory(found.handle), shared)
 
 
 # -- builds of an engine -----------------------------------------------------------------------------------------------
@@ -186,11 +184,8 @@ def system_info(library: Any) -> str:
 
 
 def built_for(system_info: str) -> list[str]:
-    """What llama.cpp's line on itself means: devices first, then instruction sets.
-
-    The line reads ``CUDA : ARCHS = 900 | USE_GRAPHS = 1 | CPU : AVX2 = 1 | …``, or in older versions only
-    ``AVX2 = 1 | …``.
-    """
+    """What llama.cpp's line on itself means, ``CUDA : ARCHS = 900 | USE_GRAPHS = 1 | CPU : AVX2 = 1 | …``, or in older
+    versions ``AVX2 = 1 | …``: devices first, then instruction sets."""
     devices: list[str] = []
     features: list[str] = []
     for part in system_info.split("|"):
@@ -278,12 +273,8 @@ def ggml_library(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 class TensorFunctions:
-    """ggml's functions that say what a tensor is.
-
-    Args:
-        library: the engine's.
-        callback_type: ctypes' type of an evaluation callback: (tensor, whether it asks, data) -> bool.
-    """
+    """ggml's functions that say what a tensor is, in the engine's library; ``callback_type`` is ctypes' type of an
+    evaluation callback: (tensor, whether it asks, data) -> bool."""
 
     def __init__(self, library: ctypes.CDLL, callback_type: Any) -> None:
         self.callback_type = callback_type
@@ -323,11 +314,9 @@ class StateTap:
 
     @contextmanager
     def armed(self, *, search: bool, last: str | None = None) -> Iterator[None]:
-        """Within the block the engine runs a pass, whose states are taken out; what it left is freed at the end.
+        """Within the block the engine runs a pass, up to the state ``last``; its states are taken out, and then freed.
 
-        Args:
-            search: whether every node is asked for its name, or only those where a wanted one was found before.
-            last: the state after which the pass ends; None computes all of it.
+        ``search``: whether every node is asked for its name, or only those where a wanted one was found before.
         """
         self._found = {name: [] for name in self._order[: self._order.index(last) + 1 if last else None]}
         self._addresses = None if search else self._known
@@ -345,11 +334,9 @@ class StateTap:
             raise error
 
     def states(self, wanted_rows: Flags, n_at_once: int) -> dict[str, FloatArray] | None:
-        """What the pass left, by name [n, n_embd]: up to ``last``; None if something is missing.
+        """What the pass left, by name [n, n_embd]; None if something is missing.
 
-        Args:
-            wanted_rows: whether the logits of a row were wanted [n].
-            n_at_once: rows that the engine computes together.
+        ``wanted_rows`` says whether the logits of a row were wanted [n]; the engine computes ``n_at_once`` together.
         """
         states: dict[str, FloatArray] = {}
         everything = np.ones(len(wanted_rows), dtype=bool)

@@ -343,11 +343,7 @@ class IkLlamaBinding(Binding):
 
 @cache
 def binding() -> IkLlamaBinding:
-    """The engine, loaded once per process.
-
-    Raises:
-        EngineUnavailable: not installed, another version, or not for this CPU.
-    """
+    """The engine, loaded once per process; EngineUnavailable where it cannot be used here."""
     return IkLlamaBinding()
 
 

@@ -141,11 +141,7 @@ class LlamaCppBinding(Binding):
 
 @cache
 def binding() -> LlamaCppBinding:
-    """The engine, loaded once per process.
-
-    Raises:
-        EngineUnavailable: not installed, or its library does not load here.
-    """
+    """The engine, loaded once per process; EngineUnavailable where it cannot be used here."""
     return LlamaCppBinding()
 
 

@@ -43,21 +43,6 @@ CHECKPOINT_EVERY = 32
 """Most tokens that are fed again where snapshots serve most rejections: a few tokens' time; set by hand."""
 
 
-def n_snapshots(model: LlamaModel) -> int:
-    """Of how many tokens snapshots are to be kept; 0 where the engine keeps none for the architecture."""
-    if not model.binding.saves_recurrent:
-        return 0
-    passes = LlamaPasses(model, 2, model.n_threads, model.kv_type, n_snapshots=1)
-    try:
-        if not passes.n_snapshots:
-            return 0
-        passes.run(PassRows.behind(0, [0], "none"))
-        n_bytes = save_recurrent(model, passes.handle).nbytes
-    finally:
-        passes.close()
-    return min(MAX_SNAPSHOTS, int(SNAPSHOT_SHARE * model.size_bytes / n_bytes))
-
-
 class Rollback:
     """The states that a context can go back to; ``passes`` has an empty memory at first."""
 
@@ -129,15 +114,14 @@ def leaf_sequences(parents: Sequence[int]) -> list[list[int]]:
 class LeafSequences:
     """The sequences of a memory after the first, which is that of its text."""
 
-    def __init__(self, binding: Binding, handle: int) -> None:
-        self._binding, self._handle = binding, handle
+    def __init__(self, binding: Binding, passes: LlamaPasses, handle: int) -> None:
+        self._binding, self._passes, self._handle = binding, passes, handle
         # A memory that gives away what lies before its window does so only where one sequence alone has it.
         self._keeps = not binding.window(handle)
         self._held = [0] * MAX_SEQUENCES  # how much of the text each sequence has; of the first it does not matter
         self._tree: list[list[int]] = []
         self._is_known = True  # ``_held`` is right, and no sequence but the first has more than that of the text
         self._is_ordered = True
-        self._n_gaps = 0
 
     def begin(self, parents: Sequence[int], n: int) -> list[list[int]]:
         """Let a tree follow the first n tokens, which are all there are; the sequences of its tokens.
@@ -175,14 +159,14 @@ class LeafSequences:
             self._held[other] = n if self._keeps else 0
         self._is_ordered &= list(path) == list(range(len(path)))
         if not self._is_ordered:
-            self._n_gaps += len(tree) - len(path)
+            self._passes.n_gaps += len(tree) - len(path)
         self._tree, self._is_known = [], True
         return binding.remove(handle, n + len(path))
 
     def cut(self, n: int, n_before: int) -> None:
         """The text, of ``n_before`` tokens, will be cut to n; a tree that is there is dropped."""
         if not self._is_ordered:
-            self._n_gaps += n_before - n + len(self._tree)
+            self._passes.n_gaps += n_before - n + len(self._tree)
         if not self._is_known:
             self.forget()
         for sequence, held in enumerate(self._held):
@@ -200,12 +184,6 @@ class LeafSequences:
         self._held = [0] * MAX_SEQUENCES
         self._tree, self._is_known = [], True
 
-    def close_gaps(self) -> None:
-        """Before a pass: move rows together, for an engine that needs it."""
-        if self._n_gaps:
-            self._binding.close_gaps(self._handle, self._n_gaps)
-            self._n_gaps = 0
-
 
 # -- the model and its contexts ----------------------------------------------------------------------------------------
 
@@ -213,33 +191,27 @@ class LeafSequences:
 class LlamaModel(LlamaWeights):
     """Weights, and the contexts and batches over them."""
 
-    @cached_property
-    def _contexts(self) -> WeakSet[LlamaContext]:
-        return WeakSet()
-
-    @cached_property
-    def _batches(self) -> WeakSet[LlamaSequences]:
-        return WeakSet()
-
-    @cached_property
-    def _known_states(self) -> set[str]:
-        return set()
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.contexts: WeakSet[LlamaContext] = WeakSet()
+        self._batches: WeakSet[LlamaSequences] = WeakSet()
+        self._known_states: set[str] = set()
 
     def recover(self) -> None:
-        if self._placed is None or (self._handle and self._placed.lost is None):
+        if self.placed is None or (self._handle and self.placed.lost is None):
             return
-        for link in self._placed.links:
+        for link in self.placed.links:
             if link.lost is not None:
                 ask(link.address)
         for batch in list(self._batches):
             batch.close()
-        for context in list(self._contexts):
+        for context in list(self.contexts):
             context.release()
         with self._in_use.alone():  # other threads tokenize
             self._close()
             self._handle = 0
             self._handle = self._load(self.path)
-        for context in list(self._contexts):
+        for context in list(self.contexts):
             context.reset()
 
     @cached_property
@@ -250,7 +222,17 @@ class LlamaModel(LlamaWeights):
     @cached_property
     def n_snapshots(self) -> int:
         """How many tokens of a pass a context takes back at once, though its memory cannot be rewound."""
-        return 0 if self.capabilities.rollback == "exact" else n_snapshots(self)
+        if self.capabilities.rollback == "exact" or not self.binding.saves_recurrent:
+            return 0
+        passes = LlamaPasses(self, 2, self.n_threads, self.kv_type, n_snapshots=1)
+        try:
+            if not passes.n_snapshots:
+                return 0  # the engine keeps none for this architecture
+            passes.run(PassRows.behind(0, [0], "none"))
+            n_bytes = save_recurrent(self, passes.handle).nbytes
+        finally:
+            passes.close()
+        return min(MAX_SNAPSHOTS, int(SNAPSHOT_SHARE * self.size_bytes / n_bytes))
 
     def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> LlamaContext:
         self._check_states(hidden)
@@ -318,7 +300,7 @@ class LlamaContext(Context):
         self._leaves: LeafSequences | None = None
         self.finds_best = not branches and model.finds_best
         self.reset()
-        model._contexts.add(self)
+        model.contexts.add(self)
 
     @property
     def can_branch(self) -> bool:
@@ -338,7 +320,8 @@ class LlamaContext(Context):
         self._set_leaves()
 
     def _set_leaves(self) -> None:
-        self._leaves = LeafSequences(self._binding, self._handle) if self._branches else None
+        self._passes.n_gaps = 0
+        self._leaves = LeafSequences(self._binding, self._passes, self._handle) if self._branches else None
 
     @property
     def _handle(self) -> int:
@@ -367,8 +350,6 @@ class LlamaContext(Context):
         self, rows: Sequence[int] | FloatArray, n_past: int, logits: Wanted, last: str | None = None, n_best: int = 0
     ) -> Forward:
         """Feed rows after the first ``n_past`` of the memory."""
-        if self._leaves is not None:
-            self._leaves.close_gaps()
         return self._run(PassRows.behind(n_past, rows, logits), last, n_best)
 
     def _run(self, rows: PassRows, last: str | None = None, n_best: int = 0) -> Forward:
@@ -380,7 +361,7 @@ class LlamaContext(Context):
         if self._leaves is None:
             self._set_leaves()  # which says what was lost
         assert self._leaves is not None
-        self._leaves.close_gaps()
+        self._passes.close_gaps()
         sequences = self._leaves.begin(parents, self.n_past)
         positions: list[int] = []
         for parent in parents:
@@ -438,6 +419,6 @@ class LlamaContext(Context):
         restore(self.model, self._handle, self._binding.by_columns(sequence) if self._branches else sequence)
 
     def _close(self) -> None:
-        self.model._contexts.discard(self)
+        self.model.contexts.discard(self)
         self._passes.close()
         self._forget()

@@ -31,13 +31,7 @@ class BestLogits:
     """The largest logits of each row, found by llama.cpp where it computes them; see ``best_rows``. One sequence.
 
     A chain of samplers that is set for a sequence becomes part of the graph of its passes; here it is top-k alone.
-
-    Args:
-        lib: llama-cpp-python's functions.
-        handle: the context.
-        n_vocab: width of its rows.
-        device: where its logits are computed; see ``Capabilities``.
-        n_out: how many of a row are logits of tokens, where the others are minus infinity; None for all.
+    ``n_out`` of a row's ``n_vocab`` are logits of tokens, where the others are minus infinity; None is all.
     """
 
     def __init__(self, lib: Any, handle: int, n_vocab: int, device: str, n_out: int | None = None) -> None:
@@ -149,15 +143,9 @@ class PassRows:
 
 
 class LlamaPasses:
-    """A context of the engine, and what feeds it.
+    """A context of the engine, with room for n_ctx tokens of all sequences together, and what feeds it.
 
     Args:
-        model: the weights.
-        n_ctx: room for all sequences together [tokens].
-        n_threads: that it computes with.
-        kv_type: type of the attention cache.
-        hidden: names of the states to return.
-        n_sequences: how many sequences its memory may hold.
         branches: whether it may be fed with tokens that branch; rows may then belong to any of ``MAX_SEQUENCES``.
         n_snapshots: how many tokens to be able to take back from a memory that cannot be rewound.
 
@@ -209,13 +197,13 @@ class LlamaPasses:
         self._takes_floats = not model.binding.token_before_floats
         self._best: BestLogits | None = None
         self._ms_to_begin: deque[float] = deque(maxlen=5)  # lately
+        self.n_gaps = 0  # cells of several sequences that were given back since rows were last moved together
 
     @property
     def begins_soon(self) -> bool:
         """Whether the engine lately came back from short passes before a device had computed them.
 
-        It waits for a GPU, or a server, only where logits are asked for; but while the pass runs for what is computed
-        on the CPU, for the first of several servers, and for each state that is taken out.
+        It does not for what is computed on the CPU, the first of several servers, and each state that is taken out.
         """
         is_far, lately = self._model.capabilities.device == "gpu" and self.tap is None, self._ms_to_begin
         return is_far and len(lately) == lately.maxlen and median(lately) < SOON_MS
@@ -232,7 +220,6 @@ class LlamaPasses:
         """Feed rows in as many calls of the engine as it takes.
 
         Args:
-            rows: at least one.
             last: the hidden state after which to end.
             interrupted: asked between calls.
             n_best: how many of the largest logits of each row are enough; 0 wants whole rows. Of one sequence.
@@ -244,10 +231,9 @@ class LlamaPasses:
         """
         if not self.handle:
             raise EngineError(f"{self._model.path.name} is not loaded: a device was lost")
-        if n_best:
-            found = self._best_of(rows, n_best, begun)
-            if found is not None:
-                return found
+        self.close_gaps()
+        if n_best and (found := self._best_of(rows, n_best, begun)) is not None:
+            return found
         if self._best is not None and rows.wanted.any():
             self._best.leave()
         if isinstance(rows.rows, np.ndarray) and not self._takes_floats:
@@ -286,12 +272,12 @@ class LlamaPasses:
             if begun is not None:
                 begun()
             return Forward(self._logits(n_rows), self._nextn(n))
-        shape = (n, n_rows, last)
-        search = rows.sequences is not None or not self._repeatable or shape not in self._shapes
-        hidden = self._decode_tapped(self.tap, batch, rows.wanted, search, last)
-        if hidden is None and not search:
-            self._binding.remove(self.handle, rows.positions[0])
-            hidden = self._decode_tapped(self.tap, batch, rows.wanted, True, last)
+        shape, hidden = (n, n_rows, last), None
+        if rows.sequences is None and self._repeatable and shape in self._shapes:
+            hidden = self._decode_tapped(self.tap, batch, rows.wanted, False, last)
+            if hidden is None:
+                self._binding.remove(self.handle, rows.positions[0])
+        hidden = hidden or self._decode_tapped(self.tap, batch, rows.wanted, True, last)
         if hidden is None:
             raise EngineError(f"{self._model.engine} did not hand out the hidden states of {n} tokens")
         self._shapes.add(shape)
@@ -364,6 +350,12 @@ class LlamaPasses:
         self._binding.lib.llama_synchronize(self.handle)
         self._binding.remove(self.handle, position, sequence)
         self._takes_floats = True
+
+    def close_gaps(self) -> None:
+        """Move rows together, for an engine that needs it."""
+        if self.n_gaps:
+            self._binding.close_gaps(self.handle, self.n_gaps)
+            self.n_gaps = 0
 
     def close(self) -> None:
         if self.handle:

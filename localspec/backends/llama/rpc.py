@@ -50,11 +50,7 @@ _ADDRESS = re.compile(r"[A-Za-z0-9_.-]{1,253}:\d{1,5}")
 
 
 def checked_address(text: str, allow_insecure: bool) -> str:
-    """``HOST:PORT``, on loopback unless any is allowed.
-
-    Raises:
-        UsageError: it is not a HOST:PORT address, or is not on loopback.
-    """
+    """``HOST:PORT``, on loopback unless any is allowed; UsageError for another."""
     host, _, port = text.rpartition(":")
     if not _ADDRESS.fullmatch(text) or not 0 < int(port) < 65536:
         raise UsageError(f"--rpc takes HOST:PORT, such as 127.0.0.1:50052, not {text[:80]!r}")
@@ -90,10 +86,7 @@ class ServerFacts:
 
 def ask(address: str) -> ServerFacts:
     """Ask the server at ``HOST:PORT``: it serves one client at a time, so not while a model is loaded on it.
-
-    Raises:
-        EngineError: no server is there, it speaks another version, or does not answer.
-    """
+    EngineError where none answers as it should."""
     try:
         with _connected(address, _CONNECT_S) as server:
             here, there = server.getsockname()[0], server.getpeername()[0]
@@ -173,14 +166,11 @@ class Link:
                 _notice_silence(server)
             except OSError as error:
                 self._lose(error)
-            answering = threading.Thread(
-                target=self._answer, args=(client, server, expected), name=f"rpc {self.address}", daemon=True
-            )
+            answering = threading.Thread(target=self._answer, args=(client, server, expected), daemon=True)
             answering.start()
-            buffer = bytearray(_PIECE)
             with suppress(OSError, EOFError):  # the client is gone: it freed all that it had
                 while True:
-                    self._pass_on(client, server, expected, buffer)
+                    self._pass_on(client, server, expected)
         finally:
             with self._lock:
                 self._n_clients -= 1
@@ -191,57 +181,53 @@ class Link:
                         each.shutdown(socket.SHUT_RDWR)
                     each.close()
 
-    def _pass_on(
-        self, client: socket.socket, server: socket.socket | None, expected: SimpleQueue[int | None], buffer: bytearray
-    ) -> None:
+    def _pass_on(self, client: socket.socket, server: socket.socket | None, expected: SimpleQueue[int | None]) -> None:
         """One request."""
-        head = _exactly(client, 9)
-        what, size = struct.unpack("<BQ", head)
-        if size > _PIECE:
-            self._send(server, head)
-            with memoryview(buffer) as view:
-                while size:
-                    n = client.recv_into(view, min(size, _PIECE))
-                    if not n:
-                        raise EOFError
-                    self._send(server, view[:n])
-                    size -= n
-            return
-        request = _exactly(client, size)
-        if what == _HELLO:
-            request = bytes(size)  # no transport but this one
-        length = _ANSWERS.get(what)
-        if what == _GET_TENSOR:
-            length = int.from_bytes(request[-8:], "little")
-        self._send(server, head + request)
+        data = _exactly(client, 9)
+        what, left = struct.unpack("<BQ", data)
+        end = b""
+        while left:
+            piece = client.recv(min(left, _PIECE))
+            if not piece:
+                raise EOFError
+            left -= len(piece)
+            end = (end + piece[-8:])[-8:]
+            self._send(server, data + (bytes(len(piece)) if what == _HELLO else piece))  # no transport but this one
+            data = b""
+        self._send(server, data)
+        length = int.from_bytes(end, "little") if what == _GET_TENSOR else _ANSWERS.get(what)
         if length is not None:
             self.n_requests += 1
             expected.put(length)
 
-    def _send(self, server: socket.socket | None, data: bytes | memoryview) -> None:
+    def _send(self, server: socket.socket | None, data: bytes) -> None:
         if server is not None and self.lost is None:
             try:
                 server.sendall(data)
             except OSError as error:
                 self._lose(error)
 
+    def _receive(self, server: socket.socket | None, n: int) -> bytes:
+        """At most n bytes; none once the server is gone."""
+        if server is None or self.lost is not None:
+            return b""
+        try:
+            piece = server.recv(min(n, _PIECE))
+        except OSError as error:
+            self._lose(error)
+            return b""
+        if not piece:
+            self._lose(None)
+        return piece
+
     def _answer(self, client: socket.socket, server: socket.socket | None, expected: SimpleQueue[int | None]) -> None:
         """Answers in the order in which they are awaited: the server's, or zeros."""
-        buffer = bytearray(_PIECE)
         while (length := expected.get()) is not None:
             with suppress(OSError):  # the client does not wait any more
                 left = 8 + length
-                while left and server is not None and self.lost is None:
-                    try:
-                        n = server.recv_into(buffer, min(left, _PIECE))
-                    except OSError as error:
-                        self._lose(error)
-                        break
-                    if not n:
-                        self._lose(None)
-                        break
-                    client.sendall(memoryview(buffer)[:n])
-                    left -= n
+                while left and (piece := self._receive(server, left)):
+                    client.sendall(piece)
+                    left -= len(piece)
                 if left:
                     whole = struct.pack("<Q", length) if left == 8 + length else b""
                     client.sendall(whole + bytes(left - len(whole)))
@@ -290,11 +276,7 @@ BUILD_COMMAND = "python -m localspec.backends.rpc_build"
 
 
 def library_path() -> Path:
-    """Where the library for the installed llama-cpp-python is, or would be.
-
-    Raises:
-        ImportError: llama-cpp-python is not installed.
-    """
+    """Where the library for the installed llama-cpp-python is, or would be; ImportError without one."""
     import llama_cpp
 
     build = digest(Path(llama_cpp.llama_cpp._lib._name).parent)
@@ -302,11 +284,7 @@ def library_path() -> Path:
 
 
 class Rpc:
-    """The RPC backend of llama-cpp-python's library.
-
-    Raises:
-        EngineUnavailable: there is none, and none was built.
-    """
+    """The RPC backend of llama-cpp-python's library; EngineUnavailable where there is none, and none was built."""
 
     def __init__(self) -> None:
         self.ggml = ggml = Ggml()

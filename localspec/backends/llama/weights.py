@@ -34,13 +34,13 @@ class LlamaWeights(Model):
         placement: Placement | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self._placed: Placed | None = None
+        self.placed: Placed | None = None
         with GGUFFile(path) as gguf:
             self._read_header(gguf)
             check_kv_type(gguf, kv_type)
             check_sound(gguf, self.vocab, binding.computes, binding.alignment)
             if placement:
-                self._placed = Placed(placement, binding.places(placement), gguf, binding.name)
+                self.placed = Placed(placement, binding.places(placement), gguf, binding.name)
                 self.placement = str(placement)
             has_mtp = binding.has_mtp(gguf)
         self.binding = binding
@@ -55,7 +55,7 @@ class LlamaWeights(Model):
         rewinds = not binding.is_recurrent(handle)
         self.capabilities = Capabilities(
             rollback="exact" if rewinds else "replay",
-            device=binding.device(n_gpu_layers, self._placed, self.n_layers),
+            device=binding.device(n_gpu_layers, self.placed, self.n_layers),
             saves_state=True,
             keeps_rows=binding.keeps_rows,
             hidden=True,
@@ -72,7 +72,7 @@ class LlamaWeights(Model):
         self.survives_several: Callable[[], bool] = lambda: True
 
     def _load(self, path: Path, progress: Progress | None = None) -> int:
-        load = partial(self.binding.load_model, path, self._n_gpu_layers, progress, self._placed)
+        load = partial(self.binding.load_model, path, self._n_gpu_layers, progress, self.placed)
         handle = load(mtp=True) if self._mtp else None
         if not handle:
             self._mtp, handle = False, load()
@@ -90,16 +90,16 @@ class LlamaWeights(Model):
     @property
     def reloads(self) -> bool:
         """Whether the weights may be loaded again while contexts are open, those on servers; see ``recover``."""
-        return self._placed is not None and bool(self._placed.links)
+        return self.placed is not None and bool(self.placed.links)
 
     @property
     def lost(self) -> str | None:
         """Why a device with weights is gone; None while all are there."""
-        return None if self._placed is None else self._placed.lost
+        return None if self.placed is None else self.placed.lost
 
     def check_devices(self) -> None:
         """Raise EngineError where what was computed is wrong because a device is gone."""
-        if self._placed is not None and (lost := self._placed.lost) is not None:
+        if self.placed is not None and (lost := self.placed.lost) is not None:
             raise EngineError(f"{lost}; the conversation is kept: ask again once the server is back")
 
     @property
@@ -110,7 +110,7 @@ class LlamaWeights(Model):
     @property
     def on_gpus(self) -> bool:
         """Whether all is on GPUs, placed by the engine."""
-        return self._placed is None and self.capabilities.device == "gpu"
+        return self.placed is None and self.capabilities.device == "gpu"
 
     def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
         with self._in_use.shared():  # the engine only reads its tables

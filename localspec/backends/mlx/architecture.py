@@ -44,10 +44,6 @@ class Header:
         self.name = file.path.name
         self._read: set[str] = set()
 
-    def has(self, key: str) -> bool:
-        self._read.add(key)
-        return self.file.field(key) is not None
-
     def integer(self, key: str, default: int | None = None) -> int:
         """A whole number; a list with one number for each layer must repeat a single one."""
         value = self._uniform(key, default)

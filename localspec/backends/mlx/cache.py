@@ -184,13 +184,8 @@ class LayerCaches:
         return exported
 
     def restore(self, arrays: dict[str, npt.NDArray[Any]], n_past: int, like: LayerCaches) -> None:
-        """Hold what ``export`` gave of ``n_past`` tokens.
-
-        ``like``: a memory of the same model that holds one token, for the shapes and types.
-
-        Raises:
-            EngineError: the arrays do not fit.
-        """
+        """Hold what ``export`` gave of ``n_past`` tokens; EngineError where the arrays do not fit ``like``, a memory of
+        the same model that holds one token."""
         self.clear()
         if not n_past and not arrays:
             return

@@ -57,11 +57,7 @@ def runs_here() -> bool:
 
 @cache
 def binding() -> MLXLibrary:
-    """MLX, imported once per process.
-
-    Raises:
-        EngineUnavailable: not installed, not for this machine, or its library does not load here.
-    """
+    """MLX, imported once per process; EngineUnavailable where it cannot be used here."""
     return MLXLibrary()
 
 
@@ -69,9 +65,6 @@ def defer_mlx_lm() -> None:
     """Make ``import mlx_lm.models.…`` skip the package's own imports until another of its names is looked at.
 
     They bring in transformers, which takes seconds; the model classes and caches need none of that.
-
-    Raises:
-        EngineUnavailable: mlx-lm is not installed.
     """
     if "mlx_lm" in sys.modules:
         return
@@ -116,11 +109,8 @@ class OwnerThread:
         in_child(self, OwnerThread._renounce)
 
     def run(self, function: Callable[[], T]) -> T:
-        """The function's result, or its exception. Ctrl-C reaches the caller at once; the function still ends.
-
-        Raises:
-            Closed: the program is ending, or is a child forked after MLX was used.
-        """
+        """The function's result, or its exception. Ctrl-C reaches the caller at once; the function still ends. Closed
+        where the program is ending, or is a child forked after MLX was used."""
         if threading.current_thread() is self._thread:
             return function()
         future: Future[T] = Future()

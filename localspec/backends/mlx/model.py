@@ -121,9 +121,8 @@ class MLXContext(Context):
         super().__init__(model, n_ctx, hidden)
         self.finds_best = model.finds_best
         self._owner = model.owner
-        self._memory = LayerCaches(model.network, model.kv_type)
+        self.memory = LayerCaches(model.network, model.kv_type)
         self._n_chunk = N_CHUNK[model.capabilities.device]
-        self._last_names = {NORM, layer_name(model.n_layers - 1)}  # of these there is a row for each row of logits
         self._first_float: int | None = None  # from this position on, tokens do not tell what was fed
 
     def _decode(self, tokens: Sequence[int], logits: Wanted) -> Forward:
@@ -146,22 +145,22 @@ class MLXContext(Context):
 
     def _decode_tree(self, tokens: Sequence[int], parents: Sequence[int]) -> Forward:
         self._catch_up()
-        tree, memory, network = Tree(parents), self._memory, self.model.network
+        tree, memory, network = Tree(parents), self.memory, self.model.network
 
-        def compute() -> Forward:
+        def branched() -> Forward:
             memory.branch(tree)
             network.branch(tree.depths.tolist())
             try:
-                return self._compute(tokens, "all", None, None)
+                return compute([(self, tokens, "all")])[0]
             finally:
                 memory.branch(None)
                 network.branch(None)
                 memory.n_past = min(memory.n_past, self.n_past)  # none of them is kept yet
 
-        return self._owner.run(compute)
+        return self._owner.run(branched)
 
     def _keep(self, path: Sequence[int]) -> None:
-        self._owner.run(lambda: self._memory.keep(path))
+        self._owner.run(lambda: self.memory.keep(path))
 
     def _in_pieces(
         self,
@@ -173,7 +172,7 @@ class MLXContext(Context):
     ) -> Forward:
         self._catch_up()
         if self._partial is None:  # nothing ever goes on from rows of the first layers
-            self._memory.checkpoint()
+            self.memory.checkpoint()
         forwards: list[Forward] = []
         for start in range(0, len(tokens), self._n_chunk):
             if start and self.interrupted is not None and self.interrupted():
@@ -192,73 +191,38 @@ class MLXContext(Context):
         n_layers: int | None = None,
         n_best: int = 0,
     ) -> Forward:
-        return self._owner.run(lambda: self._compute(tokens, wanted, rows, n_layers, n_best))
+        part = (self, tokens, wanted)
+        (forward,) = self._owner.run(lambda: compute([part], rows=rows, n_layers=n_layers, n_best=n_best))
+        return forward
 
-    def _compute(
-        self, tokens: Sequence[int], wanted: Wanted, rows: FloatArray | None, n_layers: int | None, n_best: int = 0
-    ) -> Forward:
-        """One pass; on the owner thread."""
-        memory, network, n = self._memory, self.model.network, len(tokens)
-        n_rows = n_wanted(wanted, n)
-        n_of = {name: n_rows if name in self._last_names else n for name in self.hidden}
-        if n_layers is not None:
-            n_of = {name: n for name in map(layer_name, range(n_layers)) if name in self.hidden}
-        mx.set_default_device(self.model.device)
-        try:
-            floats = None if rows is None else mx.array(rows[None]).astype(network.compute_dtype)
-            ids = mx.array([tokens]) if rows is None or network.reads_tokens_too else mx.zeros((1, n), mx.int32)
-            states = network.states(ids, memory.layers, n_of, rows=floats, n_layers=n_layers)
-            # What only unwanted rows need, such as the last layer's feed-forward part, is never computed.
-            found = {name: states[name][0, n - n_name :].astype(mx.float32) for name, n_name in n_of.items() if n_name}
-            best: Largest | None = None
-            if n_rows:
-                whole = network.logits(states[NORM][:, n - n_rows :])[0].astype(mx.float32)
-                best = largest(whole, n_best) if n_best else None
-                if best is None:
-                    found["logits"] = whole
-            mx.eval(found, best or (), memory.arrays())
-            cut = None if best is None else settled(best, n_best)
-            if best is not None and cut is None:
-                found["logits"] = whole  # computed already
-        except (RuntimeError, ValueError, MemoryError) as error:
-            self._lose_memory()
-            raise EngineError(f"{self.model.engine} failed to decode {n} tokens: {error}") from None
-        memory.n_past += n
-        # Nothing is copied: where CPU and GPU share their memory, these are views of MLX's arrays.
-        arrays = {name: np.array(array, copy=False) for name, array in found.items()}
-        logits = arrays.get("logits", np.empty((0, network.n_vocab), dtype=np.float32))
-        nothing = np.empty((0, network.n_embd), dtype=np.float32)
-        hidden = {name: arrays.get(name, nothing) for name in n_of}
-        return Forward(logits, hidden) if cut is None else Forward(cut[0], hidden, cut[1])
-
-    def _lose_memory(self) -> None:
+    def lose_memory(self) -> None:
         """Half of the layers may have got their rows: start over, from the tokens, with the next pass."""
-        self._memory.clear()
+        self.memory.clear()
         if self._first_float is not None:
             del self.tokens[self._first_float :]
 
     def _catch_up(self) -> None:
         """Feed again what the memory lost in a rollback that it could only do in part."""
-        while self._memory.n_past < self.n_past:
-            start = self._memory.n_past
+        while self.memory.n_past < self.n_past:
+            start = self.memory.n_past
             self._pass(self.tokens[start : min(start + self._n_chunk, self.n_past)], "none")
 
     def _truncate(self, n: int) -> None:
         if self._first_float is not None and n <= self._first_float:
             self._first_float = None
-        self._owner.run(lambda: self._memory.rewind(n))
+        self._owner.run(lambda: self.memory.rewind(n))
 
     def _export(self) -> Mapping[str, npt.NDArray[Any]]:
         self._catch_up()
-        return self._owner.run(self._memory.export)
+        return self._owner.run(self.memory.export)
 
     def _state_bytes(self) -> int:
         self._catch_up()
-        return self._owner.run(lambda: self._memory.n_bytes)
+        return self._owner.run(lambda: self.memory.n_bytes)
 
     def _import(self, state: ContextState) -> None:
         arrays, self._first_float = dict(state.arrays), None
-        self._owner.run(lambda: self._memory.restore(arrays, len(state.tokens), self._sample()))
+        self._owner.run(lambda: self.memory.restore(arrays, len(state.tokens), self._sample()))
 
     def _sample(self) -> LayerCaches:
         """A memory of this model with one token in it."""
@@ -268,7 +232,79 @@ class MLXContext(Context):
         return sample
 
     def _close(self) -> None:
-        self._owner.run(self._memory.clear)
+        self._owner.run(self.memory.clear)
+
+
+Fed = tuple[MLXContext, Sequence[int], Wanted]  # whose next tokens they are, and which rows to return
+
+
+def compute(
+    parts: Sequence[Fed], *, rows: FloatArray | None = None, n_layers: int | None = None, n_best: int = 0
+) -> list[Forward]:
+    """One pass over the next tokens of some sequences, and one evaluation; on the owner thread.
+
+    Args:
+        parts: at least one; the others are of a single sequence.
+        rows: fed in the place of the tokens' embeddings [n, n_embd].
+        n_layers: compute no further.
+        n_best: how many of the largest logits of each row are enough; 0 wants whole rows.
+
+    Raises:
+        EngineError: the engine failed; the memories are read again from their tokens.
+    """
+    contexts = [context for context, _, _ in parts]
+    model, names = contexts[0].model, contexts[0].hidden
+    network, memories, tokens = model.network, [context.memory for context in contexts], list[int]()
+    last_names = {NORM, layer_name(model.n_layers - 1)}  # of these there is a row for each row of logits
+    if n_layers is not None:
+        names, last_names = tuple(name for name in map(layer_name, range(n_layers)) if name in names), set()
+    places: list[tuple[slice, range]] = []  # of each part its rows in the pass, and those that have logits
+    for _, fed, logits in parts:
+        tokens += fed
+        n = len(tokens)
+        places.append((slice(n - len(fed), n), range(n - n_wanted(logits, len(fed)), n)))
+    n, chosen = len(tokens), [row for _, wanted in places for row in wanted]
+    mx.set_default_device(model.device)
+    best: Largest | None = None
+    try:
+        floats = None if rows is None else mx.array(rows[None]).astype(network.compute_dtype)
+        ids = mx.array([tokens]) if rows is None or network.reads_tokens_too else mx.zeros((1, n), mx.int32)
+        if len(parts) == 1:
+            states = network.states(ids, memories[0].layers, names, rows=floats, n_layers=n_layers)
+            of_chosen: Any = slice(n - len(chosen), n)
+        else:
+            with divided(network, [(rows, memory.layers) for (rows, _), memory in zip(places, memories, strict=True)]):
+                states = network.states(ids, None, names)
+            of_chosen = mx.array(chosen)
+        # What only unwanted rows need, such as the last layer's feed-forward part, is never computed.
+        found = {name: states[name][0] for name in names if name not in last_names}
+        if chosen:
+            found |= {name: states[name][0, of_chosen] for name in names if name in last_names}
+            whole = network.logits(states[NORM][:, of_chosen])[0].astype(mx.float32)
+            best = largest(whole, n_best) if n_best else None
+            found |= {} if best is not None else {"logits": whole}
+        found = {name: array.astype(mx.float32) for name, array in found.items()}
+        mx.eval(found, best or (), [memory.arrays() for memory in memories])
+        cut = None if best is None else settled(best, n_best)
+        if best is not None and cut is None:
+            found["logits"] = whole  # computed already
+    except (RuntimeError, ValueError, MemoryError) as error:
+        for context in contexts:
+            context.lose_memory()
+        of = f" of {len(parts)} sequences" if len(parts) > 1 else ""
+        raise EngineError(f"{model.engine} failed to decode {n} tokens{of}: {error}") from None
+    for (_, fed, _), memory in zip(parts, memories, strict=True):
+        memory.n_past += len(fed)
+    # Nothing is copied: where CPU and GPU share their memory, these are views of MLX's arrays.
+    arrays = {name: np.array(array, copy=False) for name, array in found.items()}
+    logits_found = arrays.get("logits", np.empty((0, network.n_vocab), dtype=np.float32))
+    nothing = np.empty((0, network.n_embd), dtype=np.float32)
+    forwards, start = [], 0
+    for of_all, wanted in places:
+        of_wanted = slice(start, start := start + len(wanted))
+        hidden = {name: arrays.get(name, nothing)[of_wanted if name in last_names else of_all] for name in names}
+        forwards.append(Forward(logits_found[of_wanted], hidden) if cut is None else Forward(cut[0], hidden, cut[1]))
+    return forwards
 
 
 # -- several sequences in one pass -------------------------------------------------------------------------------------
@@ -291,10 +327,6 @@ class MLXSequences(SequencesInTurn):
     model: MLXModel
     _contexts: Sequence[MLXContext]
 
-    def __init__(self, contexts: Sequence[MLXContext], n_cells: int) -> None:
-        super().__init__(contexts, n_cells)
-        self._n_chunk = contexts[0]._n_chunk
-
     def _decode(self, pieces: Sequence[Piece]) -> list[Forward]:
         if len(pieces) == 1:
             return super()._decode(pieces)
@@ -305,10 +337,11 @@ class MLXSequences(SequencesInTurn):
         try:
             for context in contexts:
                 context._catch_up()
-            for n_before, parts in enumerate(_passes(pieces, self._n_chunk)):
+            for n_before, parts in enumerate(_passes(pieces, N_CHUNK[self.model.capabilities.device])):
                 if n_before and self.interrupted is not None and self.interrupted():
                     raise Cancelled("decoding was stopped")
-                forwards = self.model.owner.run(lambda parts=parts: self._compute([part for _, part in parts]))  # type: ignore[misc]
+                fed = [(contexts[number], tokens, logits) for number, (_, tokens, logits) in parts]
+                forwards = self.model.owner.run(lambda fed=fed: compute(fed))  # type: ignore[misc]
                 for (number, _), forward in zip(parts, forwards, strict=True):
                     found[number].append(forward)
         except BaseException:
@@ -318,50 +351,6 @@ class MLXSequences(SequencesInTurn):
         for context, piece in zip(contexts, pieces, strict=True):
             context.tokens.extend(piece.tokens)
         return [joined(forwards) for forwards in found]
-
-    def _compute(self, parts: Sequence[Piece]) -> list[Forward]:
-        """One pass, and one evaluation; on the owner thread."""
-        network, contexts = self.model.network, [self._contexts[part.sequence] for part in parts]
-        memories = [context._memory for context in contexts]
-        rows, wanted, n = [], [], 0
-        for _, tokens, logits in parts:
-            rows.append(slice(n, n + len(tokens)))
-            n += len(tokens)
-            wanted.append(range(n - n_wanted(logits, len(tokens)), n))
-        chosen = [row for each in wanted for row in each]
-        last_names = contexts[0]._last_names  # of these there is a row for each row of logits
-        mx.set_default_device(self.model.device)
-        try:
-            layers = [memory.layers for memory in memories]
-            with divided(network, list(zip(rows, layers, strict=True))):
-                ids = mx.array([[token for part in parts for token in part.tokens]])
-                states = network.states(ids, None, self.hidden)
-            arrays = {name: states[name][0] for name in self.hidden if name not in last_names}
-            if chosen:
-                of_chosen = mx.array(chosen)
-                arrays |= {name: states[name][0, of_chosen] for name in self.hidden if name in last_names}
-                arrays["logits"] = network.logits(states[NORM][:, of_chosen])[0]
-            arrays = {name: array.astype(mx.float32) for name, array in arrays.items()}
-            mx.eval(arrays, [memory.arrays() for memory in memories])
-        except (RuntimeError, ValueError, MemoryError) as error:
-            for context in contexts:
-                context._lose_memory()
-            raise EngineError(
-                f"{self.model.engine} failed to decode {n} tokens of {len(parts)} sequences: {error}"
-            ) from None
-        for memory, (_, tokens, _) in zip(memories, parts, strict=True):
-            memory.n_past += len(tokens)
-        found = {name: np.array(array, copy=False) for name, array in arrays.items()}
-        found.setdefault("logits", np.empty((0, network.n_vocab), dtype=np.float32))
-        nothing = np.empty((0, network.n_embd), dtype=np.float32)
-        forwards, start = [], 0
-        for of_all, each in zip(rows, wanted, strict=True):
-            of_wanted = slice(start, start := start + len(each))
-            hidden: dict[str, FloatArray] = {
-                name: found.get(name, nothing)[of_wanted if name in last_names else of_all] for name in self.hidden
-            }
-            forwards.append(Forward(found["logits"][of_wanted], hidden))
-        return forwards
 
 
 def _passes(pieces: Sequence[Piece], n_chunk: int) -> Iterator[list[tuple[int, Piece]]]:
@@ -385,16 +374,15 @@ def _passes(pieces: Sequence[Piece], n_chunk: int) -> Iterator[list[tuple[int, P
 
 def can_divide(network: Network) -> bool:
     """Whether ``divided`` is right about a network: only its attention looks at more than one row, by a known call."""
-    return not network.recurrent and all(_can_divide(layer) for layer in network.module.layers)
-
-
-def _can_divide(layer: nn.Module) -> bool:
-    attention = layer.get("self_attn")
-    if not isinstance(attention, nn.Module):
-        return False
-    linear = {name for name, part in attention.items() if isinstance(part, nn.Linear | nn.QuantizedLinear)}
-    call = [*signature(type(attention).__call__).parameters]
-    return call == ["self", "x", "mask", "cache"] and _OUTPUT in linear and linear - {_OUTPUT} in _INPUTS
+    for layer in network.module.layers:
+        attention = layer.get("self_attn")
+        if network.recurrent or not isinstance(attention, nn.Module):
+            return False
+        linear = {name for name, part in attention.items() if isinstance(part, nn.Linear | nn.QuantizedLinear)}
+        call = [*signature(type(attention).__call__).parameters]
+        if call != ["self", "x", "mask", "cache"] or _OUTPUT not in linear or linear - {_OUTPUT} not in _INPUTS:
+            return False
+    return True
 
 
 @contextmanager
@@ -439,19 +427,14 @@ class _Divided:
         try:
             attention[_OUTPUT] = lambda heads: heads
             for rows, mask, cache in self._parts:
-                for name, array in projected.items():
-                    attention[name] = _giving(array[:, rows])
+                for name, array in projected.items():  # a layer that puts this out whatever is put in
+                    attention[name] = lambda _, part=array[:, rows]: part
                 found.append(attention(x[:, rows], mask, cache))
         finally:
             for name, layer in linear.items():
                 attention[name] = layer
         output: mx.array = linear[_OUTPUT](mx.concatenate(found, axis=1))
         return output
-
-
-def _giving(array: mx.array) -> Callable[[mx.array], mx.array]:
-    """A layer that puts this out whatever is put in."""
-    return lambda _: array
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------
@@ -472,7 +455,7 @@ class MLXModel(Model):
             self.device = device_for(file, n_gpu_layers)
             self._tokenizer = Tokenizer(file, self.vocab, ByteLevel)
             nextn = has_layer(file)
-            network = self.owner.run(lambda: building(path, self.device, lambda: load_network(file, progress=progress)))
+            network = self.owner.run(lambda: building(path, self.device, lambda: load_network(file, progress)))
         self._network: Network | None = network
         self.backend = NAME
         self.engine = f"{NAME} {engine.version}"

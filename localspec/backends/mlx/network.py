@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
@@ -24,8 +23,7 @@ from localspec.backends.mlx.architecture import (
 )
 from localspec.backends.mlx.library import defer_mlx_lm
 from localspec.backends.mlx.placement import ROPE_TENSORS, fill
-from localspec.backends.mlx.weights import Format
-from localspec.errors import UnsupportedModel, UsageError
+from localspec.errors import UnsupportedModel
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.nextn import n_layers
 
@@ -46,14 +44,8 @@ class RopeScaling:
 
 
 class Rope(nn.Module):  # type: ignore[misc]
-    """A drop-in for mlx-lm's rotary embeddings.
-
-    Args:
-        dims: how many of a head's channels rotate.
-        base: the base of the frequencies.
-        interleaved: neighbouring channels are a pair (llama.cpp's NORM) instead of i and i + dims/2 (NEOX).
-        scaling: see ``RopeScaling``.
-    """
+    """A drop-in for mlx-lm's rotary embeddings, of ``dims`` of a head's channels; where ``interleaved`` neighbouring
+    channels are a pair (llama.cpp's NORM) instead of i and i + dims/2 (NEOX)."""
 
     def __init__(self, dims: int, base: float, *, interleaved: bool, scaling: RopeScaling | None = None) -> None:
         super().__init__()
@@ -112,15 +104,12 @@ def _yarn_magnitude(scaling: RopeScaling) -> float:
 
 # -- the network -------------------------------------------------------------------------------------------------------
 
-DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-
 
 @dataclass(frozen=True)
 class Network:
     """A model ready to compute, all of it in memory."""
 
     module: nn.Module  # mlx-lm's model: ``module(tokens [1, n], cache=...)`` -> logits [1, n, n_vocab]
-    args: Any  # its arguments
     architecture: str  # GGUF's name of it
     n_vocab: int  # width of a row of logits
     n_layer: int
@@ -129,8 +118,6 @@ class Network:
     layer_windows: tuple[int | None, ...]  # for each layer, how many tokens its attention sees; None for all
     recurrent: bool  # whether its memory is a state that cannot be rewound
     max_context: int | None  # tokens up to which it computes what the file means; None for no limit
-    size_bytes: int  # of all parameters
-    formats: Mapping[str, Format]  # tensor name -> how it is stored
     _trunk: nn.Module
     _head: Callable[[mx.array], mx.array]
     reads_tokens_too: bool = False  # where rows of floats are fed, their tokens are real ids
@@ -148,19 +135,15 @@ class Network:
         rows: mx.array | None = None,
         n_layers: int | None = None,
     ) -> dict[str, mx.array]:
-        """``hidden``, as "norm" and "nextn", and the residual stream after the layers that are named.
+        """``hidden``, as "norm" and "nextn", and the residual stream after the layers that are named [1, n, n_embd].
 
         What is not evaluated is not computed.
 
         Args:
             tokens: [1, n].
-            cache: the memory, or None.
             names: of hidden states, as ``Forward.hidden`` has them.
             rows: what the first layer takes instead of the tokens' embeddings [1, n, n_embd].
             n_layers: go no further than so many; "norm" has no meaning then.
-
-        Returns:
-            name -> [1, n, n_embd].
         """
         if not names and rows is None and n_layers is None:
             return {NORM: self.hidden(tokens, cache)}
@@ -218,40 +201,24 @@ class _Tap:
         return getattr(self._layer, name)
 
 
-def load_network(
-    file: GGUFFile | Path | str, *, compute_dtype: str | None = None, progress: Progress | None = None
-) -> Network:
-    """Load a GGUF file into mlx-lm's model class for its architecture.
+def load_network(file: GGUFFile, progress: Progress | None = None) -> Network:
+    """Load a GGUF file into mlx-lm's model class for its architecture, in the type of ``default_dtype``.
 
     Call it on the thread that will compute: MLX's streams belong to threads.
-
-    Args:
-        file: the file, or a path to it.
-        compute_dtype: ``float32``, ``float16`` or ``bfloat16``; None chooses by the device and the file, see
-            ``default_dtype`` and ``fits_float16``. Whatever is exact in ``blocks`` is exact in float32.
-        progress: see ``backends.base.Progress``.
 
     Raises:
         UnsupportedModel: an architecture, setting, tensor or tensor type that is not handled; the message names it.
         ModelFileError: the file is damaged.
         EngineError: the load was cancelled.
-        UsageError: no such dtype.
     """
-    if compute_dtype is not None and compute_dtype not in DTYPES:
-        raise UsageError(f"compute_dtype must be one of {', '.join(DTYPES)}, not {compute_dtype!r}")
-    if not isinstance(file, GGUFFile):
-        with GGUFFile(file) as opened:
-            return load_network(opened, compute_dtype=compute_dtype, progress=progress)
-    if compute_dtype is not None:
-        return _load(file, compute_dtype, progress)
     network = _load(file, default_dtype(file), progress)
     if network.compute_dtype == mx.float16 and not fits_float16(network):
         del network
-        network = _load(file, "float32", None)
+        network = _load(file, mx.float32, None)
     return network
 
 
-def default_dtype(file: GGUFFile) -> str:
+def default_dtype(file: GGUFFile) -> mx.Dtype:
     """What to compute in, as far as the device and the header tell.
 
     float32 on a CPU, where half precision is emulated. On a GPU bfloat16 for files that hold it, else float16: scales
@@ -260,8 +227,8 @@ def default_dtype(file: GGUFFile) -> str:
     """
     wide = file.architecture.startswith(("gemma", "mamba")) or file.has_rows_only
     if wide or mx.default_device() == mx.Device(mx.cpu):
-        return "float32"
-    return "bfloat16" if "BF16" in file.bytes_by_type else "float16"
+        return mx.float32
+    return mx.bfloat16 if "BF16" in file.bytes_by_type else mx.float16
 
 
 _FLOAT16_ROOM = 2.0**14  # states may be so large in the probe, a quarter of what float16 holds
@@ -275,10 +242,9 @@ def fits_float16(network: Network) -> bool:
     return bool((mx.stack(largest) < _FLOAT16_ROOM).all().item())  # false for NaN as well
 
 
-def _load(file: GGUFFile, compute_dtype: str, progress: Progress | None) -> Network:
+def _load(file: GGUFFile, dtype: mx.Dtype, progress: Progress | None) -> Network:
     header = Header(file)
     architecture = find_architecture(header)
-    dtype = DTYPES[compute_dtype]
     tied = "output.weight" not in file.tensors
     n_vocab = file.tensors["token_embd.weight"].shape[-1]
     arguments = common_arguments(header, architecture, n_vocab, tied)
@@ -297,12 +263,11 @@ def _load(file: GGUFFile, compute_dtype: str, progress: Progress | None) -> Netw
         install_rope(header, architecture, module, args, scaling)
     # Layers for multi-token prediction are loaded by what drafts with them.
     blocks = range(len(module.layers)) if n_layers(file) else None
-    formats = fill(file, architecture, module, dtype, progress, blocks)
+    fill(file, architecture, module, dtype, progress, blocks)
 
     trunk: nn.Module = module[architecture.trunk]
     return Network(
         module=module,
-        args=args,
         architecture=file.architecture,
         n_vocab=n_vocab,
         n_layer=len(module.layers),
@@ -311,8 +276,6 @@ def _load(file: GGUFFile, compute_dtype: str, progress: Progress | None) -> Netw
         layer_windows=_windows(args, len(module.layers)),
         recurrent=not architecture.attention,
         max_context=max_context,
-        size_bytes=sum(format_.n_bytes for format_ in formats.values()),
-        formats=formats,
         _trunk=trunk,
         _head=_make_head(module, architecture, args, tied),
     )

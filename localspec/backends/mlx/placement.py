@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy.typing as npt
 from mlx.utils import tree_flatten
 
 from localspec.backends.base import Progress
 from localspec.backends.mlx.architecture import Architecture
-from localspec.backends.mlx.weights import Format, Stored, read_tensor
+from localspec.backends.mlx.weights import Stored, read_tensor
 from localspec.errors import EngineError, UnsupportedModel
 from localspec.model_files.gguf import GGUFFile, TensorInfo
 
@@ -27,13 +26,11 @@ def fill(
     dtype: mx.Dtype,
     progress: Progress | None,
     blocks: range | None = None,
-) -> dict[str, Format]:
+) -> None:
     """Put every tensor of the file into the model, in the file's order.
 
     Args:
-        file, architecture, module: what goes where.
         dtype: of plain numbers and scales.
-        progress: see ``backends.base.Progress``.
         blocks: of the file that are the module's layers; others are left out. None is all, which have to be.
 
     Raises:
@@ -43,7 +40,7 @@ def fill(
     first = blocks.start if blocks is not None else 0
     if first:  # what the blocks share is another module's
         infos = [info for info in infos if block_of(info.name) is not None]
-    places = {info.name: _place(first, architecture, module, info) for info in infos}
+    places = {info.name: place_of(first, architecture, module, info) for info in infos}
     places = {name: place for name, place in places.items() if name not in (*ROPE_TENSORS, *architecture.no_parameters)}
     lost = [name for name, place in places.items() if place is None]
     if lost:
@@ -53,19 +50,17 @@ def fill(
         )
     _check_complete(file, architecture, module, {place for place in places.values() if place is not None})
 
-    formats: dict[str, Format] = {}
     total, done = sum(info.n_bytes for info in file.tensors.values()), 0
     for info in sorted(file.tensors.values(), key=lambda one: (one.shard, one.offset)):
         if progress is not None and not progress(done / max(total, 1)):
             raise EngineError(f"loading {file.path.name} was cancelled")
         place = places.get(info.name)
         if place is not None:
-            formats[info.name] = _put(file, architecture, module, info, place, dtype)
+            _put(file, architecture, module, info, place, dtype)
         file.forget(info.name)
         done += info.n_bytes
     if progress is not None:
         progress(1.0)
-    return formats
 
 
 def block_of(tensor: str) -> int | None:
@@ -87,7 +82,7 @@ class _Place:
         return f"{self.path}.{self.parameter}" if self.path else self.parameter
 
 
-def _place(first: int, architecture: Architecture, module: nn.Module, info: TensorInfo) -> _Place | None:
+def place_of(first: int, architecture: Architecture, module: nn.Module, info: TensorInfo) -> _Place | None:
     """Where a tensor belongs; None for nowhere. Block ``first`` is the module's first layer."""
     trunk = architecture.trunk
     top = {
@@ -158,31 +153,25 @@ def _tensor_name(architecture: Architecture, parameter: str) -> str:
 
 def _put(
     file: GGUFFile, architecture: Architecture, module: nn.Module, info: TensorInfo, place: _Place, dtype: mx.Dtype
-) -> Format:
+) -> None:
     owner = cast(nn.Module, _submodule(module, place.path))
     key = info.name.split(".", 2)[-1] if info.name.startswith("blk.") else info.name
     convert = architecture.converted.get(key)
     if architecture.shifted_norms and info.name.endswith("norm.weight"):
-        convert = _minus_one
+        convert = lambda stored: stored - 1  # noqa: E731
     can_be_packed = place.parameter == "weight" and hasattr(owner, "to_quantized")
     stored = read_tensor(file, info, dtype, convert=convert, plain=not can_be_packed)
     expected = _expected_shape(owner, place.parameter)
-    columns = stored.weight.shape[-1] * 32 // stored.format.bits if stored.format.bits else stored.weight.shape[-1]
-    actual = (*stored.weight.shape[:-1], columns)
-    if expected is not None and actual != expected:
+    if expected is not None and stored.shape != expected:
         raise UnsupportedModel(
-            f"{file.path.name}: {info.name} has the shape {'x'.join(map(str, actual))}, "
+            f"{file.path.name}: {info.name} has the shape {'x'.join(map(str, stored.shape))}, "
             f"but {'x'.join(map(str, expected))} is needed"
         )
     if stored.scales is None:
         owner[place.parameter] = stored.weight
     else:
-        _replace(module, place.path, _packed(owner, stored))
-    return replace(stored.format, parameter=place.full)
-
-
-def _minus_one(stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    return stored - 1
+        parent, _, name = place.path.rpartition(".")
+        cast(nn.Module, _submodule(module, parent) if parent else module)[name] = _packed(owner, stored)
 
 
 def _expected_shape(owner: nn.Module, parameter: str) -> tuple[int, ...] | None:
@@ -196,17 +185,11 @@ def _packed(owner: nn.Module, stored: Stored) -> nn.Module:
     """The quantised counterpart of a module, holding what was read."""
     bias = owner.get("bias")
     # mlx makes it by quantising the random weights it was built with; they are never computed.
-    packed: nn.Module = owner.to_quantized(group_size=stored.format.group, bits=stored.format.bits)
+    packed: nn.Module = owner.to_quantized(group_size=stored.group, bits=stored.bits)
     packed.weight, packed.scales, packed.biases = stored.weight, stored.scales, stored.biases
     if bias is not None:
         packed.bias = bias
     return packed
-
-
-def _replace(module: nn.Module, path: str, replacement: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    owner = _submodule(module, parent) if parent else module
-    cast(nn.Module, owner)[name] = replacement
 
 
 def _some(names: list[str]) -> str:

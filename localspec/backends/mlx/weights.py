@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.errors import UnsupportedModel
-from localspec.model_files.gguf import GGUFFile, TensorInfo
+from localspec.model_files.gguf import GGUFFile, TensorInfo, dequantised
 
 # GGML's quantised blocks rewritten as MLX's affine groups: ``value = scale * code + bias``.
 #
@@ -63,7 +63,6 @@ class BlockType:
     n_bytes: int  # of a block
     bits: int  # of a code in MLX
     group: int  # values that share a scale and a bias in MLX
-    exact: bool  # whether the represented values are the file's values
     unpack: Callable[[Bytes], Unpacked]  # blocks [n_blocks, n_bytes] -> ``Unpacked``
 
 
@@ -274,36 +273,23 @@ def _table(*rows: tuple[Any, ...]) -> dict[str, BlockType]:
 
 
 BLOCK_TYPES = _table(
-    ("Q4_0", 32, 18, 4, 32, True, _q4_0),
-    ("Q4_1", 32, 20, 4, 32, True, _q4_1),
-    ("Q5_0", 32, 22, 5, 32, True, _q5_0),
-    ("Q5_1", 32, 24, 5, 32, True, _q5_1),
-    ("Q8_0", 32, 34, 8, 32, True, _q8_0),
-    ("Q2_K", 256, 84, 8, 32, False, _q2_k),
-    ("Q3_K", 256, 110, 8, 128, True, _q3_k),
-    ("Q4_K", 256, 144, 4, 32, True, _q4_k),
-    ("Q5_K", 256, 176, 5, 32, True, _q5_k),
-    ("Q6_K", 256, 210, 8, 32, False, _q6_k),
-    ("IQ4_NL", 32, 18, 8, 32, True, _iq4_nl),
-    ("IQ4_XS", 256, 136, 8, 32, True, _iq4_xs),
+    ("Q4_0", 32, 18, 4, 32, _q4_0),
+    ("Q4_1", 32, 20, 4, 32, _q4_1),
+    ("Q5_0", 32, 22, 5, 32, _q5_0),
+    ("Q5_1", 32, 24, 5, 32, _q5_1),
+    ("Q8_0", 32, 34, 8, 32, _q8_0),
+    ("Q2_K", 256, 84, 8, 32, _q2_k),
+    ("Q3_K", 256, 110, 8, 128, _q3_k),
+    ("Q4_K", 256, 144, 4, 32, _q4_k),
+    ("Q5_K", 256, 176, 5, 32, _q5_k),
+    ("Q6_K", 256, 210, 8, 32, _q6_k),
+    ("IQ4_NL", 32, 18, 8, 32, _iq4_nl),
+    ("IQ4_XS", 256, 136, 8, 32, _iq4_xs),
 )
 """ggml's name -> how its blocks are represented. Types of plain numbers (F32, F16, BF16) need no repacking."""
 
 
-PLAIN_TYPES = ("F32", "F16", "BF16")
-
-
-@dataclass(frozen=True, slots=True)
-class Format:
-    """How a tensor is stored in memory."""
-
-    ggml_type: str  # in the file
-    bits: int  # of a code; 0 for plain numbers
-    group: int  # values that share a scale and a bias; 0 for plain numbers
-    dtype: str  # of the numbers, or of scales and biases: ``float32``, ``float16`` or ``bfloat16``
-    exact: bool  # whether it holds the file's values to the last bit
-    n_bytes: int  # in memory
-    parameter: str = ""  # the path of the model's parameter that holds it
+PLAIN_TYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +299,13 @@ class Stored:
     weight: mx.array  # plain numbers, or codes as uint32 [..., n_columns * bits / 32]
     scales: mx.array | None  # [..., n_columns / group], or None for plain numbers
     biases: mx.array | None  # as ``scales``
-    format: Format
+    bits: int = 0  # of a code
+    group: int = 0  # values that share a scale and a bias
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the numbers that are stored."""
+        return (*self.weight.shape[:-1], self.weight.shape[-1] * 32 // self.bits) if self.bits else self.weight.shape
 
 
 def read_tensor(
@@ -336,7 +328,14 @@ def read_tensor(
     """
     shape = info.shape[::-1]  # ggml counts the fastest-varying dimension first
     if info.type_name in PLAIN_TYPES:
-        return _read_plain(file, info, shape, dtype, convert)
+        raw = file.tensor_bytes(info.name)
+        if PLAIN_TYPES[info.type_name] == dtype != mx.float32 and convert is None:
+            array = mx.array(raw.view(np.uint16).reshape(shape)).view(dtype)
+            mx.eval(array)
+        else:
+            numbers = dequantised(raw.reshape(info.n_elements // info.shape[0], -1), info).reshape(shape)
+            array = _to_dtype(numbers if convert is None else convert(numbers), dtype, file, info)
+        return Stored(array, None, None)
     kind = BLOCK_TYPES.get(info.type_name)
     if kind is None or plain or convert is not None:
         wanted = ", ".join(PLAIN_TYPES if kind else (*BLOCK_TYPES, *PLAIN_TYPES))
@@ -345,64 +344,18 @@ def read_tensor(
             "use --backend llama-cpp or another quantisation of the model"
         )
     matrix = repack(kind, file.tensor_bytes(info.name).reshape(-1, shape[-1] // kind.block * kind.n_bytes))
-    exact = kind.exact
-    numbers = []
-    for each in (matrix.scales, matrix.biases):
-        array, kept = _to_dtype(each, dtype, file, info)
-        exact &= kept
-        numbers.append(array.reshape(*shape[:-1], -1))
     codes = mx.array(matrix.codes).reshape(*shape[:-1], -1)
-    n_bytes = codes.nbytes + numbers[0].nbytes + numbers[1].nbytes
-    format_ = Format(info.type_name, matrix.bits, matrix.group, _dtype_name(dtype), exact, n_bytes)
-    return Stored(codes, numbers[0], numbers[1], format_)
+    scales, biases = (
+        _to_dtype(each, dtype, file, info).reshape(*shape[:-1], -1) for each in (matrix.scales, matrix.biases)
+    )
+    return Stored(codes, scales, biases, matrix.bits, matrix.group)
 
 
-def _read_plain(
-    file: GGUFFile,
-    info: TensorInfo,
-    shape: tuple[int, ...],
-    dtype: mx.Dtype,
-    convert: Callable[[npt.NDArray[Any]], npt.NDArray[Any]] | None,
-) -> Stored:
-    raw = file.tensor_bytes(info.name)
-    if info.type_name == "BF16" and dtype == mx.bfloat16 and convert is None:
-        array, exact = mx.array(raw.view(np.uint16).reshape(shape)).view(mx.bfloat16), True
-    elif info.type_name == "F16" and dtype == mx.float16 and convert is None:
-        array, exact = mx.array(raw.view(np.float16).reshape(shape)), True
-    else:
-        array, exact = _to_dtype(_plain_numbers(info, raw, shape, convert), dtype, file, info)
+def _to_dtype(numbers: npt.NDArray[Any], dtype: mx.Dtype, file: GGUFFile, info: TensorInfo) -> mx.array:
+    """Numbers as an evaluated MLX array."""
+    array = mx.array(np.asarray(numbers, dtype=np.float32)).astype(dtype)
     mx.eval(array)
-    return Stored(array, None, None, Format(info.type_name, 0, 0, _dtype_name(dtype), exact, array.nbytes))
-
-
-def _plain_numbers(
-    info: TensorInfo,
-    raw: npt.NDArray[np.uint8],
-    shape: tuple[int, ...],
-    convert: Callable[[npt.NDArray[Any]], npt.NDArray[Any]] | None,
-) -> npt.NDArray[np.float32]:
-    if info.type_name == "BF16":
-        numbers = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    else:
-        numbers = raw.view(np.float32 if info.type_name == "F32" else np.float16).astype(np.float32, copy=False)
-    numbers = numbers.reshape(shape)
-    return numbers if convert is None else np.asarray(convert(numbers), dtype=np.float32)
-
-
-def _to_dtype(
-    numbers: npt.NDArray[np.float32], dtype: mx.Dtype, file: GGUFFile, info: TensorInfo
-) -> tuple[mx.array, bool]:
-    """Numbers as an evaluated MLX array, and whether none was rounded."""
-    if dtype == mx.float32:
-        return mx.array(numbers), True
-    narrow = mx.array(numbers).astype(dtype)
-    back = np.array(narrow.astype(mx.float32))
-    if not np.isfinite(back).all() and np.isfinite(numbers).all():
-        raise UnsupportedModel(
-            f"{file.path.name}: {info.name} holds numbers too large for {_dtype_name(dtype)}; compute in float32"
-        )
-    return narrow, bool(np.array_equal(back, numbers))
-
-
-def _dtype_name(dtype: mx.Dtype) -> str:
-    return str(dtype).removeprefix("mlx.core.")
+    if dtype != mx.float32 and not mx.isfinite(array).all().item() and np.isfinite(numbers).all():
+        name = str(dtype).removeprefix("mlx.core.")
+        raise UnsupportedModel(f"{file.path.name}: {info.name} holds numbers too large for {name}; compute in float32")
+    return array

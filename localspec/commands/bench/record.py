@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
-import types
-import typing
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from localspec.errors import LocalspecError
 from localspec.measuring.subject import Sample
+from localspec.model_files.catalog import short_name
 from localspec.system.terminal import on_one_line
 
 SCHEMA_VERSION = 2
@@ -96,6 +94,8 @@ class Sitting:
 class Record:
     """A run."""
 
+    __pydantic_config__ = {"strict": True, "allow_inf_nan": False}  # noqa: RUF012
+
     machine: dict[str, Any]  # the doctor's MachineFacts, but for what changes
     settings: Settings
     engines: list[Engine]  # in the order of settings.backends
@@ -118,17 +118,19 @@ class Record:
 
     @property
     def title(self) -> str:
-        """The models, in words."""
+        """The models by their short names."""
         models = {each.source: each.name for each in self.engines[0].models}
-        return " + ".join([models["target"], *(models.get(source, source) for source in self.engines[0].sources)])
+        return " + ".join(short_name(models.get(each, each)) for each in ["target", *self.engines[0].sources])
+
+    def arm_name(self, backend: str, arm: str) -> str:
+        """An arm, with its engine where there are several."""
+        name = f"fixed {arm}" if arm.isdigit() else arm
+        return f"{backend} {name}" if len(self.engines) > 1 else name
 
     @property
     def seconds(self) -> float:
         """Duration of all sittings."""
         return sum(session.seconds for session in self.sessions)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"type": TYPE, "schema_version": SCHEMA_VERSION, **asdict(self)}
 
 
 _NAMES = ("mode", "model", "draft", "questions", "ctx", "threads")
@@ -137,28 +139,29 @@ _NAMES = ("mode", "model", "draft", "questions", "ctx", "threads")
 
 def differences(a: Record, b: Record) -> Iterator[tuple[str, Any, Any]]:
     """What is not the same in two runs: its name, and its value in each."""
-    old, new = asdict(a.settings), asdict(b.settings)
-    pairs: list[tuple[str, Any, Any]] = [
-        ("processor", a.machine.get("cpu"), b.machine.get("cpu")),
-        ("system", a.machine.get("platform"), b.machine.get("platform")),
-        ("CPUs", a.machine.get("cores"), b.machine.get("cores")),
-        ("localspec", a.sessions[-1].localspec, b.sessions[-1].localspec),
-        ("Python", a.sessions[-1].python, b.sessions[-1].python),
-        ("engine", [each.version for each in a.engines], [each.version for each in b.engines]),
-        ("device", [each.device for each in a.engines], [each.device for each in b.engines]),
-        ("threads", [each.threads for each in a.engines], [each.threads for each in b.engines]),
-        ("context", [each.n_ctx for each in a.engines], [each.n_ctx for each in b.engines]),
-        ("models", _models(a), _models(b)),
-        *((_SHOWN.get(name, name.replace("_", " ")), old[name], new[name]) for name in old if name not in _NAMES),
-    ]
-    return (each for each in pairs if each[1] != each[2])
+    old, new = _compared(a), _compared(b)
+    return ((name, old[name], new[name]) for name in old if old[name] != new[name])
+
+
+def _compared(record: Record) -> dict[str, Any]:
+    engines, machine, latest = record.engines, record.machine, record.sessions[-1]
+    settings = {name: value for name, value in asdict(record.settings).items() if name not in _NAMES}
+    return {
+        "processor": machine.get("cpu"),
+        "system": machine.get("platform"),
+        "CPUs": machine.get("cores"),
+        "localspec": latest.localspec,
+        "Python": latest.python,
+        "engine": [each.version for each in engines],
+        "device": [each.device for each in engines],
+        "threads": [each.threads for each in engines],
+        "context": [each.n_ctx for each in engines],
+        "models": [f"{model.file} ({model.sha256[:8]})" for engine in engines for model in engine.models],
+        **{_SHOWN.get(name, name.replace("_", " ")): value for name, value in settings.items()},
+    }
 
 
 _SHOWN = {"questions_sha256": "questions", "system": "system prompt"}
-
-
-def _models(record: Record) -> list[str]:
-    return [f"{model.file} ({model.sha256[:8]})" for engine in record.engines for model in engine.models]
 
 
 # Records as files: written by ``--json``, read by ``--resume``, ``show`` and ``compare``.
@@ -172,7 +175,7 @@ class RecordError(LocalspecError):
 
 def to_json(record: Record, results: dict[str, Any] | None = None) -> str:
     """A run as text, one sample a line."""
-    head = record.as_dict()
+    head = {"type": TYPE, "schema_version": SCHEMA_VERSION, **asdict(record)}
     samples = head.pop("samples")
     if results is not None:
         head["results"] = results
@@ -204,61 +207,11 @@ def read_record(path: Path) -> Record:
     if version not in READABLE_VERSIONS:
         known = " and ".join(map(str, READABLE_VERSIONS))
         raise RecordError(f"{path} has schema version {version!r}; this localspec reads {known}")
+    from pydantic import TypeAdapter, ValidationError  # takes a while
+
     try:
-        record: Record = _build(Record, {key: stored[key] for key in stored if key in _RECORD_FIELDS}, "the run")
-    except (ValueError, OverflowError) as error:
-        raise RecordError(f"{path} is damaged: {on_one_line(str(error))}") from None
-    return record
-
-
-_RECORD_FIELDS = {each.name for each in fields(Record)}
-
-
-def _build(wanted: Any, value: Any, where: str) -> Any:
-    """A JSON value as a type: dataclasses, lists, mappings, unions and plain values.
-
-    Raises:
-        ValueError: it does not fit.
-    """
-    if wanted is Any:
-        return value
-    if isinstance(wanted, str):
-        return _build(typing.get_type_hints(Record)[wanted], value, where)
-    if is_dataclass(wanted):
-        if not isinstance(value, dict):
-            raise ValueError(f"{where} is not an object")
-        hints, found = typing.get_type_hints(wanted), {}
-        for each in fields(wanted):
-            if each.name in value:
-                found[each.name] = _build(hints[each.name], value[each.name], f"{each.name} of {where}")
-        try:
-            return wanted(**found)  # type: ignore[operator]
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
-        except TypeError:  # what has no default is not there
-            missing = [each.name for each in fields(wanted) if each.name not in found]
-            raise ValueError(f"{where} lacks {', '.join(missing)}") from None
-    origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
-    if origin is list:
-        if not isinstance(value, list):
-            raise ValueError(f"{where} is not a list")
-        if inner[0] is float and all(type(each) in (float, int) and abs(each) < math.inf for each in value):
-            return [float(each) for each in value]  # most of a record is this
-        return [_build(inner[0], each, f"{where}[{i}]") for i, each in enumerate(value)]
-    if origin is dict:
-        if not isinstance(value, dict):
-            raise ValueError(f"{where} is not an object")
-        return {key: _build(inner[1], each, f"{where}[{key}]") for key, each in value.items()}
-    if origin is Literal:
-        if value not in inner:
-            raise ValueError(f"{where} is {value!r}")
-        return value
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in inner:
-            return None
-        return _build(next(each for each in inner if each is not type(None)), value, where)
-    if wanted is float and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return float(value)
-    if wanted in (int, str, bool) and type(value) is wanted:
-        return value
-    raise ValueError(f"{where} is {value!r}")
+        return TypeAdapter(Record).validate_json(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = " of ".join(map(str, (*reversed(first["loc"]), "the run")))
+        raise RecordError(f"{path} is damaged: {where}: {on_one_line(first['msg'])}") from None

@@ -16,20 +16,11 @@ from localspec.commands.bench.results import (
     Ratios,
     Results,
     Row,
-    arm_name,
     by_question,
     doubts,
-    drifts,
-    interval_text,
-    ms_text,
+    of_arm,
     ratios,
-    same_text,
-    seconds_text,
-    share_text,
-    speed_text,
     time_text,
-    times_text,
-    title,
     wilson,
 )
 from localspec.commands.doctor.command import break_even_table
@@ -39,6 +30,50 @@ from localspec.measuring.subject import NEAR_TIE, Sample
 from localspec.model_files.sources.base import size_text
 from localspec.report.model import Facts, Figure, KeyFigure, KeyFigures, Part, Report, RowStyle, Status, Table, Text
 from localspec.report.svg import N_COLOURS, Axis, Drawing, Point, Scale, Series, chart, label, ticks
+
+# Figures as text, the same in every rendering.
+
+
+def times_text(value: float | None) -> str:
+    return "–" if value is None else f"×{value:.2f}"
+
+
+def interval_text(found: Estimate | None) -> str:
+    """``1.07–1.42``, with its level if under 95 %."""
+    if found is None or found.low is None or found.high is None or found.level is None:
+        return "–"
+    text = f"{found.low:.2f}–{found.high:.2f}"
+    return text if found.is_firm else f"{text} ({int(found.level * 100)} %)"
+
+
+def speed_text(row: Row) -> str:
+    """``12.3 ±0.4``: tokens a second."""
+    spread = "" if row.spread is None else f" ±{row.spread:.1f}"
+    return f"{row.tokens_per_second.median:.1f}{spread}"
+
+
+def same_text(record: Record, row: Row) -> str:
+    """``3 of 5 ≈``: answers equal to plain's; ≈ if all others part at near ties."""
+    sampling = record.settings.sampling
+    if not row.n_compared or (sampling.get("temperature") and sampling.get("seed") is None):
+        return "–"  # each answer is a draw of its own
+    others = row.n_compared - row.n_same
+    return f"{row.n_same} of {row.n_compared}" + (" ≈" if others and row.n_near_ties == others else "")
+
+
+def share_text(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0%}"
+
+
+def seconds_text(value: float) -> str:
+    """``85 ms`` or ``2.4 s``."""
+    return f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.1f} s"
+
+
+def ms_text(value: float | None) -> str:
+    """Milliseconds to three digits."""
+    return "–" if value is None else f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
+
 
 # The plots of a run.
 
@@ -58,8 +93,8 @@ def speedup_plot(record: Record, results: Results, *, heading: bool = False) -> 
     bottom = top + height * len(categories)
     drawing = Drawing(720, bottom + 34, "Speed over plain decoding, by category")
     if heading:
-        drawing.text(0, 14, f"{title(record)}: speed over plain decoding", "strong")
-    drawing.legend([arm_name(record, *arm) for arm in arms], _LABELS, top - 10)
+        drawing.text(0, 14, f"{record.title}: speed over plain decoding", "strong")
+    drawing.legend([record.arm_name(*arm) for arm in arms], _LABELS, top - 10)
     if ALL in categories:
         drawing.boxes([(0, top, 720, height)], "band")
     x = Scale(*_range([row.speedup for row in rows if row.speedup is not None]), _LABELS, 544)
@@ -93,7 +128,7 @@ def _draw_speedup(drawing: Drawing, record: Record, row: Row, x: Scale, y: float
         for end in (found.low, found.high):
             drawing.line(x(end), y - 4, x(end), y + 4, f"c{colour} bar")
     tip = (
-        f"{row.category}, {arm_name(record, row.backend, row.arm)}: {times_text(found.median)}, "
+        f"{row.category}, {record.arm_name(row.backend, row.arm)}: {times_text(found.median)}, "
         f"{interval_text(found)}; {row.n_questions} questions, slower on {row.n_slower}, "
         f"worst {times_text(row.worst_speedup)} on {row.worst_question}"
     )
@@ -150,7 +185,7 @@ def position_plot(record: Record, rows: Sequence[Row]) -> Drawing:
     series = []
     for k, row in enumerate(rows):
         shift = (k - (len(rows) - 1) / 2) * min(0.15, 0.6 / len(rows))
-        name = arm_name(record, row.backend, row.arm)
+        name = record.arm_name(row.backend, row.arm)
         points = [
             Point(i + shift, each.rate, f"{name}, position {i}: {each.accepted} of {each.drafted}",
                   *wilson(each.accepted, each.drafted))
@@ -206,7 +241,7 @@ def timelines(record: Record, question: str, repeat: int) -> Drawing:
     for i, sample in enumerate(samples):
         y = top + i * row
         _draw_rounds(drawing, sample, x, y, most)
-        drawing.text(0, y + 30, arm_name(record, sample.backend, sample.arm), "strong")
+        drawing.text(0, y + 30, record.arm_name(sample.backend, sample.arm), "strong")
         drawing.text(0, y + 46, f"{sample.tokens} in {seconds_text(sample.seconds)}", "muted")
     return drawing
 
@@ -260,7 +295,7 @@ def bench_report(record: Record, results: Results) -> Report:
         *_rounds(record),
         *_methods(record),
     ]
-    return Report("bench", title(record), parts)
+    return Report("bench", record.title, parts)
 
 
 def _machine(record: Record) -> str:
@@ -320,7 +355,7 @@ def _methods(record: Record) -> Iterator[Part]:
 
 def _verdict(record: Record, results: Results, row: Row) -> KeyFigure:
     """Overall speed-up of an arm in words, with a figure only where the interval allows one."""
-    name, found = arm_name(record, row.backend, row.arm), row.speedup
+    name, found = record.arm_name(row.backend, row.arm), row.speedup
     if found is None:
         return KeyFigure(name, "–", f"{name}: there is no plain answer to compare with.")
     if not row.drafted:
@@ -379,7 +414,7 @@ def _speed(record: Record, results: Results) -> Iterator[Part]:
         styles: dict[int, RowStyle] = {0: "strong"} if rows[0].verdict in ("faster", "slower") else {}
         styles |= {i: "bad" for i, row in enumerate(rows) if row.verdict == "slower"}
         yield Table(
-            f"{arm_name(record, backend, arm)} against plain",
+            f"{record.arm_name(backend, arm)} against plain",
             ["", "speed", "95 %", "tok/s", "plain", "prompt", "accepted", "length", "slower", "worst", "on"],
             [_speed_cells(row, results.row(row.category, backend, "plain")) for row in rows],
             styles=styles,
@@ -425,7 +460,7 @@ def _duels(results: Results) -> Iterator[Part]:
 def _time(record: Record, results: Results) -> Part:
     rows = [
         [
-            arm_name(record, row.backend, row.arm),
+            record.arm_name(row.backend, row.arm),
             seconds_text(row.time_to_first_token.median),
             *(f"{row.seconds_per_token[part] * 1e3:.1f} ms" for part in ("draft", "verify", "other")),
             same_text(record, row),
@@ -477,7 +512,7 @@ def _acceptance(record: Record, results: Results) -> Iterator[Part]:
     rows = [row for arm in results.arms if (row := results.row(ALL, *arm)) and row.by_position]
     if not rows:
         return
-    names = [arm_name(record, row.backend, row.arm) for row in rows]
+    names = [record.arm_name(row.backend, row.arm) for row in rows]
     longest = max(len(row.by_position) for row in rows)
     shares = [[share_text(each.rate) for each in row.by_position] for row in rows]
     yield Table(
@@ -518,7 +553,7 @@ def _predictions(record: Record, results: Results) -> Iterator[Part]:
             for each in found
         )
         yield Table(
-            f"Predicted and observed acceptance · {arm_name(record, *arm)}",
+            f"Predicted and observed acceptance · {record.arm_name(*arm)}",
             ["bin from", *(f"{low:.1f}" for low in lows)],
             rows,
             f"expected calibration error: {errors}",
@@ -598,14 +633,10 @@ def comparison(a: Record, b: Record, names: tuple[str, str]) -> Comparison:
     n_overall = sum(category == ALL for _, category, *_ in measured)
     levels = tuple(1.0 - (1.0 - LEVEL) / max(1, n) for n in (n_overall, len(measured) - n_overall))
     lines = [_line(*each, levels[each[1] != ALL]) for each in measured]
-    why = [
-        f"{letter}: {remark}"
-        for letter, record in zip("AB", (a, b), strict=True)
-        for remark in doubts(record, drifts(record))
-    ]
+    why = [f"{letter}: {remark}" for letter, record in zip("AB", (a, b), strict=True) for remark in doubts(record)]
     return Comparison(
         names,
-        (title(a), title(b)),
+        (a.title, b.title),
         [f"{name}: {_short(was)} / {_short(is_now)}" for name, was, is_now in differences(a, b)],
         why,
         (levels[0], levels[1]),
@@ -647,7 +678,7 @@ def _figures(a: Record, b: Record, arm: str, engine: tuple[str, str], category: 
         if first and second:
             yield "speed-up", category, name, first, second
     first, second = (
-        by_question((s for s in group if (s.backend, s.arm) == (which, arm)), lambda sample: sample.speed)
+        by_question(of_arm(group, which, arm), lambda sample: sample.speed)
         for group, which in zip(chosen, engine, strict=True)
     )
     if first and second:

@@ -18,7 +18,6 @@ from localspec.commands.doctor.facts import break_even_by_length
 from localspec.controllers.cost_model import PassTimes
 from localspec.measuring.statistics import FEWEST, Estimate, estimate, middle
 from localspec.measuring.subject import NEAR_TIE, Sample
-from localspec.model_files.catalog import short_name
 from localspec.spec_decode.rounds import SpecStats
 
 # Remarks: a machine that was busy, hot, on battery, or drifting.
@@ -27,14 +26,9 @@ BUSY = 0.10  # CPU share of others from which an answer counts as disturbed
 DRIFT = 0.05  # change of plain speed from the first third of a run to the last that is worth a remark
 
 
-def remarks(record: Record, rows: Sequence[Row], drift: Sequence[Drift]) -> list[str]:
+def remarks(record: Record, rows: Sequence[Row]) -> list[str]:
     """Remarks in sentences, the gravest first."""
-    return [*_ending(record), *doubts(record, drift), *_thin(record, rows)]
-
-
-def doubts(record: Record, drift: Sequence[Drift]) -> list[str]:
-    """Remarks on the machine, which make timings doubtful."""
-    return [*_machine(record), *_drifting(drift)]
+    return [*_ending(record), *doubts(record), *_thin(record, rows)]
 
 
 def _ending(record: Record) -> Iterator[str]:
@@ -48,7 +42,8 @@ def _ending(record: Record) -> Iterator[str]:
         yield f"It was measured in {len(record.sessions)} parts; each began with the knowledge of a fresh start."
 
 
-def _machine(record: Record) -> Iterator[str]:
+def doubts(record: Record) -> Iterator[str]:
+    """Remarks on the machine, which make timings doubtful."""
     shares = [sample.others_share for sample in record.samples if sample.others_share is not None]
     disturbed = sum(share > BUSY for share in shares)
     if shares and disturbed > len(shares) / 10:
@@ -65,11 +60,8 @@ def _machine(record: Record) -> Iterator[str]:
     threads, cores = [engine.threads for engine in record.engines], record.machine.get("cores")
     if cores and max(threads, default=0) > cores:
         yield f"{max(threads)} threads shared {cores} CPUs and waited for each other."
-
-
-def _drifting(drift: Sequence[Drift]) -> Iterator[str]:
-    for each in drift:
-        name = f" with {each.backend}" if len(drift) > 1 else ""
+    for each in drifts(record):
+        name = f" with {each.backend}" if len(record.engines) > 1 else ""
         if each.change is None or each.noise is None:
             continue
         if abs(each.change) > max(DRIFT, each.noise):
@@ -296,16 +288,15 @@ def analyse(record: Record) -> Results:
         for category, group in groups.items()
         for backend in settings.backends
         for arm in settings.arms
-        if (own := [sample for sample in group if (sample.backend, sample.arm) == (backend, arm)])
+        if (own := of_arm(group, backend, arm))
     ]
-    drift = drifts(record)
     return Results(
         rows=rows,
         duels=[duel for category, group in groups.items() for duel in _duels(category, group, settings)],
         passes=[_passes(engine, samples) for engine in record.engines],
         judgements=list(_judgements(record)),
-        drift=drift,
-        remarks=remarks(record, rows, drift),
+        drift=drifts(record),
+        remarks=remarks(record, rows),
     )
 
 
@@ -313,16 +304,15 @@ def drifts(record: Record) -> list[Drift]:
     return [_drift(engine.backend, record.samples) for engine in record.engines]
 
 
-def ratios(samples: Iterable[Sample], one: tuple[str, str], other: tuple[str, str]) -> Ratios:
+def of_arm(samples: Iterable[Sample], backend: str, arm: str) -> list[Sample]:
+    return [sample for sample in samples if (sample.backend, sample.arm) == (backend, arm)]
+
+
+def ratios(samples: Sequence[Sample], one: tuple[str, str], other: tuple[str, str]) -> Ratios:
     """By question, speed of one (engine, arm) over another in each repeat that has both."""
-    samples = list(samples)
-    under = {(s.question, s.repeat): s.speed for s in samples if (s.backend, s.arm) == other}
-    found: Ratios = {}
-    for sample in samples:
-        place = (sample.question, sample.repeat)
-        if (sample.backend, sample.arm) == one and place in under:
-            found.setdefault(sample.question, []).append(sample.speed / under[place])
-    return found
+    under = {(s.question, s.repeat): s.speed for s in of_arm(samples, *other)}
+    both = [sample for sample in of_arm(samples, *one) if (sample.question, sample.repeat) in under]
+    return by_question(both, lambda sample: sample.speed / under[sample.question, sample.repeat])
 
 
 def by_question(samples: Iterable[Sample], figure: Callable[[Sample], float]) -> Ratios:
@@ -344,7 +334,7 @@ def _row(category: str, own: Sequence[Sample], group: Sequence[Sample]) -> Row:
     speedups = {} if arm == "plain" else ratios(group, (backend, arm), (backend, "plain"))
     medians = {question: statistics.median(values) for question, values in speedups.items()}
     worst = min(medians, key=lambda question: medians[question], default=None)
-    plain = {(s.question, s.repeat): s.token_sha256 for s in group if (s.backend, s.arm) == (backend, "plain")}
+    plain = {(s.question, s.repeat): s.token_sha256 for s in of_arm(group, backend, "plain")}
     compared = [(s.token_sha256, plain[s.question, s.repeat]) for s in own if (s.question, s.repeat) in plain]
     total = SpecStats.total(sample.stats for sample in own)
     tokens = total.completion_tokens
@@ -430,7 +420,7 @@ def _judgements(record: Record) -> Iterable[PredictionQuality]:
         for arm in record.settings.arms:
             if arm.rpartition(":")[2] != "auto":
                 continue
-            own = [s for s in record.samples if (s.backend, s.arm) == (backend, arm)]
+            own = of_arm(record.samples, backend, arm)
             judged = [(source, expected, bool(right)) for s in own for source, _, expected, right in s.judged]
             sources = list(dict.fromkeys(source for source, _, _ in judged))
             for name in [ALL, *(sources if len(sources) > 1 else [])]:
@@ -440,7 +430,7 @@ def _judgements(record: Record) -> Iterable[PredictionQuality]:
 
 
 def _drift(backend: str, samples: Iterable[Sample]) -> Drift:
-    plain = sorted((s for s in samples if (s.backend, s.arm) == (backend, "plain")), key=lambda s: s.started)
+    plain = sorted(of_arm(samples, backend, "plain"), key=lambda sample: sample.started)
     speeds = [1e3 / statistics.median(row[1] for row in s.rounds) for s in plain if s.rounds]
     if len(speeds) < 6:
         return Drift(backend, None, None)
@@ -450,62 +440,8 @@ def _drift(backend: str, samples: Iterable[Sample]) -> Drift:
     return Drift(backend, round(change, 4), round(noise, 4))
 
 
-# Figures as text, the same in every rendering.
-
-
-def times_text(value: float | None) -> str:
-    return "–" if value is None else f"×{value:.2f}"
-
-
-def interval_text(found: Estimate | None) -> str:
-    """``1.07–1.42``, with its level if under 95 %."""
-    if found is None or found.low is None or found.high is None or found.level is None:
-        return "–"
-    text = f"{found.low:.2f}–{found.high:.2f}"
-    return text if found.is_firm else f"{text} ({int(found.level * 100)} %)"
-
-
-def speed_text(row: Row) -> str:
-    """``12.3 ±0.4``: tokens a second."""
-    spread = "" if row.spread is None else f" ±{row.spread:.1f}"
-    return f"{row.tokens_per_second.median:.1f}{spread}"
-
-
-def same_text(record: Record, row: Row) -> str:
-    """``3 of 5 ≈``: answers equal to plain's; ≈ if all others part at near ties."""
-    sampling = record.settings.sampling
-    if not row.n_compared or (sampling.get("temperature") and sampling.get("seed") is None):
-        return "–"  # each answer is a draw of its own
-    others = row.n_compared - row.n_same
-    return f"{row.n_same} of {row.n_compared}" + (" ≈" if others and row.n_near_ties == others else "")
-
-
-def share_text(value: float | None) -> str:
-    return "–" if value is None else f"{value:.0%}"
-
-
-def seconds_text(value: float) -> str:
-    """``85 ms`` or ``2.4 s``."""
-    return f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.1f} s"
-
-
-def ms_text(value: float | None) -> str:
-    """Milliseconds to three digits."""
-    return "–" if value is None else f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
-
-
 def time_text(seconds: float) -> str:
     """``1:05`` or ``2:03:09``."""
     whole = round(seconds)
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
-
-
-def arm_name(record: Record, backend: str, arm: str) -> str:
-    """An arm, with its engine where there are several."""
-    name = f"fixed {arm}" if arm.isdigit() else arm
-    return f"{backend} {name}" if len(record.settings.backends) > 1 else name
-
-
-def title(record: Record) -> str:
-    return " + ".join(map(short_name, record.title.split(" + ")))

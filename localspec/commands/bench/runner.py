@@ -12,12 +12,11 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from localspec._version import __version__
 from localspec.backends.base import Context
 from localspec.backends.placement import Placement
-from localspec.backends.trust import fingerprint
 from localspec.commands.bench.record import (
     Ending,
     Engine,
@@ -28,7 +27,7 @@ from localspec.commands.bench.record import (
     Sitting,
     differences,
 )
-from localspec.commands.bench.results import arm_name, ratios, time_text
+from localspec.commands.bench.results import ratios, time_text
 from localspec.commands.doctor import facts
 from localspec.commands.doctor.ranking import WIDTHS, Watch
 from localspec.commands.options import RunOptions, ensure_model
@@ -38,7 +37,6 @@ from localspec.engine.options import LoadOptions
 from localspec.engine.pair import Pair
 from localspec.errors import Cancelled, UsageError, check_text
 from localspec.llm import LLM
-from localspec.measuring.statistics import Values
 from localspec.measuring.subject import (
     SLICE_TOKENS,
     Arm,
@@ -55,12 +53,13 @@ from localspec.measuring.subject import (
     places,
     split_names,
 )
+from localspec.model_files.fingerprint import fingerprint
 from localspec.model_files.gguf import model_bytes, model_files
 from localspec.model_files.sources.base import size_text
 from localspec.prompts.questions import SETS, Question, digest, in_turns, of_categories, own_questions, read_questions
 from localspec.sampling.sampling import SamplingParams
 from localspec.system import machine
-from localspec.system.files import JsonStore, home
+from localspec.system.files import JsonStore, home, remembered
 from localspec.system.machine import peak_memory_bytes, read_memory
 from localspec.system.process import on_interrupt
 from localspec.system.steps import exhaust
@@ -72,29 +71,29 @@ from localspec.system.terminal import Progress
 def engine_facts(subject: EngineUnderTest, kv_type: str, watch: Watch, *, measure: bool) -> Engine:
     """What ran here. t(w) is measured now if ``measure``, else taken from the first load."""
     llm, own = subject.llm, subject.own
-    files = [_model_file("target", llm.model_name, own.context, own.target.path, kv_type, watch)]
+    parts = [("target", llm.model_name, own.context, own.target.path, WHOLE, own.times)]
     for draft in own.models:  # of a head the file that was trained, not what was made of it here
-        path = draft.model.path if draft.drafter.info.reads_text else draft.path
-        files.append(_model_file(draft.source, draft.name, draft.context, path, kv_type, watch))
-    times = {"target": own.times} | {draft.source: draft.times for draft in own.models}
-    measured: Literal["now", "before"] = "before"
-    if measure:
-        measured = "now"
-        kinds = {"target": (own.context, WHOLE)} | {draft.source: (draft.context, draft.passes) for draft in own.models}
-        for file in files:
-            watch.report(f"measuring what a pass of {file.name} costs", None)
-            times[file.source] = watch.call(llm, partial(_measured, *kinds[file.source], watch))
+        path = draft.model.path if draft.drafter.info.is_draft_model else draft.path
+        parts.append((draft.source, draft.name, draft.context, path, draft.passes, draft.times))
+    models, times = list[ModelFile](), dict[str, PassTimes]()
+    for source, name, context, path, passes, known in parts:
+        size, kv = context.model.size_bytes, kv_bytes(context, kv_type)
+        models.append(ModelFile(source, name, path.name, size, sha256(path, watch), kv))
+        times[source] = known
+        if measure:
+            watch.report(f"measuring what a pass of {name} costs", None)
+            times[source] = watch.call(llm, partial(_measured, context, passes, watch))
     return Engine(
         backend=llm.backend_name,
         version=llm.engine,
         device=own.target.capabilities.device,
         threads=own.target.n_threads,
         n_ctx=llm.n_ctx,
-        models=files,
+        models=models,
         sources=subject.sources,
         pass_ms={str(width): round(times["target"](width), 4) for width in WIDTHS},
         draft_ms={draft.source: round(times[draft.source](1), 4) for draft in own.models},
-        passes_measured=measured,
+        passes_measured="now" if measure else "before",
         warnings=llm.warnings,
         one_pass=[draft.source for draft in own.models if draft.drafter.info.one_pass],
     )
@@ -104,31 +103,26 @@ def _measured(context: Context, passes: PassKind, watch: Watch, pair: Pair) -> P
     return exhaust(calibrating(context.model, context.n_ctx, passes), tick=watch.check)
 
 
-def _model_file(source: str, name: str, context: Context, path: Path, kv_type: str, watch: Watch) -> ModelFile:
-    kv = kv_bytes(context, kv_type)
-    return ModelFile(source, name, path.name, context.model.size_bytes, sha256(path, watch), kv)
-
-
 def sha256(path: Path, watch: Watch) -> str:
     """Digest of a model's parts in order; kept, as reading a large file takes seconds."""
     files = model_files(path)
+
+    def read() -> dict[str, str]:
+        found, done, size = hashlib.sha256(), 0, model_bytes(path) or 1
+        for each in files:
+            with each.open("rb") as file:
+                while block := file.read(1 << 22):
+                    found.update(block)
+                    done += len(block)
+                    watch.report(f"digest of {path.name}", done / size)
+        return {"sha256": found.hexdigest()}
+
     changed = " ".join(str(file.stat().st_mtime_ns) for file in files)
-    store, key = JsonStore(home() / "digests", 1), {"file": fingerprint(path), "changed": changed}
-    known = (store.get(key) or {}).get("sha256")
-    if isinstance(known, str):
-        return known
-    found, done, size = hashlib.sha256(), 0, model_bytes(path) or 1
-    for each in files:
-        with each.open("rb") as file:
-            while block := file.read(1 << 22):
-                found.update(block)
-                done += len(block)
-                watch.report(f"digest of {path.name}", done / size)
-    store.put(key, {"sha256": found.hexdigest()})
-    return found.hexdigest()
+    key = {"file": fingerprint(path), "changed": changed}
+    return str(remembered(JsonStore(home() / "digests", 1), key, read)["sha256"])
 
 
-# What to measure, and how thoroughly: the command line over the settings of a resumed run.
+# What to measure, and how thoroughly.
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,36 +209,32 @@ def make_plan(request: BenchRequest, before: Record | None = None) -> BenchPlan:
     Raises:
         UsageError: it makes no sense.
     """
-    then = before.settings if before is not None else None
-    options = request.options if then is None else _resumed(request.options, then)
-    mode = _mode(request, then)
+    if request.quick and request.full:
+        raise UsageError("--quick and --full cannot be combined")
     if request.prompts is not None and request.which is not None:
         raise UsageError("--set selects built-in questions and cannot be combined with --prompts")
-    backends, names, categories = (split_names(each) for each in (request.backends, request.arms, request.categories))
-    source = request.prompts or (f"own:{request.which}" if request.which else None)
-    slice_tokens, ignore_eos = request.slice_tokens, request.ignore_eos
-    if then is not None:
-        backends, names, categories = backends or then.backends, names or then.arms, categories or then.categories
-        source, ignore_eos = source or then.questions, ignore_eos or then.ignore_eos
-        slice_tokens = then.slice_tokens if slice_tokens is None else slice_tokens
-    source, slice_tokens = source or "own:report", SLICE_TOKENS if slice_tokens is None else slice_tokens
+    if before is not None:
+        request = _resumed(request, before.settings)
+    options, mode, categories = request.options, _mode(request), split_names(request.categories)
+    slice_tokens = SLICE_TOKENS if request.slice_tokens is None else request.slice_tokens
     if not 0 <= slice_tokens <= 1000:
         raise UsageError(f"--slice must be in 0..1000, not {slice_tokens}")
-    arms, questions = parse_arms(names or mode.arms), _questions(source, categories)
+    source = request.prompts or f"own:{request.which or 'report'}"
+    arms, questions = parse_arms(split_names(request.arms) or mode.arms), _questions(source, categories)
     sampling = {name: value for name, value in options.sampling.items() if name != "max_tokens"}
     if sampling.get("temperature"):
         sampling.setdefault("top_k", TOP_K)
     settings = Settings(
         model=options.model or "",
         draft=(options.drafters() or ["none"]) if options.draft else [],
-        backends=backends or ["auto"],
+        backends=split_names(request.backends) or ["auto"],
         arms=[arm.name for arm in arms],
         questions=source,
         categories=categories,
         questions_sha256=digest(questions),
         max_tokens=mode.max_tokens,
         sampling={name: list(value) if isinstance(value, tuple) else value for name, value in sampling.items()},
-        ignore_eos=ignore_eos,
+        ignore_eos=request.ignore_eos,
         system=options.system,
         mode=mode.name,
         slice_tokens=slice_tokens,
@@ -255,24 +245,52 @@ def make_plan(request: BenchRequest, before: Record | None = None) -> BenchPlan:
     return BenchPlan(options, settings, arms, in_order, mode, before)
 
 
-def _mode(request: BenchRequest, then: Settings | None) -> Mode:
-    if request.quick and request.full:
-        raise UsageError("--quick and --full cannot be combined")
-    name = "quick" if request.quick else "full" if request.full else then.mode if then is not None else "default"
-    mode = {"quick": QUICK, "full": FULL}.get(name, DEFAULT)
-    changes: dict[str, Any] = {}
+def _resumed(request: BenchRequest, then: Settings) -> BenchRequest:
+    """The request for the rest of a run: the command line over its settings."""
+    options, usual = request.options, LoadOptions()
+    load = {
+        name: getattr(then, setting)
+        for name, setting in _LOADING.items()
+        if getattr(options.load, name) == getattr(usual, name)
+    }
+    if not options.load.placement:
+        load["placement"] = Placement(**then.placement)
+    sampling = {name: tuple(value) if isinstance(value, list) else value for name, value in then.sampling.items()}
+    return replace(
+        request,
+        options=replace(
+            options,
+            model=options.model or then.model,
+            draft=options.draft or then.draft,
+            draft_only=options.draft_only or not options.draft,
+            load=replace(options.load, **load),
+            system=options.system or then.system,
+            sampling=sampling | {"max_tokens": then.max_tokens} | dict(options.sampling),
+        ),
+        backends=request.backends or then.backends,
+        arms=request.arms or then.arms,
+        categories=request.categories or then.categories,
+        prompts=request.prompts or (None if request.which else then.questions),
+        quick=request.quick or (then.mode == "quick" and not request.full),
+        full=request.full or (then.mode == "full" and not request.quick),
+        slice_tokens=then.slice_tokens if request.slice_tokens is None else request.slice_tokens,
+        ignore_eos=request.ignore_eos or then.ignore_eos,
+    )
+
+
+def _mode(request: BenchRequest) -> Mode:
+    mode = QUICK if request.quick else FULL if request.full else DEFAULT
     if request.minutes is not None:
         if not 0 < request.minutes < 1e6:
             raise UsageError(f"--minutes must be over 0, not {request.minutes:g}")
-        changes["minutes"] = request.minutes
+        mode = replace(mode, minutes=request.minutes)
     if request.repeats is not None:
         if not 1 <= request.repeats <= 1000:
             raise UsageError(f"--repeats must be in 1..1000, not {request.repeats}")
-        changes |= {"repeats": request.repeats, "tolerance": 0.0}  # so many were asked for
-    longest = request.options.sampling.get("max_tokens") or (then.max_tokens if then is not None else None)
-    if longest is not None:
-        changes |= {"max_tokens": longest, "least_answers": 0}
-    return replace(mode, **changes)
+        mode = replace(mode, repeats=request.repeats, tolerance=0.0)  # so many were asked for
+    if longest := request.options.sampling.get("max_tokens"):
+        mode = replace(mode, max_tokens=longest, least_answers=0)
+    return mode
 
 
 def _questions(source: str, categories: Sequence[str]) -> list[Question]:
@@ -283,28 +301,6 @@ def _questions(source: str, categories: Sequence[str]) -> list[Question]:
         return of_categories(own_questions(name), categories)
     check_text(source, "--prompts")
     return of_categories(read_questions(Path(source)), categories)
-
-
-def _resumed(options: RunOptions, then: Settings) -> RunOptions:
-    """Options of a resumed run: the command line over its settings."""
-    usual = LoadOptions()
-    load = {
-        name: getattr(then, setting)
-        for name, setting in _LOADING.items()
-        if getattr(options.load, name) == getattr(usual, name)
-    }
-    if not options.load.placement:
-        load["placement"] = Placement(**then.placement)
-    sampling = {name: tuple(value) if isinstance(value, list) else value for name, value in then.sampling.items()}
-    return replace(
-        options,
-        model=options.model or then.model,
-        draft=options.draft or then.draft,
-        draft_only=options.draft_only or not options.draft,
-        load=replace(options.load, **load),
-        system=options.system or then.system,
-        sampling=sampling | dict(options.sampling),
-    )
 
 
 _CHANGES = ("memory_available_bytes", "busy_share", "on_battery", "throttled", "bandwidth_gb_per_s")
@@ -335,20 +331,15 @@ class BenchRun:
             on_battery=machine.on_battery(),
             slow_clock=machine.slow_clock(),
         )
-        throttle = machine.throttle_count()
-        plan = self.plan
+        throttle, plan = machine.throttle_count(), self.plan
         with ExitStack() as stack:
             subjects = []
             for llm in self._load(stack):
-                subject = EngineUnderTest(
-                    llm, plan.arms, self._watch.stopped, plan.options.system, in_slices=plan.settings.slice_tokens > 0
-                )
+                in_slices = plan.settings.slice_tokens > 0
+                subject = EngineUnderTest(llm, plan.arms, self._watch.stopped, plan.options.system, in_slices=in_slices)
                 stack.callback(subject.restore)
                 subjects.append(subject)
-            settings = self._settled(subjects)
-            anew = plan.mode.name != "quick" and plan.before is None
-            facts = [engine_facts(each, settings.kv_cache, self._watch, measure=anew) for each in subjects]
-            record = self._record(settings, facts, sitting)
+            record = self._begun(subjects, sitting)
             with on_interrupt(self._watch.stopped.set):
                 try:
                     record.ended = self._ask(subjects, record)
@@ -367,21 +358,17 @@ class BenchRun:
         sitting.seconds = round(time.monotonic() - self._began, 1)
         sitting.peak_memory_bytes = peak_memory_bytes()
 
-    # -- loading -------------------------------------------------------------------------------------------------
-
     def _load(self, stack: ExitStack) -> list[LLM]:
         """The engines, all loaded at once."""
-        options, backends = self.plan.options, self.plan.settings.backends
-        self.plan.settings = replace(
-            self.plan.settings, model=ensure_model(options.model, options.drafters(), yes=options.yes)
-        )
-        loaded: list[LLM] = []
+        plan, loaded = self.plan, list[LLM]()
+        model = ensure_model(plan.options.model, plan.options.drafters(), yes=plan.options.yes)
+        plan.settings = replace(plan.settings, model=model)
+        backends = plan.settings.backends
         for backend in backends:
             if loaded:
                 self._check_room(loaded[0], len(backends) - len(loaded))
-            model = self.plan.settings.model
             self._progress.report(f"loading {model}" + (f" with {backend}" if len(backends) > 1 else ""), None)
-            measuring = replace(options, model=model).for_measuring(backend=backend)
+            measuring = replace(plan.options, model=model).for_measuring(backend=backend)
             loaded.append(stack.enter_context(measuring.open(self._watch.report)))
         return loaded
 
@@ -396,23 +383,22 @@ class BenchRun:
                 "bench compare"
             )
 
-    def _settled(self, subjects: Sequence[EngineUnderTest]) -> Settings:
-        """The settings with what is known once the engines are loaded."""
+    def _begun(self, subjects: Sequence[EngineUnderTest], sitting: Sitting) -> Record:
+        """The record before the first question, with what is known once the engines are loaded."""
         names = [subject.llm.backend_name for subject in subjects]
         if len(set(names)) < len(names):
             raise UsageError(f"--backend names the same engine twice: {', '.join(names)}")
+        mode, settings, before = self.plan.mode, self.plan.settings, self.plan.before
         slowest = min(subject.llm.plain_tokens_per_second for subject in subjects)
-        mode, settings = self.plan.mode, self.plan.settings
         left = (mode.minutes or 0.0) * 60 - (time.monotonic() - self._began)
         tokens = affordable_tokens(mode, left, len(self.plan.arms) * len(subjects), slowest)
         slices = settings.slice_tokens if all(subject.in_slices for subject in subjects) else 0
-        return replace(settings, backends=names, max_tokens=tokens, slice_tokens=slices)
-
-    def _record(self, settings: Settings, engines: list[Any], sitting: Sitting) -> Record:
+        settings = replace(settings, backends=names, max_tokens=tokens, slice_tokens=slices)
+        anew = mode.name != "quick" and before is None
+        engines = [engine_facts(each, settings.kv_cache, self._watch, measure=anew) for each in subjects]
         examined = asdict(facts.look_at_machine(settings.threads, measure=False))
         here = {key: value for key, value in examined.items() if key not in _CHANGES}
         record = Record(here, settings, engines, [sitting])
-        before = self.plan.before
         if before is not None:
             for name, was, is_now in differences(before, record):
                 if name not in ("localspec", "Python"):
@@ -421,10 +407,8 @@ class BenchRun:
             record.samples, record.skipped, record.engines = before.samples, before.skipped, before.engines
         return record
 
-    # -- asking --------------------------------------------------------------------------------------------------
-
     def _ask(self, subjects: Sequence[EngineUnderTest], record: Record) -> Ending:
-        mode = self.plan.mode
+        mode, settings, repeat = self.plan.mode, record.settings, 0
         questions = self._that_fit(subjects, record)
         self._progress.report("warming up", None)
         for subject in subjects:
@@ -432,7 +416,7 @@ class BenchRun:
         todo = list(blocks(questions, mode.repeats))
         clock = Clock(self._began, None if mode.minutes is None else mode.minutes * 60, len(todo))
         done = {sample.key for sample in record.samples}
-        repeat = 0
+        others = [(backend, arm) for backend in settings.backends for arm in settings.arms if arm != "plain"]
         for number, block in enumerate(todo):
             if block.repeat != repeat:
                 repeat = block.repeat
@@ -451,60 +435,52 @@ class BenchRun:
                 clock.add(time.monotonic() - began)
                 self._note_time(record.sessions[-1])
                 self.plan.save(record)
-            if block.ends_cycle and is_tight(self._speedups(record), mode.tolerance):
-                return "tight"
+            if block.ends_cycle:
+                speedups = [ratios(record.samples, each, (each[0], "plain")) for each in others]
+                if is_tight(speedups, mode.tolerance):
+                    return "tight"
         return "complete"
-
-    @staticmethod
-    def _speedups(record: Record) -> list[Values]:
-        backends, arms = record.settings.backends, record.settings.arms
-        pairs = [(backend, arm) for backend in backends for arm in arms if arm != "plain"]
-        return [ratios(record.samples, pair, (pair[0], "plain")) for pair in pairs]
 
     def _that_fit(self, subjects: Sequence[EngineUnderTest], record: Record) -> list[Question]:
         """Questions that leave room for the answer in every context."""
-        fitting: list[Question] = []
-        skipped: list[Question] = []
+        fitting, longest, record.skipped = list[Question](), record.settings.max_tokens, []
         for number, question in enumerate(self.plan.questions):
             if self._watch.stopped.is_set():
                 raise Cancelled("measuring was stopped")
             self._progress.report("counting tokens", number / len(self.plan.questions))
-            # The answers to earlier turns are part of the prompt.
-            room = record.settings.max_tokens * len(question.turns)
-            fits = all(subject.n_tokens(question) + room < subject.llm.n_ctx for subject in subjects)
-            (fitting if fits else skipped).append(question)
-        record.skipped = [question.id for question in skipped]
+            room = longest * len(question.turns)  # the answers to earlier turns are part of the prompt
+            if all(subject.n_tokens(question) + room < subject.llm.n_ctx for subject in subjects):
+                fitting.append(question)
+            else:
+                record.skipped.append(question.id)
         if not fitting:
             n_ctx = min(subject.llm.n_ctx for subject in subjects)
             raise UsageError(
-                f"no question fits into a context of {n_ctx} tokens together with an answer of "
-                f"{record.settings.max_tokens}: raise --ctx, or lower --max-tokens"
+                f"no question fits into a context of {n_ctx} tokens together with an answer of {longest}: raise "
+                "--ctx, or lower --max-tokens"
             )
         return fitting
 
     def _block(self, block: Block, wanted: Sequence[Place], record: Record, clock: Clock, number: int) -> None:
-        question, settings = block.question, record.settings
         left = clock.left(time.monotonic(), number)
-        about = f"{number + 1} of at most {clock.n_blocks}: {question.id}"
-        if left is not None:
-            about += f", {time_text(left)} left"
+        about = f"{number + 1} of at most {clock.n_blocks}: {block.question.id}"
+        about += "" if left is None else f", {time_text(left)} left"
 
         def report(answer: TimedAnswer, fraction: float) -> None:
-            name = arm_name(record, answer.backend, answer.arm.name)
+            name = record.arm_name(answer.backend, answer.arm.name)
             self._progress.report(f"{about} · {name}", (number + fraction) / clock.n_blocks)
 
         self._progress.report(about, None)
-        params = self._params(settings, question, block.repeat)
-        record.samples += measure(block, wanted, params, settings.slice_tokens, report)
+        params = _params(record.settings, block)
+        record.samples += measure(block, wanted, params, record.settings.slice_tokens, report)
 
-    def _params(self, settings: Settings, question: Question, repeat: int) -> SamplingParams:
-        given = dict(settings.sampling)
-        seed = given.pop("seed", None)
-        if seed is not None:
-            # Of its own for each question and repeat, the same for all arms.
-            name = f"{seed}/{question.id}/{repeat}"
-            seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
-        if "stop" in given:
-            given["stop"] = tuple(given["stop"])
-        params = SamplingParams(**given, seed=seed, max_tokens=settings.max_tokens)
-        return replace(params, ignore_eos=settings.ignore_eos)
+
+def _params(settings: Settings, block: Block) -> SamplingParams:
+    """How a question is sampled in a repeat: with a seed of its own, the same for all arms, where one was given."""
+    given: dict[str, Any] = {
+        name: tuple(value) if name == "stop" else value for name, value in settings.sampling.items()
+    }
+    if given.get("seed") is not None:
+        name = f"{given['seed']}/{block.question.id}/{block.repeat}"
+        given["seed"] = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
+    return SamplingParams(**given, max_tokens=settings.max_tokens, ignore_eos=settings.ignore_eos)

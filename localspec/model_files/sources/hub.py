@@ -14,7 +14,7 @@ from typing import Any
 
 from localspec.errors import DigestMismatch, DownloadError
 from localspec.model_files.catalog import Entry, part_names
-from localspec.model_files.sources.base import Hashing, Source, Watch, check_space, mismatch
+from localspec.model_files.sources.base import Hashing, Watch, check_space, mismatch
 
 _RANGE = re.compile(r"bytes (\d{1,18})-")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -24,32 +24,24 @@ _CHUNK = 1 << 18
 _MOST_CONNECTIONS = 200
 
 
-class Hub(Source):
-    """Files of a hub repository; interrupted downloads go on where they stopped."""
-
-    kind = "hf"
-
-    def fetch(self, entry: Entry, where: Mapping[str, Any], folder: Path, watch: Watch, *, patient: bool) -> list[Path]:
-        repo, names = where["repo"], _names(entry, where)
-        return [self._fetch_one(entry, repo, name, folder / "hub", watch, patient) for name in names]
-
-    def check(self, entry: Entry, where: Mapping[str, Any]) -> int:
-        """Ask whether an entry's files are there as the catalogue has them, and return their size there [bytes].
-
-        Raises:
-            Unreachable: the hub does not answer.
-            DownloadError: a file is not there, or not the one that was checked.
-        """
-        return sum(_offered(entry, where["repo"], name, patient=True).size for name in _names(entry, where))
-
-    def _fetch_one(self, entry: Entry, repo: str, name: str, folder: Path, watch: Watch, patient: bool) -> Path:
+def fetch(entry: Entry, where: Mapping[str, Any], folder: Path, watch: Watch, patient: bool) -> list[Path]:
+    """Files of a hub repository; interrupted downloads go on where they stopped. See ``sources.FETCH``."""
+    found = []
+    for name in _names(entry, where):
         watch(f"asking the hub for {name}", 0, 0)
-        offered = _offered(entry, repo, name, patient=patient)
-        target = folder / f"{offered.sha256[:12]}-{Path(name).name}"
+        offered = _offered(entry, where["repo"], name, patient=patient)
+        target = folder / "hub" / f"{offered.sha256[:12]}-{Path(name).name}"
         try:
-            return _Download(offered.url, target, name, offered.size, offered.sha256, watch).run(3 if patient else 2)
+            found.append(_Download(offered, target, name, watch).run(3 if patient else 2))
         except _Broken as broken:
-            raise DownloadError(_reason(broken.error, repo, name)) from None
+            raise DownloadError(_reason(broken.error, where["repo"], name)) from None
+    return found
+
+
+def check(entry: Entry, where: Mapping[str, Any]) -> int:
+    """The size [bytes] of an entry's files on the hub. ``Unreachable``: it does not answer; ``DownloadError``: a file
+    is not there, or not the one that was checked."""
+    return sum(_offered(entry, where["repo"], name, patient=True).size for name in _names(entry, where))
 
 
 class Unreachable(DownloadError):
@@ -72,7 +64,8 @@ def _names(entry: Entry, where: Mapping[str, Any]) -> list[str]:
 
 def _offered(entry: Entry, repo: str, name: str, *, patient: bool) -> _Offered:
     """A file's size and digest on the hub, compared with the catalogue's."""
-    _settle_environment()
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # is read when it is imported
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     url = hf_hub_url(repo, name, endpoint=os.environ.get("HF_ENDPOINT") or None)
@@ -115,19 +108,17 @@ class _Download:
     ``hf_hub_download`` would do, but it starts over after every interruption.
     """
 
-    url: str
+    offered: _Offered
     target: Path
     label: str
-    size: int
-    expected: str
     watch: Watch
 
-    def run(self, attempts: int) -> Path:
-        """Fetch what is missing, going on after broken connections.
+    @property
+    def size(self) -> int:
+        return self.offered.size
 
-        Args:
-            attempts: how often in a row nothing may arrive.
-        """
+    def run(self, attempts: int) -> Path:
+        """Fetch what is missing; nothing may arrive from so many connections in a row."""
         self.target.parent.mkdir(parents=True, exist_ok=True)
         with self.target.open("ab+") as file:
             out = Hashing(file)
@@ -141,18 +132,12 @@ class _Download:
             if out.n_bytes < self.size:
                 self._go_on(out, attempts)
             out.finish()
-        if out.sha256 != self.expected:
+        if out.sha256 != self.offered.sha256:
             self.target.unlink()
-            raise mismatch(self.label, self.expected, out.sha256)
+            raise mismatch(self.label, self.offered.sha256, out.sha256)
         return self.target
 
     def _go_on(self, out: Hashing, attempts: int) -> None:
-        """Stream again after each broken connection, as long as something arrives.
-
-        Raises:
-            _Broken: nothing arrives any more, or the answer has an error status.
-            DigestMismatch: more arrived than there should be.
-        """
         failures = 0
         for _ in range(_MOST_CONNECTIONS):
             before = out.n_bytes
@@ -194,7 +179,7 @@ class _Download:
         options: dict[str, Any] = {"headers": headers, "timeout": _SECONDS_OF_SILENCE, "follow_redirects": True}
         with ExitStack() as stack:
             try:
-                response = stack.enter_context(get_session().stream("GET", self.url, **options))
+                response = stack.enter_context(get_session().stream("GET", self.offered.url, **options))
                 hf_raise_for_status(response)
                 chunks = response.iter_bytes(_CHUNK)
             except Exception as error:
@@ -219,12 +204,6 @@ def _goes_on(response: Any, first: int) -> bool:
     if sent is not None and int(sent[1]) != first:
         raise _Broken(DownloadError(f"the hub sends bytes from {sent[1]} on where {first} were asked for"))
     return True
-
-
-def _settle_environment() -> None:
-    """Settings that huggingface_hub reads when it is imported."""
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
 def _reason(error: Exception, repo: str, name: str) -> str:

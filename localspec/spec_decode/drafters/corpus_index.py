@@ -431,30 +431,18 @@ class Survey:
 
 
 class Match:
-    """Where in a corpus stands what a text ends with; ``length`` tokens agree (``DEPTH`` may stand for more)."""
+    """Where in a corpus stands what a text ends with.
 
-    def __init__(self, length: int, places: list[tuple[Segment, int]], is_whole: bool) -> None:
-        self.length = length
-        self._is_whole = is_whole
-        self._next: dict[int, list[tuple[Segment, int]]] = {}
+    ``text`` are its last tokens, as many as are compared, of which ``length`` agree (``DEPTH`` may stand for more);
+    ``following`` the places one token on, by token, all of them where ``is_whole``.
+    """
+
+    def __init__(self, text: list[int], length: int, places: list[tuple[Segment, int]], is_whole: bool) -> None:
+        self.text, self.length, self.is_whole = text, length, is_whole
+        self.following: dict[int, list[tuple[Segment, int]]] = {}
         for segment, place in places:
             if (token := segment.next_token(place)) != BREAK:
-                self._next.setdefault(token, []).append((segment, place - 1))
-
-    def best(self) -> Copy | None:
-        """What follows most often; None where nothing does."""
-        if not self._next:
-            return None
-        token = max(self._next, key=lambda each: len(self._next[each]))
-        return Copy(token, len(self._next[token]), sum(map(len, self._next.values())), self.length)
-
-    def then(self, token: int) -> Match | None:
-        """The match one token on; None where only a search can tell."""
-        places = self._next.get(token)
-        return Match(self.length + 1, places, True) if places and self._is_whole else None
-
-
-Place = tuple[list[int], Match]  # the last tokens of a text, as many as are compared, and where they stand
+                self.following.setdefault(token, []).append((segment, place - 1))
 
 
 class CorpusIndex:
@@ -489,37 +477,37 @@ class CorpusIndex:
         """Tokens that are searched, those of files that changed meanwhile included."""
         return sum(segment.n_tokens for segment in self.segments)
 
-    @property
-    def size_bytes(self) -> int:
-        return sum(segment.size_bytes for segment in self.segments)
-
     # -- searching -------------------------------------------------------------------------------------------------
 
     def match(self, tokens: Sequence[int]) -> Match:
         """The longest match of the end of a text: two binary searches, and two more where it is."""
-        text = backwards(tokens)
-        lengths = [segment.longest(text) for segment in self.segments] if text else []
+        text = list(tokens[-DEPTH:])
+        key = backwards(text)
+        lengths = [segment.longest(key) for segment in self.segments] if text else []
         length = max(lengths, default=0)
         if not length:
-            return Match(0, [], False)
+            return Match(text, 0, [], False)
         places, is_whole = list[tuple[Segment, int]](), True
         for segment, n in zip(self.segments, lengths, strict=True):
             if n == length:
-                found, are_all = segment.places(text[: length * 4], MOST_PLACES)
+                found, are_all = segment.places(key[: length * 4], MOST_PLACES)
                 places += [(segment, place) for place in found]
                 is_whole = is_whole and are_all
-        return Match(length, places, is_whole)
+        return Match(text, length, places, is_whole)
 
-    def place(self, tokens: Sequence[int]) -> Place:
-        text = list(tokens[-DEPTH:])
-        return text, self.match(text)
+    def step(self, place: Match, token: int) -> Match:
+        """The match one token on; a new search where others may have been left out."""
+        text, places = [*place.text[1 - DEPTH :], token], place.following.get(token)
+        if places and place.is_whole:
+            return Match(text, place.length + 1, places, True)
+        return self.match(text)
 
-    def step(self, place: Place, token: int) -> Place:
-        text, match = [*place[0][1 - DEPTH :], token], place[1].then(token)
-        return text, self.match(text) if match is None else match
-
-    def continuation(self, place: Place) -> Copy | None:
-        return place[1].best()
+    def continuation(self, place: Match) -> Copy | None:
+        """What follows most often; None where nothing does."""
+        if not place.following:
+            return None
+        token = max(place.following, key=lambda each: len(place.following[each]))
+        return Copy(token, len(place.following[token]), sum(map(len, place.following.values())), place.length)
 
     # -- keeping in step -------------------------------------------------------------------------------------------
 

@@ -42,20 +42,9 @@ class DraftModelDrafter(Drafter):
 
     def _draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         source, context, n = self.info.source, self.context, len(tokens)
-        if n > context.n_ctx:
+        known = self._n_known(tokens, plan)
+        if known is None:
             return []
-        known = context.reuse(tokens[:-1])
-        if max(tokens[known:]) >= context.model.n_vocab:  # the target's padding can be wider than the draft's
-            return []
-        if n - known > context.n_free:  # other answers' texts can be in the same memory
-            return []
-        while (piece := plan.more(source, n - known)) < n - known:
-            if not piece:
-                return []
-            started = time.perf_counter()
-            self._decode(tokens[known : known + piece], "none")
-            plan.spent(source, piece, (time.perf_counter() - started) * 1e3)
-            known += piece
         is_as_wide = proposer.n_vocab is None or context.model.n_vocab <= proposer.n_vocab
         self._n_best = proposer.n_best if is_as_wide else 0
         started = time.perf_counter()
@@ -66,6 +55,25 @@ class DraftModelDrafter(Drafter):
         confidence = proposer.confidence(forward.logits[-1], tokens, ids=ids)
         plan.spent(source, n - known, (time.perf_counter() - started) * 1e3)
         return proposed(source, confidence, n, plan, proposer)
+
+    def _n_known(self, tokens: Sequence[int], plan: Plan) -> int | None:
+        """Tokens of the text that the context holds once the rest is worth reading; None where it is not."""
+        context = self.context
+        if len(tokens) > context.n_ctx:
+            return None
+        known = context.reuse(tokens[:-1])
+        if max(tokens[known:]) >= context.model.n_vocab:  # the target's padding can be wider than the draft's
+            return None
+        if len(tokens) - known > context.n_free:  # other answers' texts can be in the same memory
+            return None
+        while (piece := plan.more(self.info.source, len(tokens) - known)) < len(tokens) - known:
+            if not piece:
+                return None
+            started = time.perf_counter()
+            self._decode(tokens[known : known + piece], "none")
+            plan.spent(self.info.source, piece, (time.perf_counter() - started) * 1e3)
+            known += piece
+        return known
 
     def _read(
         self, tokens: Sequence[int], known: int, n_counterfactual: int, plan: Plan, proposer: Proposer

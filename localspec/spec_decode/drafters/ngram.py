@@ -186,11 +186,11 @@ class NgramDrafter(CopyingDrafter[Place]):
     That has the match at any time, so a token costs no search (about 5 µs).
     """
 
-    _places: SuffixAutomaton
+    _texts: SuffixAutomaton
 
     def __init__(self) -> None:
         super().__init__(DrafterInfo(NGRAM, copies=True))
-        self._places = SuffixAutomaton()
+        self._texts = SuffixAutomaton()
         self._tokens: list[int] = []
         self._n_ahead = 0
 
@@ -210,23 +210,23 @@ class NgramDrafter(CopyingDrafter[Place]):
         shared = shared_prefix(self._tokens, tokens)
         n_stale = len(self._tokens) - shared
         # Taking a token back costs about as much as adding it.
-        if n_stale > self._places.n_undoable or n_stale > shared:
-            self._places, shared = SuffixAutomaton(), 0
+        if n_stale > self._texts.n_undoable or n_stale > shared:
+            self._texts, shared = SuffixAutomaton(), 0
         else:
             for _ in range(n_stale):
-                self._places.pop()
+                self._texts.pop()
         for token in tokens[shared:]:
-            self._places.push(token)
+            self._texts.push(token)
         self._tokens = tokens
 
     def accept(self, emitted: Sequence[int]) -> None:
         for token in emitted:
-            self._learn(self._places.match(), token)
-            self._places.push(token)
+            self._learn(self._texts.match(), token)
+            self._texts.push(token)
         self._tokens += emitted
 
     def _place(self, tokens: Sequence[int]) -> Place:
-        place = self._places.match()
+        place = self._texts.match()
         for token in tokens[len(self._tokens) - self._n_ahead :]:
-            place = self._places.step(place, token)
+            place = self._texts.step(place, token)
         return place

@@ -70,7 +70,7 @@ def test_rows_from_outside_are_computed_in_float32(
     with load_head(write_random_head(target, tmp_path / "a.head", "chained"), target, "mlx") as head:
         monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
         with GGUFFile(head.model.path) as file, GGUFFile(target) as usual:
-            assert (default_dtype(file), default_dtype(usual)) == ("float32", "float16")
+            assert (default_dtype(file), default_dtype(usual)) == (mx.float32, mx.float16)
 
 
 @pytest.mark.parametrize("draft", ["head", "early-exit"])
@@ -81,7 +81,7 @@ def test_much_of_its_draft_is_right_and_the_text_is_the_targets(draft: str, tiny
     )
     with LLM(path, draft=name, backend="mlx", n_ctx=256, draft_length=3) as llm:
         reply = llm.generate(prompt, SamplingParams(max_tokens=60, ignore_eos=True))
-        tokens = llm.inspect().target.tokenize(prompt, add_special=True)
+        tokens = llm.tokenize(prompt, add_special=True)
     # by chance, one of hundreds would be right
     assert 8 < reply.stats.num_accepted_tokens < reply.stats.num_draft_tokens - 10
     assert replay("mlx", path, tokens, reply.token_ids).max() < 0.05, "an emitted token is not the target's"

@@ -14,11 +14,11 @@ from localspec import LLM, SamplingParams
 from localspec.backends import trust as trust_module
 from localspec.backends.base import FloatArray, Piece, SequenceBatch, SequencesInTurn, layer_name
 from localspec.controllers.batching import SharedPasses
-from localspec.errors import Cancelled, EngineError
+from localspec.errors import EngineError
 from tests.backends.mlx.test_mlx_network import FILES
-from tests.backends.test_backends import some_tokens
 from tests.conftest import TinyFiles, open_backend
 from tests.engine.test_parallel_choice import loaded_with
+from tests.support.contexts import check_next, some_tokens
 
 mx = pytest.importorskip("mlx.core")
 
@@ -50,18 +50,6 @@ def check_rows(ours: FloatArray, wanted: FloatArray, what: Any = "") -> None:
     assert np.abs(ours - wanted).max(initial=0) <= NOISE * np.abs(wanted).max(initial=0), what
 
 
-def check_next(model: MLXModel, batch: SequenceBatch, sequences: tuple[int, ...]) -> None:
-    """What sequences say next, in one pass, is what contexts say that were fed the same."""
-    more = [some_tokens(3, seed=70 + i) for i in sequences]
-    held = [list(batch[i].tokens) for i in sequences]
-    found = batch.decode([Piece(i, tokens) for i, tokens in zip(sequences, more, strict=True)])
-    for forward, before, tokens in zip(found, held, more, strict=True):
-        with model.new_context(256) as context:
-            if before:
-                context.decode(before, "none")
-            check_rows(forward.logits, context.decode(tokens).logits)
-
-
 @pytest.mark.parametrize("hidden", [(), ("layer:0", "norm")])
 def test_a_pass_is_evaluated_once_and_each_linear_layer_reads_its_weights_once(
     model: MLXModel, monkeypatch: pytest.MonkeyPatch, hidden: tuple[str, ...]
@@ -81,7 +69,7 @@ def test_a_pass_is_evaluated_once_and_each_linear_layer_reads_its_weights_once(
     evaluate = mx.eval
     with model.new_batch(3, 96, hidden=hidden) as batch:
         batch.decode([Piece(0, some_tokens(9), "none"), Piece(2, some_tokens(4), "none")])
-        trunk = model.network._trunk
+        trunk = model.network.module.model
         for kind in (type(trunk), nn.Linear, nn.QuantizedLinear):
             count(kind)
         monkeypatch.setattr(mx, "eval", lambda *arrays: (evaluations.append(1), evaluate(*arrays))[1])
@@ -89,8 +77,8 @@ def test_a_pass_is_evaluated_once_and_each_linear_layer_reads_its_weights_once(
     assert [len(forward) for forward in found] == [3, 0, 1]
     assert evaluations == [1]
     assert called.pop(f"{type(trunk).__name__} {id(trunk)}") == [9]
-    head = called.pop(f"{type(model.network._head).__name__} {id(model.network._head)}")
-    assert head == [4]  # the rows that are asked for
+    head = model.network.module.lm_head
+    assert called.pop(f"{type(head).__name__} {id(head)}") == [4]  # the rows that are asked for
     assert len(called) == 7 * model.n_layers
     assert set(map(tuple, called.values())) == {(9,)}
 
@@ -171,10 +159,6 @@ def broken_layer(monkeypatch: pytest.MonkeyPatch, model: MLXModel, error: BaseEx
     monkeypatch.setattr(type(attention), "__call__", broken)
 
 
-def attention_of(model: MLXModel) -> list[Any]:
-    return [(layer["self_attn"], dict(layer["self_attn"])) for layer in model.network.module.layers]
-
-
 @pytest.mark.parametrize(
     ("break_", "error"),
     [
@@ -194,79 +178,16 @@ def test_a_failure_leaves_all_memories_as_before(
 ) -> None:
     fed(batch)
     held, n_free = [list(batch[i].tokens) for i in range(4)], batch.free_cells
-    modules = attention_of(model)
+    modules = [(layer["self_attn"], dict(layer["self_attn"])) for layer in model.network.module.layers]
     with monkeypatch.context() as patch:
         break_(patch, model)
         with pytest.raises(error, match="sequences: out of memory, say" if error is EngineError else None):
             batch.decode(LONG)
     assert [batch[i].tokens for i in range(4)] == held
     assert batch.free_cells == n_free
-    assert attention_of(model) == modules
-    check_next(model, batch, (3, 1, 0, 2))
-
-
-@pytest.mark.parametrize("error", [None, KeyboardInterrupt()])
-def test_what_is_stopped_between_passes_leaves_all_memories_as_before(
-    model: MLXModel, batch: SequenceBatch, error: BaseException | None
-) -> None:
-    fed(batch)
-    held, n_free = [list(batch[i].tokens) for i in range(4)], batch.free_cells
-    asked = 0
-
-    def stop() -> bool:
-        nonlocal asked
-        asked += 1
-        if asked == 3 and error is not None:
-            raise error
-        return asked == 3
-
-    batch.interrupted = stop
-    with pytest.raises(KeyboardInterrupt if error is not None else Cancelled):
-        batch.decode(LONG)
-    batch.interrupted = None
-    assert asked == 3
-    assert [batch[i].tokens for i in range(4)] == held
-    assert batch.free_cells == n_free
-    check_next(model, batch, (0, 1, 2, 3))
-
-
-def test_rows_of_floats_are_gone_after_a_failure_and_other_sequences_are_not(
-    model: MLXModel, batch: SequenceBatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They cannot be fed again from their names."""
-    fed(batch)
-    batch[1].decode_floats(np.ones((2, model.n_embd), np.float32), [5, 6], "none")
-    held = [some_tokens(12 + 9 * i, seed=i) for i in range(3)]
-    with monkeypatch.context() as patch:
-        broken_eval(patch, 1)
-        with pytest.raises(EngineError):
-            batch.decode([Piece(0, [7]), Piece(1, [8])])
-    assert [batch[i].tokens for i in range(3)] == held
-    assert batch.free_cells == 512 - sum(map(len, held))
-    check_next(model, batch, (2, 1, 0))
-
-
-def test_sequences_fed_otherwise_go_on_in_a_pass_of_several(tiny: TinyFiles) -> None:
-    """After first layers alone, rows of floats, a state taken from another, and a copied prefix; past the window."""
-    with mlx.load(tiny.sliding) as model, model.new_batch(4, 512, hidden=("layer:0",)) as batch:
-        rows = np.ones((3, model.n_embd), np.float32)
-        fed(batch)
-        batch[0].decode_first_layers([5, 6, 7], 1)
-        batch[0].truncate(12)
-        batch[1].decode_floats(rows, [5, 6, 7], "none")
-        batch.copy_prefix(2, 3, 25)
-        batch[3].decode(some_tokens(40, seed=3), "none")
-        batch[2].import_state(batch[3].export_state())
-        batch[2].truncate(50)
-        found = batch.decode([Piece(i, [9, 8 + i]) for i in range(4)])
-        with model.new_context(256) as context:
-            for i, forward in enumerate(found):
-                context.truncate(0)
-                text = batch[i].tokens[:-2]
-                context.decode(text[:21] if i == 1 else text, "none")
-                if i == 1:
-                    context.decode_floats(rows, [5, 6, 7], "none")
-                check_rows(forward.logits, context.decode([9, 8 + i]).logits, i)
+    assert [(layer["self_attn"], dict(layer["self_attn"])) for layer in model.network.module.layers] == modules
+    for i in (3, 1, 0, 2):
+        check_next(model, batch[i], some_tokens(3, seed=70 + i))
 
 
 # What is built on it.
@@ -274,13 +195,13 @@ def test_sequences_fed_otherwise_go_on_in_a_pass_of_several(tiny: TinyFiles) -> 
 
 def test_the_engine_is_checked_with_the_file(model: MLXModel, monkeypatch: pytest.MonkeyPatch) -> None:
     assert trust_module.check_batch(model).holds
-    decode = MLXSequences._decode
+    decode = MLXSequences.decode
 
     def swapped(self: Any, pieces: Any) -> Any:
         found = decode(self, pieces)
         return found[::-1] if len({len(piece.tokens) for piece in pieces}) == 1 else found
 
-    monkeypatch.setattr(MLXSequences, "_decode", swapped)
+    monkeypatch.setattr(MLXSequences, "decode", swapped)
     assert not trust_module.check_batch(model).holds
 
 
@@ -296,7 +217,7 @@ def test_answers_share_passes(tiny: TinyFiles, measured_home: Path, monkeypatch:
     widths: dict[str, list[int]] = {}
     n_held: list[int] = []
     n_cells: list[int] = []
-    decode, observe = MLXSequences._decode, SharedPasses.observe
+    decode, observe = MLXSequences.decode, SharedPasses.observe
 
     def counted(self: Any, pieces: Any) -> Any:
         widths.setdefault(self.model.path.name, []).append(len(pieces))
@@ -308,7 +229,7 @@ def test_answers_share_passes(tiny: TinyFiles, measured_home: Path, monkeypatch:
         observe(self, width, ms, cells)
 
     with LLM(tiny.pair.target, tiny.pair.draft, parallel=3, **options) as llm:
-        monkeypatch.setattr(MLXSequences, "_decode", counted)
+        monkeypatch.setattr(MLXSequences, "decode", counted)
         monkeypatch.setattr(SharedPasses, "observe", observed)
         streams = [llm.rounds(prompt, params, draft_length=2) for prompt in prompts]
         assert [stream.reply.token_ids for stream in streams] == alone

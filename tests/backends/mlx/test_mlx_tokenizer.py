@@ -109,20 +109,7 @@ def score_vocab() -> TinyVocab:
     pieces = [
         "▁",
         *"abst01<>x0A",
-        "▁▁",
-        "▁▁▁",
-        "▁▁▁▁",
-        "ab",
-        "ba",
-        "aba",
-        "bab",
-        "abab",
-        "▁a",
-        "▁ab",
-        "▁t",
-        "st",
-        "日",
-        "é",
+        *["▁▁", "▁▁▁", "▁▁▁▁", "ab", "ba", "aba", "bab", "abab", "▁a", "▁ab", "▁t", "st", "日", "é"],
     ]
     pieces = list(dict.fromkeys(pieces))
     tokens += pieces
@@ -238,28 +225,13 @@ def test_special_tokens_swallow_blanks_where_the_model_is_a_phi_3(folder: Path) 
     )
     shape = ggufs.Shape(n_layer=1, n_embd=32, n_head=2, n_head_kv=1, n_ff=32)
     metadata = ggufs.llama_metadata(shape, len(vocab)) | ggufs.vocab_metadata(vocab)
-    path = write_named(folder / "phi.gguf", "Tiny Phi-3", metadata, ggufs.llama_weights(shape, len(vocab)))
+    weights = ggufs.llama_weights(shape, len(vocab))
+    path = ggufs.write_gguf(folder / "phi.gguf", "llama", metadata, weights, name="Tiny Phi-3")
     both = Both(path)
     for text in ("</s>  \n ab", "<s> ab", "<mark>\t ab <mark> ", "a</s>\u00a0b", *mixtures(100)):
         both.check(text)
     assert both.ours.encode("</s>  ab", parse_special=True) == both.ours.encode("</s>ab", parse_special=True)
     both.theirs.close()
-
-
-def write_named(path: Path, name: str, metadata: dict[str, object], weights: ggufs.Weights) -> Path:
-    import gguf
-
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name(name)
-    for key, value in metadata.items():
-        ggufs._add(writer, key, value)
-    for tensor, weight in weights.items():
-        writer.add_tensor(tensor, weight)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def test_a_vocabulary_that_lacks_bytes_drops_them(folder: Path) -> None:

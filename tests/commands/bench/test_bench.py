@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from localspec.backends.placement import Placement
 from localspec.commands.bench.record import Engine, ModelFile, Record, Settings, Sitting
 from localspec.commands.bench.report import bench_report, comparison, speedup_plot
-from localspec.commands.bench.results import analyse, reliability, wilson
+from localspec.commands.bench.results import Row, analyse, reliability, wilson
 from localspec.commands.bench.runner import DEFAULT, LEAST_TOKENS, QUICK, BenchRequest, affordable_tokens, make_plan
 from localspec.commands.options import RunOptions
 from localspec.engine.options import LoadOptions
@@ -24,39 +25,15 @@ from localspec.prompts.questions import digest, own_questions
 from localspec.report.model import KeyFigures, Table
 from localspec.report.renderers import Screen, markdown
 
-
-def test_a_quick_run_asks_for_answers_that_it_has_time_for() -> None:
-    fast, slow = affordable_tokens(QUICK, 110, 2, 50.0), affordable_tokens(QUICK, 110, 2, 6.0)
-    assert fast == QUICK.max_tokens
-    assert LEAST_TOKENS <= slow < fast
-    # So many questions then fit, reading included.
-    assert 2 * slow / 6.0 * QUICK.least_answers < 110
-    assert affordable_tokens(QUICK, 110, 2, 0.1) == LEAST_TOKENS
-    assert affordable_tokens(DEFAULT, 1, 9, 0.1) == DEFAULT.max_tokens
-
-
-def test_calibration_error_by_hand() -> None:
-    judged = [(0.25, True), (0.25, False), (0.85, True), (0.85, True), (1.0, True)]
-    found = reliability(judged)
-    assert found is not None
-    assert [(each.low, each.n, each.observed) for each in found.bins] == [(0.2, 2, 0.5), (0.8, 2, 1.0), (0.9, 1, 1.0)]
-    assert found.expected_calibration_error == pytest.approx((2 * 0.25 + 2 * 0.15 + 0) / 5)
-    assert reliability([]) is None
-
-
-def test_wilson_is_the_textbook_s() -> None:
-    assert wilson(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
-    assert wilson(0, 10)[0] == 0.0
-    assert wilson(0, 0) == (0.0, 1.0)
-
-
-# -- what a record says ------------------------------------------------------------------------------------------------
-
 SETTINGS = Settings(
     model="m", draft=[], backends=["reference"], draft_backend=None, arms=["plain", "auto"], questions="own:report",
     categories=[], questions_sha256="0" * 64, max_tokens=10, sampling={}, ignore_eos=False, system=None, ctx=None,
     threads=None, gpu_layers=None, kv_cache="f16", light_draft=True, mode="default",
 )  # fmt: skip
+DRAFTED = {
+    "num_draft_tokens": 4, "num_accepted_tokens": 2, "drafted_per_position": [4], "accepted_per_position": [2],
+    "by_source": {"ngram": {"num_draft_tokens": 4, "num_accepted_tokens": 2}},
+}  # fmt: skip
 
 
 def answer(question: str, arm: str, speed: float, repeat: int = 0, category: str = "code", **changes: object) -> Sample:
@@ -86,6 +63,34 @@ def run_of(samples: list[Sample], **changes: object) -> Record:
     return Record(**(usual | changes))
 
 
+def run_at(speeds: Sequence[float], mode: str = "default", **drafted: object) -> Record:
+    """A run in which ``auto`` answered at these multiples of plain's speed."""
+    samples = [answer(f"q{i}", "plain", 10.0) for i in range(len(speeds))]
+    samples += [answer(f"q{i}", "auto", 10.0 * speed, **drafted) for i, speed in enumerate(speeds)]
+    return run_of(samples, settings=replace(SETTINGS, mode=mode))
+
+
+def row_of(record: Record, category: str = "all") -> Row:
+    row = analyse(record).row(category, "reference", "auto")
+    assert row is not None
+    return row
+
+
+def text_of(record: Record) -> str:
+    return markdown(bench_report(record, analyse(record)))
+
+
+# -- what is asked for -------------------------------------------------------------------------------------------------
+
+
+def test_a_quick_run_asks_for_answers_that_it_has_time_for() -> None:
+    fast, slow = affordable_tokens(QUICK, 110, 2, 50.0), affordable_tokens(QUICK, 110, 2, 6.0)
+    assert LEAST_TOKENS <= slow < fast == QUICK.max_tokens
+    assert 2 * slow / 6.0 * QUICK.least_answers < 110, "so many questions then fit, reading included"
+    assert affordable_tokens(QUICK, 110, 2, 0.1) == LEAST_TOKENS
+    assert affordable_tokens(DEFAULT, 1, 9, 0.1) == DEFAULT.max_tokens
+
+
 def test_a_resumed_run_is_measured_as_before_but_for_what_is_asked_besides() -> None:
     then = replace(
         SETTINGS, draft=["ngram"], arms=["plain", "4"], questions="own:tuning", ctx=512, threads=1, gpu_layers=0,
@@ -100,30 +105,43 @@ def test_a_resumed_run_is_measured_as_before_but_for_what_is_asked_besides() -> 
     assert plan.options.load.placement == Placement(tensor_split=(3, 1))
     assert (plan.mode.name, plan.mode.max_tokens, plan.before) == ("full", then.max_tokens, before)
     said = RunOptions(load=LoadOptions(n_ctx=1024, n_threads=2), sampling={"temperature": 0.0}, system="Be rude.")
-    other = make_plan(BenchRequest(said, arms=["auto"], slice_tokens=0, minutes=1.0), before)
+    other = make_plan(BenchRequest(said, arms=["auto"], slice_tokens=0, minutes=1.0, quick=True), before)
     assert (other.settings.ctx, other.settings.threads, other.settings.kv_cache) == (1024, 2, "q8_0")
     assert (other.settings.sampling["temperature"], other.settings.system) == (0.0, "Be rude.")
-    assert (other.settings.arms, other.settings.slice_tokens, other.mode.minutes) == (["plain", "auto"], 0, 1.0)
+    assert (other.settings.arms, other.settings.slice_tokens) == (["plain", "auto"], 0)
+    assert (other.mode.name, other.mode.minutes, other.mode.max_tokens) == ("quick", 1.0, then.max_tokens)
+
+
+# -- figures and verdicts ----------------------------------------------------------------------------------------------
+
+
+def test_calibration_error_by_hand() -> None:
+    found = reliability([(0.25, True), (0.25, False), (0.85, True), (0.85, True), (1.0, True)])
+    assert found is not None
+    assert [(each.low, each.n, each.observed) for each in found.bins] == [(0.2, 2, 0.5), (0.8, 2, 1.0), (0.9, 1, 1.0)]
+    assert found.expected_calibration_error == pytest.approx((2 * 0.25 + 2 * 0.15 + 0) / 5)
+    assert reliability([]) is None
+
+
+def test_wilson_is_the_textbook_s() -> None:
+    assert wilson(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    assert (wilson(0, 10)[0], wilson(0, 0)) == (0.0, (0.0, 1.0))
 
 
 def test_speedups_divide_by_plain_of_the_same_question_and_repeat() -> None:
-    samples = [
+    record = run_of([
         answer("a", "plain", 10.0), answer("a", "auto", 20.0),
         answer("a", "plain", 20.0, 1), answer("a", "auto", 20.0, 1),
         answer("b", "plain", 10.0, category="chat"), answer("b", "auto", 5.0, category="chat"),
         answer("c", "auto", 99.0, category="chat"),  # nothing to compare it with
-    ]  # fmt: skip
-    results = analyse(run_of(samples))
-    row = results.row("all", "reference", "auto")
-    assert row is not None
+    ])  # fmt: skip
+    row, chat = row_of(record), row_of(record, "chat").speedup
     assert row.speedup is not None
     assert row.speedup.median == pytest.approx(statistics.median([statistics.median([2.0, 1.0]), 0.5]))
     assert (row.speedup.n, row.n_slower, row.worst_question, row.worst_speedup) == (2, 1, "b", 0.5)
     assert row.tokens_per_second.median == pytest.approx(20.0)
-    chat = results.row("chat", "reference", "auto")
     assert chat is not None
-    assert chat.speedup is not None
-    assert (chat.speedup.median, chat.speedup.low) == (0.5, None)
+    assert (chat.median, chat.low) == (0.5, None)
 
 
 def test_counts_add_up_over_answers() -> None:
@@ -131,40 +149,22 @@ def test_counts_add_up_over_answers() -> None:
         "num_rounds": 4, "num_draft_tokens": 6, "num_accepted_tokens": 5, "drafted_per_position": [4, 2],
         "accepted_per_position": [4, 1], "by_source": {"ngram": {"num_draft_tokens": 6, "num_accepted_tokens": 5}},
     }  # fmt: skip
-    samples = [answer("a", "plain", 10.0), answer("a", "auto", 10.0, **drafted), answer("b", "plain", 10.0),
-               answer("b", "auto", 10.0, token_sha256="b", **drafted)]  # fmt: skip
-    row = analyse(run_of(samples)).row("all", "reference", "auto")
-    assert row is not None
-    assert row.mean_acceptance_length == 20 / 8
-    assert row.acceptance_rate == 10 / 12
+    row = row_of(run_of([
+        answer("a", "plain", 10.0), answer("a", "auto", 10.0, **drafted),
+        answer("b", "plain", 10.0), answer("b", "auto", 10.0, token_sha256="b", **drafted),
+    ]))  # fmt: skip
+    assert (row.mean_acceptance_length, row.acceptance_rate) == (20 / 8, 10 / 12)
     assert [each.rate for each in row.by_position] == [1.0, 0.5]
     assert (row.by_source["ngram"].drafted, row.by_source["ngram"].accepted) == (12, 10)
     assert (row.n_same, row.n_compared) == (1, 2)
 
 
 def test_the_report_says_how_it_was_sampled() -> None:
-    samples = [answer("a", "plain", 10.0), answer("a", "auto", 20.0, **DRAFTED)]
     sampling = {"temperature": 0.8, "top_k": 40, "stop": ["END", "|"]}
-    record = run_of(samples, settings=replace(SETTINGS, sampling=sampling))
-    text = markdown(bench_report(record, analyse(record)))
+    text = text_of(replace(run_at([2.0], **DRAFTED), settings=replace(SETTINGS, sampling=sampling)))
     assert "temperature 0.8, top-k 40, stop ['END', '|']" in text
     assert "greedy" not in text
     assert "auto: one question is too few for a verdict." in text
-
-
-# -- figures and verdicts ----------------------------------------------------------------------------------------------
-
-DRAFTED = {
-    "num_draft_tokens": 4, "num_accepted_tokens": 2, "drafted_per_position": [4], "accepted_per_position": [2],
-    "by_source": {"ngram": {"num_draft_tokens": 4, "num_accepted_tokens": 2}},
-}  # fmt: skip
-
-
-def run_at(speeds: Sequence[float], mode: str = "default", **drafted: object) -> Record:
-    """A run in which ``auto`` answered at these multiples of plain's speed."""
-    samples = [answer(f"q{i}", "plain", 10.0) for i in range(len(speeds))]
-    samples += [answer(f"q{i}", "auto", 10.0 * speed, **drafted) for i, speed in enumerate(speeds)]
-    return run_of(samples, settings=replace(SETTINGS, mode=mode))
 
 
 FASTER, SLOWER, ALIKE = [1.2 + i / 100 for i in range(8)], [0.8 + i / 100 for i in range(8)], [0.97, 1.02] * 4
@@ -188,89 +188,74 @@ def test_no_figure_stands_without_a_verdict(
     report = bench_report(record, analyse(record))
     (key,) = next(part for part in report.parts if isinstance(part, KeyFigures)).figures
     assert (key.figure, key.status) == (figure, status)
-    assert words in key.text
-    assert "--backend" not in key.text
-    table = next(part for part in report.parts if isinstance(part, Table))
-    verdict = figure[0] == "×" or status == "fail"
-    assert ("strong" in table.styles.values() or "bad" in table.styles.values()) == verdict
-    assert ("bad" in table.styles.values()) == (status == "fail")
+    assert (words in key.text, "--backend" in key.text) == (True, False)
+    styles = next(part for part in report.parts if isinstance(part, Table)).styles.values()
+    assert bool({"strong", "bad"}.intersection(styles)) == (figure[0] == "×" or status == "fail")
+    assert ("bad" in styles) == (status == "fail")
 
 
-def test_a_quick_run_says_what_gives_a_verdict() -> None:
+def test_few_questions_are_said_and_what_gives_a_verdict() -> None:
     for mode, said in (("quick", True), ("default", False)):
-        record = run_at(FASTER[:5], mode, **DRAFTED)
-        text = markdown(bench_report(record, analyse(record)))
+        text = text_of(run_at(FASTER[:5], mode, **DRAFTED))
         assert ("Run without --quick for a verdict." in text) == said
         assert "Fewer than 6 questions: the range is shown instead of a 95 % interval." in text
-
-
-def test_a_verdict_over_all_is_not_called_missing_for_small_categories() -> None:
-    samples = [
-        replace(s, category="code" if i % 2 else "edit") for i, s in enumerate(run_at(FASTER, **DRAFTED).samples)
-    ]
-    record = run_of(samples, settings=replace(SETTINGS, mode="quick"))
+    record = run_at(FASTER, "quick", **DRAFTED)  # enough over all, but not in each category
+    record.samples = [replace(each, category="code" if i % 2 else "edit") for i, each in enumerate(record.samples)]
     (remark,) = (each for each in analyse(record).remarks if "range is shown" in each)
     assert remark == "Categories of fewer than 6 questions: the range is shown instead of a 95 % interval."
 
 
 def test_another_engine_is_named_where_this_run_measured_that_it_pays() -> None:
-    record = run_at(ALIKE)
-    faster = [replace(s, backend="llama-cpp") for s in run_at(FASTER, **DRAFTED).samples]
-    settings = replace(SETTINGS, backends=["reference", "llama-cpp"])
+    faster = [replace(each, backend="llama-cpp") for each in run_at(FASTER, **DRAFTED).samples]
     both = run_of(
-        [*record.samples, *faster], settings=settings, engines=[engine(), replace(engine(), backend="llama-cpp")]
+        [*run_at(ALIKE).samples, *faster],
+        settings=replace(SETTINGS, backends=["reference", "llama-cpp"]),
+        engines=[engine(), replace(engine(), backend="llama-cpp")],
     )
-    text = markdown(bench_report(both, analyse(both)))
-    assert "no guess pays on reference here, so auto did the same work as plain. Try --backend llama-cpp." in text
-
-
-def test_the_axis_reaches_to_half_and_twice_of_plain() -> None:
-    record = run_at(ALIKE)
-    drawing = speedup_plot(record, analyse(record)).svg()
-    assert {"×0.5", "×2"} <= set(re.findall(r"×[0-9.]+", drawing))
+    said = "no guess pays on reference here, so auto did the same work as plain. Try --backend llama-cpp."
+    assert said in text_of(both)
 
 
 @pytest.mark.parametrize(("gap", "said"), [(0.12, "7 of 8 ≈"), (3.0, "7 of 8")])
 def test_answers_that_part_at_a_near_tie_are_marked(gap: float, said: str) -> None:
     record = run_at(FASTER, **DRAFTED)
     record.samples[-1] = replace(record.samples[-1], token_sha256="b", parted_at=3, parted_by=gap)
-    text = markdown(bench_report(record, analyse(record)))
+    text = text_of(record)
     assert any(line.rstrip("| ").endswith(f" {said}") for line in text.splitlines())
-    assert "localspec verify tells rounding from errors" in text
     assert ("1 answer part" in text) == (gap > 1)
 
 
-def test_plain_speed_has_room_at_80_columns() -> None:
-    record = run_at(FASTER, **DRAFTED)
-    out = io.StringIO()
+def test_a_table_keeps_plain_speed_at_80_columns_and_an_axis_half_and_twice_of_it() -> None:
+    record, out = run_at(ALIKE, **DRAFTED), io.StringIO()
     Screen(out).report(bench_report(record, analyse(record)))
     head = next(line for line in out.getvalue().splitlines() if line.split()[:2] == ["speed", "95"])
     assert head.split()[:6] == ["speed", "95", "%", "tok/s", "plain", "prompt"]
     assert "±" in out.getvalue()
+    assert {"×0.5", "×2"} <= set(re.findall(r"×[0-9.]+", speedup_plot(record, analyse(record)).svg()))
 
 
-REMARKS: dict[str, tuple[Callable[[list[Sample]], Record], str]] = {
-    "busy": (lambda samples: run_of([replace(s, others_share=0.5) for s in samples]), "The machine was busy"),
-    "hot": (lambda samples: run_of(samples, sessions=[sitting(throttled=True)]), "by heat"),
-    "battery": (lambda samples: run_of(samples, sessions=[sitting(on_battery=True)]), "battery"),
-    "governor": (lambda samples: run_of(samples, sessions=[sitting(slow_clock="it is")]), "slow"),
-    "interrupted": (lambda samples: run_of(samples, ended="interrupted"), "interrupted"),
-    "skipped": (lambda samples: run_of(samples, skipped=["x", "y"]), "2 questions (x, y)"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REMARKS)
-def test_what_makes_figures_doubtful_is_said(name: str) -> None:
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"samples": {"others_share": 0.5}}, "The machine was busy"),
+        ({"sessions": [sitting(throttled=True)]}, "by heat"),
+        ({"sessions": [sitting(on_battery=True)]}, "battery"),
+        ({"sessions": [sitting(slow_clock="it is")]}, "slow"),
+        ({"ended": "interrupted"}, "interrupted"),
+        ({"skipped": ["x", "y"]}, "2 questions (x, y)"),
+    ],
+)
+def test_what_makes_figures_doubtful_is_said(changes: dict[str, Any], said: str) -> None:
     samples = [answer(str(i), arm, 10.0, started=float(i)) for i in range(9) for arm in ("plain", "auto")]
-    change, said = REMARKS[name]
-    assert not any(said in remark for remark in analyse(run_of(samples)).remarks)
-    assert any(said in remark for remark in analyse(change(samples)).remarks)
+    assert not analyse(run_of(samples)).remarks
+    samples = [replace(sample, **changes.get("samples", {})) for sample in samples]
+    (remark,) = analyse(run_of(**({"samples": samples} | {k: v for k, v in changes.items() if k != "samples"}))).remarks
+    assert said in remark
 
 
 def test_a_machine_that_slows_down_is_noticed_by_plain_s_own_speed() -> None:
     speeds = [10.0 - 0.2 * i for i in range(12)]
-    samples = [answer(str(i), "plain", speed, started=float(i)) for i, speed in enumerate(speeds)]
-    results = analyse(run_of(samples))
+    results = analyse(run_of([answer(str(i), "plain", speed, started=float(i)) for i, speed in enumerate(speeds)]))
     (drift,) = results.drift
     assert drift.change == pytest.approx(statistics.median(speeds[-4:]) / statistics.median(speeds[:4]) - 1, abs=1e-4)
     assert any("slower in the last third" in remark for remark in results.remarks)
@@ -286,34 +271,28 @@ def noisy(rng: np.random.Generator, faster: float, n: int = 24, machine: float =
     for i in range(n):
         usual = 10 * machine * float(np.exp(rng.normal(0, 0.05)))
         gain = faster * float(np.exp(0.3 + 0.3 * np.sin(i) + rng.normal(0, 0.05)))
-        category = "ab"[i % 2]
-        samples += [
-            answer(str(i), "plain", usual, category=category),
-            answer(str(i), "auto", usual * gain, category=category),
-        ]
+        for arm, speed in (("plain", usual), ("auto", usual * gain)):
+            samples.append(answer(str(i), arm, speed, category="ab"[i % 2]))
     return run_of(samples)
 
 
 def test_two_runs_that_do_not_differ_get_no_verdict() -> None:
     """Any verdict at all has a probability under 2 × 5 %; of 40 pairs over 11 with one have under 1e-3."""
     rng = np.random.default_rng(3)
-    alarms = 0
-    for _ in range(40):
-        found = comparison(noisy(rng, 1.0), noisy(rng, 1.0), ("a", "b"))
-        alarms += any(line.verdict.startswith("B is") for line in found.lines)
-    assert alarms <= 11
+    pairs = (comparison(noisy(rng, 1.0), noisy(rng, 1.0), ("a", "b")) for _ in range(40))
+    assert sum(any(line.verdict.startswith("B is") for line in found.lines) for found in pairs) <= 11
 
 
 def test_a_difference_is_found_where_it_is() -> None:
     rng = np.random.default_rng(4)
-    found = comparison(noisy(rng, 1.0), noisy(rng, 1.2, machine=0.5), ("a", "b"))
-    verdicts = {(line.figure, line.category, line.arm): line for line in found.lines}
-    better = verdicts["speed-up", "all", "auto"]
-    assert better.verdict == "B is higher"
-    assert better.paired
-    assert better.ratio.median == pytest.approx(1.2, rel=0.05)
-    assert verdicts["tok/s", "all", "plain"].verdict == "B is lower"
-    assert verdicts["tok/s", "all", "plain"].ratio.median == pytest.approx(0.5, rel=0.05)
+    lines = comparison(noisy(rng, 1.0), noisy(rng, 1.2, machine=0.5), ("a", "b")).lines
+    for figure, arm, verdict, ratio in (
+        ("speed-up", "auto", "B is higher", 1.2),
+        ("tok/s", "plain", "B is lower", 0.5),
+    ):
+        (line,) = (each for each in lines if (each.figure, each.category, each.arm) == (figure, "all", arm))
+        assert (line.verdict, line.paired) == (verdict, True)
+        assert line.ratio.median == pytest.approx(ratio, rel=0.05)
     swapped = comparison(noisy(rng, 1.2), noisy(rng, 1.0), ("a", "b"))
     assert next(line for line in swapped.lines if line.figure == "speed-up").verdict == "B is lower"
 
@@ -328,15 +307,13 @@ def test_few_or_other_questions_are_told_apart() -> None:
     assert not any(line.paired for line in apart.lines)
     better = next(line for line in apart.lines if (line.figure, line.category) == ("speed-up", "all"))
     assert better.verdict == "B is higher"
-    c = replace(b, samples=[replace(s, category="another") for s in b.samples])
     with pytest.raises(UsageError, match="in common"):
-        comparison(a, c, ("a", "b"))
+        comparison(a, replace(b, samples=[replace(s, category="another") for s in b.samples]), ("a", "b"))
 
 
 def test_what_is_not_the_same_in_two_runs_is_listed() -> None:
-    rng = np.random.default_rng(8)
-    a = replace(noisy(rng, 1.0), engines=[engine("1" * 64, "v1")])
-    b = replace(noisy(rng, 1.0), engines=[engine("2" * 64, "v2")], settings=replace(SETTINGS, max_tokens=99))
-    differences = "\n".join(comparison(a, b, ("a", "b")).differences)
-    for part in ("engine: v1 / v2", "max tokens: 10 / 99", "models: m.gguf (11111111) / m.gguf (22222222)"):
-        assert part in differences
+    a = replace(run_at(ALIKE), engines=[engine("1" * 64, "v1")])
+    b = replace(run_at(ALIKE), engines=[engine("2" * 64, "v2")], settings=replace(SETTINGS, max_tokens=99))
+    assert comparison(a, b, ("a", "b")).differences == [
+        "engine: v1 / v2", "models: m.gguf (11111111) / m.gguf (22222222)", "max tokens: 10 / 99",
+    ]  # fmt: skip

@@ -27,7 +27,7 @@ class ChatTerminal(Tmux):
         return self.type(line, lambda screen: screen.count("[cut short: max_tokens is ") == n)
 
     def at_empty_prompt(self) -> str:
-        """The screen, once the chat waits for a line of which nothing was typed yet."""
+        """The screen, once the chat waits for a line and none of it was typed yet."""
         return self.wait(is_at_empty_prompt)
 
     def leave(self) -> str:

@@ -209,7 +209,7 @@ def test_the_head_comes_before_the_draft_model_is_fetched(
 def test_a_draft_model_that_would_add_nothing_is_not_fetched(
     llm: LLM, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, with_head: bool, noisy: bool, others: float
 ) -> None:
-    """Beside other programs, or where repeats disagree, nothing is said of this machine."""
+    """On a busy machine, or where repeats disagree, nothing is said of this machine."""
     if with_head:
         head_of(tiny.quick.target)
     llm.wait_idle(SOON)

@@ -42,7 +42,7 @@ def test_a_chat_from_start_to_end(open_chat: Open, tiny: TinyFiles) -> None:
     assert any(not guess["accepted"] for event in turn["rounds"] for guess in event["draft"]), "nothing was rejected"
     terminal.answered("and again", 2)
     first, second = (turn["stats"] for turn in terminal.saved())
-    assert first["cached_tokens"] < first["prompt_tokens"] - 3  # the beginning was read while nobody typed
+    assert first["cached_tokens"] < first["prompt_tokens"] - 3  # the beginning was read before it was asked
     # The text of the first answer may be cut into other tokens than it was made of, so its last ones can differ.
     assert second["cached_tokens"] >= first["prompt_tokens"] - 1
     assert re.search(r"guess  1  [█░]{30} ", terminal.type("/stats", "guess  1 "))
@@ -106,7 +106,7 @@ def test_the_reading_view(open_chat: Open, tmp_path: Path, columns: int, lines: 
     assert "    while left < right:\n" in shown
     coloured = terminal.screen(escapes=True).split("── 1 python")[1]
     assert re.search(r"\x1b\[[0-9;]*(3|9)[1-7]m(def|while)", coloured)
-    # The same again from a file, with what was said by somebody who typed meanwhile.
+    # The same again from a file.
     terminal.saved()
     terminal.type(f"/load {tmp_path / 'a.chat'}", lambda s: s.count("── 1 python ──") == 2)
 

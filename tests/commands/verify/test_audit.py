@@ -37,11 +37,11 @@ from localspec.spec_decode.drafters import draft_model
 from localspec.spec_decode.drafters.base import Plan, proposed
 from localspec.spec_decode.proposer import Proposer
 from localspec.spec_decode.rounds import Draft, DraftToken, Verdict
-from tests.commands.test_cli import localspec
 from tests.conftest import TinyFiles, open_backend
 from tests.support.endless import write_endless
 from tests.support.heads import write_random_head
 from tests.support.interrupting import interrupted
+from tests.support.program import localspec
 from tests.support.thinkers import thinking_pair
 
 pytestmark = pytest.mark.usefixtures("in_warm_home")

@@ -84,10 +84,21 @@ OURS = {
 
 def on_engines(kinds: Mapping[str, tuple[Any, tuple[str, ...]]]) -> list[Any]:
     return [
-        pytest.param(make, engine, id=f"{name} on {engine}")
+        pytest.param((make, engine), id=f"{name} on {engine}")
         for name, (make, engines) in kinds.items()
         for engine in engines
     ]
+
+
+Heads = tuple[Made, str]
+
+
+@pytest.fixture
+def heads(request: pytest.FixtureRequest, tiny: TinyFiles, tmp_path: Path) -> Heads:
+    """What a kind makes, and the engine that is to compute it."""
+    make, engine = request.param
+    open_backend(engine)
+    return make(tiny, tmp_path), engine
 
 
 SOME = {name: PUBLISHED[name] for name in ("eagle3 with a token map", "dflash with a token map", "glm")}
@@ -113,18 +124,12 @@ def columns(head: EngineHead, tokens: Any) -> Any:
     return np.searchsorted(head.token_map, tokens)
 
 
-@pytest.mark.parametrize(("make", "engine"), on_engines(PUBLISHED))
-def test_its_rows_hold_the_largest_logits(
-    tiny: TinyFiles,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    make: Callable[[TinyFiles, Path], Made],
-    engine: str,
-) -> None:
+@pytest.mark.parametrize("heads", on_engines(PUBLISHED), indirect=True)
+def test_its_rows_hold_the_largest_logits(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit, with the states that whole rows come with; and the memory goes on as if they were whole."""
-    open_backend(engine)
+    made, engine = heads
     force_best(monkeypatch, engine, True)
-    with two_contexts(make(tiny, tmp_path), engine, 90) as (head, one, other, rows, tokens):
+    with two_contexts(made, engine, 90) as (head, one, other, rows, tokens):
         for context in (one, other):
             context.decode_floats(rows[:70], tokens[:70], "none", 1)
         for start, end, n_best in ((70, 75, 1), (75, 76, 63), (76, 90, 40)):
@@ -150,18 +155,12 @@ def test_its_rows_hold_the_largest_logits(
         assert one.tokens == other.tokens == tokens
 
 
-@pytest.mark.parametrize(("make", "engine"), on_engines(SOME))
-def test_where_the_largest_do_not_do_rows_are_whole(
-    tiny: TinyFiles,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    make: Callable[[TinyFiles, Path], Made],
-    engine: str,
-) -> None:
+@pytest.mark.parametrize("heads", on_engines(SOME), indirect=True)
+def test_where_the_largest_do_not_do_rows_are_whole(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if nothing had been tried: the pass is not in the memory twice."""
-    open_backend(engine)
+    made, engine = heads
     force_best(monkeypatch, engine, True)
-    with two_contexts(make(tiny, tmp_path), engine, 30) as (head, one, other, rows, tokens):
+    with two_contexts(made, engine, 30) as (head, one, other, rows, tokens):
         for start in (0, 10, 20):
             part = slice(start, start + 10)
             found = []
@@ -195,17 +194,10 @@ def open_llm(path: Path, draft: Any, engine: str) -> LLM:
     return LLM(path, draft, backend=engine, **defaults)
 
 
-@pytest.mark.parametrize(("make", "engine"), on_engines(SOME | OURS))
-def test_it_drafts_what_it_drafts_of_whole_rows(
-    tiny: TinyFiles,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    make: Callable[[TinyFiles, Path], Made],
-    engine: str,
-) -> None:
+@pytest.mark.parametrize("heads", on_engines(SOME | OURS), indirect=True)
+def test_it_drafts_what_it_drafts_of_whole_rows(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
     """Token by token, greedily and with top-k; what asks for more is given whole rows."""
-    open_backend(engine)
-    path, draft = make(tiny, tmp_path)
+    (path, draft), engine = heads
     found: list[list[Any]] = []
     for finds_best in (False, True):
         cut = force_best(monkeypatch, engine, finds_best)
@@ -224,17 +216,17 @@ def test_it_drafts_what_it_drafts_of_whole_rows(
 
 
 @pytest.mark.parametrize(
-    "make", [pytest.param(make, id=name) for name, (make, _) in ({"eagle3": (of_eagle3(n_out=200), ())} | OURS).items()]
+    "heads",
+    on_engines(
+        {"eagle3": (of_eagle3(n_out=200), ("reference",))}
+        | {name: (make, ("reference",)) for name, (make, _) in OURS.items()}
+    ),
+    indirect=True,
 )
-def test_exactly_what_is_asked_for_is_enough(
-    tiny: TinyFiles,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    make: Callable[[TinyFiles, Path], Made],
-) -> None:
+def test_exactly_what_is_asked_for_is_enough(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit, on the reference engine; where there is nothing to ask for, rows are whole."""
-    path, draft = make(tiny, tmp_path)
-    with open_llm(path, draft, "reference") as llm:
+    (path, draft), engine = heads
+    with open_llm(path, draft, engine) as llm:
         expected = {
             name: drafts(llm, params) for name, params in (SETTINGS | WHOLE).items() if name != "without a seed"
         }

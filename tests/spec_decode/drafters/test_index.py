@@ -57,9 +57,9 @@ def corpus(tmp_path: Path) -> Corpus:
 def following(index: CorpusIndex, text: str) -> str:
     """What is proposed after a text, one character at a time, until there is nothing or the same text comes again."""
     match, found = index.match(tokenize(text)), ""
-    while (best := match.best()) is not None and len(found) < 60:
-        found += chr(best[0])
-        match = match.then(best[0]) or index.match(tokenize(text + found))
+    while (best := index.continuation(match)) is not None and len(found) < 60:
+        found += chr(best.token)
+        match = index.step(match, best.token)
     return found
 
 
@@ -71,11 +71,9 @@ def test_what_follows_the_longest_match(corpus: Corpus) -> None:
     assert following(index, "my dog sat") == " in the sun"
     match = index.match(tokenize("?the "))
     assert match.length == 4
-    assert match.best() is not None
-    assert match.best()[1:3] == (1, 3)  # type: ignore[index]
-    assert index.match(tokenize("?")).best() is None
-    assert index.match([]).best() is None
-    assert index.match(tokenize("the mat")).best() is None  # a file does not go on in the next
+    assert index.continuation(match) in [(ord(char), 1, 3, 4) for char in "cms"]
+    for text in ("?", "", "the mat"):  # a file does not go on in the next
+        assert index.continuation(index.match(tokenize(text))) is None
 
 
 def brute(texts: Sequence[str], text: str) -> tuple[int, Counter[str]]:
@@ -108,28 +106,29 @@ def test_it_finds_what_a_plain_search_finds(corpus: Corpus, monkeypatch: pytest.
         length, follows = brute(texts, text)
         match = index.match(tokenize(text))
         assert match.length == length, text
-        best = match.best()
+        best = index.continuation(match)
         assert (best is None) == (not follows), text
         if best is not None:
-            assert best[1] == max(follows.values())
-            assert best[2] == follows.total()
-            assert follows[chr(best[0])] == best[1]
-            further = match.then(best[0])
-            again = index.match(tokenize(text + chr(best[0])))
-            assert further is not None
-            assert (further.best() or (0, 0, 0))[1:3] == (again.best() or (0, 0, 0))[1:3] or length >= DEPTH
+            assert best.times == max(follows.values()) == follows[chr(best.token)]
+            assert best.total == follows.total()
+            assert match.is_whole
+            further = index.continuation(index.step(match, best.token))
+            again = index.continuation(index.match(tokenize(text + chr(best.token))))
+            assert (further or (0, 0, 0))[1:3] == (again or (0, 0, 0))[1:3] or length >= DEPTH
         n_long += length >= DEPTH
     assert n_long > 10
 
 
 def test_a_sample_of_many_places_stands_for_all(corpus: Corpus) -> None:
     corpus.write("a.txt", "ab" * 5000 + "ac" * 500)
-    match = corpus.index().match(tokenize("?a"))
-    best = match.best()
+    index = corpus.index()
+    match = index.match(tokenize("?a"))
+    best = index.continuation(match)
     assert best is not None
-    assert (chr(best[0]), best[1] > 0.8 * best[2]) == ("b", True)
-    assert best[2] <= module.MOST_PLACES
-    assert match.then(best[0]) is None  # there may be others
+    assert (chr(best.token), best.times > 0.8 * best.total) == ("b", True)
+    assert best.total <= module.MOST_PLACES
+    assert not match.is_whole
+    assert index.step(match, best.token).length == 2  # looked for: there may be others
 
 
 def test_only_what_changed_is_read_again(corpus: Corpus) -> None:

@@ -1,0 +1,106 @@
+"""A draft model with another vocabulary drafts as text: the answer is the target's, and what it says is accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from localspec import LLM, SamplingParams
+from localspec.engine.request import Reply
+from tests.support.gguf_vocabs import TinyVocab, bpe_vocab, spm_vocab
+from tests.support.ggufs import Pair, Shape, llama_weights, perturbed, write_llama
+
+SHAPE = Shape(n_layer=2, residual=0.1)
+PROMPTS = ["the cat is in the hat and", "she was here", "é and ü: 日本 for", "<|im_start|>"]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+WAYS = [
+    GREEDY,
+    replace(GREEDY, temperature=0.8, seed=7),
+    replace(GREEDY, temperature=1.2, seed=8, top_k=20, min_p=0.02),
+]
+
+
+def spoken(vocab: TinyVocab) -> npt.NDArray[np.bool_]:
+    """Of which tokens a model says something that is text by itself [n_vocab]."""
+    texts = zip(vocab.tokens, vocab.types, strict=True)
+    return np.array([(kind == 1 and text.isascii()) or text[:1] == "Ġ" for text, kind in texts])
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A draft of the target's weights, nearly, whose vocabulary has the same tokens in another order."""
+    folder, vocab = tmp_path_factory.mktemp("vocabularies"), bpe_vocab()
+    weights = llama_weights(SHAPE, len(vocab))
+    weights["output.weight"][~spoken(vocab)] = 0.0
+    target = write_llama(folder / "target.gguf", SHAPE, vocab, weights=weights)
+    order = np.random.default_rng(1).permutation(len(vocab))
+    place = {int(old): new for new, old in enumerate(order)}
+    other = replace(
+        vocab,
+        tokens=[vocab.tokens[i] for i in order],
+        types=[vocab.types[i] for i in order],
+        **{name: place[getattr(vocab, name)] for name in ("bos", "eos", "eot")},
+    )
+    near = perturbed(weights, 2, 0.01)
+    for name in ("token_embd.weight", "output.weight"):
+        near[name] = near[name][order]
+    return Pair(target, write_llama(folder / "draft.gguf", SHAPE, other, weights=near))
+
+
+def answers(target: Path, draft: Path | None, params: SamplingParams, **options: object) -> list[Reply]:
+    drafts = None if draft is None else [str(draft)]
+    with LLM(target, draft=drafts, backend="reference", n_ctx=256, idle=False, **options) as llm:
+        return [llm.generate(prompt, params, draft_length=4 if draft else 0) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("params", WAYS, ids=["greedy", "seeded", "filtered"])
+def test_the_answer_is_the_target_s_and_drafts_are_accepted(pair: Pair, params: SamplingParams) -> None:
+    plain, drafted = answers(pair.target, None, params), answers(pair.target, pair.draft, params)
+    assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
+    if params is GREEDY:
+        sent, right = (sum(each.stats[f"num_{what}_tokens"] for each in drafted) for what in ("draft", "accepted"))
+        assert right > 0.7 * sent > 30
+
+
+def test_of_another_kind_of_tokenizer(pair: Pair, tmp_path: Path) -> None:
+    """Where hardly anything agrees the answer is still the target's."""
+    draft = write_llama(tmp_path / "spm.gguf", SHAPE, spm_vocab())
+    for params in WAYS:
+        plain, drafted = answers(pair.target, None, params), answers(pair.target, draft, params)
+        assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
+
+
+def test_several_answers_at_a_time_and_a_conversation(pair: Pair) -> None:
+    with (
+        LLM(pair.target, draft=None, backend="reference", n_ctx=512) as plain,
+        LLM(pair.target, draft=[str(pair.draft)], backend="reference", n_ctx=512, parallel=3, idle=False) as llm,
+    ):
+        streams = [llm.stream(prompt, GREEDY, draft_length=3) for prompt in PROMPTS]
+        texts = ["".join(stream) for stream in streams]
+        assert texts == [plain.generate(prompt, GREEDY).text for prompt in PROMPTS]
+        one, other = llm.session(), plain.session()
+        for question in PROMPTS:
+            assert one.chat(question, GREEDY).text == other.chat(question, GREEDY).text
+        assert sum(llm.generate(prompt, GREEDY, draft_length=3).stats["num_accepted_tokens"] for prompt in PROMPTS) > 20
+
+
+def test_the_start_says_so_and_auto_stays_exact(pair: Pair) -> None:
+    with LLM(pair.target, draft=[str(pair.draft)], backend="reference", n_ctx=256, idle=False) as llm:
+        assert llm.draft_names == ["draft"]
+        assert any("another vocabulary" in line for line in llm.warnings)
+        drafted = [llm.generate(prompt, GREEDY).token_ids for prompt in PROMPTS]
+    assert drafted == [each.token_ids for each in answers(pair.target, None, GREEDY)]
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("draft", ["smollm2-135m", "gemma3-270m"])
+def test_real_models(real_model: Callable[[str], Path], draft: str) -> None:
+    target, question = real_model("qwen2.5-coder-0.5b"), "Write a Python function that adds two numbers."
+    with LLM(target, draft=[str(real_model(draft))], backend="llama-cpp", n_ctx=512, idle=False) as llm:
+        stats = llm.chat([{"role": "user", "content": question}], replace(GREEDY, max_tokens=48), draft_length=3).stats
+    assert stats["num_accepted_tokens"] >= 8
