@@ -584,7 +584,7 @@ def test_close_finishes_what_waits(tiny: TinyFiles) -> None:
 def test_a_dropped_llm_is_collected_and_its_thread_ends(tiny: TinyFiles) -> None:
     llm = LLM(tiny.quick.target, draft=None, backend="reference", n_ctx=256)
     llm.generate("x", GREEDY)
-    thread, context, alive = llm.inspect().worker._thread, llm.inspect().context, weakref.ref(llm)
+    thread, context, alive = llm.run(lambda pair: threading.current_thread()), llm.inspect().context, weakref.ref(llm)
     del llm
 
     def collected() -> bool:
@@ -594,7 +594,7 @@ def test_a_dropped_llm_is_collected_and_its_thread_ends(tiny: TinyFiles) -> None
     wait_until(collected)
     thread.join(PATIENCE)
     assert not thread.is_alive()
-    assert context._closed
+    assert context.closed
 
 
 # Loading.
