@@ -911,7 +911,7 @@ class LLM(Asking[Prompt]):
         return self._worker.wait_idle(timeout)
 
     def close(self, *, cancel: bool = False) -> None:
-        """Finish the requests that run and wait, or ``cancel`` them within a round; free the memory. Safe to call twice."""
+        """Finish the requests that run and wait, or ``cancel`` them, and free the memory; safe to call twice."""
         self._finalizer.detach()
         self._worker.close(self._pair.close, cancel=cancel)
 
