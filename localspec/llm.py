@@ -230,10 +230,7 @@ class Session(Asking[str]):
         """Save the conversation, and what the models hold of it where the engine can give it, for ``LLM.load_session``.
 
         Waits for the questions asked before. The file is complete under its name, or what that held before stays.
-
-        Args:
-            path: the file.
-            memory: False saves the text alone, in kilobytes; loaded again, it has to be read again.
+        ``memory=False`` saves the text alone, in kilobytes; loaded again, it has to be read again.
 
         Raises:
             SessionFileError: it cannot be written, or the name belongs to something else.
@@ -688,10 +685,8 @@ class LLM(Asking[Prompt]):
     def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
         """Token ids of a text.
 
-        Args:
-            text: any Unicode text.
-            add_special: put the begin-of-text token in front if the model wants one.
-            parse_special: read ``<|im_end|>`` and the like as the special tokens they name; not for a user's own text.
+        ``add_special`` puts the begin-of-text token in front if the model wants one; ``parse_special`` reads
+        ``<|im_end|>`` and the like as the special tokens they name, so not for a user's own text.
         """
         return self._pair.encoder.tokenize(text, add_special=add_special, parse_special=parse_special)
 
@@ -788,11 +783,7 @@ class LLM(Asking[Prompt]):
         return marked_prompt(self._pair.encoder, text, self.n_ctx)
 
     def read_ahead(self, messages: Sequence[Mapping[str, Any]] | FillPrompt, *, think: str = "auto") -> None:
-        """Read in idle time what a chat's next prompt will begin with: these messages, then the user's.
-
-        Args:
-            messages: the system prompt or the conversation so far; or a ``fill_prompt``.
-            think: as the next question will be asked, see ``rounds``.
+        """Read in idle time what a chat's next prompt will begin with: these messages, or a ``fill_prompt``.
 
         Raises:
             UsageError, TemplateError: as from ``encode``.
@@ -820,11 +811,7 @@ class LLM(Asking[Prompt]):
         """A conversation that ``Session.save`` wrote, ready to go on without reading it again.
 
         What the models held is used if it is whole and comes from the same model file, engine and cache type; otherwise
-        ``Session.notice`` says why not, and the next answer reads the text again.
-
-        Args:
-            path: the file.
-            memory: False takes the text alone, which is safe with a file from anywhere.
+        ``Session.notice`` says why not. ``memory=False`` takes the text alone, which is safe with a file from anywhere.
 
         Raises:
             SessionFileError: the file is missing, foreign, from another version, or damaged in its text.
@@ -874,12 +861,9 @@ class LLM(Asking[Prompt]):
         """Run ``work(pair)`` on the worker thread in its turn, and return what it returns, or raise what it raises.
 
         For what measures, audits or saves a loaded pair. The pair is not thread-safe: use nothing of it after ``work``.
+        With a ``conversation`` its turn comes after the requests of that.
 
         >>> llm.run(lambda pair: pair.state.times(1))  # expected milliseconds of a one-token pass
-
-        Args:
-            work: what to do.
-            conversation: its turn comes after the requests of this conversation; see ``rounds``.
 
         Raises:
             Closed: after ``close``.
@@ -927,11 +911,7 @@ class LLM(Asking[Prompt]):
         return self._worker.wait_idle(timeout)
 
     def close(self, *, cancel: bool = False) -> None:
-        """Finish the requests that run and wait, then free the memory; safe to call twice.
-
-        Args:
-            cancel: stop them within a round instead; their replies say ``cancelled``.
-        """
+        """Finish the requests that run and wait, or ``cancel`` them, and free the memory; safe to call twice."""
         self._finalizer.detach()
         self._worker.close(self._pair.close, cancel=cancel)
 

@@ -131,7 +131,7 @@ class DraftMaker:
     # -- by name ---------------------------------------------------------------------------------------------------
 
     def _drafters(self, names: Sequence[str]) -> tuple[list[Drafter], list[DraftModel]]:
-        free = [self._free(name) for name in names if is_free(name)]
+        free = [free_drafter(name) for name in names if is_free(name)]
         models: list[DraftModel] = []
         for name in names:
             if not is_free(name):
@@ -139,7 +139,7 @@ class DraftMaker:
         return free, _named(models, free)
 
     def _automatic(self) -> tuple[list[Drafter], list[DraftModel]]:
-        target, free = self.before.target, [self._free(name) for name in AUTOMATIC]
+        target, free = self.before.target, [free_drafter(name) for name in AUTOMATIC]
         models: list[DraftModel] = []
         for name in found_drafts(target, self.loader.warnings.append):
             try:
@@ -152,9 +152,6 @@ class DraftMaker:
                     raise
                 self._go_without(error)
         return free, _named(models, free)
-
-    def _free(self, name: str) -> Drafter:
-        return free_drafter(name)
 
     def _corpora(self, names: Sequence[str]) -> Sequence[Drafter]:
         drafters: list[CorpusDrafter] = []

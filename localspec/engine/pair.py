@@ -643,7 +643,8 @@ class OpenAnswer:
         self._drafts = [each.context for each in models if each.drafter.info.reads_text]
         self._overlap = RoundOverlap([target, *self._drafts], self._hand_on) if overlaps else None
         self._conversation = list(self._prompt)
-        self._remember()
+        self._last = request.draft_length, self._controller
+        pair.conversation, pair.last = self._conversation, self._last
         named = vocab.named(params.stop) if params.stop else None
         self._text = TextAssembler(vocab, [*params.stop, *request.end_marks], thinking, named)
         self._stats, self._rounds, self._is_open = SpecStats(), list[Round](), False
@@ -707,10 +708,6 @@ class OpenAnswer:
         self._rounds.append(round_)
         self._deliver(round_)
 
-    def _remember(self) -> None:
-        self._pair.conversation = self._conversation
-        self._pair.last = self._request.draft_length, self._controller
-
     def close(self) -> None:
         """Leave the contexts; safe to call twice."""
         try:
@@ -731,19 +728,21 @@ class OpenAnswer:
             self._conversation = list(self._prompt[: self._request.keep_tokens])
             for context in (self._decoder.target, *self._drafts):
                 self._pair.prefix_cache.cut(context, self._conversation)
-        self._remember()  # others may have begun since this one did
+        # Others may have begun since this one did.
+        self._pair.conversation, self._pair.last = self._conversation, self._last
 
     def reply(self, job: Job) -> Reply:
         """The whole, after ``close``; what was held back is delivered first."""
         self.finish()
         stats, pair, shared, rounds = self._stats, self._pair, self._shared, self._rounds
+        times = pair.state.times
         widths = [round_.width for round_ in rounds if round_.emitted]
         if shared is not None and shared.has_company:
             stats.seconds_one_token = None  # its passes were those of others too
-        elif widths and not pair.times.noisy:
+        elif widths and not times.noisy:
             # As this answer's own passes went: the machine may have been slower, or faster, than in the long view.
-            expected = sum(pair.times(width) for width in widths)
-            stats.seconds_plain_token = pair.times(1) / expected * stats.seconds_verify
+            expected = sum(times(width) for width in widths)
+            stats.seconds_plain_token = times(1) / expected * stats.seconds_verify
         explanation = self._controller.explain()
         if shared is not None and shared.mean_answers > 1.0:
             explanation += f"\nShared with other answers: on average {shared.mean_answers:.1f} at once."

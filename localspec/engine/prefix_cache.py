@@ -155,7 +155,7 @@ class PrefixCache:
             state = context.export_state()
         except (EngineError, MemoryError):
             return  # then it will be read again: no reason for the request at hand to fail
-        self._entries.append(CachedContext(self._root(context), held, state, next(self._clock)))
+        self._entries.append(CachedContext(context, held, state, next(self._clock)))
         self.n_bytes += state.n_bytes
         self.stored += 1
 
@@ -214,7 +214,7 @@ class PrefixCache:
         if context in self._drafted:
             self._drafted[other] = self._drafted.pop(context)
         for entry in self._of(context):
-            entry.context = self._root(other)
+            entry.context = other
         batch, _ = self._batches.get(context, (None, 0))
         self._batches = {each: its for each, its in self._batches.items() if its[0] is not batch}
 
@@ -222,8 +222,7 @@ class PrefixCache:
         """Drop what belongs to a context that is to be closed, and to all sequences of its memory."""
         for entry in self._of(context):
             self._remove(entry)
-        batch, _ = self._batches.get(context, (None, 0))
-        for each in [context] if batch is None else [batch[i] for i in range(batch.n_sequences)]:
+        for each in self._alike(context):
             self._drafted.pop(each, None)
             self._batches.pop(each, None)
 
@@ -247,13 +246,14 @@ class PrefixCache:
             self._remove(min(self._entries, key=lambda entry: entry.used))
             self.evictions += 1
 
-    def _of(self, context: Context) -> list[CachedContext]:
-        root = self._root(context)
-        return [entry for entry in self._entries if entry.context is root]
+    def _alike(self, context: Context) -> list[Context]:
+        """A context, and with it all sequences of its memory: what one of them put aside any of them takes up."""
+        batch, _ = self._batches.get(context, (None, 0))
+        return [context] if batch is None else [batch[i] for i in range(batch.n_sequences)]
 
-    def _root(self, context: Context) -> Context:
-        """What entries of a context belong to: of the sequences of one memory the first."""
-        return self._batches[context][0][0] if context in self._batches else context
+    def _of(self, context: Context) -> list[CachedContext]:
+        alike = self._alike(context) if context in self._batches else [context]
+        return [entry for entry in self._entries if entry.context in alike]
 
     def _remove(self, entry: CachedContext) -> None:
         self._entries = [each for each in self._entries if each is not entry]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,7 @@ from localspec.controllers.calibration import WIDE, curve_key, curves
 from localspec.engine import loading as loading_module
 from localspec.engine.loading import ENGINES, EngineTimes, compared, engines_comparing, forget, ordered
 from localspec.engine.options import LoadOptions
-from localspec.system.files import JsonStore
+from localspec.system.files import JsonStore, home
 from localspec.system.steps import exhaust
 from tests.conftest import TinyFiles
 from tests.support.machines import Machine, TimedContext
@@ -228,7 +229,9 @@ def test_what_is_said_of_it_is_said_once_and_names_the_way_back(
 
 def test_choices_of_earlier_versions_are_forgotten(tiny: TinyFiles) -> None:
     """They rested on one curve each, whatever else ran."""
-    key = loading_module._key(tiny.bpe, OPTIONS)
-    old = JsonStore(loading_module._store().folder, 1)
-    old.put(key, {"ms": {USUAL: 30_000.0, OTHER: 10_000.0}, "told": True})
+    forget(tiny.bpe, OPTIONS)
+    (stored,) = (home() / "engines").iterdir()
+    JsonStore(stored.parent, 1).put(
+        json.loads(stored.read_text())["key"], {"ms": {USUAL: 30_000.0, OTHER: 10_000.0}, "told": True}
+    )
     assert order(tiny.bpe) == NAMES

@@ -219,13 +219,13 @@ def test_a_dropped_llm_with_idle_work_is_collected(tiny: TinyFiles) -> None:
     holding = Holding()
     llm.inspect().worker.when_idle(holding)
     assert holding.entered.wait(SOON)
-    thread, context, alive = llm.inspect().worker._thread, llm.inspect().context, weakref.ref(llm)
+    thread, context, alive = llm.run(lambda pair: threading.current_thread()), llm.inspect().context, weakref.ref(llm)
     del llm
     gc.collect()
     assert alive() is None
     thread.join(SOON)
     assert not thread.is_alive()
-    assert context._closed
+    assert context.closed
 
 
 def test_idle_work_can_be_declined(tiny: TinyFiles) -> None:
