@@ -8,33 +8,34 @@ import os
 import subprocess
 import sys
 import tarfile
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 
-from localspec.backends.registry import engine_module, unavailable_reason
+from localspec.backends.registry import engine_module
 from localspec.backends.trust import check_model
 from localspec.model_files.gguf import GGUFFile
+from tests.conftest import open_backend
 
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture
-def proof(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import gpu_proof
-
-    return gpu_proof
 
 
 @pytest.fixture
-def shapes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import random_ggufs
+def proof() -> ModuleType:
+    return import_module("gpu_proof")
 
-    return random_ggufs
+
+@pytest.fixture
+def shapes() -> ModuleType:
+    return import_module("random_ggufs")
 
 
 # Bytes of the published files' tensors that a Q4_K_M of this model has, as llama.cpp prints them with its shape.
@@ -51,14 +52,18 @@ def test_real_shapes_have_the_sizes_of_real_files(shapes: ModuleType) -> None:
     """Qwen2.5-7B-Instruct's Q4_K_M is published with 4.68 GB, the 32B's with 19.85, Qwen3-30B-A3B's with 18.6."""
     for name, (least, most) in SIZES.items():
         assert least < sum(tensor.n_bytes for tensor in shapes.tensors(shapes.SHAPES[name])) < most, name
+    types = {tensor.name: tensor.type_name for tensor in shapes.tensors(shapes.SHAPES["qwen2.5-0.5b"])}
+    assert types["token_embd.weight"] == "Q8_0"  # 896 channels are not whole blocks of 256
+    assert types["blk.0.attn_q.weight"] == "Q5_0"
+    assert types["blk.0.ffn_down.weight"] == "Q6_K"
+    assert "output.weight" not in types
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-0.5b", "qwen2.5-7b", "qwen3-30b-a3b"])
 @pytest.mark.parametrize("engine", ["llama-cpp", "ik-llama"])
 def test_random_files_are_computed_rightly(name: str, engine: str, shapes: ModuleType, tmp_path: Path) -> None:
     """Tied, with an output matrix of its own, and with experts; logits of finite, sensible size."""
-    if (reason := unavailable_reason(engine)) is not None:
-        pytest.skip(reason)
+    open_backend(engine)
     shape = shapes.small(shapes.SHAPES[name])
     path = shapes.write(tmp_path / "deep" / "random.gguf", name, shape)
     with GGUFFile(path) as file:
@@ -69,14 +74,6 @@ def test_random_files_are_computed_rightly(name: str, engine: str, shapes: Modul
         assert np.isfinite(logits).all()
         assert 0.3 < logits.std() < 3
         assert check_model(model).holds
-
-
-def test_odd_rows_have_the_types_that_llama_cpp_gives_them(shapes: ModuleType) -> None:
-    types = {tensor.name: tensor.type_name for tensor in shapes.tensors(shapes.SHAPES["qwen2.5-0.5b"])}
-    assert types["token_embd.weight"] == "Q8_0"  # 896 channels are not whole blocks of 256
-    assert types["blk.0.attn_q.weight"] == "Q5_0"
-    assert types["blk.0.ffn_down.weight"] == "Q6_K"
-    assert "output.weight" not in types
 
 
 def test_a_slim_archive_lacks_what_compiling_needs_not(proof: ModuleType, tmp_path: Path) -> None:
@@ -103,8 +100,7 @@ def test_a_slim_archive_lacks_what_compiling_needs_not(proof: ModuleType, tmp_pa
 
 def test_stages_on_tiny_files_then_more_from_where_it_was_left(tmp_path: Path) -> None:
     """As a person would: some, nothing for want of time, then more; what was done is not done again."""
-    if (reason := unavailable_reason("llama-cpp")) is not None:
-        pytest.skip(reason)
+    open_backend("llama-cpp")
     script = [sys.executable, str(ROOT / "benchmarks/gpu_proof.py"), "run", "--cpu", "--small"]
     folders = ["--folder", str(tmp_path / "work"), "--pack", str(tmp_path / "none"), "--out", str(tmp_path / "out")]
 
@@ -142,16 +138,13 @@ def test_stages_on_tiny_files_then_more_from_where_it_was_left(tmp_path: Path) -
     assert ahead["counts"]["ordinary"]["prepared"] == 0  # type: ignore[index, call-overload]
     counts = ahead["counts"]["ahead"]  # type: ignore[index, call-overload]
     assert 0 <= counts["taken"] <= counts["prepared"]
-    assert (
-        0.5 < counts["accepted"] / counts["drafted"] < 0.9
-    )  # four in five are right, and those after a wrong one lost
+    # Four in five are right, and those after a wrong one lost.
+    assert 0.5 < counts["accepted"] / counts["drafted"] < 0.9
 
 
-def test_what_is_right_is_laid_down_for_both_files(proof: ModuleType) -> None:
+def test_what_is_right_is_laid_down_for_both_files() -> None:
     """2,000 places: the share of right first tokens is 0.8 within 0.04 (4.5 standard deviations), of seconds 0.5."""
-    import gpu_measures
-
-    script = gpu_measures.Script(512, 0.8)
+    script = import_module("gpu_measures").Script(512, 0.8)
     right = near = 0
     for position in range(2000):
         truth, drafted = list(script.ranks(position, False)), list(script.ranks(position, True))
@@ -204,8 +197,7 @@ def test_everything_fits_into_half_an_hour_and_every_stage_has_its_place(
 
 
 def test_a_machine_without_a_gpu_is_refused_in_one_line(proof: ModuleType, tmp_path: Path) -> None:
-    if (reason := unavailable_reason("llama-cpp")) is not None:
-        pytest.skip(reason)
+    open_backend("llama-cpp")
     if engine_module("llama-cpp").binding().gpu:
         pytest.skip("there is one")
     command = [sys.executable, str(ROOT / "benchmarks/gpu_measures.py"), "passes", str(tmp_path / "none.gguf")]

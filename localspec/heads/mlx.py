@@ -26,18 +26,9 @@ from localspec.model_files.vocab import Vocab
 
 
 class MLXHeadModel(MLXModel):
-    """The weights of a head in MLX's arrays, and those of its target that it borrows.
+    """The weights of a head in MLX's arrays, and those of its target that it borrows; see ``LoadHeadModel``.
 
-    Args:
-        head: its header.
-        target: what it drafts for, on MLX where the head borrows from it.
-        load: makes its network, given the target's where the target is on MLX; called on the thread that computes.
-        n_gpu_layers: as for ``backends.load``.
-
-    Raises:
-        UnsupportedModel: a setting or tensor that is not handled, or it borrows from a target elsewhere.
-        ModelFileError: it is damaged.
-        EngineError: it does not fit into memory.
+    ``load`` makes its network, given the target's where the target is on MLX; called on the thread that computes.
     """
 
     def __init__(
@@ -131,8 +122,7 @@ HEAD_DTYPE = mx.float32  # no probe of a head's file tells how large the states 
 
 
 class HeadAttention(nn.Module):  # type: ignore[misc]
-    """Rows [1, n, n_in] -> what they attend to [1, n, n_embd]; ``norm_eps`` of the norms of queries and keys, if
-    any."""
+    """Rows [1, n, n_in] -> what they attend to [1, n, n_embd]; ``norm_eps`` is of norms of queries and keys."""
 
     rope: nn.Module
 
@@ -253,14 +243,7 @@ def head_network(
     max_context: int | None,
     project: Callable[[mx.array], mx.array],
 ) -> Network:
-    """A head as a network of one layer that sees all rows before.
-
-    Args:
-        head: its header.
-        module: with its trunk as ``model``.
-        max_context: as for ``Network``.
-        project: the output matrix, for the tokens that it can guess.
-    """
+    """A head as a network of one layer; ``project`` is the output matrix, for the tokens that it can guess."""
     return Network(
         module=module,
         architecture=head.kind,

@@ -59,14 +59,10 @@ class NumpyProducts(Products):
 
 
 class GgmlProducts(Products):
-    """In Q8_0, by ggml, on one thread.
-
-    Args:
-        library: one that has ggml's functions.
-        matrices: [m, k] each.
+    """In Q8_0, by ggml, on one thread; matrices [m, k].
 
     Raises:
-        AttributeError: it does not show them all.
+        AttributeError: the library does not show all of ggml's functions.
         MemoryError: ggml gets no memory.
         ValueError: rows are no whole blocks, or it computes something else than NumPy does.
     """
@@ -139,12 +135,6 @@ class _Plan(ctypes.Structure):
 
 
 class _Ggml:
-    """The functions that this takes.
-
-    Raises:
-        AttributeError: the library does not show one.
-    """
-
     def __init__(self, library: ctypes.CDLL) -> None:
         handle, number = ctypes.c_void_p, ctypes.c_int64
 
@@ -166,12 +156,7 @@ class _Ggml:
 
 
 class _Product:
-    """A product of so many rows, ready to be computed.
-
-    Attributes:
-        graph, plan: for ``ggml_graph_compute``.
-        rows, result: where it reads [n, k] and writes [n, m].
-    """
+    """A product of so many rows, ready to be computed: reads ``rows`` [n, k] and writes ``result`` [n, m]."""
 
     def __init__(self, ggml: _Ggml, context: int, weights: int, shape: tuple[int, ...], n: int) -> None:
         rows = ggml.new_tensor_2d(context, _F32, shape[1], n)
@@ -199,8 +184,7 @@ def products(model: Model, matrices: Sequence[FloatArray]) -> Products:
 
 
 def product(rows: FloatArray, matrix: FloatArray) -> FloatArray:
-    """``rows @ matrix.T`` [n, m], in blocks that OpenBLAS computes in one thread; its threads wait for each other by
-    spinning."""
+    """``rows @ matrix.T`` [n, m], in blocks that OpenBLAS computes in one thread: its threads wait by spinning."""
     n, k = rows.shape
     room = max(1, (_ONE_THREAD if n > 1 else _ONE_THREAD_VECTOR) // max(1, n * k))
     block = math.gcd(len(matrix), 1 << (room.bit_length() - 1))

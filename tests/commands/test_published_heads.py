@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -17,28 +18,22 @@ from tests.support.published_heads import write_dflash, write_eagle3
 pytestmark = pytest.mark.usefixtures("in_warm_home")
 
 
-class Published:
-    """A target on llama-cpp and a drafter for it.
+class Published(NamedTuple):
+    """A drafter: parts of the command line that name its target and itself, and what rounds and arms call it."""
 
-    Attributes:
-        source: what rounds and arms call the drafter.
-        target: the command line's part that names the target.
-        draft: what ``--draft`` calls the drafter.
-    """
-
-    def __init__(self, target: Path, draft: str | Path, source: str) -> None:
-        self.source, self.draft = source, str(draft)
-        self.target = [str(target), "--backend", "llama-cpp", "--ctx", "2048"]
+    target: list[str]
+    draft: str
+    source: str
 
 
 @pytest.fixture(scope="module", params=["EAGLE-3", "MTP", "DFlash"])
 def published(request: pytest.FixtureRequest, tiny: TinyFiles, tmp_path_factory: pytest.TempPathFactory) -> Published:
     open_backend("llama-cpp")
-    folder = tmp_path_factory.mktemp("published")
+    folder, options = tmp_path_factory.mktemp("published"), ["--backend", "llama-cpp", "--ctx", "2048"]
     if request.param == "MTP":
-        return Published(write_glm(folder / "glm.gguf"), "mtp", "mtp")
+        return Published([str(write_glm(folder / "glm.gguf")), *options], "mtp", "mtp")
     write = write_eagle3 if request.param == "EAGLE-3" else write_dflash
-    return Published(tiny.pair.target, write(tiny.pair.target, folder / "head.gguf"), "head")
+    return Published([str(tiny.pair.target), *options], str(write(tiny.pair.target, folder / "head.gguf")), "head")
 
 
 def test_generate_and_replay_show_its_rounds(

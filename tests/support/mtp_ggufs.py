@@ -24,8 +24,8 @@ N, N_FF, N_EXPERT, N_HEAD, N_KV, D_HEAD, RESIDUAL = 128, 64, 4, 4, 2, 32, 0.15
 class _Random:
     """Random weights from a fixed seed."""
 
-    def __init__(self, seed: int) -> None:
-        self.rng = np.random.default_rng(seed)
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
 
     def matrix(self, rows: int, columns: int, scale: float = 1.0) -> Array:
         return (self.rng.standard_normal((rows, columns)) * (scale / np.sqrt(columns))).astype(np.float32)
@@ -58,10 +58,8 @@ class _Random:
             "ffn_down_shexp.weight": self.matrix(N, N_FF, RESIDUAL),
         }
         if gated:
-            weights |= {
-                "ffn_gate_exps.weight": self.stack(N_EXPERT, N_FF, N),
-                "ffn_gate_shexp.weight": self.matrix(N_FF, N),
-            }
+            weights["ffn_gate_exps.weight"] = self.stack(N_EXPERT, N_FF, N)
+            weights["ffn_gate_shexp.weight"] = self.matrix(N_FF, N)
         return weights | ({bias: self.rng.uniform(-0.3, 0.3, N_EXPERT).astype(np.float32)} if bias else {})
 
 
@@ -108,9 +106,9 @@ def _write(path: Path, architecture: str, random: _Random, layers: Iterable[Weig
     return write_gguf(path, architecture, header | vocab_metadata(vocab), weights)
 
 
-def write_hy(path: Path, seed: int = 0) -> Path:
+def write_hy(path: Path) -> Path:
     """A Hunyuan V3 in small: a dense layer, then experts."""
-    random = _Random(seed)
+    random = _Random()
     bias = "exp_probs_b"
     layers = [
         _norms("attn_norm", "ffn_norm")
@@ -148,15 +146,10 @@ _COMPRESSED = {
 }
 
 
-def write_deepseek(path: Path, architecture: str = "deepseek2", seed: int = 0) -> Path:
-    """A DeepSeek V3 in small, which GLM 4.7 Flash is too; or of one that chooses what it attends to.
-
-    Args:
-        path: where to write it.
-        architecture: ``deepseek2``, or of those that choose ``deepseek32`` (V3.2) or ``glm-dsa`` (GLM 5).
-        seed: of the random weights.
-    """
-    random, n_indexer, d_indexer = _Random(seed), 2, 64
+def write_deepseek(path: Path, architecture: str = "deepseek2") -> Path:
+    """A DeepSeek V3 in small, which GLM 4.7 Flash is too; or one that chooses what it attends to (``deepseek32``,
+    ``glm-dsa``)."""
+    random, n_indexer, d_indexer = _Random(), 2, 64
     indexer: Weights = {}
     if architecture != "deepseek2":
         indexer = _norms("indexer.k_norm", width=d_indexer) | {
@@ -180,9 +173,9 @@ def write_deepseek(path: Path, architecture: str = "deepseek2", seed: int = 0) -
     return _write(path, architecture, random, layers, _COMPRESSED | (sizes if indexer else {}))
 
 
-def write_bailing(path: Path, seed: int = 0) -> Path:
+def write_bailing(path: Path) -> Path:
     """A Ling 3 in small: two recurrent layers (KDA), one of compressed attention, experts in all but the first."""
-    random, kernel, inner = _Random(seed), 4, N_HEAD * D_HEAD
+    random, kernel, inner = _Random(), 4, N_HEAD * D_HEAD
 
     def recurrent() -> Weights:
         weights = {f"ssm_conv1d_{part}.weight": random.stack(inner, 1, kernel)[None] for part in "qkv"}
@@ -211,9 +204,9 @@ def write_bailing(path: Path, seed: int = 0) -> Path:
     return _write(path, "bailingmoe3", random, layers, sizes)
 
 
-def write_cohere(path: Path, seed: int = 0) -> Path:
+def write_cohere(path: Path) -> Path:
     """A Cohere 2 MoE in small: attention and experts side by side, a window in most layers."""
-    random = _Random(seed)
+    random = _Random()
     layers = [
         _norms("attn_norm") | random.attention() | (random.dense() if i == 0 else random.experts(bias=""))
         for i in range(5)
@@ -228,9 +221,9 @@ def write_cohere(path: Path, seed: int = 0) -> Path:
     return _write(path, "cohere2moe", random, layers, sizes)
 
 
-def write_nemotron(path: Path, seed: int = 0) -> Path:
+def write_nemotron(path: Path) -> Path:
     """A Nemotron-H of experts in small: a recurrent layer, one of attention, one of experts, the MTP layer of both."""
-    random, n_state, n_group, n_ssm = _Random(seed), 16, 2, 4
+    random, n_state, n_group, n_ssm = _Random(), 16, 2, 4
     inner, kernel = 128, 4
     channels = inner + 2 * n_group * n_state
     recurrent: Weights = {
@@ -260,15 +253,10 @@ def write_nemotron(path: Path, seed: int = 0) -> Path:
     return _write(path, "nemotron_h_moe", random, layers, sizes)
 
 
-def write_qwen_experts(path: Path, architecture: str = "qwen35moe", seed: int = 0) -> Path:
-    """A Qwen of experts in small: three layers of four keep a state (gated delta net), the fourth keys and values.
-
-    Args:
-        path: where to write it.
-        architecture: ``qwen35moe`` (3.5 and 3.6) or ``qwen3next``, which has two small matrices in one.
-        seed: of the random weights.
-    """
-    random, d_state, n_group, n_value, kernel = _Random(seed), 64, 2, 4, 4
+def write_qwen_experts(path: Path, architecture: str = "qwen35moe") -> Path:
+    """A Qwen of experts in small (3.5 and 3.6, or ``qwen3next``, which has two small matrices in one): three layers of
+    four keep a state (gated delta net), the fourth keys and values."""
+    random, d_state, n_group, n_value, kernel = _Random(), 64, 2, 4, 4
     inner, channels = d_state * n_value, d_state * (2 * n_group + n_value)
 
     def recurrent() -> Weights:
@@ -308,12 +296,7 @@ def write_qwen_experts(path: Path, architecture: str = "qwen35moe", seed: int = 
 
 
 def write_apart(model: Path, trunk: Path, layer: Path) -> tuple[Path, Path]:
-    """A model without its MTP layer, and the layer in a file of its own, as they are published.
-
-    Args:
-        model: a file with one; none of its tensors has three dimensions.
-        trunk, layer: where to write them.
-    """
+    """A model, without tensors of three dimensions, without its MTP layer; and the layer in a file of its own."""
     with GGUFFile(model) as file:
         kept = {key: value for key, value in file.metadata.items() if not key.startswith(("general.", "GGUF."))}
         metadata = {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in kept.items()}

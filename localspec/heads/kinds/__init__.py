@@ -31,12 +31,7 @@ def names_published_head(path: Path) -> bool:
 
 
 def read_mtp(path: Path) -> PublishedHead:
-    """The header of the layer for multi-token prediction in a model's file.
-
-    Raises:
-        UnsupportedModel: it has none that the engine computes; says why.
-        ModelFileError: it is damaged.
-    """
+    """The header of the layer for multi-token prediction in a model's file; UnsupportedModel says why it has none."""
     with GGUFFile(path) as file:
         return mtp.read(file)
 
@@ -46,7 +41,7 @@ def read_published(path: Path) -> PublishedHead:
 
     Raises:
         UnsupportedModel: it is not a published head, or the engine cannot compute it.
-        ModelFileError: it is damaged; says what is wrong, in a line.
+        ModelFileError: it is damaged.
     """
     with GGUFFile(path) as file:
         return read_open(file)

@@ -24,7 +24,6 @@ def exit_head(target: Path, facts: TargetFacts, n_layers: int) -> Path:
     Raises:
         UsageError: the target has not so many layers.
         UnsupportedModel: its last norm is not one that heads have.
-        EngineError: the disk refuses.
     """
     if not 0 < n_layers < facts.n_layers:
         raise UsageError(f"{facts.name} can be left after 1 to {facts.n_layers - 1} layers, not after {n_layers}")

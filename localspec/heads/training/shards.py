@@ -34,30 +34,17 @@ class ShardError(LocalspecError):
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """One text that the target has read or written; a place is a token of it together with the state after it.
+    """One text that the target has read or written; a place is a token of it together with the state after it."""
 
-    Attributes:
-        name: unique within a run; says where the text came from.
-        category: kind of text: ``own``, ``text``, ``chat``, or a category of the user's questions.
-        start: the first token that the target said itself; of a text that was only read, the first one (0).
-        temperature: at which its last turn was drawn; 0 for a text that was only read.
-        held_out: kept for testing, never trained on.
-        tokens: int32 [n + 1]: the text. The last one is what follows the last place, and has no state.
-        states: float16 [n, n_taps, n_embd]: hidden states of the target after each token but the last, in the order of
-            the run's taps; what float16 cannot hold is its largest number.
-        top_ids: int32 [n, top_k]: the likeliest next tokens at each place, the likeliest first.
-        top_logprobs: float16 [n, top_k]: the logarithms of their probabilities at temperature 1.
-    """
-
-    name: str
-    category: str
-    start: int
-    temperature: float
-    held_out: bool
-    tokens: npt.NDArray[np.int32]
-    states: npt.NDArray[np.float16]
-    top_ids: npt.NDArray[np.int32]
-    top_logprobs: npt.NDArray[np.float16]
+    name: str  # unique within a run; says where the text came from
+    category: str  # kind of text: own, text, chat, or a category of the user's questions
+    start: int  # the first token that the target said itself; 0 of a text that was only read
+    temperature: float  # at which its last turn was drawn; 0 for a text that was only read
+    held_out: bool  # kept for testing, never trained on
+    tokens: npt.NDArray[np.int32]  # [n + 1]: the last one is what follows the last place, and has no state
+    states: npt.NDArray[np.float16]  # [n, n_taps, n_embd]: after each token but the last, in the order of the taps
+    top_ids: npt.NDArray[np.int32]  # [n, top_k]: the likeliest next tokens at each place, the likeliest first
+    top_logprobs: npt.NDArray[np.float16]  # [n, top_k]: the logarithms of their probabilities at temperature 1
 
     def __len__(self) -> int:
         return len(self.states)
@@ -131,11 +118,7 @@ class Shards:
         return sum(path.stat().st_size for path in self.folder.glob("*.shard"))
 
     def append(self, finished: Sequence[Passage], unfinished: Sequence[Passage] = ()) -> None:
-        """Write a shard, and replace the unfinished passages that were written last time.
-
-        Raises:
-            OSError: the disk refuses; what was there before stays as it was.
-        """
+        """Write a shard, and replace the unfinished passages that were written last time."""
         if finished:
             path = self.folder / f"{self._next:05d}.shard"
             with write_atomically(path, private=True) as file:

@@ -33,28 +33,19 @@ _N_CTX = 4096
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """Tokens per second, all questions together, greedy.
+    """Tokens per second, all questions together, greedy."""
 
-    Attributes:
-        plain: without drafting.
-        without: with the drafters that there are without the head, another head of the target included.
-        head: with the head added; what ``--draft auto`` does once it is kept.
-        gain: speed with the head over the better of the two without it, the median over the questions.
-        drafters: those there are without the head, by name.
-        interval: of the gain, at 95 %; None where too few questions were asked for one.
-    """
-
-    plain: float
-    without: float
-    head: float
-    gain: float
+    plain: float  # without drafting
+    without: float  # with the drafters that there are without the head, another head of the target included
+    head: float  # with the head added; what --draft auto does once it is kept
+    gain: float  # speed with the head over the better of the two without it, the median over the questions
     n_questions: int
-    drafters: tuple[str, ...]
-    interval: tuple[float, float] | None = None
+    drafters: tuple[str, ...]  # those there are without the head, by name
+    interval: tuple[float, float] | None = None  # of the gain, at 95 %; None where too few questions were asked
 
     @property
     def pays(self) -> bool:
-        """Whether answers are faster with the head, by more than chance may give."""
+        """Whether answers are faster with the head by more than chance may give."""
         return self.interval is not None and self.interval[0] > 1
 
     @property

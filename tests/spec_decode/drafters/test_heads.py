@@ -21,7 +21,7 @@ from localspec.backends.base import FEW_ROWS, Context, FloatArray, Forward
 from localspec.controllers.fixed import FixedController
 from localspec.errors import EngineError, UsageError
 from localspec.heads.base import DraftHead
-from localspec.heads.drafters import HEAD_DRAFTERS, ChainedHead, HeadDrafter, StateWindow
+from localspec.heads.drafters import HEAD_DRAFTERS, ChainedHead, HeadDrafter
 from localspec.heads.kinds.exit import exit_head
 from localspec.heads.published import load_published
 from localspec.heads.trained import STATE, Head, load_head, target_facts
@@ -33,7 +33,7 @@ from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.rounds import DraftToken, Round
-from tests.conftest import Backend, TinyFiles
+from tests.conftest import TinyFiles
 from tests.spec_decode.drafters.test_catch_up import Recorder
 from tests.spec_decode.test_exactness import DEFECT, EXACT, PROMPT, SAMPLING, Tokens, plain_law
 from tests.spec_decode.test_lossless import (
@@ -76,7 +76,7 @@ def drafter_of(head: Head, n_ctx: int = N_CTX) -> Any:
     return HEAD_DRAFTERS[head.kind](head, head.new_context(n_ctx), source_of(head.kind))
 
 
-# -- what is said ------------------------------------------------------------------------------------------------------
+# What is said.
 
 WINDOW = 64
 """States that wait to be read: enough for the conversations of these tests."""
@@ -126,20 +126,12 @@ def accepted(rounds: Sequence[Round]) -> dict[str, float]:
     return {source: sum(each) / len(each) for source, each in fates.items() if len(each) > 100}
 
 
-def test_greedy_answers_equal_plain_ones(world: HeadWorld) -> None:
-    """500 answers."""
-    rounds = [round_ for _ in range(500) for round_ in world.compare(SamplingParams())]
-    shares = accepted(rounds)
-    assert shares["head"] > 0.1
-    assert shares["early-exit"] > 0.3
-
-
-def test_seeded_answers_equal_plain_ones(world: HeadWorld) -> None:
-    """300 answers."""
+@pytest.mark.parametrize(("sampled", "n"), [(False, 250), (True, 150)])
+def test_answers_equal_plain_ones(world: HeadWorld, sampled: bool, n: int) -> None:
     rounds: list[Round] = []
-    for seed in range(300):
+    for seed in range(n):
         chain = world.rng.choice([SAMPLING, replace(SAMPLING, temperature=0.6, top_k=20), replace(SAMPLING, top_p=0.8)])
-        rounds += world.compare(replace(chain, seed=seed))
+        rounds += world.compare(replace(chain, seed=seed) if sampled else SamplingParams())
     shares = accepted(rounds)
     assert shares["head"] > 0.1
     assert shares["early-exit"] > 0.3
@@ -183,7 +175,7 @@ def test_rows_of_the_wrong_place_change_guesses_and_nothing_else(
     assert shares[1] < shares[0] / 2
 
 
-# -- without a seed: the law -------------------------------------------------------------------------------------------
+# Without a seed: the law.
 
 TAPS = ("layer:0", "norm")
 
@@ -301,7 +293,7 @@ def test_the_law_of_whole_answers_is_that_of_plain_sampling(
     assert largest_difference(plain_law(LAWS, states, 3), law(kind, 3)) < EXACT
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["chained", "exit"])
 def test_a_head_that_lies_about_its_law_makes_the_law_differ(
     states: States, law: Callable[[str, int], dict[Tokens, float]], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,7 +307,7 @@ def test_a_head_that_lies_about_its_law_makes_the_law_differ(
     assert largest_difference(plain_law(LAWS, states, 3), law(kind, 3)) > DEFECT
 
 
-# -- what they read ----------------------------------------------------------------------------------------------------
+# What they read.
 
 
 class Oracle:
@@ -425,7 +417,7 @@ def test_every_guess_is_made_of_the_states_of_the_text_before_it(
         assert n_known > 20 or kind in ("medusa", "exit")
 
 
-# -- what they keep ----------------------------------------------------------------------------------------------------
+# What they keep.
 
 
 class Reader:
@@ -535,15 +527,6 @@ def test_a_prompt_that_ends_before_the_states_that_were_kept(tiny: TinyFiles, tm
     assert reader.drafter._first == (0 if kind != "medusa" else reader.drafter._states.start)
 
 
-def test_rows_of_a_text_that_began_differently_are_no_use(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same tokens, but other states: a word was replaced long before them."""
-    text = reader.answer(words(100))
-    oracle, rows = Oracle(reader.path, reader.head), watch(monkeypatch, reader.drafter, reader.target)
-    reader.answer([text[0], 40 if text[1] != 40 else 41, *text[2:], 30])
-    assert len(rows) > 4
-    assert all(oracle.agrees(asked) for asked in rows)
-
-
 def test_a_memory_that_is_full_begins_anew(tiny: TinyFiles, tmp_path: Path) -> None:
     reader = Reader(tiny.quick.target, tmp_path)
     small = drafter_of(reader.head, 40)
@@ -622,7 +605,7 @@ def test_guesses_for_tokens_that_it_was_not_asked_for_are_judged_when_it_reads_t
     assert plan.seen == []  # once
 
 
-# -- what goes wrong ---------------------------------------------------------------------------------------------------
+# What goes wrong.
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -698,60 +681,3 @@ def test_an_early_exit_leaves_the_target_as_it_was(
             decoder.propose()
         assert target.tokens == text[:-1]
         target.decode(text[-1:])
-
-
-def test_a_state_window() -> None:
-    window = StateWindow(4)
-
-    def rows(*values: int) -> list[FloatArray]:
-        return [np.full(2, value, dtype=np.float32) for value in values]
-
-    def held() -> tuple[int, list[int]]:
-        n = window.end - window.start
-        return window.start, [int(row[0]) for row in window.between(window.start, window.end)] if n else []
-
-    window.put(0, rows(0, 1, 2))
-    assert held() == (0, [0, 1, 2])
-    window.put(3, rows(3, 4))
-    assert held() == (1, [1, 2, 3, 4])
-    window.put(3, rows(30))
-    assert held() == (1, [1, 2, 30])
-    window.put(9, rows(9))  # a gap
-    assert held() == (9, [9])
-    window.put(4, rows(4, 5))  # before it
-    assert held() == (4, [4, 5])
-    window.cut(5)
-    assert held() == (4, [4])
-    window.cut(2)
-    assert held() == (2, [])
-    window.put(3, rows(3))
-    assert held() == (3, [3])
-
-
-# -- on every engine ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_engine_guesses_as_the_definitions_say(
-    backend: Backend, tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    taps = {} if kind in ("exit", "medusa") else {"taps": ("layer:0", "norm")}
-    with (
-        backend.load(tiny.pair.target) as model,
-        open_head(tiny.pair.target, tmp_path, kind, backend.name, type_name="F16", **taps) as head,
-        open_head(tiny.pair.target, tmp_path, kind, type_name="F16", **taps) as same,
-        model.new_context(128, hidden=head.taps) as target,
-        head.new_context(128) as memory,
-    ):
-        drafter: Any = HEAD_DRAFTERS[head.kind](head, memory, source_of(head.kind))
-        rows = watch(monkeypatch, drafter, target)
-        decoder = SpeculativeDecoder(target, [drafter], FixedController(3))
-        rounds = run(decoder, words(40), SamplingParams(max_tokens=20, ignore_eos=True))
-        assert sum(round_.verdict.n_accepted for round_ in rounds) > 0 or kind == "medusa"  # that one is random
-        oracle = Oracle(tiny.pair.target, same)
-        apart = [np.abs(a.row - oracle.logits(a.text, a.n_settled, a.first)).max() for a in rows]
-        assert len(apart) >= 15
-        # Of logits whose deviation is 3: all that is multiplied beside llama.cpp's engines is rounded to 8 bits.
-        rounded = backend.name in ("llama-cpp", "ik-llama")
-        assert max(apart) < (0.8 if rounded else 0.2), sorted(apart)[-5:]
-        assert np.mean(apart) < (0.4 if rounded else 0.1)

@@ -72,7 +72,7 @@ def open_llm(tiny: TinyFiles, draft: Any, engine: str = "llama-cpp", **options: 
     return LLM(tiny.pair.target, draft, backend=engine, **(defaults | options))
 
 
-# -- what is said ------------------------------------------------------------------------------------------------------
+# What is said.
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_a_head_reads_all_of_a_prompt(quick: ggufs.Pair, tmp_path: Path, engine:
     assert drafter.context.tokens[:399] == prompt[1:]
 
 
-# -- multi-token prediction -------------------------------------------------------------------------------------------
+# Multi-token prediction.
 
 
 def write_mtp(name: str, folder: Path) -> Path:
@@ -387,45 +387,7 @@ def test_an_mtp_layer_is_of_llama_cpp(tmp_path: Path) -> None:
         open_mtp(path, backend="ik-llama")
 
 
-# -- conversations ----------------------------------------------------------------------------------------------------
-
-
-def test_drafts_change_in_mid_conversation_and_answers_are_broken_off(tiny: TinyFiles, tmp_path: Path) -> None:
-    head = write_head(tiny, tmp_path, n_out=200)
-    with open_llm(tiny, None, n_ctx=1024) as plain, open_llm(tiny, None, n_ctx=1024) as llm:
-        text = PROMPT
-        for draft in (head, None, ["ngram", head], [head, tiny.pair.draft], "auto", f"head:{head}"):
-            llm.set_draft(draft)
-            stream = llm.rounds(text, GREEDY)
-            next(stream)
-            stream.close()
-            reply = llm.generate(text, GREEDY)
-            assert reply.token_ids == plain.generate(text, GREEDY).token_ids
-            text += reply.text
-        assert llm.warnings == []
-
-
-def test_forks_and_clones_draft_in_contexts_of_their_own(tiny: TinyFiles, tmp_path: Path) -> None:
-    head = write_head(tiny, tmp_path)
-
-    def compare(pair: Pair) -> None:
-        def answer() -> list[int]:
-            prompt = pair.target.tokenize(PROMPT, add_special=True)
-            rounds = pair.rounds(prompt, GREEDY, 3, lambda n_cached: None, lambda: False)
-            return [token.id for round_ in rounds for token in round_.emitted]
-
-        before, expected = pair.state, answer()
-        for own in (True, False):
-            fork = before.fork(["head"], own_contexts=own)
-            pair.use(fork)
-            assert answer() == expected
-            pair.use(before)
-            if own:
-                pair.release(fork)
-        assert answer() == expected
-
-    with open_llm(tiny, ["ngram", head]) as llm:
-        llm.run(compare)
+# What goes wrong.
 
 
 @pytest.mark.parametrize("write", [write_eagle3, write_dflash])
@@ -468,7 +430,7 @@ def test_a_head_that_fails_on_mlx_is_done_without(
         goes_on_without(llm, plain, "it failed: mlx")
 
 
-# -- found without being named -----------------------------------------------------------------------------------------
+# Found without being named.
 
 
 @pytest.mark.parametrize(("write", "engine"), KINDS_ON)
@@ -546,7 +508,7 @@ def test_inspect_and_list_know_them(tiny: TinyFiles, tmp_path: Path, capsys: pyt
         assert re.search(rf"{name}\.gguf +\S+ \w+ +{kind} +a model with 384 tokens", out)
 
 
-# -- files that do not fit, or are damaged ----------------------------------------------------------------------------
+# Files that do not fit, or are damaged.
 
 
 @pytest.mark.parametrize("write", [write_eagle3, write_dflash])
