@@ -11,7 +11,7 @@ from pathlib import Path
 
 from localspec.commands.bench.record import Record, RecordError, read_record, to_json
 from localspec.commands.bench.report import bench_report, comparison, comparison_json, comparison_report, speedup_plot
-from localspec.commands.bench.results import analyse
+from localspec.commands.bench.results import ALL, Results, analyse
 from localspec.commands.bench.runner import BenchRequest, BenchRun, make_plan
 from localspec.errors import LocalspecError, UsageError, check_text
 from localspec.measuring.last_bench import remember
@@ -80,8 +80,7 @@ def measure_command(request: BenchRequest, outputs: Outputs) -> int:
         record = BenchRun(plan, progress).measure()
     if record is None:
         raise KeyboardInterrupt
-    deliver(record, outputs)
-    _remember(record)
+    _remember(record, deliver(record, outputs))
     if record.ended == "interrupted":
         if path is not None:
             print(f"localspec: resume with: localspec bench --resume {path}", file=sys.stderr)
@@ -112,7 +111,7 @@ def compare_command(words: Sequence[str], outputs: Outputs) -> int:
     return 0
 
 
-def deliver(record: Record, outputs: Outputs) -> None:
+def deliver(record: Record, outputs: Outputs) -> Results:
     """Write the files that were asked for, and print the report unless one of them is standard output."""
     if not record.samples:
         raise RecordError("nothing was measured in this run")
@@ -124,21 +123,21 @@ def deliver(record: Record, outputs: Outputs) -> None:
     _written(outputs.svg, lambda: speedup_plot(record, results, heading=True).svg(alone=True) + "\n")
     if not streamed:
         Screen().report(report)
+    return results
 
 
-def _remember(record: Record) -> None:
+def _remember(record: Record, results: Results) -> None:
     """Keep the speed-ups of ``auto`` for doctor, see ``last_bench``."""
-    results = analyse(record)
     for engine in record.engines:
-        own = [row for row in results.rows if row.backend == engine.backend and row.arm == AUTO and row.speedup]
-        if not own:
+        own = [row for row in results.rows if (row.backend, row.arm) == (engine.backend, AUTO)]
+        speedups = {row.category: round(row.speedup.median, 3) for row in own if row.speedup is not None}
+        if not speedups:
             continue
-        samples = [each for each in record.samples if (each.backend, each.arm) == (engine.backend, AUTO)]
         found = {
             "drafters": engine.sources,
-            "speedups": {row.category: round(row.speedup.median, 3) for row in own if row.speedup is not None},
+            "speedups": speedups,
             "n_questions": max(row.n_questions for row in own),
-            "n_guesses": sum(sample.stats["num_draft_tokens"] for sample in samples),
+            "n_guesses": next(row.drafted for row in own if row.category == ALL),
         }
         with suppress(LocalspecError, OSError):  # the file has gone meanwhile
             remember(Catalog.load().resolve(record.settings.model), engine.version, found)

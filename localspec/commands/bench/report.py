@@ -273,11 +273,15 @@ _ENDINGS = {
 
 
 def bench_report(record: Record, results: Results) -> Report:
+    machine, engines = record.machine, record.engines
+    features = " ".join(machine.get("features") or []) or machine.get("platform")
+    threads = [f"{each.threads} thread{'s' * (each.threads != 1)}" for each in engines]
+    named = (f"{each.version} on {each.device}, {count}" for each, count in zip(engines, threads, strict=True))
     parts: list[Part] = [
         Facts(
             {
-                "engine": _engines(record),
-                "machine": _machine(record),
+                "engine": "; ".join(named),
+                "machine": f"{machine.get('cpu')}, {machine.get('cores')} CPUs, {features}",
                 "measured": f"{record.settings.mode}: {_scope(record, results)}; {_ENDINGS[record.ended]}",
                 "memory": _memory(record),
             }
@@ -296,18 +300,6 @@ def bench_report(record: Record, results: Results) -> Report:
         *_methods(record),
     ]
     return Report("bench", record.title, parts)
-
-
-def _machine(record: Record) -> str:
-    machine = record.machine
-    features = " ".join(machine.get("features") or [])
-    return f"{machine.get('cpu')}, {machine.get('cores')} CPUs, {features or machine.get('platform')}"
-
-
-def _engines(record: Record) -> str:
-    return "; ".join(
-        f"{each.version} on {each.device}, {each.threads} thread{'s' * (each.threads != 1)}" for each in record.engines
-    )
 
 
 def _scope(record: Record, results: Results) -> str:
@@ -620,7 +612,8 @@ def comparison(a: Record, b: Record, names: tuple[str, str]) -> Comparison:
         if not record.samples:
             raise UsageError(f"{name}: nothing was measured in this run")
     arms = [arm for arm in a.settings.arms if arm in b.settings.arms]
-    engines = _engine_rows(a, b)
+    of_a, of_b = a.settings.backends, b.settings.backends
+    engines = [(name, name) for name in of_a if name in of_b] or [(of_a[0], of_b[0])]
     measured = [
         figures
         for arm in arms
@@ -634,22 +627,8 @@ def comparison(a: Record, b: Record, names: tuple[str, str]) -> Comparison:
     levels = tuple(1.0 - (1.0 - LEVEL) / max(1, n) for n in (n_overall, len(measured) - n_overall))
     lines = [_line(*each, levels[each[1] != ALL]) for each in measured]
     why = [f"{letter}: {remark}" for letter, record in zip("AB", (a, b), strict=True) for remark in doubts(record)]
-    return Comparison(
-        names,
-        (a.title, b.title),
-        [f"{name}: {_short(was)} / {_short(is_now)}" for name, was, is_now in differences(a, b)],
-        why,
-        (levels[0], levels[1]),
-        lines,
-    )
-
-
-def _engine_rows(a: Record, b: Record) -> list[tuple[str, str]]:
-    """Engines of the same name, else each run's first."""
-    both = [name for name in a.settings.backends if name in b.settings.backends]
-    if both:
-        return [(name, name) for name in both]
-    return [(a.settings.backends[0], b.settings.backends[0])]
+    changes = [f"{name}: {_short(was)} / {_short(is_now)}" for name, was, is_now in differences(a, b)]
+    return Comparison(names, (a.title, b.title), changes, why, (levels[0], levels[1]), lines)
 
 
 def _categories(a: Record, b: Record) -> list[str]:
@@ -697,28 +676,17 @@ def _line(figure: str, category: str, arm: str, a: Ratios, b: Ratios, level: flo
     ratio, strict = found(LEVEL), found(level)
     assert ratio is not None
     assert strict is not None
-    return ComparedFigure(
-        figure, category, arm, _median(a), _median(b), ratio, paired, _comparison_verdict(strict, level)
-    )
-
-
-def _median(values: Ratios) -> float:
-    return round(middle(values), 4)
+    verdict = "no difference can be told"
+    if strict.low is None or strict.high is None or strict.level is None or strict.level < level:
+        verdict = "too few questions"
+    elif strict.low > 1 or strict.high < 1:
+        verdict = f"B is {'higher' if strict.low > 1 else 'lower'}"
+    return ComparedFigure(figure, category, arm, round(middle(a), 4), round(middle(b), 4), ratio, paired, verdict)
 
 
 def quotients(a: Ratios, b: Ratios) -> Ratios:
     """By question, every repeat of B over every repeat of A; their median estimates the quotient."""
     return {question: [y / x for x in a[question] for y in b[question]] for question in a}
-
-
-def _comparison_verdict(strict: Estimate, level: float) -> str:
-    if strict.low is None or strict.high is None or strict.level is None or strict.level < level:
-        return "too few questions"
-    if strict.low > 1:
-        return "B is higher"
-    if strict.high < 1:
-        return "B is lower"
-    return "no difference can be told"
 
 
 def _short(value: Any) -> str:

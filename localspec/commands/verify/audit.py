@@ -8,7 +8,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -64,14 +64,6 @@ class AuditArm:
     name: str
     drafters: Sequence[Drafter]
     controller: Controller
-
-
-@dataclass(slots=True)
-class BudgetedAnswer:
-    """Tokens of an answer and the rows behind them [n_vocab]; None behind forced tokens."""
-
-    tokens: list[int] = field(default_factory=list)
-    rows: list[FloatArray | None] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -139,16 +131,19 @@ class RunningSystem:
 
     def think(
         self, plain: PlainAnswer, arm: AuditArm, params: SamplingParams, marks: ThinkingMarks, budget: int
-    ) -> tuple[int, BudgetedAnswer]:
-        """Answer the prompt with a budget for thinking; returns how often the budget closed a block, and the answer."""
-        n_closed, answer = 0, BudgetedAnswer()
+    ) -> tuple[int, list[tuple[int, FloatArray | None]]]:
+        """Answer the prompt with a budget for thinking; returns how often the budget closed a block, and the tokens
+        with their rows [n_vocab], None for forced tokens."""
+        n_closed, answer = 0, list[tuple[int, FloatArray | None]]()
         reader = ThinkingReader(marks, budget=budget)
         with self.log.answering(arm.name, plain.name, sampled=not params.greedy) as tally:
             for round_, rows, _ in self._rounds(plain, 0, arm, params, tally, reader):
                 forced = round_.verdict.kind == "forced"
                 n_closed += forced
-                answer.tokens += [token.id for token in round_.emitted]
-                answer.rows += [None if forced else row.copy() for row, _ in zip(rows, round_.emitted, strict=False)]
+                if forced:
+                    answer += [(token.id, None) for token in round_.emitted]
+                else:
+                    answer += [(token.id, row.copy()) for row, token in zip(rows, round_.emitted, strict=False)]
         return n_closed, answer
 
     def _rounds(
@@ -222,14 +217,6 @@ SAMPLED_ANSWER = 2  # length factor of sampled answers without a seed: evidence 
 STEPS = 11  # steps of a prompt, for the progress; the law of verification counts as one more prompt
 
 
-@dataclass(slots=True)
-class ThinkingFigures:
-    """``thinking`` of the JSON: answers with a budget, and blocks closed because it was spent."""
-
-    answers: int = 0
-    closed: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class AuditOptions:
     """How much is audited, and with which settings.
@@ -279,7 +266,7 @@ class Audit:
         self.windows: list[Window] = []
         self.law = VerificationLaw()
         self.samples = DrawnSamples()
-        self.thinking = ThinkingFigures()
+        self.thinking = {"answers": 0, "closed": 0}  # answers with a budget, blocks closed because it was spent
         self.prompts: list[tuple[str, list[int]]] = []
         self.rollbacks = Rollbacks()
         self.spoiled: list[float] = []
@@ -402,12 +389,12 @@ class Audit:
             params = replace(params, logit_bias=bias, max_tokens=n_tokens, ignore_eos=True)
             arm = self._arm([*self.drafters, openers], SAMPLED_LENGTH, note=f", {budget} tokens of thinking")
             n_closed, answer = self.system.think(plain, arm, params, marks, budget)
-            self.thinking.answers += 1
-            self.thinking.closed += n_closed
-            if params.greedy and answer.tokens:
-                given = answer.tokens
+            self.thinking["answers"] += 1
+            self.thinking["closed"] += n_closed
+            if params.greedy and answer:
+                given = [token for token, _ in answer]
                 text = plain_answer(self.target, plain.name, plain.prompt, params, len(given), self._check, given)
-                for position, (token, seen) in enumerate(zip(answer.tokens, answer.rows, strict=True)):
+                for position, (token, seen) in enumerate(answer):
                     if seen is not None:
                         deviation = text.compared(position, seen)
                         self.log.observations.append(Observation(arm.name, text, position, deviation, token))
@@ -431,8 +418,7 @@ class Audit:
             bounds or (math.inf, math.inf),
             in_words(self.target.vocab.display),
             self.pair.context.can_branch,
-        )
-        judge.judge(observations if bounds else [])
+        ).judge(observations if bounds else [])
         spoiled = None
         if self.spoiled:
             share = bounds and float(np.mean([rms > bounds[0] for rms in self.spoiled]))
@@ -464,7 +450,7 @@ class Audit:
             verification_law=self.law.figures() if self.law.n_draws else None,
             decoding_law=self.bets.figures() if self.bets.n_tokens else None,
             samples=self.samples.figures() if self.samples.drawn or self.samples.sent else None,
-            thinking=asdict(self.thinking) if self.thinking.answers else None,
+            thinking=self.thinking if self.thinking["answers"] else None,
             several=None,
             ties=[tie_of(seen, self.target.vocab.display) for seen in judge.ties],
             rechecked={"rows": judge.n_rechecked, "explained": judge.n_explained},

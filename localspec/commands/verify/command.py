@@ -15,7 +15,7 @@ from localspec.commands.verify.audit import SAMPLED_LENGTH, Audit, AuditOptions,
 from localspec.commands.verify.law import FALSE_ALARM
 from localspec.commands.verify.rows import ARM as ROLLBACK
 from localspec.commands.verify.rows import FALSE_ALARM as SECOND_LOOKS
-from localspec.commands.verify.rows import AuditLog, AuditResult, AuditStopped, Defect, Figures, counted, in_words
+from localspec.commands.verify.rows import AuditResult, AuditStopped, Defect, Figures, counted
 from localspec.commands.verify.several import ARM as SEVERAL
 from localspec.commands.verify.several import SEQUENCES, SeveralFigures, audit_several, enough
 from localspec.errors import EngineError, EngineMismatch, UnsupportedModel, UsageError
@@ -31,29 +31,20 @@ if TYPE_CHECKING:
 
 # The report: the verdict, what was checked in plain words, then how and how surely.
 
-TIES = "Said otherwise than by the model alone, and why: rounding"
-
 
 def report_of(result: AuditResult) -> Report:
     title = f"{result.model} · {result.engine} · draft: {' + '.join(result.draft) or 'none'}"
-    return Report("verify", title, list(_parts(result)))
-
-
-def _parts(result: AuditResult) -> Iterator[Part]:
-    settings = result.settings
-    if result.defects:
-        yield Findings("What is wrong", list(_defects(result.defects)))
-    yield Findings("What was checked", list(_in_short(result)))
-    yield from _answers(result)
-    yield Findings("How it was checked, and how surely", list(_checks(result)))
-    yield Text(
-        f"{counted(settings['prompts'], 'prompt')}, answers of up to {settings['tokens']} tokens, in "
+    how = (
+        f"{counted(result.settings['prompts'], 'prompt')}, answers of up to {result.settings['tokens']} tokens, in "
         f"{result.seconds:.0f} s. Right is what the model says alone: in a fresh memory, one token a pass, nothing "
-        "ever taken back.",
-        "muted",
+        "ever taken back."
     )
+    parts: list[Part] = [Findings("What is wrong", list(_defects(result.defects)))] if result.defects else []
+    parts += [Findings("What was checked", list(_in_short(result))), *_answers(result)]
+    parts += [Findings("How it was checked, and how surely", list(_checks(result))), Text(how, "muted")]
     if ties := list(_ties(result)):
-        yield Findings(TIES, ties)
+        parts.append(Findings("Said otherwise than by the model alone, and why: rounding", ties))
+    return Report("verify", title, parts)
 
 
 def _in_short(result: AuditResult) -> Iterator[Finding]:
@@ -316,7 +307,6 @@ def _several(
     stop: threading.Event,
 ) -> None:
     """Load the pair for several answers at a time, and add what they show to the result."""
-    log = AuditLog()
 
     def check() -> Literal[False]:
         if stop.is_set():
@@ -331,9 +321,7 @@ def _several(
         with replace(options, load=load).open(progress.report) as llm:
             lengths = [SAMPLED_LENGTH] if audited.is_quick else [audited.draft_length, LONG]
             lengths = lengths if llm.draft_names else [0]
-            figures, judge = audit_several(
-                llm, enough(prompts), audited.n_tokens, lengths, log, check, watch, in_words(llm.vocab.display)
-            )
+            figures, defects, ties = audit_several(llm, enough(prompts), audited.n_tokens, lengths, check, watch)
     except AuditStopped:
         result.interrupted = True
         return
@@ -341,9 +329,8 @@ def _several(
         result.several = asdict(SeveralFigures(reason=str(error)))
         return
     result.several = asdict(figures)
-    result.defects += [*log.defects, *(judge.defects if judge else [])]
-    if judge is not None:
-        result.ties = [*result.ties, *(tie_of(seen, llm.vocab.display) for seen in judge.ties)]
+    result.defects += defects
+    result.ties += [tie_of(seen, llm.vocab.display) for seen in ties]
 
 
 def audit_options(options: RunOptions, llm: LLM, prompts: int | None, quick: bool) -> AuditOptions:

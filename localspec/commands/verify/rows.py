@@ -218,11 +218,7 @@ class Defect:
 
 
 class DefectFound(Exception):
-    """A defect that ends the answer it was found in."""
-
-    def __init__(self, defect: Defect) -> None:
-        super().__init__(defect.evidence)
-        self.defect = defect
+    """A ``Defect``, its argument, that ends the answer it was found in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +275,7 @@ class AuditLog:
         except AuditStopped:
             raise
         except DefectFound as found:
-            self.defects.append(found.defect)
+            self.defects.append(found.args[0])
         except Exception as error:
             self.defects.append(Defect("engine", arm, prompt, None, f"{what} broke off: {line_of(error)}"))
 
@@ -563,7 +559,8 @@ class Judge:
     n_rechecked: int = 0
     n_explained: int = 0
 
-    def judge(self, observations: Iterable[Observation]) -> None:
+    def judge(self, observations: Iterable[Observation]) -> Judge:
+        """Add what they show to ties and defects; returns itself."""
         broken = set()
         for seen in observations:
             answer = seen.arm, seen.plain.name
@@ -575,6 +572,7 @@ class Judge:
                 self.defects.append(self._defect(seen))
             elif seen.differs:
                 self.ties.append(seen)
+        return self
 
     def _explained(self, seen: Observation) -> bool:
         """Whether fresh contexts move the row as well, one for each of ``WIDTHS``."""

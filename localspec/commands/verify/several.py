@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from localspec.backends.base import Model, Piece
 from localspec.commands.verify.rows import (
     AuditLog,
     Check,
+    Defect,
     Deviation,
     Judge,
     Observation,
     PlainAnswer,
     WidthNoise,
+    in_words,
     plain_answer,
 )
 from localspec.engine.pair import Pair
@@ -63,19 +66,18 @@ def audit_several(
     prompts: Sequence[tuple[str, list[int]]],
     n_tokens: int,
     lengths: Sequence[int | str],
-    log: AuditLog,
     check: Check,
     watch: Callable[[str], None],
-    name: Callable[[int], str],
-) -> tuple[SeveralFigures, Judge | None]:
-    """Ask for more answers at a time than the pair has sequences, and compare them with the target alone.
+) -> tuple[SeveralFigures, list[Defect], list[Observation]]:
+    """Ask for more answers at a time than the pair has sequences, and compare them with the target alone; returns
+    defects and ties too.
 
     Raises:
         AuditStopped: it was interrupted.
     """
-    figures = SeveralFigures(sequences=llm.parallel_info()["parallel"])
+    figures, log = SeveralFigures(sequences=llm.parallel_info()["parallel"]), AuditLog()
     asked = [(number, length) for length in lengths for number in range(len(prompts))]
-    texts, observations = list[PlainAnswer](), list[Observation]()
+    texts, observations, ties = list[PlainAnswer](), list[Observation](), list[Observation]()
     passes_before = _n_passes(llm)
     with log.noting(ARM, prompts[0][0], "decoding"):
         replies = _replies(llm, [(prompts[number][1], length) for number, length in asked], n_tokens, check, watch)
@@ -89,14 +91,31 @@ def audit_several(
                 return plain_answer(pair.target, label, prompt, SamplingParams(), len(given), check, given)
 
             texts.append(text := llm.run(replay))
-            observations += _observed(text, reply)
+            for position, (token, row) in enumerate(zip(reply.token_ids, text.rows, strict=True)):
+                known, deviation = reply.tokens[position].logprobs, Deviation()
+                if known is not None:
+                    deviation = row.near(known.top, known.top[0][0])
+                observations.append(Observation(ARM, text, position, deviation, token))
             figures.answers += 1
             figures.tokens += len(reply.token_ids)
             figures.drafted += reply.stats["num_draft_tokens"]
             figures.accepted += reply.stats["num_accepted_tokens"]
         watch("passes of several sequences")
-        return figures, llm.run(lambda pair: _judged(pair.target, texts, figures, observations, check, name))
-    return figures, None
+        figures.largest_deviation = max((seen.deviation.rms for seen in observations), default=0.0)
+        noise = llm.run(lambda pair: _noise(pair.target, texts, figures.sequences, check))
+        if (bounds := noise.bounds(max(1, len(observations)))) is not None:
+            figures.bound = bounds[0]
+            name = in_words(llm.vocab.display)
+            judge = llm.run(partial(_judged, bounds, name, observations))
+            log.defects += judge.defects
+            ties = judge.ties
+    return figures, log.defects, ties
+
+
+def _judged(
+    bounds: tuple[float, float], name: Callable[[int], str], observations: Sequence[Observation], pair: Pair
+) -> Judge:
+    return Judge(pair.target, bounds, name).judge(observations)
 
 
 def _n_passes(llm: LLM) -> int:
@@ -130,37 +149,11 @@ def _replies(
             stream.close()
 
 
-def _observed(text: PlainAnswer, reply: Reply) -> list[Observation]:
-    """Each token of an answer against its row; the row too where it is known."""
-    found = []
-    for position, token in enumerate(reply.token_ids):
-        row, deviation = text.rows[position], Deviation()
-        known = reply.tokens[position].logprobs
-        if known is not None:
-            deviation = row.near(known.top, known.top[0][0])
-        found.append(Observation(ARM, text, position, deviation, token))
-    return found
-
-
-def _judged(
-    model: Model,
-    texts: Sequence[PlainAnswer],
-    figures: SeveralFigures,
-    observations: list[Observation],
-    check: Check,
-    name: Callable[[int], str],
-) -> Judge | None:
+def _noise(model: Model, texts: Sequence[PlainAnswer], n_sequences: int, check: Check) -> WidthNoise:
     noise = WidthNoise(model.capabilities.batch_invariant)
-    for start in range(0, len(texts), figures.sequences):
-        noise.deviations += _deviations(model, texts[start : start + figures.sequences], check)
-    bounds = noise.bounds(max(1, len(observations)))
-    figures.largest_deviation = max((seen.deviation.rms for seen in observations), default=0.0)
-    if bounds is None:
-        return None
-    figures.bound = bounds[0]
-    judge = Judge(model, bounds, name)
-    judge.judge(observations)
-    return judge
+    for start in range(0, len(texts), n_sequences):
+        noise.deviations += _deviations(model, texts[start : start + n_sequences], check)
+    return noise
 
 
 def _deviations(model: Model, texts: Sequence[PlainAnswer], check: Check) -> list[Deviation]:

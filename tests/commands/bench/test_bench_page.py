@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from localspec.commands.bench.report import bench_report
 from localspec.commands.bench.results import analyse
 from localspec.report.renderers import html
 from tests.commands.bench.test_bench import SETTINGS, answer, run_of, sitting
-from tests.commands.replay.test_replay_page import HOSTILE
+from tests.commands.replay.test_replay_page import HOSTILE, Tab
 from tests.support.browsing import PATIENCE
 
 ARMS = ["plain", "auto", "model:4"]
@@ -49,28 +51,15 @@ def write(path: Path, found: Record) -> Path:
     return path
 
 
-class Opened:
-    """A page, what it asked for, and what it complained about."""
-
-    def __init__(self, browser: Any, path: Path, width: int = 1180, scheme: str = "light") -> None:
-        self._context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
-        self._context.set_default_timeout(PATIENCE)
-        self.page = self._context.new_page()
-        self.requests: list[str] = []
-        self.complaints: list[str] = []
-        self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.on("console", lambda message: self.complaints.append(message.text))
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.goto(path.as_uri())
-        self.requests.remove(path.as_uri())
-
-    def __enter__(self) -> Opened:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._context.close()
-        assert self.requests == []
-        assert self.complaints == []
+@contextmanager
+def opened(browser: Any, path: Path, width: int = 1180, scheme: str = "light") -> Iterator[Any]:
+    """A page that asks for nothing and complains about nothing."""
+    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    context.set_default_timeout(PATIENCE)
+    tab = Tab(context.new_page()).open(path)
+    yield tab.page
+    context.close()
+    assert (tab.addresses, tab.complaints) == ([], [])
 
 
 @pytest.fixture(scope="module")
@@ -78,27 +67,21 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("page") / "run.html", record())
 
 
-def test_every_plot_is_drawn_and_says_what_it_is(made: Path, browser: Any) -> None:
-    with Opened(browser, made) as opened:
-        titles = opened.page.eval_on_selector_all("svg", "all => all.map(each => each.getAttribute('aria-label'))")
+def test_every_plot_is_drawn_and_keeps_its_text_within(made: Path, browser: Any) -> None:
+    with opened(browser, made) as page:
+        titles = page.eval_on_selector_all("svg", "all => all.map(each => each.getAttribute('aria-label'))")
         for part in ("Speed over plain", "Time of a pass", "Break-even", "by position", "Reliability", "Rounds of"):
             assert any(part in title for title in titles), part
-        sizes = opened.page.eval_on_selector_all(
-            "figure svg", "all => all.map(each => each.getBoundingClientRect().height)"
-        )
-        assert min(sizes) > 100
+        heights = "all => all.map(each => each.getBoundingClientRect().height)"
+        assert min(page.eval_on_selector_all("figure svg", heights)) > 100
         # Interval and mark of every arm in every category, and the line of plain decoding through all of them.
-        plot = opened.page.locator("svg").first
+        plot = page.locator("svg").first
         assert plot.locator("title").count() == 3 * 2
         assert plot.locator(".even").count() >= 1
-        assert "×1." in opened.page.locator(".figures .ok b").inner_text()
-        assert opened.page.locator(".figures .fail b").inner_text() == "×0.80"
-        assert "slowed by heat" in opened.page.locator("p.note").inner_text()
-
-
-def test_text_stays_within_its_plot(made: Path, browser: Any) -> None:
-    with Opened(browser, made) as opened:
-        outside = opened.page.eval_on_selector_all(
+        assert "×1." in page.locator(".figures .ok b").inner_text()
+        assert page.locator(".figures .fail b").inner_text() == "×0.80"
+        assert "slowed by heat" in page.locator("p.note").inner_text()
+        outside = page.eval_on_selector_all(
             "svg",
             """all => all.filter(svg => svg.getClientRects().length).flatMap(svg => {
                 const frame = svg.getBoundingClientRect();
@@ -112,24 +95,23 @@ def test_text_stays_within_its_plot(made: Path, browser: Any) -> None:
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1180, "dark"), (1600, "light")])
-def test_it_fits_the_window_in_both_schemes(width: int, scheme: str, made: Path, browser: Any) -> None:
-    with Opened(browser, made, width, scheme) as opened:
-        assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
-        ground = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
+def test_it_fits_the_window_in_both_schemes_and_opens_by_keyboard(
+    width: int, scheme: str, made: Path, browser: Any
+) -> None:
+    with opened(browser, made, width, scheme) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (sum(map(int, re.findall(r"\d+", ground)[:3])) < 150) == (scheme == "dark")
-
-
-def test_the_rounds_of_another_category_open_by_keyboard(made: Path, browser: Any) -> None:
-    with Opened(browser, made) as opened:
-        opened.page.locator("details summary", has_text="chat: q1").focus()
-        opened.page.keyboard.press("Enter")
-        assert opened.page.locator("details[open]", has_text="chat: q1").locator("svg").is_visible()
+        page.locator("details summary", has_text="chat: q1").focus()
+        page.keyboard.press("Enter")
+        assert page.locator("details[open]", has_text="chat: q1").locator("svg").is_visible()
 
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_names_are_shown_and_not_obeyed(text: str, tmp_path: Path, browser: Any) -> None:
-    with Opened(browser, write(tmp_path / "run.html", record(text.replace("\ud800", "")))) as opened:
-        assert opened.page.evaluate("window.hacked") is None
-        assert opened.page.locator("script, img, textarea").count() == 0
-        shown = opened.page.locator("h1").inner_text()
-        assert " ".join(text.replace("\ud800", "").replace("\u2028", "↵").split()) in " ".join(shown.split())
+    text = text.replace("\ud800", "")
+    with opened(browser, write(tmp_path / "run.html", record(text))) as page:
+        assert page.evaluate("window.hacked") is None
+        assert page.locator("script, img, textarea").count() == 0
+        shown = page.locator("h1").inner_text()
+        assert " ".join(text.replace("\u2028", "↵").split()) in " ".join(shown.split())
