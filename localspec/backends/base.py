@@ -380,6 +380,7 @@ class Context(_Closable):
             Cancelled: ``interrupted`` was true; the memory holds the pieces that were done.
         """
         self._check_ids(tokens)
+        self._check_whole()
         pieces: list[Forward] = []
         while logits != "all" and len(tokens) > N_UNINTERRUPTED and self.interrupted is not None:
             piece, tokens = tokens[:N_UNINTERRUPTED], tokens[N_UNINTERRUPTED:]
@@ -394,6 +395,7 @@ class Context(_Closable):
         if not self.finds_best or len(tokens) > N_UNINTERRUPTED:
             return self.decode(tokens, logits)
         self._check_ids(tokens)
+        self._check_whole()
         return self._feed(tokens, partial(self._decode_best, tokens, n_best, logits, None))
 
     def decode_floats(
@@ -436,7 +438,7 @@ class Context(_Closable):
             UsageError: the model cannot (``Capabilities.first_layers``), the context does not return that state, or the
                 memory ends with rows of another number of layers.
         """
-        self._check_ids(tokens, whole=False)
+        self._check_ids(tokens)
         name = layer_name(n_layers - 1)
         if not self.model.capabilities.first_layers:
             raise UsageError(f"{self.model.engine} cannot end a pass early for {self.model.path.name}")
@@ -465,6 +467,7 @@ class Context(_Closable):
             UsageError: the context cannot (``can_branch``), or parents do not come before.
         """
         self._check_ids(tokens)
+        self._check_whole()
         if not self.can_branch:
             raise UsageError(self.model.why_no_trees() or "this context was not made for tokens that branch")
         if len(parents) != len(tokens) or any(not -1 <= parent < i for i, parent in enumerate(parents)):
@@ -509,8 +512,7 @@ class Context(_Closable):
         self._check_open()
         if not 0 <= n <= self.n_past:
             raise UsageError(f"cannot truncate {self.n_past} tokens to {n}")
-        if self._tree is not None:
-            self._drop_tree()
+        self._drop_tree()
         if n < self.n_past:
             self._truncate(n)
             del self.tokens[n:]
@@ -569,8 +571,7 @@ class Context(_Closable):
         super().close()
 
     def _feed(self, tokens: Sequence[int], compute: Callable[[], Forward]) -> Forward:
-        if self._tree is not None:
-            self._drop_tree()
+        self._drop_tree()
         n_before = self.n_past
         try:
             forward = compute()
@@ -586,12 +587,10 @@ class Context(_Closable):
             self._tree = None
             self._truncate(self.n_past)
 
-    def _check_ids(self, tokens: Sequence[int], *, whole: bool = True) -> None:
+    def _check_ids(self, tokens: Sequence[int]) -> None:
         self._check_room(len(tokens))
         if min(tokens) < 0 or max(tokens) >= self.model.n_vocab:
             raise UsageError(f"token ids must lie in 0..{self.model.n_vocab - 1}")
-        if whole and self._partial is not None:
-            self._check_whole()
 
     def _check_room(self, n: int) -> None:
         self._check_open()
@@ -708,6 +707,7 @@ class SequenceBatch(_Closable):
             raise UsageError("decode needs at least one piece, and no two of one sequence")
         for context, piece in zip(contexts, pieces, strict=True):
             context._check_ids(piece.tokens)
+            context._check_whole()
         self.check_cells(sum(len(piece.tokens) for piece in pieces))
         try:
             forwards = self._decode(pieces)
