@@ -203,7 +203,7 @@ def test_a_target_in_half_precision_lends_its_weights(
     target, head = borrowing("qwen3", "Q4_0")(tiny, tmp_path)
     text = np.random.default_rng(1).integers(40, 380, 20).tolist()
     expected = draft_everywhere("mlx", target, head, text)
-    monkeypatch.setattr(network, "default_dtype", lambda file: "float16")
+    monkeypatch.setattr(network, "default_dtype", lambda file: network.mx.float16)
     found = draft_everywhere("mlx", target, head, text)
     assert np.mean([mine == theirs for mine, theirs in zip(found.tokens, expected.tokens, strict=True)]) > 0.8
     differences = [np.abs(one[0] - two[0]).max() for one, two in zip(found.rows, expected.rows, strict=True)]
