@@ -125,6 +125,7 @@ export class Conversations {
       this.note(data.length ? "" : query ? "None has all of these words." : "None yet.");
     } catch (error) {
       this.here = error.status !== 403; // a server that other computers reach keeps none
+      if (!error.status && this.isUnsaved) return this.trouble(error); // which says where that is
       if (!this.here) {
         const own = this.unsaved().map(({id, title, time, messages}) => ({id, title, updated: time / 1000, messages: messages.length}));
         $("list").replaceChildren(...own.map((each) => this.entry(each)));

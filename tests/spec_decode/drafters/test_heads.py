@@ -126,7 +126,7 @@ def accepted(rounds: Sequence[Round]) -> dict[str, float]:
     return {source: sum(each) / len(each) for source, each in fates.items() if len(each) > 100}
 
 
-@pytest.mark.parametrize(("sampled", "n"), [(False, 250), (True, 150)])
+@pytest.mark.parametrize(("sampled", "n"), [(False, 250), (True, 250)])
 def test_answers_equal_plain_ones(world: HeadWorld, sampled: bool, n: int) -> None:
     rounds: list[Round] = []
     for seed in range(n):
