@@ -14,6 +14,7 @@ from localspec import LLM, ModelFileError, PromptTooLong, Round, SamplingParams,
 from localspec.controllers.cost_model import Curve
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from tests.conftest import TinyFiles, open_backend
+from tests.support.contexts import watch_passes
 from tests.support.waiting import Brake
 
 GREEDY = SamplingParams(max_tokens=48, ignore_eos=True)
@@ -80,20 +81,12 @@ def test_a_text_is_the_same_however_it_was_drafted(reference_llm: LLM, params: S
     assert (other.token_ids != plain.token_ids) is (params.temperature > 0)
 
 
-def test_the_second_turn_decodes_only_what_is_new_in_both_contexts(llm: LLM) -> None:
+def test_the_second_turn_decodes_only_what_is_new_in_both_contexts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     first = llm.chat(CHAT, GREEDY, draft_length=4)
     messages = [*CHAT, {"role": "assistant", "content": first.text}, {"role": "user", "content": "Go on."}]
     n_draft = draft_context(llm).n_past
     assert n_draft > 0
-    decoded: list[int] = []
-    context = draft_context(llm)
-    original = context._decode
-
-    def spy(tokens: Any, logits: Any) -> Any:
-        decoded.append(len(tokens))
-        return original(tokens, logits)
-
-    context._decode = spy
+    decoded = watch_passes(draft_context(llm), monkeypatch)
     second = llm.chat(messages, SamplingParams(max_tokens=1), draft_length=4)
     shared = second.stats["cached_tokens"]
     assert shared >= first.stats["prompt_tokens"] - 1

@@ -36,6 +36,7 @@ from localspec.engine.options import SamplingOptions
 from localspec.engine.worker import FairQueue, Job, Worker
 from localspec.spec_decode.rounds import SpecStats
 from tests.conftest import TinyFiles, open_backend
+from tests.support.contexts import watch_passes
 from tests.support.waiting import PATIENCE, Brake, Clock, wait_until
 from tests.test_llm import draft_context
 
@@ -311,15 +312,7 @@ def test_a_deadline_in_an_answer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> N
     whole = llm.generate("endless", LONG, speculate=False).token_ids
     clock, context = Clock(), llm.inspect().context
     monkeypatch.setattr("localspec.engine.worker.time", clock)
-    decode, passes = context._decode, []
-
-    def spy(tokens: Any, logits: Any) -> Any:
-        passes.append(len(tokens))
-        if len(passes) == 10:
-            clock.forward(3600)
-        return decode(tokens, logits)
-
-    monkeypatch.setattr(context, "_decode", spy)
+    passes = watch_passes(context, monkeypatch, before=lambda n: clock.forward(3600) if n == 10 else None)
     reply = llm.generate("endless", LONG, deadline=3000, speculate=False)
     monkeypatch.undo()
     assert (reply.finish_reason, reply.cancelled_by) == ("cancelled", "deadline")
@@ -341,16 +334,7 @@ def test_prefill_is_interruptible(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> 
     llm.generate("something else", GREEDY)
     context = llm.inspect().context
     stream: Any = None
-    decode, sizes = context._decode, []
-
-    def spy(tokens: Any, logits: Any) -> Any:
-        sizes.append(len(tokens))
-        result = decode(tokens, logits)
-        if len(sizes) == 2:
-            stream.close()
-        return result
-
-    monkeypatch.setattr(context, "_decode", spy)
+    sizes = watch_passes(context, monkeypatch, after=lambda n: stream.close() if n == 2 else None)
     gate = Gate(llm)
     stream = llm.rounds(prompt, LONG)
     gate.open()
@@ -371,15 +355,8 @@ def test_a_draft_models_first_reading_is_interruptible(llm: LLM, monkeypatch: py
     expected = llm.generate(prompt, SamplingParams(max_tokens=8, ignore_eos=True), speculate=False).token_ids
     llm.generate("something else", GREEDY, draft_length=2)
     context = draft_context(llm)
-    decode, sizes = context._decode, []
     stream: Any = None
-
-    def spy(tokens: Any, logits: Any) -> Any:
-        sizes.append(len(tokens))
-        stream.close()
-        return decode(tokens, logits)
-
-    monkeypatch.setattr(context, "_decode", spy)
+    sizes = watch_passes(context, monkeypatch, before=lambda n: stream.close())
     gate = Gate(llm)
     stream = llm.rounds(prompt, LONG, draft_length=3)
     gate.open()

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 from localspec import LLM, Closed, SamplingParams, SessionFileError, UsageError
-from localspec.backends.base import Context
 from localspec.engine.prefix_cache import MIN_TOKENS, PrefixCache
 from tests.conftest import TinyFiles, open_backend
 from tests.support import ggufs
+from tests.support.contexts import watch_passes
 from tests.test_llm import draft_context
 
 pytestmark = pytest.mark.usefixtures("measured_home")
@@ -49,19 +49,6 @@ def any_llm(request: pytest.FixtureRequest, tiny: TinyFiles) -> Iterator[LLM]:
         yield loaded
 
 
-def decoded(context: Context, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """From now on, the number of tokens of every decode."""
-    sizes: list[int] = []
-    decode = context._decode
-
-    def spy(tokens: Any, logits: Any) -> Any:
-        sizes.append(len(tokens))
-        return decode(tokens, logits)
-
-    monkeypatch.setattr(context, "_decode", spy)
-    return sizes
-
-
 # The prefix cache.
 
 
@@ -70,7 +57,7 @@ def test_going_back_to_a_conversation_reads_nothing_again(any_llm: LLM, monkeypa
     sessions = [llm.session(system=f"{LONG_TEXT} You are number {i}.") for i in range(4)]
     first = [session.chat("hello", GREEDY, draft_length=3) for session in sessions]
     assert all(reply.stats["cached_tokens"] < reply.stats["prompt_tokens"] for reply in first)
-    target, draft = decoded(llm.inspect().context, monkeypatch), decoded(draft_context(llm), monkeypatch)
+    target, draft = watch_passes(llm.inspect().context, monkeypatch), watch_passes(draft_context(llm), monkeypatch)
     for i in (1, 3, 0, 2):
         target.clear(), draft.clear()
         reply = sessions[i].chat("go on", GREEDY, draft_length=3)
@@ -278,7 +265,10 @@ def test_a_saved_session_goes_on_without_reading(tiny: TinyFiles, tmp_path: Path
             assert session.notice is None
             assert session.messages == messages
             assert session.params == GREEDY
-            target, draft = decoded(llm.inspect().context, monkeypatch), decoded(draft_context(llm), monkeypatch)
+            target, draft = (
+                watch_passes(llm.inspect().context, monkeypatch),
+                watch_passes(draft_context(llm), monkeypatch),
+            )
             reply = session.chat("and then", draft_length=3)
             assert reply.token_ids == expected.token_ids
             assert reply.stats["cached_tokens"] == expected.stats["cached_tokens"]

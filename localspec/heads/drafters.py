@@ -105,6 +105,11 @@ class HeadDrafter(Drafter):
         self._seen: deque[tuple[int, FloatArray]] = deque(maxlen=window + LONGEST_PASS)  # not yet placed
         self._first = self._n_true = 0  # the memory holds true rows for positions from _first on
 
+    @property
+    def held(self) -> range:
+        """The positions whose true rows the memory holds."""
+        return range(self._first, self._first + self._n_true)
+
     def clone(self, context: Context | None) -> Drafter:
         return type(self)(self.head, context or self.context, self.info.source)
 
@@ -145,7 +150,7 @@ class HeadDrafter(Drafter):
         end = len(self._text) - 1
         if self._states.end < end or self._states.start >= end:
             return None
-        held = self._first + self._n_true
+        held = self.held.stop
         # Clones take turns in one context; the rows' names tell whose they are.
         is_mine = self.context.tokens[: self._n_true] == self._text[self._first + 1 : held + 1]
         first = min(held, end - 1)

@@ -26,6 +26,7 @@ from localspec.spec_decode.rounds import Draft, DraftToken, Round
 from tests.conftest import TinyFiles
 from tests.spec_decode.test_exactness import DEFECT, EXACT, PROMPT, SAMPLING, Predictions, plain_law
 from tests.spec_decode.test_lossless import N_CTX, NosyController, RandomController, TableContext, World, run
+from tests.support.contexts import watch_passes
 from tests.support.enumeration import largest_difference, law_of_answers
 from tests.support.waiting_engine import Timing, WaitingModel
 
@@ -292,20 +293,16 @@ def test_an_answer_that_is_dropped_ends_the_thread(tiny: TinyFiles, n_rounds: in
     assert answer_of(run(decoder, [5, 6, 7], params)) == wanted
 
 
-def test_a_pass_that_fails_ends_the_thread(tiny: TinyFiles) -> None:
+def test_a_pass_that_fails_ends_the_thread(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = decoder_of(tiny, DraftModelDrafter, [])
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     wanted = answer_of(run(decoder, [5, 6, 7], params))
-    decode, n_left = decoder.target._decode, 5
 
-    def broken(tokens: Any, logits: Any) -> Any:
-        nonlocal n_left
-        n_left -= 1
-        if not n_left:
+    def broken(n: int) -> None:
+        if n == 5:
             raise EngineError("the device is gone")
-        return decode(tokens, logits)
 
-    decoder.target._decode = broken
+    watch_passes(decoder.target, monkeypatch, before=broken)
     with pytest.raises(EngineError, match="the device is gone"):
         run(decoder, [5, 6, 7], params)
     assert not ahead_threads()

@@ -67,6 +67,32 @@ def path_to(parents: Sequence[int], at: int) -> list[int]:
     return [] if at < 0 else [*path_to(parents, parents[at]), at]
 
 
+def nothing(n: int) -> None:
+    pass
+
+
+def watch_passes(
+    context: Context,
+    patch: pytest.MonkeyPatch,
+    before: Callable[[int], None] = nothing,
+    after: Callable[[int], None] = nothing,
+) -> list[int]:
+    """From now on, the tokens of every pass; ``before`` and ``after`` each are called with its number, from 1."""
+    sizes: list[int] = []
+    decode = context._decode
+
+    def watched(tokens: Sequence[int], rows: Any) -> Any:
+        sizes.append(len(tokens))
+        n = len(sizes)
+        before(n)
+        forward = decode(tokens, rows)
+        after(n)
+        return forward
+
+    patch.setattr(context, "_decode", watched)
+    return sizes
+
+
 @contextmanager
 def breaking_off(model: Model, times: int = 1) -> Iterator[None]:
     """Within it so many passes end with an error once rows are computed: Ctrl-C, or on MLX want of memory."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
 
 from localspec import LLM, EngineError, SamplingParams, UsageError
 from localspec.backends import reference
-from localspec.backends.base import Forward
 from localspec.backends.trust import CHECK_TEXT
 from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.fixed import FixedController
@@ -26,6 +25,7 @@ from localspec.spec_decode.proposer import Proposer
 from localspec.system.steps import exhaust
 from tests.conftest import open_backend
 from tests.support import ggufs
+from tests.support.contexts import watch_passes
 from tests.support.gguf_vocabs import UNUSED, bpe_vocab
 
 N_VOCAB, N_PADDING = 384, 64
@@ -249,15 +249,12 @@ def test_a_draft_whose_engine_fails_is_done_without(wide: ggufs.Pair, monkeypatc
     with LLM(wide.target, draft=["ngram", wide.draft], backend="reference", n_ctx=256, draft_length=3) as llm:
         plain = llm.generate(PROMPT, GREEDY, speculate=False).token_ids
         context = llm.inspect().contexts[1]
-        real, left = context._decode, [5]
 
-        def failing(tokens: Sequence[int], logits: Literal["all", "last", "none"]) -> Forward:
-            left[0] -= 1
-            if left[0] < 0:
+        def failing(n: int) -> None:
+            if n > 5:
                 raise EngineError("out of memory")
-            return real(tokens, logits)
 
-        monkeypatch.setattr(context, "_decode", failing)
+        watch_passes(context, monkeypatch, before=failing)
         reply = llm.generate(PROMPT, GREEDY)
         assert reply.token_ids == plain
         assert reply.stats["num_draft_tokens"] > 0

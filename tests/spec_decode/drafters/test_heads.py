@@ -465,11 +465,11 @@ def words(n: int, seed: int = 0) -> list[int]:
 
 def test_of_a_long_prompt_the_end_is_read_and_of_what_follows_all(reader: Reader) -> None:
     text = reader.answer(words(300))
-    assert reader.drafter._first == 299 - WINDOW
+    assert reader.drafter.held.start == 299 - WINDOW
     assert reader.n_rows[0] == WINDOW
-    n_first = reader.drafter._n_true
+    n_first = len(reader.drafter.held)
     longer = reader.answer([*text, *words(40, 1)])
-    assert reader.drafter._first == 299 - WINDOW
+    assert reader.drafter.held.start == 299 - WINDOW
     assert reader.n_rows[0] == len(text) + 39 - (299 - WINDOW) - n_first  # each row once
     reader.answer([*longer[:-20], *words(30, 2)])  # an edit: what stands before it was read already
     assert reader.n_rows[0] <= 31
@@ -488,11 +488,11 @@ def test_only_settled_tokens_are_read_and_each_once(tiny: TinyFiles, tmp_path: P
     text = TextAssembler(reader.model.vocab)
     said = list(prompt)
     for round_ in decoder.rounds(prompt, SamplingParams(max_tokens=40, ignore_eos=True), text):
-        n = drafter._n_true
+        n = len(drafter.held)
         assert drafter.context.tokens[:n] == said[1 : n + 1]
         said += [token.id for token in round_.emitted]
         assert drafter._states.end == len(said) - 1
-    assert drafter._first == 0
+    assert drafter.held.start == 0
     assert len(said) - 12 < n < len(said)
 
 
@@ -509,7 +509,7 @@ def test_after_a_gap_the_memory_begins_anew(reader: Reader, how: str) -> None:
     plain = reader.answer([*text, 31], 12, drafters=[])
     reader.target.truncate(n_held)
     assert reader.answer([*text, 31], 12) == plain
-    assert reader.drafter._first == n_held
+    assert reader.drafter.held.start == n_held
     assert 0 < reader.n_rows[0] < 4
     assert reader.lost == []
 
@@ -524,7 +524,7 @@ def test_a_prompt_that_ends_before_the_states_that_were_kept(tiny: TinyFiles, tm
     assert reader.answer(text[:50], 12) == plain
     assert reader.lost == []
     assert len(reader.n_rows) > 2
-    assert reader.drafter._first == (0 if kind != "medusa" else reader.drafter._states.start)
+    assert reader.drafter.held.start == (0 if kind != "medusa" else reader.drafter._states.start)
 
 
 def test_a_memory_that_is_full_begins_anew(tiny: TinyFiles, tmp_path: Path) -> None:
@@ -532,7 +532,7 @@ def test_a_memory_that_is_full_begins_anew(tiny: TinyFiles, tmp_path: Path) -> N
     small = drafter_of(reader.head, 40)
     plain = reader.answer(words(30), 120, 0)
     assert reader.answer(words(30), 120, 3, [small]) == plain
-    assert small._first >= 60
+    assert small.held.start >= 60
     assert 0 < small.context.n_past <= 40
 
 
@@ -542,9 +542,9 @@ def test_a_prefill_that_is_broken_off_leaves_no_states_of_another_text(reader: R
     decoder.prefill(words(200), lambda: next(polls))
     prompt = words(90, 1)
     assert reader.answer(prompt) == reader.answer(prompt, n_draft=0)
-    assert reader.drafter._first >= 0
-    n = reader.drafter._n_true
-    assert reader.drafter.context.tokens[:n] == reader.drafter._text[reader.drafter._first + 1 :][:n]
+    assert reader.drafter.held.start >= 0
+    n = len(reader.drafter.held)
+    assert reader.drafter.context.tokens[:n] == reader.drafter._text[reader.drafter.held.start + 1 :][:n]
 
 
 def test_clones_take_turns_in_one_context(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -595,7 +595,7 @@ def test_guesses_for_tokens_that_it_was_not_asked_for_are_judged_when_it_reads_t
     oracle = Oracle(reader.path, reader.head)
     rightly = []
     for at in range(len(text) - FEW_ROWS + 1, len(text)):
-        row = oracle.logits(text[:at], at, reader.drafter._first)
+        row = oracle.logits(text[:at], at, reader.drafter.held.start)
         rightly.append(int(reader.head.token_map[int(row.argmax())]) == text[at])
     assert [right for _, right in plan.seen] == rightly
     assert plan.n_read == len(text) - 1
