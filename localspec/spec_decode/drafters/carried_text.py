@@ -8,8 +8,10 @@ tokenized again (Timor et al. 2025, arXiv:2502.05202, algorithm 2, tokenize all 
 from __future__ import annotations
 
 from bisect import bisect_right
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Sequence
 
+from localspec.backends.base import shared_prefix
 from localspec.model_files.vocab import Vocab
 
 MARK = 0xFF
@@ -30,9 +32,7 @@ class Side:
     """
 
     def __init__(self, vocab: Vocab, tokenize: Tokenize) -> None:
-        self.vocab = vocab
-        self._tokenize = tokenize
-        self._anchors: dict[bytes, bytes] = {}
+        self.vocab, self.tokenize = vocab, tokenize
 
     def tokens_of(self, text: bytes) -> list[int] | None:
         """Tokens whose bytes are ``text``, which is whole characters; None where the vocabulary has none."""
@@ -41,10 +41,9 @@ class Side:
         except UnicodeDecodeError:
             return None
         for anchor in ("", "\n"):  # behind an anchor no space is put in front of the text, as SentencePiece does
-            tokens, prefix = self._tokenize(anchor + decoded), anchor.encode()
+            tokens, prefix = self.tokenize(anchor + decoded), anchor.encode()
             for skip in (0,) if not anchor else range(1, 4):
-                skipped = b"".join(map(self.vocab.token_bytes, tokens[:skip]))
-                if skipped.lstrip(b" ") == prefix and self.spelled(tokens[skip:]) == text:
+                if self.spelled(tokens[:skip]).lstrip(b" ") == prefix and self.spelled(tokens[skip:]) == text:
                     return list(tokens[skip:])
         return None
 
@@ -92,7 +91,7 @@ class CarriedText:
         Args:
             tokens: the target's, from the beginning of the text.
         """
-        kept = _n_common(self._tokens, tokens)
+        kept = shared_prefix(self._tokens, tokens)
         if kept == len(tokens) == len(self._tokens):
             return self._ids
         self._cut(kept)
@@ -155,7 +154,7 @@ class CarriedText:
         at = self._ends[-1] if self._ends else 0
         if not at and self._draft.vocab.add_bos and self._draft.vocab.bos is not None:
             self._ids, self._ends = [self._draft.vocab.bos], [0]
-        self.pending = bytes(_half_character(self._text[at:]))
+        self.pending = _half_character(self._text[at:])
         end = len(self._text) - len(self.pending)
         while at < end:
             if self._text[at] == MARK:
@@ -190,33 +189,14 @@ class CarriedText:
                 start += len(self._draft.vocab.token_bytes(token))
                 self._ends.append(start)
         else:  # bytes that are no characters: the tokens stand for all of it together
-            ids = list(self._draft._tokenize(text.decode("utf-8", "replace")))
+            ids = list(self._draft.tokenize(text.decode("utf-8", "replace")))
             self._ends += [end] * len(ids)
         self._ids += ids
         return end
 
 
-def _n_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens that both begin with; by bisection, as comparing slices is what Python does fast."""
-    low, high = 0, min(len(one), len(other))
-    if list(one[:high]) == list(other[:high]):
-        return high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def _half_character(text: bytes | bytearray) -> bytes | bytearray:
+def _half_character(text: bytes | bytearray) -> bytes:
     """The end of a text that is the beginning of a character in UTF-8, and not all of it."""
-    for n in range(1, min(4, len(text) + 1)):
-        byte = text[-n]
-        if byte >= 0xC0:
-            length = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            return text[len(text) - n :] if n < length and byte < 0xF5 else b""
-        if byte < 0x80:
-            break
-    return b""
+    decoder = getincrementaldecoder("utf-8")("replace")
+    decoder.decode(bytes(text[-3:]))
+    return decoder.getstate()[0]
