@@ -123,6 +123,16 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "expert_feed_forward_length": 64,
     },
     "granite": {"attention.scale": 0.05, "embedding_scale": 6.0, "residual_scale": 0.4, "logit_scale": 2.0},
+    "lfm2": {"shortconv.l_cache": 3, "attention.head_count_kv": [0, 2, 0, 2]},
+    "lfm2moe": {
+        "shortconv.l_cache": 3,
+        "attention.head_count_kv": [0, 2, 0, 2],
+        "leading_dense_block_count": 1,
+        "expert_count": 8,
+        "expert_used_count": 3,
+        "expert_feed_forward_length": 64,
+        "expert_gating_func": 2,
+    },
     "llama": {"rope.dimension_count": 64},
     "phi3": {"rope.dimension_count": 48},
 }
@@ -174,5 +184,31 @@ def _weights(
         else:
             layer |= {"ffn_gate.weight": matrix(n_ff, n), "ffn_up.weight": matrix(n_ff, n)}
             layer["ffn_down.weight"] = matrix(n, n_ff, 2 * added)
+        if architecture.startswith("lfm2"):
+            _as_lfm2(layer, i, sizes, settings, rng)
         weights |= {f"blk.{i}.{key}": weight for key, weight in layer.items()}
+    if architecture.startswith("lfm2"):
+        weights["token_embd_norm.weight"] = weights.pop("output_norm.weight")
+        weights["token_embd.weight"] = weights.pop("output.weight")  # one for both, and small beside what layers add
     return weights
+
+
+def _as_lfm2(
+    layer: dict[str, Array], i: int, sizes: Sizes, settings: Mapping[str, Any], rng: np.random.Generator
+) -> None:
+    """Make a layer one of LFM2: of short convolutions, where the settings count no key heads."""
+    n, d_head, matrix = sizes.n_embd, sizes.n_embd // sizes.n_head, ggufs.matrices(rng)
+    layer |= {f"attn_{part}_norm.weight": rng.uniform(0.7, 1.3, d_head).astype(np.float32) for part in "qk"}
+    if not settings["attention.head_count_kv"][i]:
+        for name in [name for name in layer if name.startswith("attn_") and name != "attn_norm.weight"]:
+            del layer[name]
+        layer["shortconv.in_proj.weight"] = matrix(3 * n, n, 2.0)
+        layer["shortconv.conv.weight"] = rng.standard_normal((n, settings["shortconv.l_cache"])).astype(np.float32)
+        layer["shortconv.out_proj.weight"] = matrix(n, n, 2.0)
+    n_expert, n_ff = settings.get("expert_count", 0), settings.get("expert_feed_forward_length", 0)
+    if n_expert and i >= settings["leading_dense_block_count"]:
+        del layer["ffn_gate.weight"], layer["ffn_up.weight"], layer["ffn_down.weight"]
+        layer["ffn_gate_inp.weight"] = matrix(n_expert, n, 2.0)
+        layer["exp_probs_b.bias"] = rng.uniform(-0.3, 0.3, n_expert).astype(np.float32)
+        for part, rows, columns in (("gate", n_ff, n), ("up", n_ff, n), ("down", n, n_ff)):
+            layer[f"ffn_{part}_exps.weight"] = np.stack([matrix(rows, columns, 2.0) for _ in range(n_expert)])

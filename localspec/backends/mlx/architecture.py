@@ -44,9 +44,9 @@ class Header:
         self.name = file.path.name
         self._read: set[str] = set()
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number; a list with one number for each layer must repeat a single one."""
-        value = self._uniform(key, default)
+    def integer(self, key: str, default: int | None = None, *, but: int | None = None) -> int:
+        """A whole number; a list with one number for each layer must repeat a single one, where it is not ``but``."""
+        value = self._uniform(key, default, but)
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
             raise UnsupportedModel(f"{self.name}: {self._full(key)} is {value!r}, not a whole number")
         return int(value)
@@ -69,6 +69,19 @@ class Header:
         self._read.add(key)
         value = self.file.field(key, default)
         return [int(item) for item in value] if isinstance(value, np.ndarray) else int(value)
+
+    def attending(self) -> list[int]:
+        """The layers that have keys and values, where the header counts 0 key heads in the others."""
+        n_layer = self.integer("block_count")
+        counts = self.list_or_integer("attention.head_count_kv", 1)
+        counts = counts if isinstance(counts, list) else [counts] * n_layer
+        found = [i for i, count in enumerate(counts[:n_layer]) if count]
+        if not 0 < len(found) < n_layer:
+            raise UnsupportedModel(
+                f"{self.name}: {len(found)} of {n_layer} layers have attention; the mlx backend computes this "
+                "architecture where some have and some have not"
+            )
+        return found
 
     def expect(self, key: str, *accepted: float) -> None:
         """Refuse a setting whose value would need code that is not there."""
@@ -93,12 +106,13 @@ class Header:
                 f"setting{'s' * (len(unread) > 1)} {', '.join(unread)}; use --backend llama-cpp"
             )
 
-    def _uniform(self, key: str, default: Any) -> Any:
+    def _uniform(self, key: str, default: Any, but: int | None = None) -> Any:
         self._read.add(key)
         value = self.file.field(key, default)
         if value is None:
             raise UnsupportedModel(f"{self.name} lacks the setting {self._full(key)}")
         if isinstance(value, np.ndarray):
+            value = value[value != but] if but is not None else value
             if len(value) == 0 or (value != value[0]).any():
                 raise UnsupportedModel(
                     f"{self.name}: {self._full(key)} differs between layers, which the mlx backend cannot compute; "
@@ -126,6 +140,21 @@ _QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm
 _EXPERTS = {"ffn_gate_inp": "mlp.gate"} | {
     f"ffn_{part}_exps": f"mlp.switch_mlp.{part}_proj" for part in ("gate", "up", "down")
 }
+
+_SHORT_CONVOLUTIONS = {
+    "attn_norm": "operator_norm",
+    "ffn_norm": "ffn_norm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.out_proj": "conv.out_proj",
+}
+_SHORT_KERNELS: dict[str, Callable[[Array], Array]] = {"shortconv.conv.weight": lambda stored: stored[:, :, None]}
 
 
 def _nothing(header: Header) -> dict[str, Any]:
@@ -174,7 +203,7 @@ def read_attention(header: Header) -> Attention:
     d_head = header.integer("attention.key_length", n_embd // n_head)
     if header.integer("attention.value_length", d_head) != d_head:
         raise UnsupportedModel(f"{header.name}: keys and values differ in size; use --backend llama-cpp")
-    n_head_kv = header.integer("attention.head_count_kv", n_head)
+    n_head_kv = header.integer("attention.head_count_kv", n_head, but=0)  # layers without attention have none
     d_rope = header.integer("rope.dimension_count", d_head)
     if n_head_kv <= 0 or n_head % n_head_kv or not 0 < d_rope <= d_head or d_rope % 2:
         raise UnsupportedModel(
@@ -242,6 +271,32 @@ def _granite(header: Header) -> dict[str, Any]:
         "logits_scaling": header.real("logit_scale"),
         "attention_bias": False,
         "mlp_bias": False,
+    }
+
+
+def _lfm2(header: Header) -> dict[str, Any]:
+    return {
+        "norm_eps": header.real("attention.layer_norm_rms_epsilon"),
+        "full_attn_idxs": header.attending(),
+        "conv_L_cache": header.integer("shortconv.l_cache"),
+        "conv_bias": False,
+        # The width is the adjusted one.
+        "block_dim": header.integer("embedding_length"),
+        "block_auto_adjust_ff_dim": False,
+        "block_multiple_of": 1,
+        "block_ffn_dim_multiplier": 1.0,
+    }
+
+
+def _lfm2moe(header: Header) -> dict[str, Any]:
+    header.expect("expert_gating_func", 2)  # sigmoid
+    return _lfm2(header) | {
+        "num_experts": header.integer("expert_count"),
+        "num_experts_per_tok": header.integer("expert_used_count"),
+        "moe_intermediate_size": header.integer("expert_feed_forward_length"),
+        "num_dense_layers": header.integer("leading_dense_block_count"),
+        "norm_topk_prob": True,
+        "use_expert_bias": True,
     }
 
 
@@ -338,6 +393,26 @@ ARCHITECTURES: dict[str, Architecture] = {
         _glm4moe,
     ),
     "granite": Architecture("granite", _LLAMA, _granite, interleaved=True),
+    "lfm2": Architecture(
+        "lfm2",
+        _SHORT_CONVOLUTIONS
+        | {"ffn_gate": "feed_forward.w1", "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2"},
+        _lfm2,
+        converted=_SHORT_KERNELS,
+        norm="embedding_norm",
+        top={"token_embd_norm": "embedding_norm"},
+    ),
+    "lfm2moe": Architecture(
+        "lfm2_moe",
+        _SHORT_CONVOLUTIONS
+        | {f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")}
+        | {f"ffn_{part}_exps": f"feed_forward.switch_mlp.{part}_proj" for part in ("gate", "up", "down")}
+        | {"ffn_gate_inp": "feed_forward.gate", "exp_probs_b.bias": "feed_forward.expert_bias"},
+        _lfm2moe,
+        converted=_SHORT_KERNELS,
+        norm="embedding_norm",
+        top={"token_embd_norm": "embedding_norm"},
+    ),
     "llama": Architecture("llama", _LLAMA, _llama, interleaved=True, ignored=("attention.sliding_window",)),
     "mamba": Architecture(
         "mamba",

@@ -261,6 +261,14 @@ REFUSED: dict[str, tuple[TinyFile, str]] = {
         TinyFile("gemma3", {"attention.sliding_window_pattern": [True, False, True, True, False, True]}),
         r"in an order that mlx-lm cannot compute",
     ),
+    "an LFM2 without convolutions": (
+        TinyFile("lfm2", {"attention.head_count_kv": [2, 2, 2, 2]}),
+        r"4 of 4 layers have attention",
+    ),
+    "an LFM2 whose output matrix is not its embedding": (
+        TinyFile("lfm2", extra={"output.weight": np.zeros((64, 256), np.float32)}),
+        r"does not use output\.weight in a lfm2 model",
+    ),
     "no head count": (replace(LLAMA, settings={"attention.head_count": "many"}), r"is 'many', not a whole number"),
     "a ternary tensor": (
         replace(LLAMA, types={"ffn_down.weight": "TQ2_0"}),
