@@ -218,7 +218,7 @@ def test_the_default_precision_depends_on_the_device_the_file_and_its_states(
 REFUSED: dict[str, tuple[TinyFile, str]] = {
     "unknown architecture": (
         TinyFile("starcoder2"),
-        r"'starcoder2' \(it knows gemma, gemma3, glm4moe, granite, llama, .*qwen3",
+        r"'starcoder2' \(it knows gemma, gemma3, glm4moe, granite, lfm2, .*qwen3",
     ),
     "unknown tensor": (
         replace(LLAMA, extra={"blk.1.attn_sinks.weight": np.ones(4, np.float32)}),
