@@ -30,6 +30,9 @@ def random_blocks(kind: str, n_rows: int, n_columns: int, rng: np.random.Generat
     type_ = gguf.GGMLQuantizationType[kind]
     block, n_bytes = gguf.GGML_QUANT_SIZES[type_]
     blocks = rng.integers(0, 256, (n_rows * n_columns // block, n_bytes), dtype=np.uint8)
+    if kind == "MXFP4":  # a power of two, 127 for 1, and codes of deviation 2.1 to 4.3 for two of them
+        blocks[:, 0] = np.round(np.log2(std / 3.3)) + 127 + rng.integers(0, 2, len(blocks))
+        return blocks.reshape(n_rows, -1)
     at, minimum, factor = _HALVES[kind]
     d = rng.uniform(0.5, 1.5, (len(blocks), 1)) * rng.choice([-1, 1], (len(blocks), 1))
     scale = 1.0
@@ -95,7 +98,7 @@ class TinyFile:
         def stored(name: str, weight: Array) -> ggufs.Stored:
             kind = self.types.get(name, self.types.get(name.split(".", 2)[-1], "F32"))
             type_ = gguf.GGMLQuantizationType[kind]
-            if kind not in _HALVES:
+            if kind not in (*_HALVES, "MXFP4"):
                 return gguf.quants.quantize(weight, type_), type_
             rows = random_blocks(kind, weight.size // weight.shape[-1], weight.shape[-1], rng, float(weight.std()))
             return rows.reshape(*weight.shape[:-1], -1), type_
@@ -123,6 +126,17 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "expert_feed_forward_length": 64,
     },
     "granite": {"attention.scale": 0.05, "embedding_scale": 6.0, "residual_scale": 0.4, "logit_scale": 2.0},
+    "gpt-oss": {
+        "attention.key_length": 64,
+        "attention.value_length": 64,
+        "attention.sliding_window": 16,
+        "expert_count": 8,
+        "expert_used_count": 3,
+        "expert_feed_forward_length": 64,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 512,
+    },
     "lfm2": {"shortconv.l_cache": 3, "attention.head_count_kv": [0, 2, 0, 2]},
     "lfm2moe": {
         "shortconv.l_cache": 3,
@@ -167,18 +181,27 @@ def _weights(
         layer["attn_output.weight"] = matrix(n, n_q, added)
         if architecture in ("gemma3", "qwen3", "qwen3moe"):
             layer |= {"attn_q_norm.weight": norm(d_head), "attn_k_norm.weight": norm(d_head)}
-        if architecture == "olmo2":
+        if architecture == "gpt-oss":
+            layer |= {"attn_norm.weight": norm(), "post_attention_norm.weight": norm()}
+            layer["attn_sinks.weight"] = rng.standard_normal(sizes.n_head).astype(np.float32)
+            for part, rows in (("q", n_q), ("k", n_kv), ("v", n_kv), ("output", n)):
+                layer[f"attn_{part}.bias"] = 0.3 * rng.standard_normal(rows).astype(np.float32)
+        elif architecture == "olmo2":
             layer |= {"attn_q_norm.weight": norm(n_q), "attn_k_norm.weight": norm(n_kv)}
         else:
             layer |= {"attn_norm.weight": norm(), "ffn_norm.weight": norm()}
         if architecture in ("olmo2", "gemma3"):
             layer |= {"post_attention_norm.weight": 4 * norm(), "post_ffw_norm.weight": 4 * norm()}
-        if architecture == "qwen3moe":
+        if architecture in ("qwen3moe", "gpt-oss"):
             n_expert, n_ff = settings["expert_count"], settings["expert_feed_forward_length"]
             layer["ffn_gate_inp.weight"] = matrix(n_expert, n, 2.0)
             for part, rows, columns in (("gate", n_ff, n), ("up", n_ff, n), ("down", n, n_ff)):
                 experts = [matrix(rows, columns, 2.0) for _ in range(n_expert)]
                 layer[f"ffn_{part}_exps.weight"] = np.stack(experts)
+                if architecture == "gpt-oss":
+                    layer[f"ffn_{part}_exps.bias"] = rng.standard_normal((n_expert, rows)).astype(np.float32)
+            if architecture == "gpt-oss":
+                layer["ffn_gate_inp.bias"] = rng.standard_normal(n_expert).astype(np.float32)
         elif architecture == "phi3":
             layer |= {"ffn_up.weight": matrix(2 * n_ff, n), "ffn_down.weight": matrix(n, n_ff, 2.0)}
         else:

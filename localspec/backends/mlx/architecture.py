@@ -179,6 +179,7 @@ class Architecture:
     embedding: str = "embed_tokens"  # of the trunk
     norm: str = "norm"  # the last one, of the trunk
     ignored: tuple[str, ...] = ()  # settings that llama.cpp does not look at either
+    stretched_windows: bool = False  # whether positions are scaled in layers that see a window too
     without_rope: Callable[[int], bool] = lambda layer: False  # whether a layer (numbered from 0) does not rotate
     # Tensors outside of layers, but for embedding, last norm and output matrix -> path in the trunk.
     top: Mapping[str, str] = field(default_factory=dict)
@@ -271,6 +272,24 @@ def _granite(header: Header) -> dict[str, Any]:
         "logits_scaling": header.real("logit_scale"),
         "attention_bias": False,
         "mlp_bias": False,
+    }
+
+
+def _gpt_oss(header: Header) -> dict[str, Any]:
+    header.expect("expert_weights_scale", 0, 1)
+    header.expect("rope.freq_base_swa", header.real("rope.freq_base", 10000.0))
+    n_layer = header.integer("block_count")
+    pattern = header.list_or_integer("attention.sliding_window_pattern", 2)
+    if isinstance(pattern, int):
+        pattern = [int((i + 1) % pattern != 0) for i in range(n_layer)]
+    if {bool(each) for each in pattern[:n_layer]} != {True, False}:
+        raise UnsupportedModel(f"{header.name}: mlx-lm needs layers with a sliding window and others without")
+    return {
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in pattern[:n_layer]],
+        "sliding_window": header.integer("attention.sliding_window"),
+        "num_local_experts": header.integer("expert_count"),
+        "num_experts_per_tok": header.integer("expert_used_count"),
+        "intermediate_size": header.integer("expert_feed_forward_length"),
     }
 
 
@@ -391,6 +410,19 @@ ARCHITECTURES: dict[str, Architecture] = {
             "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
         },
         _glm4moe,
+    ),
+    "gpt-oss": Architecture(
+        "gpt_oss",
+        _ATTENTION
+        | {f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")}
+        | {
+            "attn_norm": "input_layernorm",
+            "attn_sinks.weight": "self_attn.sinks",
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_inp": "mlp.router",
+        },
+        _gpt_oss,
+        stretched_windows=True,
     ),
     "granite": Architecture("granite", _LLAMA, _granite, interleaved=True),
     "lfm2": Architecture(

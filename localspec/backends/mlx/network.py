@@ -338,9 +338,9 @@ def install_rope(
         raise UnsupportedModel(f"{header.name}: its rope factors do not fit {attention.d_rope} rotating channels")
     windows = _windows(module)
     everywhere = Rope(attention.d_rope, base, interleaved=architecture.interleaved, scaling=scaling)
-    # Layers that see a window only are not stretched.
     local_base = getattr(args, "rope_local_base_freq", base)
-    local = Rope(attention.d_rope, local_base, interleaved=architecture.interleaved)
+    local_scaling = scaling if architecture.stretched_windows else None
+    local = Rope(attention.d_rope, local_base, interleaved=architecture.interleaved, scaling=local_scaling)
     for i, layer in enumerate(module.layers):
         if "self_attn" in layer and not architecture.without_rope(i):
             layer.self_attn.rope = everywhere if windows[i] is None else local

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 
 from localspec.backends.base import Progress
 from localspec.backends.mlx.architecture import Architecture
-from localspec.backends.mlx.weights import Stored, read_tensor
+from localspec.backends.mlx.weights import BlockType, Stored, read_tensor
 from localspec.errors import EngineError, UnsupportedModel
 from localspec.model_files.gguf import GGUFFile, TensorInfo
 
@@ -167,11 +167,11 @@ def _put(
             f"{file.path.name}: {info.name} has the shape {'x'.join(map(str, stored.shape))}, "
             f"but {'x'.join(map(str, expected))} is needed"
         )
-    if stored.scales is None:
+    if stored.kind is None:
         owner[place.parameter] = stored.weight
     else:
         parent, _, name = place.path.rpartition(".")
-        cast(nn.Module, _submodule(module, parent) if parent else module)[name] = _packed(owner, stored)
+        cast(nn.Module, _submodule(module, parent) if parent else module)[name] = _packed(owner, stored, stored.kind)
 
 
 def _expected_shape(owner: nn.Module, parameter: str) -> tuple[int, ...] | None:
@@ -181,11 +181,11 @@ def _expected_shape(owner: nn.Module, parameter: str) -> tuple[int, ...] | None:
     return (owner["weight"].shape[0],) if parameter == "bias" else None
 
 
-def _packed(owner: nn.Module, stored: Stored) -> nn.Module:
+def _packed(owner: nn.Module, stored: Stored, kind: BlockType) -> nn.Module:
     """The quantised counterpart of a module, holding what was read."""
     bias = owner.get("bias")
     # mlx makes it by quantising the random weights it was built with; they are never computed.
-    packed: nn.Module = owner.to_quantized(group_size=stored.group, bits=stored.bits)
+    packed: nn.Module = owner.to_quantized(group_size=kind.group, bits=kind.bits, mode=kind.mode)
     packed.weight, packed.scales, packed.biases = stored.weight, stored.scales, stored.biases
     if bias is not None:
         packed.bias = bias

@@ -69,6 +69,9 @@ FILES = {name: TinyFile(name) for name in ARCHITECTURES} | {
     "llama, types of 256": TinyFile("llama", types=QUANTISED),
     "qwen2, YaRN": TinyFile("qwen2", YARN),
     "qwen3moe, quantised": TinyFile("qwen3moe", types=EXPERTS, sizes=Sizes(n_ff=256)),
+    "qwen3moe, MXFP4": TinyFile("qwen3moe", types=dict.fromkeys(EXPERTS, "MXFP4") | {"attn_q.weight": "MXFP4"}),
+    "gpt-oss, MXFP4": TinyFile("gpt-oss", types=dict.fromkeys(EXPERTS, "MXFP4") | {"attn_q.weight": "Q8_0"}),
+    "gpt-oss, every third layer": TinyFile("gpt-oss", {"attention.sliding_window_pattern": 3}),
     "gemma3, linear scaling": TinyFile("gemma3", {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}),
     "gemma3, no window": TinyFile("gemma3", {"attention.sliding_window": 0}),
     "phi3, long and short factors": TinyFile(
@@ -218,7 +221,7 @@ def test_the_default_precision_depends_on_the_device_the_file_and_its_states(
 REFUSED: dict[str, tuple[TinyFile, str]] = {
     "unknown architecture": (
         TinyFile("starcoder2"),
-        r"'starcoder2' \(it knows gemma, gemma3, glm4moe, granite, lfm2, .*qwen3",
+        r"'starcoder2' \(it knows gemma, gemma3, glm4moe, gpt-oss, granite, lfm2, .*qwen3",
     ),
     "unknown tensor": (
         replace(LLAMA, extra={"blk.1.attn_sinks.weight": np.ones(4, np.float32)}),
@@ -260,6 +263,14 @@ REFUSED: dict[str, tuple[TinyFile, str]] = {
     "window pattern out of order": (
         TinyFile("gemma3", {"attention.sliding_window_pattern": [True, False, True, True, False, True]}),
         r"in an order that mlx-lm cannot compute",
+    ),
+    "a gpt-oss without full attention": (
+        TinyFile("gpt-oss", {"attention.sliding_window_pattern": [True] * 4}),
+        r"needs layers with a sliding window and others without",
+    ),
+    "a gpt-oss that turns otherwise in windows": (
+        TinyFile("gpt-oss", {"rope.freq_base_swa": 500.0}),
+        r"gpt-oss\.rope\.freq_base_swa = 500\.0 is not handled",
     ),
     "an LFM2 without convolutions": (
         TinyFile("lfm2", {"attention.head_count_kv": [2, 2, 2, 2]}),
@@ -347,7 +358,7 @@ def test_real_weights_are_the_files_own(name: str, real_model: Callable[[str], P
             want = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[info.type_name])
             matrix = repack(kind, rows)
             arrays = [mx.array(each) for each in (matrix.codes, matrix.scales, matrix.biases)]
-            got = np.array(mx.dequantize(*arrays, group_size=matrix.group, bits=matrix.bits))
+            got = np.array(mx.dequantize(*arrays, group_size=kind.group, bits=kind.bits))
             error = float(np.sqrt(np.square(got - want).sum() / np.square(want).sum()))
             worst[info.type_name] = max(worst.get(info.type_name, 0.0), error)
     print(name, worst)
