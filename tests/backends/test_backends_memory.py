@@ -63,7 +63,7 @@ def test_anything_in_a_quantised_cache(tiny: TinyFiles, engine: str, kv_type: st
 
 
 RECURRENT = ["llama-cpp mamba", "llama-cpp hybrid", "llama-cpp hybrid 0.3", "llama-cpp hybrid 9", "ik-llama hybrid",
-             "mlx mamba", "mlx convolutions"]  # fmt: skip
+             "mlx mamba", "mlx convolutions", "mlx hybrid"]  # fmt: skip
 """Engine, and file; and for snapshots that are kept of a state memory of so many times the weights'."""
 
 

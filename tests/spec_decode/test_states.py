@@ -32,6 +32,7 @@ MEMORIES = [
     "llama-cpp spm",
     "mlx recurrent",
     "mlx convolutions",
+    "mlx hybrid",
     "mlx sliding",
     "llama-cpp hybrid",
     "ik-llama hybrid",

@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from tests.support import ggufs
+from tests.support import ggufs, mtp_ggufs
 from tests.support.gguf_vocabs import TinyVocab, bpe_vocab, vocab_metadata
 
 Array = npt.NDArray[Any]
@@ -86,13 +86,8 @@ class TinyFile:
             return ggufs.write_mamba(path, vocab, seed=seed)
         if self.architecture == "glm4moe":
             return ggufs.write_glm(path, vocab, seed=seed, own=True)
-        sizes = self.sizes or (Sizes(n_layer=6) if self.architecture == "gemma3" else Sizes())
-        usual = ggufs.sizes("", sizes.n_layer, sizes.n_embd, sizes.n_ff, sizes.n_head, sizes.n_head_kv)
-        settings = {key[1:]: value for key, value in usual.items()} | {"rope.freq_base": 10000.0}
-        settings |= dict(_SETTINGS.get(self.architecture, {})) | dict(self.settings)
-        weights = _weights(self.architecture, sizes, settings, len(vocab), np.random.default_rng(seed))
-        for name in self.omit:
-            del weights[name]
+        if self.architecture == "qwen35moe":
+            return mtp_ggufs.write_qwen_experts(path)
         rng = np.random.default_rng(seed + 1)
 
         def stored(name: str, weight: Array) -> ggufs.Stored:
@@ -103,6 +98,15 @@ class TinyFile:
             rows = random_blocks(kind, weight.size // weight.shape[-1], weight.shape[-1], rng, float(weight.std()))
             return rows.reshape(*weight.shape[:-1], -1), type_
 
+        if self.architecture == "qwen35":
+            return ggufs.write_hybrid(path, vocab, seed=seed, more=self.settings, stored=stored)
+        sizes = self.sizes or (Sizes(n_layer=6) if self.architecture == "gemma3" else Sizes())
+        usual = ggufs.sizes("", sizes.n_layer, sizes.n_embd, sizes.n_ff, sizes.n_head, sizes.n_head_kv)
+        settings = {key[1:]: value for key, value in usual.items()} | {"rope.freq_base": 10000.0}
+        settings |= dict(_SETTINGS.get(self.architecture, {})) | dict(self.settings)
+        weights = _weights(self.architecture, sizes, settings, len(vocab), np.random.default_rng(seed))
+        for name in self.omit:
+            del weights[name]
         metadata = {f"{self.architecture}.{key}": value for key, value in settings.items()} | vocab_metadata(vocab)
         weights |= dict(self.extra)
         return ggufs.write_gguf(path, self.architecture, metadata, weights, name="tiny", stored=stored)

@@ -175,6 +175,9 @@ class Architecture:
     shifted_norms: bool = False  # norm weights are stored one too large for the class, which adds 1
     # ``blk`` key and suffix -> function from the stored array to the parameter.
     converted: Mapping[str, Callable[[Array], Array]] = field(default_factory=dict)
+    # ``blk`` key and suffix -> an axis, and in which order its equal parts are wanted: heads, for example.
+    rearranged: Mapping[str, tuple[int, Callable[[Header], list[int]]]] = field(default_factory=dict)
+    prefix: str = ""  # of the names ``Model`` and ``ModelArgs`` in the module
     trunk: str = "model"  # attribute of the model up to and including the last norm
     embedding: str = "embed_tokens"  # of the trunk
     norm: str = "norm"  # the last one, of the trunk
@@ -227,7 +230,10 @@ def common_arguments(header: Header, architecture: Architecture, n_vocab: int, t
     if architecture.attention:
         attention = read_attention(header)
         arguments |= {
-            "intermediate_size": header.integer("feed_forward_length"),
+            # Models of experts alone may have none.
+            "intermediate_size": header.integer(
+                "feed_forward_length", 0 if header.file.field("expert_count") else None
+            ),
             "num_attention_heads": attention.n_head,
             "num_key_value_heads": attention.n_head_kv,
             "head_dim": attention.d_head,
@@ -381,6 +387,91 @@ def _mamba(header: Header) -> dict[str, Any]:
     }
 
 
+def _qwen35(header: Header) -> dict[str, Any]:
+    n_value, width = header.integer("ssm.time_step_rank"), header.integer("ssm.state_size")
+    if n_value * width != header.integer("ssm.inner_size"):
+        raise UnsupportedModel(f"{header.name}: {n_value} heads of {width} channels are not ssm.inner_size")
+    _check_sections(header)
+    return {
+        "num_hidden_layers": header.integer("block_count") - header.integer("nextn_predict_layers", 0),
+        "full_attention_interval": header.integer("full_attention_interval", 4),
+        "linear_num_value_heads": n_value,
+        "linear_num_key_heads": header.integer("ssm.group_count"),
+        "linear_key_head_dim": width,
+        "linear_value_head_dim": width,
+        "linear_conv_kernel_dim": header.integer("ssm.conv_kernel"),
+        "rope_parameters": None,  # the rotary embedding is put in its place
+    }
+
+
+def _check_sections(header: Header) -> None:
+    """See that each rotating channel takes one of the three positions that are the same in text (Qwen's M-RoPE)."""
+    sections = header.list_or_integer("rope.dimension_sections", 0)
+    n = read_attention(header).d_rope // 2
+    if not isinstance(sections, list) or any(i >= 3 * sections[i % 3] for i in range(n)):
+        raise UnsupportedModel(
+            f"{header.name}: its rope sections {sections} do not cover {n} pairs of channels; use --backend llama-cpp"
+        )
+
+
+def _qwen35moe(header: Header) -> dict[str, Any]:
+    header.expect("expert_weights_norm", 1)
+    header.expect("expert_weights_scale", 0, 1)
+    return _qwen35(header) | {
+        "num_experts": header.integer("expert_count"),
+        "num_experts_per_tok": header.integer("expert_used_count"),
+        "moe_intermediate_size": header.integer("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": header.integer("expert_shared_feed_forward_length"),
+        "norm_topk_prob": True,
+    }
+
+
+def _value_heads(header: Header) -> list[int]:
+    """The file's value head for each of mlx-lm's: there those that share a key head follow each other, in the file they
+    are as far apart as there are key heads."""
+    n_key, n_value = header.integer("ssm.group_count"), header.integer("ssm.time_step_rank")
+    return [i * n_key + key for key in range(n_key) for i in range(n_value // n_key)]
+
+
+def _all_heads(header: Header) -> list[int]:
+    """As ``_value_heads``, behind the heads of queries and keys."""
+    n_before = 2 * header.integer("ssm.group_count")
+    return [*range(n_before), *(n_before + head for head in _value_heads(header))]
+
+
+_QWEN35 = (
+    _ATTENTION
+    | _QK_NORMS
+    | {
+        "attn_norm": "input_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_beta": "linear_attn.in_proj_b",
+        "ssm_alpha": "linear_attn.in_proj_a",
+        "ssm_conv1d": "linear_attn.conv1d",
+        "ssm_dt.bias": "linear_attn.dt_bias",
+        "ssm_a": "linear_attn.A_log",
+        "ssm_norm": "linear_attn.norm",
+        "ssm_out": "linear_attn.out_proj",
+    }
+)
+_DELTA_NET: dict[str, Callable[[Array], Array]] = {
+    "ssm_a": lambda stored: np.log(-stored),
+    "ssm_conv1d.weight": lambda stored: stored[:, :, None],
+}
+_DELTA_HEADS: dict[str, tuple[int, Callable[[Header], list[int]]]] = {
+    "attn_qkv.weight": (0, _all_heads),
+    "ssm_conv1d.weight": (0, _all_heads),
+    "attn_gate.weight": (0, _value_heads),
+    "ssm_beta.weight": (0, _value_heads),
+    "ssm_alpha.weight": (0, _value_heads),
+    "ssm_dt.bias": (0, _value_heads),
+    "ssm_a": (0, _value_heads),
+    "ssm_out.weight": (-1, _value_heads),
+}
+
+
 ARCHITECTURES: dict[str, Architecture] = {
     "gemma": Architecture("gemma", _LLAMA, shifted_norms=True),
     "gemma3": Architecture(
@@ -490,6 +581,21 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen2": Architecture("qwen2", _LLAMA),
     "qwen3": Architecture("qwen3", _LLAMA | _QK_NORMS),
+    "qwen35": Architecture(
+        "qwen3_5", _QWEN35 | MLP, _qwen35, converted=_DELTA_NET, rearranged=_DELTA_HEADS, prefix="Text"
+    ),
+    "qwen35moe": Architecture(
+        "qwen3_5",
+        _QWEN35
+        | _EXPERTS
+        | {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
+        | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
+        _qwen35moe,
+        converted=_DELTA_NET | {"ffn_gate_inp_shexp.weight": lambda stored: stored.reshape(1, -1)},
+        rearranged=_DELTA_HEADS,
+        prefix="Text",
+        ignored=("expert_gating_func", "expert_shared_count"),
+    ),
     "qwen3moe": Architecture("qwen3_moe", _ATTENTION | _NORMS | _QK_NORMS | _EXPERTS, _qwen3moe),
     "smollm3": Architecture(
         "smollm3", _LLAMA, _llama, interleaved=True, without_rope=lambda layer: (layer + 1) % 4 == 0

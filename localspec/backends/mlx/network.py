@@ -263,9 +263,9 @@ def _load(file: GGUFFile, dtype: mx.Dtype, progress: Progress | None) -> Network
 
     defer_mlx_lm()
     models = import_module(f"mlx_lm.models.{architecture.module}")
-    args = models.ModelArgs.from_dict(arguments)
+    args = getattr(models, f"{architecture.prefix}ModelArgs").from_dict(arguments)
     _check_head_size(header, architecture, args)
-    module: nn.Module = models.Model(args)
+    module: nn.Module = getattr(models, f"{architecture.prefix}Model")(args)
     if tied and architecture.module == "gemma3_text":
         module.sanitize({})  # to this class the output matrix is the embedding where none is handed to it
     if architecture.attention:

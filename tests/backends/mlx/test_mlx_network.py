@@ -57,6 +57,14 @@ OLD_TYPES = {
     "ffn_down.weight": "Q8_0",
 }
 EXPERTS = {"ffn_gate_exps.weight": "Q4_K", "ffn_up_exps.weight": "Q5_0", "ffn_down_exps.weight": "Q4_1"}
+QWEN35_TYPES = {
+    "attn_qkv.weight": "Q8_0",
+    "attn_gate.weight": "Q5_0",
+    "ssm_alpha.weight": "Q8_0",
+    "ssm_beta.weight": "F16",
+    "ssm_out.weight": "Q6_K",
+    "ffn_down.weight": "Q4_K",
+}
 
 LLAMA = TinyFile("llama")
 FILES = {name: TinyFile(name) for name in ARCHITECTURES} | {
@@ -72,6 +80,8 @@ FILES = {name: TinyFile(name) for name in ARCHITECTURES} | {
     "qwen3moe, MXFP4": TinyFile("qwen3moe", types=dict.fromkeys(EXPERTS, "MXFP4") | {"attn_q.weight": "MXFP4"}),
     "gpt-oss, MXFP4": TinyFile("gpt-oss", types=dict.fromkeys(EXPERTS, "MXFP4") | {"attn_q.weight": "Q8_0"}),
     "gpt-oss, every third layer": TinyFile("gpt-oss", {"attention.sliding_window_pattern": 3}),
+    "qwen35, quantised": TinyFile("qwen35", types=QWEN35_TYPES),
+    "qwen35, YaRN": TinyFile("qwen35", YARN),
     "gemma3, linear scaling": TinyFile("gemma3", {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}),
     "gemma3, no window": TinyFile("gemma3", {"attention.sliding_window": 0}),
     "phi3, long and short factors": TinyFile(
@@ -271,6 +281,14 @@ REFUSED: dict[str, tuple[TinyFile, str]] = {
     "a gpt-oss that turns otherwise in windows": (
         TinyFile("gpt-oss", {"rope.freq_base_swa": 500.0}),
         r"gpt-oss\.rope\.freq_base_swa = 500\.0 is not handled",
+    ),
+    "a Qwen 3.5 some of whose channels turn by no position": (
+        TinyFile("qwen35", {"rope.dimension_sections": [4, 4, 4, 0]}),
+        r"rope sections \[4, 4, 4, 0\] do not cover 16 pairs of channels",
+    ),
+    "a Qwen 3.5 whose heads blocks do not divide": (
+        TinyFile("qwen35", types={"ssm_out.weight": "Q3_K"}),
+        r"ssm_out\.weight cannot be cut into 4 heads as Q3_K",
     ),
     "an LFM2 without convolutions": (
         TinyFile("lfm2", {"attention.head_count_kv": [2, 2, 2, 2]}),
