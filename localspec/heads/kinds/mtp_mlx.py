@@ -42,7 +42,7 @@ class _Layer(nn.Module):  # type: ignore[misc]
         for name, part in block.items():  # its parts are this module's own: tensors are placed by their names
             self[name] = part
         for name, value in vars(block).items():  # and so is what its call reads besides
-            vars(self).setdefault(name, value)
+            self.__dict__.setdefault(name, value)
         self.eh_proj = nn.Linear(2 * n, n, bias=False)
         self.enorm, self.hnorm = nn.RMSNorm(n, eps=eps), nn.RMSNorm(n, eps=eps)
         if "nextn.shared_head_norm" in tensors:
