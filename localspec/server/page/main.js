@@ -47,7 +47,8 @@ $("key-form").addEventListener("submit", (event) => {
   useKey($("key").value);
   $("key").value = "";
   alertIn($("chat-alert"), "");
-  introduce().then(() => {
+  kept.ready = introduce();
+  kept.ready.then(() => {
     if ($("key-form").hidden) $("question").focus();
     else alertIn($("chat-alert"), "The server does not take that key.");
   });
@@ -106,5 +107,5 @@ document.addEventListener("keydown", (event) => {
 
 copyOnClick($("talk"));
 drawLegend($("legend"));
-introduce();
+kept.ready = introduce();
 $("question").focus();
