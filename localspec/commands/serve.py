@@ -19,6 +19,7 @@ from localspec.model_files.catalog import Catalog
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.sources.base import size_text
 from localspec.server.http import KEEP_ALIVE_S, KeepAlive, ServerSettings, read_keep_alive
+from localspec.spec_decode.drafters.names import AUTOMATIC
 
 if TYPE_CHECKING:
     from localspec.backends.llama.embedding import EmbeddingModel
@@ -80,7 +81,7 @@ def _serve_several(
     from localspec.heads.assembly import engine_files
     from localspec.llm import LLM
     from localspec.server.app import HostRunner, listen, url_of
-    from localspec.server.hosting import Host, Opening, ServedFile
+    from localspec.server.hosting import Host, LoadPlan, Opening, ServedFile
 
     for name in names:
         ensure_model(name, (), yes=options.yes)
@@ -90,11 +91,13 @@ def _serve_several(
     settings = replace(settings, corpora=[name for name in options.corpora() if name not in asked])
     drafters = options.drafters()
 
-    def text(file: ServedFile, cache_bytes: int, report: Report, cancel: threading.Event) -> LLM:
+    def text(file: ServedFile, plan: LoadPlan, report: Report, cancel: threading.Event) -> LLM:
+        parallel = settings.parallel if plan.parallel else 1
         load = replace(
-            options.load, n_ctx=file.n_ctx, parallel=settings.parallel, prefix_cache_bytes=cache_bytes
+            options.load, n_ctx=file.n_ctx, parallel=parallel, prefix_cache_bytes=plan.cache_bytes
         ).as_arguments()
-        llm = LLM(file.spec, drafters, draft_length=options.length(), progress=report, cancel=cancel, **load)
+        chosen = drafters if plan.drafts or "auto" not in drafters else [*AUTOMATIC, *options.corpora()]
+        llm = LLM(file.spec, chosen, draft_length=options.length(), progress=report, cancel=cancel, **load)
         for warning in llm.warnings:
             say(f"{file.name}: {warning}")
         return llm

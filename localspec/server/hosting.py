@@ -125,24 +125,39 @@ def memory_needed(path: Path, n_ctx: int, *, kv_type: str = "f16", n_contexts: i
 
 
 @dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """How much memory a model is given, the most that fits.
+
+    Attributes:
+        cache_bytes: for conversations put aside.
+        drafts: whether the catalogue's draft model is loaded as well.
+        parallel: whether several requests may be answered at a time.
+        needed: what all takes together [bytes].
+    """
+
+    cache_bytes: int
+    drafts: bool
+    parallel: bool
+    needed: int
+
+
+@dataclass(frozen=True, slots=True)
 class Opening:
     """How the models of a server are loaded.
 
     Attributes:
-        text: loads a model that continues text; takes the file, bytes for conversations put aside, progress, and what
-            cancels it.
+        text: loads a model that continues text; takes the file, how, progress, and what cancels it.
         embedding: loads one that makes embeddings.
         settings: those of a loaded model, from those of the server.
         n_ctx: tokens of context of each; None is the usual.
         kv_type: type of the caches.
-        drafts: whether the catalogue's draft model is loaded as well, where it is on the disk.
-        parallel: whether several requests may be answered at a time.
+        drafts, parallel: as ``LoadPlan`` has them, where there is memory for it.
         specs: the models; None is all on the disk, also those that are fetched later.
         made_of: files that were made of a model, which go with it.
         warn: takes a line for the person who started the server.
     """
 
-    text: Callable[[ServedFile, int, Report, threading.Event], LLM]
+    text: Callable[[ServedFile, LoadPlan, Report, threading.Event], LLM]
     embedding: Callable[[ServedFile], EmbeddingModel]
     settings: Callable[[LLM, ServerSettings], ServerSettings] = lambda llm, settings: settings
     n_ctx: int | None = None
@@ -160,7 +175,7 @@ class HostedModel:
 
     Attributes:
         file: what its header says.
-        needed: memory that it is expected to take [bytes].
+        plan: how it is loaded.
         names: what requests may call it; the first is what answers call it.
         fixed: whether it was loaded by somebody else, and stays.
         service: what answers, while it is loaded.
@@ -174,7 +189,7 @@ class HostedModel:
     """
 
     file: ServedFile
-    needed: int
+    plan: LoadPlan
     names: Sequence[str]
     metrics: Metrics = field(default_factory=Metrics)
     fixed: bool = False
@@ -196,6 +211,11 @@ class HostedModel:
     n_failures: int = 0
     cancel: threading.Event = field(default_factory=threading.Event)
     timer: asyncio.TimerHandle | None = None
+
+    @property
+    def needed(self) -> int:
+        """Memory that it is expected to take [bytes]."""
+        return self.plan.needed
 
     @property
     def llm(self) -> LLM | None:
@@ -256,7 +276,7 @@ class Host(Common):
             engine.n_ctx,
             embeds,
         )
-        model = HostedModel(file, 0, names, fixed=True, state="loaded")
+        model = HostedModel(file, LoadPlan(0, True, True, 0), names, fixed=True, state="loaded")
         model.service = host._service_of(model, engine, settings)
         host.models.append(model)
         return host
@@ -317,23 +337,24 @@ class Host(Common):
             own = next(name for n in count(2) if (name := f"{file.name}-{n}") not in taken)
         aliases = self.settings.aliases if not self.models else ()
         names = [own, *(name for name in (*file.names, *aliases) if name not in taken)]
-        return HostedModel(file, self._needed(file), tuple(dict.fromkeys(names)), keep=self.keep_alive)
+        return HostedModel(file, self._plan(file), tuple(dict.fromkeys(names)), keep=self.keep_alive)
 
-    def _needed(self, file: ServedFile) -> int:
+    def _plan(self, file: ServedFile) -> LoadPlan:
+        """As it was asked for; where that is more than all models may take, one answer at a time, then no draft."""
         opening = self._opening
         assert opening is not None
         if file.embeds:
-            return memory_needed(file.path, file.n_ctx, embeds=True)
+            return LoadPlan(0, False, False, memory_needed(file.path, file.n_ctx, embeds=True))
+        cache_bytes = min(self.settings.prefix_cache << 20, round(CACHE_SHARE * self.memory))
         draft = Catalog.load().draft_for(file.path) if opening.drafts else None
-        n_contexts = N_CONTEXTS if opening.parallel else 1
-        paths = [file.path, *([draft] if draft is not None else [])]
-        kv_type = opening.kv_type
-        needed = sum(memory_needed(path, file.n_ctx, kv_type=kv_type, n_contexts=n_contexts) for path in paths)
-        return needed + self._cache_bytes
-
-    @property
-    def _cache_bytes(self) -> int:
-        return min(self.settings.prefix_cache << 20, round(CACHE_SHARE * self.memory))
+        plans = []
+        for drafts, parallel in ((True, True), (True, False), (False, False)):
+            paths = [file.path, *([draft] if draft is not None and drafts else [])]
+            n_contexts = N_CONTEXTS if opening.parallel and parallel else 1
+            each = partial(memory_needed, n_ctx=file.n_ctx, kv_type=opening.kv_type, n_contexts=n_contexts)
+            needed = cache_bytes + sum(map(each, paths))
+            plans.append(LoadPlan(cache_bytes, drafts, parallel, needed))
+        return next((plan for plan in plans if plan.needed <= self.memory), plans[-1])
 
     def metrics_of(self, model: HostedModel | None) -> Metrics:
         """Where a request is counted that names a model, or none."""
@@ -599,10 +620,10 @@ class Host(Common):
         def load() -> tuple[LLM | EmbeddingModel, int]:
             if file.embeds:
                 return opening.embedding(file), model.needed
-            llm = opening.text(file, self._cache_bytes, report, model.cancel)
+            llm = opening.text(file, model.plan, report, model.cancel)
             try:
                 llm.take_turns(self.turns)
-                return llm, self._cache_bytes + _taken(llm, file.n_ctx, opening.kv_type)
+                return llm, model.plan.cache_bytes + _taken(llm, file.n_ctx, opening.kv_type)
             except BaseException:
                 llm.close(cancel=True)
                 raise

@@ -23,6 +23,7 @@ from localspec.engine.worker import Turns
 from localspec.server import hosting
 from localspec.server.http import read_keep_alive
 from localspec.system.files import models_dir
+from localspec.system.machine import process_bytes
 from tests.support import ggufs
 from tests.support.embedders import write_bert
 from tests.support.gguf_vocabs import fim_vocab
@@ -32,6 +33,7 @@ from tests.support.waiting import wait_until
 
 SHAPE = ggufs.Shape(n_layer=2, n_embd=32, n_head=2, n_head_kv=1, n_ff=32, residual=0.4)
 FOLDER = "hf/acme/tiny"
+ALONE = hosting.LoadPlan(0, False, False, 0)
 
 needs_embedder = pytest.mark.skipif(unavailable_reason("llama-cpp") is not None, reason="no llama-cpp here")
 
@@ -94,14 +96,14 @@ class Gate:
         self.begun, self.go_on = threading.Event(), threading.Event()
         usual = opening()
 
-        def text(file: hosting.ServedFile, cache: int, report: Any, cancel: threading.Event) -> LLM:
+        def text(file: hosting.ServedFile, plan: hosting.LoadPlan, report: Any, cancel: threading.Event) -> LLM:
             if file.name.startswith(name):
                 self.begun.set()
                 while not self.go_on.wait(0.01):
                     report("waiting", 0.5)
                     if cancel.is_set():
                         break
-            return usual.text(file, cache, report, cancel)
+            return usual.text(file, plan, report, cancel)
 
         self.opening = replace(usual, text=text)
 
@@ -251,6 +253,63 @@ def test_what_does_not_fit_beside_what_answers_waits(disk: Path, monkeypatch: py
             thread.join()
         assert answers == ["red", "blue", "red"]
         assert server.host.room >= 0
+
+
+def test_where_memory_is_short_a_model_is_loaded_with_less(disk: Path) -> None:
+    how = opening(parallel=True)
+    with serve_several(how, prefix_cache=0) as server:
+        model = server.host.named("red")
+        assert model is not None
+        assert (model.plan.parallel, model.plan.drafts) == (True, True)
+        most = model.needed
+    for memory in (most, most - 1):
+        with serve_several(how, prefix_cache=0, memory=memory) as server:
+            model = server.host.named("red")
+            assert model is not None
+            assert model.plan.parallel is (memory == most)
+            ask(server, "/v1/chat/completions", chat("red"))
+            assert 0 < model.taken <= memory
+
+
+def test_the_packages_of_three_apis(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each finds the models, has one loaded and another; Ollama's has them fetched, unloaded and deleted too."""
+    openai, anthropic, ollama = (pytest.importorskip(name) for name in ("openai", "anthropic", "ollama"))
+    hub = Hub()
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.delenv("LOCALSPEC_OFFLINE")
+    hub.files["/acme/more/resolve/main/green.gguf"] = (disk / "blue.gguf").read_bytes()
+    said = [{"role": "user", "content": "a"}]
+    with ExitStack() as stack:
+        stack.callback(hub.close)
+        server = stack.enter_context(serve_several())
+        one = stack.enter_context(openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0))
+        assert [model.id for model in one.models.list()] == ["blue", "code", "red"]
+        assert one.models.retrieve("red").id == "red"
+        for name in ("red", "blue"):
+            parts = list(one.chat.completions.create(model=name, messages=said, max_tokens=3, stream=True))
+            assert {part.model for part in parts} == {name}
+        with pytest.raises(openai.NotFoundError, match="no model 'green' here"):
+            one.chat.completions.create(model="green", messages=said)
+        two = stack.enter_context(anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0))
+        assert [model.id for model in two.models.list()] == ["blue", "code", "red"]
+        assert two.messages.create(model="code", messages=said, max_tokens=3).model == "code"
+        with pytest.raises(anthropic.NotFoundError, match="no model 'green' here"):
+            two.messages.create(model="green", messages=said, max_tokens=3)
+        three = ollama.Client(host=server.url)
+        stack.callback(three.close)
+        assert {model.model for model in three.ps().models} == {"blue", "code", "red"}
+        with pytest.raises(ollama.ResponseError) as caught:
+            three.show("green")
+        assert caught.value.status_code == 404  # which has `ollama run` fetch it
+        steps = list(three.pull("hf:acme/more/green.gguf", stream=True))
+        assert steps[-1].status == "success"
+        assert any(step.total == step.completed == (disk / "blue.gguf").stat().st_size for step in steps)
+        assert three.pull("hf:acme/more/green.gguf").status == "success"
+        assert three.generate("green", "a", options={"num_predict": 2}).done
+        assert three.generate("green", keep_alive=0).done_reason == "unload"
+        wait_until(lambda: {model.model for model in three.ps().models} == {"blue", "code", "red"}, "it is unloaded")
+        assert three.delete("green").status == "success"
+        assert {model.model for model in three.list().models} == {"blue", "code", "red"}
 
 
 def test_too_many_that_wait_are_turned_away(disk: Path) -> None:
@@ -483,7 +542,7 @@ def test_mixed_requests_are_answered_as_by_each_model_alone(disk: Path) -> None:
     how = opening()
     for name in ("blue", "code", "red"):
         file = hosting.ServedFile.read(str(disk / f"{name}.gguf"), 512)
-        with how.text(file, 0, lambda what, fraction: None, threading.Event()) as llm, serve(llm) as server:
+        with how.text(file, ALONE, lambda what, fraction: None, threading.Event()) as llm, serve(llm) as server:
             asked = [
                 each for text in ("hi", "the cat sat") for each in requests_of(name, name == "code", False, text, 6)
             ]
@@ -530,9 +589,9 @@ def real_disk(isolated_home: Path, real_model: Callable[[str], Path]) -> list[st
 
 @pytest.mark.real
 def test_200_mixed_requests_of_real_models_within_2_gb(real_disk: list[str]) -> None:
-    def text(file: hosting.ServedFile, cache_bytes: int, report: Any, cancel: threading.Event) -> LLM:
+    def text(file: hosting.ServedFile, plan: hosting.LoadPlan, report: Any, cancel: threading.Event) -> LLM:
         return LLM(
-            file.path, "ngram", n_ctx=file.n_ctx, prefix_cache_bytes=cache_bytes, progress=report, cancel=cancel,
+            file.path, "ngram", n_ctx=file.n_ctx, prefix_cache_bytes=plan.cache_bytes, progress=report, cancel=cancel,
             idle=False, draft_length=0, backend="llama-cpp",
         )  # fmt: skip
 
@@ -540,11 +599,24 @@ def test_200_mixed_requests_of_real_models_within_2_gb(real_disk: list[str]) -> 
     expected: list[tuple[str, dict[str, Any], str]] = []
     for spec in real_disk:
         file = hosting.ServedFile.read(spec, 2048)
-        with how.text(file, 0, lambda what, fraction: None, threading.Event()) as llm, serve(llm) as server:
-            asked = requests_of(file.name, file.fills(), False, "Name a river of France.", 8)
+        with how.text(file, ALONE, lambda what, fraction: None, threading.Event()) as llm, serve(llm) as server:
+            asked = requests_of(file.name, file.fills(), False, "Name a river.", 5)
             expected += alone(server, asked)
+    before, stopped, resident = process_bytes(), threading.Event(), [0]
+
+    def watch() -> None:
+        while not stopped.wait(0.05):
+            resident.append(process_bytes())
+
+    watching = threading.Thread(target=watch)
     with serve_several(how, memory=2_000_000_000, keep_alive=2.0, queue=64) as server:
-        answered, most = many_requests(server, expected, 200)
+        watching.start()
+        try:
+            answered, most = many_requests(server, expected, 200)
+        finally:
+            stopped.set()
+            watching.join()
         assert answered > 160
         assert most <= 2_000_000_000
+        assert max(resident) - before <= 2_000_000_000  # and what they were counted with is what they took
         wait_until(lambda: loaded(server) == [], "all are unloaded in the end")

@@ -16,7 +16,7 @@ from localspec import LLM
 from localspec.backends.llama.embedding import EmbeddingModel
 from localspec.engine.loading import Report
 from localspec.server.app import AppRunner, HostRunner, Runner, listen, url_of
-from localspec.server.hosting import Host, Opening, ServedFile
+from localspec.server.hosting import Host, LoadPlan, Opening, ServedFile
 from localspec.server.http import ServerSettings
 from localspec.server.service import Service
 from tests.support.waiting import PATIENCE, wait_until
@@ -111,9 +111,9 @@ def serve_embeddings(model: EmbeddingModel, **settings: Any) -> Iterator[str]:
 def opening(**more: Any) -> Opening:
     """How tiny models are loaded, by the reference engine."""
 
-    def text(file: ServedFile, cache_bytes: int, report: Report, cancel: threading.Event) -> LLM:
+    def text(file: ServedFile, plan: LoadPlan, report: Report, cancel: threading.Event) -> LLM:
         return LLM(
-            file.path, "ngram", backend="reference", n_ctx=file.n_ctx, prefix_cache_bytes=cache_bytes,
+            file.path, "ngram", backend="reference", n_ctx=file.n_ctx, prefix_cache_bytes=plan.cache_bytes,
             progress=report, cancel=cancel,
         )  # fmt: skip
 
