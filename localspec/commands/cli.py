@@ -91,8 +91,8 @@ def _shared(
     seed: int | None = Option(None, help="Random seed; the same seed reproduces the same text."),
     max_tokens: int | None = Option(None, min=1, help="Maximum answer tokens.", show_default="what fits the context"),
     stop: list[str] | None = Option(None, metavar="TEXT", help="Stop before this text; repeatable."),
-    n_ctx: int | None = Option(
-        None, "--ctx", min=1, max=MAX_COUNT, help="Context size in tokens, including the answer."
+    n_ctx: str = Option(
+        "auto", "--ctx", metavar="auto|N", help="Context size in tokens, including the answer; auto: what fits."
     ),
     n_threads: int | None = THREADS,
     n_gpu_layers: int | None = Option(
@@ -142,11 +142,11 @@ def run_options(model: str | None, given: dict[str, Any], **sampling: Any) -> Ru
     from dataclasses import fields
 
     from localspec.backends.placement import Placement
-    from localspec.commands.options import RunOptions, placement
+    from localspec.commands.options import RunOptions, placement, whole_or_auto
     from localspec.engine.options import LoadOptions
     from localspec.sampling.sampling import SamplingParams
 
-    rest = {"idle": False} | given
+    rest = {"idle": False} | given | {"n_ctx": whole_or_auto("--ctx", given["n_ctx"], 1)}
 
     def taken(options: type[Any]) -> dict[str, Any]:
         return {field.name: rest.pop(field.name) for field in fields(options) if field.name in rest}

@@ -147,7 +147,7 @@ def _serve_chats(options: RunOptions, settings: ServerSettings) -> AppRunner:
     # What drafts for everybody is not for those alone who ask for it.
     settings = replace(settings, corpora=[name for name in options.corpora() if name not in asked])
     options = replace(options, load=replace(options.load, parallel=settings.parallel))
-    with listen(settings.host, settings.port) as sock, options.opened() as llm:
+    with listen(settings.host, settings.port) as sock, options.opened(tell=True) as llm:
         llm.prefix_cache_bytes = settings.prefix_cache << 20
         settings = replace(settings, params=options.params(llm.chat_defaults), system=options.system)
         url = url_of(sock)
