@@ -91,8 +91,8 @@ def _shared(
     seed: int | None = Option(None, help="Random seed; the same seed reproduces the same text."),
     max_tokens: int | None = Option(None, min=1, help="Maximum answer tokens.", show_default="what fits the context"),
     stop: list[str] | None = Option(None, metavar="TEXT", help="Stop before this text; repeatable."),
-    n_ctx: int | None = Option(
-        None, "--ctx", min=1, max=MAX_COUNT, help="Context size in tokens, including the answer."
+    n_ctx: str = Option(
+        "auto", "--ctx", metavar="auto|N", help="Context size in tokens, including the answer; auto: what fits."
     ),
     n_threads: int | None = THREADS,
     n_gpu_layers: int | None = Option(
@@ -142,11 +142,11 @@ def run_options(model: str | None, given: dict[str, Any], **sampling: Any) -> Ru
     from dataclasses import fields
 
     from localspec.backends.placement import Placement
-    from localspec.commands.options import RunOptions, placement
+    from localspec.commands.options import RunOptions, placement, whole_or_auto
     from localspec.engine.options import LoadOptions
     from localspec.sampling.sampling import SamplingParams
 
-    rest = {"idle": False} | given
+    rest = {"idle": False} | given | {"n_ctx": whole_or_auto("--ctx", given["n_ctx"], 1)}
 
     def taken(options: type[Any]) -> dict[str, Any]:
         return {field.name: rest.pop(field.name) for field in fields(options) if field.name in rest}
@@ -388,7 +388,13 @@ def doctor(
 
 @command()
 def serve(
-    model: str | None = MODEL,
+    names: list[str] | None = Argument(
+        None,
+        autocompletion=models,
+        metavar="MODEL...",
+        help="Model to load and serve; or several, loaded when asked for. Default: all on this disk.",
+        show_default=False,
+    ),
     host: str = Option("127.0.0.1", help="Address to listen on; a non-loopback address requires --api-key."),
     port: int = Option(8642, min=0, max=65535, help="Port to listen on; 0 picks a free one."),
     api_key: str | None = Option(
@@ -404,6 +410,12 @@ def serve(
         "auto", metavar="auto|N", help="Requests answered concurrently; auto: as many as gain throughput."
     ),
     prefix_cache: int = Option(512, min=0, max=1 << 20, metavar="MB", help="Memory for cached conversation prefixes."),
+    memory: str | None = Option(
+        None, metavar="SIZE", help="Memory for several models.", show_default="80% of what is free"
+    ),
+    keep_alive: str | None = Option(
+        None, metavar="TIME", help="Keep an idle one of several models loaded; -1: always.", show_default="5m"
+    ),
     time_limit: float = Option(
         3600.0, min=1, max=1e6, metavar="SECONDS", help="Time limit per request, including its answer."
     ),
@@ -418,7 +430,7 @@ def serve(
     **options: Any,
 ) -> int:
     """Serve OpenAI, Anthropic and Ollama compatible APIs, and a web chat."""
-    from localspec.commands.serve import serve_command
+    from localspec.commands.serve import SeveralOptions, serve_command
     from localspec.server.http import ServerSettings
 
     settings = ServerSettings(
@@ -434,7 +446,7 @@ def serve(
         hosts=allow_host or (),
         corpora=allow_corpus or (),
     )
-    return serve_command(run_options(model, options), settings)
+    return serve_command(run_options(None, options), settings, names or (), SeveralOptions(memory, keep_alive))
 
 
 @command()
