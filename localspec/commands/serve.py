@@ -7,7 +7,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from localspec.commands.options import RunOptions, ensure_model
 from localspec.errors import UsageError
@@ -20,6 +20,13 @@ if TYPE_CHECKING:
 
 
 INTERRUPTED = 130
+
+_FIELDS = {"alias": "aliases", "allow_corpus": "corpora", "allow_host": "hosts", "allow_origin": "origins"}
+
+
+def server_settings(**given: Any) -> ServerSettings:
+    """Settings by the names of the command's options; ``UsageError``: a value makes no sense."""
+    return ServerSettings(**{_FIELDS.get(name, name): value for name, value in given.items()})
 
 
 def serve_command(options: RunOptions, settings: ServerSettings) -> int:
