@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import dataclasses
 import errno
 import json
@@ -30,9 +31,10 @@ from localspec._version import __version__
 from localspec.engine.saved_chats import CONVERSATIONS
 from localspec.errors import LocalspecError, UsageError
 from localspec.llm import LLM
+from localspec.prompts.documents import document_text, is_document
 from localspec.server import anthropic, ollama, responses
 from localspec.server.access import ALL, SEES_OTHERS, Address, Client, client_of
-from localspec.server.bodies import read
+from localspec.server.bodies import Body, read
 from localspec.server.conversations import ConversationApi, ConversationStore
 from localspec.server.events import LLAMA_SERVER, OPENAI, EventStream, Wire, while_connected
 from localspec.server.guard import application
@@ -96,6 +98,7 @@ def addresses(service: Service) -> list[Address]:
         Address("/v1/models/{model:path}", models.model),
         Address("/v1/localspec/stats", models.stats),  # without figures about others, for those who may not see them
         *conversations.addresses(),
+        Address("/v1/localspec/text", TextOfFiles(service).text, methods=("POST",)),
         Address("/metrics", models.metrics, SEES_OTHERS),
         Address("/health", models.health, ALL),
         Address("/", _page, ALL),  # which asks for the key
@@ -215,6 +218,38 @@ class ModelEndpoints:
         if self._service.ending.is_set():
             return JSONResponse({"status": "shutting down"}, 503)
         return JSONResponse({"status": "ok"})
+
+
+class FileBody(Body):
+    """A document, in Base64."""
+
+    name: str
+    data: str
+
+
+class TextOfFiles:
+    """The text of PDF and Word documents, for the page. Processes read them, two at a time."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._readers = asyncio.Semaphore(2)
+
+    async def text(self, request: Request) -> Response:
+        self._service.check_open()
+        async with self._service.bodies.json(request) as sent, self._readers:
+            text = await asyncio.to_thread(self._read, sent)
+        return JSONResponse({"text": text})
+
+    def _read(self, sent: Any) -> str:
+        body = read(FileBody, sent)
+        if not is_document(body.name):
+            raise ApiError(400, "name must end in .pdf or .docx")
+        try:
+            return document_text(body.name, base64.b64decode(body.data, validate=True))
+        except UsageError as error:
+            raise ApiError(422, str(error)) from None
+        except ValueError:
+            raise ApiError(400, "data must be Base64") from None
 
 
 async def _no_embeddings(request: Request) -> Response:
