@@ -109,8 +109,8 @@ def _shared(
     seed: int | None = Option(None, help="Random seed; the same seed reproduces the same text."),
     max_tokens: int | None = Option(None, min=1, help="Maximum answer tokens.", show_default="what fits the context"),
     stop: list[str] | None = Option(None, metavar="TEXT", help="Stop before this text; repeatable."),
-    n_ctx: int | None = Option(
-        None, "--ctx", min=1, max=MAX_COUNT, help="Context size in tokens, including the answer."
+    n_ctx: str = Option(
+        "auto", "--ctx", metavar="auto|N", help="Context size in tokens, including the answer; auto: what fits."
     ),
     n_threads: int | None = THREADS,
     n_gpu_layers: int | None = Option(
@@ -160,11 +160,13 @@ def run_options(model: str | None, given: dict[str, Any], **sampling: Any) -> Ru
     from dataclasses import fields
 
     from localspec.backends.placement import Placement
-    from localspec.commands.options import RunOptions, placement
+    from localspec.commands.options import RunOptions, placement, whole_or_auto
     from localspec.engine.options import LoadOptions
     from localspec.sampling.sampling import SamplingParams
 
     rest = {"idle": False} | given
+    if "n_ctx" in rest:
+        rest["n_ctx"] = whole_or_auto("--ctx", rest["n_ctx"], 1)
     from_file = dict(rest.pop("from_file", {}))
     usual = from_file.pop("model", None)
     if model is None and usual is not None:
@@ -189,10 +191,10 @@ def _check(name: str, value: Any) -> None:
     """See that the value of a parameter makes sense; ``UsageError``: it does not."""
     if name in signature_of(_shared).parameters:
         run_options(None, {name: value})
-    elif name not in COMMON and name in signature_of(serve).parameters:
-        from localspec.commands.serve import server_settings
+    elif name not in COMMON and name != "names" and name in signature_of(serve).parameters:
+        from localspec.commands.serve import check_setting
 
-        server_settings(**{"api_key": "any", name: value})
+        check_setting(name, value)
 
 
 # The application.
@@ -445,7 +447,13 @@ def doctor(
 
 @command()
 def serve(
-    model: str | None = MODEL,
+    names: list[str] | None = Argument(
+        None,
+        autocompletion=models,
+        metavar="MODEL...",
+        help="Model to load and serve; or several, loaded when asked for. Default: all on this disk.",
+        show_default=False,
+    ),
     host: str = Option("127.0.0.1", help="Address to listen on; a non-loopback address requires --api-key."),
     port: int = Option(8642, min=0, max=65535, help="Port to listen on; 0 picks a free one."),
     api_key: str | None = Option(
@@ -461,6 +469,12 @@ def serve(
         "auto", metavar="auto|N", help="Requests answered concurrently; auto: as many as gain throughput."
     ),
     prefix_cache: int = Option(512, min=0, max=1 << 20, metavar="MB", help="Memory for cached conversation prefixes."),
+    memory: str | None = Option(
+        None, metavar="SIZE", help="Memory for several models.", show_default="80% of what is free"
+    ),
+    keep_alive: str | None = Option(
+        None, metavar="TIME", help="Keep an idle one of several models loaded; -1: always.", show_default="5m"
+    ),
     time_limit: float = Option(
         3600.0, min=1, max=1e6, metavar="SECONDS", help="Time limit per request, including its answer."
     ),
@@ -475,7 +489,7 @@ def serve(
     **options: Any,
 ) -> int:
     """Serve OpenAI, Anthropic and Ollama compatible APIs, and a web chat."""
-    from localspec.commands.serve import serve_command, server_settings
+    from localspec.commands.serve import SeveralOptions, serve_command, server_settings
 
     settings = server_settings(
         host=host,
@@ -490,7 +504,9 @@ def serve(
         allow_host=allow_host or (),
         allow_corpus=allow_corpus or (),
     )
-    return serve_command(run_options(model, options), settings)
+    run = run_options(None, options)
+    names = names or ([run.model] if run.model is not None else [])
+    return serve_command(run, settings, names, SeveralOptions(memory, keep_alive))
 
 
 @command()
@@ -655,7 +671,7 @@ def config_set(
     """Set a value, for all commands or (COMMAND.KEY) for one."""
 
     def check(name: str, value: Any) -> None:
-        if name in ("model", "words"):
+        if name in ("model", "names", "words"):
             _see_that_it_is_a_model(value)
         _check(name, value)
 

@@ -29,8 +29,8 @@ ANSWERS = {
 MEASURING = ("bench", "verify", "doctor")
 """What a chat is to be like does not change what these measure, unless their own table says so."""
 
-OTHER_MEANINGS = {("distill", "seed")}
-"""Options that have only the name of a common one."""
+OTHER_MEANINGS = {("distill", "seed"), ("serve", "model")}
+"""Options that have only the name of a common one: without a name, ``serve`` has every model of the disk."""
 
 Check = Callable[[str, Any], None]
 """Raises ``UsageError`` if the value of a parameter makes no sense; takes the parameter's name."""
@@ -104,7 +104,8 @@ def _of_command(context: Any, common: Collection[str]) -> Iterator[Setting]:
     for parameter in context.command.params:
         if parameter.param_type_name == "argument":
             if "MODEL" in (parameter.metavar or ""):
-                yield Setting("model", parameter, context)
+                own = (command, "model") in OTHER_MEANINGS
+                yield Setting(f"{command}.model" if own else "model", parameter, context)
             continue
         name = max((option[2:] for option in parameter.opts if option.startswith("--")), key=len, default="")
         if parameter.name in common and (command, name) not in OTHER_MEANINGS:

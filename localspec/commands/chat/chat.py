@@ -472,6 +472,7 @@ def header(llm: LLM, screen: ChatScreen, follows: str = "") -> None:
     """Say what was loaded, which drafters guess and what their text looks like; ``follows`` is ``LateDraft.status``."""
     memory = f" · {process_bytes() / 1e9:.1f} GB" if process_bytes() >= 5e7 else ""  # weights included
     screen.line(f"{llm.model_name} · {llm.backend_name} · context {llm.n_ctx}{memory}", Style.HEAD)
+    screen.note(f"context: {llm.context_info()['reason']}")
     screen.line(guessing(llm.draft_names, follows))
     if legend := screen.legend(llm.draft_names, follows):
         print(legend, file=screen.file)

@@ -357,10 +357,11 @@ def test_a_row(name: str, tiny: TinyFiles, free_memory: Callable[[int], None]) -
 
 
 def test_a_model_that_does_not_fit(tiny: TinyFiles, free_memory: Callable[[int], None]) -> None:
-    needed = examine(tiny.bpe, *NONE)[1]["pair"]["fit"]["ram_needed_bytes"]
+    asked = (*NONE, "--ctx", "2048")
+    needed = examine(tiny.bpe, *asked)[1]["pair"]["fit"]["ram_needed_bytes"]
     for free, status, how in ((needed - 1, 1, "fail"), (needed + 1, 0, "note"), (10 * needed, 0, "ok")):
         free_memory(free)
-        got, found = examine(tiny.bpe, *NONE)
+        got, found = examine(tiny.bpe, *asked)
         check = row(found, "pair", "memory")
         assert (got, check["status"], found["pair"]["fit"]["fits"]) == (status, how, how != "fail")
         assert bool(check["advice"]) == (how != "ok")
