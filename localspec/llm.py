@@ -33,7 +33,7 @@ from localspec.engine.pair import Pair
 from localspec.engine.request import AnswerRequest, AsyncRoundStream, Reply, RoundStream, Submit
 from localspec.engine.saved import SavedContext, restore_contexts, save_contexts
 from localspec.engine.scheduler import answer, never_ran, score, serve_batch
-from localspec.engine.worker import Job, Result, Worker, on_mains
+from localspec.engine.worker import Job, Result, Turns, Worker, on_mains
 from localspec.errors import Cancelled, Closed, SessionFileError, UsageError, checked_whole
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.vocab import Vocab
@@ -911,6 +911,10 @@ class LLM(Asking[Prompt]):
             return job
 
         return submit
+
+    def take_turns(self, turns: Turns) -> None:
+        """Share the cores with all LLMs that are given the same: their rounds alternate. From the next request on."""
+        self._worker.turns = turns
 
     def wait_idle(self, timeout: float | None = None) -> bool:
         """Wait until no request and no work for idle time is left, at most so long [s]; whether that came about."""

@@ -388,7 +388,13 @@ def doctor(
 
 @command()
 def serve(
-    model: str | None = MODEL,
+    names: list[str] | None = Argument(
+        None,
+        autocompletion=models,
+        metavar="MODEL...",
+        help="Model to load and serve; or several, loaded when asked for. Default: all on this disk.",
+        show_default=False,
+    ),
     host: str = Option("127.0.0.1", help="Address to listen on; a non-loopback address requires --api-key."),
     port: int = Option(8642, min=0, max=65535, help="Port to listen on; 0 picks a free one."),
     api_key: str | None = Option(
@@ -404,6 +410,12 @@ def serve(
         "auto", metavar="auto|N", help="Requests answered concurrently; auto: as many as gain throughput."
     ),
     prefix_cache: int = Option(512, min=0, max=1 << 20, metavar="MB", help="Memory for cached conversation prefixes."),
+    memory: str | None = Option(
+        None, metavar="SIZE", help="Memory for several models.", show_default="80% of what is free"
+    ),
+    keep_alive: str | None = Option(
+        None, metavar="TIME", help="Keep an idle one of several models loaded; -1: always.", show_default="5m"
+    ),
     time_limit: float = Option(
         3600.0, min=1, max=1e6, metavar="SECONDS", help="Time limit per request, including its answer."
     ),
@@ -418,7 +430,7 @@ def serve(
     **options: Any,
 ) -> int:
     """Serve OpenAI, Anthropic and Ollama compatible APIs, and a web chat."""
-    from localspec.commands.serve import serve_command
+    from localspec.commands.serve import SeveralOptions, serve_command
     from localspec.server.http import ServerSettings
 
     settings = ServerSettings(
@@ -434,7 +446,7 @@ def serve(
         hosts=allow_host or (),
         corpora=allow_corpus or (),
     )
-    return serve_command(run_options(model, options), settings)
+    return serve_command(run_options(None, options), settings, names or (), SeveralOptions(memory, keep_alive))
 
 
 @command()

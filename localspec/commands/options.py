@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -143,6 +144,20 @@ def _read(path: str, option: str) -> str:
         raise UsageError(f"{option} {path} cannot be read: {error.strerror or error}") from None
     except ValueError:
         raise UsageError(f"{option} {path} is not a UTF-8 text file") from None
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+
+
+def read_size(option: str, text: str) -> int:
+    """A size such as ``8GB``, ``512MiB`` or a number of bytes; a ``UsageError`` if it is none."""
+    match = _SIZE.fullmatch(text.strip())
+    size = (
+        round(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2].lower() or " ")) if match else 0
+    )
+    if not 0 < size < 1 << 60:
+        raise UsageError(f"{option} must be a size such as 8GB or 512MB, not {text!r:.40}")
+    return size
 
 
 def whole_or_auto(option: str, text: str, least: int) -> int | None:

@@ -53,8 +53,12 @@ def answer(request: AnswerRequest, pair: Pair, job: Job) -> Reply:
     asked = request.read(pair.encoder, pair.state.context.n_ctx)
     making = OpenAnswer(pair, pair.state, request, asked, job.give, job.stopped, job.started, overlaps=True)
     with closing(making), suppress(Cancelled):
-        while (rows := making.propose()) is not None:
-            making.commit(making.decode(rows))
+        while True:
+            with pair.worker.turns.one():
+                rows = making.propose()
+                if rows is None:
+                    break
+                making.commit(making.decode(rows))
     return making.reply(job)
 
 
@@ -337,12 +341,13 @@ class Scheduler:
                 self._at = _TargetMemory.of(self._pair)
             self._prepare(job)
             while self._answers or self._prepared:
-                self._drop_cancelled()
-                self._admit()
-                self._propose()
-                pieces = self._pieces_that_fit()
-                for (answer, _), forward in zip(pieces, self._decode(pieces), strict=True):
-                    self._commit(answer, forward)
+                with self._pair.worker.turns.one():
+                    self._drop_cancelled()
+                    self._admit()
+                    self._propose()
+                    pieces = self._pieces_that_fit()
+                    for (answer, _), forward in zip(pieces, self._decode(pieces), strict=True):
+                        self._commit(answer, forward)
         except BaseException as error:  # no caller may wait for ever for what goes wrong here
             for answer in list(self._answers):
                 self._leave(answer, error)

@@ -27,7 +27,7 @@ from localspec.server.bodies import (
     whole,
     wrong,
 )
-from localspec.server.http import invalid
+from localspec.server.http import KeepAlive, invalid
 from localspec.server.tools import ToolUse
 
 MAX_CHOICES, MAX_STOPS, MAX_STOP, MAX_MESSAGES = 16, 16, 1024, 10_000
@@ -124,6 +124,16 @@ class ApiBody(Body):
     """The body of an endpoint that answers."""
 
     model: str | None = None
+
+    @property
+    def keep(self) -> KeepAlive | Literal["usual"]:
+        """How long the model stays loaded after the answer."""
+        return "usual"
+
+    @property
+    def unloads(self) -> bool:
+        """Whether it asks for nothing but that the model is unloaded."""
+        return False
 
     @abstractmethod
     def asked(self, served: ServedModel) -> Any:

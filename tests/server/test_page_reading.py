@@ -14,7 +14,7 @@ import pytest
 import localspec.server
 from localspec import LLM, SamplingParams
 from tests.support.serving import Server, serve
-from tests.support.tabs import Tab
+from tests.support.tabs import Tab, expect
 
 LOAD: dict[str, Any] = {"n_ctx": 4096}
 
@@ -133,7 +133,7 @@ def test_a_hostile_answer_gets_nowhere(tab: Callable[..., Tab], llm: LLM) -> Non
         it.page.locator(".reading .no-link", has_text="there").click()
         it.page.reload()  # and again as it is read from the disk
         it.until("() => document.querySelectorAll('.reading a').length")
-        assert it.page.locator(".reading :is(img, script, iframe, style)").count() == 0
+        expect(it.page.locator(".reading :is(img, script, iframe, style)")).to_have_count(0)
 
 
 def test_what_stands_stays_while_more_comes(tab: Callable[..., Tab], llm: LLM) -> None:
@@ -212,15 +212,15 @@ def test_the_token_view_is_switched_while_an_answer_comes_and_is_kept(
     it = tab(answering.url)
     it.page.get_by_label("Tokens", exact=True).check()
     it.ask("say it")
-    assert it.page.locator(".answer").is_visible()
-    assert not it.page.locator(".reading").is_visible()
+    expect(it.page.locator(".answer")).to_be_visible()
+    expect(it.page.locator(".reading")).to_be_hidden()
     assert it.page.locator(".answer .token").count() > 20
     it.press("Alt+t")
-    assert it.page.locator(".reading h3").is_visible()
+    expect(it.page.locator(".reading h3")).to_be_visible()
     it.press("Alt+t")
     it.page.reload()
     it.until("() => document.querySelectorAll('.turn').length")
-    assert it.page.is_checked("#token-view")
+    expect(it.page.locator("#token-view")).to_be_checked()
 
 
 def test_the_libraries_are_as_published() -> None:

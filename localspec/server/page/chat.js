@@ -8,6 +8,8 @@ import {Turn} from "./turns.js";
 import {chosen, merged, turnsOf, withVersion} from "./versions.js";
 import {$, alertIn, offerUndo} from "./words.js";
 
+const LEAVING = 2000; // milliseconds
+
 export class Chat {
   /* settings(): how to decode, now. failed(error): hears of errors first; true if it dealt with them. kept: hears of all
      that is to be kept: changed(), going() while an answer comes, typed(). */
@@ -28,6 +30,11 @@ export class Chat {
       choose: (turn, version) => this.choose(this.turns.indexOf(turn), version),
       typed: () => kept.typed(),
     };
+    this.leaving = false; // whether the page is going; a page that stays after all is soon back
+    addEventListener("beforeunload", () => {
+      this.leaving = true;
+      setTimeout(() => (this.leaving = false), LEAVING);
+    });
     follow($("talk"));
     $("ask").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -97,7 +104,8 @@ export class Chat {
     this.showFiles();
   }
 
-  ask() {
+  async ask() {
+    if (!this.kept.opened) await this.kept.ready; // it belongs to the conversation that the address names
     const question = $("question").value.trim();
     if (!question || this.running || showProblem($("chat-alert"))) return;
     const turn = new Turn(question, this.files, this.actions);
@@ -192,6 +200,7 @@ export class Chat {
       if (thrown.name === "AbortError") turn.finish = "cancelled";
       else error = thrown;
     }
+    if (error && this.leaving) return false; // the browser breaks off what a page that goes has asked for
     if (error) turn.finish = turn.text.length > length ? "broken" : end || "broken";
     write(() => turn.end());
     const came = turn.text.length > length || Boolean(turn.reasoning);

@@ -19,6 +19,8 @@ export class Conversations {
     this.failed = failed;
     this.chat = null; // once it is there
     this.present = null; // {id, revision, title, …} of the open one, as the server has it; of one that it has not, revision is 0
+    this.opened = false; // whether what the address names is on the page
+    this.ready = Promise.resolve(); // once it is, or cannot be
     this.tab = newId(); // several may have a conversation open
     this.changes = this.kept = 0; // number of the last change, and of the last one that the server has
     this.saved = Promise.resolve(); // once what was to be saved is, or cannot be
@@ -94,6 +96,7 @@ export class Conversations {
     this.chat = chat;
     const id = location.hash.slice(1);
     if (id) this.present = {id, revision: 0, title: ""};
+    this.opened = !id;
     this.recall();
   }
 
@@ -154,14 +157,18 @@ export class Conversations {
     history.replaceState(null, "", present ? `#${present.id}` : location.pathname);
   }
 
+  /* Stops the answer and saves it; a question that is asked meanwhile, too. */
   async settle() {
-    this.chat.stop();
-    await this.chat.finished;
-    await this.saved;
+    do {
+      this.chat.stop();
+      await this.chat.finished;
+      await this.saved;
+    } while (this.chat.running || this.saving);
   }
 
   async begin() {
     await this.settle();
+    this.opened = true;
     this.mark(null);
     this.changes = this.kept = 0;
     this.chat.open([]);
@@ -175,15 +182,21 @@ export class Conversations {
   }
 
   async open(id) {
-    if (this.opened) await this.settle();
     await this.attempt(async () => {
-      let [kept] = this.unsaved(id);
-      try {
-        if (!kept) kept = await server.get(id);
-      } catch (error) {
-        if (error.status === 404 && !this.opened) this.mark(null); // what is typed stays
-        throw error;
-      }
+      let kept;
+      do {
+        await this.settle();
+        [kept] = this.unsaved(id);
+        try {
+          if (!kept) kept = await server.get(id);
+        } catch (error) {
+          if (error.status === 404 && !this.opened) {
+            this.mark(null);
+            if (!this.chat.draft.text) this.recall(); // else what is typed stays
+          }
+          throw error;
+        }
+      } while (this.chat.running || this.saving); // something was asked meanwhile
       this.mark(kept);
       this.changes = this.kept = 0;
       this.chat.open(kept.messages);
