@@ -18,15 +18,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
-from localspec.backends.llama.binding import N_UBATCH
 from localspec.backends.llama.embedding import MAX_CTX, EmbeddingModel, pooling_of
+from localspec.engine.fit import USUAL_CTX, Sizes, need
 from localspec.engine.loading import Report
 from localspec.engine.worker import Turns
 from localspec.errors import Cancelled, LocalspecError, UnknownModel, line_of
 from localspec.llm import LLM
 from localspec.model_files.catalog import Catalog, Entry
 from localspec.model_files.gguf import GGUFFile, model_bytes
-from localspec.model_files.kv_memory import kv_shape
 from localspec.model_files.local_files import known_entries, remove
 from localspec.model_files.sources.base import size_text
 from localspec.model_files.vocab import Vocab
@@ -44,9 +43,6 @@ MEMORY_SHARE = 0.8
 
 CACHE_SHARE = 1 / 16
 """Of that, what the conversations put aside may take, for each model."""
-
-DEFAULT_CTX = 8192
-"""Context of a model, where none is asked for and it was trained for as much: several share the memory."""
 
 N_CONTEXTS = 3
 """Room for several answers at a time, in contexts of full size."""
@@ -87,7 +83,7 @@ class ServedFile:
             embeds = pooling_of(file) is not None
             if not embeds:
                 file.check_generates_text()
-            usual = MAX_CTX if embeds else DEFAULT_CTX
+            usual = MAX_CTX if embeds else USUAL_CTX  # not the most that fits: several share the memory
             tokens = min(usual, file.n_ctx_train or usual) if n_ctx is None else n_ctx
             if embeds:
                 tokens = min(tokens, file.n_ctx_train or tokens)
@@ -107,21 +103,12 @@ class ServedFile:
 
 
 def memory_needed(path: Path, n_ctx: int, *, kv_type: str = "f16", n_contexts: int = 1, embeds: bool = False) -> int:
-    """Memory that a file takes once it is loaded [bytes]: weights, caches of ``n_contexts`` contexts, buffers.
-
-    The buffer holds whichever is larger, the logits of ``N_UBATCH`` tokens or a layer's intermediate values, in
-    float32; see ``localspec doctor``.
-    """
+    """Memory that a file takes once it is loaded [bytes]: weights, caches of ``n_contexts`` contexts, buffers."""
     with GGUFFile(path) as file:
-        n_embd, n_ff, n_head = (
-            value if isinstance(value := file.field(name), int) else 0
-            for name in ("embedding_length", "feed_forward_length", "attention.head_count")
-        )
-        n_vocab = file.tensors["token_embd.weight"].shape[1] if "token_embd.weight" in file.tensors else 0
-        if embeds:  # a text is one pass, every token of which looks at all others
-            return file.n_bytes + 4 * n_ctx * (3 * n_ff + 5 * n_embd + n_head * n_ctx)
-        buffers = 4 * N_UBATCH * (n_embd + max(n_vocab, 3 * n_ff + 4 * n_embd))
-        return file.n_bytes + buffers + kv_shape(file).bytes(n_contexts * n_ctx, kv_type)
+        sizes = Sizes.of(file)
+    if embeds:  # a text is one pass, every token of which looks at all others
+        return sizes.n_bytes + 4 * n_ctx * (3 * sizes.n_ff + 5 * sizes.n_embd + sizes.n_head * n_ctx)
+    return need(sizes, n_ctx, kv_type, "llama-cpp", contexts=n_contexts).total
 
 
 @dataclass(frozen=True, slots=True)
