@@ -392,7 +392,7 @@ class Host(Common):
                 able = [each for each in able if await self.fills(each)] or able
             if not able:
                 _check_use(None, use)
-            return able[0]
+            return next((each for each in able if each.fixed or each.needed <= self.memory), able[0])
         if model is None:
             raise self.no_model(name or "")
         _check_use(model, use)

@@ -225,6 +225,11 @@ def test_one_that_can_never_fit_is_refused_with_the_numbers(disk: Path) -> None:
         assert message.endswith("may take 100 kB (--memory)")
         assert ask(server, "/v1/localspec/models")["models"][0]["fits"] is False
         assert refused(server, "/v1/messages", chat("red"))[1] == message
+    ggufs.write_llama(disk / "alpha.gguf", SHAPE, ggufs.bpe_vocab(4000), seed=1)
+    with serve_several(prefix_cache=0) as server:
+        server.host.memory = needs(server, "blue")
+        assert needs(server, "alpha") > server.host.memory  # and a request that names none goes to one that fits
+        assert ask(server, "/v1/completions", {"prompt": "a", "max_tokens": 1})["model"] == "blue"
 
 
 def test_what_does_not_fit_beside_what_answers_waits(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
