@@ -375,7 +375,7 @@ def test_exported_conversations_are_imported(tab: Callable[..., Tab], server: Se
     it.page.set_input_files("#import-file", [bad, exported])
     saved(it, "Fruit")
     it.until("() => document.querySelector('.question p')?.textContent === 'about pears'")
-    assert it.page.text_content("#chat-alert") == "bad.json is no conversation that was exported here as .json."
+    expect(it.page.locator("#chat-alert")).to_have_text("bad.json is no conversation that was exported here as .json.")
     it.page.get_by_role("button", name="Earlier version").click()
     it.until("() => document.querySelector('.question p')?.textContent === 'about apples'")
     assert said.strip() in it.page.locator(".answer").first.text_content()
