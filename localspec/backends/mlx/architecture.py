@@ -177,6 +177,7 @@ class Architecture:
     converted: Mapping[str, Callable[[Array], Array]] = field(default_factory=dict)
     # ``blk`` key and suffix -> an axis, and in which order its equal parts are wanted: heads, for example.
     rearranged: Mapping[str, tuple[int, Callable[[Header], list[int]]]] = field(default_factory=dict)
+    precise: tuple[str, ...] = ()  # ``blk`` keys and suffixes of what stays in float32 whatever else is computed in
     prefix: str = ""  # of the names ``Model`` and ``ModelArgs`` in the module
     trunk: str = "model"  # attribute of the model up to and including the last norm
     embedding: str = "embed_tokens"  # of the trunk
@@ -460,6 +461,7 @@ _DELTA_NET: dict[str, Callable[[Array], Array]] = {
     "ssm_a": lambda stored: np.log(-stored),
     "ssm_conv1d.weight": lambda stored: stored[:, :, None],
 }
+_DECAY = ("ssm_a", "ssm_dt.bias")  # their rounding would go into the state with every token
 _DELTA_HEADS: dict[str, tuple[int, Callable[[Header], list[int]]]] = {
     "attn_qkv.weight": (0, _all_heads),
     "ssm_conv1d.weight": (0, _all_heads),
@@ -582,7 +584,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2": Architecture("qwen2", _LLAMA),
     "qwen3": Architecture("qwen3", _LLAMA | _QK_NORMS),
     "qwen35": Architecture(
-        "qwen3_5", _QWEN35 | MLP, _qwen35, converted=_DELTA_NET, rearranged=_DELTA_HEADS, prefix="Text"
+        "qwen3_5",
+        _QWEN35 | MLP,
+        _qwen35,
+        converted=_DELTA_NET,
+        rearranged=_DELTA_HEADS,
+        precise=_DECAY,
+        prefix="Text",
     ),
     "qwen35moe": Architecture(
         "qwen3_5",
@@ -593,6 +601,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _qwen35moe,
         converted=_DELTA_NET | {"ffn_gate_inp_shexp.weight": lambda stored: stored.reshape(1, -1)},
         rearranged=_DELTA_HEADS,
+        precise=_DECAY,
         prefix="Text",
         ignored=("expert_gating_func", "expert_shared_count"),
     ),

@@ -160,6 +160,7 @@ def _put(
     if architecture.shifted_norms and info.name.endswith("norm.weight"):
         convert = lambda stored: stored - 1  # noqa: E731
     can_be_packed = place.parameter == "weight" and hasattr(owner, "to_quantized")
+    dtype = mx.float32 if key in architecture.precise else dtype
     stored = read_tensor(file, info, dtype, convert=convert, plain=not can_be_packed)
     if key in architecture.rearranged:
         axis, order = architecture.rearranged[key]

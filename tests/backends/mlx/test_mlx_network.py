@@ -164,7 +164,14 @@ def test_gemma_without_its_window_is_another_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "name", "limit"), [("float16", "llama, types of 256", 0.02), ("bfloat16", "llama", 0.1)]
+    ("dtype", "name", "limit"),
+    [
+        ("float16", "llama, types of 256", 0.02),
+        ("bfloat16", "llama", 0.1),
+        ("float16", "lfm2", 0.02),
+        ("float16", "gpt-oss, MXFP4", 0.02),
+        ("bfloat16", "qwen35, quantised", 0.1),
+    ],
 )
 def test_half_precision(dtype: str, name: str, limit: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, kind = FILES[name].write(tmp_path / "model.gguf"), getattr(mx, dtype)
@@ -175,6 +182,8 @@ def test_half_precision(dtype: str, name: str, limit: float, tmp_path: Path, mon
     logits = half.module(mx.array([tokens]))
     assert logits.dtype == kind
     assert agreement(np.array(logits.astype(mx.float32))[0], logits_of(exact, tokens)).mean_kl < limit
+    kept = {str(array.dtype) for name, array in tree_flatten(half.module.parameters()) if "A_log" in name}
+    assert kept <= {"mlx.core.float32"}
     sizes = [sum(array.nbytes for _, array in tree_flatten(each.module.parameters())) for each in (half, exact)]
     assert sizes[0] < sizes[1]
 
