@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from localspec.commands.options import RunOptions, ensure_model, read_size
 from localspec.engine.loading import Report
@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 
 
 INTERRUPTED = 130
+
+_FIELDS = {"alias": "aliases", "allow_corpus": "corpora", "allow_host": "hosts", "allow_origin": "origins"}
+
+
+def server_settings(**given: Any) -> ServerSettings:
+    """Settings by the names of the command's options; ``UsageError``: a value makes no sense."""
+    return ServerSettings(**{_FIELDS.get(name, name): value for name, value in given.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +61,15 @@ class SeveralOptions:
         except ValueError:
             message = "a duration such as 5m, or a number of seconds; -1 is for ever"
             raise UsageError(f"--keep-alive must be {message}, not {self.keep_alive!r:.40}") from None
+
+
+def check_setting(name: str, value: Any) -> None:
+    """See that the value of an option makes sense; ``UsageError``: it does not."""
+    if name in SeveralOptions.__slots__:
+        several = SeveralOptions(**{name: value})
+        several.bytes, several.seconds  # noqa: B018 - raise
+    else:
+        server_settings(**{"api_key": "any", name: value})
 
 
 def serve_command(
