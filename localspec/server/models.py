@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from localspec._version import __version__
-from localspec.errors import Cancelled, LocalspecError
+from localspec.errors import Cancelled, LocalspecError, UnknownModel
 from localspec.model_files import sources
 from localspec.model_files.catalog import Catalog, Entry
 from localspec.model_files.fingerprint import fingerprint
@@ -403,7 +403,10 @@ class OllamaModels:
         async with self._host.bodies.json(request) as body:
             asked = read(OllamaPullBody, body)
         self._check_may_change()
-        entry = Catalog.load().find(asked.asked.removesuffix(":latest"))
+        try:
+            entry = Catalog.load().find(asked.asked.removesuffix(":latest"))
+        except UnknownModel as error:  # which says what is near
+            raise ApiError(404, str(error), param="model", code="model_not_found") from None
         if asked.stream:
 
             async def lines() -> AsyncGenerator[bytes, None]:

@@ -410,7 +410,8 @@ def test_models_are_fetched_and_deleted(disk: Path, monkeypatch: pytest.MonkeyPa
         assert refused(server, "/v1/chat/completions", chat("green"))[0] == 404
         assert "green" not in loaded(server)
         assert refused(server, "/api/delete", {"model": "green"}, "DELETE")[0] == 404
-        assert refused(server, "/api/pull", {"model": "no such model"})[0] == 404
+        status, message = refused(server, "/api/pull", {"model": "qwen2.5-coder-0.6b"})
+        assert (status, "did you mean" in message) == (404, True)
         _, _, answer = server.ask("POST", "/api/pull", {"model": "hf:acme/more/none.gguf"})
         assert "error" in json.loads(answer.decode().splitlines()[-1])
 
