@@ -533,6 +533,17 @@ def list_(
 
 
 @command()
+def recommend(
+    as_json: bool = JSON,
+    everything: bool = Option(False, "--all", help="Also list models that are too large or too slow here."),
+) -> int:
+    """List models that would answer well on this machine, with size, time to fetch and expected speed."""
+    from localspec.commands.recommend import recommend_command
+
+    return recommend_command(as_json, everything)
+
+
+@command()
 def rm(
     names: list[str] = Argument(
         ..., autocompletion=models, metavar="NAME...", help="Models to remove.", show_default=False
