@@ -65,7 +65,21 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]
 
 def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
-    kinds = {".py", ".typed", ".html", ".css", ".js", ".mjs", ".svg", ".json", ".jsonl", ".md", ".toml", ".txt"}
+    kinds = {
+        ".py",
+        ".typed",
+        ".html",
+        ".css",
+        ".js",
+        ".mjs",
+        ".svg",
+        ".json",
+        ".jsonl",
+        ".md",
+        ".toml",
+        ".txt",
+        ".woff2",
+    }
     found = [path for path in (ROOT / "localspec").rglob("*") if path.is_file() and path.suffix != ".pyc"]
     assert {path.suffix for path in found if path.name != "LICENSE"} == kinds
     assert {path.relative_to(ROOT).as_posix() for path in found} <= names

@@ -48,6 +48,7 @@ class RunOptions:
     yes: bool = False  # whether models that are not here are fetched without asking
     verbose: bool = False  # whether to show what the engine logs
     sampling: Mapping[str, Any] = field(default_factory=dict)  # as given; the rest is the catalogue's for the model
+    from_file: Mapping[str, Any] = field(default_factory=dict)  # options above that are config.toml's, by their name
 
     def __post_init__(self) -> None:
         for name, text in (("MODEL", self.model), ("--system", self.system)):
