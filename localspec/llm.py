@@ -369,7 +369,7 @@ class LLM(Asking[Prompt]):
         n_ctx: context size in tokens, answer included; None is what the model was trained for, on a CPU at most
             32,768, or what memory holds; see ``context_info``.
         n_threads: CPU threads; None takes the physical cores.
-        n_gpu_layers: layers on the GPU; None takes all if the engine was built for one.
+        n_gpu_layers: layers on the GPU; None takes all that fit if the engine was built for one.
         kv_cache_type: f16, f32, q8_0 or q4_0.
         light_draft: let a draft model on the CPU be replaced by a lighter copy of it where that drafts faster; made and
             compared at the first load, kept on disk. It cannot change an answer.

@@ -79,7 +79,8 @@ by its path or its hub address, `hf:OWNER/REPO/FILE.gguf`. `localspec list` show
 `localspec list --all` all of them and which fit this machine's memory, `localspec list --json` all as
 `{"models": [{"name", "path", "bytes", "present", …}]}`. `localspec pull NAME` fetches one; a part of the
 name is enough if no other name has it. At a terminal, other commands offer to fetch a model that is not there.
-`localspec rm NAME` removes it. How to add one: [CONTRIBUTING](../CONTRIBUTING.md#a-model).
+`localspec rm NAME` removes it. `localspec recommend` lists what would answer at eight tokens a second and more on this
+machine, with size, minutes to fetch and expected speed. How to add one: [CONTRIBUTING](../CONTRIBUTING.md#a-model).
 """
 
 MODELS_END = """

@@ -72,6 +72,7 @@ def load(
     check: bool = True,
     put_off: bool = False,
     order: Order | None = None,
+    layers: Callable[[str], int | None] = lambda name: None,
 ) -> Model:
     """Load a file with an engine that computes it rightly.
 
@@ -83,6 +84,7 @@ def load(
         check: whether the engine has to be right about the file; only a draft model may do without.
         put_off: leave the comparison with another engine to idle time; see ``trust.load_checked``.
         order: the order in which ``auto`` tries several engines; None is that of ``candidates``.
+        layers: how many layers an engine puts on a GPU where ``n_gpu_layers`` is None; None leaves that to the engine.
 
     Raises:
         EngineMismatch: every usable engine computes this file wrongly.
@@ -111,6 +113,8 @@ def load(
     options: dict[str, Any] = {"n_threads": n_threads, "n_gpu_layers": n_gpu_layers, "kv_type": kv_type}
     options |= {"progress": watched} | ({"placement": placement} if placement else {})
     for name in names:
+        if n_gpu_layers is None:
+            options["n_gpu_layers"] = layers(name)
         try:
             if not check:
                 model: Model = engine_module(name).load(path, **options)

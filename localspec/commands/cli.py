@@ -113,8 +113,8 @@ def _shared(
         "auto", "--ctx", metavar="auto|N", help="Context size in tokens, including the answer; auto: what fits."
     ),
     n_threads: int | None = THREADS,
-    n_gpu_layers: int | None = Option(
-        None, "--gpu-layers", min=0, max=MAX_COUNT, help="Layers to place on the GPU.", show_default="all, if supported"
+    n_gpu_layers: str = Option(
+        "auto", "--gpu-layers", metavar="auto|N", help="Layers to place on the GPU; auto: all that fit."
     ),
     split_mode: str | None = Option(
         None, metavar="none|layer|row", help="How to split the target model across devices.", show_default="layer"
@@ -165,8 +165,9 @@ def run_options(model: str | None, given: dict[str, Any], **sampling: Any) -> Ru
     from localspec.sampling.sampling import SamplingParams
 
     rest = {"idle": False} | given
-    if "n_ctx" in rest:
-        rest["n_ctx"] = whole_or_auto("--ctx", rest["n_ctx"], 1)
+    for name, option, least in (("n_ctx", "--ctx", 1), ("n_gpu_layers", "--gpu-layers", 0)):
+        if name in rest:
+            rest[name] = whole_or_auto(option, rest[name], least)
     from_file = dict(rest.pop("from_file", {}))
     usual = from_file.pop("model", None)
     if model is None and usual is not None:
@@ -590,6 +591,17 @@ def list_(
     from localspec.commands.files import list_command
 
     return list_command(as_json, everything)
+
+
+@command()
+def recommend(
+    as_json: bool = JSON,
+    everything: bool = Option(False, "--all", help="Also list models that are too large or too slow here."),
+) -> int:
+    """List models that would answer well on this machine, with size, time to fetch and expected speed."""
+    from localspec.commands.recommend import recommend_command
+
+    return recommend_command(as_json, everything)
 
 
 @command()

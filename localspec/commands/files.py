@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from localspec.errors import DownloadError, ModelFileError
 from localspec.model_files.catalog import Catalog, Entry
@@ -25,8 +25,29 @@ def pull(name: str) -> Path:
     from localspec.model_files import sources
 
     entry = Catalog.load().entry(name)
+    was_here, started = entry.present, time.monotonic()
+    kept = sum(path.stat().st_size for path in sources.parts_folder(entry).rglob("*") if path.is_file())
     with PullProgress() as progress:
-        return sources.pull(entry, watch=progress.watch, say=progress.say)
+        path = sources.pull(entry, watch=progress.watch, say=progress.say)
+    seconds, n_bytes = time.monotonic() - started, entry.bytes_on_disk - kept
+    if not was_here and seconds > 1 and n_bytes > _TELLING_BYTES:
+        _speeds().put(_SPEED, {"bytes_per_second": n_bytes / seconds})
+    return path
+
+
+_SPEED = {"of": "fetching"}
+_TELLING_BYTES = 20_000_000  # smaller files say more of delays than of speed
+USUAL_SPEED = 10_000_000  # bytes per second, until something was fetched
+
+
+def _speeds() -> JsonStore:
+    return JsonStore(home() / "fetching", 1)
+
+
+def fetch_minutes(n_bytes: int) -> float:
+    """How long fetching so much takes, as fast as the last time."""
+    known = (_speeds().get(_SPEED) or {}).get("bytes_per_second")
+    return n_bytes / (known if isinstance(known, int | float) and known > 0 else USUAL_SPEED) / 60
 
 
 def pull_command(names: Sequence[str] = ()) -> int:
@@ -94,20 +115,35 @@ def at_terminal() -> bool:
 
 def wants(entries: Sequence[Entry], more: str = "") -> bool:
     """Ask whether models that are not on this disk are to be fetched; ``more`` names what else may be."""
+    return asked(entries, more) == "yes"
+
+
+def asked(entries: Sequence[Entry], more: str = "", larger: str = "") -> Literal["yes", "no", "larger"]:
+    """The same with a choice: ``larger`` describes a model that can be taken instead, by one key."""
     names, size = " and ".join(entry.name for entry in entries), sum(entry.bytes for entry in entries)
     one = len(entries) == 1
-    what = f"{names} {'is' if one else 'are'} not here" + (f": {size_text(size)}" if size else "") + more
+    minutes = f", {minutes_text(fetch_minutes(size))}"
+    what = f"{names} {'is' if one else 'are'} not here" + (f": {size_text(size)}{minutes}" if size else "") + more
+    if larger:
+        _note(f"l takes {larger}")
     while True:
-        print(f"{what}. Fetch {'it' if one else 'them'}? [Y/n] ", end="", file=sys.stderr, flush=True)
+        keys = "[Y/n/l]" if larger else "[Y/n]"
+        print(f"{what}. Fetch {'it' if one else 'them'}? {keys} ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
         if not line:
             print(file=sys.stderr)
-            return False
+            return "no"
         answer = line.strip().lower()
         if answer in ("", "y", "yes"):
-            return True
+            return "yes"
         if answer in ("n", "no"):
-            return False
+            return "no"
+        if larger and answer in ("l", "larger"):
+            return "larger"
+
+
+def minutes_text(minutes: float) -> str:
+    return f"about {max(1, round(minutes))} min"
 
 
 ROOM = 1.25  # memory that a model takes over the size of its file: cache and buffers
@@ -147,7 +183,7 @@ def list_command(as_json: bool = False, everything: bool = False) -> int:
 
     files = {str(entry.path) for entry in entries}
     others = [head for head in heads if head["path"] not in files]  # those without an entry
-    shown = [entry for entry in entries if everything or entry.present]
+    shown = sorted((entry for entry in entries if everything or entry.present), key=lambda entry: not entry.present)
     under_models = {name for entry in shown for name in entry.heads}
     rows: list[Sequence[str]] = []
     for entry in shown:
@@ -162,7 +198,7 @@ def list_command(as_json: bool = False, everything: bool = False) -> int:
             name, here = on_one_line(Path(head["path"]).name), ["yes"] * everything
             rows.append((f"  {name}", size_text(head["bytes"]), *here, "", f"head, {head['kind']}"))
     if rows:
-        _print_columns([("NAME", "SIZE", *(["HERE"] * everything), "FITS", ""), *rows])
+        print_columns([("NAME", "SIZE", *(["HERE"] * everything), "FITS", ""), *rows])
     else:
         print("no model is here yet: localspec pull fetches the default pair")
     left: list[Sequence[str]] = []
@@ -173,7 +209,7 @@ def list_command(as_json: bool = False, everything: bool = False) -> int:
             left.append([on_one_line(cell) for cell in cells])
     if left:
         print()
-        _print_columns([("HEAD OF ANOTHER MODEL", "SIZE", "KIND", "FOR"), *left])
+        print_columns([("HEAD OF ANOTHER MODEL", "SIZE", "KIND", "FOR"), *left])
     print(f"\nfits: this machine's memory holds {ROOM:g} times its size" if rows else "")
     if everything:
         print("~: never fetched by us; localspec pull --check asks the hub for the size")
@@ -219,7 +255,7 @@ def _note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _print_columns(rows: Sequence[Sequence[str]]) -> None:
+def print_columns(rows: Sequence[Sequence[str]]) -> None:
     """A table that awk can cut."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     limit = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1 << 16

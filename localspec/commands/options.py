@@ -99,7 +99,8 @@ class RunOptions:
         drafters = self.drafters() if late is None else [*AUTOMATIC, *corpora]
         model = ensure_model(self.model, drafters, sparing=True, late=late is not None, yes=self.yes)
         if late is not None and self.model is None and not offline():
-            late += [entry for entry in Catalog.load().default_pair()[1:] if not entry.present]
+            catalog = Catalog.load()
+            late += [catalog[name] for name in catalog[model].draft[:1] if not catalog[name].present]
         return LLM(model, drafters, draft_length=self.length(), progress=report, **self.load.as_arguments())
 
     @contextmanager
@@ -206,7 +207,7 @@ def ensure_model(
     ``sparing``: no draft model where a head is on disk. ``late``: the draft model is left to ``LateDraft``. ``yes``:
     nothing is asked.
     """
-    from localspec.commands.files import at_terminal, wants, wants_draft
+    from localspec.commands.files import asked, at_terminal, wants, wants_draft
 
     asks = at_terminal() and not yes and not offline()
     named = [entry for name in dict.fromkeys([model, *drafters]) if name is not None and (entry := _known(name))]
@@ -228,8 +229,14 @@ def ensure_model(
         at_once, perhaps = ([target], others) if sparing or late else ([target, *others], [])
         later = size_text(sum(entry.bytes for entry in perhaps))
         more = f" ({later} more for a draft model, if that makes answers faster here)" if perhaps else ""
-        if asks and not wants(at_once, more):
+        larger = larger_choice(target) if asks and late else None
+        answer = asked(at_once, more, larger[1] if larger else "") if asks else "yes"
+        if answer == "no":
             raise ModelFileError(f"{target.name} was not fetched; localspec list --all shows smaller models")
+        if larger and answer == "larger":
+            _fetch(larger[0], [larger[0]])
+            print(f"from now on: localspec chat {larger[0].name}", file=sys.stderr, flush=True)
+            return larger[0].name
         _fetch(target, at_once)
         others = [] if late else perhaps
         if others and _has_head(target):
@@ -244,6 +251,24 @@ def ensure_model(
     if others:
         _fetch(target, others)
     return target.name
+
+
+def larger_choice(target: Entry) -> tuple[Entry, str] | None:
+    """What else would fit at a first chat: the largest checked model that answers fast enough, and a line on it."""
+    from localspec.commands.files import minutes_text
+    from localspec.commands.recommend import larger_than, look
+
+    with Progress() as progress:
+        found = look(lambda line: progress.report(line, None))
+    best = larger_than(target, found)
+    if best is None:
+        if any(each.answers and each.bytes > target.bytes for each in found):
+            print("larger models would fit, none of them tried by us: localspec recommend", file=sys.stderr, flush=True)
+        return None
+    size, rate = size_text(best.bytes), best.tokens_per_second or 0.0
+    return Catalog.load()[
+        best.name
+    ], f"{best.name} instead ({size}, {minutes_text(best.minutes)}, some {rate:.0f} tok/s)"
 
 
 def _known(name: str) -> Entry | None:

@@ -8,12 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localspec.backends.base import Model
+from localspec.backends.layout import Target, layout
 from localspec.backends.llama.binding import N_UBATCH
 from localspec.backends.llama.ggml import Device, ggml_devices, metal_gpu, used_gpus
+from localspec.backends.placement import Placement
 from localspec.engine.drafts import draft_files
 from localspec.engine.options import LoadOptions
 from localspec.engine.state import FULL_CONTEXTS, n_sequences
 from localspec.errors import LocalspecError
+from localspec.model_files.catalog import Catalog
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.kv_memory import KVShape, kv_shape
 from localspec.model_files.sources.base import size_text
@@ -265,6 +268,45 @@ def context_of(target: Model, draft: Sequence[str], options: LoadOptions, free: 
     loads = loads_for(Load(sizes, gpu_share=share), models, heads, parallel)
     kv_type = options.kv_cache_type
     return choose_context(loads, kv_type, target.backend, space, target.n_ctx_train, on_gpu=device == "gpu")
+
+
+def layers_that_fit(
+    gguf: GGUFFile, gpus: Sequence[Device], n_ctx: int, kv_type: str, *, reserve: int = 0
+) -> int | None:
+    """Most layers of a file that GPUs with memory of their own hold, each its share; None: all, the output included.
+
+    Args:
+        n_ctx: tokens of all contexts together.
+        reserve: what a draft takes of all GPUs together [bytes].
+    """
+    sizes, free = Sizes.of(gguf), sum(each.free_bytes for each in gpus)
+    buffers = need(sizes, 0, kv_type, "llama-cpp").compute
+    rooms = [TIGHT * each.free_bytes - reserve * each.free_bytes / max(1, free) for each in gpus]
+    used = [Target(each.name, each.name, each.free_bytes) for each in gpus]
+
+    def fits(n: int) -> bool:
+        shares = layout(gguf, Placement(), used, n, n_ctx, kv_type)[1:]
+        return all(
+            not share.layers or share.weights_bytes + share.cache_bytes + buffers <= room
+            for share, room in zip(shares, rooms, strict=True)
+        )
+
+    n_all = sizes.n_layer + 1
+    return None if fits(n_all) else next((n for n in range(n_all - 1, 0, -1) if fits(n)), 0)
+
+
+def layers_for(path: Path, draft: Sequence[str], options: LoadOptions, parallel: int) -> int | None:
+    """``layers_that_fit`` for a target on llama.cpp's GPUs as they are now; None: all, or the GPUs do not say."""
+    gpus = [each for each in gpus_of("llama-cpp") if not each.shared]
+    if not gpus:
+        return None
+    with GGUFFile(path) as gguf:
+        n_ctx = options.n_ctx or min(USUAL_CTX, gguf.n_ctx_train or USUAL_CTX)
+        contexts = loads_for(Load(Sizes.of(gguf)), [], [], parallel)[0].contexts
+        known = Catalog.load().draft_for(path) if "auto" in draft else None
+        drafts = None if known is None else read_sizes(known)
+        reserve = 0 if drafts is None else need(drafts, n_ctx, options.kv_cache_type, "llama-cpp").total
+        return layers_that_fit(gguf, gpus, contexts * n_ctx, options.kv_cache_type, reserve=reserve)
 
 
 def gpus_of(backend: str) -> list[Device]:

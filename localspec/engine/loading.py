@@ -291,6 +291,7 @@ class Loader:
         backend: str | None = None,
         check: bool = True,
         engine: dict[str, Any] | None = None,
+        layers: Callable[[str], int | None] = lambda name: None,
     ) -> Model:
         """Load a file; see ``backends.load``. An exception from ``report`` cancels, and is raised here."""
         cancel: list[BaseException] = []
@@ -313,6 +314,7 @@ class Loader:
                 warn=self.warnings.append,
                 check=check,
                 put_off=self.options.idle,
+                layers=layers,
                 order=lambda names, on_gpu: ordered(names, path, self.options, on_gpu, self.warnings.append),
             )
         except LocalspecError:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from localspec.controllers.calibration import WHOLE, PassKind, calibrating, curv
 from localspec.controllers.cost_model import PassTimes, row_ms
 from localspec.controllers.learned import AcceptanceStore
 from localspec.engine.drafts import DraftMaker
-from localspec.engine.fit import ContextChoice, context_of
+from localspec.engine.fit import ContextChoice, context_of, layers_for
 from localspec.engine.loading import Loader, Remarks, Report, compared, engines_comparing, giving_way
 from localspec.engine.options import DraftLength, LoadOptions
 from localspec.engine.prefix_cache import PassCounts, PrefixCache
@@ -378,7 +378,9 @@ class Pair:
         with ExitStack() as undo:
             undo.callback(trim_heap)
             free = read_memory().available
-            self.target = self.loader.load(path, report, engine=options.target)
+            self.target = self.loader.load(
+                path, report, engine=options.target, layers=partial(self._layers, path, draft)
+            )
             undo.callback(self.target.close)
             self.encoder = PromptEncoder(
                 self.target, ChatTemplate.for_vocab(self.target.chat_template, self.target.vocab)
@@ -402,12 +404,27 @@ class Pair:
             prepare_times(self, "target curve", context, times)
             ask_another_engine(self, path)
 
+    def _layers(self, path: Path, draft: Sequence[str], engine: str) -> int | None:
+        """Layers of the target for a GPU where none were asked for; what is chosen counts as asked for from then on."""
+        if engine != "llama-cpp" or self.options.placement or self.options.n_gpu_layers is not None:
+            return None
+        n = layers_for(path, draft, self.options, self._most_answers)
+        if n is not None:
+            self.options = self.loader.options = replace(self.options, n_gpu_layers=n)
+            self.warnings.append(
+                f"{n} layers go to the GPU, more do not fit into its free memory; --gpu-layers overrides"
+            )
+        return n
+
+    @property
+    def _most_answers(self) -> int:
+        return MOST if self.options.parallel == "auto" else int(self.options.parallel)
+
     def _context_choice(self, draft: Sequence[str], free: int) -> ContextChoice:
         """The context size; ``free`` is memory before the target was loaded [bytes]."""
         trained, n_ctx = self.target.n_ctx_train, self.options.n_ctx
         if n_ctx is None:
-            most = MOST if self.options.parallel == "auto" else int(self.options.parallel)
-            return context_of(self.target, draft, self.options, free, most)
+            return context_of(self.target, draft, self.options, free, self._most_answers)
         if trained and n_ctx > trained:
             self.warnings.append(
                 f"--ctx {n_ctx} exceeds the {trained} tokens this model was trained for; "

@@ -47,6 +47,7 @@ class Entry:
         sources: places to fetch it from, as the catalogue lists them.
         draft, heads: catalogue names of fitting drafts and published heads, best first.
         base: whether it continues text and was not trained to chat.
+        active: share of the weights that a token reads; under 1 for a mixture of experts.
         chat: system prompt and sampling that a conversation starts with.
     """
 
@@ -59,6 +60,7 @@ class Entry:
     draft: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     base: bool = False
+    active: float = 1.0
     note: str = ""
     chat: Mapping[str, Any] = field(default_factory=dict)
 

@@ -241,9 +241,10 @@ def sit_down(monkeypatch: pytest.MonkeyPatch, typed: str) -> None:
 
 TARGET, DRAFT = (entry.name for entry in Catalog.load().default_pair())
 SMOL, HUB, BIG = "smollm2-135m", "hf:acme/tiny/tiny.gguf", "qwen2.5-coder-1.5b"
-SMOL_ASKED = f"{SMOL} is not here: 98.4 MB. Fetch it? [Y/n] "
-PAIR_ASKED, BIG_ASKED = "1.61 GB. Fetch them?", f"{BIG} and {DRAFT} are not here: 1.61 GB. Fetch them?"
-SPARING_ASKED = "1.12 GB (491 MB more for a draft model, if"
+SMOL_ASKED = f"{SMOL} is not here: 98.4 MB, about 1 min. Fetch it? [Y/n] "
+PAIR_ASKED = "1.61 GB, about 3 min. Fetch them?"
+BIG_ASKED = f"{BIG} and {DRAFT} are not here: {PAIR_ASKED}"
+SPARING_ASKED = "1.12 GB, about 2 min (491 MB more for a draft model, if"
 UNFETCHED = "was not fetched; localspec list --all shows smaller models"
 YES, SPARING, LATE, OFFLINE = {"yes": True}, {"sparing": True}, {"late": True}, {"offline": True}
 
@@ -272,10 +273,10 @@ FETCHES: list[tuple[str | None, list[str], dict[str, Any], str | None, list[str]
     (None, ["auto"], {}, "no\n", [], PAIR_ASKED, UNFETCHED),
     (None, ["auto"], SPARING, "\n", [TARGET, DRAFT], SPARING_ASKED, ""),
     (None, ["auto"], SPARING, "", [], SPARING_ASKED, UNFETCHED),
-    (None, [], SPARING, "\n", [TARGET], "1.12 GB. Fetch it?", ""),
-    (None, ["ngram"], SPARING, "\n", [TARGET], "1.12 GB. Fetch it?", ""),
+    (None, [], SPARING, "\n", [TARGET], "1.12 GB, about 2 min. Fetch it?", ""),
+    (None, ["ngram"], SPARING, "\n", [TARGET], "1.12 GB, about 2 min. Fetch it?", ""),
     (None, ["ngram"], SPARING | LATE, "\n", [TARGET], SPARING_ASKED, ""),
-    (None, ["auto"], {"present": {TARGET}}, "\n", [DRAFT], f"{DRAFT} is not here: 491 MB. Fetch it?", ""),
+    (None, ["auto"], {"present": {TARGET}}, "\n", [DRAFT], f"{DRAFT} is not here: 491 MB, about 1 min. Fetch it?", ""),
 ]
 
 

@@ -108,6 +108,15 @@ def test_list_fits_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch, cap
     assert max(len(line) for line in lines if not line.startswith("folder:")) <= 80
 
 
+def test_list_shows_first_what_is_here(capsys: Out) -> None:
+    put(SMOL)
+    put(CATALOG["gemma3-270m"])
+    assert list_command(everything=True) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines()[1:] if line and not line.startswith("  ")]
+    here = [" yes " in line for line in lines[: len(CATALOG)]]
+    assert (here[:2], any(here[2:])) == ([True, True], False)
+
+
 # -- rm ---------------------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from localspec import LLM
+from localspec.backends.layout import Target, layout
 from localspec.backends.llama.ggml import Device
+from localspec.backends.placement import Placement
+from localspec.engine import fit as fit_module
 from localspec.engine import pair as pair_module
 from localspec.engine.fit import (
     MOST_ON_CPU,
@@ -22,14 +25,16 @@ from localspec.engine.fit import (
     Sizes,
     Space,
     choose_context,
+    layers_that_fit,
     loads_for,
     need,
     read_sizes,
     taken,
 )
+from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.kv_memory import KVShape
 from localspec.system.machine import SystemMemory
-from tests.conftest import TinyFiles
+from tests.conftest import TinyFiles, open_backend
 from tests.support import ggufs
 from tests.support.program import assert_one_line, localspec
 
@@ -105,6 +110,63 @@ def test_on_a_gpu_its_memory_counts_and_nobody_waits_for_prompts() -> None:
     own = Device("CUDA0", "a card", 11 * GB, 16 * GB, False)
     assert Space.beside(12 * GB, [shared]) == Space(12 * GB)
     assert Space.beside(12 * GB, [own, own], 2 * GB) == Space(12 * GB, 24 * GB)
+
+
+@pytest.fixture
+def deep_file(tmp_path: Path) -> Path:
+    shape = ggufs.Shape(n_layer=8, n_embd=128, n_head=2, n_head_kv=2, n_ff=512)
+    return ggufs.write_llama(tmp_path / "deep.gguf", shape, ggufs.bpe_vocab())
+
+
+def card(n: int, megabytes: float) -> Device:
+    return Device(f"CUDA{n}", "a card", round(megabytes * 1e6), 24 * GB, False)
+
+
+def test_as_many_layers_as_each_gpu_holds(deep_file: Path) -> None:
+    with GGUFFile(deep_file) as gguf:
+        buffers = need(Sizes.of(gguf), 0, "f16", "llama-cpp").compute
+
+        def chosen(*megabytes: float, n_ctx: int = 2048, reserve: int = 0) -> int | None:
+            gpus = [card(i, each) for i, each in enumerate(megabytes)]
+            n = layers_that_fit(gguf, gpus, n_ctx, "f16", reserve=reserve)
+            used = [Target(each.name, each.name, each.free_bytes) for each in gpus]
+
+            def holds(n: int) -> bool:
+                shares = layout(gguf, Placement(), used, n, n_ctx, "f16")[1:]
+                sizes = [share.weights_bytes + share.cache_bytes + buffers * bool(share.layers) for share in shares]
+                free = sum(each.free_bytes for each in gpus)
+                return all(
+                    not size or size <= (TIGHT - reserve / free) * gpu.free_bytes
+                    for size, gpu in zip(sizes, gpus, strict=True)
+                )
+
+            assert holds(9 if n is None else n)
+            assert n is None or not holds(n + 1)
+            return n
+
+        assert chosen(100) is None
+        assert chosen(100, 100) is None
+        one = [chosen(each) for each in (6, 9, 11)]
+        assert one == sorted(one, key=lambda n: n or 0)
+        assert 0 < (one[0] or 0) < 9
+        assert chosen(1) == 0
+        assert (chosen(8, 8) or 9) > (chosen(8) or 9)  # a second card takes its part
+        assert (chosen(9, n_ctx=8192) or 0) < (one[1] or 9)
+        assert (chosen(9, reserve=2_000_000) or 0) < (one[1] or 9)
+
+
+def test_a_pair_puts_on_a_gpu_what_fits(deep_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine here has no GPU: it is asked for the layers nevertheless, and what was chosen is said."""
+    open_backend("llama-cpp")
+    monkeypatch.setattr(fit_module, "gpus_of", lambda backend: [card(0, 9)])
+    with GGUFFile(deep_file) as gguf:
+        n = layers_that_fit(gguf, [card(0, 9)], 2048, "f16")
+    for asked, wanted in ((None, n), (3, 3)):
+        with LLM(deep_file, draft=None, backend="llama-cpp", n_gpu_layers=asked, idle=False) as llm:
+            assert llm.inspect().options.n_gpu_layers == wanted
+            said = [each for each in llm.warnings if "layers go to the GPU" in each]
+            assert bool(said) == (asked is None)
+            assert asked is not None or said[0].startswith(f"{n} layers")
 
 
 def test_what_does_not_fit_is_said() -> None:

@@ -25,6 +25,7 @@ from localspec.commands.doctor.fit import ExaminedModel
 from localspec.commands.doctor.ranking import Watch, cost_findings, measure_costs
 from localspec.commands.options import RunOptions, called, joined
 from localspec.engine.draft_sources import is_free
+from localspec.engine.fit import layers_for
 from localspec.engine.loading import forget
 from localspec.errors import EngineError, LocalspecError, ModelFileError, UsageError
 from localspec.heads import FROM_STATES, HEAD, MTP
@@ -494,9 +495,13 @@ class Doctor:
             for draft in drafts
             if draft.error is None and not (examined.automatic and differences.get(draft.name) is not None)
         ]
+        layers = options.load.n_gpu_layers
+        is_auto = layers is None and not options.load.placement and target.present and target.error is None
+        if is_auto and engine is not None and engine.name == "llama-cpp":
+            layers = layers_for(target.file, ["auto"] if examined.automatic else [], options.load, 1)
         room = fit.Room(
             engine,
-            options.load.n_gpu_layers,
+            layers,
             here.memory_available_bytes,
             here.memory_limit_bytes or here.memory_total_bytes,
         )

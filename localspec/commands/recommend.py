@@ -1,0 +1,132 @@
+"""``localspec recommend``: which models of the catalogue would answer well here, and what fetching them takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+from localspec.commands.files import fetch_minutes, print_columns
+from localspec.engine.fit import TIGHT, USUAL_CTX, Sizes, need
+from localspec.model_files.catalog import Catalog, Entry
+from localspec.model_files.gguf import GGUFFile
+from localspec.model_files.sources.base import size_text
+from localspec.system import machine
+
+ENOUGH = 8.0
+"""Tokens a second at which a person reads along."""
+
+REACHED = 0.65
+"""Share of the measured bandwidth that one-token passes reach: the 1.5B on two cores, quiet, 27.4 of 40 ms."""
+
+LARGE_BYTES, LARGE_GAIN, SMALL_GAIN = 4_000_000_000, 1.4, 1.1
+"""What drafting gains by class: over 4 GB with a draft model 1.4 (a 1.5B made as costly as a 7B: 1.48 on 16 questions,
+95 % 1.16 to 1.66), else 1.1 (the default pair: 1.09 to 1.26). A mixture of experts gains less: it counts as small."""
+
+ROOM = 1.25
+"""Memory that a file takes which is not here, over its size: cache and buffers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A model that could answer here."""
+
+    name: str
+    bytes: int
+    present: bool
+    checked: bool  # whether this very file was fetched and run by the makers of localspec
+    fits: bool
+    tokens_per_second: float | None  # expected, with what drafts for it; None: the bandwidth is unknown
+    draft: str | None
+    minutes: float  # to fetch what is missing of both
+
+    @property
+    def answers(self) -> bool:
+        return self.fits and (self.tokens_per_second or 0.0) >= ENOUGH
+
+
+def candidates(memory: int, bandwidth: float | None) -> list[Candidate]:
+    """Models of the catalogue that chat, the largest first.
+
+    Args:
+        memory: what may be taken [bytes].
+        bandwidth: at which memory is read [bytes per second].
+    """
+    catalog = Catalog.load()
+    heads = {name for entry in catalog.values() for name in entry.heads}
+    found = [entry for entry in catalog.values() if entry.bytes and not entry.base and entry.name not in heads]
+    rows = (_candidate(entry, catalog, memory, bandwidth) for entry in found)
+    return sorted(rows, key=lambda row: row.bytes, reverse=True)
+
+
+def _candidate(entry: Entry, catalog: Catalog, memory: int, bandwidth: float | None) -> Candidate:
+    draft = next((catalog[name] for name in entry.draft), None)
+    both = [entry] if draft is None else [entry, draft]
+    gain = LARGE_GAIN if entry.bytes >= LARGE_BYTES and draft is not None and entry.active == 1.0 else SMALL_GAIN
+    rate = None if bandwidth is None else gain * REACHED * bandwidth / (entry.bytes * entry.active)
+    return Candidate(
+        entry.name, entry.bytes, entry.present, bool(entry.sha256), sum(map(_needed, both)) <= TIGHT * memory,
+        None if rate is None else round(rate, 1), None if draft is None else draft.name,
+        fetch_minutes(sum(each.bytes for each in both if not each.present)),
+    )  # fmt: skip
+
+
+def _needed(entry: Entry) -> int:
+    """Memory of a model with the usual context [bytes]."""
+    if not entry.present:
+        return round(ROOM * entry.bytes)
+    with GGUFFile(entry.path) as gguf:
+        return need(Sizes.of(gguf), min(USUAL_CTX, gguf.n_ctx_train or USUAL_CTX), "f16", "ik-llama").total
+
+
+def look(say: Callable[[str], None]) -> list[Candidate]:
+    """``candidates`` for this machine, now; ``say`` takes what is being done."""
+    say("measuring the memory's bandwidth")
+    memory = machine.read_memory().available
+    threads = min(machine.default_threads(), machine.usable_cpus())
+    return candidates(memory, machine.measure_bandwidth(threads, available=memory))
+
+
+def larger_than(entry: Entry, found: list[Candidate]) -> Candidate | None:
+    """The largest checked model beside a default that would answer fast enough."""
+    return next((each for each in found if each.checked and each.answers and each.bytes > entry.bytes), None)
+
+
+def recommend_command(as_json: bool = False, everything: bool = False) -> int:
+    """Print what would answer here, the largest first; with ``everything`` also what is too large or too slow."""
+    from localspec.system.terminal import Progress
+
+    busy = machine.busy_share()
+    with Progress() as progress:
+        found = look(lambda line: progress.report(line, None))
+    shown = found if everything else [each for each in found if each.answers]
+    if as_json:
+        print(json.dumps({"models": [asdict(each) for each in shown]}, indent=2))
+        return 0
+    if shown:
+        print_columns([("NAME", "SIZE", "FETCH", "TOK/S", "DRAFT", "", ""), *map(_row, shown)])
+    else:
+        print("no model of the catalogue would answer fast enough here; localspec recommend --all shows them all")
+    print()
+    for line in _explained(busy, found):
+        print(line)
+    return 0
+
+
+def _row(each: Candidate) -> tuple[str, ...]:
+    size = f"{'' if each.checked or each.present else '~'}{size_text(each.bytes)}"
+    fetch = "here" if each.present and not each.minutes else f"{max(1, round(each.minutes))} min"
+    rate = "?" if each.tokens_per_second is None else f"{each.tokens_per_second:.3g}"
+    why = "" if each.answers else "too big" if not each.fits else "slow"
+    return each.name, size, fetch, rate, each.draft or "", "" if each.checked else "unchecked", why
+
+
+def _explained(busy: float, found: list[Candidate]) -> Iterator[str]:
+    if any(each.tokens_per_second is None for each in found):
+        yield "tok/s: not known, too little memory is free to measure its bandwidth"
+    else:
+        yield f"tok/s: expected on the CPU by bandwidth and drafts; from {ENOUGH:g} on a model is recommended"
+    if busy >= machine.BUSY:
+        yield f"others use {busy:.0%} of the CPU: on a quiet machine it is more"
+    yield "unchecked: never fetched by us; its size and digest are the hub's"
+    yield "localspec chat NAME fetches and starts one"

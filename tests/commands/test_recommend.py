@@ -1,0 +1,158 @@
+"""Which models would answer well here, by made-up numbers; and what a first chat offers."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from localspec.commands import files, options, recommend
+from localspec.commands.files import fetch_minutes
+from localspec.commands.options import ensure_model
+from localspec.commands.recommend import ENOUGH, LARGE_GAIN, REACHED, SMALL_GAIN, Candidate, candidates, larger_than
+from localspec.model_files.catalog import Catalog
+from localspec.system import machine
+from localspec.system.machine import SystemMemory
+from tests.support.program import localspec
+
+GB = 1_000_000_000
+CATALOG = Catalog.load()
+DEFAULT = CATALOG.default_pair()[0]
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float | None], None]:
+    """Sets the memory that is free and its bandwidth [GB, GB/s]."""
+
+    def set_machine(free: float, bandwidth: float | None) -> None:
+        monkeypatch.setattr(machine, "read_memory", lambda: SystemMemory(64 * GB, round(free * GB)))
+        found = None if bandwidth is None else bandwidth * GB
+        monkeypatch.setattr(machine, "measure_bandwidth", lambda *args, **rest: found)
+
+    return set_machine
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A catalogue in which qwen3-4b and qwen3-8b were fetched and run."""
+    for name in ("qwen3-4b", "qwen3-8b"):
+        monkeypatch.setitem(CATALOG, name, dataclasses.replace(CATALOG[name], sha256="0" * 64))
+
+
+def found(memory: float, bandwidth: float | None) -> dict[str, Candidate]:
+    return {each.name: each for each in candidates(round(memory * GB), None if bandwidth is None else bandwidth * GB)}
+
+
+def test_what_fits_and_how_fast_it_would_be() -> None:
+    rows = found(24, 60)
+    assert [each.bytes for each in rows.values()] == sorted((each.bytes for each in rows.values()), reverse=True)
+    assert not {"gemma3-270m", "qwen3-8b-dflash"} & set(rows)  # one is no chat model, the other no model
+    large, small, experts = rows["qwen3-8b"], rows["qwen3-1.7b"], rows["qwen3-30b-a3b"]
+    assert large.tokens_per_second == pytest.approx(LARGE_GAIN * REACHED * 60 * GB / large.bytes, abs=0.06)
+    assert small.tokens_per_second == pytest.approx(SMALL_GAIN * REACHED * 60 * GB / small.bytes, abs=0.06)
+    assert experts.tokens_per_second == pytest.approx(SMALL_GAIN * REACHED * 60 * GB / (0.11 * experts.bytes), abs=0.06)
+    assert (large.fits, experts.fits, found(32, 60)["qwen3-30b-a3b"].answers) == (True, False, True)
+    for row in rows.values():
+        assert row.answers == (row.fits and (row.tokens_per_second or 0) >= ENOUGH)
+    assert not any(each.answers for each in found(64, None).values())
+
+
+def test_experts_are_those_that_the_notes_name() -> None:
+    named = {entry.name for entry in CATALOG.values() if entry.note.startswith("mixture of experts")}
+    assert named == {entry.name for entry in CATALOG.values() if entry.active < 1}
+    assert all(0 < entry.active <= 1 for entry in CATALOG.values())
+
+
+@pytest.mark.usefixtures("checked")
+def test_the_largest_checked_model_that_is_fast_enough() -> None:
+    def largest(memory: float, bandwidth: float) -> str | None:
+        best = larger_than(DEFAULT, candidates(round(memory * GB), bandwidth * GB))
+        return None if best is None else best.name
+
+    assert largest(24, 100) == "qwen3-8b"
+    assert largest(24, 30) == "qwen3-4b"  # the other would make 5 tokens a second
+    assert largest(6, 100) == "qwen3-4b"  # the other would not fit
+    assert largest(24, 10) is None
+
+
+def test_the_command(here: Callable[[float, float | None], None]) -> None:
+    here(16, 60)
+    done = localspec("recommend", "--json")
+    rows = json.loads(done.stdout)["models"]
+    assert rows
+    assert all(each["fits"] and each["tokens_per_second"] >= ENOUGH for each in rows)
+    everything = json.loads(localspec("recommend", "--all", "--json").stdout)["models"]
+    assert len(everything) > len(rows)
+    lines = localspec("recommend", "--all").stdout.decode().splitlines()
+    row = next(line for line in lines if line.startswith("qwen3-32b "))
+    assert row.split()[-2:] == ["too", "big"]
+    assert "unchecked" in row
+    here(16, 0.001)
+    assert b"no model of the catalogue" in localspec("recommend").stdout
+    here(16, None)
+    assert b"not known" in localspec("recommend", "--all").stdout
+
+
+def test_minutes_go_by_how_fast_the_last_one_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert fetch_minutes(600_000_000) == pytest.approx(1)
+    seconds = iter((100.0, 120.0))
+    entry = CATALOG["smollm2-135m"]
+
+    def arrive(*args: object, **rest: object) -> Path:
+        entry.path.parent.mkdir(parents=True, exist_ok=True)
+        with entry.path.open("wb") as file:
+            file.truncate(entry.bytes)
+        return entry.path
+
+    monkeypatch.setattr("localspec.model_files.sources.pull", arrive)
+    monkeypatch.setattr(files.time, "monotonic", lambda: next(seconds, 120.0))
+    files.pull(entry.name)
+    assert fetch_minutes(entry.bytes) == pytest.approx(20 / 60)
+
+
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize(
+    ("free", "typed", "model", "offered"),
+    [
+        (24, "l\n", "qwen3-8b", True),
+        (24, "\n", DEFAULT.name, True),
+        (3.5, "l\n\n", DEFAULT.name, False),  # nothing larger fits: l is no answer, and it is asked again
+    ],
+)
+def test_a_first_chat_offers_what_else_would_fit(
+    here: Callable[[float, float | None], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    free: float, typed: str, model: str, offered: bool,
+) -> None:  # fmt: skip
+    here(free, 100)
+    monkeypatch.delenv("LOCALSPEC_OFFLINE", raising=False)
+    pulled: list[str] = []
+    monkeypatch.setattr("localspec.commands.files.pull", pulled.append)
+    stdin = io.StringIO(typed)
+    monkeypatch.setattr(stdin, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", stdin)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert ensure_model(None, ["ngram"], late=True) == model
+    said = capsys.readouterr().err
+    assert pulled == [model]
+    assert ("l takes qwen3-8b instead (5.03 GB, about 9 min, some 18 tok/s)" in said) == offered
+    assert ("[Y/n/l]" in said) == offered
+    assert (f"from now on: localspec chat {model}" in said) == (model != DEFAULT.name)
+
+
+def test_what_nobody_tried_is_named_as_that(
+    here: Callable[[float, float | None], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the catalogue as it is: no checked model is larger than the default."""
+    here(24, 100)
+    best = options.larger_choice(DEFAULT)
+    assert best is None
+    assert "none of them tried by us: localspec recommend" in capsys.readouterr().err
+    here(24, 1)
+    assert options.larger_choice(DEFAULT) is None
+    assert not capsys.readouterr().err.count("recommend")
+    assert recommend.candidates(GB, None)
