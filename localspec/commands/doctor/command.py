@@ -485,7 +485,7 @@ class Doctor:
         rows = [fit.broken("file", model) for model in examined.models if model.error is not None]
         rows += [fit.missing(model) for model in examined.models if model.error is None and not model.present]
         differences = {
-            draft.name: target.sizes.vocab.difference(draft.sizes.vocab)
+            draft.name: target.sizes.vocab.difference(draft.sizes.vocab, special=False)
             for draft in drafts
             if target.sizes is not None and draft.sizes is not None
         }
@@ -618,9 +618,12 @@ class Doctor:
 
 def _vocabulary(examined: ExaminedPair, differences: dict[str, str | None]) -> Iterator[Finding]:
     target = examined.target
+    vocabs = {draft.name: draft.sizes.vocab for draft in examined.drafts if draft.sizes is not None}
     for name, difference in differences.items():
         if difference is None:
-            yield Finding("ok", "vocabulary", f"{name} has the target's {target.n_vocab:,} tokens")
+            exact = target.sizes is None or target.sizes.vocab.difference(vocabs[name]) is None
+            but = "" if exact else ", but for special ones, which are mapped by name and meaning"
+            yield Finding("ok", "vocabulary", f"{name} has the target's {target.n_vocab:,} tokens{but}")
         elif examined.automatic:
             advice = "only n-grams guess; fetch target and draft from one publisher"
             yield Finding("note", "vocabulary", f"{name} does not match: {difference}", advice)

@@ -216,7 +216,7 @@ def drafts_on_disk(target: ExaminedModel) -> list[ExaminedModel]:
     def place(model: ExaminedModel) -> tuple[int, bool]:
         assert model.sizes is not None
         rank = picks.index(model.name) if model.name in picks else len(picks)
-        return rank, vocab.difference(model.sizes.vocab) is not None
+        return rank, vocab.difference(model.sizes.vocab, special=False) is not None
 
     return sorted(found, key=place)
 
