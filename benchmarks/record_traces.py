@@ -120,7 +120,7 @@ def overlap(p: Distribution, q: Distribution) -> float:
 def carried_trace(
     drafter: Drafter, target: Forward, prompt: list[int], answer: list[int], params: SamplingParams
 ) -> dict[str, list[float]]:
-    """Of a draft model with another vocabulary; ``steps`` are passes for a draft token, the next one's apart."""
+    """Of a draft model with another vocabulary; ``steps`` are passes for a draft token, but for the two behind it."""
     trace: dict[str, list[float]] = {"confidence": [], "right": [], "sampled": [], "steps": []}
     tokens = list(prompt)
     for row, token in zip(target.logits, answer, strict=True):
@@ -130,7 +130,7 @@ def carried_trace(
         confidence = plan.confidence if drafted else -1.0
         for name, value in (("confidence", confidence), ("right", right), ("sampled", right)):
             trace[name].append(round(value, 4))
-        trace["steps"].append(max(1, plan.n_passes - 1))
+        trace["steps"].append(max(1, plan.n_passes - 2))
         tokens.append(token)
     return trace
 
