@@ -1,11 +1,13 @@
 """Record what a policy needs to know about texts: what each drafter would have guessed, and was it right.
 
-    python benchmarks/record_traces.py OUT.json [MODEL] [--draft NAME] [--head] [--backend NAME] [--set tuning]
+    python benchmarks/record_traces.py OUT.json [MODEL] [--draft NAME ...] [--head] [--backend NAME] [--set tuning]
         [--tokens N] [--temperature T] [--category NAME ...] [--prompts FILE]
 
 The target answers every prompt plainly. Then the draft model reads the answers (one pass each, so this is quick), and
-the n-gram drafter follows them token by token. With ``--head`` so does the head for this target, at every place for
-as many draft tokens as it was trained for; what was drafted before each is the answer itself, as only then it matters.
+the n-gram drafter follows them token by token. One of another vocabulary drafts at every place, as many steps as show
+where its first token ends. Further draft models are the sources ``model2``, … With ``--head`` so does the head for this
+target, at every place for as many draft tokens as it was trained for; what was drafted before each is the answer
+itself, as only then it matters.
 The tokens are recorded too, for drafters that cost nothing and learn from answer to answer. OUT is written after each
 answer, and answers that it has already are kept. ``replay_traces.py`` replays policies on such traces in milliseconds,
 with any cost curve: the text, the confidences and the fates are real, only the clock is simulated.
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +29,11 @@ import numpy as np
 
 from localspec import LLM, SamplingParams
 from localspec.backends.base import Context, FloatArray, Forward
+from localspec.engine.state import DraftModel
 from localspec.heads.drafters import HeadDrafter
 from localspec.prompts.questions import in_turns, of_categories, own_questions, read_questions
 from localspec.sampling.sampling import Distribution, Noise, distribution, top_probability
-from localspec.spec_decode.drafters.base import Plan
+from localspec.spec_decode.drafters.base import Drafter, Plan
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.proposer import Proposer
 from localspec.system.files import write_atomically
@@ -57,6 +61,20 @@ class Spy(Plan):
         return confidence
 
 
+class FirstOfTwo(Spy):
+    """A plan that lets a drafter draft on until its first token is kept, and notes how many passes that took."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.room, self.n_passes = 4, 0
+
+    def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
+        return super().keep(source, confidence) if self.room else None
+
+    def spent(self, source: str, n_tokens: int, ms: float) -> None:
+        self.n_passes += 1
+
+
 def reading(context: Context, tokens: list[int], first: int) -> Forward:
     """A text read once: logits that predict tokens[first:], and the hidden states after all tokens but the last."""
     context.truncate(0)
@@ -71,10 +89,12 @@ def reading(context: Context, tokens: list[int], first: int) -> Forward:
 
 
 def model_trace(
-    llm: LLM, target: Forward, prompt: list[int], answer: list[int], params: SamplingParams
+    draft: DraftModel, target: Forward, prompt: list[int], answer: list[int], params: SamplingParams
 ) -> dict[str, list[float]]:
+    if draft.drafter.info.own_tokens:
+        return carried_trace(draft.drafter, target, prompt, answer, params)
     tokens = prompt + answer
-    drafts = reading(llm.inspect().contexts[1], tokens, len(prompt)).logits
+    drafts = reading(draft.context, tokens, len(prompt)).logits
     trace: dict[str, list[float]] = {"confidence": [], "right": [], "sampled": [], "certainty": []}
     for i, row in enumerate(drafts):
         history = tokens[: len(prompt) + i]
@@ -97,8 +117,26 @@ def overlap(p: Distribution, q: Distribution) -> float:
     return sum(min(p.prob(int(token)), float(prob)) for token, prob in zip(q.ids, q.probs, strict=True))
 
 
+def carried_trace(
+    drafter: Drafter, target: Forward, prompt: list[int], answer: list[int], params: SamplingParams
+) -> dict[str, list[float]]:
+    """Of a draft model with another vocabulary; ``steps`` are passes for a draft token, but for the two behind it."""
+    trace: dict[str, list[float]] = {"confidence": [], "right": [], "sampled": [], "steps": []}
+    tokens = list(prompt)
+    for row, token in zip(target.logits, answer, strict=True):
+        plan = FirstOfTwo()
+        drafted = drafter.draft(tokens, plan, Proposer(params, Noise(0)))
+        right = distribution(row, tokens, params).prob(drafted[0].id) if drafted else 0.0
+        confidence = plan.confidence if drafted else -1.0
+        for name, value in (("confidence", confidence), ("right", right), ("sampled", right)):
+            trace[name].append(round(value, 4))
+        trace["steps"].append(max(1, plan.n_passes - 2))
+        tokens.append(token)
+    return trace
+
+
 def ngram_trace(
-    llm: LLM, target: Forward, prompt: list[int], answer: list[int], params: SamplingParams
+    target: Forward, prompt: list[int], answer: list[int], params: SamplingParams
 ) -> dict[str, list[float]]:
     drafter, proposer = NgramDrafter(), Proposer(params, Noise(0))
     drafter.begin(prompt)
@@ -118,10 +156,9 @@ def ngram_trace(
 
 
 def head_trace(
-    llm: LLM, target: Forward, prompt: list[int], answer: list[int], params: SamplingParams
+    drafter: Drafter, target: Forward, prompt: list[int], answer: list[int], params: SamplingParams
 ) -> dict[str, list[list[float]]]:
     """What a chained head would have guessed: [steps, n], by draft tokens before it and place; -1 where it has none."""
-    drafter = next(draft.drafter for draft in llm.inspect().state.models if draft.source == "head")
     assert isinstance(drafter, HeadDrafter)
     proposer = Proposer(replace(params, seed=None), Noise(0))
     names, steps = ("confidence", "right", "sampled"), range(drafter.head.card.steps)
@@ -155,7 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("model", nargs="?", default="qwen2.5-coder-1.5b")
-    parser.add_argument("--draft", default="qwen2.5-coder-0.5b")
+    parser.add_argument("--draft", nargs="+", default=["qwen2.5-coder-0.5b"])
     parser.add_argument("--head", action="store_true", help="the head for the model too")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--set", default="tuning", choices=["tuning", "report"])
@@ -166,15 +203,16 @@ def main() -> None:
     args = parser.parse_args()
     questions = of_categories(own_questions(args.set), args.category or ())
     questions = in_turns(questions + (read_questions(args.prompts) if args.prompts else []))
-    functions: dict[str, Any] = {"ngram": ngram_trace, "model": model_trace}
-    drafts = [args.draft]
-    if args.head:
-        functions["head"], drafts = head_trace, [args.draft, "head"]
+    drafts = [*args.draft, *["head"] * args.head]
     traces = json.loads(args.out.read_text())["traces"] if args.out.exists() else []
     known = {trace["id"] for trace in traces}
     with LLM(args.model, drafts, backend=args.backend, remember=False, idle=False) as llm:
         pair = llm.inspect()
         stored = {"engine": pair.target.engine, "temperature": args.temperature}
+        functions: dict[str, Any] = {"ngram": ngram_trace}
+        for draft in pair.state.models:
+            is_head = draft.source == "head"
+            functions[draft.source] = partial(head_trace, draft.drafter) if is_head else partial(model_trace, draft)
         times = {"target": pair.times} | {draft.source: draft.times for draft in pair.state.models}
         stored["ms"] = {source: each.curve.measured for source, each in times.items()}
         stored["rates"] = {draft.source: draft.drafter.info.rate for draft in pair.state.models}
@@ -189,7 +227,7 @@ def main() -> None:
             text, n_prompt = tokens + reply.token_ids, len(tokens)
             target = llm.run(lambda pair, t=text, n=n_prompt: reading(pair.context, t, n))
             sources = {
-                name: llm.run(lambda pair, f=f, x=target, t=tokens, r=reply, p=params: f(llm, x, t, r.token_ids, p))
+                name: llm.run(lambda pair, f=f, x=target, t=tokens, r=reply, p=params: f(x, t, r.token_ids, p))
                 for name, f in functions.items()
             }
             trace = {"id": question.id, "category": question.category, "prompt_tokens": len(tokens)}

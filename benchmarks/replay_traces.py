@@ -1,7 +1,7 @@
 """Replay the policy on recorded texts, with any machine's costs, in milliseconds: what every constant was chosen with.
 
     python benchmarks/replay_traces.py TRACES.json ... [--curve NAME ...] [--lengths 48 64 96 128 256] [--busy]
-        [--learning] [--draft ngram head model]
+        [--learning] [--draft ngram head model] [--model-cost SHARE]
 
 TRACES come from ``record_traces.py`` (with ``--prompts benchmarks/short_questions.jsonl``: 30 to 256 tokens each):
 real texts, what each drafter would have guessed, and what became of it. Only the clock is simulated. An answer may end
@@ -9,7 +9,8 @@ anywhere, so each is cut at several lengths, and the ratio of its time to that o
 ``--busy``: the machine is slower than calibrated, the target 2.2 times, a draft model 3.1 times, as measured beside a
 program that takes 40 % of the CPUs. ``--learning`` keeps what was learned and saved from one answer to the next, in a
 fixed random order; otherwise nothing is known before any answer. ``--draft`` names the drafters, in the order in which
-they are asked. ``head`` is in traces recorded with ``--head``. "sent" are draft tokens in all answers, "accepted" those
+they are asked. ``head`` is in traces recorded with ``--head``, ``model2`` in those with two draft models, which takes
+its share of the first one's time. "sent" are draft tokens in all answers, "accepted" those
 of them that were.
 """
 
@@ -132,10 +133,11 @@ class ModelSource:
 class DraftModelSource(ModelSource):
     """A draft model: it reads the prompt when that pays."""
 
-    def __init__(self, trace: dict[str, Any], *args: Any) -> None:
-        super().__init__("model", *args)
+    def __init__(self, trace: dict[str, Any], name: str, *args: Any) -> None:
+        super().__init__(name, *args)
         self.n_prompt = trace["prompt_tokens"]
-        self.trace = trace["sources"]["model"]
+        self.trace = trace["sources"][name]
+        self.steps = self.trace.get("steps")  # of one with another vocabulary, which also sees a token ahead
         self.known: int | None = None  # tokens of the answer that it has read; None: not the prompt
         self.position = 0
 
@@ -149,10 +151,15 @@ class DraftModelSource(ModelSource):
             left -= piece
         if left > 0:
             return None
-        if n_pending > 2:
+        for _ in range(self.steps[at] - 1 if self.steps else 0):
+            self.read(plan, 1)
+        if n_pending > 2 and not self.steps:
             self.score(plan, self.trace, range(max(0, position - MAX_COUNTERFACTUAL, self.known or 0), position))
         self.known = at + 1
-        return self.propose(plan, self.trace, at)
+        found = self.propose(plan, self.trace, at)
+        if found is None and self.steps:
+            self.read(plan, 1)
+        return found
 
 
 class HeadSource(ModelSource):
@@ -196,9 +203,11 @@ class Replay:
         busy: whether the machine is slower than calibrated.
         sources: the drafters, in the order in which they are asked.
         rate: of the head's first draft tokens, as its card says.
+        model_cost: of ``model2``, over that of ``model``.
 
     Attributes:
         sent, accepted: draft tokens by drafter.
+        n_passes: of the target.
     """
 
     def __init__(
@@ -209,9 +218,12 @@ class Replay:
         busy: bool,
         sources: Sequence[str] = ("ngram", "model"),
         rate: float | None = None,
+        model_cost: float = 1.0,
     ) -> None:
         head = {width: share * target[1] for width, share in HEAD_SHARES.items()}
-        curves = {name: curve for name, curve in (("head", head), ("model", model)) if name in sources}
+        second = {width: model_cost * ms for width, ms in model.items()}
+        curves = {"head": head, "model": model, "model2": second}
+        curves = {name: curve for name, curve in curves.items() if name in sources}
         slower = BUSY if busy else (1.0, 1.0)
         self.real_target, self.slower = PassTimes(dict(target)), slower[0]
         self.real = {name: PassTimes({w: slower[1] * ms for w, ms in curve.items()}) for name, curve in curves.items()}
@@ -226,7 +238,7 @@ class Replay:
         self.times, self.draft_times = PassTimes(dict(target)), {n: PassTimes(dict(c)) for n, c in curves.items()}
         self.other_ms = OTHER_MS + (STATES_MS if "head" in sources else 0.0)
         self.budget = TimeBudget()
-        self.sent, self.accepted = Counter[str](), Counter[str]()
+        self.sent, self.accepted, self.n_passes = Counter[str](), Counter[str](), 0
 
     def answer(self, trace: dict[str, Any], rng: np.random.Generator, noise: float = 0.04) -> np.ndarray:
         """Time at which each token was there [ms], divided by that of plain decoding [n]."""
@@ -244,8 +256,8 @@ class Replay:
             args = partial(step, self.real.get(name)), rng, self.temperature > 0
             if name == "head":
                 sources[name] = HeadSource(trace, *args)
-            elif name == "model":
-                sources[name] = DraftModelSource(trace, *args)
+            elif name in ("model", "model2"):
+                sources[name] = DraftModelSource(trace, name, *args)
             else:
                 sources[name] = FreeSource(name, trace["sources"][name])
         params = SamplingParams(temperature=self.temperature, top_k=40)
@@ -265,6 +277,7 @@ class Replay:
                     break
                 draft.append(guess.token)
                 fates.append(rng.random() < guess.fate)
+            self.n_passes += 1
             accepted = fates.index(False) if False in fates else len(fates)
             self.sent.update(token.source for token in draft)
             self.accepted.update(token.source for token in draft[:accepted])
@@ -289,14 +302,15 @@ def main() -> None:
     parser.add_argument("--busy", action="store_true")
     parser.add_argument("--learning", action="store_true")
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--draft", nargs="+", default=["ngram", "model"], choices=["ngram", "head", "model"])
+    parser.add_argument("--draft", nargs="+", default=["ngram", "model"], choices=["ngram", "head", "model", "model2"])
+    parser.add_argument("--model-cost", type=float, default=1.0, help="of model2, over that of the curve's draft model")
     args = parser.parse_args()
     for path in args.traces:
         stored = json.loads(path.read_text())
         traces = [t for t in stored["traces"] if len(t["sources"]["model"]["right"]) >= min(args.lengths)]
         for curve in args.curve:
             found: dict[str, list[tuple[str, int, float]]] = {}
-            sent, accepted = Counter[str](), Counter[str]()
+            sent, accepted, n_tokens, n_passes = Counter[str](), Counter[str](), 0, 0
             for repeat in range(args.repeats):
                 rng = np.random.default_rng(repeat)
                 replay = None
@@ -309,16 +323,20 @@ def main() -> None:
                             args.busy,
                             args.draft,
                             stored.get("rates", {}).get("head"),
+                            args.model_cost,
                         )
                     speeds = replay.answer(trace, rng)
                     sent.update(replay.sent)
                     accepted.update(replay.accepted)
+                    n_tokens, n_passes = n_tokens + len(speeds), n_passes + replay.n_passes
+                    replay.n_passes = 0
                     replay.sent.clear()
                     replay.accepted.clear()
                     cuts = sorted({min(length, len(speeds)) for length in args.lengths})
                     found.setdefault(trace["category"], []).extend((trace["id"], n, float(speeds[n - 1])) for n in cuts)
             print(f"{path.name} {curve}{' busy' if args.busy else ''}{' learning' if args.learning else ''}")
             print("  " + ", ".join(f"{name}: sent {n}, accepted {accepted[name]}" for name, n in sent.items()))
+            print(f"  {n_tokens / n_passes:.2f} tokens a pass of the target")
             everything = [row for rows in found.values() for row in rows]
             for name, rows in [*sorted(found.items()), ("all", everything)]:
                 values = [value for _, _, value in rows]

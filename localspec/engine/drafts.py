@@ -38,7 +38,7 @@ from localspec.spec_decode.drafters.names import (
     names_of_files,
     source_of,
 )
-from localspec.spec_decode.drafters.other_vocabulary import OtherVocabularyDrafter
+from localspec.spec_decode.drafters.other_vocabulary import MappedTokensDrafter, OtherVocabularyDrafter
 from localspec.system.files import home, is_same_file
 from localspec.system.steps import exhaust
 
@@ -216,14 +216,18 @@ class DraftMaker:
             model.close()
             raise
         drafter = self._drafter(memory.contexts[0], source)
-        if drafter.info.own_tokens:
+        if isinstance(drafter, MappedTokensDrafter):
+            self.loader.warnings.append(f"{path.name} has other special tokens: they are mapped by name and meaning")
+        elif drafter.info.own_tokens:
             self.loader.warnings.append(f"{path.name} has another vocabulary: drafts are carried over as text")
         return self._loaded("", str(path), path, model, memory, drafter, WHOLE, model.close)
 
     def _drafter(self, context: Context, source: str) -> Drafter:
-        target = self.before.target
-        if target.vocab.difference(context.model.vocab) is None:
+        target, vocab = self.before.target, context.model.vocab
+        if target.vocab.difference(vocab) is None:
             return DraftModelDrafter(context, source)
+        if target.vocab.difference(vocab, special=False) is None:
+            return MappedTokensDrafter(context, target, source)
         return OtherVocabularyDrafter(context, target, source)
 
     def _from_plugin(self, kind: DraftSource, source: str, found: FoundDraft) -> DraftModel:

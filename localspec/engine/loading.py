@@ -373,7 +373,7 @@ class Loader:
     def may_be_lighter(self, path: Path, model: Model, state: DecodingState) -> bool:
         on_cpu = model.capabilities.device == "cpu" and not model.capabilities.batch_invariant
         known = self._choices.get(self._choice_key(path, state)) is not None
-        shares_tokens = state.target.vocab.difference(model.vocab) is None
+        shares_tokens = state.target.vocab.difference(model.vocab, special=False) is None
         return self.options.light_draft and on_cpu and model.path == path and not known and shares_tokens
 
     def choosing(self, path: Path, published: Model, state: DecodingState, report: Report) -> Steps[bool]:
@@ -429,7 +429,7 @@ class Loader:
         return model
 
     def _check_draft(self, draft: Model, target: Model, any_vocabulary: bool) -> None:
-        difference = target.vocab.difference(draft.vocab)
+        difference = target.vocab.difference(draft.vocab, special=False)
         if difference and not any_vocabulary:
             raise VocabularyMismatch(f"{draft.path.name} cannot draft for {target.path.name}: {difference}")
         if draft.size_bytes > target.size_bytes:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +64,7 @@ class Vocab:
         self.fim: dict[str, int] = {}
         self._hidden: set[int] = set()
         self._shown: set[int] = set()
+        self._compared: dict[bool, tuple[ref[Vocab], str | None]] = {}
 
     @classmethod
     def none(cls) -> Vocab:
@@ -198,6 +200,13 @@ class Vocab:
         return [i for i in sorted({*marked, *self._hidden, *self._shown}) if not self._is_padding(i)]
 
     @property
+    def special(self) -> npt.NDArray[np.bool_]:
+        """Which tokens are not of ordinary text, but control, user-defined or unused ones [n_tokens]."""
+        found = ~np.isin(self.types, (NORMAL, BYTE))
+        found[self.marks] = True
+        return found
+
+    @property
     def special_texts(self) -> list[str]:
         marked = set(np.flatnonzero((self.types == CONTROL) | (self.types == USER_DEFINED)).tolist())
         return [self._tokens[i] for i in sorted(marked | self._hidden | self._shown)]
@@ -212,7 +221,7 @@ class Vocab:
         digest.update(repr((self.kind, self.bos, self.eos, sorted(self.eog))).encode())
         return digest.hexdigest()
 
-    def difference(self, other: Vocab) -> str | None:
+    def difference(self, other: Vocab, *, special: bool = True) -> str | None:
         """The first difference that would make this target's tokens mean something else to a draft, or None.
 
         Token strings, types and special ids must agree. Padding may differ in number and name, and one of the two may
@@ -220,14 +229,28 @@ class Vocab:
         merges, ``add_bos``, and ``bos`` where not both files begin with one, may differ, as the target's are used for
         both; so may ``unk`` and ``pad``, which are never generated.
 
+        Args:
+            other: the draft's vocabulary; of the last one the result is remembered.
+            special: whether special tokens must agree too, or only those of ordinary text.
+
         Returns:
             A clause for an error message, e.g. ``token 5 is 'a' in the target and 'b' in the draft``.
         """
+        if not special and self.difference(other) is None:
+            return None
+        known = self._compared.get(special)
+        if known is None or known[0]() is not other:
+            known = self._compared[special] = ref(other), self._compare(other, special)
+        return known[1]
+
+    def _compare(self, other: Vocab, special: bool) -> str | None:
         if self.kind != other.kind:
             return f"the target's tokenizer is of the kind {self.kind!r}, the draft's {other.kind!r}"
         shared = min(self.n_tokens, other.n_tokens)
-        i = self._first_difference(other, shared)
-        if i is not None:
+        ignored = None if special else self.special[:shared] | other.special[:shared]
+        for i in self._unlike(other, shared):
+            if (self._is_padding(i) and other._is_padding(i)) or (ignored is not None and ignored[i]):
+                continue
             mine, its = self._tokens[i], other._tokens[i]
             if mine != its:
                 return f"token {i} is {mine!r} in the target and {its!r} in the draft"
@@ -235,8 +258,12 @@ class Vocab:
         longer, whose = (self, "target") if self.n_tokens > other.n_tokens else (other, "draft")
         for i in range(shared, longer.n_tokens):
             # Gemma's larger models add marks for images; what has no text is never asked of a draft.
-            if not longer._is_padding(i) and (not longer.is_control(i) or i in longer.eog):
+            if not longer._is_padding(i) and (
+                not longer.is_control(i) or i in longer.eog if special else not longer.special[i]
+            ):
                 return f"token {i} is {longer._tokens[i]!r} in the {whose} and missing in the other"
+        if not special:
+            return None
         names = {"eos": "end-of-text"} | ({"bos": "begin-of-text"} if self.add_bos and other.add_bos else {})
         for name, words in names.items():
             mine, its = getattr(self, name), getattr(other, name)
@@ -247,15 +274,19 @@ class Vocab:
             return f"{self._label(odd)} ends an answer only in the {'target' if odd in self.eog else 'draft'}"
         return None
 
-    def _first_difference(self, other: Vocab, shared: int) -> int | None:
+    def _unlike(self, other: Vocab, shared: int) -> Iterator[int]:
+        """Those of the first ``shared`` tokens whose string or type differs, in order."""
         mine, its = self._tokens, other._tokens
-        same_texts = bytes(mine.raw[: mine.offsets[shared]]) == bytes(its.raw[: its.offsets[shared]])
-        suspects = np.flatnonzero(self.types[:shared] != other.types[:shared]).tolist() if same_texts else range(shared)
-        for i in suspects:
-            same = self.types[i] == other.types[i] and mine.bytes_at(i) == its.bytes_at(i)
-            if not same and not (self._is_padding(i) and other._is_padding(i)):
-                return int(i)
-        return None
+        lengths = (np.diff(tokens.offsets[: shared + 1]) for tokens in (mine, its))
+        odd = np.not_equal(*lengths) | (self.types[:shared] != other.types[:shared])
+        start = 0
+        for end in [*np.flatnonzero(odd).tolist(), shared]:
+            stretches = (bytes(each.raw[each.offsets[start] : each.offsets[end]]) for each in (mine, its))
+            if len(set(stretches)) > 1:
+                yield from (i for i in range(start, end) if mine.bytes_at(i) != its.bytes_at(i))
+            if end < shared:
+                yield end
+            start = end + 1
 
     def _is_padding(self, token: int) -> bool:
         return int(self.types[token]) == UNUSED or _PADDING.fullmatch(self._tokens[token]) is not None

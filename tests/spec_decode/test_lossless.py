@@ -29,11 +29,13 @@ from localspec.spec_decode.drafters.corpus import CorpusDrafter
 from localspec.spec_decode.drafters.corpus_index import CorpusIndex, PathSource
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.ngram import NgramDrafter
+from localspec.spec_decode.drafters.other_vocabulary import MappedTokensDrafter
 from localspec.spec_decode.rounds import DraftToken, Round, Span
 from localspec.system.steps import exhaust
 from tests.conftest import TinyFiles
 from tests.spec_decode.test_exactness import EXACT, PROMPT, SAMPLING, Predictions, plain_law
 from tests.support.enumeration import largest_difference, law_of_answers
+from tests.support.gguf_vocabs import micro_vocab
 from tests.support.ggufs import micro_model
 
 N_CTX = 72
@@ -426,3 +428,25 @@ def test_the_law_with_a_draft_that_fails_after_some_tokens(
     assert largest_difference(plain_law(of_few(4), target, 4), law_of_answers(monkeypatch, answer)) < EXACT
     assert len(lost) > 10
     assert n_guesses[0] > 10
+
+
+@pytest.mark.parametrize("bias", [{}, {2: 3.0, 1: 1.0}])
+def test_the_law_with_special_tokens_that_differ(
+    target: Predictions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bias: dict[int, float]
+) -> None:
+    """q is the law of what is drawn once special tokens are mapped; one without a partner is not drawn."""
+    vocab = replace(micro_vocab(5), tokens=["<x>", "</s>", "<s>", "a", "b"], bos=2, eos=1)
+    params, guessed = of_few(3, logit_bias=bias), set[int]()
+    with reference.load(micro_model(tmp_path / "other.gguf", seed=5, vocab=vocab)) as draft_model:
+        small = Predictions(draft_model)
+
+        def answer() -> list[Round]:
+            drafters = [MappedTokensDrafter(TableContext(small), target.context.model)]
+            rounds = run(SpeculativeDecoder(TableContext(target), drafters, NosyController()), list(PROMPT), params)
+            guessed.update(guess.id for round_ in rounds for guess in round_.draft)
+            return rounds
+
+        assert largest_difference(plain_law(params, target, 3), law_of_answers(monkeypatch, answer)) < EXACT
+        assert guessed == {1, 2, 3, 4}
+        assert small.known
+        assert all(read[0] == 2 for read in small.known)  # the beginning of a text, as the draft model numbers it

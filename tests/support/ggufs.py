@@ -302,10 +302,12 @@ def correlated_pair(
     return Pair(target, draft)
 
 
-def micro_model(path: Path, n_vocab: int = 6, *, seed: int = 0, sharpness: float = 1.0) -> Path:
+def micro_model(
+    path: Path, n_vocab: int = 6, *, seed: int = 0, sharpness: float = 1.0, vocab: TinyVocab | None = None
+) -> Path:
     """A model over so few tokens that all continuations can be enumerated (reference backend only)."""
     shape = Shape(n_layer=1, n_embd=32, n_head=2, n_head_kv=1, n_ff=32, n_ctx=64, sharpness=sharpness)
-    return write_llama(path, shape, micro_vocab(n_vocab), seed=seed)
+    return write_llama(path, shape, vocab or micro_vocab(n_vocab), seed=seed)
 
 
 def write_tokenizer_only(path: Path, vocab: TinyVocab | None = None) -> Path:

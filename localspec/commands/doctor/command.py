@@ -485,7 +485,7 @@ class Doctor:
         rows = [fit.broken("file", model) for model in examined.models if model.error is not None]
         rows += [fit.missing(model) for model in examined.models if model.error is None and not model.present]
         differences = {
-            draft.name: target.vocab.difference(draft.vocab)
+            draft.name: target.vocab.difference(draft.vocab, special=False)
             for draft in drafts
             if target.vocab is not None and draft.vocab is not None
         }
@@ -625,9 +625,12 @@ class Doctor:
 
 def _vocabulary(examined: ExaminedPair, differences: dict[str, str | None]) -> Iterator[Finding]:
     target = examined.target
+    vocabs = {draft.name: draft.vocab for draft in examined.drafts if draft.vocab is not None}
     for name, difference in differences.items():
         if difference is None:
-            yield Finding("ok", "vocabulary", f"{name} has the target's {target.n_vocab:,} tokens")
+            exact = target.vocab is None or target.vocab.difference(vocabs[name]) is None
+            but = "" if exact else ", but for special ones, which are mapped by name and meaning"
+            yield Finding("ok", "vocabulary", f"{name} has the target's {target.n_vocab:,} tokens{but}")
         elif examined.automatic:
             advice = "only n-grams guess; fetch target and draft from one publisher"
             yield Finding("note", "vocabulary", f"{name} does not match: {difference}", advice)

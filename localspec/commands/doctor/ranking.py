@@ -217,7 +217,7 @@ def drafts_on_disk(target: ExaminedModel) -> list[ExaminedModel]:
     def place(model: ExaminedModel) -> tuple[int, bool]:
         assert model.vocab is not None
         rank = picks.index(model.name) if model.name in picks else len(picks)
-        return rank, vocab.difference(model.vocab) is not None
+        return rank, vocab.difference(model.vocab, special=False) is not None
 
     return sorted(found, key=place)
 

@@ -54,12 +54,13 @@ class Side:
 
 def partners(source: Vocab, other: Vocab) -> dict[int, int]:
     """The special tokens of one vocabulary that another has too: by name, ends of a turn also by what they mean."""
-    named = {other.token_text(token): token for token in other.marks if not other.token_bytes(token)}
-    marks = [token for token in source.marks if not source.token_bytes(token)]
-    found = {token: named[name] for token in marks if (name := source.token_text(token)) in named}
-    for mine, its in ((source.bos, other.bos), (source.eot, other.eot), (source.eos, other.eos)):
-        if mine is not None and its is not None:
-            found.setdefault(mine, its)
+    named = {other.token_text(token): token for token in other.marks}
+    found = {token: named[name] for token in source.marks if (name := source.token_text(token)) in named}
+    meant = ((source.bos, other.bos), (source.eot, other.eot), (source.eos, other.eos))
+    for again in (False, True):  # first to those that are no other's partner by name
+        for mine, its in meant:
+            if mine is not None and its is not None and (again or its not in found.values()):
+                found.setdefault(mine, its)
     return found
 
 

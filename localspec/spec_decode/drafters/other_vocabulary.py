@@ -1,4 +1,7 @@
-"""A draft model with another vocabulary than the target's: its drafts are carried over as text."""
+"""A draft model with another vocabulary than the target's.
+
+Where only special tokens differ their ids are mapped; else drafts are carried over as text.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from localspec.backends.base import Context, Model
-from localspec.sampling.sampling import best_and_certainty
-from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
-from localspec.spec_decode.drafters.carried_text import CarriedText, Side
+import numpy as np
+
+from localspec.backends.base import Context, Model, shared_prefix
+from localspec.sampling.sampling import Row, best_and_certainty
+from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer, proposed
+from localspec.spec_decode.drafters.carried_text import CarriedText, Side, partners
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.rounds import DraftToken
 
@@ -71,3 +76,58 @@ class OtherVocabularyDrafter(DraftModelDrafter):
                 done = n
             if is_last:
                 return found
+
+
+class MappedTokensDrafter(DraftModelDrafter):
+    """Drafts with a model whose tokens are the target's but for special ones, which are mapped by name and meaning.
+
+    The draft model's law is one over the target's tokens: a special token of the target has the logit of its partner,
+    or none. A special token without a partner is read as the draft model's with the same id.
+
+    Args:
+        context: of the draft model.
+        target: the model to draft for.
+        source: see ``DrafterInfo``.
+    """
+
+    def __init__(self, context: Context, target: Model, source: str = "model") -> None:
+        super().__init__(context, source)
+        self.info = replace(self.info, own_tokens=True)
+        self._target = target
+        mine, its = target.vocab, context.model.vocab
+        shared = min(mine.n_tokens, its.n_tokens)
+        special = mine.special
+        special[:shared] |= its.special[:shared]
+        special[shared:] = True
+        self._special = np.flatnonzero(special)
+        self._logits_of = np.array([*partners(its, mine).items()], dtype=np.int64).reshape(-1, 2).T
+        beyond = its.eos or 0  # what it reads for what it has no number for
+        self._reads = {i: i if i < its.n_tokens else beyond for i in self._special.tolist()} | partners(mine, its)
+        self._tokens: list[int] = []  # the target's
+        self._ids: list[int] = []  # the draft model's, one for each of them
+
+    def clone(self, context: Context | None) -> Drafter:
+        return MappedTokensDrafter(context or self.context, self._target, self.info.source)
+
+    def _draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
+        kept = shared_prefix(self._tokens, tokens)
+        self._tokens[kept:] = tokens[kept:]
+        self._ids[kept:] = [self._reads.get(token, token) for token in tokens[kept:]]
+        known = self._n_known(self._ids, plan)
+        if known is None:
+            return []
+        started = time.perf_counter()
+        row = self._for_target(self._decode(self._ids[known:], "last").logits[-1])
+        confidence = proposer.confidence(row, tokens)
+        plan.spent(self.info.source, len(tokens) - known, (time.perf_counter() - started) * 1e3)
+        return proposed(self.info.source, confidence, len(tokens), plan, proposer)
+
+    def _for_target(self, logits: Row) -> Row:
+        """The draft model's logits by the target's tokens [n_tokens of the target]."""
+        row = np.full(self._target.vocab.n_tokens, -np.inf, dtype=np.float32)
+        n = min(len(row), len(logits))
+        row[:n] = logits[:n]
+        row[self._special] = -np.inf
+        its, mine = self._logits_of
+        np.maximum.at(row, mine, logits[its])
+        return row

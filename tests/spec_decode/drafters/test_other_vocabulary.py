@@ -1,4 +1,7 @@
-"""A draft model with another vocabulary drafts as text: the answer is the target's, and what it says is accepted."""
+"""A draft model with another vocabulary: the answer is the target's, and what it says is accepted.
+
+Drafts are carried over as text, or where only special tokens differ, by number.
+"""
 
 from __future__ import annotations
 
@@ -52,6 +55,31 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(target, write_llama(folder / "draft.gguf", SHAPE, other, weights=near))
 
 
+@pytest.fixture(scope="module", params=["renamed", "exchanged", "fewer"])
+def near_pair(pair: Pair, request: pytest.FixtureRequest) -> Pair:
+    """A draft of the target's weights whose special tokens have other names or numbers, or are missing."""
+    vocab = bpe_vocab()
+    weights = llama_weights(SHAPE, len(vocab))
+    weights["output.weight"][~spoken(vocab)] = 0.0
+    target = write_llama(pair.target.parent / "special.gguf", SHAPE, vocab, weights=weights)
+    near = perturbed(weights, 2, 0.01)
+    end, start, text = (vocab.id(name) for name in ("<|im_end|>", "<|im_start|>", "<|endoftext|>"))
+    if request.param == "renamed":
+        names = {start: "<|User|>", end: "<|end_of_sentence|>", text: "<|begin|>"}
+        other = replace(vocab, tokens=[names.get(i, name) for i, name in enumerate(vocab.tokens)])
+    elif request.param == "exchanged":
+        order = list(range(len(vocab)))
+        order[end], order[start], order[text] = start, text, end
+        other = replace(vocab, tokens=[vocab.tokens[i] for i in order], bos=end, eos=start, eot=start)
+        for name in ("token_embd.weight", "output.weight"):
+            near[name] = near[name][order]
+    else:
+        n = min(text, start, end)
+        near |= {name: near[name][:n] for name in ("token_embd.weight", "output.weight")}
+        other = replace(vocab, tokens=vocab.tokens[:n], types=vocab.types[:n], bos=None, eos=None, eot=None)
+    return Pair(target, write_llama(pair.target.parent / f"{request.param}.gguf", SHAPE, other, weights=near))
+
+
 def answers(target: Path, draft: Path | None, params: SamplingParams, **options: object) -> list[Reply]:
     drafts = None if draft is None else [str(draft)]
     with LLM(target, draft=drafts, backend="reference", n_ctx=256, idle=False, **options) as llm:
@@ -65,6 +93,24 @@ def test_the_answer_is_the_target_s_and_drafts_are_accepted(pair: Pair, params: 
     if params is GREEDY:
         sent, right = (sum(each.stats[f"num_{what}_tokens"] for each in drafted) for what in ("draft", "accepted"))
         assert right > 0.7 * sent > 30
+
+
+@pytest.mark.parametrize("params", [replace(each, ignore_eos=False) for each in WAYS], ids=["greedy", "seed", "filter"])
+def test_special_tokens_that_differ_are_mapped(near_pair: Pair, params: SamplingParams) -> None:
+    plain = answers(near_pair.target, None, params)
+    with LLM(near_pair.target, draft=[str(near_pair.draft)], backend="reference", n_ctx=256, idle=False) as llm:
+        assert any("other special tokens: they are mapped" in line for line in llm.warnings)
+        drafted = [llm.generate(prompt, params, draft_length=4) for prompt in PROMPTS]
+        again = [llm.generate(prompt, params).token_ids for prompt in PROMPTS]
+        end = llm.vocab.eos
+        assert end is not None
+        ending = llm.rounds(PROMPTS[0], replace(GREEDY, ignore_eos=False, logit_bias={end: 50.0}), draft_length=2)
+        assert any(end in round_.draft.ids for round_ in ending) == ("fewer" not in near_pair.draft.name)
+        rounds = [round_ for prompt in PROMPTS for round_ in llm.rounds(prompt, params, draft_length=4)]
+    assert [each.token_ids for each in drafted] == [each.token_ids for each in plain] == again
+    sent = [token.id for round_ in rounds for token in round_.draft]
+    accepted = sum(round_.verdict.n_accepted for round_ in rounds)
+    assert accepted > (0.7 if params.greedy else 0.2) * len(sent) > 5
 
 
 def test_of_another_kind_of_tokenizer(pair: Pair, tmp_path: Path) -> None:
@@ -104,3 +150,21 @@ def test_real_models(real_model: Callable[[str], Path], draft: str) -> None:
     with LLM(target, draft=[str(real_model(draft))], backend="llama-cpp", n_ctx=512, idle=False) as llm:
         stats = llm.chat([{"role": "user", "content": question}], replace(GREEDY, max_tokens=48), draft_length=3).stats
     assert stats["num_accepted_tokens"] >= 8
+
+
+@pytest.mark.real
+def test_a_real_file_with_other_special_tokens(real_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """As of a fine-tuned model whose turns are marked with other names: it drafts as if it were its target."""
+    target, draft = real_model("smollm2-135m"), tmp_path / "renamed.gguf"
+    data = target.read_bytes()
+    for name, other in ((b"<|im_start|>", b"<|the_user|>"), (b"<|im_end|>", b"<|a_turn|>")):
+        at = data.index(len(name).to_bytes(8, "little") + name) + 8
+        data = data[:at] + other + data[at + len(name) :]
+    draft.write_bytes(data)
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    with LLM(target, draft=[str(draft)], backend="llama-cpp", n_ctx=512, idle=False, light_draft=False) as llm:
+        assert any("other special tokens" in line for line in llm.warnings)
+        params = SamplingParams(temperature=0.0, max_tokens=48)
+        drafted, plain = llm.chat(messages, params, draft_length=4), llm.chat(messages, params, speculate=False)
+    assert drafted.text == plain.text
+    assert drafted.stats["num_accepted_tokens"] > 0.8 * drafted.stats["num_draft_tokens"] > 3
