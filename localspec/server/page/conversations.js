@@ -430,7 +430,7 @@ export class Conversations {
 
   /* Takes in conversations that were exported as JSON, as new ones, and opens the last. */
   async import(files) {
-    alertIn($("chat-alert"), "");
+    const problems = [];
     let last = null;
     for (const file of files) {
       let content;
@@ -438,7 +438,7 @@ export class Conversations {
         content = JSON.parse(await file.text());
         if (!Array.isArray(content.messages)) throw new Error();
       } catch {
-        alertIn($("chat-alert"), `${file.name} is no conversation that was exported here as .json.`);
+        problems.push(`${file.name} is no conversation that was exported here as .json.`);
         continue;
       }
       const {title, system, settings, messages} = content;
@@ -447,10 +447,11 @@ export class Conversations {
         await server.create({id, title: title || file.name, system, settings, messages});
         last = id;
       } catch (error) {
-        if (!this.failed(error)) alertIn($("chat-alert"), `${file.name} is not imported: ${error.message}`);
+        if (!this.failed(error)) problems.push(`${file.name} is not imported: ${error.message}`);
       }
     }
     if (last) await this.open(last);
     await this.list();
+    alertIn($("chat-alert"), problems.join(" "));
   }
 }
