@@ -40,7 +40,7 @@ from localspec.spec_decode.drafters.base import Controller, Drafter
 from localspec.spec_decode.drafters.corpus import CorpusDrafter
 from localspec.spec_decode.drafters.grammar import GrammarDrafter
 from localspec.spec_decode.overlapping import RoundOverlap, before_pass
-from localspec.spec_decode.rounds import FinishReason, Round, SpecStats
+from localspec.spec_decode.rounds import FinishReason, PromptProgress, Round, SpecStats
 from localspec.system.machine import BUSY, CPUTimes, others_share, read_memory, trim_heap
 from localspec.system.steps import Steps
 
@@ -590,6 +590,9 @@ SHARED_CHUNK = 1024
 """Tokens of a prompt proposed at once where passes are shared, which take pieces of any length: the hidden states of
 all are kept for a head until they are read."""
 
+LONG_PROMPT = 256
+"""Tokens to read from which on an answer says how far it is: a few seconds on a slow laptop."""
+
 
 class OpenAnswer:
     """An answer that is being made: ``propose``, a pass of the target, ``commit``, again and again; then ``reply``.
@@ -603,6 +606,7 @@ class OpenAnswer:
         cancelled: whether to stop; also asked inside of long passes, such as a draft model's first reading.
         started: when its turn came, by ``time.perf_counter``.
         on_prefilled: gets the number of cached prompt tokens, once the prompt is read.
+        on_read: takes how far a long prompt is read.
         shared: what its share of a pass costs; None: it has passes of its own.
         overlaps: whether rounds may be handed on within the next pass, see ``RoundOverlap``.
 
@@ -620,6 +624,7 @@ class OpenAnswer:
         cancelled: Callable[[], bool],
         started: float = 0.0,
         on_prefilled: Callable[[int], None] = lambda n_cached: None,
+        on_read: Callable[[PromptProgress], None] = lambda progress: None,
         shared: ShareOfPass | None = None,
         overlaps: bool = False,
     ) -> None:
@@ -661,6 +666,9 @@ class OpenAnswer:
             self._stats.cached_tokens = self._decoder.read(
                 self._prompt, PREFILL_CHUNK if shared is None else SHARED_CHUNK
             )
+            self._on_read = on_read if len(self._decoder.unread) >= LONG_PROMPT else None
+            self._reading_since = time.perf_counter()
+            self.tell_read()
             self._stack = stack.pop_all()
 
     def propose(self) -> TargetPass | None:
@@ -678,6 +686,14 @@ class OpenAnswer:
             return None
         return decoder.propose()
 
+    def tell_read(self, n_fed: int = 0) -> None:
+        """Say how far a long prompt is read; ``n_fed``: tokens of the proposed pass that the target has had already."""
+        if self._on_read is not None:
+            left = len(self._decoder.unread) - n_fed
+            read = len(self._prompt) - left - bool(left)  # the last token is read by the answer's first pass
+            seconds = time.perf_counter() - self._reading_since
+            self._on_read(PromptProgress(len(self._prompt), self._stats.cached_tokens, read, seconds))
+
     def decode(self, rows: TargetPass) -> Forward:
         """Run its next pass for it alone."""
         if self._overlap is None:
@@ -692,6 +708,7 @@ class OpenAnswer:
         """Take what the pass returned; its round is delivered, where passes overlap within the next one."""
         round_ = self._decoder.commit(forward)
         if round_ is None:
+            self.tell_read()
             return
         self._conversation += [token.id for token in round_.emitted]
         if self._overlap is not None:

@@ -51,7 +51,9 @@ def never_ran(request: AnswerRequest, job: Job, pair: Pair) -> Reply:
 def answer(request: AnswerRequest, pair: Pair, job: Job) -> Reply:
     """Answer a request alone, giving every Round to the job as it happens."""
     asked = request.read(pair.encoder, pair.state.context.n_ctx)
-    making = OpenAnswer(pair, pair.state, request, asked, job.give, job.stopped, job.started, overlaps=True)
+    making = OpenAnswer(
+        pair, pair.state, request, asked, job.give, job.stopped, job.started, on_read=job.give, overlaps=True
+    )
     with closing(making), suppress(Cancelled):
         while True:
             with pair.worker.turns.one():
@@ -408,7 +410,15 @@ class Scheduler:
                 seating.make_room_for(asked[0], sequence, SLACK)
                 state, shared = self._state_of(sequence), ShareOfPass(self._at.passes)
                 making = OpenAnswer(
-                    self._pair, state, job.request, asked, job.give, job.stopped, job.started, shared=shared
+                    self._pair,
+                    state,
+                    job.request,
+                    asked,
+                    job.give,
+                    job.stopped,
+                    job.started,
+                    on_read=job.give,
+                    shared=shared,
                 )
                 undo.callback(making.close)
                 seating.put_idle_aside()  # not before: the answer may begin with what one of them holds
@@ -502,6 +512,7 @@ class Scheduler:
         rows = answer.next_pass
         answer.forwards.append(forward)
         if not answer.decodes and answer.n_fed < len(rows.tokens):
+            answer.making.tell_read(answer.n_fed)
             return
         whole = _joined(answer.forwards)
         answer.rows, answer.forwards, answer.n_fed = None, [], 0

@@ -42,7 +42,7 @@ from localspec.server.http import (
 from localspec.server.requests import AnswerOptions, ChatRequest, CompletionRequest, ServedModel
 from localspec.server.tool_calls import MARKERS
 from localspec.server.tools import Delta, DeltaReader, ToolUse, forced_call, messages_for
-from localspec.spec_decode.rounds import Round, SpecStats
+from localspec.spec_decode.rounds import PromptProgress, Round, SpecStats
 
 # Answers of ``/v1/responses`` that later requests may go on from, by ``previous_response_id``.
 
@@ -351,13 +351,15 @@ class AnswerTask:
 
 @dataclass(frozen=True, slots=True)
 class AnswerEvent:
-    """What happened to answer ``index``: a round and the delta that it makes, or the end and the last delta."""
+    """What happened to answer ``index``: how far its prompt is read, where that was asked for; a round and the delta
+    that it makes; or the end and the last delta."""
 
     index: int
     delta: Delta
     round: Round | None = None
     reply: Reply | None = None
     finish_reason: str | None = None
+    progress: PromptProgress | None = None
 
 
 class Common:
@@ -598,8 +600,12 @@ class Service:
         tools, logprobs = task.tools, options.logprobs is not None
         reader = DeltaReader(tools.tools, task.opening, parallel=tools.parallel, wants_tokens=logprobs)
         cut = False
-        async for round_ in stream:
-            yield AnswerEvent(index, reader.read(round_), round_)
+        async for step in stream.steps():
+            if isinstance(step, PromptProgress):
+                if options.stream and (options.progress or options.rounds):
+                    yield AnswerEvent(index, Delta(), progress=step)
+                continue
+            yield AnswerEvent(index, reader.read(step), step)
             if (reader.calls.n_done and not tools.parallel) or task.enough():
                 cut = True
                 await stream.aclose()

@@ -37,7 +37,7 @@ PAGES = sorted(
 )
 OF_TODAY = [page for page in PAGES if page != "CHANGELOG.md"]
 FOLDERS = "localspec|tests|docs|benchmarks|examples|models|scripts"
-PIPS = {"--force-reinstall", "--no-cache-dir", "--no-deps", "--no-binary"}
+PIPS = {"--extra-index-url", "--force-reinstall", "--no-cache-dir", "--no-deps", "--no-binary", "--only-binary"}
 
 
 def text_of(page: str) -> str:

@@ -25,7 +25,7 @@ from localspec.model_files.catalog import short_name
 from localspec.prompts import documents
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.drafters.names import NGRAM
-from localspec.spec_decode.rounds import SpecStats
+from localspec.spec_decode.rounds import PromptProgress, SpecStats
 from localspec.system.files import JsonStore, decoded, home, private_folder
 from localspec.system.machine import BUSY, process_bytes
 from localspec.system.process import on_interrupt
@@ -332,11 +332,14 @@ class Chat:
             try:
                 with no_echo(), stream, on_interrupt(stream.close):
                     view.wait("reading")
-                    for round_ in stream:
-                        stats.add(round_)
-                        record.rounds.append(round_.as_event())
-                        pieces.append(round_.text)
-                        view.round(round_)
+                    for step in stream.steps():
+                        if isinstance(step, PromptProgress):
+                            view.wait(f"reading {step}")
+                            continue
+                        stats.add(step)
+                        record.rounds.append(step.as_event())
+                        pieces.append(step.text)
+                        view.round(step)
                     reply = stream.reply
                     record.finish_reason, record.stats = reply.finish_reason, dict(reply.stats)
             except KeyboardInterrupt:  # a second Ctrl-C: the engine is busy, and we do not wait for it

@@ -40,7 +40,7 @@ from localspec.report.model import Lines
 from localspec.report.model import Table as Grid
 from localspec.sampling.sampling import CHAT_SETTINGS, SamplingParams
 from localspec.spec_decode.drafters.names import CORPUS, is_corpus
-from localspec.spec_decode.rounds import SpecStats
+from localspec.spec_decode.rounds import PromptProgress, SpecStats
 from localspec.system.machine import CPUTimes, others_share
 from localspec.system.process import interrupts_left_to_others, on_interrupt
 from localspec.system.terminal import Progress, clip, on_one_line, visible
@@ -662,9 +662,12 @@ def _run(chat: Chat, params: SamplingParams, first: bool, what: str) -> _Heat | 
         stream = chat.llm.rounds(chat.session.messages[:-1], params, speculate=speculate, **chat.asked)
         status, said = SpecStats(), ""
         with Progress(chat.screen.file) as progress, no_echo(), stream, on_interrupt(stream.close):
-            for round_ in stream:
-                status.add(round_)
-                said = (said + on_one_line(round_.text))[-40:]
+            for step in stream.steps():
+                if isinstance(step, PromptProgress):
+                    progress.report(f"{what}{_NAMES[speculate]}: reading {step}", step.fraction)
+                    continue
+                status.add(step)
+                said = (said + on_one_line(step.text))[-40:]
                 if chat.screen.ansi:
                     speed = f"{status.completion_tokens} tokens, {status['tokens_per_second']:.1f} tok/s"
                     progress.report(f"{what}{_NAMES[speculate]}: {speed}  …{said}", None)

@@ -34,6 +34,7 @@ export const percent = (share) => `${(100 * share).toFixed(0)} %`;
 export const seconds = (ms) => `${(ms / 1000).toFixed(ms < 100_000 ? 2 : 0)} s`;
 export const decimal = (number, digits = 1) => number.toFixed(digits);
 export const times = (ratio) => `×${decimal(ratio, 2)}`;
+export const duration = (s) => (s < 60 ? `${s} s` : `${Math.floor(s / 60)} min ${s % 60} s`); // of whole seconds
 export const count = (n, noun) => `${n.toLocaleString("en")} ${noun}${n === 1 ? "" : "s"}`;
 
 export function alertIn(box, message) {
