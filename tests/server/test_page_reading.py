@@ -101,10 +101,10 @@ def test_markdown_is_read_as_it_is_meant(tab: Callable[..., Tab], answering: Ser
     right = part.locator("td").last.evaluate("(cell) => getComputedStyle(cell).textAlign")
     assert right == "right"
     assert part.locator("ol > li").all_text_contents() == ["one", "two"]
-    assert part.locator(".maths").evaluate_all("found => found.map((one) => one.title)") == [
+    assert part.locator("span.maths").evaluate_all("found => found.map((one) => one.title)") == [
         "a_1 * b_2 * c", "x_1 = \\frac{a}{b}\n- 1",
     ]  # fmt: skip
-    assert part.locator("span.maths math msub").count() == 2
+    assert part.locator("span.maths math msub").count() == 3
     assert part.locator("div.maths math mfrac").count() == 1
     assert part.locator("p").last.text_content() == "from $5 to $10."
 
@@ -113,11 +113,11 @@ def test_a_hostile_answer_gets_nowhere(tab: Callable[..., Tab], llm: LLM) -> Non
     with saying(llm, HOSTILE) as server:
         it = tab(server.url)  # which also sees that nothing else was asked for, and that no script of it ran
         it.ask("attack")
-        for element in it.page.locator(".reading *").all():
+        for element in it.page.locator(".reading *:not(math *)").all():
             names = element.evaluate("(it) => it.getAttributeNames()")
             assert not [name for name in names if name.startswith("on") or name in ("src", "srcset", "style")], names
         tags = set(it.run("() => [...document.querySelectorAll('.reading *')].map((it) => it.tagName)"))
-        known = "A BUTTON CODE DIV P PRE SPAN TABLE TBODY TD TH THEAD TR"
+        known = "A BUTTON CODE DIV P PRE SPAN TABLE TBODY TD TH THEAD TR math mi mo mn mrow mspace mstyle mtext"
         assert tags <= set(known.split())
         shown = it.run(
             "() => [...document.querySelectorAll('.reading a')].map((a) => [a.href, a.title, a.target, a.rel])"
@@ -252,10 +252,8 @@ $\\def\\a{\\a\\a}\\a$, \\(\\includegraphics{https://evil.example/x.png}\\)
 """
 
 
-def test_formulas_are_set_and_what_is_none_stays_as_written(
-    tab: Callable[..., Tab], saying: Callable[[str], AbstractContextManager[Server]]
-) -> None:
-    with saying(FORMULAS) as server:
+def test_formulas_are_set_and_what_is_none_stays_as_written(tab: Callable[..., Tab], llm: LLM) -> None:
+    with saying(llm, FORMULAS) as server:
         it = tab(server.url)
         it.ask("say it")
         part = it.page.locator(".reading")

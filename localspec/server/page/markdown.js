@@ -126,9 +126,11 @@ function leaf(token) {
     case "code_inline":
       return element("code", {}, token.content);
     case "maths":
-      return formula(token.content, token.display, "span") || element("code.maths", {}, token.content);
-    case "maths_block":
-      return (token.closed && formula(token.content, true, "div")) || element("pre.maths", {tabindex: "0"}, token.content);
+      return formula(token.content, token.display) || element("code.maths", {}, token.content);
+    case "maths_block": { // its box is the same while its source still comes
+      const set = token.closed && formula(token.content, true);
+      return element("div.maths", {tabindex: "0", role: "region", "aria-label": "Formula"}, set || element("pre", {}, token.content));
+    }
     case "hr":
       return element("hr");
     case "hardbreak":
@@ -145,11 +147,11 @@ function leaf(token) {
 const LONGEST_FORMULA = 5000; // characters
 
 /* TeX as MathML; null where it is none that the renderer knows: then its source is shown. */
-function formula(tex, display, kind) {
+function formula(tex, display) {
   if (!globalThis.temml || tex.length > LONGEST_FORMULA) return null;
-  const box = element(`${kind}.maths`, display ? {tabindex: "0", role: "region", "aria-label": "Formula", title: tex} : {title: tex});
+  const box = element("span.maths", {title: tex});
   try {
-    temml.render(tex, box, {displayMode: display, throwOnError: true, maxExpand: 200, maxSize: [20, 20]});
+    temml.render(tex, box, {displayMode: Boolean(display), throwOnError: true, maxExpand: 200, maxSize: [20, 20]});
   } catch {
     return null;
   }

@@ -1,0 +1,168 @@
+"""``localspec launch``: programs that stand for coding agents ask a real server as the settings tell them to."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localspec.commands.config import settings_file
+from localspec.commands.launch import AGENTS
+from tests.conftest import TinyFiles
+from tests.support.program import PROGRAM, assert_one_line, localspec
+from tests.support.waiting import PATIENCE
+
+pytestmark = [
+    pytest.mark.usefixtures("measured_home"),
+    pytest.mark.skipif(sys.platform == "win32", reason="the programs that stand for agents are scripts"),
+]
+
+AGENT = """\
+#!{python}
+import json, os, signal, sys, urllib.request
+name = os.path.basename(sys.argv[0])
+if name == "claude":
+    url, model = os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages", os.environ["ANTHROPIC_MODEL"]
+    key = os.environ["ANTHROPIC_AUTH_TOKEN"]
+elif name == "codex":
+    import tomllib
+    given = tomllib.loads("\\n".join(sys.argv[n + 1] for n, word in enumerate(sys.argv) if word == "-c"))
+    provider = given["model_providers"][given["model_provider"]]
+    url, model = provider["base_url"] + "/responses", given["model"]
+    key = os.environ[provider["env_key"]]
+elif name == "opencode":
+    given = json.loads(os.environ["OPENCODE_CONFIG_CONTENT"])
+    provider, _, model = given["model"].partition("/")
+    options = given["provider"][provider]["options"]
+    assert model in given["provider"][provider]["models"]
+    url, key = options["baseURL"] + "/chat/completions", options["apiKey"]
+elif name == "goose":
+    url = os.environ["OPENAI_HOST"] + "/" + os.environ["OPENAI_BASE_PATH"]
+    model, key = os.environ["GOOSE_MODEL"], os.environ["OPENAI_API_KEY"]
+elif name == "aider":
+    url, key = os.environ["OPENAI_API_BASE"] + "/chat/completions", os.environ["OPENAI_API_KEY"]
+    model = sys.argv[sys.argv.index("--model") + 1].removeprefix("openai/")
+else:
+    url, key = os.environ["OPENAI_BASE_URL"] + "/chat/completions", os.environ["OPENAI_API_KEY"]
+    model = os.environ["OPENAI_MODEL"]
+body = {{"model": model, "max_tokens": 4, "messages": [{{"role": "user", "content": "la"}}]}}
+if name == "codex":
+    body = {{"model": model, "max_output_tokens": 4, "input": "la"}}
+headers = {{"Content-Type": "application/json", "Authorization": "Bearer " + key}}
+request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+answer = json.load(urllib.request.urlopen(request, timeout=200))
+with open(os.environ["RECORD"], "w") as file:
+    json.dump({{"url": url, "arguments": sys.argv[1:], "answer": answer}}, file)
+if "wait" in sys.argv:
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(9))
+    print("waiting", flush=True)
+    while True:
+        signal.pause()
+sys.exit(7)
+"""
+
+
+@pytest.fixture
+def record(tmp_path: Path, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Programs in the place of the agents, which record what they were told; the tiny model is the file's."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in AGENTS:
+        (folder / name).write_text(AGENT.format(python=sys.executable))
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("RECORD", str(tmp_path / "record.json"))
+    settings_file().write_text(
+        f"model = {str(tiny.pair.target)!r}\nbackend = 'reference'\ndraft = 'none'\nctx = 512\n[serve]\nport = 0\n"
+    )
+    return tmp_path / "record.json"
+
+
+def is_there(url: str) -> bool:
+    try:
+        urllib.request.urlopen(f"{url}/health", timeout=10).close()
+    except urllib.error.URLError:
+        return False
+    return True
+
+
+def origin(found: dict[str, Any]) -> str:
+    return "/".join(found["url"].split("/")[:3])
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_an_agent_asks_the_server_that_was_started_for_it(name: str, record: Path, tiny: TinyFiles) -> None:
+    result = subprocess.run([*PROGRAM, "launch", name, "--", "-p", "x y"], capture_output=True, check=False)
+    errors = result.stderr.decode()
+    assert result.returncode == 7, errors  # the agent's own
+    found = json.loads(record.read_text())
+    assert found["arguments"][-2:] == ["-p", "x y"]
+    assert found["answer"]["model"] == tiny.pair.target.stem
+    assert "the context holds 512 tokens" in errors
+    assert not is_there(origin(found))
+
+
+def test_a_server_that_runs_is_used_and_stays(record: Path) -> None:
+    key = "secret"
+    command = [*PROGRAM, "serve", "--port", "0", "--api-key", key]
+    settings_file().write_text(settings_file().read_text().replace("port = 0", f"model = {model()!r}"))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        assert server.stdout is not None
+        try:
+            url = server.stdout.readline().strip()
+            port = url.rpartition(":")[2]
+            assert_one_line(localspec("launch", "goose", "--port", port), 2, "asks for its key")
+            result = localspec("launch", "goose", "--port", port, "--api-key", key)
+            assert result.returncode == 7, result.stderr
+            found = json.loads(record.read_text())
+            assert (origin(found), found["arguments"]) == (url, ["session"])
+            assert is_there(url)
+            printed = localspec("launch", "qwen", "--port", port, "--api-key", key, "--print", "--", "a b").stdout
+            script = printed.decode().replace("\n", "; ")
+            assert subprocess.run(["sh", "-c", script], check=False).returncode == 7  # what is printed can be pasted
+            assert json.loads(record.read_text())["arguments"] == ["a b"]
+        finally:
+            server.terminate()
+
+
+def model() -> str:
+    import tomllib
+
+    return str(tomllib.loads(settings_file().read_text())["model"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_is_the_agent_s_and_an_end_takes_the_server_along(number: signal.Signals, record: Path) -> None:
+    command = [*PROGRAM, "launch", "aider", "--", "wait"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True) as it:
+        assert it.stdout is not None
+        assert it.stdout.readline() == b"waiting\n"
+        if number == signal.SIGINT:
+            os.killpg(it.pid, number)  # as a terminal does
+        else:
+            it.send_signal(number)
+        assert it.wait(PATIENCE) == (9 if number == signal.SIGINT else 128 + number)
+    url, until = origin(json.loads(record.read_text())), time.monotonic() + PATIENCE
+    while is_there(url) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not is_there(url)
+
+
+def test_what_cannot_be_launched_is_one_line(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_one_line(localspec("launch", "ader"), 2, "did you mean aider?")
+    result = localspec("launch", "claude", "--model", "nosuch")
+    assert result.returncode == 1
+    assert b"there is no model 'nosuch'" in result.stderr
+    assert b"the server could not be started" in result.stderr
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert_one_line(localspec("launch", "codex"), 2, "codex is not installed", "npm install -g @openai/codex")
+    assert not record.exists()
