@@ -61,6 +61,12 @@ THINK = Option(
     help="Whether the model thinks before answering, if its chat template supports the choice.",
 )
 THINK_BUDGET = Option(None, min=0, max=MAX_COUNT, metavar="N", help="Maximum thinking tokens.")
+PROMPT_CACHE = Option(
+    "2GB",
+    metavar="SIZE",
+    help="Disk space in LOCALSPEC_HOME for what the models hold of prompts over 512 tokens, so that these are not read "
+    "again after a restart; 0 disables.",
+)
 VERBOSE = Option(False, "--verbose", help="Show engine logs.")
 JSON = Option(False, "--json", help="Print JSON.")
 
@@ -142,11 +148,13 @@ def run_options(model: str | None, given: dict[str, Any], **sampling: Any) -> Ru
     from dataclasses import fields
 
     from localspec.backends.placement import Placement
-    from localspec.commands.options import RunOptions, placement
+    from localspec.commands.options import RunOptions, placement, read_size
     from localspec.engine.options import LoadOptions
     from localspec.sampling.sampling import SamplingParams
 
     rest = {"idle": False} | given
+    if "prompt_cache" in rest:
+        rest["prompt_cache_bytes"] = read_size("--prompt-cache", rest.pop("prompt_cache"), 0)
 
     def taken(options: type[Any]) -> dict[str, Any]:
         return {field.name: rest.pop(field.name) for field in fields(options) if field.name in rest}
@@ -260,13 +268,15 @@ def chat(
     keep: bool = Option(
         True, "--keep/--no-keep", help="Save the conversation in LOCALSPEC_HOME; the last 50 are kept."
     ),
+    prompt_cache: str = PROMPT_CACHE,
     **options: Any,
 ) -> int:
     """Chat with a model in the terminal. If standard input is not a terminal, each line is one turn."""
     from localspec.commands.chat.command import chat_command
 
     asked: ThinkOptions = {"think": think, "thinking_budget": think_budget}
-    return chat_command(run_options(model, options), project, asked, resume=resume, keep=keep)
+    given = options | {"prompt_cache": prompt_cache}
+    return chat_command(run_options(model, given), project, asked, resume=resume, keep=keep)
 
 
 @command()
@@ -410,6 +420,7 @@ def serve(
         "auto", metavar="auto|N", help="Requests answered concurrently; auto: as many as gain throughput."
     ),
     prefix_cache: int = Option(512, min=0, max=1 << 20, metavar="MB", help="Memory for cached conversation prefixes."),
+    prompt_cache: str = PROMPT_CACHE,
     memory: str | None = Option(
         None, metavar="SIZE", help="Memory for several models.", show_default="80% of what is free"
     ),
@@ -446,6 +457,7 @@ def serve(
         hosts=allow_host or (),
         corpora=allow_corpus or (),
     )
+    options |= {"prompt_cache": prompt_cache}
     return serve_command(run_options(None, options), settings, names or (), SeveralOptions(memory, keep_alive))
 
 
@@ -542,6 +554,17 @@ def rm(
     from localspec.commands.files import rm_command
 
     return rm_command(names)
+
+
+@command()
+def cache(
+    clear: bool = Option(False, "--clear", help="Delete them."),
+    as_json: bool = JSON,
+) -> int:
+    """List the prompts on this disk that chat and serve need not read again."""
+    from localspec.commands.files import cache_command
+
+    return cache_command(clear=clear, as_json=as_json)
 
 
 @command()
