@@ -8,7 +8,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, Unpack, cast
 
@@ -366,7 +366,8 @@ class LLM(Asking[Prompt]):
             layers of the target) and models as above.
         draft_length: ``auto`` weighs cost and acceptance token by token; a number drafts that many tokens each round.
         backend: ``auto``, ``llama-cpp``, ``ik-llama``, ``mlx`` or ``reference``.
-        n_ctx: context size in tokens, answer included; None is 8192, or what the model was trained for if less.
+        n_ctx: context size in tokens, answer included; None is what the model was trained for, on a CPU at most
+            32,768, or what memory holds; see ``context_info``.
         n_threads: CPU threads; None takes the physical cores.
         n_gpu_layers: layers on the GPU; None takes all if the engine was built for one.
         kv_cache_type: f16, f32, q8_0 or q4_0.
@@ -537,6 +538,11 @@ class LLM(Asking[Prompt]):
     @property
     def busy(self) -> bool:
         return self._worker.n_running > 0
+
+    def context_info(self) -> dict[str, Any]:
+        """``n_ctx``, the ``reason`` for that size in words, and whether it is ``short``: for want of memory less than
+        8,192 tokens, and than the model was trained for."""
+        return asdict(self._pair.context_choice)
 
     def parallel_info(self) -> dict[str, Any]:
         """``parallel``: how many requests may run at a time, and ``reason``; ``running``: how many do; ``passes``."""

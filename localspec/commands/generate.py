@@ -57,9 +57,10 @@ def generate_command(
     """
     if format not in FORMATS:
         raise UsageError(f"--format must be one of {', '.join(FORMATS)}, not {format!r}")
-    if raw and options.system is not None:
+    if raw and options.system is not None and "system" not in options.from_file:
         raise UsageError("--system needs the chat template and cannot be combined with --raw")
-    if raw and (asked["think"] != "auto" or asked["thinking_budget"] is not None):
+    thinking = {"think": asked["think"] != "auto", "think_budget": asked["thinking_budget"] is not None}
+    if raw and any(named and name not in options.from_file for name, named in thinking.items()):
         raise UsageError("--think and --think-budget need the chat template and cannot be combined with --raw")
     if prompt is None:
         prompt = read_all()

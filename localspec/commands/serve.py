@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from localspec.commands.options import RunOptions, ensure_model, read_size
 from localspec.engine.loading import Report
@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 
 
 INTERRUPTED = 130
+
+_FIELDS = {"alias": "aliases", "allow_corpus": "corpora", "allow_host": "hosts", "allow_origin": "origins"}
+
+
+def server_settings(**given: Any) -> ServerSettings:
+    """Settings by the names of the command's options; ``UsageError``: a value makes no sense."""
+    return ServerSettings(**{_FIELDS.get(name, name): value for name, value in given.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +61,15 @@ class SeveralOptions:
         except ValueError:
             message = "a duration such as 5m, or a number of seconds; -1 is for ever"
             raise UsageError(f"--keep-alive must be {message}, not {self.keep_alive!r:.40}") from None
+
+
+def check_setting(name: str, value: Any) -> None:
+    """See that the value of an option makes sense; ``UsageError``: it does not."""
+    if name in SeveralOptions.__slots__:
+        several = SeveralOptions(**{name: value})
+        several.bytes, several.seconds  # noqa: B018 - raise
+    else:
+        server_settings(**{"api_key": "any", name: value})
 
 
 def serve_command(
@@ -94,7 +110,7 @@ def _serve_several(
     def text(file: ServedFile, plan: LoadPlan, report: Report, cancel: threading.Event) -> LLM:
         parallel = settings.parallel if plan.parallel else 1
         load = replace(
-            options.load, n_ctx=file.n_ctx, parallel=parallel, prefix_cache_bytes=plan.cache_bytes
+            options.load, n_ctx=plan.n_ctx, parallel=parallel, prefix_cache_bytes=plan.cache_bytes
         ).as_arguments()
         chosen = drafters if plan.drafts or "auto" not in drafters else [*AUTOMATIC, *options.corpora()]
         llm = LLM(file.spec, chosen, draft_length=options.length(), progress=report, cancel=cancel, **load)
@@ -102,14 +118,15 @@ def _serve_several(
             say(f"{file.name}: {warning}")
         return llm
 
-    def embedding(file: ServedFile) -> EmbeddingModel:
-        return _embedder(file.path, replace(options.load, n_ctx=file.n_ctx))
+    def embedding(file: ServedFile, plan: LoadPlan) -> EmbeddingModel:
+        return _embedder(file.path, replace(options.load, n_ctx=plan.n_ctx))
 
     opening = Opening(
         text,
         embedding,
         lambda llm, own: replace(own, params=options.params(llm.chat_defaults), system=options.system),
         n_ctx=options.load.n_ctx,
+        backend=options.load.backend,
         kv_type=options.load.kv_cache_type,
         drafts="auto" in drafters,
         parallel=settings.parallel != 1,
@@ -147,7 +164,7 @@ def _serve_chats(options: RunOptions, settings: ServerSettings) -> AppRunner:
     # What drafts for everybody is not for those alone who ask for it.
     settings = replace(settings, corpora=[name for name in options.corpora() if name not in asked])
     options = replace(options, load=replace(options.load, parallel=settings.parallel))
-    with listen(settings.host, settings.port) as sock, options.opened() as llm:
+    with listen(settings.host, settings.port) as sock, options.opened(tell=True) as llm:
         llm.prefix_cache_bytes = settings.prefix_cache << 20
         settings = replace(settings, params=options.params(llm.chat_defaults), system=options.system)
         url = url_of(sock)

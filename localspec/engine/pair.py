@@ -19,6 +19,7 @@ from localspec.controllers.calibration import WHOLE, PassKind, calibrating, curv
 from localspec.controllers.cost_model import PassTimes, row_ms
 from localspec.controllers.learned import AcceptanceStore
 from localspec.engine.drafts import DraftMaker
+from localspec.engine.fit import ContextChoice, context_of
 from localspec.engine.loading import Loader, Remarks, Report, compared, engines_comparing, giving_way
 from localspec.engine.options import DraftLength, LoadOptions
 from localspec.engine.prefix_cache import PassCounts, PrefixCache
@@ -347,16 +348,13 @@ def _batch_bytes(model: Model, n_ctx: int) -> int:
         return kv_shape(file).bytes(N_CONTEXTS * n_ctx, model.kv_type if model.kv_type in KV_VALUE_BYTES else "f16")
 
 
-DEFAULT_CTX = 8192
-"""Context size where none is asked for, if the model was trained for as much."""
-
-
 class Pair:
     """A target, its drafters, and what was learned about their cost and acceptance; owned by ``worker``'s thread.
 
     Attributes:
         loader: loads further models with the same options.
         warnings: one-line remarks from loading, and from idle time, that a user should see.
+        context_choice: the context's size, and why.
         state: what answers are decoded with, and what was learned; ``use`` replaces it.
         conversation: the one last worked on, prompt and answer.
         last: how far the last answer was asked to draft, and what decided that.
@@ -381,12 +379,14 @@ class Pair:
         self.last: tuple[DraftLength, Controller] | None = None
         with ExitStack() as undo:
             undo.callback(trim_heap)
+            free = read_memory().available
             self.target = self.loader.load(path, report, engine=options.target)
             undo.callback(self.target.close)
             self.encoder = PromptEncoder(
                 self.target, ChatTemplate.for_vocab(self.target.chat_template, self.target.vocab)
             )
-            n_ctx = self._context_size()
+            self.context_choice = self._context_choice(draft, free)
+            n_ctx = self.context_choice.n_ctx
             times = self.loader.times(self.target, n_ctx, report)
             opened = open_memory(self.loader, self.target, times, n_ctx, report)
             self.parallel, self.why_chains, context, batch = opened
@@ -424,15 +424,18 @@ class Pair:
             contexts += draft.memory.contexts if draft.drafter.info.reads_text else ()
         return contexts
 
-    def _context_size(self) -> int:
-        trained = self.target.n_ctx_train
-        n_ctx = self.options.n_ctx or min(DEFAULT_CTX, trained or DEFAULT_CTX)
+    def _context_choice(self, draft: Sequence[str], free: int) -> ContextChoice:
+        """The context size; ``free`` is memory before the target was loaded [bytes]."""
+        trained, n_ctx = self.target.n_ctx_train, self.options.n_ctx
+        if n_ctx is None:
+            most = MOST if self.options.parallel == "auto" else int(self.options.parallel)
+            return context_of(self.target, draft, self.options, free, most)
         if trained and n_ctx > trained:
             self.warnings.append(
                 f"--ctx {n_ctx} exceeds the {trained} tokens this model was trained for; "
                 "answers far into the context may degrade"
             )
-        return n_ctx
+        return ContextChoice(n_ctx, "as asked for")
 
     # -- what it decodes with ------------------------------------------------------------------------------------
 

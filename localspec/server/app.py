@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import errno
 import json
 import logging
@@ -28,15 +29,16 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from localspec.backends.llama.embedding import EmbeddingModel
 from localspec.errors import LocalspecError, UsageError
 from localspec.llm import LLM
+from localspec.prompts.documents import document_text, is_document
 from localspec.server import anthropic, ollama, responses
 from localspec.server.access import ALL, Address, client_of
-from localspec.server.bodies import read
+from localspec.server.bodies import Body, read
 from localspec.server.conversations import ConversationApi
 from localspec.server.embeddings import EMBEDDING_APIS, EmbeddingApi, EmbeddingService
 from localspec.server.events import LLAMA_SERVER, OPENAI, EventStream, Wire, while_connected
 from localspec.server.guard import application
 from localspec.server.hosting import Host, HostedModel, Use
-from localspec.server.http import ApiError, ServerSettings
+from localspec.server.http import ApiError, BodyReader, ServerSettings
 from localspec.server.infill import InfillAnswer, InfillBody
 from localspec.server.models import ModelEndpoints, OllamaModels
 from localspec.server.ollama import OllamaOptions
@@ -89,6 +91,7 @@ def addresses(host: Host) -> list[Address]:
         *models.addresses(),
         *ollama_models.addresses(),
         *conversations.addresses(),
+        Address("/v1/localspec/text", TextOfFiles(host.bodies).text, methods=("POST",)),
         Address("/health", partial(_health, host), ALL),
         Address("/", _page, ALL),  # which asks for the key
     ]
@@ -174,6 +177,37 @@ async def _health(host: Host, request: Request) -> Response:
     if host.ending.is_set():
         return JSONResponse({"status": "shutting down"}, 503)
     return JSONResponse({"status": "ok"})
+
+
+class FileBody(Body):
+    """A document, in Base64."""
+
+    name: str
+    data: str
+
+
+class TextOfFiles:
+    """The text of PDF and Word documents, for the page. Processes read them, two at a time."""
+
+    def __init__(self, bodies: BodyReader) -> None:
+        self._bodies = bodies
+        self._readers = asyncio.Semaphore(2)
+
+    async def text(self, request: Request) -> Response:
+        async with self._bodies.json(request) as sent, self._readers:
+            text = await asyncio.to_thread(self._read, sent)
+        return JSONResponse({"text": text})
+
+    def _read(self, sent: Any) -> str:
+        body = read(FileBody, sent)
+        if not is_document(body.name):
+            raise ApiError(400, "name must end in .pdf or .docx")
+        try:
+            return document_text(body.name, base64.b64decode(body.data, validate=True))
+        except UsageError as error:
+            raise ApiError(422, str(error)) from None
+        except ValueError:
+            raise ApiError(400, "data must be Base64") from None
 
 
 async def _page(request: Request) -> Response:

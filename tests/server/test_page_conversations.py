@@ -12,6 +12,7 @@ import pytest
 
 from localspec import LLM, SamplingParams
 from tests.support.browsing import WIDE
+from tests.support.documents import write_docx, write_pdf
 from tests.support.serving import Server, serve
 from tests.support.tabs import Tab, expect
 from tests.support.thinkers import write_thinker
@@ -349,3 +350,61 @@ def test_axe_finds_nothing(tab: Callable[..., Tab], llm: LLM) -> None:
                     shown = [(one["id"], [node["html"] for node in one["nodes"]][:3]) for one in found]
                     assert shown == [], (view, scheme, size)
                 it.page.set_viewport_size(WIDE)
+
+
+def test_exported_conversations_are_imported(tab: Callable[..., Tab], server: Server, tmp_path: Path) -> None:
+    it = tab(server.url, accept_downloads=True)
+    said = it.ask("about apples")
+    it.page.get_by_role("button", name="Edit the question").click()
+    it.page.locator(".turn textarea").fill("about pears")
+    it.press("Enter")
+    it.until("() => document.querySelector('.question p')?.textContent === 'about pears'")
+    it.until("() => !document.body.classList.contains('answering')")
+    it.page.fill("#title", "Fruit")
+    it.press("Enter")
+    saved(it, "Fruit")
+    with it.page.expect_download() as download:
+        it.page.get_by_role("button", name="Export as JSON").click()
+    exported = tmp_path / "Fruit.json"
+    download.value.save_as(exported)
+    before = json.loads(exported.read_text("utf-8"))
+    it.page.get_by_role("button", name="Delete").click()
+    saved(it)
+    bad = tmp_path / "bad.json"
+    bad.write_text("[1")
+    it.page.set_input_files("#import-file", [bad, exported])
+    saved(it, "Fruit")
+    it.until("() => document.querySelector('.question p')?.textContent === 'about pears'")
+    assert it.page.text_content("#chat-alert") == "bad.json is no conversation that was exported here as .json."
+    it.page.get_by_role("button", name="Earlier version").click()
+    it.until("() => document.querySelector('.question p')?.textContent === 'about apples'")
+    assert said.strip() in it.page.locator(".answer").first.text_content()
+    it.page.set_input_files("#import-file", exported)  # once more: another one, which takes no other's place
+    saved(it, "Fruit", "Fruit")
+    with it.page.expect_download() as download:
+        it.page.get_by_role("button", name="Export as JSON").click()
+    again = json.loads(Path(download.value.path()).read_text("utf-8"))
+    assert again["id"] != before["id"]
+    assert [again[name] for name in ("title", "system", "settings", "messages")] == [
+        before[name] for name in ("title", "system", "settings", "messages")
+    ]
+    exported.write_text(json.dumps(before | {"messages": [{"role": "robot", "content": "x"}]}))
+    it.page.set_input_files("#import-file", exported)
+    it.until("() => document.getElementById('chat-alert').textContent.startsWith('Fruit.json is not imported: ')")
+
+
+def test_pdf_and_word_files_are_read_by_the_server(tab: Callable[..., Tab], server: Server, tmp_path: Path) -> None:
+    write_pdf(tmp_path / "paper.pdf", ["The first page.", "The second."])
+    write_docx(tmp_path / "letter.DOCX")
+    (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.7 nothing")
+    it = tab(server.url)
+    it.page.set_input_files("#file", [tmp_path / name for name in ("paper.pdf", "broken.pdf", "letter.DOCX")])
+    it.until("() => document.querySelectorAll('#attached li').length === 2")
+    alert = it.page.text_content("#chat-alert")
+    assert alert == "broken.pdf cannot be read: it is damaged, or no PDF file"
+    it.ask("what is it?")
+    sent = it.asked[0]["messages"][0]["content"]
+    assert sent.startswith("paper.pdf:\n```\nThe first page.\n\nThe second.\n```\n\nletter.DOCX:\n```\n# Dear reader\n")
+    assert "prediction" not in it.asked[0]
+    assert it.page.locator(".question .files").text_content().startswith("paper.pdf")
+    assert it.complaints == []

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich.table import Table
 from rich.text import Text
 
+from localspec.commands import config
 from localspec.commands.chat.chat import (
     first_and_number,
     forget_all,
@@ -31,7 +32,6 @@ from localspec.commands.chat.chat import (
     without_files,
 )
 from localspec.commands.chat.screen import FORMER_VIEWS, VIEWS, guessing, no_echo
-from localspec.commands.chat.settings import remember
 from localspec.commands.chat.typesetter import Style, code_blocks
 from localspec.engine.options import draft_specs, with_free
 from localspec.errors import UsageError, line_of, nearest
@@ -367,7 +367,7 @@ def _remembered(chat: Chat, name: str, value: str | None) -> str:
     if not chat.remembers:
         return ""
     try:
-        remember(name, value)
+        config.write(f"chat.{name}", value)
     except UsageError as error:
         chat.screen.error(f"only for this chat: {error}")
         return ""
@@ -491,12 +491,21 @@ def _think(chat: Chat, argument: str) -> None:
     chat.screen.note(f"think: {chat.asked['think']}, {budget} tokens, {shown}")
 
 
+def _usual_system(chat: Chat) -> str | None:
+    """The system prompt of config.toml for all commands, else the model's own."""
+    try:
+        usual = config.read().get("system")
+    except UsageError:
+        usual = None
+    return usual if isinstance(usual, str) else chat.llm.chat_defaults.get("system")
+
+
 def _system(chat: Chat, argument: str) -> None:
     word, kept = argument.lower(), ""
     if argument:
-        text = chat.llm.chat_defaults.get("system") if word == "default" else "" if word == "none" else argument
-        chat.session.system = text
-        kept = _remembered(chat, "system", None if word == "default" else text)
+        text = None if word == "default" else "" if word == "none" else argument
+        kept = _remembered(chat, "system", text)
+        chat.session.system = _usual_system(chat) if text is None else text
     chat.screen.note(f"system prompt: {chat.session.system or 'none'}{kept}")
 
 

@@ -63,6 +63,11 @@ async function send(method, path, body = null, signal = undefined) {
   return request(path, {method, signal, ...options});
 }
 
+/* {text} of a PDF or Word document, in Base64. */
+export async function textOf(name, data) {
+  return (await send("POST", "/v1/localspec/text", {name, data})).json();
+}
+
 const KEPT = "/v1/localspec/conversations";
 
 /* What the server keeps. The content of a conversation: title, system, settings, messages; a new one has its id already. */

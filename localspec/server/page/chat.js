@@ -1,7 +1,7 @@
 /* The conversation that is open. */
 
 import {answer} from "./api.js";
-import {fileList, prediction, readText} from "./files.js";
+import {fileList, isDocument, prediction, readText} from "./files.js";
 import {showProblem} from "./settings.js";
 import {follow, following} from "./tokens.js";
 import {Turn} from "./turns.js";
@@ -21,6 +21,7 @@ export class Chat {
     this.context = null; // tokens that the server's context holds
     this.turns = [];
     this.files = []; // that go with the next question
+    this.reading = 0; // of those, how many groups are being read
     this.running = null; // the AbortController of the answer that is being made
     this.finished = Promise.resolve(); // once it is made
     this.actions = {
@@ -70,13 +71,18 @@ export class Chat {
 
   async addFiles(chosen) {
     alertIn($("chat-alert"), "");
+    const problems = [];
+    this.reading += 1;
     for (const file of chosen) {
+      if (isDocument(file)) alertIn($("chat-alert"), `Reading ${file.name} …`);
       try {
         this.files.push(await readText(file));
       } catch (error) {
-        alertIn($("chat-alert"), error.message);
+        problems.push(error.message);
       }
     }
+    this.reading -= 1;
+    alertIn($("chat-alert"), problems.join(" "));
     this.showFiles();
     $("question").focus();
   }
@@ -107,7 +113,7 @@ export class Chat {
   async ask() {
     if (!this.kept.opened) await this.kept.ready; // it belongs to the conversation that the address names
     const question = $("question").value.trim();
-    if (!question || this.running || showProblem($("chat-alert"))) return;
+    if (!question || this.running || this.reading || showProblem($("chat-alert"))) return;
     const turn = new Turn(question, this.files, this.actions);
     $("question").value = "";
     this.files = [];

@@ -41,6 +41,8 @@ export class Conversations {
     });
     $("export-markdown").addEventListener("click", () => this.export("md"));
     $("export-json").addEventListener("click", () => this.export("json"));
+    $("import").addEventListener("click", () => $("import-file").click());
+    $("import-file").addEventListener("change", () => this.import([...$("import-file").files]).then(() => ($("import-file").value = "")));
     $("list").addEventListener("keydown", (event) => {
       const next = {ArrowDown: "nextElementSibling", ArrowUp: "previousElementSibling"}[event.key];
       const entry = event.target.closest("li")?.[next]?.querySelector("button");
@@ -424,5 +426,31 @@ export class Conversations {
       element("a", {href: address, download: `${name}.${kind}`}).click();
       setTimeout(() => URL.revokeObjectURL(address), 10_000); // the download has begun by then
     });
+  }
+
+  /* Takes in conversations that were exported as JSON, as new ones, and opens the last. */
+  async import(files) {
+    alertIn($("chat-alert"), "");
+    let last = null;
+    for (const file of files) {
+      let content;
+      try {
+        content = JSON.parse(await file.text());
+        if (!Array.isArray(content.messages)) throw new Error();
+      } catch {
+        alertIn($("chat-alert"), `${file.name} is no conversation that was exported here as .json.`);
+        continue;
+      }
+      const {title, system, settings, messages} = content;
+      const id = newId();
+      try {
+        await server.create({id, title: title || file.name, system, settings, messages});
+        last = id;
+      } catch (error) {
+        if (!this.failed(error)) alertIn($("chat-alert"), `${file.name} is not imported: ${error.message}`);
+      }
+    }
+    if (last) await this.open(last);
+    await this.list();
   }
 }
