@@ -385,6 +385,9 @@ class LLM(Asking[Prompt]):
             at most. False does what has to be done while loading.
         placement: where the target's weights go, with more than one device; see ``Placement``.
         parallel: most requests that are answered at a time, in passes of the target that they share; or ``auto``.
+        prompt_cache_bytes: bound of the folder ``prompts`` in LOCALSPEC_HOME [bytes], in which what the models hold of
+            conversations of over 512 tokens is kept, when nothing is asked or at the end: after a restart a prompt
+            that continues one reads what is new. Least recently used out; 0 keeps and uses none.
         progress: called while loading, from the worker thread, with what is being done and the fraction done (or
             None); an exception from it cancels the load and is raised here.
         cancel: set it, from any thread, to cancel the load.
@@ -413,6 +416,7 @@ class LLM(Asking[Prompt]):
         idle: bool = True,
         placement: Placement | None = None,
         parallel: int | str = 1,
+        prompt_cache_bytes: int = 0,
         progress: Report | None = None,
         cancel: threading.Event | None = None,
     ) -> None:
@@ -422,7 +426,16 @@ class LLM(Asking[Prompt]):
         engines, sizes = (backend, draft_backend), (n_ctx, n_threads, n_gpu_layers)
         place = Placement() if placement is None else placement
         options = LoadOptions(
-            *engines, *sizes, kv_cache_type, light_draft, remember, prefix_cache_bytes, idle, place, parallel
+            *engines,
+            *sizes,
+            kv_cache_type,
+            light_draft,
+            remember,
+            prefix_cache_bytes,
+            idle,
+            place,
+            parallel,
+            prompt_cache_bytes,
         )
         bound, drafts, name = checked_bound(max_queue), draft_specs(draft), checked_spec("model", model)
         path = self._path = Catalog.load().resolve(name)
@@ -843,7 +856,8 @@ class LLM(Asking[Prompt]):
         self.run(change)
 
     def cache_info(self) -> dict[str, int]:
-        """The prefix cache: ``entries``, ``bytes``, ``max_bytes``, ``hits``, ``stored``, ``evictions``."""
+        """The prefix cache: ``entries``, ``bytes``, ``max_bytes``, ``hits``, ``restored``
+        (from the disk), ``stored``, ``evictions``."""
         return self._pair.prefix_cache.info()
 
     # -- the worker ----------------------------------------------------------------------------------------------

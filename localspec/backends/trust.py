@@ -11,6 +11,7 @@ wrong is repacked, once, into tensor types that come out right.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -473,6 +474,46 @@ def _read(context: Context, text: Sequence[int]) -> None:
     """Make a context hold a text."""
     if (n := context.reuse(text)) < len(text):
         context.decode(text[n:], "none")
+
+
+# -- a memory that was copied out and in again, before the first that comes from a file ------------------------------
+
+
+def why_not_restored(model: Model, memory: str = "one", n_gpu_layers: int | None = None) -> str | None:
+    """Why no context goes on from what another held; None where it does as that would. Checked once for an engine, a
+    file and a kind of memory: ``one`` sequence, ``branches`` (see ``Model.new_context``), ``several`` sequences."""
+    if model.capabilities.batch_invariant:
+        return None
+
+    def examine() -> dict[str, Any]:
+        found = check_restored(model, memory)
+        return {"holds": found.mean_kl <= MAX_KL, "why": f"KL {found.mean_kl:.2g} nats"}
+
+    verdict = _verdict_on(model, n_gpu_layers, {"memory": f"restored {memory}", "cache": model.kv_type}, examine)
+    if verdict["holds"]:
+        return None
+    return f"{model.engine} does not go on from a saved memory of {model.path.name} as it was ({verdict['why']})"
+
+
+def check_restored(model: Model, memory: str = "one") -> Agreement:
+    """Compare passes behind a text with those of a context that took up its state, in the time of reading it once."""
+    tokens = check_tokens(model, 48)
+    n = max(1, len(tokens) - 12)
+    with ExitStack() as stack:
+        if memory == "several":
+            batch = stack.enter_context(model.new_batch(2, 2 * len(tokens)))
+            one, other = batch[0], batch[1]
+        else:
+            one, other = (
+                stack.enter_context(model.new_context(len(tokens) + 8, branches=memory == "branches")) for _ in "12"
+            )
+        one.decode(tokens[:n], "none")
+        other.import_state(one.export_state())
+        return _worst(
+            agreement(rows, other.decode(piece).logits)
+            for piece in (tokens[n : n + 1], tokens[n + 1 : n + 4], tokens[n + 4 :])
+            if piece and (rows := one.decode(piece).logits.copy()) is not None
+        )
 
 
 # -- several sequences in one pass, before the first such pass ---------------------------------------------------------

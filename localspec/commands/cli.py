@@ -97,6 +97,12 @@ THINK = Option(
     help="Whether the model thinks before answering, if its chat template supports the choice.",
 )
 THINK_BUDGET = Option(None, min=0, max=MAX_COUNT, metavar="N", help="Maximum thinking tokens.")
+PROMPT_CACHE = Option(
+    "2GB",
+    metavar="SIZE",
+    help="Disk space in LOCALSPEC_HOME for what the models hold of prompts over 512 tokens, so that these are not read "
+    "again after a restart; 0 disables.",
+)
 VERBOSE = Option(False, "--verbose", help="Show engine logs.")
 JSON = Option(False, "--json", help="Print JSON.")
 
@@ -168,7 +174,7 @@ def run_options(model: str | None, given: dict[str, Any], **sampling: Any) -> Ru
     from dataclasses import fields
 
     from localspec.backends.placement import Placement
-    from localspec.commands.options import RunOptions, placement, whole_or_auto
+    from localspec.commands.options import RunOptions, placement, read_size, whole_or_auto
     from localspec.engine.options import LoadOptions
     from localspec.sampling.sampling import SamplingParams
 
@@ -176,6 +182,8 @@ def run_options(model: str | None, given: dict[str, Any], **sampling: Any) -> Ru
     for name, option, least in (("n_ctx", "--ctx", 1), ("n_gpu_layers", "--gpu-layers", 0)):
         if name in rest:
             rest[name] = whole_or_auto(option, rest[name], least)
+    if "prompt_cache" in rest:
+        rest["prompt_cache_bytes"] = read_size("--prompt-cache", rest.pop("prompt_cache"), 0)
     from_file = dict(rest.pop("from_file", {}))
     usual = from_file.pop("model", None)
     if model is None and usual is not None:
@@ -328,13 +336,15 @@ def chat(
     keep: bool = Option(
         True, "--keep/--no-keep", help="Save the conversation in LOCALSPEC_HOME; the last 50 are kept."
     ),
+    prompt_cache: str = PROMPT_CACHE,
     **options: Any,
 ) -> int:
     """Chat with a model in the terminal. If standard input is not a terminal, each line is one turn."""
     from localspec.commands.chat.command import chat_command
 
     asked: ThinkOptions = {"think": think, "thinking_budget": think_budget}
-    return chat_command(run_options(model, options), project, asked, view=view, resume=resume, keep=keep)
+    given = options | {"prompt_cache": prompt_cache}
+    return chat_command(run_options(model, given), project, asked, view=view, resume=resume, keep=keep)
 
 
 @command()
@@ -471,6 +481,7 @@ def serve(
         "auto", metavar="auto|N", help="Requests answered concurrently; auto: as many as gain throughput."
     ),
     prefix_cache: int = Option(512, min=0, max=1 << 20, metavar="MB", help="Memory for cached conversation prefixes."),
+    prompt_cache: str = PROMPT_CACHE,
     memory: str | None = Option(
         None, metavar="SIZE", help="Memory for several models.", show_default="80% of what is free"
     ),
@@ -506,7 +517,7 @@ def serve(
         allow_host=allow_host or (),
         allow_corpus=allow_corpus or (),
     )
-    run = run_options(None, options)
+    run = run_options(None, options | {"prompt_cache": prompt_cache})
     names = names or ([run.model] if run.model is not None else [])
     return serve_command(run, settings, names, SeveralOptions(memory, keep_alive))
 
@@ -659,6 +670,17 @@ def rm(
     from localspec.commands.files import rm_command
 
     return rm_command(names)
+
+
+@command()
+def cache(
+    clear: bool = Option(False, "--clear", help="Delete them."),
+    as_json: bool = JSON,
+) -> int:
+    """List the prompts on this disk that chat and serve need not read again."""
+    from localspec.commands.files import cache_command
+
+    return cache_command(clear=clear, as_json=as_json)
 
 
 @command()

@@ -1,4 +1,4 @@
-"""The commands on model files: ``pull``, ``list``, ``rm``, ``inspect``. Remarks and progress go to standard error."""
+"""The commands on files: ``pull``, ``list``, ``rm``, ``cache``, ``inspect``. Remarks go to standard error."""
 
 from __future__ import annotations
 
@@ -217,6 +217,43 @@ def list_command(as_json: bool = False, everything: bool = False) -> int:
         n = sum(not entry.present for entry in entries)
         print(f"{n} more can be fetched: localspec list --all, then localspec pull NAME")
     print(f"folder: {models_dir()}")
+    return 0
+
+
+def cache_command(*, clear: bool = False, as_json: bool = False) -> int:
+    """Print, or delete, what was kept of prompts."""
+    from localspec.engine import stored_prompts
+
+    if clear:
+        kept = sum(each.n_bytes for each in stored_prompts.stored_prompts())
+        print(f"deleted {stored_prompts.clear()} prompts ({size_text(kept)})")
+        return 0
+    found = stored_prompts.stored_prompts()
+    if as_json:
+        rows = [
+            {
+                "path": str(each.path),
+                "model": each.maker.get("name", ""),
+                "engine": each.maker.get("engine", ""),
+                "tokens": len(each.tokens),
+                "bytes": each.n_bytes,
+                "used": each.used,
+            }
+            for each in found
+        ]
+        print(json.dumps({"folder": str(stored_prompts.folder()), "prompts": rows}, ensure_ascii=False, indent=2))
+        return 0
+    table: list[Sequence[str]] = []
+    for each in found:
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.used))
+        names = (on_one_line(each.maker.get(key, "?")) for key in ("name", "engine"))
+        table.append((f"{len(each.tokens):,}", size_text(each.n_bytes), used, *names))
+    if table:
+        print_columns([("TOKENS", "SIZE", "USED", "MODEL", "ENGINE"), *table])
+        print()
+    total = size_text(sum(each.n_bytes for each in found))
+    print(f"{len(found)} prompts, {total}; localspec cache --clear deletes them")
+    print(f"folder: {stored_prompts.folder()}")
     return 0
 
 

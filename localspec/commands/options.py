@@ -151,13 +151,13 @@ def _read(path: str, option: str) -> str:
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 
 
-def read_size(option: str, text: str) -> int:
+def read_size(option: str, text: str, least: int = 1) -> int:
     """A size such as ``8GB``, ``512MiB`` or a number of bytes; a ``UsageError`` if it is none."""
     match = _SIZE.fullmatch(text.strip())
     size = (
-        round(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2].lower() or " ")) if match else 0
+        round(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2].lower() or " ")) if match else -1
     )
-    if not 0 < size < 1 << 60:
+    if not least <= size < 1 << 60:
         raise UsageError(f"{option} must be a size such as 8GB or 512MB, not {text!r:.40}")
     return size
 

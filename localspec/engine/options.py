@@ -51,6 +51,7 @@ class LoadOptions:
     idle: bool = True
     placement: Placement = field(default_factory=Placement)
     parallel: int | str = 1
+    prompt_cache_bytes: int = 0
 
     def __post_init__(self) -> None:
         check_name(self.backend)
@@ -66,9 +67,10 @@ class LoadOptions:
             ("n_threads", 1, MAX_THREADS),
             ("n_gpu_layers", -1, MAX_COUNT),
             ("prefix_cache_bytes", 0, None),
+            ("prompt_cache_bytes", 0, None),
         ):
             value = getattr(self, name)
-            if value is not None or name == "prefix_cache_bytes":
+            if value is not None or name.endswith("cache_bytes"):
                 object.__setattr__(self, name, checked_whole(name, value, least, most))
         object.__setattr__(self, "parallel", checked_parallel(self.parallel))
 

@@ -25,7 +25,8 @@ from localspec.engine.options import DraftLength, LoadOptions
 from localspec.engine.prefix_cache import PassCounts, PrefixCache
 from localspec.engine.request import AnswerRequest, Reply
 from localspec.engine.state import FULL_CONTEXTS, DecodingState, DraftModel, target_memory
-from localspec.engine.worker import PREPARATION, Job, Stopped, Worker
+from localspec.engine.stored_prompts import PromptStore, StoringPrompts
+from localspec.engine.worker import PREPARATION, STORING, Job, Stopped, Worker
 from localspec.errors import Cancelled, ContextFull, EngineError, EngineMismatch, LocalspecError, UnsupportedModel
 from localspec.model_files.fingerprint import fingerprint
 from localspec.model_files.gguf import GGUFFile
@@ -370,7 +371,8 @@ class Pair:
         self.warnings: list[str] = Remarks()
         self.loader = Loader(options, self.warnings)
         self.preparation = Preparation()
-        self.prefix_cache = PrefixCache(options.prefix_cache_bytes)
+        self.prompts = PromptStore(options.prompt_cache_bytes, options.n_gpu_layers, self._kind_of)
+        self.prefix_cache = PrefixCache(options.prefix_cache_bytes, self.prompts.find)
         self.shared = PassCounts()
         self.refused: str | None = None
         self.conversation: Sequence[int] = ()
@@ -399,6 +401,11 @@ class Pair:
             undo.pop_all()
         self.read_ahead = ReadAhead(self)
         worker.when_idle(self.read_ahead)
+        self.storing = StoringPrompts(self.prompts, self.prefix_cache, self._all_text_contexts, self.warnings.append)
+        if options.prompt_cache_bytes:
+            worker.when_idle(self.storing, priority=STORING)
+            if not self.target.capabilities.saves_state:
+                self.warnings.append(f"prompts are not kept on the disk: {self.target.engine} cannot save its memory")
         worker.when_idle(self.preparation, priority=PREPARATION)
         if options.idle:
             prepare_times(self, "target curve", context, times)
@@ -419,6 +426,21 @@ class Pair:
     @property
     def _most_answers(self) -> int:
         return MOST if self.options.parallel == "auto" else int(self.options.parallel)
+
+    def _kind_of(self, context: Context) -> str:
+        """The kind of memory that a context is, see ``why_not_restored``."""
+        if self.prefix_cache.is_shared(context):
+            return "several"
+        return "branches" if context.can_branch and context.model.capabilities.trees_apart else "one"
+
+    def _all_text_contexts(self) -> list[Context]:
+        """Those of all answers that there may be at a time."""
+        state = self.state
+        batch = state.batch
+        contexts = [state.context] if batch is None else [batch[i] for i in range(batch.n_sequences)]
+        for draft in state.models:
+            contexts += draft.memory.contexts if draft.drafter.info.reads_text else ()
+        return contexts
 
     def _context_choice(self, draft: Sequence[str], free: int) -> ContextChoice:
         """The context size; ``free`` is memory before the target was loaded [bytes]."""
@@ -494,6 +516,8 @@ class Pair:
             if draft.memory.batch is not None:
                 self.prefix_cache.join(draft.memory.batch)
         self.use(after)
+        for context in after.text_contexts:
+            self.prompts.know(context.model)
         if self.options.idle:
             for draft in after.models:
                 prepare_draft(self, draft)
@@ -587,6 +611,7 @@ class Pair:
         self.encoder.close()
         state = self.state
         state.acceptance.save()
+        self.storing.finish()
         self.preparation.clear()
         self.prefix_cache.clear()
         for draft in state.models:

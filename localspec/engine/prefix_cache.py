@@ -7,14 +7,14 @@ milliseconds, reading them again tens of seconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 from localspec.backends.base import Context, ContextState, SequenceBatch, shared_prefix
-from localspec.errors import EngineError
+from localspec.errors import EngineError, LocalspecError
 
 MIN_TOKENS = 16
 """Fewer tokens than this are read again rather than copied: one short pass, see ``pair.TARGET_PIECE``."""
@@ -40,10 +40,22 @@ class PrefixCache:
 
     Several contexts (target and drafts) share the bound [bytes], which holds at every moment: room is made before a
     state is copied, and one that is larger is not kept.
+
+    Args:
+        stored: looks on the disk for a conversation that has more of a prompt than so many tokens, and its state.
+
+    Attributes:
+        hits, restored: how often a conversation was brought back from memory, and from the disk.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(
+        self,
+        max_bytes: int,
+        stored: Callable[[Context, Sequence[int], int], tuple[Sequence[int], ContextState] | None] = lambda *_: None,
+    ) -> None:
         self._max_bytes, self.n_bytes = max_bytes, 0
+        self._stored = stored
+        self.restored = 0
         self._entries: list[CachedContext] = []
         self._drafted: dict[Context, list[int]] = {}
         self._open: dict[Context, Sequence[int]] = {}
@@ -95,10 +107,15 @@ class PrefixCache:
                 self.put_aside(context)
             batch.copy_prefix(shared[0], number, shared[1])
             self.hits += 1
-        if not self._max_bytes or not context.model.capabilities.saves_state:
+        if not context.model.capabilities.saves_state:
             return
         held = self.held(context)
         n_held = shared_prefix(held, prompt)
+        n_known = max([n_held, *(_usable(entry, prompt) for entry in self._of(context))])
+        if (found := self._stored(context, prompt, n_known)) is not None and self._take(context, *found):
+            return
+        if not self._max_bytes:
+            return
         best = max(self._of(context), key=lambda entry: _usable(entry, prompt), default=None)
         if best is None or _usable(best, prompt) < n_held + MIN_TOKENS:
             if len(held) - n_held >= MIN_TOKENS:
@@ -114,6 +131,24 @@ class PrefixCache:
             self._remove(best)
             return
         self.hits += 1
+
+    def _take(self, context: Context, tokens: Sequence[int], state: ContextState) -> bool:
+        """Make a context hold what was found on the disk; False where that failed, and it holds less than before."""
+        self.put_aside(context)
+        try:
+            self.restore(context, tokens, state)
+        except LocalspecError:  # there is no room in a memory that others share, or the engine refuses it
+            return False
+        self.restored += 1
+        return True
+
+    def is_shared(self, context: Context) -> bool:
+        """Whether a context is one of several sequences of a memory."""
+        return context in self._batches
+
+    @property
+    def entries(self) -> Sequence[CachedContext]:
+        return self._entries
 
     def shareable(self, context: Context, prompt: Sequence[int]) -> tuple[int, int] | None:
         """The sequence of its memory that ``switch`` would have a context share, and how many tokens; None: nothing.
@@ -237,6 +272,7 @@ class PrefixCache:
             "bytes": self.n_bytes,
             "max_bytes": self._max_bytes,
             "hits": self.hits,
+            "restored": self.restored,
             "stored": self.stored,
             "evictions": self.evictions,
         }

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -30,6 +30,7 @@ from localspec.engine.prefix_cache import PrefixCache
 from localspec.errors import EngineError, SessionFileError
 from localspec.model_files.fingerprint import fingerprint
 from localspec.system.files import printable, write_atomically
+from localspec.system.steps import Steps, exhaust
 
 # What the models of a pair hold of a conversation, to be kept in a file and given back.
 
@@ -102,7 +103,18 @@ MAX_TEXT_BYTES = 1 << 28
 
 
 def write(path: Path, text: Mapping[str, Any], memories: Sequence[SavedContext]) -> None:
-    """Save a session: complete under its name, or not at all.
+    """``writing`` at once."""
+    exhaust(writing(path, text, memories))
+
+
+_PIECE = 8 << 20
+"""Bytes that are read for a digest, or written, in a step."""
+
+
+def writing(
+    path: Path, text: Mapping[str, Any], memories: Sequence[SavedContext], *, durable: bool = True
+) -> Steps[None]:
+    """Save a session: complete under its name, or not at all; ``durable``: see ``write_atomically``.
 
     Raises:
         SessionFileError: it cannot be written, or the name belongs to a file that is not a saved session.
@@ -122,8 +134,12 @@ def write(path: Path, text: Mapping[str, Any], memories: Sequence[SavedContext])
         for name, array in memory.state.arrays.items():
             array = np.ascontiguousarray(array)
             arrays.append(array)
+            hashed = blake2b(digest_size=_DIGEST_SIZE)
+            for piece in _pieces(array):
+                hashed.update(piece)
+                yield
             entries.append(
-                {"name": name, "dtype": array.dtype.str, "shape": list(array.shape), "digest": _digest(_bytes(array))}
+                {"name": name, "dtype": array.dtype.str, "shape": list(array.shape), "digest": hashed.hexdigest()}
             )
         held = None if list(memory.state.tokens) == list(memory.tokens) else list(memory.state.tokens)
         listed.append({"maker": dict(memory.maker), "tokens": list(memory.tokens), "held": held, "arrays": entries})
@@ -132,11 +148,13 @@ def write(path: Path, text: Mapping[str, Any], memories: Sequence[SavedContext])
     except (TypeError, ValueError, RecursionError) as error:  # a lone surrogate, or a value of some other kind
         raise SessionFileError(f"cannot write {path}: its messages are not JSON ({error})") from error
     try:
-        with write_atomically(path, private=True) as file:
+        with write_atomically(path, private=True, durable=durable) as file:
             file.write(MAGIC + b"%d\n%d %s\n" % (VERSION, len(document), _digest(document).encode()))
             file.write(document)
             for array in arrays:
-                file.write(_bytes(array))
+                for piece in _pieces(array):
+                    file.write(piece)
+                    yield
     except (OSError, ValueError) as error:  # ValueError: no name for a file, as with a NUL in it
         reason = getattr(error, "strerror", None) or error
         raise SessionFileError(f"cannot write {path}: {reason}") from error
@@ -218,5 +236,13 @@ def _bytes(array: npt.NDArray[Any]) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
+def _pieces(array: npt.NDArray[Any]) -> Iterator[memoryview]:
+    data = _bytes(array)
+    return (data[start : start + _PIECE] for start in range(0, len(data), _PIECE))
+
+
+_DIGEST_SIZE = 16
+
+
 def _digest(data: bytes | memoryview) -> str:
-    return blake2b(data, digest_size=16).hexdigest()
+    return blake2b(data, digest_size=_DIGEST_SIZE).hexdigest()

@@ -20,7 +20,7 @@ CONVERSATIONS = "conversations"
 
 _CONVERSATION = re.compile(r"[0-9a-f]{16}\.json")
 
-_OTHERS = ("models", "heads", "distill", "repacked", "engines", "corpora")
+_OTHERS = ("models", "heads", "distill", "repacked", "engines", "corpora", "prompts")
 """Folders of a home with large files that are no chats."""
 
 

@@ -43,6 +43,9 @@ that was stopped means that there is more to do. After any other exception the t
 PREPARATION = 10
 """Priority of measuring and copying: what readies the next answer of a conversation goes before."""
 
+STORING = 5
+"""Priority of what spares reading after a restart."""
+
 log = logging.getLogger("localspec")
 
 ASK_AGAIN_S = 30.0

@@ -451,7 +451,6 @@ export class Conversations {
       }
     }
     if (last) await this.open(last);
-    if (!last || problems.length) alertIn($("chat-alert"), problems.join(" "));
     await this.list();
     alertIn($("chat-alert"), problems.join(" "));
   }
