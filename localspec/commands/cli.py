@@ -72,7 +72,8 @@ def _shared(
         metavar="auto|none|ngram|head|corpus:PATH|MODEL",
         help="Drafters to use, in addition to n-grams; repeatable. "
         f"MODEL may be {PUBLISHED}. "
-        "Also head:FILE, mtp (the model's own multi-token-prediction layer), early-exit[:LAYERS].",
+        "Also head:FILE, mtp (the model's own multi-token-prediction layer), early-exit[:LAYERS], pard:FILE[:TOKEN] (a "
+        "draft model that fills in mask tokens).",
         show_default="auto",
     ),
     draft_only: bool = Option(False, "--draft-only", help="Use only the drafters named by --draft."),
