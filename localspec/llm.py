@@ -8,7 +8,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, Unpack, cast
 
@@ -33,7 +33,7 @@ from localspec.engine.pair import Pair
 from localspec.engine.request import AnswerRequest, AsyncRoundStream, Reply, RoundStream, Submit
 from localspec.engine.saved import SavedContext, restore_contexts, save_contexts
 from localspec.engine.scheduler import answer, never_ran, score, serve_batch
-from localspec.engine.worker import Job, Result, Worker, on_mains
+from localspec.engine.worker import Job, Result, Turns, Worker, on_mains
 from localspec.errors import Cancelled, Closed, SessionFileError, UsageError, checked_whole
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.vocab import Vocab
@@ -366,7 +366,8 @@ class LLM(Asking[Prompt]):
             layers of the target) and models as above.
         draft_length: ``auto`` weighs cost and acceptance token by token; a number drafts that many tokens each round.
         backend: ``auto``, ``llama-cpp``, ``ik-llama``, ``mlx`` or ``reference``.
-        n_ctx: context size in tokens, answer included; None is 8192, or what the model was trained for if less.
+        n_ctx: context size in tokens, answer included; None is what the model was trained for, on a CPU at most
+            32,768, or what memory holds; see ``context_info``.
         n_threads: CPU threads; None takes the physical cores.
         n_gpu_layers: layers on the GPU; None takes all if the engine was built for one.
         kv_cache_type: f16, f32, q8_0 or q4_0.
@@ -524,6 +525,11 @@ class LLM(Asking[Prompt]):
     @property
     def busy(self) -> bool:
         return self._worker.n_running > 0
+
+    def context_info(self) -> dict[str, Any]:
+        """``n_ctx``, the ``reason`` for that size in words, and whether it is ``short``: for want of memory less than
+        8,192 tokens, and than the model was trained for."""
+        return asdict(self._pair.context_choice)
 
     def parallel_info(self) -> dict[str, Any]:
         """``parallel``: how many requests may run at a time, and ``reason``; ``running``: how many do; ``passes``."""
@@ -905,6 +911,10 @@ class LLM(Asking[Prompt]):
             return job
 
         return submit
+
+    def take_turns(self, turns: Turns) -> None:
+        """Share the cores with all LLMs that are given the same: their rounds alternate. From the next request on."""
+        self._worker.turns = turns
 
     def wait_idle(self, timeout: float | None = None) -> bool:
         """Wait until no request and no work for idle time is left, at most so long [s]; whether that came about."""

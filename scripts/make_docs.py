@@ -11,6 +11,7 @@ import re
 import sys
 import tomllib
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,12 @@ its own; [formats](formats.md) says what `--format events`, `--json` and saved f
 | 2 | bad usage |
 | 130 | interrupted |
 | 141 | the reader of a pipe went away |
+
+What a command line leaves out is taken from the environment, else from [`config.toml`](formats.md#configtoml), which
+`localspec config set KEY VALUE` writes: `localspec config set ctx 16384`, `localspec config set serve.port 9000`.
+
+`localspec --install-completion` has bash, zsh, fish or PowerShell complete commands, options, and the names of models,
+those on this disk first.
 
 An error is one line on standard error that says what is wrong and what to do. Results go to standard output, progress
 and logs to standard error.
@@ -95,10 +102,7 @@ def cli_page() -> str:
     """The help of every command; options that several share stand once, those of all that load a pair under a name."""
     root: Any = typer.main.get_command(app)
     context = root.make_context("localspec", [], resilient_parsing=True, terminal_width=WIDTH)
-    commands = {
-        name: (command, command.make_context(name, [], parent=context, resilient_parsing=True, terminal_width=WIDTH))
-        for name, command in root.commands.items()
-    }
+    commands = dict(contexts(root, context))
     users: dict[Record, set[str]] = {}
     for name, (command, inner) in commands.items():
         for record in records(command, inner):
@@ -115,6 +119,16 @@ def cli_page() -> str:
     for name, (command, inner) in commands.items():
         parts += [f"\n## localspec {name}\n", block(help_without(pair, rest, command, inner))]
     return "".join(parts)
+
+
+def contexts(group: Any, context: Any) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Every command below a group, by its words, with a context of its own."""
+    for name, command in group.commands.items():
+        inner = command.make_context(name, [], parent=context, resilient_parsing=True, terminal_width=WIDTH)
+        if hasattr(command, "commands"):
+            yield from ((f"{name} {rest}", found) for rest, found in contexts(command, inner))
+        else:
+            yield name, (command, inner)
 
 
 def records(command: Any, context: Any) -> list[Record]:

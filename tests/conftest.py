@@ -21,6 +21,7 @@ from tests.support import ggufs
 from tests.support.browsing import chromium
 from tests.support.embedders import write_bert
 from tests.support.gguf_vocabs import fim_vocab
+from tests.support.mlx_ggufs import TinyFile
 
 # A shell that starts pytest in the background makes it, and all it starts, ignore Ctrl-C; the tests send it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -156,6 +157,11 @@ class TinyFiles:
     def recurrent(self) -> Path:
         """A Mamba: its memory cannot be rewound."""
         return ggufs.write_mamba(self.folder / "tiny-mamba.gguf")
+
+    @cached_property
+    def convolutions(self) -> Path:
+        """An LFM2: some layers keep the last rows of a convolution, the others keys and values."""
+        return TinyFile("lfm2").write(self.folder / "tiny-lfm2.gguf")
 
     @cached_property
     def hybrid(self) -> Path:

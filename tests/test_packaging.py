@@ -65,7 +65,21 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]
 
 def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
-    kinds = {".py", ".typed", ".html", ".css", ".js", ".mjs", ".svg", ".json", ".jsonl", ".md", ".toml", ".txt"}
+    kinds = {
+        ".py",
+        ".typed",
+        ".html",
+        ".css",
+        ".js",
+        ".mjs",
+        ".svg",
+        ".json",
+        ".jsonl",
+        ".md",
+        ".toml",
+        ".txt",
+        ".woff2",
+    }
     found = [path for path in (ROOT / "localspec").rglob("*") if path.is_file() and path.suffix != ".pyc"]
     assert {path.suffix for path in found if path.name != "LICENSE"} == kinds
     assert {path.relative_to(ROOT).as_posix() for path in found} <= names
@@ -132,6 +146,23 @@ def test_json_answers_need_no_extra_where_there_is_a_wheel() -> None:
         assert required.marker.evaluate(environment) == fits, environment
     (extra,) = map(Requirement, project()["optional-dependencies"]["structured"])
     assert (extra.name, extra.specifier, extra.marker) == (required.name, required.specifier, None)
+
+
+def test_apples_gpu_needs_no_second_install() -> None:
+    """Also resolved by hand, for macOS 14 on arm64 and Python 3.11 to 3.13, with wheels alone."""
+    needed = {"mlx", "mlx-lm", "tokenizers"}
+    required = [Requirement(line) for line in project()["dependencies"] if Requirement(line).name in needed]
+    assert {each.name for each in required} == needed
+    extra = {each.name: each for each in map(Requirement, project()["optional-dependencies"]["mlx"]) if not each.extras}
+    for system, machine, python in itertools.product(
+        ("linux", "darwin", "win32"), ("x86_64", "aarch64", "arm64", "AMD64"), ("cpython", "pypy")
+    ):
+        environment = {"sys_platform": system, "platform_machine": machine, "implementation_name": python}
+        fits = (system, machine, python) == ("darwin", "arm64", "cpython")
+        for each in required:
+            assert each.marker is not None
+            assert each.marker.evaluate(environment) == fits, environment
+            assert each.specifier == extra[each.name].specifier
 
 
 def test_the_mlx_extra_asks_for_mlx_where_there_are_builds_and_for_nothing_elsewhere() -> None:

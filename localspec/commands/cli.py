@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from inspect import signature as signature_of
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ import typer
 from typer import Argument, Option
 
 from localspec._version import __version__
+from localspec.commands import config
 from localspec.errors import MAX_COUNT, MAX_THREADS, did_you_mean
 from localspec.heads import PUBLISHED, TRAINED_KINDS
 
@@ -22,11 +22,21 @@ if TYPE_CHECKING:
 
 
 def models(incomplete: str) -> list[tuple[str, str]]:
-    """Names of the catalogue that begin so, with their notes."""
+    """Names of the catalogue that begin so, with their notes; those on this disk first."""
     from localspec.model_files.catalog import Catalog
 
-    catalog = Catalog.load()
-    return [(name, catalog[name].note) for name in catalog if name.startswith(incomplete)]
+    here = models_here(incomplete)
+    names = {name for name, _ in here}
+    rest = [entry for entry in Catalog.load().values() if entry.name.startswith(incomplete)]
+    return here + [(entry.name, entry.note) for entry in rest if entry.name not in names]
+
+
+def models_here(incomplete: str) -> list[tuple[str, str]]:
+    """Names of the catalogue that begin so, of models on this disk."""
+    from localspec.model_files.catalog import Catalog
+
+    found = [entry for entry in Catalog.load().values() if entry.name.startswith(incomplete) and entry.present]
+    return [(entry.name, "; ".join(filter(None, ["on this disk", entry.note]))) for entry in found]
 
 
 def _drafts(incomplete: str) -> list[tuple[str, str]]:
@@ -52,6 +62,14 @@ def _known_think(value: str) -> str:
     if value not in words:
         raise typer.BadParameter(f"must be one of {', '.join(words)}, not {value!r}")
     return value
+
+
+def _known_view(value: str | None) -> str | None:
+    from localspec.commands.chat.screen import FORMER_VIEWS, VIEWS
+
+    if value is not None and FORMER_VIEWS.get(value, value) not in VIEWS:
+        raise typer.BadParameter(f"there is no view {value!r}; there are {', '.join(VIEWS)}")
+    return None if value is None else FORMER_VIEWS.get(value, value)
 
 
 THINK = Option(
@@ -92,8 +110,8 @@ def _shared(
     seed: int | None = Option(None, help="Random seed; the same seed reproduces the same text."),
     max_tokens: int | None = Option(None, min=1, help="Maximum answer tokens.", show_default="what fits the context"),
     stop: list[str] | None = Option(None, metavar="TEXT", help="Stop before this text; repeatable."),
-    n_ctx: int | None = Option(
-        None, "--ctx", min=1, max=MAX_COUNT, help="Context size in tokens, including the answer."
+    n_ctx: str = Option(
+        "auto", "--ctx", metavar="auto|N", help="Context size in tokens, including the answer; auto: what fits."
     ),
     n_threads: int | None = THREADS,
     n_gpu_layers: int | None = Option(
@@ -143,11 +161,17 @@ def run_options(model: str | None, given: dict[str, Any], **sampling: Any) -> Ru
     from dataclasses import fields
 
     from localspec.backends.placement import Placement
-    from localspec.commands.options import RunOptions, placement
+    from localspec.commands.options import RunOptions, placement, whole_or_auto
     from localspec.engine.options import LoadOptions
     from localspec.sampling.sampling import SamplingParams
 
     rest = {"idle": False} | given
+    if "n_ctx" in rest:
+        rest["n_ctx"] = whole_or_auto("--ctx", rest["n_ctx"], 1)
+    from_file = dict(rest.pop("from_file", {}))
+    usual = from_file.pop("model", None)
+    if model is None and usual is not None:
+        model = from_file["model"] = usual
 
     def taken(options: type[Any]) -> dict[str, Any]:
         return {field.name: rest.pop(field.name) for field in fields(options) if field.name in rest}
@@ -156,7 +180,22 @@ def run_options(model: str | None, given: dict[str, Any], **sampling: Any) -> Ru
     sampling |= {name: value for name, value in taken(SamplingParams).items() if value not in (None, [])}
     if "stop" in sampling:
         sampling["stop"] = tuple(sampling["stop"])
-    return RunOptions(model=model, draft=rest.pop("draft") or (), load=load, sampling=sampling, **rest)
+    draft = rest.pop("draft", None) or ()
+    return RunOptions(model=model, draft=draft, load=load, sampling=sampling, from_file=from_file, **rest)
+
+
+COMMON = {"model", "think", "think_budget", "threads", "view", *signature_of(_shared).parameters}
+"""Parameters that mean the same in every command that has them."""
+
+
+def _check(name: str, value: Any) -> None:
+    """See that the value of a parameter makes sense; ``UsageError``: it does not."""
+    if name in signature_of(_shared).parameters:
+        run_options(None, {name: value})
+    elif name not in COMMON and name != "names" and name in signature_of(serve).parameters:
+        from localspec.commands.serve import check_setting
+
+        check_setting(name, value)
 
 
 # The application.
@@ -188,25 +227,38 @@ def root(
         print(ctx.get_help())
 
 
-def command(without: Collection[str] = ()) -> Callable[[Callable[..., int]], Callable[..., int]]:
+def command(
+    without: Collection[str] = (), group: typer.Typer = app
+) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Make a function a command. ``**options`` stands for the shared options, but those that are in ``without`` or that
-    the function declares itself.
+    the function declares itself. What the command line leaves out is ``config.toml``'s.
 
     Parsing only binds arguments. The command runs outside of Typer, which treats Ctrl-C, closed pipes and errors in its
     own way.
     """
 
     def register(function: Callable[..., int]) -> Callable[..., int]:
-        def bind(**given: Any) -> Run:
-            return partial(function, **given)
+        def bind(ctx: typer.Context, **given: Any) -> Run:
+            def run() -> int:
+                used = config.settle(ctx, given, COMMON, _check)
+                if loads:
+                    given["from_file"] = used
+                elif "model" in used and given["model"] is None:
+                    given["model"] = used["model"]
+                return function(**given)
+
+            return run
 
         signature = signature_of(function, eval_str=True)
         own = dict(signature.parameters)
-        if own.pop("options", None) is not None:
+        loads = own.pop("options", None) is not None
+        if loads:
             shared = signature_of(_shared, eval_str=True).parameters
             own |= {name: own.pop(name, parameter) for name, parameter in shared.items() if name not in without}
-        bind.__signature__ = signature.replace(parameters=list(own.values()))  # type: ignore[attr-defined]
-        app.command(function.__name__.rstrip("_"), help=function.__doc__)(bind)
+        context = signature_of(bind, eval_str=True).parameters["ctx"]
+        bind.__signature__ = signature.replace(parameters=[context, *own.values()])  # type: ignore[attr-defined]
+        name = function.__name__.removeprefix(f"{group.info.name}_").rstrip("_")
+        group.command(name, help=function.__doc__)(bind)
         return function
 
     return register
@@ -257,6 +309,13 @@ def chat(
     ),
     think: str = THINK,
     think_budget: int | None = THINK_BUDGET,
+    view: str | None = Option(
+        None,
+        metavar="tokens|reading|rounds|plain",
+        callback=_known_view,
+        help="How answers are shown.",
+        show_default="tokens",
+    ),
     resume: bool = Option(False, "--continue", help="Continue the last conversation, with its model."),
     keep: bool = Option(
         True, "--keep/--no-keep", help="Save the conversation in LOCALSPEC_HOME; the last 50 are kept."
@@ -267,7 +326,7 @@ def chat(
     from localspec.commands.chat.command import chat_command
 
     asked: ThinkOptions = {"think": think, "thinking_budget": think_budget}
-    return chat_command(run_options(model, options), project, asked, resume=resume, keep=keep)
+    return chat_command(run_options(model, options), project, asked, view=view, resume=resume, keep=keep)
 
 
 @command()
@@ -389,7 +448,13 @@ def doctor(
 
 @command()
 def serve(
-    model: str | None = MODEL,
+    names: list[str] | None = Argument(
+        None,
+        autocompletion=models,
+        metavar="MODEL...",
+        help="Model to load and serve; or several, loaded when asked for. Default: all on this disk.",
+        show_default=False,
+    ),
     host: str = Option("127.0.0.1", help="Address to listen on; a non-loopback address requires --api-key."),
     port: int = Option(8642, min=0, max=65535, help="Port to listen on; 0 picks a free one."),
     api_key: str | None = Option(
@@ -405,6 +470,12 @@ def serve(
         "auto", metavar="auto|N", help="Requests answered concurrently; auto: as many as gain throughput."
     ),
     prefix_cache: int = Option(512, min=0, max=1 << 20, metavar="MB", help="Memory for cached conversation prefixes."),
+    memory: str | None = Option(
+        None, metavar="SIZE", help="Memory for several models.", show_default="80% of what is free"
+    ),
+    keep_alive: str | None = Option(
+        None, metavar="TIME", help="Keep an idle one of several models loaded; -1: always.", show_default="5m"
+    ),
     time_limit: float = Option(
         3600.0, min=1, max=1e6, metavar="SECONDS", help="Time limit per request, including its answer."
     ),
@@ -419,10 +490,9 @@ def serve(
     **options: Any,
 ) -> int:
     """Serve OpenAI, Anthropic and Ollama compatible APIs, and a web chat."""
-    from localspec.commands.serve import serve_command
-    from localspec.server.http import ServerSettings
+    from localspec.commands.serve import SeveralOptions, serve_command, server_settings
 
-    settings = ServerSettings(
+    settings = server_settings(
         host=host,
         port=port,
         api_key=api_key,
@@ -430,12 +500,14 @@ def serve(
         parallel=parallel,
         prefix_cache=prefix_cache,
         time_limit=time_limit,
-        aliases=alias or (),
-        origins=allow_origin or (),
-        hosts=allow_host or (),
-        corpora=allow_corpus or (),
+        alias=alias or (),
+        allow_origin=allow_origin or (),
+        allow_host=allow_host or (),
+        allow_corpus=allow_corpus or (),
     )
-    return serve_command(run_options(model, options), settings)
+    run = run_options(None, options)
+    names = names or ([run.model] if run.model is not None else [])
+    return serve_command(run, settings, names, SeveralOptions(memory, keep_alive))
 
 
 @command()
@@ -524,7 +596,7 @@ def list_(
 @command()
 def rm(
     names: list[str] = Argument(
-        ..., autocompletion=models, metavar="NAME...", help="Models to remove.", show_default=False
+        ..., autocompletion=models_here, metavar="NAME...", help="Models to remove.", show_default=False
     ),
 ) -> int:
     """Remove models from this disk."""
@@ -535,10 +607,115 @@ def rm(
 
 @command()
 def inspect(
-    model: str = Argument(..., metavar="FILE", help="Path or name of a model file.", show_default=False),
+    model: str = Argument(
+        ..., autocompletion=models_here, metavar="FILE", help="Path or name of a model file.", show_default=False
+    ),
     as_json: bool = JSON,
 ) -> int:
     """Show what is in a model file: sizes, vocabulary, chat template, memory use."""
     from localspec.commands.files import inspect_command
 
     return inspect_command(model, as_json)
+
+
+# ``localspec config``
+
+config_app = typer.Typer(
+    name="config", help="Values of options in config.toml, for when the command line leaves them out."
+)
+
+
+def _keys(incomplete: str) -> list[tuple[str, str]]:
+    known = _settings()
+    return [
+        (key, known[key].parameter.help or "")
+        for key in known
+        if key.startswith(incomplete) and ("." in incomplete or not config.key_of_all(key, known))
+    ]
+
+
+def _values(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    name = str(ctx.params.get("key") or "").rpartition(".")[2]
+    return {"model": models, "draft": _drafts}.get(name, lambda _: [])(incomplete)
+
+
+def _settings() -> dict[str, config.Setting]:
+    return config.settings(typer.main.get_command(app), COMMON)
+
+
+KEY = Argument(
+    ...,
+    autocompletion=_keys,
+    metavar="KEY",
+    help="An option without its dashes (ctx), or one of a single command (serve.port).",
+    show_default=False,
+)
+
+
+@config_app.callback(invoke_without_command=True)
+def config_(ctx: typer.Context) -> None:
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help())
+
+
+@command(group=config_app)
+def config_set(
+    key: str = KEY,
+    values: list[str] = Argument(
+        ...,
+        autocompletion=_values,
+        metavar="VALUE...",
+        help="Value; several for an option that is repeatable.",
+        show_default=False,
+    ),
+) -> int:
+    """Set a value, for all commands or (COMMAND.KEY) for one."""
+
+    def check(name: str, value: Any) -> None:
+        if name in ("model", "names", "words"):
+            _see_that_it_is_a_model(value)
+        _check(name, value)
+
+    return config.set_command(_settings(), key, values, check)
+
+
+def _see_that_it_is_a_model(value: Any) -> None:
+    from localspec.errors import ModelFileError, UnknownModel
+    from localspec.model_files.catalog import Catalog
+
+    try:
+        Catalog.load().resolve(value[0] if isinstance(value, list) else value)
+    except UnknownModel:
+        raise
+    except ModelFileError:
+        pass  # not on this disk yet
+
+
+@command(group=config_app)
+def config_get(key: str = KEY) -> int:
+    """Print a value. Exit status 1 if none is set."""
+    return config.get_command(_settings(), key)
+
+
+@command(group=config_app)
+def config_unset(key: str = KEY) -> int:
+    """Remove a value."""
+    return config.unset_command(_settings(), key)
+
+
+@command(group=config_app)
+def config_list(
+    everything: bool = Option(False, "--all", help="List all keys that can be set, with their meaning."),
+) -> int:
+    """List the values that are set. Exit status 1 if one of them cannot be used."""
+    return config.list_command(_settings(), _check, everything=everything)
+
+
+@command(group=config_app)
+def config_path() -> int:
+    """Print the path of the file, which may not exist yet."""
+    print(config.settings_file())
+    return 0
+
+
+app.add_typer(config_app)

@@ -11,11 +11,15 @@ from localspec.commands.chat.screen import TextView, no_echo, only_thought
 from localspec.commands.options import RunOptions, ThinkOptions
 from localspec.errors import ModelFileError, UnknownModel, UsageError, check_text
 from localspec.model_files.catalog import Catalog
+from localspec.spec_decode.rounds import PromptProgress
 from localspec.system.process import on_interrupt
-from localspec.system.terminal import read_all, visible
+from localspec.system.terminal import Progress, moves_cursor, read_all, visible
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from localspec.engine.request import RoundStream
+    from localspec.spec_decode.rounds import Round
 
 
 FORMATS = ("text", "json", "events")
@@ -53,9 +57,10 @@ def generate_command(
     """
     if format not in FORMATS:
         raise UsageError(f"--format must be one of {', '.join(FORMATS)}, not {format!r}")
-    if raw and options.system is not None:
+    if raw and options.system is not None and "system" not in options.from_file:
         raise UsageError("--system needs the chat template and cannot be combined with --raw")
-    if raw and (asked["think"] != "auto" or asked["thinking_budget"] is not None):
+    thinking = {"think": asked["think"] != "auto", "think_budget": asked["thinking_budget"] is not None}
+    if raw and any(named and name not in options.from_file for name, named in thinking.items()):
         raise UsageError("--think and --think-budget need the chat template and cannot be combined with --raw")
     if prompt is None:
         prompt = read_all()
@@ -79,19 +84,34 @@ def _print_answer(stream: RoundStream, format: str) -> None:
     out = sys.stdout
     if format == "text":
         view = TextView(out, visible if out.isatty() else str)
-        with no_echo() if out.isatty() else nullcontext():  # or the terminal prints ^C into the answer
-            for round_ in stream:
+        # An echo would put ^C into the answer, or into the line of progress.
+        with no_echo() if out.isatty() or moves_cursor(sys.stderr) else nullcontext():
+            for round_ in _watched(stream):
                 view.round(round_)
         view.finish()
         if said := only_thought(stream.reply.text, stream.reply.stats.thinking_tokens):
             print(f"localspec: {said}; --format json has it", file=sys.stderr)
         return
-    for round_ in stream:
-        if format == "events":
-            out.write(_line(round_.as_event()))
+    if format == "events":
+        for step in stream.steps():
+            out.write(_line(step.as_event()))
             out.flush()
+    else:
+        for _ in _watched(stream):
+            pass
     out.write(_line(stream.reply.as_dict()))
     out.flush()
+
+
+def _watched(stream: RoundStream) -> Iterator[Round]:
+    """The rounds; until the first, a line on a terminal's standard error says how far a long prompt is read."""
+    with Progress() as progress:
+        for step in stream.steps():
+            if isinstance(step, PromptProgress):
+                progress.report(f"reading the prompt: {step}", step.fraction)
+            else:
+                progress.clear()
+                yield step
 
 
 def _line(value: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from localspec.backends.llama.ggml import engine_log
 from localspec.backends.placement import Placement, read_shares
 from localspec.engine.loading import Report
 from localspec.engine.options import DraftLength, LoadOptions, checked_length, draft_specs, with_free
-from localspec.errors import DownloadError, ModelFileError, UsageError, check_text
+from localspec.errors import MAX_COUNT, DownloadError, ModelFileError, UsageError, check_text, checked_whole
 from localspec.heads.sources import found_heads
 from localspec.model_files.catalog import Catalog, Entry, short_name
 from localspec.model_files.sources.base import size_text
@@ -47,6 +48,7 @@ class RunOptions:
     yes: bool = False  # whether models that are not here are fetched without asking
     verbose: bool = False  # whether to show what the engine logs
     sampling: Mapping[str, Any] = field(default_factory=dict)  # as given; the rest is the catalogue's for the model
+    from_file: Mapping[str, Any] = field(default_factory=dict)  # options above that are config.toml's, by their name
 
     def __post_init__(self) -> None:
         for name, text in (("MODEL", self.model), ("--system", self.system)):
@@ -101,11 +103,17 @@ class RunOptions:
         return LLM(model, drafters, draft_length=self.length(), progress=report, **self.load.as_arguments())
 
     @contextmanager
-    def opened(self, *, chats: bool = True) -> Iterator[LLM]:
-        """The loaded pair, with progress and remarks on standard error; closed when the block ends."""
+    def opened(self, *, chats: bool = True, tell: bool = False) -> Iterator[LLM]:
+        """The loaded pair, with progress and remarks on standard error; closed when the block ends.
+
+        ``tell``: say what was chosen even where nobody sits at a terminal.
+        """
         with Progress() as progress:
             llm = self.open(progress.report)
         with llm:
+            about = llm.context_info()
+            if self.load.n_ctx is None and (tell or about["short"] or sys.stderr.isatty()):
+                print(f"localspec: context {about['n_ctx']:,} tokens: {about['reason']}", file=sys.stderr)
             for warning in [*llm.warnings, *(base_model_notes(llm) if chats else ())]:
                 print(f"localspec: {warning}", file=sys.stderr)
             yield llm
@@ -137,6 +145,30 @@ def _read(path: str, option: str) -> str:
         raise UsageError(f"{option} {path} cannot be read: {error.strerror or error}") from None
     except ValueError:
         raise UsageError(f"{option} {path} is not a UTF-8 text file") from None
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+
+
+def read_size(option: str, text: str) -> int:
+    """A size such as ``8GB``, ``512MiB`` or a number of bytes; a ``UsageError`` if it is none."""
+    match = _SIZE.fullmatch(text.strip())
+    size = (
+        round(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2].lower() or " ")) if match else 0
+    )
+    if not 0 < size < 1 << 60:
+        raise UsageError(f"{option} must be a size such as 8GB or 512MB, not {text!r:.40}")
+    return size
+
+
+def whole_or_auto(option: str, text: str, least: int) -> int | None:
+    """``auto|N`` as typed; None is auto. ``UsageError``: neither."""
+    if text == "auto":
+        return None
+    try:
+        return checked_whole(option, int(text), least, MAX_COUNT)
+    except ValueError:
+        raise UsageError(f"{option} must be auto or a whole number, not {text[:40]!r}") from None
 
 
 def placement(given: Mapping[str, Any]) -> Placement:

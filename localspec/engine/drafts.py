@@ -59,6 +59,41 @@ def found_drafts(target: Model, warn: Callable[[str], None] = lambda line: None)
         yield str(draft)
 
 
+def _source_of(name: str, warn: Callable[[str], None]) -> tuple[DraftSource | None, str]:
+    """The kind of drafter that a name stands for, None for a draft model; and its argument, or the path of its file."""
+    kind, _, rest = name.partition(":")
+    if kind == PARD:
+        return None, str(Catalog.load().resolve(file_and_mask(rest)[0]))
+    source = draft_source(kind)
+    if source is None:
+        path = Catalog.load().resolve(name)
+        return next((each for each in draft_sources(warn) if each.takes(path)), None), str(path)
+    return source, rest
+
+
+def _mask_of(name: str, path: Path) -> int | None:
+    """The mask token of a draft model that fills in masks, by its name for ``--draft`` or its file; else None."""
+    kind, _, rest = name.partition(":")
+    if kind != PARD:
+        return mask_token(path)
+    token = file_and_mask(rest)[1]
+    return mask_token(path, named=True) if token is None else checked_mask(path, token)
+
+
+def draft_files(names: Sequence[str], target: Model) -> Iterator[tuple[Path, bool]]:
+    """Files that will be loaded for names of ``draft_specs``, and whether each is a draft model.
+
+    Those of ``auto`` also where only n-grams are named: a chat loads the others later.
+    """
+    named = [name for name in names if not is_corpus(name) and not is_free(name)]
+    if named == ["auto"] or (names and not named):
+        named = list(found_drafts(target))
+    for name in named:
+        with suppress(LocalspecError):  # loading it says what is wrong
+            source, rest = _source_of(name, lambda line: None)
+            yield (Path(rest), True) if source is None else (source.find(rest, target).path, False)
+
+
 # From ``corpus:PATH`` to an index that is up to date, or will be when nobody waits.
 
 
@@ -168,22 +203,15 @@ class DraftMaker:
 
     def _model(self, name: str, others: Sequence[DraftModel], *, any_vocabulary: bool = True) -> list[DraftModel]:
         """What a name stands for; nothing if it is one of the others under another name."""
-        kind, _, rest = name.partition(":")
-        source = draft_source(kind)
-        if kind == PARD:
-            file, token = file_and_mask(rest)
-            path = Catalog.load().resolve(file)
-            mask = mask_token(path, named=True) if token is None else checked_mask(path, token)
-        elif source is None:
-            path = Catalog.load().resolve(name)
-            source = next((each for each in draft_sources(self.loader.warnings.append) if each.takes(path)), None)
-            mask, rest = mask_token(path), str(path)
+        source, rest = _source_of(name, self.loader.warnings.append)
         if source is not None:
             found = source.find(rest, self.before.target)
             alike = [each for each in others if kind_of(each.source) == source.name]
             if any(is_same_file(found.path, each.path) for each in alike):
                 return []
             return [self._from_plugin(source, source_of(source.name, len(alike)), found)]
+        path = Path(rest)
+        mask = _mask_of(name, path)
         draft_models = [each for each in others if each.drafter.info.is_draft_model]
         if any(is_same_file(path, each.path) for each in draft_models):
             return []

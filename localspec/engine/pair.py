@@ -19,6 +19,7 @@ from localspec.controllers.calibration import WHOLE, PassKind, calibrating, curv
 from localspec.controllers.cost_model import PassTimes, row_ms
 from localspec.controllers.learned import AcceptanceStore
 from localspec.engine.drafts import DraftMaker
+from localspec.engine.fit import ContextChoice, context_of
 from localspec.engine.loading import Loader, Remarks, Report, compared, engines_comparing, giving_way
 from localspec.engine.options import DraftLength, LoadOptions
 from localspec.engine.prefix_cache import PassCounts, PrefixCache
@@ -39,7 +40,7 @@ from localspec.spec_decode.drafters.base import Controller, Drafter
 from localspec.spec_decode.drafters.corpus import CorpusDrafter
 from localspec.spec_decode.drafters.grammar import GrammarDrafter
 from localspec.spec_decode.overlapping import RoundOverlap, before_pass
-from localspec.spec_decode.rounds import FinishReason, Round, SpecStats
+from localspec.spec_decode.rounds import FinishReason, PromptProgress, Round, SpecStats
 from localspec.system.machine import BUSY, CPUTimes, others_share, read_memory, trim_heap
 from localspec.system.steps import Steps
 
@@ -346,16 +347,13 @@ def _batch_bytes(model: Model, n_ctx: int) -> int:
         return kv_shape(file).bytes(N_CONTEXTS * n_ctx, model.kv_type if model.kv_type in KV_VALUE_BYTES else "f16")
 
 
-DEFAULT_CTX = 8192
-"""Context size where none is asked for, if the model was trained for as much."""
-
-
 class Pair:
     """A target, its drafters, and what was learned about their cost and acceptance; owned by ``worker``'s thread.
 
     Attributes:
         loader: loads further models with the same options.
         warnings: one-line remarks from loading, and from idle time, that a user should see.
+        context_choice: the context's size, and why.
         state: what answers are decoded with, and what was learned; ``use`` replaces it.
         conversation: the one last worked on, prompt and answer.
         last: how far the last answer was asked to draft, and what decided that.
@@ -379,12 +377,14 @@ class Pair:
         self.last: tuple[DraftLength, Controller] | None = None
         with ExitStack() as undo:
             undo.callback(trim_heap)
+            free = read_memory().available
             self.target = self.loader.load(path, report, engine=options.target)
             undo.callback(self.target.close)
             self.encoder = PromptEncoder(
                 self.target, ChatTemplate.for_vocab(self.target.chat_template, self.target.vocab)
             )
-            n_ctx = self._context_size()
+            self.context_choice = self._context_choice(draft, free)
+            n_ctx = self.context_choice.n_ctx
             times = self.loader.times(self.target, n_ctx, report)
             opened = open_memory(self.loader, self.target, times, n_ctx, report)
             self.parallel, self.why_chains, context, batch = opened
@@ -402,15 +402,18 @@ class Pair:
             prepare_times(self, "target curve", context, times)
             ask_another_engine(self, path)
 
-    def _context_size(self) -> int:
-        trained = self.target.n_ctx_train
-        n_ctx = self.options.n_ctx or min(DEFAULT_CTX, trained or DEFAULT_CTX)
+    def _context_choice(self, draft: Sequence[str], free: int) -> ContextChoice:
+        """The context size; ``free`` is memory before the target was loaded [bytes]."""
+        trained, n_ctx = self.target.n_ctx_train, self.options.n_ctx
+        if n_ctx is None:
+            most = MOST if self.options.parallel == "auto" else int(self.options.parallel)
+            return context_of(self.target, draft, self.options, free, most)
         if trained and n_ctx > trained:
             self.warnings.append(
                 f"--ctx {n_ctx} exceeds the {trained} tokens this model was trained for; "
                 "answers far into the context may degrade"
             )
-        return n_ctx
+        return ContextChoice(n_ctx, "as asked for")
 
     # -- what it decodes with ------------------------------------------------------------------------------------
 
@@ -587,6 +590,9 @@ SHARED_CHUNK = 1024
 """Tokens of a prompt proposed at once where passes are shared, which take pieces of any length: the hidden states of
 all are kept for a head until they are read."""
 
+LONG_PROMPT = 256
+"""Tokens to read from which on an answer says how far it is: a few seconds on a slow laptop."""
+
 
 class OpenAnswer:
     """An answer that is being made: ``propose``, a pass of the target, ``commit``, again and again; then ``reply``.
@@ -600,6 +606,7 @@ class OpenAnswer:
         cancelled: whether to stop; also asked inside of long passes, such as a draft model's first reading.
         started: when its turn came, by ``time.perf_counter``.
         on_prefilled: gets the number of cached prompt tokens, once the prompt is read.
+        on_read: takes how far a long prompt is read.
         shared: what its share of a pass costs; None: it has passes of its own.
         overlaps: whether rounds may be handed on within the next pass, see ``RoundOverlap``.
 
@@ -617,6 +624,7 @@ class OpenAnswer:
         cancelled: Callable[[], bool],
         started: float = 0.0,
         on_prefilled: Callable[[int], None] = lambda n_cached: None,
+        on_read: Callable[[PromptProgress], None] = lambda progress: None,
         shared: ShareOfPass | None = None,
         overlaps: bool = False,
     ) -> None:
@@ -658,6 +666,9 @@ class OpenAnswer:
             self._stats.cached_tokens = self._decoder.read(
                 self._prompt, PREFILL_CHUNK if shared is None else SHARED_CHUNK
             )
+            self._on_read = on_read if len(self._decoder.unread) >= LONG_PROMPT else None
+            self._reading_since = time.perf_counter()
+            self.tell_read()
             self._stack = stack.pop_all()
 
     def propose(self) -> TargetPass | None:
@@ -675,6 +686,14 @@ class OpenAnswer:
             return None
         return decoder.propose()
 
+    def tell_read(self, n_fed: int = 0) -> None:
+        """Say how far a long prompt is read; ``n_fed``: tokens of the proposed pass that the target has had already."""
+        if self._on_read is not None:
+            left = len(self._decoder.unread) - n_fed
+            read = len(self._prompt) - left - bool(left)  # the last token is read by the answer's first pass
+            seconds = time.perf_counter() - self._reading_since
+            self._on_read(PromptProgress(len(self._prompt), self._stats.cached_tokens, read, seconds))
+
     def decode(self, rows: TargetPass) -> Forward:
         """Run its next pass for it alone."""
         if self._overlap is None:
@@ -689,6 +708,7 @@ class OpenAnswer:
         """Take what the pass returned; its round is delivered, where passes overlap within the next one."""
         round_ = self._decoder.commit(forward)
         if round_ is None:
+            self.tell_read()
             return
         self._conversation += [token.id for token in round_.emitted]
         if self._overlap is not None:

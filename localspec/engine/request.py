@@ -17,7 +17,7 @@ from localspec.prompts.prompts import Prompt, PromptEncoder, is_messages
 from localspec.sampling.grammar import grammar_of
 from localspec.sampling.sampling import SamplingParams, checked_top
 from localspec.spec_decode.detokenizer import ThinkingReader
-from localspec.spec_decode.rounds import EmittedToken, FinishReason, Round, SpecStats
+from localspec.spec_decode.rounds import EmittedToken, FinishReason, PromptProgress, Round, SpecStats
 from localspec.system.process import REFUSAL
 
 
@@ -155,7 +155,7 @@ class Reply:
 
 
 Submit = Callable[[Callable[[Any], Any]], Job]
-"""Queues a job; takes what delivers its Rounds, if it makes any, and then the job itself."""
+"""Queues a job; takes what delivers its steps (``Round``, ``PromptProgress``), if it makes any, and then the job."""
 
 
 class _Stream:
@@ -187,12 +187,27 @@ class RoundStream(_Stream, Iterator[Round]):
         return self
 
     def __next__(self) -> Round:
+        while (step := self._step()) is not None:
+            if isinstance(step, Round):
+                return step
+        raise StopIteration
+
+    def steps(self) -> Iterator[Round | PromptProgress]:
+        """The rounds, and before them how far the prompt is read, where that takes a while.
+
+        >>> for step in llm.rounds(messages).steps():
+        ...     print(step if isinstance(step, PromptProgress) else step.text)
+        """
+        while (step := self._step()) is not None:
+            yield step
+
+    def _step(self) -> Round | PromptProgress | None:
         item = self._job.wait_for(self._items)
-        if isinstance(item, Round):
+        if isinstance(item, Round | PromptProgress):
             return item
         self._items.put(item)  # the end is still there when it is asked again
         self._job.reply()
-        raise StopIteration
+        return None
 
     @property
     def reply(self) -> Reply:
@@ -234,6 +249,17 @@ class AsyncRoundStream(_Stream, AsyncIterator[Round]):
         return self
 
     async def __anext__(self) -> Round:
+        while (step := await self._step()) is not None:
+            if isinstance(step, Round):
+                return step
+        raise StopAsyncIteration
+
+    async def steps(self) -> AsyncIterator[Round | PromptProgress]:
+        """As ``RoundStream.steps``, for asyncio."""
+        while (step := await self._step()) is not None:
+            yield step
+
+    async def _step(self) -> Round | PromptProgress | None:
         if self._job.process != os.getpid() and self._items.empty():
             raise Closed(REFUSAL)
         try:
@@ -241,12 +267,12 @@ class AsyncRoundStream(_Stream, AsyncIterator[Round]):
         except BaseException:
             await self.aclose()  # the task that reads was cancelled
             raise
-        if isinstance(item, Round):
+        if isinstance(item, Round | PromptProgress):
             return item
         self._items.put_nowait(item)  # the end is still there when it is asked again
         await self.aclose()
         self._job.reply()
-        raise StopAsyncIteration
+        return None
 
     async def reply(self) -> Reply:
         """The answer; waits for the end of the stream.

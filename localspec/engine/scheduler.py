@@ -51,10 +51,16 @@ def never_ran(request: AnswerRequest, job: Job, pair: Pair) -> Reply:
 def answer(request: AnswerRequest, pair: Pair, job: Job) -> Reply:
     """Answer a request alone, giving every Round to the job as it happens."""
     asked = request.read(pair.encoder, pair.state.context.n_ctx)
-    making = OpenAnswer(pair, pair.state, request, asked, job.give, job.stopped, job.started, overlaps=True)
+    making = OpenAnswer(
+        pair, pair.state, request, asked, job.give, job.stopped, job.started, on_read=job.give, overlaps=True
+    )
     with closing(making), suppress(Cancelled):
-        while (rows := making.propose()) is not None:
-            making.commit(making.decode(rows))
+        while True:
+            with pair.worker.turns.one():
+                rows = making.propose()
+                if rows is None:
+                    break
+                making.commit(making.decode(rows))
     return making.reply(job)
 
 
@@ -337,12 +343,13 @@ class Scheduler:
                 self._at = _TargetMemory.of(self._pair)
             self._prepare(job)
             while self._answers or self._prepared:
-                self._drop_cancelled()
-                self._admit()
-                self._propose()
-                pieces = self._pieces_that_fit()
-                for (answer, _), forward in zip(pieces, self._decode(pieces), strict=True):
-                    self._commit(answer, forward)
+                with self._pair.worker.turns.one():
+                    self._drop_cancelled()
+                    self._admit()
+                    self._propose()
+                    pieces = self._pieces_that_fit()
+                    for (answer, _), forward in zip(pieces, self._decode(pieces), strict=True):
+                        self._commit(answer, forward)
         except BaseException as error:  # no caller may wait for ever for what goes wrong here
             for answer in list(self._answers):
                 self._leave(answer, error)
@@ -403,7 +410,15 @@ class Scheduler:
                 seating.make_room_for(asked[0], sequence, SLACK)
                 state, shared = self._state_of(sequence), ShareOfPass(self._at.passes)
                 making = OpenAnswer(
-                    self._pair, state, job.request, asked, job.give, job.stopped, job.started, shared=shared
+                    self._pair,
+                    state,
+                    job.request,
+                    asked,
+                    job.give,
+                    job.stopped,
+                    job.started,
+                    on_read=job.give,
+                    shared=shared,
                 )
                 undo.callback(making.close)
                 seating.put_idle_aside()  # not before: the answer may begin with what one of them holds
@@ -497,6 +512,7 @@ class Scheduler:
         rows = answer.next_pass
         answer.forwards.append(forward)
         if not answer.decodes and answer.n_fed < len(rows.tokens):
+            answer.making.tell_read(answer.n_fed)
             return
         whole = _joined(answer.forwards)
         answer.rows, answer.forwards, answer.n_fed = None, [], 0

@@ -10,9 +10,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -50,6 +50,9 @@ ASK_AGAIN_S = 30.0
 
 GRACE_S = 0.05
 """For so long after a request another is waited for: a program that asks again at once need not wait for a step."""
+
+BESIDE_ANSWERS_S = 0.25
+"""After which idle work is thought of again, while another model on the same cores answers."""
 
 
 def on_mains() -> bool:
@@ -126,6 +129,44 @@ class IdleWork:
                     self._entries = [each for each in self._entries if each is not entry]
         if more:
             entry.rests = False
+
+
+class Turns:
+    """Whose turn it is among workers that share the cores: one round, or one step of idle work, at a time.
+
+    Turns are given in the order in which they are asked for, so that two models that answer alternate.
+
+    Attributes:
+        n_answering: how many workers have a request now; the others do no idle work meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self.n_answering = 0
+        self._changed = threading.Condition()
+        self._n_asked = self._n_done = 0
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Within the block it is the thread's turn; not within itself."""
+        with self._changed:
+            number, self._n_asked = self._n_asked, self._n_asked + 1
+            self._changed.wait_for(lambda: self._n_done == number)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._n_done += 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        with self._changed:
+            self.n_answering += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.n_answering -= 1
 
 
 CancelledBy = Literal["caller", "deadline"]
@@ -429,6 +470,7 @@ class Worker:
     Attributes:
         running: the jobs that run now.
         batch: runs a job that has a ``request``, and others that come meanwhile; None runs it alone.
+        turns: those of rounds and of steps of idle work; may be replaced by one that several workers share.
     """
 
     def __init__(self, max_waiting: int | None = None, idle: Callable[[], bool] | None = None) -> None:
@@ -436,6 +478,7 @@ class Worker:
         self._idle = IdleWork(idle)
         self.running: list[Job] = []
         self.batch: Callable[[Job], None] | None = None
+        self.turns = Turns()
         self._last: tuple[Callable[[], None], ...] = ()
         self._thread = threading.Thread(target=self._run, name="localspec", daemon=True)
         self._thread.start()
@@ -500,10 +543,10 @@ class Worker:
 
     def _run(self) -> None:
         while True:
-            job = self.queue.get(self._idle.pause)
+            job = self.queue.get(self._pause)
             if job is not None:
                 self.running.append(job)
-                with answering():
+                with answering(), self.turns.answering():
                     run = Job.run if self.batch is None or job.request is None else self.batch
                     run(job)
                     self.running.clear()
@@ -512,11 +555,19 @@ class Worker:
             elif self.queue.ended:
                 break
             else:
-                self._idle.step(lambda: self.queue.is_urgent)
+                with self.turns.one():
+                    self._idle.step(lambda: self.queue.is_urgent)
         self._idle.clear()
         with ExitStack() as ending:  # each of them, whatever another raises
             for last in reversed(self._last):
                 ending.callback(last)
+
+    def _pause(self) -> tuple[float | None, bool]:
+        """See ``IdleWork.pause``: while another worker answers on the same cores, nothing is to be done."""
+        seconds, at_rest = self._idle.pause()
+        if seconds is not None and self.turns.n_answering:
+            return max(seconds, BESIDE_ANSWERS_S), True
+        return seconds, at_rest
 
     def _renounce(self) -> None:
         """In a forked child: refuse everything, and let nothing of it be freed."""

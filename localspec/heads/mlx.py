@@ -252,7 +252,7 @@ def head_network(
         n_embd=head.n_embd,
         compute_dtype=HEAD_DTYPE,
         layer_windows=(None,),
-        recurrent=False,
+        layer_states=(0,),
         max_context=max_context,
         _trunk=module.model,
         _head=project,

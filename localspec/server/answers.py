@@ -17,6 +17,7 @@ from localspec.server.requests import AnswerOptions
 from localspec.server.service import AnswerEvent, AnswerTask, Service
 from localspec.server.tool_calls import CallStart, TextPiece
 from localspec.server.tools import Delta
+from localspec.spec_decode.rounds import PromptProgress
 
 Part = TypeVar("Part")
 """What an answer tells of a step."""
@@ -201,6 +202,16 @@ class BlockAnswer(ApiAnswer[Change]):
         if self._open is not None:
             yield Change("end", self._open)
             self._open = None
+
+
+def prompt_progress(progress: PromptProgress) -> dict[str, int]:
+    """How far a prompt is read, as llama-server says it."""
+    return {
+        "total": progress.total,
+        "cache": progress.cached,
+        "processed": progress.processed,
+        "time_ms": round(progress.seconds * 1e3),
+    }
 
 
 def identifier(prefix: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import base64
 import errno
 import json
 import logging
@@ -12,38 +12,39 @@ import socket
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import h11
 import uvicorn
-from prometheus_client import CollectorRegistry, Gauge, Info, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from localspec._version import __version__
-from localspec.engine.saved_chats import CONVERSATIONS
+from localspec.backends.llama.embedding import EmbeddingModel
 from localspec.errors import LocalspecError, UsageError
 from localspec.llm import LLM
+from localspec.prompts.documents import document_text, is_document
 from localspec.server import anthropic, ollama, responses
-from localspec.server.access import ALL, SEES_OTHERS, Address, Client, client_of
-from localspec.server.bodies import read
-from localspec.server.conversations import ConversationApi, ConversationStore
+from localspec.server.access import ALL, Address, client_of
+from localspec.server.bodies import Body, read
+from localspec.server.conversations import ConversationApi
+from localspec.server.embeddings import EMBEDDING_APIS, EmbeddingApi, EmbeddingService
 from localspec.server.events import LLAMA_SERVER, OPENAI, EventStream, Wire, while_connected
 from localspec.server.guard import application
-from localspec.server.http import ApiError, ServerSettings
+from localspec.server.hosting import Host, HostedModel, Use
+from localspec.server.http import ApiError, BodyReader, ServerSettings
 from localspec.server.infill import InfillAnswer, InfillBody
-from localspec.server.ollama import OllamaModels, timestamp
+from localspec.server.models import ModelEndpoints, OllamaModels
+from localspec.server.ollama import OllamaOptions
 from localspec.server.openai import ChatAnswer, ChatBody, CompletionAnswer, CompletionBody
 from localspec.server.requests import ApiBody
-from localspec.server.service import Service
-from localspec.system.files import home
-from localspec.system.machine import CPUTimes
+from localspec.server.service import Metrics, Service, counted
 
 PAGE = Path(__file__).parent / "page"
 
@@ -58,6 +59,7 @@ class Api:
         body: what is asked.
         answer: what answers a service and a body: ``whole()``, and ``events()`` where the request asks for them.
         wire: how events are sent.
+        use: what it has a model do.
     """
 
     path: str
@@ -65,12 +67,13 @@ class Api:
     body: type[ApiBody]
     answer: Callable[[Service, Any], Any]
     wire: Wire
+    use: Use = "text"
 
 
 APIS = (
     Api("/v1/chat/completions", "chat", ChatBody, ChatAnswer, OPENAI),
     Api("/v1/completions", "completions", CompletionBody, CompletionAnswer, OPENAI),
-    Api("/infill", "infill", InfillBody, InfillAnswer, LLAMA_SERVER),
+    Api("/infill", "infill", InfillBody, InfillAnswer, LLAMA_SERVER, "fill"),
     Api("/v1/responses", "responses", responses.ResponsesBody, responses.ResponsesAnswer, responses.WIRE),
     Api("/v1/messages", "messages", anthropic.MessagesBody, anthropic.MessagesAnswer, anthropic.WIRE),
     Api("/v1/messages/count_tokens", "count_tokens", anthropic.CountBody, anthropic.CountAnswer, anthropic.WIRE),
@@ -79,147 +82,132 @@ APIS = (
 )
 
 
-def addresses(service: Service) -> list[Address]:
+def addresses(host: Host) -> list[Address]:
     """All addresses of a server that answers, but for the page's files."""
-    models, ollama_models = ModelEndpoints(service), OllamaModels(service)
-    conversations = ConversationApi(service, ConversationStore(home() / CONVERSATIONS))
-    embeddings = ("/v1/embeddings", "/api/embed", "/api/embeddings")
+    models, ollama_models, conversations = ModelEndpoints(host), OllamaModels(host), ConversationApi(host.bodies)
     return [
-        *(Address(api.path, _answering(service, api), methods=("POST",)) for api in APIS),
-        Address("/v1/responses/{id}", models.response, methods=("GET", "DELETE")),
-        Address("/api/tags", ollama_models.tags),
-        Address("/api/show", ollama_models.show, methods=("POST",)),
-        Address("/api/ps", ollama_models.ps),
-        Address("/api/version", ollama.version),
-        *(Address(path, _no_embeddings, methods=("POST",)) for path in embeddings),
-        Address("/v1/models", models.models),
-        Address("/v1/models/{model:path}", models.model),
-        Address("/v1/localspec/stats", models.stats),  # without figures about others, for those who may not see them
+        *(Address(api.path, _answering(host, api), methods=("POST",)) for api in APIS),
+        *(Address(api.path, _embedding(host, api), methods=("POST",)) for api in EMBEDDING_APIS),
+        *models.addresses(),
+        *ollama_models.addresses(),
         *conversations.addresses(),
-        Address("/metrics", models.metrics, SEES_OTHERS),
-        Address("/health", models.health, ALL),
+        Address("/v1/localspec/text", TextOfFiles(host.bodies).text, methods=("POST",)),
+        Address("/health", partial(_health, host), ALL),
         Address("/", _page, ALL),  # which asks for the key
     ]
 
 
-def _answering(service: Service, api: Api) -> Callable[[Request], Awaitable[Response]]:
+def _answering(host: Host, api: Api) -> Callable[[Request], Awaitable[Response]]:
 
-    def prepared(seen: Service, body: Any) -> tuple[Any, bool]:
+    def prepared(service: Service, asked: ApiBody) -> tuple[Any, bool]:
         """What answers, and whether as events. Grammars are compiled here, templates rendered, texts cut into tokens:
         nothing that others should wait for."""
-        asked = read(api.body, body)
-        seen.check_model(asked.model)
-        answering = api.answer(seen, asked)
+        answering = api.answer(service, asked)
         return answering, answering.options.stream
 
-    async def events(answering: Any, started: float) -> AsyncGenerator[bytes, None]:
-        with service.counted(api.name, started):
+    async def events(answering: Any, metrics: Callable[[], Metrics], started: float) -> AsyncGenerator[bytes, None]:
+        with counted(metrics, api.name, started):
             async with aclosing(answering.events()) as encoded:
                 async for event in encoded:
                     yield event
 
     async def endpoint(http: Request) -> Response:
         started = time.monotonic()
-        with service.counted(api.name, started, goes_on=True):
-            service.check_open()
-            seen = service.seen_by(client_of(http))
-            async with service.bodies.json(http) as body:
-                answering, is_stream = await asyncio.to_thread(prepared, seen, body)
-        if is_stream:
-            return EventStream(events(answering, started), service.ending, api.wire)
-        with service.counted(api.name, started):
-            whole = await while_connected(http.receive, service.ending, answering.whole())
-            return await asyncio.to_thread(JSONResponse, whole)  # it repeats as much as was sent
+        model: HostedModel | None = None
+
+        def metrics() -> Metrics:
+            return host.metrics_of(model)
+
+        with ExitStack() as using:
+            with counted(metrics, api.name, started, goes_on=True):
+                host.check_open()
+                async with host.bodies.json(http) as body:
+                    asked = await asyncio.to_thread(read, api.body, body)
+                    model = await host.find(asked.model, api.use)
+                    if asked.unloads and not model.fixed:
+                        host.leave(model)
+                        return _unloaded(api, model.names[0])
+                    # A large body keeps its turn while its model is loaded: no answer needs one to end.
+                    using.callback(await while_connected(http.receive, host.ending, host.take(model, asked.keep)))
+                    service = model.service
+                    assert isinstance(service, Service)
+                    seen = service.seen_by(client_of(http))
+                    answering, is_stream = await asyncio.to_thread(prepared, seen, asked)
+            if is_stream:
+                over = using.pop_all().close
+                return EventStream(events(answering, metrics, started), host.ending, api.wire, over)
+            with counted(metrics, api.name, started):
+                whole = await while_connected(http.receive, host.ending, answering.whole())
+                return await asyncio.to_thread(JSONResponse, whole)  # it repeats as much as was sent
 
     return endpoint
 
 
-class ModelEndpoints:
-    """What is served, and how it does."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    def _named(self, name: str, client: Client) -> dict[str, Any]:
-        llm, drafters = self._service.llm, list(self._service.seen_by(client).drafters)
-        return {
-            "id": name,
-            "object": "model",
-            "created": int(self._service.started),
-            "type": "model",  # from here on, what Anthropic's clients read
-            "display_name": name,
-            "created_at": timestamp(self._service.started),
-            "owned_by": "localspec",
-            "localspec": {"context": llm.n_ctx, "backend": llm.backend_name, "draft": drafters},
-        }
-
-    async def models(self, request: Request) -> Response:
-        names = self._service.names
-        pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
-        data = [self._named(name, client_of(request)) for name in names]
-        return JSONResponse({"object": "list", "data": data} | pages)
-
-    async def model(self, request: Request) -> Response:
-        name = request.path_params["model"]
-        self._service.check_model(name)
-        return JSONResponse(self._named(name, client_of(request)))
-
-    async def response(self, request: Request) -> Response:
-        """Return, or delete, an answer of ``/v1/responses`` that is kept."""
-        name = request.path_params["id"]
-        stored = responses.stored_response(self._service.seen_by(client_of(request)), name)
-        if request.method != "DELETE":
-            return await asyncio.to_thread(JSONResponse, stored.response)
-        self._service.responses.remove(name)
-        return JSONResponse({"id": name, "object": "response", "deleted": True})
-
-    async def stats(self, request: Request) -> Response:
-        client = client_of(request)
-        service, llm = self._service.seen_by(client), self._service.llm
-        stats: dict[str, Any] = {
-            "model": service.names[0],
-            "version": __version__,
-            "backend": llm.backend_name,
-            "drafters": list(service.drafters),
-            "draft_length": llm.draft_length,
-            "context": llm.n_ctx,
-            "thinks": service.served().thinks,
-            "plain_tokens_per_second": llm.plain_tokens_per_second,
-            "uptime_s": round(time.time() - service.started, 3),
-            "queue": {"running": llm.busy, "waiting": llm.queue_length, "limit": llm.max_queue},
-            "parallel": {n: value for n, value in llm.parallel_info().items() if n != "passes" or client.sees_others},
-            "cpu": dataclasses.asdict(CPUTimes.now()),
-        }
-        if client.sees_others:
-            stats["explanation"] = llm.explain()
-            stats |= {"prefix_cache": llm.cache_info(), "totals": service.metrics.as_dict()}
-        return JSONResponse(stats)
-
-    async def metrics(self, request: Request) -> Response:
-        service, llm = self._service.seen_by(client_of(request)), self._service.llm
-        registry = CollectorRegistry()
-        names = {"version": __version__, "model": service.names[0], "backend": llm.backend_name}
-        registry.register(service.metrics)
-        Info("localspec", "What is served.", registry=registry).info(names | {"draft": ",".join(service.drafters)})
-        for name, about, value in (
-            ("requests_running", "Requests being answered.", llm.parallel_info()["running"]),
-            ("requests_waiting", "Requests in the queue.", llm.queue_length),
-            ("queue_limit", "Most requests that may wait.", llm.max_queue or 0),
-            ("plain_tokens_per_second", "Expected speed without drafting.", llm.plain_tokens_per_second),
-            ("uptime_seconds", "Since the start.", time.time() - service.started),
-        ):
-            Gauge(f"localspec_{name}", about, registry=registry).set(value)
-        return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
-
-    async def health(self, request: Request) -> Response:
-        if self._service.ending.is_set():
-            return JSONResponse({"status": "shutting down"}, 503)
-        return JSONResponse({"status": "ok"})
+def _unloaded(api: Api, name: str) -> Response:
+    """The answer to a request of Ollama's clients that unloads a model."""
+    return JSONResponse(api.answer.unloaded(name))  # type: ignore[attr-defined] # only its bodies ask for that
 
 
-async def _no_embeddings(request: Request) -> Response:
-    message = "this model continues text; it makes no embeddings: that takes a server of an embedding model"
-    raise ApiError(400, message, code="unsupported_endpoint")
+def _embedding(host: Host, api: EmbeddingApi) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(http: Request) -> Response:
+        started = time.monotonic()
+        model: HostedModel | None = None
+        with counted(lambda: host.metrics_of(model), api.name, started), ExitStack() as using:
+            host.check_open()
+            if (only := host.only) is not None and not only.file.embeds:
+                await host.find(None, "embed")  # refuses, whatever is asked
+            async with host.bodies.json(http) as value:
+                body = read(api.body, value)
+            if (options := value.get("options")) is not None:
+                read(OllamaOptions, options, "options")
+            model = await host.find(body.model, "embed", any_name=api.any_name)
+            if body.unloads and not model.fixed:
+                host.leave(model)
+                return JSONResponse({"model": model.names[0], "embeddings": []})
+            using.callback(await while_connected(http.receive, host.ending, host.take(model, body.keep)))
+            service = model.service
+            assert isinstance(service, EmbeddingService)
+            whole = await while_connected(http.receive, host.ending, api.answer(service, body))
+            return await asyncio.to_thread(JSONResponse, whole)
+
+    return endpoint
+
+
+async def _health(host: Host, request: Request) -> Response:
+    if host.ending.is_set():
+        return JSONResponse({"status": "shutting down"}, 503)
+    return JSONResponse({"status": "ok"})
+
+
+class FileBody(Body):
+    """A document, in Base64."""
+
+    name: str
+    data: str
+
+
+class TextOfFiles:
+    """The text of PDF and Word documents, for the page. Processes read them, two at a time."""
+
+    def __init__(self, bodies: BodyReader) -> None:
+        self._bodies = bodies
+        self._readers = asyncio.Semaphore(2)
+
+    async def text(self, request: Request) -> Response:
+        async with self._bodies.json(request) as sent, self._readers:
+            text = await asyncio.to_thread(self._read, sent)
+        return JSONResponse({"text": text})
+
+    def _read(self, sent: Any) -> str:
+        body = read(FileBody, sent)
+        if not is_document(body.name):
+            raise ApiError(400, "name must end in .pdf or .docx")
+        try:
+            return document_text(body.name, base64.b64decode(body.data, validate=True))
+        except UsageError as error:
+            raise ApiError(422, str(error)) from None
+        except ValueError:
+            raise ApiError(400, "data must be Base64") from None
 
 
 async def _page(request: Request) -> Response:
@@ -429,18 +417,37 @@ class AppRunner(uvicorn.Server):
         self.signal = sig
 
 
-class Runner(AppRunner):
-    """Serves an ``LLM``; options as above.
+class HostRunner(AppRunner):
+    """Serves the models of a host, which are freed at the end; options as above."""
+
+    def __init__(self, host: Host, **options: Any) -> None:
+        self.host = host
+        super().__init__(application(host.settings, addresses(host), PAGE), host.ending, **options)
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            super().run(sockets)
+        finally:
+            self.host.close()
+
+
+class Runner(HostRunner):
+    """Serves one ``LLM``, or one model that makes embeddings; options as above.
 
     Args:
-        llm: the loaded pair; it is not closed here.
+        engine: what is loaded; it is not closed here.
         settings: how to behave.
     """
 
-    def __init__(self, llm: LLM, settings: ServerSettings, **options: Any) -> None:
-        self.service = Service(llm, settings)
-        app = application(settings, addresses(self.service), PAGE)
-        super().__init__(app, self.service.ending, **options)
+    def __init__(self, engine: LLM | EmbeddingModel, settings: ServerSettings, **options: Any) -> None:
+        super().__init__(Host.of_one(engine, settings), **options)
+
+    @property
+    def service(self) -> Service:
+        """What answers, of an ``LLM``."""
+        service = self.host.models[0].service
+        assert isinstance(service, Service)
+        return service
 
 
 def _log_requests() -> None:

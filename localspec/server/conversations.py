@@ -22,12 +22,12 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from localspec.engine.saved_chats import CONVERSATIONS
 from localspec.server.access import READS_TEXTS, Address
 from localspec.server.bodies import MAX_COUNT, Body, Flag, items, must_be, read, whole
-from localspec.server.http import ApiError, invalid
+from localspec.server.http import ApiError, BodyReader, invalid
 from localspec.server.requests import MAX_MESSAGES
-from localspec.server.service import Service
-from localspec.system.files import private_folder, write_atomically
+from localspec.system.files import home, private_folder, write_atomically
 
 FORMAT = 1
 Finish = Literal["stop", "length", "cancelled", "broken"]
@@ -279,9 +279,9 @@ _STAMPS = ("id", "revision", "title", "created", "updated")
 class ConversationApi:
     """The endpoints."""
 
-    def __init__(self, service: Service, store: ConversationStore) -> None:
-        self._service = service
-        self._store = store
+    def __init__(self, bodies: BodyReader) -> None:
+        self._bodies = bodies
+        self._store = ConversationStore(home() / CONVERSATIONS)
 
     def addresses(self) -> list[Address]:
         return [
@@ -309,7 +309,7 @@ class ConversationApi:
 
     async def _saved(self, http: Request, name: str | None) -> Response:
         """Save the body as a new conversation, or in the place of one."""
-        async with self._service.bodies.json(http) as body:
+        async with self._bodies.json(http) as body:
             asked = await asyncio.to_thread(read, ConversationBody, body)
         if name is None:
             kept = await asyncio.to_thread(self._store.create, asked.content(), asked.id)

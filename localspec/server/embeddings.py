@@ -1,113 +1,104 @@
-"""A server whose file is an embedding model: OpenAI's ``/v1/embeddings``, Ollama's ``/api/embed``."""
+"""Embeddings: OpenAI's ``/v1/embeddings``, Ollama's ``/api/embed``."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 
 from localspec.backends.llama.embedding import EmbeddingModel
+from localspec.engine.worker import Turns
 from localspec.errors import PromptTooLong
-from localspec.server.access import ALL, Address
-from localspec.server.bodies import Body, Flag, read, whole
-from localspec.server.events import while_connected
-from localspec.server.guard import application
-from localspec.server.http import ApiError, BodyReader, ServerSettings, invalid, stopping, too_busy
-from localspec.server.ollama import OllamaOptions, version
+from localspec.server.bodies import Body, Flag, whole
+from localspec.server.http import KeepAlive, invalid, stopping, too_busy
+from localspec.server.ollama import Stays
+from localspec.server.service import Common
 
 Row = npt.NDArray[np.float32]
 
 MAX_INPUTS = 2048  # OpenAI's own limit
-CHATS = (
-    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/infill", "/api/chat", "/api/generate",
-)  # fmt: skip
 
 
-class EmbeddingsBody(Body):
-    """The body of ``/v1/embeddings``."""
+class AnyEmbeddingsBody(Body):
+    """What all of them have in common."""
 
     model: str | None = None
+
+    @property
+    def keep(self) -> KeepAlive | Literal["usual"]:
+        """How long the model stays loaded."""
+        return "usual"
+
+    @property
+    def unloads(self) -> bool:
+        """Whether it asks for nothing but that the model is unloaded."""
+        return False
+
+
+class EmbeddingsBody(AnyEmbeddingsBody):
+    """The body of ``/v1/embeddings``."""
+
     input: Any = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, whole(1, 1 << 20)] | None = None
 
 
-class OllamaEmbedBody(Body):
+class OllamaEmbedBody(AnyEmbeddingsBody):
     """The body of ``/api/embed``."""
 
-    model: str | None = None
     input: Any = None
     truncate: Flag = True
     dimensions: Annotated[int, whole(1, 1 << 20)] | None = None
+    keep_alive: Stays = "usual"
+
+    @property
+    def keep(self) -> KeepAlive | Literal["usual"]:
+        return self.keep_alive
+
+    @property
+    def unloads(self) -> bool:
+        return self.keep_alive == 0.0 and self.input in (None, "")
 
 
-class OllamaEmbeddingsBody(Body):
+class OllamaEmbeddingsBody(AnyEmbeddingsBody):
     """The body of ``/api/embeddings``, Ollama's older address."""
 
-    model: str | None = None
     prompt: str
+    keep_alive: Stays = "usual"
 
-
-AnyBody = TypeVar("AnyBody", EmbeddingsBody, OllamaEmbedBody, OllamaEmbeddingsBody)
+    @property
+    def keep(self) -> KeepAlive | Literal["usual"]:
+        return self.keep_alive
 
 
 class EmbeddingService:
-    """What answers; ``ending`` is set once the server goes down."""
+    """Answers with one model that makes embeddings.
 
-    def __init__(self, model: EmbeddingModel, settings: ServerSettings) -> None:
-        self.settings = settings
-        self.ending = asyncio.Event()
-        self._model = model
-        self._names = list(dict.fromkeys([model.path.stem, *settings.aliases]))
-        self._bodies = BodyReader(settings.body_bytes, settings.bodies_bytes, settings.body_seconds)
+    Args:
+        model: the loaded model.
+        common: what it shares with the server's other models.
+        names: what requests may call the model; the first is what answers call it.
+        turns: those of the models that share the cores.
+    """
+
+    def __init__(self, model: EmbeddingModel, common: Common, names: Sequence[str], turns: Turns) -> None:
+        self.model = model
+        self.names = list(names)
+        self._queue, self._ending = common.settings.queue, common.ending
+        self._turns = turns
         self._turn = asyncio.Lock()  # of one text: a request of many lets others in between
         self._n_asked = 0
-        self._started = time.time()
 
-    def application(self) -> Starlette:
-        post = ("POST",)
-        addresses = [
-            # llama.vscode calls every model GPT-4, and llama-server heeds no name; the answer says whose it is.
-            Address("/v1/embeddings", self._at(EmbeddingsBody, self._openai, any_name=True), methods=post),
-            Address("/api/embed", self._at(OllamaEmbedBody, self._ollama), methods=post),
-            Address("/api/embeddings", self._at(OllamaEmbeddingsBody, self._ollama_of_old), methods=post),
-            *(Address(path, _no_chat, methods=post) for path in CHATS),
-            Address("/v1/models", self._models),
-            Address("/api/version", version),
-            Address("/health", self._health, ALL),
-        ]
-        return application(self.settings, addresses)
+    def close(self) -> None:
+        self.model.close()
 
-    def _at(
-        self,
-        kind: type[AnyBody],
-        answer: Callable[[AnyBody], Coroutine[Any, Any, dict[str, Any]]],
-        *,
-        any_name: bool = False,
-    ) -> Callable[[Request], Awaitable[Response]]:
-        async def endpoint(http: Request) -> Response:
-            async with self._bodies.json(http) as value:
-                body = read(kind, value)
-            if (options := value.get("options")) is not None:
-                read(OllamaOptions, options, "options")
-            name = body.model
-            if name and not any_name and name.removesuffix(":latest") not in self._names:
-                message = f"there is no model {name!r:.80} here; this server answers with {self._names[0]}"
-                raise ApiError(404, message, param="model", code="model_not_found")
-            whole = await while_connected(http.receive, self.ending, answer(body))
-            return await asyncio.to_thread(JSONResponse, whole)
-
-        return endpoint
-
-    async def _openai(self, body: EmbeddingsBody) -> dict[str, Any]:
+    async def openai(self, body: EmbeddingsBody) -> dict[str, Any]:
         self._check_dimensions(body.dimensions)
         rows, n_tokens = await self._embedded(body.input, "input")
         is_text = body.encoding_format == "base64"
@@ -115,29 +106,31 @@ class EmbeddingService:
         return {
             "object": "list",
             "data": [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(encoded)],
-            "model": self._names[0],
+            "model": self.names[0],
             "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens},
         }
 
-    async def _ollama(self, body: OllamaEmbedBody) -> dict[str, Any]:
+    async def ollama(self, body: OllamaEmbedBody) -> dict[str, Any]:
         self._check_dimensions(body.dimensions)
         started = time.monotonic_ns()
-        rows, n_tokens = await self._embedded(body.input, "input", body.truncate)
+        rows, n_tokens = list[Row](), 0
+        if body.input not in (None, ""):  # without, the model is only to be loaded
+            rows, n_tokens = await self._embedded(body.input, "input", body.truncate)
         return {
-            "model": self._names[0],
+            "model": self.names[0],
             "embeddings": await asyncio.to_thread(lambda: [row.tolist() for row in rows]),
             "total_duration": time.monotonic_ns() - started,
             "load_duration": 0,
             "prompt_eval_count": n_tokens,
         }
 
-    async def _ollama_of_old(self, body: OllamaEmbeddingsBody) -> dict[str, Any]:
+    async def ollama_of_old(self, body: OllamaEmbeddingsBody) -> dict[str, Any]:
         rows, _ = await self._embedded(body.prompt, "prompt", True)
         return {"embedding": rows[0].tolist()}
 
     def _check_dimensions(self, dimensions: int | None) -> None:
-        if dimensions not in (None, self._model.n_embd):
-            raise invalid(f"dimensions: this model makes {self._model.n_embd} numbers", "dimensions")
+        if dimensions not in (None, self.model.n_embd):
+            raise invalid(f"dimensions: this model makes {self.model.n_embd} numbers", "dimensions")
 
     async def _embedded(self, value: Any, name: str, cut: bool = False) -> tuple[list[Row], int]:
         """The embeddings of a text, token ids, or a list of either, and their number of tokens.
@@ -152,46 +145,64 @@ class EmbeddingService:
             LocalspecError: a text does not fit, or the engine failed.
         """
         inputs = await asyncio.to_thread(_inputs, value, name)
-        if self._n_asked > self.settings.queue:
-            raise too_busy(f"{self.settings.queue} requests wait already", 1)
+        if self._n_asked > self._queue:
+            raise too_busy(f"{self._queue} requests wait already", 1)
         self._n_asked += 1
         try:
             rows, n_tokens = [], 0
             for each in inputs:
                 tokens = await asyncio.to_thread(self._tokens, each, cut)
                 async with self._turn:
-                    if self.ending.is_set():
+                    if self._ending.is_set():
                         raise stopping()
-                    rows.append(await asyncio.to_thread(self._model.embed, tokens))
+                    rows.append(await asyncio.to_thread(self._row, tokens))
                 n_tokens += len(tokens)
             return rows, n_tokens
         finally:
             self._n_asked -= 1
 
     def _tokens(self, each: str | list[int], cut: bool) -> list[int]:
-        if isinstance(each, str) and (most := self._model.most_characters) is not None and len(each) > most:
+        if isinstance(each, str) and (most := self.model.most_characters) is not None and len(each) > most:
             if not cut:
                 raise PromptTooLong(
-                    f"the text has {len(each)} characters, more than {self._model.n_ctx} tokens stand for"
+                    f"the text has {len(each)} characters, more than {self.model.n_ctx} tokens stand for"
                 )
             each = each[:most]
-        tokens = self._model.tokenize(each) if isinstance(each, str) else each
-        if cut and len(tokens) > self._model.n_ctx:
-            tokens = [*tokens[: self._model.n_ctx - 1], tokens[-1]]  # the last one may be the mark of the end
+        tokens = self.model.tokenize(each) if isinstance(each, str) else each
+        if cut and len(tokens) > self.model.n_ctx:
+            tokens = [*tokens[: self.model.n_ctx - 1], tokens[-1]]  # the last one may be the mark of the end
         return tokens
 
-    async def _models(self, request: Request) -> Response:
-        about = {"object": "model", "created": int(self._started), "owned_by": "localspec"}
-        own = {"context": self._model.n_ctx, "backend": self._model.backend, "dimensions": self._model.n_embd}
-        data = [{"id": name} | about | {"localspec": own} for name in self._names]
-        return JSONResponse({"object": "list", "data": data})
-
-    async def _health(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
+    def _row(self, tokens: list[int]) -> Row:
+        with self._turns.answering(), self._turns.one():
+            return self.model.embed(tokens)
 
 
-async def _no_chat(request: Request) -> Response:
-    raise ApiError(400, "this model makes embeddings; it continues no text", code="unsupported_endpoint")
+@dataclass(frozen=True, slots=True)
+class EmbeddingApi:
+    """An address that answers with embeddings.
+
+    Attributes:
+        path: of the address.
+        name: in the metrics.
+        body: what is asked.
+        answer: what answers it.
+        any_name: whether a model's name that is not known stands for none: llama.vscode calls every model GPT-4, and
+            llama-server heeds no name; the answer says whose it is.
+    """
+
+    path: str
+    name: str
+    body: type[AnyEmbeddingsBody]
+    answer: Callable[[EmbeddingService, Any], Coroutine[Any, Any, dict[str, Any]]]
+    any_name: bool = False
+
+
+EMBEDDING_APIS = (
+    EmbeddingApi("/v1/embeddings", "embeddings", EmbeddingsBody, EmbeddingService.openai, any_name=True),
+    EmbeddingApi("/api/embed", "ollama_embed", OllamaEmbedBody, EmbeddingService.ollama),
+    EmbeddingApi("/api/embeddings", "ollama_embeddings", OllamaEmbeddingsBody, EmbeddingService.ollama_of_old),
+)
 
 
 def _inputs(value: Any, name: str) -> list[str | list[int]]:

@@ -89,14 +89,27 @@ class EventStream(Response):
     """A response made of encoded events, which are closed when the client leaves.
 
     Nothing is sent before the first event or sign of life, so that what fails until then has its own status.
+
+    Args:
+        events: what is sent.
+        ending: is set once the server goes down.
+        wire: how.
+        over: is called at the end, also of a stream whose client left before it began.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], ending: asyncio.Event, wire: Wire = OPENAI) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        ending: asyncio.Event,
+        wire: Wire = OPENAI,
+        over: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(headers=_HEADERS, media_type=wire.media_type)
         del self.headers["content-length"]
         self._events = events
         self._ending = ending
         self._wire = wire
+        self._over = over
         self._n_sent = 0
         self._started = False
         self._ended = False
@@ -113,6 +126,8 @@ class EventStream(Response):
                 await refusal.response(scope["path"])(scope, receive, send)
             elif not self._ended:
                 await self._send(send, self._wire.failed(refusal, self._n_sent), last=True)
+        finally:
+            self._over()
 
     async def _send(self, send: Send, body: bytes, *, last: bool = False) -> None:
         if not self._started:

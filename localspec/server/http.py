@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import math
 import os
+import re
 import socket
 import sys
 import traceback
@@ -252,6 +253,34 @@ def _check_type(headers: Headers) -> None:
     if is_browser or kind not in ("", "application/x-www-form-urlencoded"):
         message = "the body must be sent as Content-Type: application/json"
         raise ApiError(415, message, code="unsupported_media_type")
+
+
+KeepAlive = float | None
+"""Seconds for which a model that is idle stays loaded; None: for ever."""
+
+KEEP_ALIVE_S = 300.0
+"""Where nothing is said; Ollama's."""
+
+_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_PART = re.compile(r"(\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h)")
+_FOR_EVER_S = 10 * 365 * 24 * 3600.0
+
+
+def read_keep_alive(value: Any) -> KeepAlive:
+    """What Ollama's ``keep_alive`` says: seconds, as a number or a text, or a duration of Go's (``1h30m``, ``500ms``);
+    less than 0 is for ever. A ``ValueError`` if it is none of these."""
+    if isinstance(value, str):
+        text = value.strip()
+        sign = -1.0 if text.startswith("-") else 1.0
+        text = text.lstrip("+-") if text[:2] not in ("--", "++", "+-", "-+") else ""
+        parts = _PART.findall(text)
+        if parts and "".join(number + unit for number, unit in parts) == text:
+            value = sign * sum(float(number) * _UNITS[unit] for number, unit in parts)
+        else:
+            value = sign * float(text) if re.fullmatch(r"\d{1,20}\.?\d{0,20}", text) else text
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise ValueError("no duration")
+    return None if value < 0 or value > _FOR_EVER_S else float(value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from localspec.engine.request import Reply
 from localspec.prompts.infill import FILL_TOKENS
-from localspec.server.answers import ApiAnswer
+from localspec.server.answers import ApiAnswer, prompt_progress
 from localspec.server.bodies import (
     MAX_COUNT,
     Body,
@@ -21,6 +21,7 @@ from localspec.server.bodies import (
 from localspec.server.events import event
 from localspec.server.requests import ApiBody, CompletionRequest, ServedModel, Shared, Stops
 from localspec.server.service import AnswerEvent, AnswerTask, Service
+from localspec.spec_decode.rounds import PromptProgress
 
 MAX_FILES, MAX_SAMPLERS, MAX_FIELDS, WIDEST_INDENT = 1024, 64, 64, 1 << 16
 
@@ -47,6 +48,7 @@ class InfillBody(ApiBody, Shared):
     response_fields: Annotated[list[str], items(MAX_FIELDS)] = []
     stop: Stops | None = None
     stream: Flag = False
+    return_progress: Flag = False
 
     def asked(self, served: ServedModel) -> CompletionRequest:
         # A suggestion is not a conversation: the server's temperature does not hold. The samplers ``infill`` and, where
@@ -58,6 +60,7 @@ class InfillBody(ApiBody, Shared):
             stop=self.stop,
             max_tokens=FILL_TOKENS if self.only_reads else self.n_predict,
             stream=self.stream,
+            progress=self.return_progress,
         )
         return CompletionRequest(options, [self.input_prefix + self.prompt], suffix=self.input_suffix)
 
@@ -122,7 +125,7 @@ class LineRules:
         return released
 
 
-class InfillAnswer(ApiAnswer[str]):
+class InfillAnswer(ApiAnswer[str | PromptProgress]):
     """One suggestion; none where the editor only has something read."""
 
     def __init__(self, service: Service, body: InfillBody) -> None:
@@ -144,7 +147,10 @@ class InfillAnswer(ApiAnswer[str]):
             tasks = [AnswerTask(self._prompt.tokens, params, keep_tokens=before, enough=lambda: rules.over)]
         super().__init__(service, request.options, tasks)
 
-    def read(self, step: AnswerEvent) -> Iterator[str]:
+    def read(self, step: AnswerEvent) -> Iterator[str | PromptProgress]:
+        if step.progress is not None:
+            yield step.progress
+            return
         text = self._rules.push(step.delta.text) if not self._rules.over else ""
         if step.reply is not None:
             text += self._rules.finish()
@@ -152,8 +158,11 @@ class InfillAnswer(ApiAnswer[str]):
             self._content += text
             yield text
 
-    def told(self, part: str) -> Iterator[bytes]:
-        yield event(self._frame(part))
+    def told(self, part: str | PromptProgress) -> Iterator[bytes]:
+        if isinstance(part, PromptProgress):
+            yield event(self._frame("") | {"prompt_progress": prompt_progress(part)})
+        else:
+            yield event(self._frame(part))
 
     def end(self) -> Iterator[bytes]:
         yield event(self._last(""))

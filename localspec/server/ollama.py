@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
 import json
-import math
-import re
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
 
-from localspec._version import __version__
-from localspec.model_files.gguf import GGUFFile
 from localspec.prompts.folding import merged
-from localspec.server.access import public_name
 from localspec.server.answers import AnswerBlock, BlockAnswer, Change
-from localspec.server.bodies import MAX_COUNT, Body, Flag, items, must_be, read, whole
+from localspec.server.bodies import MAX_COUNT, Body, Flag, items, must_be, whole
 from localspec.server.events import Wire
-from localspec.server.http import invalid
+from localspec.server.http import KeepAlive, invalid, read_keep_alive
 from localspec.server.requests import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -49,12 +41,24 @@ from localspec.server.service import Service
 from localspec.server.tools import ToolUse
 
 
-def _line(value: Any) -> bytes:
+def line(value: Any) -> bytes:
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
 # No sign of life while a request waits: clients take every line for a piece of the answer.
-WIRE = Wire("application/x-ndjson", lambda error, n: _line(error.as_ollama()))
+WIRE = Wire("application/x-ndjson", lambda error, n: line(error.as_ollama()))
+
+
+def _stays(value: Any) -> Any:
+    try:
+        return read_keep_alive(value)
+    except ValueError:
+        rule = 'a duration such as "5m", or a number of seconds; less than 0 is for ever'
+        raise PydanticCustomError("rule", "rule", {"rule": rule}) from None
+
+
+Stays = Annotated[float | Literal["usual"] | None, BeforeValidator(_stays)]
+"""``keep_alive``: seconds for which the model stays loaded, None for ever, and what the server does by itself."""
 
 
 class OllamaOptions(Shared):
@@ -99,6 +103,20 @@ class OllamaBody(ApiBody):
     ) = None
     prediction: Prediction | None = None
     localspec: OwnFields | None = None
+    keep_alive: Stays = "usual"
+
+    @property
+    def keep(self) -> KeepAlive | Literal["usual"]:
+        return self.keep_alive
+
+    @property
+    def unloads(self) -> bool:
+        return self.keep_alive == 0.0 and self.asks_nothing
+
+    @property
+    @abstractmethod
+    def asks_nothing(self) -> bool:
+        """Whether there is nothing to answer: that is how clients load a model beforehand, or unload it."""
 
     def answer_options(self, served: ServedModel, **more: Any) -> AnswerOptions:
         form: Any = None
@@ -146,6 +164,10 @@ class OllamaChatBody(OllamaBody):
     messages: Annotated[list[OllamaMessage], items(MAX_MESSAGES)] = []
     tools: Tools = []
 
+    @property
+    def asks_nothing(self) -> bool:
+        return not self.messages
+
     def asked(self, served: ServedModel) -> ChatRequest:
         messages = merged(message.for_template() for message in self.messages)
         return self.chat(messages, tool_use(openai_tools(self.tools)), served)
@@ -158,6 +180,10 @@ class OllamaGenerateBody(OllamaBody):
     suffix: str | None = None
     system: str | None = None
     raw: Flag = False
+
+    @property
+    def asks_nothing(self) -> bool:
+        return not (self.prompt or self.suffix)
 
     def asked(self, served: ServedModel) -> ChatRequest | CompletionRequest:
         if not self.suffix and not (self.prompt and self.raw):
@@ -177,11 +203,6 @@ class OllamaGenerateBody(OllamaBody):
         return CompletionRequest(options, [self.prompt], suffix=self.suffix or None)
 
 
-class OllamaShowBody(Body):
-    model: str | None = None
-    name: str | None = None
-
-
 class OllamaChat(BlockAnswer):
     """The answer to ``/api/chat``."""
 
@@ -189,6 +210,12 @@ class OllamaChat(BlockAnswer):
         request = body.asked(service.served())
         asks_nothing = isinstance(request, ChatRequest) and not request.messages
         super().__init__(service, request.options, [] if asks_nothing else service.tasks(request))
+
+    @classmethod
+    def unloaded(cls, name: str) -> dict[str, Any]:
+        """The answer to a request that unloads a model."""
+        head = {"model": name, "created_at": timestamp(time.time())}
+        return head | cls.said("") | {"done": True, "done_reason": "unload"}
 
     @staticmethod
     def said(text: str, thinking: str = "", calls: Sequence[AnswerBlock] = ()) -> dict[str, Any]:
@@ -210,10 +237,10 @@ class OllamaChat(BlockAnswer):
             yield self._piece(change.piece) if change.block.kind == "text" else self._piece("", change.piece)
 
     def _piece(self, *said: Any) -> bytes:
-        return _line(_head(self.service) | self.said(*said) | {"done": False})
+        return line(_head(self.service) | self.said(*said) | {"done": False})
 
     def end(self) -> Iterator[bytes]:
-        yield _line(_head(self.service) | self.said("") | self._last())
+        yield line(_head(self.service) | self.said("") | self._last())
 
     def finished(self) -> dict[str, Any]:
         text, thinking = ("".join(b.text for b in self.blocks if b.kind == kind) for kind in ("text", "thinking"))
@@ -257,96 +284,3 @@ def timestamp(seconds: float) -> str:
 
 def _ns(seconds: float) -> int:
     return max(0, round(seconds * 1e9))
-
-
-# What Ollama's clients ask about models: ``/api/tags``, ``/api/show``, ``/api/ps``, ``/api/version``.
-
-_PATH = re.compile(r"(?:[A-Za-z]:)?(?:~|\.{1,2})?[\\/][^\n]*")
-
-OLLAMA_VERSION = "0.9.0"
-"""Clients ask it whether tools, JSON schemas and thinking are known; Ollama knows all three since then."""
-
-
-class OllamaModels:
-    """The endpoints."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    @cached_property
-    def _header(self) -> dict[str, Any]:
-        """What the file's header says, as Ollama has it."""
-        llm = self._service.llm
-        with GGUFFile(llm.model_path) as file:
-            scalars = {name: _scalar(value) for name, value in file.metadata.items()}
-            return {
-                "details": {
-                    "parent_model": "",
-                    "format": "gguf",
-                    "family": file.architecture,
-                    "families": [file.architecture],
-                    "parameter_size": _rounded(file.n_params),
-                    "quantization_level": file.quantization,
-                },
-                "model_info": scalars | {"general.parameter_count": file.n_params},
-                "license": str(file.metadata.get("general.license", "")),
-                "template": llm.template.source,
-                "modified_at": timestamp(llm.model_path.stat().st_mtime),
-            }
-
-    async def _listed(self) -> list[dict[str, Any]]:
-        header = await asyncio.to_thread(lambda: self._header)
-        llm = self._service.llm
-        # Clients want 64 digits that tell files apart; reading all of a large file for its own digest takes a minute.
-        digest = hashlib.sha256(
-            f"{llm.vocab.fingerprint} {llm.size_bytes} {header['modified_at']}".encode()
-        ).hexdigest()
-        about = {"modified_at": header["modified_at"], "size": llm.size_bytes, "digest": digest}
-        return [{"name": name, "model": name} | about | {"details": header["details"]} for name in self._service.names]
-
-    async def tags(self, request: Request) -> Response:
-        return JSONResponse({"models": await self._listed()})
-
-    async def ps(self, request: Request) -> Response:
-        models = [
-            {name: value for name, value in model.items() if name != "modified_at"} for model in await self._listed()
-        ]
-        return JSONResponse({"models": [model | {"context_length": self._service.llm.n_ctx} for model in models]})
-
-    async def show(self, request: Request) -> Response:
-        async with self._service.bodies.json(request) as body:
-            asked = read(OllamaShowBody, body)
-        name = asked.model or asked.name
-        if name is None:
-            raise invalid("model is missing", "model", "missing_required_parameter")
-        self._service.check_model(name)
-        header = await asyncio.to_thread(lambda: self._header)
-        defaults = "\n".join(f"{key} {value}" for key, value in self._service.llm.chat_defaults.items())
-        own = {"modelfile": f"FROM {self._service.names[0]}\n", "parameters": defaults}
-        return JSONResponse(header | own | {"capabilities": self._capabilities()})
-
-    def _capabilities(self) -> list[str]:
-        llm = self._service.llm
-        more = {"insert": "fim_mid" in llm.vocab.fim, "thinking": llm.thinking is not None}
-        return ["completion", "tools", *(name for name, can in more.items() if can)]
-
-
-async def version(request: Request) -> Response:
-    return JSONResponse({"version": OLLAMA_VERSION, "localspec": __version__})
-
-
-def _scalar(value: Any) -> Any:
-    """A scalar of the header; of a path, which quantisers write into it, only the end."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, str):
-        return public_name(value) if _PATH.fullmatch(value) else value
-    return value if isinstance(value, int | float) else None
-
-
-def _rounded(n: int) -> str:
-    """A number of parameters, such as 1.5B."""
-    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if n >= size:
-            return f"{n / size:.1f}{unit}"
-    return str(n)

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from localspec.server.answers import ApiAnswer
+from localspec.server.answers import ApiAnswer, prompt_progress
 from localspec.server.bodies import (
     Body,
     Flag,
@@ -46,9 +46,9 @@ from localspec.server.requests import (
 from localspec.server.service import AnswerEvent, Service, repeated
 from localspec.server.tool_calls import CallStart
 from localspec.server.tools import Delta, ToolUse, joined
-from localspec.spec_decode.rounds import EmittedToken
+from localspec.spec_decode.rounds import EmittedToken, PromptProgress
 
-ROUND_EVENT = "localspec.round"
+ROUND_EVENT, PROMPT_EVENT = "localspec.round", "localspec.prompt"
 
 MAX_TOP_LOGPROBS = 20  # OpenAI's own limit
 
@@ -76,6 +76,7 @@ class OpenAIBody(ApiBody, Shared):
     max_completion_tokens: MaxTokens | None = None
     n_predict: MaxTokens | None = None
     response_format: ResponseFormat | None = None
+    return_progress: Flag = False
 
     @abstractmethod
     def asked(self, served: ServedModel) -> ChatRequest | CompletionRequest: ...
@@ -94,6 +95,7 @@ class OpenAIBody(ApiBody, Shared):
             stream=self.stream,
             include_usage=events.include_usage,
             rounds=events.localspec_rounds,
+            progress=self.return_progress,
             logprobs=logprobs,
             **more,
         )
@@ -286,6 +288,8 @@ class OpenAIAnswer(ApiAnswer[Content]):
         if not said:
             for piece in self.opening(i):
                 yield None, {"choices": [_choice(i, piece)]} | usage
+        if step.progress is not None:
+            yield from self._progress(i, step.progress)
         if step.round is not None and self.options.rounds:
             # OpenAI's clients do not look at an event's name, so it is also a chunk without choices.
             yield ROUND_EVENT, {"localspec": {"choice": i, "round": step.round.as_event()}}
@@ -296,6 +300,12 @@ class OpenAIAnswer(ApiAnswer[Content]):
         if step.reply is not None:
             self._reasons[i] = step.finish_reason
             yield None, {"choices": [_choice(i, self.nothing, step.finish_reason)]} | usage
+
+    def _progress(self, index: int, progress: PromptProgress) -> Iterator[Content]:
+        if self.options.rounds:
+            yield PROMPT_EVENT, {"localspec": {"choice": index, "prompt": progress.as_event()}}
+        if self.options.progress:
+            yield None, {"choices": [_choice(index, self.nothing)], "prompt_progress": prompt_progress(progress)}
 
     def told(self, part: Content) -> Iterator[bytes]:
         name, content = part

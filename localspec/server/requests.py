@@ -27,7 +27,7 @@ from localspec.server.bodies import (
     whole,
     wrong,
 )
-from localspec.server.http import invalid
+from localspec.server.http import KeepAlive, invalid
 from localspec.server.tools import ToolUse
 
 MAX_CHOICES, MAX_STOPS, MAX_STOP, MAX_MESSAGES = 16, 16, 1024, 10_000
@@ -47,6 +47,7 @@ class AnswerOptions:
         params: how tokens are chosen; the server's defaults where the request says nothing.
         n: how many answers.
         stream, include_usage, rounds: whether they come as events, with usage at the end, with every round.
+        progress: whether the events say how far a long prompt is read, as llama-server's do.
         logprobs: alternatives to name for each token; None: no log-probabilities at all.
         prediction: a text that the answer is likely to repeat.
         drafters: those that take part; None is all that are loaded, () is none.
@@ -62,6 +63,7 @@ class AnswerOptions:
     stream: bool = False
     include_usage: bool = False
     rounds: bool = False
+    progress: bool = False
     logprobs: int | None = None
     prediction: str = ""
     drafters: tuple[str, ...] | None = None
@@ -124,6 +126,16 @@ class ApiBody(Body):
     """The body of an endpoint that answers."""
 
     model: str | None = None
+
+    @property
+    def keep(self) -> KeepAlive | Literal["usual"]:
+        """How long the model stays loaded after the answer."""
+        return "usual"
+
+    @property
+    def unloads(self) -> bool:
+        """Whether it asks for nothing but that the model is unloaded."""
+        return False
 
     @abstractmethod
     def asked(self, served: ServedModel) -> Any:

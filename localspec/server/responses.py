@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from localspec.prompts.folding import merged
+from localspec.server.access import Client
 from localspec.server.answers import AnswerBlock, BlockAnswer, Change, identifier
 from localspec.server.bodies import (
     MAX_COUNT,
@@ -40,7 +41,7 @@ from localspec.server.requests import (
     thinking,
     tool_use,
 )
-from localspec.server.service import Service, StoredResponse
+from localspec.server.service import ResponseStore, Service, StoredResponse
 from localspec.server.tools import ToolUse, usual_role
 
 MAX_METADATA, MAX_NAME, MAX_VALUE = 16, 64, 512
@@ -292,7 +293,9 @@ class ResponsesAnswer(BlockAnswer):
         self._body, self._request = body, body.asked(service.served())
         history: list[dict[str, Any]] = []
         if body.previous_response_id is not None:
-            history += stored_response(service, body.previous_response_id, 400, "previous_response_id").messages
+            history += stored_response(
+                service.responses, service.client, body.previous_response_id, 400, "previous_response_id"
+            ).messages
         self._messages = [*history, *self._request.messages]
         system = [{"role": "system", "content": body.instructions}] if body.instructions else []
         whole = replace(self._request, messages=merged([*system, *self._messages]))
@@ -399,10 +402,12 @@ class ResponsesAnswer(BlockAnswer):
         return event({"type": kind, "sequence_number": self._n_events - 1} | content, kind)
 
 
-def stored_response(service: Service, name: str, status: int = 404, param: str | None = None) -> StoredResponse:
+def stored_response(
+    kept: ResponseStore, client: Client, name: str, status: int = 404, param: str | None = None
+) -> StoredResponse:
     """An answer that is kept; an ``ApiError`` of this status and field if it is not."""
-    stored = service.responses.get(name)
-    if stored is None or not service.client.may_read(stored.owner):
+    stored = kept.get(name)
+    if stored is None or not client.may_read(stored.owner):
         message = (
             f"there is no response {name!r:.80}: they are kept in memory, the latest only, and unless store is false"
         )

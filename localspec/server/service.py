@@ -1,4 +1,4 @@
-"""Answering requests: the one ``LLM``, the line in front of it, and what is counted."""
+"""Answering requests with one ``LLM``: the line in front of it, and what is counted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from localspec.server.http import (
 from localspec.server.requests import AnswerOptions, ChatRequest, CompletionRequest, ServedModel
 from localspec.server.tool_calls import MARKERS
 from localspec.server.tools import Delta, DeltaReader, ToolUse, forced_call, messages_for
-from localspec.spec_decode.rounds import Round, SpecStats
+from localspec.spec_decode.rounds import PromptProgress, Round, SpecStats
 
 # Answers of ``/v1/responses`` that later requests may go on from, by ``previous_response_id``.
 
@@ -182,6 +182,24 @@ class Metrics(Collector):
             for metric in histogram.collect():
                 metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
                 yield metric
+
+
+@contextmanager
+def counted(of: Callable[[], Metrics], endpoint: str, started: float, *, goes_on: bool = False) -> Iterator[None]:
+    """Count a request by how the block ends, where ``of`` says then; ``goes_on``: only if it fails there, as another
+    block follows."""
+    outcome = "cancelled"
+    try:
+        yield
+        outcome = "answered"
+    except Exception as error:
+        if not isinstance(error, ClientDisconnect):
+            status = as_api_error(error).status
+            outcome = "rejected" if status in (429, 503) else "invalid" if status < 500 else "failed"
+        raise
+    finally:
+        if not (goes_on and outcome == "answered"):
+            of().finished(endpoint, outcome, time.monotonic() - started)
 
 
 # Slots of ``/infill``: an editor has one, in which its newest request replaces the one before.
@@ -333,40 +351,73 @@ class AnswerTask:
 
 @dataclass(frozen=True, slots=True)
 class AnswerEvent:
-    """What happened to answer ``index``: a round and the delta that it makes, or the end and the last delta."""
+    """What happened to answer ``index``: how far its prompt is read, where that was asked for; a round and the delta
+    that it makes; or the end and the last delta."""
 
     index: int
     delta: Delta
     round: Round | None = None
     reply: Reply | None = None
     finish_reason: str | None = None
+    progress: PromptProgress | None = None
 
 
-class Service:
-    """What the endpoints share.
-
-    Args:
-        llm: the loaded pair; it is not closed here.
-        settings: how to behave.
+class Common:
+    """What all models of a server share.
 
     Attributes:
         ending: set once the server goes down; whatever runs then ends.
+        started: in seconds since 1970.
+    """
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings = settings
+        self.bodies = BodyReader(settings.body_bytes, settings.bodies_bytes, settings.body_seconds)
+        self.responses = ResponseStore()
+        self.ending = asyncio.Event()
+        self.started = time.time()
+
+    def check_open(self) -> None:
+        if self.ending.is_set():
+            raise stopping()
+
+
+class Service:
+    """Answers with one model.
+
+    Args:
+        llm: the loaded pair.
+        settings: how to behave.
+        common: what it shares with the server's other models; None: there is no other.
+        metrics: what is counted, also before the model was loaded; None begins anew.
+        names: what requests may call the model; the first is what answers call it. None: as it was loaded, and the
+            aliases.
+
+    Attributes:
         client: who is answered, see ``seen_by``.
         slots, windows: of ``/infill``, the client's own.
     """
 
-    def __init__(self, llm: LLM, settings: ServerSettings) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        settings: ServerSettings,
+        *,
+        common: Common | None = None,
+        metrics: Metrics | None = None,
+        names: Sequence[str] | None = None,
+    ) -> None:
         self.llm = llm
         self.settings = settings
         llm.max_queue = settings.queue
-        self.bodies = BodyReader(settings.body_bytes, settings.bodies_bytes, settings.body_seconds)
-        self.metrics = Metrics()
+        common = common or Common(settings)
+        self.bodies, self.responses = common.bodies, common.responses
+        self.ending, self.started = common.ending, common.started
+        self.metrics = metrics or Metrics()
+        self.names = list(names or dict.fromkeys([public_name(llm.model_name), *settings.aliases]))
         self.client = Client()
         self.slots, self.windows = Slots(), Windows()
         self._of_owner: dict[str, tuple[Slots, Windows]] = {self.client.owner: (self.slots, self.windows)}
-        self.responses = ResponseStore()
-        self.ending = asyncio.Event()
-        self.started = time.time()
         self.fingerprint = f"localspec-{__version__}-{llm.backend_name}"
         llm.vocab.show(MARKERS)  # the marks of tool calls are read as text
 
@@ -377,16 +428,9 @@ class Service:
         seen.slots, seen.windows = self._of_owner.setdefault(client.owner, (Slots(), Windows()))
         return seen
 
-    @property
-    def names(self) -> list[str]:
-        """What requests may call the model; the first is what answers call it."""
-        return list(dict.fromkeys([public_name(self.llm.model_name), *self.settings.aliases]))
-
-    def check_model(self, name: str | None) -> None:
-        """Refuse another model's name; Ollama's clients add ``:latest``."""
-        if name and name.removesuffix(":latest") not in (*self.names, self.llm.model_name):
-            message = f"there is no model {name!r:.80} here; this server answers with {self.names[0]}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+    def close(self) -> None:
+        """Free the model; what it still answers is cancelled."""
+        self.llm.close(cancel=True)
 
     @property
     def drafters(self) -> dict[str, str]:
@@ -556,8 +600,12 @@ class Service:
         tools, logprobs = task.tools, options.logprobs is not None
         reader = DeltaReader(tools.tools, task.opening, parallel=tools.parallel, wants_tokens=logprobs)
         cut = False
-        async for round_ in stream:
-            yield AnswerEvent(index, reader.read(round_), round_)
+        async for step in stream.steps():
+            if isinstance(step, PromptProgress):
+                if options.stream and (options.progress or options.rounds):
+                    yield AnswerEvent(index, Delta(), progress=step)
+                continue
+            yield AnswerEvent(index, reader.read(step), step)
             if (reader.calls.n_done and not tools.parallel) or task.enough():
                 cut = True
                 await stream.aclose()
@@ -572,26 +620,6 @@ class Service:
         if reader.calls.n_calls and (cut or finish_reason == "stop"):
             finish_reason = "tool_calls"
         yield AnswerEvent(index, last, reply=reply, finish_reason=finish_reason)
-
-    def check_open(self) -> None:
-        if self.ending.is_set():
-            raise stopping()
-
-    @contextmanager
-    def counted(self, endpoint: str, started: float, *, goes_on: bool = False) -> Iterator[None]:
-        """Count a request by how the block ends; ``goes_on``: only if it fails there, as another block follows."""
-        outcome = "cancelled"
-        try:
-            yield
-            outcome = "answered"
-        except Exception as error:
-            if not isinstance(error, ClientDisconnect):
-                status = as_api_error(error).status
-                outcome = "rejected" if status in (429, 503) else "invalid" if status < 500 else "failed"
-            raise
-        finally:
-            if not (goes_on and outcome == "answered"):
-                self.metrics.finished(endpoint, outcome, time.monotonic() - started)
 
 
 def repeated(task: AnswerTask, n: int) -> list[AnswerTask]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -166,6 +167,62 @@ class AheadCount:
     taken: int = 0  # tokens of this round's draft that had been prepared
     outcomes: int = 0  # for so many drafts were prepared during this round's pass
     prepared: int = 0  # draft tokens that these have
+
+
+@dataclass(frozen=True, slots=True)
+class PromptProgress:
+    """How far a prompt is read.
+
+    Attributes:
+        total: tokens of the prompt.
+        cached: those of them that were in memory before.
+        processed: those that are in memory now, ``cached`` included.
+        seconds: since reading began.
+    """
+
+    total: int
+    cached: int
+    processed: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return (self.processed - self.cached) / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At the rate so far; None before there is one."""
+        rate = self.tokens_per_second
+        return (self.total - self.processed) / rate if rate else None
+
+    @property
+    def fraction(self) -> float:
+        """Of what was to be read, the part that is."""
+        return (self.processed - self.cached) / max(1, self.total - self.cached)
+
+    def as_event(self) -> dict[str, Any]:
+        """The JSON object of ``--format events``."""
+        left = self.seconds_left
+        return {
+            "type": "prompt",
+            "total": self.total,
+            "cached": self.cached,
+            "processed": self.processed,
+            "seconds": round(self.seconds, 3),
+            "tokens_per_second": round(self.tokens_per_second, 2),
+            "seconds_left": None if left is None else round(left, 1),
+        }
+
+    def __str__(self) -> str:
+        """For people: ``1,280 of 4,000 tokens · 96 tok/s · 28 s left``."""
+        parts = [f"{self.processed:,} of {self.total:,} tokens"]
+        if (left := self.seconds_left) is not None:
+            minutes, seconds = divmod(math.ceil(left), 60)
+            parts += [
+                f"{self.tokens_per_second:,.0f} tok/s",
+                f"{minutes} min {seconds} s left" if minutes else f"{seconds} s left",
+            ]
+        return " · ".join(parts)
 
 
 @dataclass(slots=True)

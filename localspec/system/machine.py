@@ -126,6 +126,13 @@ def visible_gpus(root: Path = _ROOT) -> list[str]:
     return found
 
 
+@cache
+def cuda_version() -> tuple[int, int] | None:
+    """The newest version of CUDA that NVIDIA's driver runs; None where that is unknown."""
+    found = re.search(r"CUDA Version: *(\d+)\.(\d+)", output("nvidia-smi"))
+    return (int(found[1]), int(found[2])) if found else None
+
+
 def _sysctl(key: str) -> str:
     return output("sysctl", "-n", key)
 

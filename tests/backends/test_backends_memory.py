@@ -63,7 +63,7 @@ def test_anything_in_a_quantised_cache(tiny: TinyFiles, engine: str, kv_type: st
 
 
 RECURRENT = ["llama-cpp mamba", "llama-cpp hybrid", "llama-cpp hybrid 0.3", "llama-cpp hybrid 9", "ik-llama hybrid",
-             "mlx mamba"]  # fmt: skip
+             "mlx mamba", "mlx convolutions", "mlx hybrid"]  # fmt: skip
 """Engine, and file; and for snapshots that are kept of a state memory of so many times the weights'."""
 
 
@@ -71,7 +71,7 @@ RECURRENT = ["llama-cpp mamba", "llama-cpp hybrid", "llama-cpp hybrid 0.3", "lla
 def recurrent(request: pytest.FixtureRequest, tiny: TinyFiles) -> Iterator[Model]:
     """Models whose memory is a state that cannot be rewound, on every engine that computes them."""
     engine, kind, *share = request.param.split()
-    file = tiny.recurrent if kind == "mamba" else tiny.hybrid
+    file = {"mamba": tiny.recurrent, "hybrid": tiny.hybrid, "convolutions": tiny.convolutions}[kind]
     with pytest.MonkeyPatch.context() as patch, open_backend(engine).load(file, n_threads=1) as model:
         patch.setattr(model_module, "SNAPSHOT_SHARE", float(share[0]) if share else 0.0)
         assert model.capabilities.rollback == "replay"

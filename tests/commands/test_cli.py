@@ -105,7 +105,7 @@ def test_an_argument_that_is_not_utf8() -> None:
     assert_one_line(result, 2, "UTF-8")
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "powershell", "pwsh"])
 def test_a_shell_completes_commands_options_and_models(shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("_LOCALSPEC_COMPLETE", f"complete_{shell}")
     monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
@@ -115,11 +115,30 @@ def test_a_shell_completes_commands_options_and_models(shell: str, monkeypatch: 
         ("localspec chat smoll", "smollm2-135m"),
         ("localspec bench --draft ngr", "ngram"),
         ("localspec pull qwen2.5-coder-0", "qwen2.5-coder-0.5b"),
+        ("localspec config set kv", "kv-cache"),
+        ("localspec config set model smoll", "smollm2-135m"),
     ):
         monkeypatch.setenv("COMP_WORDS", line)
         monkeypatch.setenv("COMP_CWORD", str(len(line.split()) - 1))
         monkeypatch.setenv("_TYPER_COMPLETE_ARGS", line)
+        monkeypatch.setenv("_TYPER_COMPLETE_WORD_TO_COMPLETE", line.split()[-1])
         assert wanted in localspec().stdout.decode(), line
+
+
+def test_models_on_the_disk_are_completed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    catalog = Catalog.load()
+    here = catalog["smollm2-135m"]
+    here.path.parent.mkdir(parents=True)
+    with here.path.open("wb") as file:
+        file.truncate(here.bytes)
+    monkeypatch.setenv("_LOCALSPEC_COMPLETE", "complete_zsh")
+    for line, others in (("chat ", True), ("pull ", True), ("bench --draft ", True), ("rm ", False)):
+        monkeypatch.setenv("_TYPER_COMPLETE_ARGS", f"localspec {line}")
+        said = localspec().stdout.decode()
+        names = [name for name in catalog if f'"{name}"' in said]
+        assert "on this disk" in said.partition(here.name)[2][:60]
+        assert min(names, key=said.index) == here.name
+        assert (len(names) > 1) == others
 
 
 # -- files that are no models, and models that cannot answer ----------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from localspec import LLM
-from localspec.server import anthropic, ollama, openai, responses
+from localspec.server import anthropic, models, ollama, openai, responses
 from tests.fuzz.target import Check, Target, Timed, table
 from tests.support import ggufs
 from tests.support.serving import Server, serve
@@ -181,7 +181,7 @@ BODIES = {
     "/v1/messages/count_tokens": anthropic.CountBody,
     "/api/chat": ollama.OllamaChatBody,
     "/api/generate": ollama.OllamaGenerateBody,
-    "/api/show": ollama.OllamaShowBody,
+    "/api/show": models.OllamaShowBody,
 }
 
 

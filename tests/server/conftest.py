@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -66,6 +67,18 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+def slow_down(tab: Tab, times: float, latency: float) -> None:
+    """Lets a tab's scripts take so many times as long, and each of its requests so many milliseconds more.
+
+    What a test takes for granted of their order shows then.
+    """
+    session = tab.page.context.new_cdp_session(tab.page)
+    session.send("Emulation.setCPUThrottlingRate", {"rate": times})
+    session.send("Network.enable")
+    throughput = {"downloadThroughput": -1, "uploadThroughput": -1}
+    session.send("Network.emulateNetworkConditions", {"offline": False, "latency": latency, **throughput})
+
+
 @pytest.fixture
 def tab(browser: Any) -> Iterator[Callable[..., Tab]]:
     """Opens tabs; at the end, none of them has reached for another server or complained."""
@@ -77,6 +90,8 @@ def tab(browser: Any) -> Iterator[Callable[..., Tab]]:
             stack.callback(context.close)
             context.set_default_timeout(PATIENCE)
             made = Tab(context.new_page())
+            if os.environ.get("LOCALSPEC_TEST_SLOW_TAB"):
+                slow_down(made, *map(float, os.environ["LOCALSPEC_TEST_SLOW_TAB"].split(",")))
             tabs.append((made, url.partition("#")[0]))
             made.page.goto(url)
             made.until(

@@ -58,6 +58,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/infill": {"input_prefix": "say", "input_suffix": "something"},
     "/api/show": {"name": ""},
     "/v1/localspec/conversations": {"messages": [{"role": "user", "content": "kept"}]},
+    "/models/load": {"model": ""},
 }
 OURS = {"ignore_eos": True, "localspec": {"draft_length": 4}, "seed": 1}
 FEW = {"/v1/responses": "max_output_tokens", "/infill": "n_predict"}
@@ -102,7 +103,7 @@ def house(tiny: TinyFiles, module_home: Path, tmp_path_factory: pytest.TempPathF
 
 def asked_at(house: House) -> list[tuple[str, str, Collection[Kind]]]:
     """Method and address of all routes that the application has, and the kinds of client that are answered."""
-    all_of_them = addresses(house.local.service)
+    all_of_them = addresses(house.local.runner.host)
     found = [(method, each.path, each.kinds) for each in all_of_them for method in each.methods]
     return [*found, ("GET", "/page/{path:path}", ALL)]
 
@@ -121,7 +122,7 @@ def body_for(method: str, path: str) -> Any:
         own = {"options": OURS | {"num_predict": 4}}
     if path.endswith("/count_tokens"):
         own = OURS
-    return BODIES[path] | ({} if path.endswith(("/show", "/conversations")) else own)
+    return BODIES[path] | ({} if path.endswith(("/show", "/conversations", "/load")) else own)
 
 
 def test_only_this_computer_reads_texts_and_only_the_page_needs_no_key(house: House) -> None:
@@ -131,7 +132,7 @@ def test_only_this_computer_reads_texts_and_only_the_page_needs_no_key(house: Ho
         "/page/{path:path}",
         "/health",
     }
-    private = {"/v1/localspec/conversations", "/v1/localspec/conversations/{id}"}
+    private = {"/v1/localspec/conversations", "/v1/localspec/conversations/{id}", "/api/pull", "/api/delete"}
     assert {path for path, answered in kinds.items() if answered == {Kind.LOCAL}} == private
     assert {path for path, answered in kinds.items() if answered == {Kind.LOCAL, Kind.REMOTE}} == {"/metrics"}
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localspec import SamplingParams
-from localspec.server import anthropic, embeddings, infill, ollama, openai, requests, responses
+from localspec.server import anthropic, embeddings, infill, models, ollama, openai, requests, responses
 from localspec.server.bodies import UNREAD, Body, read
 from localspec.server.http import ApiError
 from localspec.server.requests import ApiBody, ServedModel
@@ -309,7 +309,8 @@ def test_all_that_ollama_s_package_can_send_is_known() -> None:
         (ollama.OllamaGenerateBody, types.GenerateRequest),
         (embeddings.OllamaEmbedBody, types.EmbedRequest),
         (embeddings.OllamaEmbeddingsBody, types.EmbeddingsRequest),
-        (ollama.OllamaShowBody, types.ShowRequest),
+        (models.OllamaShowBody, types.ShowRequest),
+        (models.OllamaPullBody, types.PullRequest),
         (ollama.OllamaOptions, types.Options),
         (ollama.OllamaMessage, types.Message),
         (requests.Tool, types.Tool),

@@ -14,7 +14,7 @@ from localspec.heads import FROM_STATES
 from tests.conftest import TinyFiles
 from tests.support.browsing import CONTRAST
 from tests.support.serving import Server, serve
-from tests.support.tabs import Tab
+from tests.support.tabs import Tab, expect
 
 LOAD: dict[str, Any] = {"draft": ["ngram", "model"], "n_ctx": 1024}
 
@@ -32,8 +32,8 @@ def test_what_shared_passes_were_for_is_said_after_an_answer(
         it.ask(QUESTION)
         it.until("() => document.getElementById('shared').textContent")
         passes = llm.parallel_info()["passes"]
-        assert it.page.text_content("#shared") == "Shared with other chats: on average 1.0 answers at once."
-        assert not it.page.is_visible("#shared-details")
+        expect(it.page.locator("#shared")).to_have_text("Shared with other chats: on average 1.0 answers at once.")
+        expect(it.page.locator("#shared-details")).to_be_hidden()
         it.page.get_by_text("Details").click()
         line = it.page.inner_text("#shared-details")
         assert line.startswith(f"{passes['passes']} passes of the model since the server started;")
@@ -50,7 +50,7 @@ def test_an_answer_shows_every_token_in_the_style_of_its_origin(
     tab: Callable[..., Tab], server: Server, llm: LLM
 ) -> None:
     it = tab(server.url)
-    assert llm.model_name in it.page.text_content("#engine")
+    expect(it.page.locator("#engine")).to_contain_text(llm.model_name)
     it.page.select_option("#draft-length", "4")
     said = it.ask(QUESTION)
     stream = llm.rounds([{"role": "user", "content": QUESTION}], SamplingParams(), draft_length=4)
@@ -83,15 +83,15 @@ def test_an_answer_shows_every_token_in_the_style_of_its_origin(
     # The figures are the answer's.
     stats = stream.reply.stats
     right = f"{stats['num_accepted_tokens']} of {stats['num_draft_tokens']}"
-    assert it.page.text_content("#acceptance") == right
-    assert it.page.text_content("#length") == f"{stats['mean_acceptance_length']:.2f}"
+    expect(it.page.locator("#acceptance")).to_have_text(right)
+    expect(it.page.locator("#length")).to_have_text(f"{stats['mean_acceptance_length']:.2f}")
     assert float(it.page.text_content("#speed")) > 0
     faster = it.page.text_content("#faster")
     assert re.fullmatch(r"×\d+\.\d\d|unknown", faster)  # of its own times, not of those of the reply above
     figures = it.page.text_content(".turn-figures")
     assert f"{right} guesses right" in figures
     assert (faster in figures) == faster.startswith("×")
-    assert it.page.locator("#strip > i").count() == min(72, len(rounds))
+    expect(it.page.locator("#strip > i")).to_have_count(min(72, len(rounds)))
     assert it.page.locator("#strip .wrong").count() > 0
 
 
@@ -110,14 +110,14 @@ def test_every_drafter_has_a_name_and_a_style_of_the_legend(tab: Callable[..., T
     assert len({slot for slot, _ in looks.values()}) == len(kinds) - len(FROM_STATES) + 1
     assert len({looks[kind][0] for kind in FROM_STATES}) == 1
     for slot, _ in looks.values():
-        assert it.page.locator(f"#legend .accepted.s{slot}").count() == 1
+        expect(it.page.locator(f"#legend .accepted.s{slot}")).to_have_count(1)
 
 
 def test_a_conversation_and_its_settings_reach_the_server(tab: Callable[..., Tab], server: Server) -> None:
     it = tab(server.url)
     first = it.ask("hello")
     it.page.locator("#speculation").click()
-    assert it.page.is_disabled("#draft-length")
+    expect(it.page.locator("#draft-length")).to_be_disabled()
     it.page.fill("#temperature", "0.5")
     it.page.fill("#max-tokens", "7")
     it.page.get_by_text("More sampling").click()
@@ -125,17 +125,17 @@ def test_a_conversation_and_its_settings_reach_the_server(tab: Callable[..., Tab
     for name, value in more.items():
         it.page.fill(f"#{name}", value)
     it.ask("go on")
-    assert it.page.text_content("#acceptance") == "none made"
-    assert it.page.text_content("#faster") == "plain"  # nothing is estimated where nothing was guessed
+    expect(it.page.locator("#acceptance")).to_have_text("none made")
+    expect(it.page.locator("#faster")).to_have_text("plain")  # nothing is estimated where nothing was guessed
     assert re.fullmatch(
         r"plain, [\d.]+ tok/s", it.page.text_content(".turn:last-of-type .turn-figures").split(" · ")[0]
     )
-    assert it.page.locator(".turn:last-of-type .answer .token:not(.plain)").count() == 0
+    expect(it.page.locator(".turn:last-of-type .answer .token:not(.plain)")).to_have_count(0)
     it.page.locator("#speculation").click()
     it.page.select_option("#draft-length", "3")
     it.page.fill("#max-tokens", "")
     it.page.get_by_role("button", name="New chat").click()
-    assert it.page.locator(".turn").count() == 0
+    expect(it.page.locator(".turn")).to_have_count(0)
     it.page.fill("#question", "tell me")
     it.page.get_by_role("button", name="Send").click()
     it.until("() => document.querySelectorAll('.turn').length")
@@ -169,7 +169,7 @@ def test_rejected_guesses_can_be_hidden_and_are_never_copied(tab: Callable[..., 
     assert it.run(copied).rstrip() == said.rstrip()
     it.page.get_by_label("Show rejected guesses").uncheck()
     assert not rejected.first.is_visible()
-    assert it.page.locator("#legend .rejected").is_visible()
+    expect(it.page.locator("#legend .rejected")).to_be_visible()
     it.page.get_by_label("Show rejected guesses").check()
     assert rejected.first.is_visible()
 
@@ -179,16 +179,16 @@ def test_stop_by_click_and_key(tab: Callable[..., Tab], endless: Server) -> None
     for stop in (lambda: it.page.get_by_role("button", name="Stop").click(), lambda: it.press("Escape")):
         it.say("go on")
         it.until("() => document.querySelectorAll('.turn:last-of-type .answer .token').length > 5")
-        assert it.page.is_disabled("#send")
-        assert it.page.get_attribute("#talk", "aria-busy") == "true"
+        expect(it.page.locator("#send")).to_be_disabled()
+        expect(it.page.locator("#talk")).to_have_attribute("aria-busy", "true")
         it.say("meanwhile")  # not sent, and not lost
-        assert it.page.input_value("#question") == "meanwhile"
+        expect(it.page.locator("#question")).to_have_value("meanwhile")
         it.page.fill("#question", "")
         stop()
         it.idle()
         endless.wait_idle()
         assert it.page.text_content(".turn:last-of-type .turn-figures").endswith("stopped")
-        assert it.page.get_attribute("#talk", "aria-busy") == "false"
+        expect(it.page.locator("#talk")).to_have_attribute("aria-busy", "false")
     # What was said until then is part of the conversation.
     first, second = it.asked
     assert second["messages"][1]["role"] == "assistant"
@@ -219,18 +219,18 @@ def test_everything_works_from_the_keyboard(tab: Callable[..., Tab], server: Ser
     for key, name in (("Alt+k", "search"), ("Alt+t", "search"), ("Alt+n", "question")):
         it.press(key)
         it.until("(name) => document.activeElement.id === name", name)
-    assert it.page.is_checked("#token-view")
-    assert it.page.locator(".turn").count() == 0
+    expect(it.page.locator("#token-view")).to_be_checked()
+    expect(it.page.locator(".turn")).to_have_count(0)
     it.page.focus("#speculate")
     it.press("Space")
-    assert not it.page.is_checked("#speculate")
+    expect(it.page.locator("#speculate")).not_to_be_checked()
     it.page.focus("#chat-tab")
     it.press("ArrowRight")
     assert it.run(focused) == "race-tab"
-    assert it.page.is_visible("#race")
-    assert not it.page.is_visible("#chat")
+    expect(it.page.locator("#race")).to_be_visible()
+    expect(it.page.locator("#chat")).to_be_hidden()
     it.press("ArrowRight")
-    assert it.page.is_visible("#chat")
+    expect(it.page.locator("#chat")).to_be_visible()
     outline = "() => getComputedStyle(document.activeElement).outlineStyle"
     assert it.run(outline) == "solid"
 
@@ -245,16 +245,16 @@ def test_nothing_that_a_model_says_is_markup(tab: Callable[..., Tab], tiny: Tiny
     says = SamplingParams(grammar=f"root ::= {json.dumps(HOSTILE)}")
     with LLM(path, draft="ngram", backend="reference", n_ctx=512) as llm, serve(llm, params=says) as server:
         it = tab(server.url)
-        assert "<img src=x" in it.page.text_content("#engine")
+        expect(it.page.locator("#engine")).to_contain_text("<img src=x")
         assert it.ask(HOSTILE) == HOSTILE
-        assert HOSTILE in it.page.text_content(".question")
-        assert it.page.locator(".turn img, .turn script, #engine img").count() == 0
+        expect(it.page.locator(".question")).to_contain_text(HOSTILE)
+        expect(it.page.locator(".turn img, .turn script, #engine img")).to_have_count(0)
         it.page.click("#race-tab")
         it.page.fill("#race-prompt", HOSTILE)
         it.page.click("#start")
         it.page.wait_for_selector("#again:enabled")
-        assert it.page.locator(".racer img, .racer script").count() == 0
-        assert HOSTILE in it.page.text_content("#plain-racer .text")
+        expect(it.page.locator(".racer img, .racer script")).to_have_count(0)
+        expect(it.page.locator("#plain-racer .text")).to_contain_text(HOSTILE)
 
 
 def test_the_policy_stops_what_the_code_would_let_through(browser: Any, server: Server) -> None:
@@ -284,7 +284,7 @@ def test_the_policy_stops_what_the_code_would_let_through(browser: Any, server: 
 def test_a_key_is_asked_for(tab: Callable[..., Tab], llm: LLM) -> None:
     with serve(llm, api_key="open sesame") as guarded:
         it = tab(guarded.url)
-        assert it.page.is_visible("#key-form")
+        expect(it.page.locator("#key-form")).to_be_visible()
         assert it.run("() => document.activeElement.id") == "key"
         it.page.keyboard.type("wrong")
         it.press("Enter")
@@ -293,7 +293,7 @@ def test_a_key_is_asked_for(tab: Callable[..., Tab], llm: LLM) -> None:
         it.page.fill("#key", "open sesame")
         it.press("Enter")
         it.page.wait_for_selector("#key-form", state="hidden")
-        assert not it.page.is_visible("#chat-alert")
+        expect(it.page.locator("#chat-alert")).to_be_hidden()
         it.ask("hello")
         assert it.page.locator(".answer .token").count() > 0
 
@@ -305,13 +305,13 @@ def test_a_server_that_goes_away_is_one_line(tab: Callable[..., Tab], endless: S
         it.until("() => document.querySelectorAll('.answer .token').length > 3")
         mortal.runner.stop()
         it.idle()
-        assert it.page.is_visible("#chat-alert")
+        expect(it.page.locator("#chat-alert")).to_be_visible()
         said = it.said()
         assert said  # what had come stays
     it.say("still there?")
     it.until("() => document.getElementById('chat-alert').textContent.includes('does not answer')")
     it.idle()
-    assert it.page.input_value("#question") == "still there?"
+    expect(it.page.locator("#question")).to_have_value("still there?")
     assert it.said() == said
 
 
@@ -377,14 +377,14 @@ def test_the_race_is_one_after_the_other_and_ends_with_a_verdict(
 def test_a_race_without_guesses_is_no_comparison(tab: Callable[..., Tab], tiny: TinyFiles, module_home: Path) -> None:
     with LLM(tiny.quick.target, None, backend="reference", n_ctx=1024) as llm, serve(llm) as server:
         it = tab(server.url)
-        assert "no guesses" in it.page.text_content("#engine")
+        expect(it.page.locator("#engine")).to_contain_text("no guesses")
         it.page.click("#race-tab")
         race(it, runs=2)
         verdict = it.page.text_content("#verdict")
         assert verdict.startswith("Nothing was guessed, so both did the same work; the difference is noise. ")
         assert "×" not in verdict
         assert len(it.asked) == 2
-        assert it.page.locator(".racer-figures", has_text="plain, ").count() == 2
+        expect(it.page.locator(".racer-figures", has_text="plain, ")).to_have_count(2)
 
 
 def test_a_race_says_that_others_used_the_cpu(tab: Callable[..., Tab], server: Server) -> None:
@@ -402,7 +402,9 @@ def test_a_race_says_that_others_used_the_cpu(tab: Callable[..., Tab], server: S
     it.page.click("#race-tab")
     it.page.fill("#race-prompt", QUESTION)
     race(it, runs=2)
-    assert "Other programs, this browser among them, used 40 % of the CPU meanwhile" in it.page.text_content("#verdict")
+    expect(it.page.locator("#verdict")).to_contain_text(
+        "Other programs, this browser among them, used 40 % of the CPU meanwhile"
+    )
 
 
 def test_a_race_can_be_stopped(tab: Callable[..., Tab], endless: Server) -> None:
@@ -413,8 +415,8 @@ def test_a_race_can_be_stopped(tab: Callable[..., Tab], endless: Server) -> None
     it.press("Escape")
     it.page.wait_for_selector("#start:enabled")
     endless.wait_idle()
-    assert it.page.text_content("#verdict") == "The race was stopped."
-    assert it.page.is_disabled("#again")
+    expect(it.page.locator("#verdict")).to_have_text("The race was stopped.")
+    expect(it.page.locator("#again")).to_be_disabled()
     assert len(it.asked) == 1
 
 
@@ -456,14 +458,14 @@ SPILLING = """() => [...document.querySelectorAll(".racer > *, main > section > 
 def test_settings_fold_away_on_a_narrow_screen(tab: Callable[..., Tab], server: Server) -> None:
     it = tab(server.url, viewport={"width": 390, "height": 800})
     toggle = it.page.get_by_role("button", name="Settings")
-    assert not it.page.is_visible("#draft-length")
+    expect(it.page.locator("#draft-length")).to_be_hidden()
     assert toggle.get_attribute("aria-expanded") == "false"
     toggle.click()
-    assert it.page.is_visible("#draft-length")
+    expect(it.page.locator("#draft-length")).to_be_visible()
     assert toggle.get_attribute("aria-expanded") == "true"
     toggle.click()
     it.ask("hello")
-    assert it.page.locator("#question").is_visible()
+    expect(it.page.locator("#question")).to_be_visible()
 
 
 def test_every_control_has_a_name(tab: Callable[..., Tab], server: Server) -> None:

@@ -12,9 +12,12 @@ import pytest
 
 from localspec import LLM, SamplingParams
 from tests.support.browsing import WIDE
+from tests.support.documents import write_docx, write_pdf
 from tests.support.serving import Server, serve
-from tests.support.tabs import Tab
+from tests.support.tabs import Tab, expect
 from tests.support.thinkers import write_thinker
+
+QUESTIONS = ".question > p"
 
 LOAD: dict[str, Any] = {"draft": ["ngram", "model"]}
 
@@ -50,10 +53,6 @@ def titles(it: Tab) -> list[str]:
     return it.page.locator("#list button").all_text_contents()
 
 
-def questions(it: Tab) -> list[str]:
-    return it.page.locator(".question p").all_text_contents()
-
-
 def saved(it: Tab, *expected: str) -> None:
     """Wait until the list shows these."""
     script = "() => [...document.querySelectorAll('#list button')].map((it) => it.textContent).join()"
@@ -79,10 +78,10 @@ def test_conversations_survive_a_restart_of_the_server(tab: Callable[..., Tab], 
         it.page.get_by_role("button", name="one question").click()
         it.until("() => document.querySelectorAll('.turn').length")
         assert it.said() == ""  # its tokens are not kept
-        assert it.page.locator(".answer").text_content() == said
+        expect(it.page.locator(".answer")).to_have_text(said)
         assert it.page.locator(".question p").inner_text() == "one question\nof two lines"
-        assert it.page.input_value("#system") == "Be brief."
-        assert it.page.input_value("#temperature") == "0.5"
+        expect(it.page.locator("#system")).to_have_value("Be brief.")
+        expect(it.page.locator("#temperature")).to_have_value("0.5")
         it.page.reload()  # the address names it
         it.until("() => document.querySelectorAll('.turn').length")
         it.ask("and more")
@@ -104,7 +103,7 @@ def test_find_rename_export_delete_and_undo(tab: Callable[..., Tab], server: Ser
     saved(it, "about apples")
     it.page.fill("#search", "plums")
     saved(it)
-    assert it.page.text_content("#list-note") == "None has all of these words."
+    expect(it.page.locator("#list-note")).to_have_text("None has all of these words.")
     it.page.fill("#search", "")
     saved(it, "about pears", "about apples")
     it.page.focus("#list button")
@@ -120,10 +119,10 @@ def test_find_rename_export_delete_and_undo(tab: Callable[..., Tab], server: Ser
     assert text == f"# Fruit <b>\n\n## You\n\nabout apples\n\n## Answer\n\n{said}".rstrip() + "\n"
     it.page.get_by_role("button", name="Delete").click()
     saved(it, "about pears")
-    assert it.page.locator(".turn").count() == 0
+    expect(it.page.locator(".turn")).to_have_count(0)
     it.page.get_by_role("button", name="Undo").click()
     saved(it, "Fruit <b>", "about pears")
-    assert it.page.locator(".question p").text_content() == "about apples"
+    expect(it.page.locator(".question p")).to_have_text("about apples")
 
 
 def test_a_deletion_can_be_undone_until_that_has_worked(tab: Callable[..., Tab], server: Server) -> None:
@@ -138,7 +137,7 @@ def test_a_deletion_can_be_undone_until_that_has_worked(tab: Callable[..., Tab],
     it.page.route("**/v1/localspec/conversations", refuse)
     it.page.get_by_role("button", name="Undo").click()
     it.page.get_by_text("the disk is full").first.wait_for()
-    assert it.page.is_visible("#deleted")
+    expect(it.page.locator("#deleted")).to_be_visible()
     it.page.unroute("**/v1/localspec/conversations")
     it.page.get_by_role("button", name="Undo").click()
     saved(it, "about apples")
@@ -146,7 +145,7 @@ def test_a_deletion_can_be_undone_until_that_has_worked(tab: Callable[..., Tab],
     it.page.get_by_role("button", name="Delete").click()
     saved(it)
     it.page.get_by_role("button", name="Close this note").click()
-    assert not it.page.is_visible("#deleted")
+    expect(it.page.locator("#deleted")).to_be_hidden()
 
 
 def test_thoughts_are_kept_where_the_answer_then_fails(tab: Callable[..., Tab], server: Server) -> None:
@@ -157,13 +156,13 @@ def test_thoughts_are_kept_where_the_answer_then_fails(tab: Callable[..., Tab], 
     it = tab(server.url)
     it.page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
     it.ask("why?")
-    assert it.page.text_content("#chat-alert") == "the engine broke"
-    assert it.page.locator(".thoughts").text_content() == "Let me see."
-    assert it.page.input_value("#question") == ""
-    assert "no answer came after the thoughts" in it.page.text_content(".turn-figures")
+    expect(it.page.locator("#chat-alert")).to_have_text("the engine broke")
+    expect(it.page.locator(".thoughts")).to_have_text("Let me see.")
+    expect(it.page.locator("#question")).to_have_value("")
+    expect(it.page.locator(".turn-figures")).to_contain_text("no answer came after the thoughts")
     it.page.reload()
     it.until("() => document.querySelectorAll('.turn').length === 1")
-    assert it.page.locator(".thoughts").text_content() == "Let me see."
+    expect(it.page.locator(".thoughts")).to_have_text("Let me see.")
 
 
 def test_a_message_is_edited_and_an_answer_made_anew(tab: Callable[..., Tab], server: Server) -> None:
@@ -179,7 +178,7 @@ def test_a_message_is_edited_and_an_answer_made_anew(tab: Callable[..., Tab], se
     assert box.input_value() == "second"
     it.press("Escape")
     assert box.count() == 0
-    assert it.page.locator(".turn").count() == 3
+    expect(it.page.locator(".turn")).to_have_count(3)
     it.press("Enter")  # the focus is back on the button
     box.fill("second, better")
     it.press("Enter")
@@ -211,17 +210,17 @@ def test_a_dropped_file_becomes_part_of_the_message_and_a_prediction(
     it.page.locator("#attached li").wait_for()
     it.page.set_input_files("#file", [tmp_path / "picture.png"])
     it.page.wait_for_selector("#chat-alert:not([hidden])")
-    assert it.page.text_content("#chat-alert") == "picture.png is not a text in UTF-8."
+    expect(it.page.locator("#chat-alert")).to_have_text("picture.png is not a text in UTF-8.")
     it.page.set_input_files("#file", [tmp_path / "a.py"])
     it.until("() => document.querySelectorAll('#attached li').length === 2")
     it.page.get_by_role("button", name="Take a.py out").last.click()
-    assert it.page.locator("#attached li").count() == 1
+    expect(it.page.locator("#attached li")).to_have_count(1)
     it.ask("rename f to g")
     sent = it.asked[0]
     assert sent["messages"][0]["content"] == f"a.py:\n````\n{code}````\n\nrename f to g"
     assert sent["prediction"] == {"type": "content", "content": code}
     assert it.page.locator(".question .files").text_content().startswith("a.py")
-    assert it.page.locator("#attached li").count() == 0
+    expect(it.page.locator("#attached li")).to_have_count(0)
     it.page.reload()
     it.until("() => document.querySelectorAll('.question .files li').length === 1")
     it.page.set_input_files("#file", [tmp_path / "a.py"])
@@ -247,8 +246,8 @@ def test_no_file_that_is_dropped_anywhere_takes_the_page_s_place(tab: Callable[.
     it.page.click("#race-tab")
     assert it.run(DROP, ["#race", "5.py"]) == [True, True]
     it.page.click("#chat-tab")
-    assert it.page.locator("#attached li").count() == 4
-    assert it.page.locator(".dropping").count() == 0
+    expect(it.page.locator("#attached li")).to_have_count(4)
+    expect(it.page.locator(".dropping")).to_have_count(0)
 
 
 def test_two_tabs_lose_nothing(tab: Callable[..., Tab], server: Server) -> None:
@@ -262,16 +261,16 @@ def test_two_tabs_lose_nothing(tab: Callable[..., Tab], server: Server) -> None:
     one.ask("from one")
     saved(one, "begin")  # one conversation, in which both have gone on
     one.until("() => document.querySelectorAll('.versions:not([hidden])').length === 1")
-    assert questions(one) == ["begin", "from one"]
+    expect(one.page.locator(QUESTIONS)).to_have_text(["begin", "from one"])
     one.page.get_by_role("button", name="Later version").click()
-    assert questions(one) == ["begin", "from two"]
-    assert second in one.page.locator(".turn").last.locator(".answer").text_content()
+    expect(one.page.locator(QUESTIONS)).to_have_text(["begin", "from two"])
+    expect(one.page.locator(".turn").last.locator(".answer")).to_contain_text(second)
     saved(one, "begin")
     one.page.reload()
     one.until("() => document.querySelectorAll('.turn').length === 2")
-    assert questions(one) == ["begin", "from two"]
+    expect(one.page.locator(QUESTIONS)).to_have_text(["begin", "from two"])
     one.page.get_by_role("button", name="Earlier version").click()
-    assert questions(one) == ["begin", "from one"]
+    expect(one.page.locator(QUESTIONS)).to_have_text(["begin", "from one"])
 
 
 def test_thinking_is_folded_and_not_sent_back(tab: Callable[..., Tab], shared_home: Path, tmp_path: Path) -> None:
@@ -299,18 +298,18 @@ def test_thinking_is_folded_and_not_sent_back(tab: Callable[..., Tab], shared_ho
         assert [set(message) for message in it.asked[-1]["messages"]] == [{"role", "content"}] * 3
         it.page.reload()
         it.until("() => document.querySelectorAll('.turn').length === 2")
-        assert it.page.locator(".thinking:not([hidden])").count() == 2
-        assert it.page.locator(".thoughts").first.text_content() == thought
+        expect(it.page.locator(".thinking:not([hidden])")).to_have_count(2)
+        expect(it.page.locator(".thoughts").first).to_have_text(thought)
         it.page.get_by_label("Thinking").last.select_option("off")
         it.ask("and off")
         assert it.asked[-1]["think"] == "off"
-        assert it.page.locator(".turn").last.locator(".thinking:not([hidden])").count() == 0
+        expect(it.page.locator(".turn").last.locator(".thinking:not([hidden])")).to_have_count(0)
         note = "no answer came after the thoughts"
         assert note not in it.page.text_content("#talk")
         it.page.get_by_label("Thinking").last.select_option("on")
         budget = 100  # more than the answer may have
         it.ask("and only think")
-        assert note in it.page.locator(".turn").last.text_content()
+        expect(it.page.locator(".turn").last).to_contain_text(note)
 
 
 APPEARING = """() => {
@@ -351,3 +350,61 @@ def test_axe_finds_nothing(tab: Callable[..., Tab], llm: LLM) -> None:
                     shown = [(one["id"], [node["html"] for node in one["nodes"]][:3]) for one in found]
                     assert shown == [], (view, scheme, size)
                 it.page.set_viewport_size(WIDE)
+
+
+def test_exported_conversations_are_imported(tab: Callable[..., Tab], server: Server, tmp_path: Path) -> None:
+    it = tab(server.url, accept_downloads=True)
+    said = it.ask("about apples")
+    it.page.get_by_role("button", name="Edit the question").click()
+    it.page.locator(".turn textarea").fill("about pears")
+    it.press("Enter")
+    it.until("() => document.querySelector('.question p')?.textContent === 'about pears'")
+    it.until("() => !document.body.classList.contains('answering')")
+    it.page.fill("#title", "Fruit")
+    it.press("Enter")
+    saved(it, "Fruit")
+    with it.page.expect_download() as download:
+        it.page.get_by_role("button", name="Export as JSON").click()
+    exported = tmp_path / "Fruit.json"
+    download.value.save_as(exported)
+    before = json.loads(exported.read_text("utf-8"))
+    it.page.get_by_role("button", name="Delete").click()
+    saved(it)
+    bad = tmp_path / "bad.json"
+    bad.write_text("[1")
+    it.page.set_input_files("#import-file", [bad, exported])
+    saved(it, "Fruit")
+    it.until("() => document.querySelector('.question p')?.textContent === 'about pears'")
+    assert it.page.text_content("#chat-alert") == "bad.json is no conversation that was exported here as .json."
+    it.page.get_by_role("button", name="Earlier version").click()
+    it.until("() => document.querySelector('.question p')?.textContent === 'about apples'")
+    assert said.strip() in it.page.locator(".answer").first.text_content()
+    it.page.set_input_files("#import-file", exported)  # once more: another one, which takes no other's place
+    saved(it, "Fruit", "Fruit")
+    with it.page.expect_download() as download:
+        it.page.get_by_role("button", name="Export as JSON").click()
+    again = json.loads(Path(download.value.path()).read_text("utf-8"))
+    assert again["id"] != before["id"]
+    assert [again[name] for name in ("title", "system", "settings", "messages")] == [
+        before[name] for name in ("title", "system", "settings", "messages")
+    ]
+    exported.write_text(json.dumps(before | {"messages": [{"role": "robot", "content": "x"}]}))
+    it.page.set_input_files("#import-file", exported)
+    it.until("() => document.getElementById('chat-alert').textContent.startsWith('Fruit.json is not imported: ')")
+
+
+def test_pdf_and_word_files_are_read_by_the_server(tab: Callable[..., Tab], server: Server, tmp_path: Path) -> None:
+    write_pdf(tmp_path / "paper.pdf", ["The first page.", "The second."])
+    write_docx(tmp_path / "letter.DOCX")
+    (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.7 nothing")
+    it = tab(server.url)
+    it.page.set_input_files("#file", [tmp_path / name for name in ("paper.pdf", "broken.pdf", "letter.DOCX")])
+    it.until("() => document.querySelectorAll('#attached li').length === 2")
+    alert = it.page.text_content("#chat-alert")
+    assert alert == "broken.pdf cannot be read: it is damaged, or no PDF file"
+    it.ask("what is it?")
+    sent = it.asked[0]["messages"][0]["content"]
+    assert sent.startswith("paper.pdf:\n```\nThe first page.\n\nThe second.\n```\n\nletter.DOCX:\n```\n# Dear reader\n")
+    assert "prediction" not in it.asked[0]
+    assert it.page.locator(".question .files").text_content().startswith("paper.pdf")
+    assert it.complaints == []

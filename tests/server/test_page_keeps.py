@@ -12,12 +12,13 @@ import pytest
 
 from localspec import LLM
 from tests.support.serving import Server, serve
-from tests.support.tabs import Tab
+from tests.support.tabs import Tab, expect
 from tests.support.waiting import wait_until
 
 CONVERSATIONS = "/v1/localspec/conversations"
 ANSWERS = "**/v1/chat/completions"
 KEPT = "**/v1/localspec/conversations**"
+QUESTIONS = ".question > p"
 
 
 @pytest.fixture
@@ -29,15 +30,12 @@ def server(llm: LLM) -> Iterator[Server]:
 def on_disk(server: Server) -> list[list[dict[str, Any]]]:
     """The messages of all conversations that the server keeps."""
     listed = json.loads(server.ask("GET", CONVERSATIONS)[2])["data"]
-    return [json.loads(server.ask("GET", f"{CONVERSATIONS}/{each['id']}")[2])["messages"] for each in listed]
+    found = [server.ask("GET", f"{CONVERSATIONS}/{each['id']}") for each in listed]
+    return [json.loads(body)["messages"] for status, _, body in found if status != 404]  # deleted since the list
 
 
 def texts(conversations: list[list[dict[str, Any]]]) -> list[list[str]]:
     return [[message["content"] for message in messages] for messages in conversations]
-
-
-def questions(it: Tab) -> list[str]:
-    return it.page.locator(".question > p").all_text_contents()
 
 
 def answers(it: Tab) -> list[str]:
@@ -83,8 +81,53 @@ def test_a_question_is_kept_before_it_is_answered(tab: Callable[..., Tab], serve
     assert (question["content"], answer["content"], answer["finish"]) == ("what is this?", "", "broken")
     it.page.reload()
     turns(it, 1)
-    assert questions(it) == ["what is this?"]
-    assert "broken off" in it.page.text_content(".turn-figures")
+    expect(it.page.locator(QUESTIONS)).to_have_text(["what is this?"])
+    expect(it.page.locator(".turn-figures")).to_contain_text("broken off")
+
+
+def test_a_question_is_answered_where_it_was_asked_before_the_list_is_there(
+    tab: Callable[..., Tab], server: Server
+) -> None:
+    it = tab(server.url)
+    held: list[Any] = []
+
+    def release() -> None:
+        it.page.route(KEPT, lambda route: route.continue_())
+        for route in held:
+            route.continue_()
+        held.clear()
+
+    it.page.route(KEPT, lambda route: held.append(route) if route.request.method == "GET" else route.continue_())
+    it.page.reload()
+    it.ask("one")
+    it.until("() => location.hash")
+    release()
+    expect(it.page.locator("#list button[aria-current]")).to_have_count(1)
+    it.page.wait_for_load_state("networkidle")
+    expect(it.page.locator(QUESTIONS)).to_have_text(["one"])
+    assert it.page.locator(".answer .token").count() > 0  # it was not put there again from what is kept
+
+    answer = answers(it)[0]
+    it.page.route(KEPT, lambda route: held.append(route))
+    it.page.reload()
+    it.say("two")
+    it.page.wait_for_timeout(100)
+    assert len(it.asked) == 1  # it goes with what the address names, which is not there yet
+    release()
+    turns(it, 2)
+    it.idle()
+    said = [message["content"] for message in it.asked[-1]["messages"]]
+    assert said == ["one", answer, "two"]
+
+
+def test_what_is_typed_is_there_where_the_address_names_what_is_gone(tab: Callable[..., Tab], server: Server) -> None:
+    it = tab(server.url)
+    it.page.fill("#question", "half a question")
+    it.page.goto(f"{server.url}#0123456789abcdef")
+    it.page.reload()
+    expect(it.page.locator("#chat-alert")).to_be_visible()
+    expect(it.page.locator("#question")).to_have_value("half a question")
+    it.until("() => !location.hash")
 
 
 def test_a_reload_in_the_middle_keeps_the_question_and_the_part(tab: Callable[..., Tab], endless: Server) -> None:
@@ -94,10 +137,10 @@ def test_a_reload_in_the_middle_keeps_the_question_and_the_part(tab: Callable[..
     it.page.reload()
     turns(it, 1)
     endless.wait_idle()
-    assert questions(it) == ["go on"]
+    expect(it.page.locator(QUESTIONS)).to_have_text(["go on"])
     kept = answers(it)[0]
     assert kept.startswith(part)
-    assert it.page.text_content(".turn-figures") == "broken off"
+    expect(it.page.locator(".turn-figures")).to_have_text("broken off")
     wait_until(lambda: on_disk(endless)[0][1] == {"role": "assistant", "content": kept, "finish": "broken"}, "as shown")
     it.page.get_by_role("button", name="Continue the answer").click()
     it.until("(n) => document.querySelector('.turn').turn.text.length > n + 8", len(kept))
@@ -115,7 +158,7 @@ def test_a_part_is_saved_while_the_answer_comes(tab: Callable[..., Tab], endless
     with it.page.expect_response(lambda response: response.request.method == "PUT"):
         begin(it, "go on for long")
     assert any(part for question, part in texts(on_disk(endless)) if question == "go on for long")
-    assert it.page.is_enabled("#stop")
+    expect(it.page.locator("#stop")).to_be_enabled()
     it.press("Escape")
     it.idle()
 
@@ -150,16 +193,16 @@ def test_a_server_that_dies_in_an_answer_gets_it_when_it_is_back(
     part = answers(it)[0]
     figures = it.page.text_content(".turn-figures")
     assert figures.endswith("broken off")
-    assert "kept in this browser" in it.page.text_content("#list-note")
+    expect(it.page.locator("#list-note")).to_contain_text("kept in this browser")
     it.page.fill("#question", "typed meanwhile")
     with serve(llm, port=first.port) as second:
         # It is not asked for: the page tries again by itself.
         wait_until(lambda: ["before the death", part] in texts(on_disk(second)), "it is saved")
         it.page.reload()
         turns(it, 1)
-        assert answers(it) == [part]
-        assert it.page.input_value("#question") == "typed meanwhile"
-        assert it.page.get_by_role("button", name="Continue the answer").is_visible()
+        wait_until(lambda: answers(it) == [part], "as they were")
+        expect(it.page.locator("#question")).to_have_value("typed meanwhile")
+        expect(it.page.get_by_role("button", name="Continue the answer")).to_be_visible()
 
 
 def test_what_a_server_never_took_survives_its_death_and_the_page_s(tab: Callable[..., Tab], llm: LLM) -> None:
@@ -193,7 +236,7 @@ def test_what_the_server_refuses_to_keep_is_kept_in_the_browser(tab: Callable[..
     it.until("() => document.getElementById('list-note').textContent.includes('kept in this browser until it is')")
     it.page.reload()
     turns(it, 1)
-    assert questions(it) == ["too many"]
+    expect(it.page.locator(QUESTIONS)).to_have_text(["too many"])
     it.page.unroute(KEPT)
     wait_until(lambda: len(on_disk(server)) == 1, "there is room again")
 
@@ -226,16 +269,16 @@ def test_a_server_that_keeps_none_leaves_it_to_the_tab(tab: Callable[..., Tab], 
         it.ask("hello")
         it.page.fill("#question", "half a ques")
         it.page.reload()
-        assert it.page.input_value("#question") == "half a ques"  # before the key is there
+        expect(it.page.locator("#question")).to_have_value("half a ques")  # before the key is there
         it.page.fill("#key", "key")
         it.press("Enter")
         turns(it, 1)
-        assert questions(it) == ["hello"]
+        expect(it.page.locator(QUESTIONS)).to_have_text(["hello"])
         it.press("Alt+n")
         turns(it, 0)
         it.page.get_by_role("button", name="hello").click()  # until the tab is closed it can be gone back to
         turns(it, 1)
-        assert it.page.input_value("#question") == "half a ques"
+        expect(it.page.locator("#question")).to_have_value("half a ques")
         assert it.run("() => Object.keys(localStorage).filter((name) => name.includes('unsaved'))") == []
 
 
@@ -244,12 +287,12 @@ def test_a_server_that_keeps_none_leaves_it_to_the_tab(tab: Callable[..., Tab], 
 
 def test_what_is_typed_attached_and_set_survives_for_each_conversation(tab: Callable[..., Tab], server: Server) -> None:
     def check() -> None:
-        assert it.page.input_value("#question") == "half a ques"
+        expect(it.page.locator("#question")).to_have_value("half a ques")
         assert it.page.locator("#attached li").text_content().startswith("a.py")
-        assert not it.page.get_by_label("to be changed").is_checked()
+        expect(it.page.get_by_label("to be changed")).not_to_be_checked()
         for name, value in fields.items():
             assert it.page.input_value(f"#{name}") == value, name
-        assert not it.page.is_checked("#rejects")
+        expect(it.page.locator("#rejects")).not_to_be_checked()
 
     it = tab(server.url)
     fields = {"temperature": "0.75", "max-tokens": "77", "system": "Be brief.", "seed": "7", "draft-length": "3"}
@@ -269,8 +312,8 @@ def test_what_is_typed_attached_and_set_survives_for_each_conversation(tab: Call
     check()
     it.press("Alt+n")
     it.until("() => !document.querySelectorAll('.turn').length")
-    assert it.page.input_value("#question") == ""
-    assert it.page.locator("#attached li").count() == 0
+    expect(it.page.locator("#question")).to_have_value("")
+    expect(it.page.locator("#attached li")).to_have_count(0)
     it.page.fill("#question", "another half")
     it.page.fill("#temperature", "0.1")
     it.page.locator("#list button").click()
@@ -288,15 +331,15 @@ def test_what_is_typed_attached_and_set_survives_for_each_conversation(tab: Call
     assert two.input_value("#question") == "in the other tab"
     it.press("Alt+n")
     it.until("() => !document.querySelectorAll('.turn').length")
-    assert it.page.input_value("#question") == "another half"
+    expect(it.page.locator("#question")).to_have_value("another half")
     it.page.reload()
     it.until("() => document.getElementById('engine').textContent")
-    assert it.page.input_value("#question") == "another half"
+    expect(it.page.locator("#question")).to_have_value("another half")
     it.page.click("#race-tab")
     it.page.fill("#race-prompt", "my own")
     it.page.reload()
     it.until("() => document.getElementById('engine').textContent")
-    assert it.page.input_value("#race-prompt") == "my own"
+    expect(it.page.locator("#race-prompt")).to_have_value("my own")
 
 
 def test_a_question_that_is_being_edited_survives(tab: Callable[..., Tab], server: Server) -> None:
@@ -314,7 +357,7 @@ def test_a_question_that_is_being_edited_survives(tab: Callable[..., Tab], serve
     it.page.wait_for_selector("#chat-alert:not([hidden])")
     it.idle()
     assert box.input_value() == ("word " * 3000).strip()
-    assert it.page.locator(".turn").count() == 2
+    expect(it.page.locator(".turn")).to_have_count(2)
     it.press("Escape")
     it.page.reload()
     turns(it, 2)
@@ -328,7 +371,7 @@ def test_a_title_that_is_being_typed_survives(tab: Callable[..., Tab], server: S
     it.page.fill("#title", "Fruit")  # and not Enter
     it.page.reload()
     turns(it, 1)
-    assert it.page.input_value("#title") == "Fruit"
+    expect(it.page.locator("#title")).to_have_value("Fruit")
     it.until("() => document.querySelector('#list button').textContent === 'Fruit'")
 
 
@@ -346,26 +389,26 @@ def test_an_answer_made_anew_leaves_the_one_before(tab: Callable[..., Tab], serv
             again.click()
             it.until("(words) => document.querySelector('.turn').turn.text === words", words)
             it.idle()
-    assert version(it) == "3/3"
+    wait_until(lambda: version(it) == "3/3", "the version")
     it.page.get_by_role("button", name="Undo").click()
-    assert (answers(it), version(it)) == (["two"], "2/3")
+    wait_until(lambda: (answers(it), version(it)) == (["two"], "2/3"), "the version")
     it.page.get_by_role("button", name="Earlier version").click()
     it.page.route(ANSWERS, stream(said("four"), said("", "stop")))
     it.ask("and then?")  # follows the first answer
     it.page.reload()
     turns(it, 2)
-    assert answers(it) == ["one", "four"]
+    wait_until(lambda: answers(it) == ["one", "four"], "as they were")
     first = it.page.locator(".turn").first
     assert first.locator("[role=status]").text_content() == "1/3"
     first.get_by_role("button", name="Later version").click()
     first.get_by_role("button", name="Later version").click()
-    assert answers(it) == ["three"]
+    wait_until(lambda: answers(it) == ["three"], "as they were")
     it.page.reload()
     turns(it, 1)
-    assert (answers(it), version(it)) == (["three"], "3/3")
+    wait_until(lambda: (answers(it), version(it)) == (["three"], "3/3"), "the version")
     for _ in range(2):
         it.page.get_by_role("button", name="Earlier version").click()
-    assert answers(it) == ["one", "four"]
+    wait_until(lambda: answers(it) == ["one", "four"], "as they were")
     found = json.loads(server.ask("GET", f"{CONVERSATIONS}?q=three")[2])["data"]
     assert len(found) == 1  # a search finds what stands in another version
 
@@ -383,26 +426,26 @@ def test_a_stopped_answer_takes_nothing_away(tab: Callable[..., Tab], endless: S
     it.page.wait_for_selector("#stop:enabled")
     it.press("Escape")  # before a word has come: the old answer is back
     it.idle()
-    assert answers(it) == [first]
-    assert it.page.locator(".versions:not([hidden])").count() == 0
+    wait_until(lambda: answers(it) == [first], "as they were")
+    expect(it.page.locator(".versions:not([hidden])")).to_have_count(0)
     it.page.unroute(ANSWERS)
     again.click()
     it.until("() => document.querySelector('.turn').turn.text.length > 8")
     it.press("Escape")
     it.idle()
-    assert version(it) == "2/2"
+    wait_until(lambda: version(it) == "2/2", "the version")
     it.page.reload()
     turns(it, 1)
     it.page.get_by_role("button", name="Earlier version").click()
-    assert answers(it) == [first]
+    wait_until(lambda: answers(it) == [first], "as they were")
     again.click()  # and where the connection breaks off in the middle
     it.until("() => document.querySelector('.turn').turn.text.length > 8")
     it.page.reload()
     turns(it, 1)
-    assert version(it) == "3/3"
+    wait_until(lambda: version(it) == "3/3", "the version")
     it.page.get_by_role("button", name="Earlier version").click()
     it.page.get_by_role("button", name="Earlier version").click()
-    assert answers(it) == [first]
+    wait_until(lambda: answers(it) == [first], "as they were")
 
 
 def test_an_edited_question_leaves_all_that_followed(tab: Callable[..., Tab], server: Server) -> None:
@@ -415,14 +458,14 @@ def test_an_edited_question_leaves_all_that_followed(tab: Callable[..., Tab], se
     it.press("Enter")
     turns(it, 2)
     it.idle()
-    assert questions(it) == ["one", "zwei"]
+    expect(it.page.locator(QUESTIONS)).to_have_text(["one", "zwei"])
     it.page.get_by_role("button", name="Undo").click()
-    assert questions(it) == ["one", "two", "three"]
-    assert answers(it) == before
+    expect(it.page.locator(QUESTIONS)).to_have_text(["one", "two", "three"])
+    wait_until(lambda: answers(it) == before, "as they were")
     it.page.reload()
     turns(it, 3)
     it.page.locator(".turn").nth(1).get_by_role("button", name="Later version").click()
-    assert questions(it) == ["one", "zwei"]
+    expect(it.page.locator(QUESTIONS)).to_have_text(["one", "zwei"])
 
 
 MERGED = """async ([mine, theirs]) => {
@@ -482,7 +525,7 @@ def test_the_buttons_of_an_answer_are_in_sight_when_it_ends(
             return row.height > 0 && row.bottom <= talk.bottom && row.top >= talk.top;
         }"""
         it.until(inside)
-    assert it.page.is_visible("#chat-alert")  # that the connection broke off: it takes room of the talk
+    expect(it.page.locator("#chat-alert")).to_be_visible()  # that the connection broke off: it takes room of the talk
 
 
 def test_a_number_out_of_range_is_not_sent(tab: Callable[..., Tab], server: Server) -> None:
@@ -494,13 +537,13 @@ def test_a_number_out_of_range_is_not_sent(tab: Callable[..., Tab], server: Serv
     ):
         it.run("([name, value]) => { const it = document.getElementById(name); it.value = value; }", [name, value])
         it.say("hello")
-        assert it.page.text_content("#chat-alert") == rule
+        expect(it.page.locator("#chat-alert")).to_have_text(rule)
         assert it.run("() => document.activeElement.id") == name
-        assert it.page.is_visible(f"#{name}")
-        assert it.page.input_value("#question") == "hello"
+        expect(it.page.locator(f"#{name}")).to_be_visible()
+        expect(it.page.locator("#question")).to_have_value("hello")
         it.page.click("#race-tab")
         it.page.click("#start")
-        assert it.page.text_content("#race-alert") == rule
+        expect(it.page.locator("#race-alert")).to_have_text(rule)
         it.page.click("#chat-tab")
         it.page.fill("#question", "")
         it.page.fill(f"#{name}", "")
@@ -522,18 +565,18 @@ def test_what_to_do_is_said_where_a_question_does_not_fit(tab: Callable[..., Tab
     )
     assert found, alert
     assert int(found[2]) > int(found[1])
-    assert it.page.input_value("#question") == "what is it?"
-    assert it.page.locator("#attached li").count() == 1
+    expect(it.page.locator("#question")).to_have_value("what is it?")
+    expect(it.page.locator("#attached li")).to_have_count(1)
     wait_until(lambda: on_disk(server) == [], "nothing is kept of what was refused")
     it.page.reload()
-    assert it.page.input_value("#question") == "what is it?"
-    assert it.page.locator("#attached li").count() == 1
+    expect(it.page.locator("#question")).to_have_value("what is it?")
+    expect(it.page.locator("#attached li")).to_have_count(1)
 
 
 def test_a_phone_has_buttons_for_fingers(tab: Callable[..., Tab], server: Server) -> None:
     it = tab(server.url, viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
     assert "drop a text file" not in it.page.inner_text("#welcome")
-    assert "add a text file" in it.page.inner_text("#welcome")
+    expect(it.page.locator("#welcome")).to_contain_text("add a text file")
     it.page.set_input_files("#file", {"name": "a.py", "mimeType": "text/plain", "buffer": b"x = 1\n"})
     it.page.route(ANSWERS, stream(said("```python\nx = 1\n```"), said("", "length")))
     it.ask("hello")

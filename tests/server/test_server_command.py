@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,8 +19,9 @@ from typing import Any
 import pytest
 
 from localspec.__main__ import run
+from localspec.system.files import models_dir
 from tests.conftest import TinyFiles
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.usefixtures("measured_home")
 PROGRAM = [sys.executable, "-m", "localspec", "serve"]
@@ -116,6 +118,9 @@ def test_a_port_in_use_is_one_line_at_once(tiny: TinyFiles, fail: Callable[..., 
         (["--time-limit", "0"], "'--time-limit'"),
         (["--allow-origin", "localhost"], "--allow-origin must be"),
         (["--api-key", " "], "empty"),
+        (["--memory", "much"], "--memory must be a size such as 8GB or 512MB, not 'much'"),
+        (["--memory", "0"], "--memory must be a size"),
+        (["--keep-alive", "soon"], "--keep-alive must be a duration such as 5m"),
     ],
 )
 def test_bad_usage_is_one_line(fail: Callable[..., Any], arguments: list[str], part: str) -> None:
@@ -123,6 +128,64 @@ def test_bad_usage_is_one_line(fail: Callable[..., Any], arguments: list[str], p
     assert status == 2
     assert len(lines) == 1
     assert part in lines[0]
+
+
+def asked(url: str, path: str, body: Any = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"{url}{path}", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+        return json.load(answer)
+
+
+def test_several_models_and_all_on_the_disk(tiny: TinyFiles) -> None:
+    folder = models_dir() / "hf" / "acme" / "tiny"
+    folder.mkdir(parents=True)
+    shutil.copy(tiny.quick.target, folder / "one.gguf")
+    shutil.copy(tiny.quick.target, folder / "two.gguf")
+    for names, expected in (((), ["one", "two"]), ((tiny.quick.draft, "hf:acme/tiny/two.gguf"), None)):
+        options = ("--port", "0", "--ctx", "256", "--memory", "1GB", "--keep-alive", "10m")
+        with serving(*names, *options) as (process, url):
+            found = [model["id"] for model in asked(url, "/v1/models")["data"]]
+            assert found == (expected or [tiny.quick.draft.stem, "two"])
+            answer = asked(url, "/v1/chat/completions", CHAT | {"model": "two"})
+            assert (answer["model"], answer["usage"]["completion_tokens"]) == ("two", 4)
+            (shown,) = asked(url, "/api/ps")["models"]
+            assert (shown["name"], shown["context_length"]) == ("two", 256)
+            process.terminate()
+            _, stderr = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0
+        lines = stderr.splitlines()
+        assert (
+            f"localspec: 2 models, loaded when asked for, kept for 600 s after their use: {', '.join(found)}" in lines
+        )
+        assert "localspec: memory for models: 1 GB" in lines
+        assert lines[-1] == "localspec: stopped"
+
+
+def test_one_model_with_a_time_to_stay_is_loaded_when_asked_for(tiny: TinyFiles) -> None:
+    with serving(tiny.quick.target, "--port", "0", "--keep-alive", "0") as (_, url):
+        assert asked(url, "/api/ps") == {"models": []}
+        assert asked(url, "/v1/chat/completions", CHAT)["choices"]
+        wait_until(lambda: asked(url, "/api/ps") == {"models": []}, "it is unloaded")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT to a child")
+def test_ctrl_c_while_a_model_is_loaded(tiny: TinyFiles) -> None:
+    """At several moments of the load; whatever it was doing, the program ends with its own status and one line."""
+    for seconds in (0.0, 0.1, 0.3):
+        with serving(tiny.quick.target, "--port", "0", "--keep-alive", "5m") as (process, url):
+            body = json.dumps(CHAT).encode()
+            with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=PATIENCE) as sock:
+                sock.sendall(
+                    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                    b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+                )
+                time.sleep(seconds)
+                process.send_signal(signal.SIGINT)
+                _, stderr = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 130
+        assert stderr.splitlines()[-1] == "localspec: stopped"
+        assert "Traceback" not in stderr
 
 
 def test_a_model_that_is_not_there_leaves_the_port(tmp_path: Path, fail: Callable[..., Any]) -> None:

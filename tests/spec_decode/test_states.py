@@ -31,6 +31,8 @@ MEMORIES = [
     "ik-llama spm",
     "llama-cpp spm",
     "mlx recurrent",
+    "mlx convolutions",
+    "mlx hybrid",
     "mlx sliding",
     "llama-cpp hybrid",
     "ik-llama hybrid",
@@ -42,7 +44,7 @@ MEMORIES = [
 def model(request: pytest.FixtureRequest, tiny: TinyFiles) -> Iterator[Model]:
     engine, kind = request.param.split()
     with open_backend(engine).load(getattr(tiny, kind), n_threads=1) as model:
-        assert (model.capabilities.rollback == "replay") == (kind in ("recurrent", "hybrid"))
+        assert (model.capabilities.rollback == "replay") == (kind in ("recurrent", "convolutions", "hybrid"))
         yield model
 
 

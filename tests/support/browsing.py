@@ -23,6 +23,7 @@ def chromium() -> Iterator[Any]:
     program = next(filter(None, map(shutil.which, NAMES)), None)
     if program is None:
         pytest.skip(f"no Chromium here: none of {', '.join(NAMES)} is on the PATH (apt-get install chromium)")
+    api.expect.set_options(timeout=PATIENCE)
     with api.sync_playwright() as playwright:
         # In a container we are root, and there Chromium's own sandbox cannot start.
         running = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])

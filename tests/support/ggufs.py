@@ -383,7 +383,14 @@ def write_sliding_window(path: Path, window: int = 32, vocab: TinyVocab | None =
 
 
 def write_hybrid(
-    path: Path, vocab: TinyVocab | None = None, *, seed: int = 0, residual: float = 3.0, mtp: int = 0
+    path: Path,
+    vocab: TinyVocab | None = None,
+    *,
+    seed: int = 0,
+    residual: float = 3.0,
+    mtp: int = 0,
+    more: Mapping[str, Any] | None = None,
+    stored: Callable[[str, Array], Stored] | None = None,
 ) -> Path:
     """A Qwen 3.5 in small: three layers of four keep a state that cannot be rewound, the fourth keys and values.
 
@@ -393,6 +400,8 @@ def write_hybrid(
         seed: of the random weights.
         residual: how much each layer adds to the embedding.
         mtp: layers for multi-token prediction besides; see ``mtp_weights``.
+        more: ``qwen35.<key>`` beyond the usual, or other values for those.
+        stored: see ``write_gguf``.
     """
     rng, vocab = np.random.default_rng(seed), vocab or bpe_vocab()
     n, n_head, n_kv, d_head, n_ff, n_layer = 128, 4, 2, 32, 256, 4
@@ -448,7 +457,8 @@ def write_hybrid(
         rope__dimension_sections=[6, 5, 5, 0],
         full_attention_interval=4,
     ) | {f"qwen35.ssm.{name}": value for name, value in (ssm | {"conv_kernel": kernel}).items()}
-    return write_gguf(path, "qwen35", metadata | vocab_metadata(vocab), weights)
+    metadata |= {f"qwen35.{name}": value for name, value in (more or {}).items()}
+    return write_gguf(path, "qwen35", metadata | vocab_metadata(vocab), weights, stored=stored)
 
 
 def mtp_weights(n: int, rng: np.random.Generator) -> Weights:

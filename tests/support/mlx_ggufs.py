@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from tests.support import ggufs
+from tests.support import ggufs, mtp_ggufs
 from tests.support.gguf_vocabs import TinyVocab, bpe_vocab, vocab_metadata
 
 Array = npt.NDArray[Any]
@@ -30,6 +30,9 @@ def random_blocks(kind: str, n_rows: int, n_columns: int, rng: np.random.Generat
     type_ = gguf.GGMLQuantizationType[kind]
     block, n_bytes = gguf.GGML_QUANT_SIZES[type_]
     blocks = rng.integers(0, 256, (n_rows * n_columns // block, n_bytes), dtype=np.uint8)
+    if kind == "MXFP4":  # a power of two, 127 for 1, and codes of deviation 2.1 to 4.3 for two of them
+        blocks[:, 0] = np.round(np.log2(std / 3.3)) + 127 + rng.integers(0, 2, len(blocks))
+        return blocks.reshape(n_rows, -1)
     at, minimum, factor = _HALVES[kind]
     d = rng.uniform(0.5, 1.5, (len(blocks), 1)) * rng.choice([-1, 1], (len(blocks), 1))
     scale = 1.0
@@ -83,6 +86,20 @@ class TinyFile:
             return ggufs.write_mamba(path, vocab, seed=seed)
         if self.architecture == "glm4moe":
             return ggufs.write_glm(path, vocab, seed=seed, own=True)
+        if self.architecture == "qwen35moe":
+            return mtp_ggufs.write_qwen_experts(path)
+        rng = np.random.default_rng(seed + 1)
+
+        def stored(name: str, weight: Array) -> ggufs.Stored:
+            kind = self.types.get(name, self.types.get(name.split(".", 2)[-1], "F32"))
+            type_ = gguf.GGMLQuantizationType[kind]
+            if kind not in (*_HALVES, "MXFP4"):
+                return gguf.quants.quantize(weight, type_), type_
+            rows = random_blocks(kind, weight.size // weight.shape[-1], weight.shape[-1], rng, float(weight.std()))
+            return rows.reshape(*weight.shape[:-1], -1), type_
+
+        if self.architecture == "qwen35":
+            return ggufs.write_hybrid(path, vocab, seed=seed, more=self.settings, stored=stored)
         sizes = self.sizes or (Sizes(n_layer=6) if self.architecture == "gemma3" else Sizes())
         usual = ggufs.sizes("", sizes.n_layer, sizes.n_embd, sizes.n_ff, sizes.n_head, sizes.n_head_kv)
         settings = {key[1:]: value for key, value in usual.items()} | {"rope.freq_base": 10000.0}
@@ -90,16 +107,6 @@ class TinyFile:
         weights = _weights(self.architecture, sizes, settings, len(vocab), np.random.default_rng(seed))
         for name in self.omit:
             del weights[name]
-        rng = np.random.default_rng(seed + 1)
-
-        def stored(name: str, weight: Array) -> ggufs.Stored:
-            kind = self.types.get(name, self.types.get(name.split(".", 2)[-1], "F32"))
-            type_ = gguf.GGMLQuantizationType[kind]
-            if kind not in _HALVES:
-                return gguf.quants.quantize(weight, type_), type_
-            rows = random_blocks(kind, weight.size // weight.shape[-1], weight.shape[-1], rng, float(weight.std()))
-            return rows.reshape(*weight.shape[:-1], -1), type_
-
         metadata = {f"{self.architecture}.{key}": value for key, value in settings.items()} | vocab_metadata(vocab)
         weights |= dict(self.extra)
         return ggufs.write_gguf(path, self.architecture, metadata, weights, name="tiny", stored=stored)
@@ -123,6 +130,27 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "expert_feed_forward_length": 64,
     },
     "granite": {"attention.scale": 0.05, "embedding_scale": 6.0, "residual_scale": 0.4, "logit_scale": 2.0},
+    "gpt-oss": {
+        "attention.key_length": 64,
+        "attention.value_length": 64,
+        "attention.sliding_window": 16,
+        "expert_count": 8,
+        "expert_used_count": 3,
+        "expert_feed_forward_length": 64,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 512,
+    },
+    "lfm2": {"shortconv.l_cache": 3, "attention.head_count_kv": [0, 2, 0, 2]},
+    "lfm2moe": {
+        "shortconv.l_cache": 3,
+        "attention.head_count_kv": [0, 2, 0, 2],
+        "leading_dense_block_count": 1,
+        "expert_count": 8,
+        "expert_used_count": 3,
+        "expert_feed_forward_length": 64,
+        "expert_gating_func": 2,
+    },
     "llama": {"rope.dimension_count": 64},
     "phi3": {"rope.dimension_count": 48},
 }
@@ -157,22 +185,57 @@ def _weights(
         layer["attn_output.weight"] = matrix(n, n_q, added)
         if architecture in ("gemma3", "qwen3", "qwen3moe"):
             layer |= {"attn_q_norm.weight": norm(d_head), "attn_k_norm.weight": norm(d_head)}
-        if architecture == "olmo2":
+        if architecture == "gpt-oss":
+            layer |= {"attn_norm.weight": norm(), "post_attention_norm.weight": norm()}
+            layer["attn_sinks.weight"] = rng.standard_normal(sizes.n_head).astype(np.float32)
+            for part, rows in (("q", n_q), ("k", n_kv), ("v", n_kv), ("output", n)):
+                layer[f"attn_{part}.bias"] = 0.3 * rng.standard_normal(rows).astype(np.float32)
+        elif architecture == "olmo2":
             layer |= {"attn_q_norm.weight": norm(n_q), "attn_k_norm.weight": norm(n_kv)}
         else:
             layer |= {"attn_norm.weight": norm(), "ffn_norm.weight": norm()}
         if architecture in ("olmo2", "gemma3"):
             layer |= {"post_attention_norm.weight": 4 * norm(), "post_ffw_norm.weight": 4 * norm()}
-        if architecture == "qwen3moe":
+        if architecture in ("qwen3moe", "gpt-oss"):
             n_expert, n_ff = settings["expert_count"], settings["expert_feed_forward_length"]
             layer["ffn_gate_inp.weight"] = matrix(n_expert, n, 2.0)
             for part, rows, columns in (("gate", n_ff, n), ("up", n_ff, n), ("down", n, n_ff)):
                 experts = [matrix(rows, columns, 2.0) for _ in range(n_expert)]
                 layer[f"ffn_{part}_exps.weight"] = np.stack(experts)
+                if architecture == "gpt-oss":
+                    layer[f"ffn_{part}_exps.bias"] = rng.standard_normal((n_expert, rows)).astype(np.float32)
+            if architecture == "gpt-oss":
+                layer["ffn_gate_inp.bias"] = rng.standard_normal(n_expert).astype(np.float32)
         elif architecture == "phi3":
             layer |= {"ffn_up.weight": matrix(2 * n_ff, n), "ffn_down.weight": matrix(n, n_ff, 2.0)}
         else:
             layer |= {"ffn_gate.weight": matrix(n_ff, n), "ffn_up.weight": matrix(n_ff, n)}
             layer["ffn_down.weight"] = matrix(n, n_ff, 2 * added)
+        if architecture.startswith("lfm2"):
+            _as_lfm2(layer, i, sizes, settings, rng)
         weights |= {f"blk.{i}.{key}": weight for key, weight in layer.items()}
+    if architecture.startswith("lfm2"):
+        weights["token_embd_norm.weight"] = weights.pop("output_norm.weight")
+        weights["token_embd.weight"] = weights.pop("output.weight")  # one for both, and small beside what layers add
     return weights
+
+
+def _as_lfm2(
+    layer: dict[str, Array], i: int, sizes: Sizes, settings: Mapping[str, Any], rng: np.random.Generator
+) -> None:
+    """Make a layer one of LFM2: of short convolutions, where the settings count no key heads."""
+    n, d_head, matrix = sizes.n_embd, sizes.n_embd // sizes.n_head, ggufs.matrices(rng)
+    layer |= {f"attn_{part}_norm.weight": rng.uniform(0.7, 1.3, d_head).astype(np.float32) for part in "qk"}
+    if not settings["attention.head_count_kv"][i]:
+        for name in [name for name in layer if name.startswith("attn_") and name != "attn_norm.weight"]:
+            del layer[name]
+        layer["shortconv.in_proj.weight"] = matrix(3 * n, n, 2.0)
+        layer["shortconv.conv.weight"] = rng.standard_normal((n, settings["shortconv.l_cache"])).astype(np.float32)
+        layer["shortconv.out_proj.weight"] = matrix(n, n, 2.0)
+    n_expert, n_ff = settings.get("expert_count", 0), settings.get("expert_feed_forward_length", 0)
+    if n_expert and i >= settings["leading_dense_block_count"]:
+        del layer["ffn_gate.weight"], layer["ffn_up.weight"], layer["ffn_down.weight"]
+        layer["ffn_gate_inp.weight"] = matrix(n_expert, n, 2.0)
+        layer["exp_probs_b.bias"] = rng.uniform(-0.3, 0.3, n_expert).astype(np.float32)
+        for part, rows, columns in (("gate", n_ff, n), ("up", n_ff, n), ("down", n, n_ff)):
+            layer[f"ffn_{part}_exps.weight"] = np.stack([matrix(rows, columns, 2.0) for _ in range(n_expert)])

@@ -63,11 +63,9 @@ def numpy_products(network: Network, file: GGUFFile, *, as_llama_cpp: bool = Fal
         x: mx.array,
         w: mx.array,
         scales: mx.array,
-        biases: mx.array,
+        biases: mx.array | None,
         transpose: bool,
-        group_size: int,
-        bits: int,
-        **_: Any,
+        **options: Any,
     ) -> mx.array:
         assert transpose
         inputs = np.array(x.astype(mx.float32)).reshape(-1, x.shape[-1])
@@ -76,7 +74,8 @@ def numpy_products(network: Network, file: GGUFFile, *, as_llama_cpp: bool = Fal
         parts = []
         for start in range(0, w.shape[0], _ROWS):
             part = slice(start, start + _ROWS)
-            weights = mx.dequantize(w[part], scales[part], biases[part], group_size=group_size, bits=bits)
+            of_part = None if biases is None else biases[part]
+            weights = mx.dequantize(w[part], scales[part], of_part, **options)
             parts.append(inputs @ np.array(weights.astype(mx.float32)).T)
         return mx.array(np.concatenate(parts, axis=1)).reshape(*x.shape[:-1], -1)
 

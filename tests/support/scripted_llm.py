@@ -90,6 +90,9 @@ class ScriptedLLM(Asking[Any]):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, checked_length(value) if name == "draft_length" else value)
 
+    def context_info(self) -> dict[str, Any]:
+        return {"n_ctx": self.n_ctx, "reason": "as scripted", "short": False}
+
     def submitter(self, question: Any, params: SamplingParams | None, **options: Any) -> Submit:
         def submit(deliver: Callable[[Any], Any]) -> Job:
             self.asked.append(question() if callable(question) else question)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import socket
@@ -13,8 +14,9 @@ from typing import Any
 
 from localspec import LLM
 from localspec.backends.llama.embedding import EmbeddingModel
-from localspec.server.app import AppRunner, Runner, listen, url_of
-from localspec.server.embeddings import EmbeddingService
+from localspec.engine.loading import Report
+from localspec.server.app import AppRunner, HostRunner, Runner, listen, url_of
+from localspec.server.hosting import Host, LoadPlan, Opening, ServedFile
 from localspec.server.http import ServerSettings
 from localspec.server.service import Service
 from tests.support.waiting import PATIENCE, wait_until
@@ -26,15 +28,22 @@ class Server:
     Attributes:
         url: without a slash at its end.
         port: on 127.0.0.1.
+        loop: of a server of several models, which its host is used from.
     """
 
-    def __init__(self, runner: Runner, url: str) -> None:
+    def __init__(self, runner: HostRunner, url: str) -> None:
         self.runner = runner
+        self.loop: asyncio.AbstractEventLoop | None = None
         self.url = url
         self.port = int(url.rpartition(":")[2])
 
     @property
+    def host(self) -> Host:
+        return self.runner.host
+
+    @property
     def service(self) -> Service:
+        assert isinstance(self.runner, Runner)
         return self.runner.service
 
     def ask(
@@ -95,10 +104,37 @@ def serve(llm: LLM, *, port: int = 0, **settings: Any) -> Iterator[Server]:
 @contextmanager
 def serve_embeddings(model: EmbeddingModel, **settings: Any) -> Iterator[str]:
     """The same with a model that makes embeddings; the server's address."""
+    with listen("127.0.0.1", 0) as sock, _running(Runner(model, ServerSettings(**settings)), sock):
+        yield url_of(sock)
+
+
+def opening(**more: Any) -> Opening:
+    """How tiny models are loaded, by the reference engine."""
+
+    def text(file: ServedFile, plan: LoadPlan, report: Report, cancel: threading.Event) -> LLM:
+        return LLM(
+            file.path, "ngram", backend="reference", n_ctx=file.n_ctx, prefix_cache_bytes=plan.cache_bytes,
+            progress=report, cancel=cancel,
+        )  # fmt: skip
+
+    usual: dict[str, Any] = {"n_ctx": 512, "drafts": False, "parallel": False}
+    return Opening(**({"text": text, "embedding": lambda file: EmbeddingModel(file.path)} | usual | more))
+
+
+@contextmanager
+def serve_several(
+    how: Opening | None = None, *, memory: int = 1 << 30, keep_alive: float | None = None, **settings: Any
+) -> Iterator[Server]:
+    """Serve several models, by default all on the disk."""
     with listen("127.0.0.1", 0) as sock:
-        service = EmbeddingService(model, ServerSettings(**settings))
-        with _running(AppRunner(service.application(), service.ending), sock):
-            yield url_of(sock)
+        host = Host(ServerSettings(**settings), how or opening(), memory=memory, keep_alive=keep_alive)
+        loops: list[asyncio.AbstractEventLoop] = []
+        runner = HostRunner(host, on_start=lambda: loops.append(asyncio.get_running_loop()))
+        with _running(runner, sock):
+            server = Server(runner, url_of(sock))
+            wait_until(lambda: bool(loops), "it has begun")
+            (server.loop,) = loops
+            yield server
 
 
 @contextmanager

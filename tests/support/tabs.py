@@ -6,6 +6,13 @@ import json
 from typing import Any
 
 
+def expect(found: Any) -> Any:
+    """Playwright's assertions about what is found on a page; they wait until they hold."""
+    import playwright.sync_api
+
+    return playwright.sync_api.expect(found)
+
+
 class Tab:
     """A page in the browser.
 

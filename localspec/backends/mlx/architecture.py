@@ -45,9 +45,9 @@ class Header:
         self.name = file.path.name
         self._read: set[str] = set()
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number; a list with one number for each layer must repeat a single one."""
-        value = self._uniform(key, default)
+    def integer(self, key: str, default: int | None = None, *, but: int | None = None) -> int:
+        """A whole number; a list with one number for each layer must repeat a single one, where it is not ``but``."""
+        value = self._uniform(key, default, but)
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
             raise UnsupportedModel(f"{self.name}: {self._full(key)} is {value!r}, not a whole number")
         return int(value)
@@ -70,6 +70,19 @@ class Header:
         self._read.add(key)
         value = self.file.field(key, default)
         return [int(item) for item in value] if isinstance(value, np.ndarray) else int(value)
+
+    def attending(self) -> list[int]:
+        """The layers that have keys and values, where the header counts 0 key heads in the others."""
+        n_layer = self.integer("block_count")
+        counts = self.list_or_integer("attention.head_count_kv", 1)
+        counts = counts if isinstance(counts, list) else [counts] * n_layer
+        found = [i for i, count in enumerate(counts[:n_layer]) if count]
+        if not 0 < len(found) < n_layer:
+            raise UnsupportedModel(
+                f"{self.name}: {len(found)} of {n_layer} layers have attention; the mlx backend computes this "
+                "architecture where some have and some have not"
+            )
+        return found
 
     def expect(self, key: str, *accepted: float) -> None:
         """Refuse a setting whose value would need code that is not there."""
@@ -94,12 +107,13 @@ class Header:
                 f"setting{'s' * (len(unread) > 1)} {', '.join(unread)}; use --backend llama-cpp"
             )
 
-    def _uniform(self, key: str, default: Any) -> Any:
+    def _uniform(self, key: str, default: Any, but: int | None = None) -> Any:
         self._read.add(key)
         value = self.file.field(key, default)
         if value is None:
             raise UnsupportedModel(f"{self.name} lacks the setting {self._full(key)}")
         if isinstance(value, np.ndarray):
+            value = value[value != but] if but is not None else value
             if len(value) == 0 or (value != value[0]).any():
                 raise UnsupportedModel(
                     f"{self.name}: {self._full(key)} differs between layers, which the mlx backend cannot compute; "
@@ -128,6 +142,21 @@ _EXPERTS = {"ffn_gate_inp": "mlp.gate"} | {
     f"ffn_{part}_exps": f"mlp.switch_mlp.{part}_proj" for part in ("gate", "up", "down")
 }
 
+_SHORT_CONVOLUTIONS = {
+    "attn_norm": "operator_norm",
+    "ffn_norm": "ffn_norm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.out_proj": "conv.out_proj",
+}
+_SHORT_KERNELS: dict[str, Callable[[Array], Array]] = {"shortconv.conv.weight": lambda stored: stored[:, :, None]}
+
 
 def _nothing(header: Header) -> dict[str, Any]:
     return {}
@@ -147,10 +176,14 @@ class Architecture:
     shifted_norms: bool = False  # norm weights are stored one too large for the class, which adds 1
     # ``blk`` key and suffix -> function from the stored array to the parameter.
     converted: Mapping[str, Callable[[Array], Array]] = field(default_factory=dict)
+    # ``blk`` key and suffix -> an axis, and in which order its equal parts are wanted: heads, for example.
+    rearranged: Mapping[str, tuple[int, Callable[[Header], list[int]]]] = field(default_factory=dict)
+    prefix: str = ""  # of the names ``Model`` and ``ModelArgs`` in the module
     trunk: str = "model"  # attribute of the model up to and including the last norm
     embedding: str = "embed_tokens"  # of the trunk
     norm: str = "norm"  # the last one, of the trunk
     ignored: tuple[str, ...] = ()  # settings that llama.cpp does not look at either
+    stretched_windows: bool = False  # whether positions are scaled in layers that see a window too
     without_rope: Callable[[int], bool] = lambda layer: False  # whether a layer (numbered from 0) does not rotate
     # Tensors outside of layers, but for embedding, last norm and output matrix -> path in the trunk.
     top: Mapping[str, str] = field(default_factory=dict)
@@ -175,7 +208,7 @@ def read_attention(header: Header) -> Attention:
     d_head = header.integer("attention.key_length", n_embd // n_head)
     if header.integer("attention.value_length", d_head) != d_head:
         raise UnsupportedModel(f"{header.name}: keys and values differ in size; use --backend llama-cpp")
-    n_head_kv = header.integer("attention.head_count_kv", n_head)
+    n_head_kv = header.integer("attention.head_count_kv", n_head, but=0)  # layers without attention have none
     d_rope = header.integer("rope.dimension_count", d_head)
     if n_head_kv <= 0 or n_head % n_head_kv or not 0 < d_rope <= d_head or d_rope % 2:
         raise UnsupportedModel(
@@ -198,7 +231,10 @@ def common_arguments(header: Header, architecture: Architecture, n_vocab: int, t
     if architecture.attention:
         attention = read_attention(header)
         arguments |= {
-            "intermediate_size": header.integer("feed_forward_length"),
+            # Models of experts alone may have none.
+            "intermediate_size": header.integer(
+                "feed_forward_length", 0 if header.file.field("expert_count") else None
+            ),
             "num_attention_heads": attention.n_head,
             "num_key_value_heads": attention.n_head_kv,
             "head_dim": attention.d_head,
@@ -243,6 +279,50 @@ def _granite(header: Header) -> dict[str, Any]:
         "logits_scaling": header.real("logit_scale"),
         "attention_bias": False,
         "mlp_bias": False,
+    }
+
+
+def _gpt_oss(header: Header) -> dict[str, Any]:
+    header.expect("expert_weights_scale", 0, 1)
+    header.expect("rope.freq_base_swa", header.real("rope.freq_base", 10000.0))
+    n_layer = header.integer("block_count")
+    pattern = header.list_or_integer("attention.sliding_window_pattern", 2)
+    if isinstance(pattern, int):
+        pattern = [int((i + 1) % pattern != 0) for i in range(n_layer)]
+    if {bool(each) for each in pattern[:n_layer]} != {True, False}:
+        raise UnsupportedModel(f"{header.name}: mlx-lm needs layers with a sliding window and others without")
+    return {
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in pattern[:n_layer]],
+        "sliding_window": header.integer("attention.sliding_window"),
+        "num_local_experts": header.integer("expert_count"),
+        "num_experts_per_tok": header.integer("expert_used_count"),
+        "intermediate_size": header.integer("expert_feed_forward_length"),
+    }
+
+
+def _lfm2(header: Header) -> dict[str, Any]:
+    return {
+        "norm_eps": header.real("attention.layer_norm_rms_epsilon"),
+        "full_attn_idxs": header.attending(),
+        "conv_L_cache": header.integer("shortconv.l_cache"),
+        "conv_bias": False,
+        # The width is the adjusted one.
+        "block_dim": header.integer("embedding_length"),
+        "block_auto_adjust_ff_dim": False,
+        "block_multiple_of": 1,
+        "block_ffn_dim_multiplier": 1.0,
+    }
+
+
+def _lfm2moe(header: Header) -> dict[str, Any]:
+    header.expect("expert_gating_func", 2)  # sigmoid
+    return _lfm2(header) | {
+        "num_experts": header.integer("expert_count"),
+        "num_experts_per_tok": header.integer("expert_used_count"),
+        "moe_intermediate_size": header.integer("expert_feed_forward_length"),
+        "num_dense_layers": header.integer("leading_dense_block_count"),
+        "norm_topk_prob": True,
+        "use_expert_bias": True,
     }
 
 
@@ -308,6 +388,91 @@ def _mamba(header: Header) -> dict[str, Any]:
     }
 
 
+def _qwen35(header: Header) -> dict[str, Any]:
+    n_value, width = header.integer("ssm.time_step_rank"), header.integer("ssm.state_size")
+    if n_value * width != header.integer("ssm.inner_size"):
+        raise UnsupportedModel(f"{header.name}: {n_value} heads of {width} channels are not ssm.inner_size")
+    _check_sections(header)
+    return {
+        "num_hidden_layers": header.integer("block_count") - header.integer("nextn_predict_layers", 0),
+        "full_attention_interval": header.integer("full_attention_interval", 4),
+        "linear_num_value_heads": n_value,
+        "linear_num_key_heads": header.integer("ssm.group_count"),
+        "linear_key_head_dim": width,
+        "linear_value_head_dim": width,
+        "linear_conv_kernel_dim": header.integer("ssm.conv_kernel"),
+        "rope_parameters": None,  # the rotary embedding is put in its place
+    }
+
+
+def _check_sections(header: Header) -> None:
+    """See that each rotating channel takes one of the three positions that are the same in text (Qwen's M-RoPE)."""
+    sections = header.list_or_integer("rope.dimension_sections", 0)
+    n = read_attention(header).d_rope // 2
+    if not isinstance(sections, list) or any(i >= 3 * sections[i % 3] for i in range(n)):
+        raise UnsupportedModel(
+            f"{header.name}: its rope sections {sections} do not cover {n} pairs of channels; use --backend llama-cpp"
+        )
+
+
+def _qwen35moe(header: Header) -> dict[str, Any]:
+    header.expect("expert_weights_norm", 1)
+    header.expect("expert_weights_scale", 0, 1)
+    return _qwen35(header) | {
+        "num_experts": header.integer("expert_count"),
+        "num_experts_per_tok": header.integer("expert_used_count"),
+        "moe_intermediate_size": header.integer("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": header.integer("expert_shared_feed_forward_length"),
+        "norm_topk_prob": True,
+    }
+
+
+def _value_heads(header: Header) -> list[int]:
+    """The file's value head for each of mlx-lm's: there those that share a key head follow each other, in the file they
+    are as far apart as there are key heads."""
+    n_key, n_value = header.integer("ssm.group_count"), header.integer("ssm.time_step_rank")
+    return [i * n_key + key for key in range(n_key) for i in range(n_value // n_key)]
+
+
+def _all_heads(header: Header) -> list[int]:
+    """As ``_value_heads``, behind the heads of queries and keys."""
+    n_before = 2 * header.integer("ssm.group_count")
+    return [*range(n_before), *(n_before + head for head in _value_heads(header))]
+
+
+_QWEN35 = (
+    _ATTENTION
+    | _QK_NORMS
+    | {
+        "attn_norm": "input_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_beta": "linear_attn.in_proj_b",
+        "ssm_alpha": "linear_attn.in_proj_a",
+        "ssm_conv1d": "linear_attn.conv1d",
+        "ssm_dt.bias": "linear_attn.dt_bias",
+        "ssm_a": "linear_attn.A_log",
+        "ssm_norm": "linear_attn.norm",
+        "ssm_out": "linear_attn.out_proj",
+    }
+)
+_DELTA_NET: dict[str, Callable[[Array], Array]] = {
+    "ssm_a": lambda stored: np.log(-stored),
+    "ssm_conv1d.weight": lambda stored: stored[:, :, None],
+}
+_DELTA_HEADS: dict[str, tuple[int, Callable[[Header], list[int]]]] = {
+    "attn_qkv.weight": (0, _all_heads),
+    "ssm_conv1d.weight": (0, _all_heads),
+    "attn_gate.weight": (0, _value_heads),
+    "ssm_beta.weight": (0, _value_heads),
+    "ssm_alpha.weight": (0, _value_heads),
+    "ssm_dt.bias": (0, _value_heads),
+    "ssm_a": (0, _value_heads),
+    "ssm_out.weight": (-1, _value_heads),
+}
+
+
 ARCHITECTURES: dict[str, Architecture] = {
     "gemma": Architecture("gemma", _LLAMA, shifted_norms=True),
     "gemma3": Architecture(
@@ -338,7 +503,40 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         _glm4moe,
     ),
+    "gpt-oss": Architecture(
+        "gpt_oss",
+        _ATTENTION
+        | {f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")}
+        | {
+            "attn_norm": "input_layernorm",
+            "attn_sinks.weight": "self_attn.sinks",
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_inp": "mlp.router",
+        },
+        _gpt_oss,
+        stretched_windows=True,
+    ),
     "granite": Architecture("granite", _LLAMA, _granite, interleaved=True),
+    "lfm2": Architecture(
+        "lfm2",
+        _SHORT_CONVOLUTIONS
+        | {"ffn_gate": "feed_forward.w1", "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2"},
+        _lfm2,
+        converted=_SHORT_KERNELS,
+        norm="embedding_norm",
+        top={"token_embd_norm": "embedding_norm"},
+    ),
+    "lfm2moe": Architecture(
+        "lfm2_moe",
+        _SHORT_CONVOLUTIONS
+        | {f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")}
+        | {f"ffn_{part}_exps": f"feed_forward.switch_mlp.{part}_proj" for part in ("gate", "up", "down")}
+        | {"ffn_gate_inp": "feed_forward.gate", "exp_probs_b.bias": "feed_forward.expert_bias"},
+        _lfm2moe,
+        converted=_SHORT_KERNELS,
+        norm="embedding_norm",
+        top={"token_embd_norm": "embedding_norm"},
+    ),
     "llama": Architecture("llama", _LLAMA, _llama, interleaved=True, ignored=("attention.sliding_window",)),
     "mamba": Architecture(
         "mamba",
@@ -384,6 +582,21 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen2": Architecture("qwen2", _LLAMA),
     "qwen3": Architecture("qwen3", _LLAMA | _QK_NORMS),
+    "qwen35": Architecture(
+        "qwen3_5", _QWEN35 | MLP, _qwen35, converted=_DELTA_NET, rearranged=_DELTA_HEADS, prefix="Text"
+    ),
+    "qwen35moe": Architecture(
+        "qwen3_5",
+        _QWEN35
+        | _EXPERTS
+        | {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
+        | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
+        _qwen35moe,
+        converted=_DELTA_NET | {"ffn_gate_inp_shexp.weight": lambda stored: stored.reshape(1, -1)},
+        rearranged=_DELTA_HEADS,
+        prefix="Text",
+        ignored=("expert_gating_func", "expert_shared_count"),
+    ),
     "qwen3moe": Architecture("qwen3_moe", _ATTENTION | _NORMS | _QK_NORMS | _EXPERTS, _qwen3moe),
     "smollm3": Architecture(
         "smollm3", _LLAMA, _llama, interleaved=True, without_rope=lambda layer: (layer + 1) % 4 == 0

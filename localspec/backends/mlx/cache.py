@@ -1,5 +1,8 @@
 """The memory of a context in MLX's arrays: keys and values that can be taken back, and states that are restored.
 
+A layer has the one or the other. A model that has layers of both goes back to where its states were kept, and its keys
+and values with them.
+
 mlx-lm's cache for sliding windows overwrites old rows and cannot be rewound after that. Here every row is kept, and a
 layer with a window is shown only those that its new tokens can see: rewinding is a matter of a number.
 """
@@ -14,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import KVCache, QuantizedKVCache
+from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
 
 from localspec.backends.mlx.network import Network
 from localspec.errors import EngineError
@@ -107,38 +110,38 @@ class LayerCaches:
         network, bits = self._network, self._bits
         self.n_past = 0
         self._checkpoints: dict[int, list[list[Any]]] = {}
-        self.layers: list[Any]  # a cache for each, as mlx-lm's models take them
-        if network.recurrent:
-            self.layers = network.make_cache()
-        elif bits is None:
-            self.layers = [PlainRows(window) for window in network.layer_windows]
-        else:
-            self.layers = [QuantizedRows(window, bits) for window in network.layer_windows]
+
+        def empty(window: int | None, n_arrays: int) -> Any:
+            if n_arrays:
+                return ArraysCache(n_arrays)
+            return PlainRows(window) if bits is None else QuantizedRows(window, bits)
+
+        # A cache for each, as mlx-lm's models take them.
+        self.layers = [empty(*kind) for kind in zip(network.layer_windows, network.layer_states, strict=True)]
+        self._states = [layer for layer in self.layers if isinstance(layer, ArraysCache)]
+        self._rows = [layer for layer in self.layers if not isinstance(layer, ArraysCache)]
 
     def checkpoint(self) -> None:
         """Remember the state, where rewinding will need it: arrays are never changed in place, so that is free."""
-        if self._network.recurrent:
-            self._checkpoints[self.n_past] = [list(layer.cache) for layer in self.layers]
+        if self._states:
+            self._checkpoints[self.n_past] = [list(layer.cache) for layer in self._states]
             for old in sorted(self._checkpoints)[:-_N_CHECKPOINTS]:
                 del self._checkpoints[old]
 
     def rewind(self, n: int) -> None:
         """Keep at most the first n tokens: exactly those, or as many of them as a checkpoint allows."""
-        if not self._network.recurrent:
-            for layer in self.layers:
-                layer.offset = min(layer.offset, n)  # rows that no path of a tree was kept of go too
-            self.n_past = min(self.n_past, n)
-            return
-        if n >= self.n_past:
-            return
-        usable = {position: state for position, state in self._checkpoints.items() if position <= n}
-        if not usable:
-            self.clear()
-            return
-        self._checkpoints = usable
-        self.n_past = max(usable)
-        for layer, state in zip(self.layers, usable[self.n_past], strict=True):
-            layer.cache = list(state)
+        if self._states and n < self.n_past:
+            usable = {position: state for position, state in self._checkpoints.items() if position <= n}
+            if not usable:
+                self.clear()
+                return
+            self._checkpoints = usable
+            n = max(usable)
+            for layer, state in zip(self._states, usable[n], strict=True):
+                layer.cache = list(state)
+        for layer in self._rows:
+            layer.offset = min(layer.offset, n)  # rows that no path of a tree was kept of go too
+        self.n_past = min(self.n_past, n)
 
     def branch(self, tree: Tree | None) -> None:
         """The rows of the passes to come are a tree's; None ends that."""
@@ -160,26 +163,29 @@ class LayerCaches:
         mx.eval(self.arrays())
 
     def arrays(self) -> list[mx.array]:
-        return [array for _, array in self._named()]
+        return [array for _, array, _ in self._named()]
 
-    def _named(self) -> Iterator[tuple[str, mx.array]]:
+    def _named(self) -> Iterator[tuple[str, mx.array, bool]]:
+        """Each array with its name, and whether it has a row for each token."""
         for i, layer in enumerate(self.layers):
-            parts = layer.cache if self._network.recurrent else [layer.keys, layer.values]
+            is_state = isinstance(layer, ArraysCache)
+            parts = layer.cache if is_state else [layer.keys, layer.values]
             for name, array in tree_flatten([part for part in parts if part is not None]):
-                yield f"{i}.{name}", array
+                yield f"{i}.{name}", array, not is_state
 
     @property
     def n_bytes(self) -> int:
         """Size of what ``export`` gives [bytes]."""
-        if self._network.recurrent:
-            return sum(array.nbytes for array in self.arrays())
-        return sum(array.nbytes // array.shape[-2] * self.n_past for array in self.arrays())
+        return sum(
+            array.nbytes // array.shape[-2] * self.n_past if has_rows else array.nbytes
+            for _, array, has_rows in self._named()
+        )
 
     def export(self) -> dict[str, npt.NDArray[Any]]:
         """Copies of the rows in use, by layer and part; bfloat16, which NumPy lacks, as unsigned integers."""
         exported = {}
-        for name, array in self._named():
-            used = array if self._network.recurrent else array[..., : self.n_past, :]
+        for name, array, has_rows in self._named():
+            used = array[..., : self.n_past, :] if has_rows else array
             exported[name] = np.array(used.view(mx.uint16) if used.dtype == mx.bfloat16 else used)
         return exported
 
@@ -189,23 +195,23 @@ class LayerCaches:
         self.clear()
         if not n_past and not arrays:
             return
-        wanted = dict(like._named())
+        wanted = {name: (array, has_rows) for name, array, has_rows in like._named()}
         if arrays.keys() != wanted.keys():
             raise EngineError("the saved state belongs to another model or cache type")
         taken: dict[str, mx.array] = {}
-        for name, template in wanted.items():
+        for name, (template, has_rows) in wanted.items():
             is_bfloat16 = template.dtype == mx.bfloat16
             array = mx.array(arrays[name])
             array = array.view(mx.bfloat16) if is_bfloat16 and array.dtype == mx.uint16 else array
             shape = list(template.shape)
-            if not self._network.recurrent:
+            if has_rows:
                 shape[-2] = n_past
             if list(array.shape) != shape or array.dtype != template.dtype:
                 raise EngineError("the saved state does not have the shape that this model needs")
             taken[name] = array
         for i, layer in enumerate(self.layers):
             parts = [array for name, array in taken.items() if name.partition(".")[0] == str(i)]
-            if self._network.recurrent:
+            if isinstance(layer, ArraysCache):
                 layer.cache = parts
             else:
                 half = len(parts) // 2

@@ -33,7 +33,7 @@ from localspec.backends.base import (
     n_wanted,
 )
 from localspec.backends.best_rows import best_pays, by_token, n_looked_for
-from localspec.backends.mlx.cache import LayerCaches, Tree
+from localspec.backends.mlx.cache import KV_BITS, LayerCaches, Tree
 from localspec.backends.mlx.library import NAME, binding, owner
 from localspec.backends.mlx.network import Network, load_network
 from localspec.backends.mlx.tokenizer import ByteLevel
@@ -452,6 +452,11 @@ class MLXModel(Model):
             self._read_header(file)
             check_hyperparameters(file)
             check_kv_type(file, kv_type)
+            if KV_BITS[kv_type] is not None and "blk.0.attn_sinks.weight" in file.tensors:
+                raise UsageError(
+                    f"--kv-cache {kv_type}: MLX computes the attention sinks of {path.name} with unquantised keys and "
+                    "values only; use f16 or --backend llama-cpp"
+                )
             self.device = device_for(file, n_gpu_layers)
             self._tokenizer = Tokenizer(file, self.vocab, ByteLevel)
             nextn = has_layer(file)

@@ -116,11 +116,16 @@ class Network:
     n_embd: int  # width of the hidden states
     compute_dtype: mx.Dtype  # of activations, scales and plain numbers
     layer_windows: tuple[int | None, ...]  # for each layer, how many tokens its attention sees; None for all
-    recurrent: bool  # whether its memory is a state that cannot be rewound
+    layer_states: tuple[int, ...]  # for each layer, arrays of a state that cannot be rewound; 0 has keys and values
     max_context: int | None  # tokens up to which it computes what the file means; None for no limit
     _trunk: nn.Module
     _head: Callable[[mx.array], mx.array]
     reads_tokens_too: bool = False  # where rows of floats are fed, their tokens are real ids
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether some layers keep a state that cannot be rewound."""
+        return any(self.layer_states)
 
     def hidden(self, tokens: mx.array, cache: list[Any] | None = None) -> mx.array:
         """The last layer's states, normalised, as the output matrix takes them: [1, n] -> [1, n, n_embd]."""
@@ -173,9 +178,13 @@ class Network:
 
     def make_cache(self) -> list[Any]:
         """An empty memory of the kinds that mlx-lm chooses: one that forgets where a layer sees a window only."""
-        from mlx_lm.models.cache import make_prompt_cache
+        return _mlx_caches(self.module)
 
-        return list(make_prompt_cache(self.module))
+
+def _mlx_caches(module: nn.Module) -> list[Any]:
+    from mlx_lm.models.cache import make_prompt_cache
+
+    return list(make_prompt_cache(module))
 
 
 def _rope_of(layer: Any) -> Rope | None:
@@ -254,9 +263,9 @@ def _load(file: GGUFFile, dtype: mx.Dtype, progress: Progress | None) -> Network
 
     defer_mlx_lm()
     models = import_module(f"mlx_lm.models.{architecture.module}")
-    args = models.ModelArgs.from_dict(arguments)
+    args = getattr(models, f"{architecture.prefix}ModelArgs").from_dict(arguments)
     _check_head_size(header, architecture, args)
-    module: nn.Module = models.Model(args)
+    module: nn.Module = getattr(models, f"{architecture.prefix}Model")(args)
     if tied and architecture.module == "gemma3_text":
         module.sanitize({})  # to this class the output matrix is the embedding where none is handed to it
     if architecture.attention:
@@ -273,8 +282,8 @@ def _load(file: GGUFFile, dtype: mx.Dtype, progress: Progress | None) -> Network
         n_layer=len(module.layers),
         n_embd=args.hidden_size,
         compute_dtype=dtype,
-        layer_windows=_windows(args, len(module.layers)),
-        recurrent=not architecture.attention,
+        layer_windows=_windows(module),
+        layer_states=tuple(len(getattr(cache, "cache", ())) for cache in _mlx_caches(module)),
         max_context=max_context,
         _trunk=trunk,
         _head=_make_head(module, architecture, args, tied),
@@ -327,21 +336,18 @@ def install_rope(
     base = header.real("rope.freq_base", 10000.0)
     if scaling.factors is not None and len(scaling.factors) != attention.d_rope // 2:
         raise UnsupportedModel(f"{header.name}: its rope factors do not fit {attention.d_rope} rotating channels")
-    windows = _windows(args, len(module.layers))
+    windows = _windows(module)
     everywhere = Rope(attention.d_rope, base, interleaved=architecture.interleaved, scaling=scaling)
-    # Layers that see a window only are not stretched.
     local_base = getattr(args, "rope_local_base_freq", base)
-    local = Rope(attention.d_rope, local_base, interleaved=architecture.interleaved)
+    local_scaling = scaling if architecture.stretched_windows else None
+    local = Rope(attention.d_rope, local_base, interleaved=architecture.interleaved, scaling=local_scaling)
     for i, layer in enumerate(module.layers):
-        if not architecture.without_rope(i):
+        if "self_attn" in layer and not architecture.without_rope(i):
             layer.self_attn.rope = everywhere if windows[i] is None else local
 
 
-def _windows(args: Any, n_layer: int) -> tuple[int | None, ...]:
-    window, pattern = getattr(args, "sliding_window", None), getattr(args, "sliding_window_pattern", None)
-    if not window or not pattern:
-        return (None,) * n_layer
-    return tuple(window if (i + 1) % pattern else None for i in range(n_layer))
+def _windows(module: nn.Module) -> tuple[int | None, ...]:
+    return tuple(getattr(cache, "max_size", None) for cache in _mlx_caches(module))
 
 
 def _make_head(module: nn.Module, architecture: Architecture, args: Any, tied: bool) -> Callable[[mx.array], mx.array]:

@@ -10,8 +10,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from localspec.backends.base import Progress
-from localspec.backends.mlx.architecture import Architecture
-from localspec.backends.mlx.weights import Stored, read_tensor
+from localspec.backends.mlx.architecture import Architecture, Header
+from localspec.backends.mlx.weights import BlockType, Stored, read_tensor
 from localspec.errors import EngineError, UnsupportedModel
 from localspec.model_files.gguf import GGUFFile, TensorInfo
 
@@ -161,17 +161,41 @@ def _put(
         convert = lambda stored: stored - 1  # noqa: E731
     can_be_packed = place.parameter == "weight" and hasattr(owner, "to_quantized")
     stored = read_tensor(file, info, dtype, convert=convert, plain=not can_be_packed)
+    if key in architecture.rearranged:
+        axis, order = architecture.rearranged[key]
+        stored = _rearranged(file, info, stored, axis, order(Header(file)))
     expected = _expected_shape(owner, place.parameter)
     if expected is not None and stored.shape != expected:
         raise UnsupportedModel(
             f"{file.path.name}: {info.name} has the shape {'x'.join(map(str, stored.shape))}, "
             f"but {'x'.join(map(str, expected))} is needed"
         )
-    if stored.scales is None:
+    if stored.kind is None:
         owner[place.parameter] = stored.weight
     else:
         parent, _, name = place.path.rpartition(".")
-        cast(nn.Module, _submodule(module, parent) if parent else module)[name] = _packed(owner, stored)
+        cast(nn.Module, _submodule(module, parent) if parent else module)[name] = _packed(owner, stored, stored.kind)
+
+
+def _rearranged(file: GGUFFile, info: TensorInfo, stored: Stored, axis: int, order: list[int]) -> Stored:
+    """With the equal parts of an axis in another order."""
+    if order == sorted(order):
+        return stored
+    kind = stored.kind
+    if stored.shape[axis] % (len(order) * (kind.group if kind is not None and axis == -1 else 1)):
+        raise UnsupportedModel(
+            f"{file.path.name}: {info.name} cannot be cut into {len(order)} heads as {info.type_name}; "
+            "use --backend llama-cpp or another quantisation of the model"
+        )
+
+    def moved(array: mx.array) -> mx.array:
+        at = axis % array.ndim
+        found = mx.take(mx.unflatten(array, at, (len(order), -1)), mx.array(order), axis=at).reshape(array.shape)
+        mx.eval(found)
+        return found
+
+    scales, biases = (None if array is None else moved(array) for array in (stored.scales, stored.biases))
+    return Stored(moved(stored.weight), scales, biases, kind)
 
 
 def _expected_shape(owner: nn.Module, parameter: str) -> tuple[int, ...] | None:
@@ -181,11 +205,11 @@ def _expected_shape(owner: nn.Module, parameter: str) -> tuple[int, ...] | None:
     return (owner["weight"].shape[0],) if parameter == "bias" else None
 
 
-def _packed(owner: nn.Module, stored: Stored) -> nn.Module:
+def _packed(owner: nn.Module, stored: Stored, kind: BlockType) -> nn.Module:
     """The quantised counterpart of a module, holding what was read."""
     bias = owner.get("bias")
     # mlx makes it by quantising the random weights it was built with; they are never computed.
-    packed: nn.Module = owner.to_quantized(group_size=stored.group, bits=stored.bits)
+    packed: nn.Module = owner.to_quantized(group_size=kind.group, bits=kind.bits, mode=kind.mode)
     packed.weight, packed.scales, packed.biases = stored.weight, stored.scales, stored.biases
     if bias is not None:
         packed.bias = bias

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from localspec.errors import UnsupportedModel
 from localspec.model_files.gguf import GGUFFile, TensorInfo, dequantised
 
-# GGML's quantised blocks rewritten as MLX's affine groups: ``value = scale * code + bias``.
+# GGML's quantised blocks rewritten as MLX's affine groups: ``value = scale * code + bias``. MXFP4 both have.
 #
 # A ggml row is a chain of blocks, each with its own scales; MLX keeps the codes of a row in one little-endian bit
 # stream, and the scale and bias of every group of 32, 64 or 128 values apart. Most of ggml's types are affine in groups
@@ -34,6 +34,7 @@ from localspec.model_files.gguf import GGUFFile, TensorInfo, dequantised
 # Q3_K       8     128    d·(s·q): s·q is an integer in -124..128, which is 8 bits for the whole group
 # IQ4_NL     8     32     d·v, with v one of 16 values in -127..113
 # IQ4_XS     8     32     (d·s)v, as IQ4_NL
+# MXFP4      4     32     MLX's mode of that name: the same codes in another order, and the same power of two
 # Q6_K       8     32     not exact: scales for 16 values each. See ``_q6_k``
 # Q2_K       8     32     not exact: as Q6_K. See ``_q2_k``
 # =========  ====  =====  =================================================================================
@@ -44,7 +45,8 @@ from localspec.model_files.gguf import GGUFFile, TensorInfo, dequantised
 # NumPy's annotations take `uint8_array & 15` for signed numbers of any width, so these say less than they mean.
 Bytes = npt.NDArray[Any]  # uint8
 Floats = npt.NDArray[Any]  # float32
-Unpacked = tuple[Bytes, Floats, Floats]  # codes [n_blocks, block], scales and biases [n_blocks, block / group]
+# Codes [n_blocks, block], scales and biases [n_blocks, block / group]; MXFP4's scales are exponents, without biases.
+Unpacked = tuple[Bytes, Floats | Bytes, Floats | None]
 
 _IQ4_VALUES = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int16
@@ -64,26 +66,27 @@ class BlockType:
     bits: int  # of a code in MLX
     group: int  # values that share a scale and a bias in MLX
     unpack: Callable[[Bytes], Unpacked]  # blocks [n_blocks, n_bytes] -> ``Unpacked``
+    mode: str = "affine"  # MLX's name of what codes and scales mean
 
 
 @dataclass(frozen=True, slots=True)
-class AffineMatrix:
-    """A matrix in MLX's affine format."""
+class PackedMatrix:
+    """A matrix in one of MLX's quantised formats."""
 
     codes: npt.NDArray[np.uint32]  # [n_rows, n_columns * bits / 32], the codes of a row as one bit stream
-    scales: Floats  # [n_rows, n_columns / group]
-    biases: Floats  # as ``scales``
-    bits: int  # of a code
-    group: int  # values that share a scale
+    scales: Floats | Bytes  # [n_rows, n_columns / group]
+    biases: Floats | None  # as ``scales``, for the affine mode
+    kind: BlockType
 
 
-def repack(kind: BlockType, rows: Bytes) -> AffineMatrix:
+def repack(kind: BlockType, rows: Bytes) -> PackedMatrix:
     """Rewrite a matrix of blocks of a kind: rows [n_rows, n_columns / block * n_bytes]."""
     n_rows, row_bytes = rows.shape
     n_columns = row_bytes // kind.n_bytes * kind.block
     codes = np.empty((n_rows, n_columns * kind.bits // 8), dtype=np.uint8)
-    scales = np.empty((n_rows, n_columns // kind.group), dtype=np.float32)
-    biases = np.empty_like(scales)
+    is_affine = kind.mode == "affine"
+    scales = np.empty((n_rows, n_columns // kind.group), dtype=np.float32 if is_affine else np.uint8)
+    biases = np.empty_like(scales) if is_affine else None
     step = max(1, _CHUNK // n_columns)
 
     def rewrite(start: int) -> None:
@@ -92,12 +95,13 @@ def repack(kind: BlockType, rows: Bytes) -> AffineMatrix:
         part_codes, part_scales, part_biases = kind.unpack(blocks)
         codes[part] = pack(part_codes, kind.bits).reshape(-1, codes.shape[1])
         scales[part] = part_scales.reshape(-1, scales.shape[1])
-        biases[part] = part_biases.reshape(-1, scales.shape[1])
+        if biases is not None and part_biases is not None:
+            biases[part] = part_biases.reshape(-1, scales.shape[1])
 
     with ThreadPoolExecutor(_N_THREADS) as pool:
         for _ in pool.map(rewrite, range(0, n_rows, step)):
             pass  # only to raise what was raised
-    return AffineMatrix(codes.view(np.uint32), scales, biases, kind.bits, kind.group)
+    return PackedMatrix(codes.view(np.uint32), scales, biases, kind)
 
 
 def pack(codes: Bytes, bits: int) -> Bytes:
@@ -167,6 +171,10 @@ def _q8_0(blocks: Bytes) -> Unpacked:
 def _iq4_nl(blocks: Bytes) -> Unpacked:
     d = _halves(blocks, 0)
     return _iq4_codes(blocks[:, 2:]), d, -128 * d
+
+
+def _mxfp4(blocks: Bytes) -> Unpacked:
+    return _nibbles(blocks[:, 1:]), blocks[:, :1], None
 
 
 def _iq4_codes(nibble_pairs: Bytes) -> Bytes:
@@ -285,6 +293,7 @@ BLOCK_TYPES = _table(
     ("Q6_K", 256, 210, 8, 32, _q6_k),
     ("IQ4_NL", 32, 18, 8, 32, _iq4_nl),
     ("IQ4_XS", 256, 136, 8, 32, _iq4_xs),
+    ("MXFP4", 32, 17, 4, 32, _mxfp4, "mxfp4"),
 )
 """ggml's name -> how its blocks are represented. Types of plain numbers (F32, F16, BF16) need no repacking."""
 
@@ -297,15 +306,16 @@ class Stored:
     """A tensor as MLX arrays."""
 
     weight: mx.array  # plain numbers, or codes as uint32 [..., n_columns * bits / 32]
-    scales: mx.array | None  # [..., n_columns / group], or None for plain numbers
-    biases: mx.array | None  # as ``scales``
-    bits: int = 0  # of a code
-    group: int = 0  # values that share a scale and a bias
+    scales: mx.array | None = None  # [..., n_columns / group], or None for plain numbers
+    biases: mx.array | None = None  # as ``scales``, or None where these are enough
+    kind: BlockType | None = None  # None for plain numbers
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the numbers that are stored."""
-        return (*self.weight.shape[:-1], self.weight.shape[-1] * 32 // self.bits) if self.bits else self.weight.shape
+        if self.kind is None:
+            return self.weight.shape
+        return (*self.weight.shape[:-1], self.weight.shape[-1] * 32 // self.kind.bits)
 
 
 def read_tensor(
@@ -335,7 +345,7 @@ def read_tensor(
         else:
             numbers = dequantised(raw.reshape(info.n_elements // info.shape[0], -1), info).reshape(shape)
             array = _to_dtype(numbers if convert is None else convert(numbers), dtype, file, info)
-        return Stored(array, None, None)
+        return Stored(array)
     kind = BLOCK_TYPES.get(info.type_name)
     if kind is None or plain or convert is not None:
         wanted = ", ".join(PLAIN_TYPES if kind else (*BLOCK_TYPES, *PLAIN_TYPES))
@@ -345,10 +355,14 @@ def read_tensor(
         )
     matrix = repack(kind, file.tensor_bytes(info.name).reshape(-1, shape[-1] // kind.block * kind.n_bytes))
     codes = mx.array(matrix.codes).reshape(*shape[:-1], -1)
+    if matrix.biases is None:
+        exponents = mx.array(matrix.scales).reshape(*shape[:-1], -1)
+        mx.eval(codes, exponents)
+        return Stored(codes, exponents, None, kind)
     scales, biases = (
         _to_dtype(each, dtype, file, info).reshape(*shape[:-1], -1) for each in (matrix.scales, matrix.biases)
     )
-    return Stored(codes, scales, biases, matrix.bits, matrix.group)
+    return Stored(codes, scales, biases, kind)
 
 
 def _to_dtype(numbers: npt.NDArray[Any], dtype: mx.Dtype, file: GGUFFile, info: TensorInfo) -> mx.array:

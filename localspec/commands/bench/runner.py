@@ -33,6 +33,7 @@ from localspec.commands.doctor.ranking import WIDTHS, Watch
 from localspec.commands.options import RunOptions, ensure_model
 from localspec.controllers.calibration import WHOLE, PassKind, calibrating
 from localspec.controllers.cost_model import PassTimes
+from localspec.engine.fit import USUAL_CTX
 from localspec.engine.options import LoadOptions
 from localspec.engine.pair import Pair
 from localspec.errors import Cancelled, UsageError, check_text
@@ -53,8 +54,9 @@ from localspec.measuring.subject import (
     places,
     split_names,
 )
+from localspec.model_files.catalog import Catalog
 from localspec.model_files.fingerprint import fingerprint
-from localspec.model_files.gguf import model_bytes, model_files
+from localspec.model_files.gguf import GGUFFile, model_bytes, model_files
 from localspec.model_files.sources.base import size_text
 from localspec.prompts.questions import SETS, Question, digest, in_turns, of_categories, own_questions, read_questions
 from localspec.sampling.sampling import SamplingParams
@@ -102,6 +104,12 @@ def engine_facts(subject: EngineUnderTest, kv_type: str, watch: Watch, *, measur
             if draft.drafter.info.rows_of_draft
         },
     )
+
+
+def _measured_ctx(model: str) -> int:
+    """Context size [tokens] where none is asked for: every way of decoding has contexts of its own."""
+    with GGUFFile(Catalog.load().resolve(model)) as gguf:
+        return min(USUAL_CTX, gguf.n_ctx_train or USUAL_CTX)
 
 
 def _measured(context: Context, passes: PassKind, watch: Watch, pair: Pair) -> PassTimes:
@@ -373,7 +381,8 @@ class BenchRun:
             if loaded:
                 self._check_room(loaded[0], len(backends) - len(loaded))
             self._progress.report(f"loading {model}" + (f" with {backend}" if len(backends) > 1 else ""), None)
-            measuring = replace(plan.options, model=model).for_measuring(backend=backend)
+            load = {"backend": backend, "n_ctx": plan.options.load.n_ctx or _measured_ctx(model)}
+            measuring = replace(plan.options, model=model).for_measuring(**load)
             loaded.append(stack.enter_context(measuring.open(self._watch.report)))
         return loaded
 

@@ -22,9 +22,10 @@ from localspec.engine.loading import draft_gain
 from localspec.errors import Cancelled, Closed, LocalspecError, SessionFileError, UsageError, line_of
 from localspec.llm import Session, from_text, to_text
 from localspec.model_files.catalog import short_name
+from localspec.prompts import documents
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.drafters.names import NGRAM
-from localspec.spec_decode.rounds import SpecStats
+from localspec.spec_decode.rounds import PromptProgress, SpecStats
 from localspec.system.files import JsonStore, decoded, home, private_folder
 from localspec.system.machine import BUSY, process_bytes
 from localspec.system.process import on_interrupt
@@ -53,16 +54,19 @@ class AttachedFile:
 
 
 def read_file(path: Path) -> AttachedFile:
-    """Read a file to attach.
+    """Read a file to attach: a text, or the text of a PDF or Word document.
 
     Raises:
-        UsageError: it cannot be read, is no text, or is too large for any model.
+        UsageError: it cannot be read, has no text, or is too large for any model.
     """
+    most = documents.MAX_BYTES if documents.is_document(path.name) else MAX_BYTES
     try:
         with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+            data = file.read(most + 1)
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    if documents.is_document(path.name):
+        return AttachedFile(path, documents.document_text(str(path), data))
     if len(data) > MAX_BYTES:
         raise UsageError(f"{path} has more than {MAX_BYTES >> 20} MiB, too large for any context")
     try:
@@ -328,11 +332,14 @@ class Chat:
             try:
                 with no_echo(), stream, on_interrupt(stream.close):
                     view.wait("reading")
-                    for round_ in stream:
-                        stats.add(round_)
-                        record.rounds.append(round_.as_event())
-                        pieces.append(round_.text)
-                        view.round(round_)
+                    for step in stream.steps():
+                        if isinstance(step, PromptProgress):
+                            view.wait(f"reading {step}")
+                            continue
+                        stats.add(step)
+                        record.rounds.append(step.as_event())
+                        pieces.append(step.text)
+                        view.round(step)
                     reply = stream.reply
                     record.finish_reason, record.stats = reply.finish_reason, dict(reply.stats)
             except KeyboardInterrupt:  # a second Ctrl-C: the engine is busy, and we do not wait for it
@@ -468,6 +475,7 @@ def header(llm: LLM, screen: ChatScreen, follows: str = "") -> None:
     """Say what was loaded, which drafters guess and what their text looks like; ``follows`` is ``LateDraft.status``."""
     memory = f" · {process_bytes() / 1e9:.1f} GB" if process_bytes() >= 5e7 else ""  # weights included
     screen.line(f"{llm.model_name} · {llm.backend_name} · context {llm.n_ctx}{memory}", Style.HEAD)
+    screen.note(f"context: {llm.context_info()['reason']}")
     screen.line(guessing(llm.draft_names, follows))
     if legend := screen.legend(llm.draft_names, follows):
         print(legend, file=screen.file)

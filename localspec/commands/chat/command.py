@@ -21,7 +21,6 @@ from localspec.commands.chat.chat import (
 from localspec.commands.chat.commands import LEAVING, complete, go_on_with, is_command, run_command, takes_path
 from localspec.commands.chat.prompt import PlainPrompt
 from localspec.commands.chat.screen import VIEWS, ChatScreen
-from localspec.commands.chat.settings import ChatSettings, read_settings
 from localspec.commands.options import RunOptions, ThinkOptions, base_model_notes
 from localspec.model_files.catalog import Catalog, Entry
 from localspec.system.files import home
@@ -36,6 +35,7 @@ def chat_command(
     project: str | None,
     asked: ThinkOptions,
     *,
+    view: str | None = None,
     resume: bool = False,
     keep: bool = True,
 ) -> int:
@@ -45,6 +45,7 @@ def chat_command(
         options: what to load, and how to sample.
         project: what to copy from too; None is what was kept for this folder, where someone sits at a terminal.
         asked: ``think`` and ``thinking_budget``, see ``LLM.rounds``.
+        view: how answers are shown; one of config.toml holds for terminals alone.
         resume: go on with the conversation that was kept last.
         keep: keep the conversation: of a person at a terminal, or one that is resumed.
     """
@@ -52,8 +53,8 @@ def chat_command(
     if interactive or project is not None:
         options = with_project(options, project)
     latest = next(kept_chats(), None) if resume else None
-    if latest is not None and options.model is None:
-        options = replace(options, model=_model_of(latest))
+    if latest is not None and (options.model is None or "model" in options.from_file):
+        options = replace(options, model=_model_of(latest, options.model))
     missing: list[Entry] | None = [] if interactive and options.draft_may_come_late else None
     screen = ChatScreen(plain=not interactive)
     with screen.held() as hold, Progress() as progress:
@@ -65,11 +66,11 @@ def chat_command(
         llm = options.open(report, late=missing)
         hold()
         with llm:
-            settings, problems = read_settings() if interactive else (ChatSettings(), [])
             defaults = llm.chat_defaults
-            prompts = (options.system, settings.system, defaults.get("system"))
-            system = next((text for text in prompts if text is not None), None)
-            chat = Chat(llm, screen, params=options.params(defaults), system=system, view=settings.view or VIEWS[0])
+            system = options.system if options.system is not None else defaults.get("system")
+            if view is None or ("view" in options.from_file and not interactive):
+                view = VIEWS[0]
+            chat = Chat(llm, screen, params=options.params(defaults), system=system, view=view)
             chat.loaded, chat.remembers = progress.clear, interactive
             chat.asked = asked
             chat.keep_in = new_file() if keep and (interactive or resume) else None
@@ -77,23 +78,26 @@ def chat_command(
             progress.clear()
             if not interactive:
                 return _answer_lines(chat, begin)
-            if settings.system is not None and options.system is None:
-                problems.append(f"system prompt, as remembered: {settings.system or 'none'}")
+            notes = []
+            if "system" in options.from_file:
+                notes.append(f"system prompt, as remembered: {options.system or 'none'}")
             if missing is not None and (missing or may_be_drafted_for(llm)):
                 chat.late = LateDraft(llm, missing, corpora=options.corpora())
             try:
-                return _converse(chat, begin, problems)
+                return _converse(chat, begin, notes)
             finally:
                 if chat.late is not None:
                     chat.late.stop()
 
 
-def _model_of(kept: KeptChat) -> str | None:
-    """Model for a kept conversation where none is named: its own if still there; None is the default."""
+def _model_of(kept: KeptChat, usual: str | None) -> str | None:
+    """Model for a kept conversation where none is named: its own if still there; None is the catalogue's default."""
     catalog = Catalog.load()
     if kept.model in catalog:
-        return kept.model if catalog[kept.model].present and kept.model != catalog.default_pair()[0].name else None
-    return str(kept.file) if kept.file.is_file() else None
+        if not catalog[kept.model].present:
+            return usual
+        return kept.model if kept.model != catalog.default_pair()[0].name else None
+    return str(kept.file) if kept.file.is_file() else usual
 
 
 def _resume(chat: Chat, options: RunOptions, latest: KeptChat | None) -> None:
@@ -103,10 +107,11 @@ def _resume(chat: Chat, options: RunOptions, latest: KeptChat | None) -> None:
         return
     go_on_with(chat, latest.path)
     chat.keep_at(latest.path)
-    chat.params = replace(chat.params, **options.sampling)
-    if options.system is not None:
+    named = {name: value for name, value in options.sampling.items() if name not in options.from_file}
+    chat.params = replace(chat.params, **named)
+    if options.system is not None and "system" not in options.from_file:
         chat.session.system = options.system
-    if options.length() != "auto":
+    if options.length() != "auto" and "draft_length" not in options.from_file:
         chat.llm.draft_length = options.length()
 
 

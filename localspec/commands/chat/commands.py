@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich.table import Table
 from rich.text import Text
 
+from localspec.commands import config
 from localspec.commands.chat.chat import (
     first_and_number,
     forget_all,
@@ -31,7 +32,6 @@ from localspec.commands.chat.chat import (
     without_files,
 )
 from localspec.commands.chat.screen import FORMER_VIEWS, VIEWS, guessing, no_echo
-from localspec.commands.chat.settings import remember
 from localspec.commands.chat.typesetter import Style, code_blocks
 from localspec.engine.options import draft_specs, with_free
 from localspec.errors import UsageError, line_of, nearest
@@ -40,7 +40,7 @@ from localspec.report.model import Lines
 from localspec.report.model import Table as Grid
 from localspec.sampling.sampling import CHAT_SETTINGS, SamplingParams
 from localspec.spec_decode.drafters.names import CORPUS, is_corpus
-from localspec.spec_decode.rounds import SpecStats
+from localspec.spec_decode.rounds import PromptProgress, SpecStats
 from localspec.system.machine import CPUTimes, others_share
 from localspec.system.process import interrupts_left_to_others, on_interrupt
 from localspec.system.terminal import Progress, clip, on_one_line, visible
@@ -367,7 +367,7 @@ def _remembered(chat: Chat, name: str, value: str | None) -> str:
     if not chat.remembers:
         return ""
     try:
-        remember(name, value)
+        config.write(f"chat.{name}", value)
     except UsageError as error:
         chat.screen.error(f"only for this chat: {error}")
         return ""
@@ -491,12 +491,21 @@ def _think(chat: Chat, argument: str) -> None:
     chat.screen.note(f"think: {chat.asked['think']}, {budget} tokens, {shown}")
 
 
+def _usual_system(chat: Chat) -> str | None:
+    """The system prompt of config.toml for all commands, else the model's own."""
+    try:
+        usual = config.read().get("system")
+    except UsageError:
+        usual = None
+    return usual if isinstance(usual, str) else chat.llm.chat_defaults.get("system")
+
+
 def _system(chat: Chat, argument: str) -> None:
     word, kept = argument.lower(), ""
     if argument:
-        text = chat.llm.chat_defaults.get("system") if word == "default" else "" if word == "none" else argument
-        chat.session.system = text
-        kept = _remembered(chat, "system", None if word == "default" else text)
+        text = None if word == "default" else "" if word == "none" else argument
+        kept = _remembered(chat, "system", text)
+        chat.session.system = _usual_system(chat) if text is None else text
     chat.screen.note(f"system prompt: {chat.session.system or 'none'}{kept}")
 
 
@@ -653,9 +662,12 @@ def _run(chat: Chat, params: SamplingParams, first: bool, what: str) -> _Heat | 
         stream = chat.llm.rounds(chat.session.messages[:-1], params, speculate=speculate, **chat.asked)
         status, said = SpecStats(), ""
         with Progress(chat.screen.file) as progress, no_echo(), stream, on_interrupt(stream.close):
-            for round_ in stream:
-                status.add(round_)
-                said = (said + on_one_line(round_.text))[-40:]
+            for step in stream.steps():
+                if isinstance(step, PromptProgress):
+                    progress.report(f"{what}{_NAMES[speculate]}: reading {step}", step.fraction)
+                    continue
+                status.add(step)
+                said = (said + on_one_line(step.text))[-40:]
                 if chat.screen.ansi:
                     speed = f"{status.completion_tokens} tokens, {status['tokens_per_second']:.1f} tok/s"
                     progress.report(f"{what}{_NAMES[speculate]}: {speed}  …{said}", None)

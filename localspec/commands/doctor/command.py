@@ -27,13 +27,12 @@ from localspec.commands.doctor.ranking import Watch, cost_findings, measure_cost
 from localspec.commands.options import RunOptions, called, joined
 from localspec.engine.draft_sources import is_free
 from localspec.engine.loading import forget
-from localspec.engine.pair import DEFAULT_CTX
 from localspec.engine.state import DraftModel
 from localspec.errors import EngineError, LocalspecError, ModelFileError, UsageError
-from localspec.heads import FROM_STATES, HEAD
+from localspec.heads import FROM_STATES, HEAD, MTP
 from localspec.heads.kinds import names_published_head
 from localspec.heads.published import computes_mtp
-from localspec.heads.sources import found_heads, heads_of
+from localspec.heads.sources import found_heads, head_files, heads_of
 from localspec.measuring.last_bench import last_bench
 from localspec.model_files.catalog import Catalog, short_name
 from localspec.model_files.sources.base import size_text
@@ -487,9 +486,9 @@ class Doctor:
         rows = [fit.broken("file", model) for model in examined.models if model.error is not None]
         rows += [fit.missing(model) for model in examined.models if model.error is None and not model.present]
         differences = {
-            draft.name: target.sizes.vocab.difference(draft.sizes.vocab)
+            draft.name: target.vocab.difference(draft.vocab)
             for draft in drafts
-            if target.sizes is not None and draft.sizes is not None
+            if target.vocab is not None and draft.vocab is not None
         }
         rows += _vocabulary(examined, differences)
         usable = [
@@ -504,13 +503,16 @@ class Doctor:
             here.memory_limit_bytes or here.memory_total_bytes,
         )
         loaded = [target, *usable]
-        n_ctx = options.load.n_ctx or min(DEFAULT_CTX, target.n_ctx_train or DEFAULT_CTX)
+        heads = [] if engine is None else head_paths(target.file, examined.heads, engine.name)
+        choice, about = fit.chosen_context(target, usable, heads, options.load, room)
+        n_ctx = choice.n_ctx
         on_cpu: int | None = None
         if options.load.placement and engine is not None and target.present and target.error is None:
             spread, on_cpu = fit.spread(target, options.load, engine.name, n_ctx)
             rows += spread
         fitted = fit.fit(loaded, n_ctx, options.load.kv_cache_type, room, on_cpu)
         rows += fit.fit_findings(loaded, fitted, room)
+        rows += [about] if about is not None else []
         trained = target.n_ctx_train
         if options.load.n_ctx is not None and trained and options.load.n_ctx > trained:
             text = f"{options.load.n_ctx:,} tokens, but it was trained for {trained:,}"
@@ -656,6 +658,13 @@ def _rollback(models: Sequence[ExaminedModel]) -> Iterator[Finding]:
 def _draft_ms(draft: DraftModel, n: int) -> float:
     """The time of a pass that drafts n tokens."""
     return draft.times(n if draft.drafter.info.rows_of_draft else 1)
+
+
+def head_paths(target: Path, heads: Sequence[str], engine: str) -> list[Path]:
+    """Files of heads as ``--draft`` names them; the target's own for its layer."""
+    rest = [name.partition(":")[2] for name in heads if name.partition(":")[0] == HEAD]
+    files = [Path(name).expanduser() if name else next(head_files(target, engine), None) for name in rest]
+    return [file for file in files if file is not None] + [target] * (MTP in heads)
 
 
 def _published(name: str) -> Path | None:

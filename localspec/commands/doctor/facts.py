@@ -8,6 +8,7 @@ changes its meaning.
 from __future__ import annotations
 
 import platform
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ from localspec.system.machine import (
     BUSY,
     cpu_features,
     cpu_name,
+    cuda_version,
     default_threads,
     slow_clock,
     usable_cpus,
@@ -312,6 +314,28 @@ _BUILDS = {
 }
 """Graphics hardware -> what to build for it, and how."""
 
+WHEELS = "https://abetlen.github.io/llama-cpp-python/whl"
+"""Where the makers of llama-cpp-python publish wheels, a folder for each kind of GPU; their README lists these."""
+
+CUDA_WHEELS = (118, 121, 122, 123, 124, 125, 130, 132)  # versions of CUDA, times ten; the folders are cu118 and so on
+WHEEL_PYTHONS = ((3, 10), (3, 12))  # the first and the last Python that these wheels are for
+
+
+def wheel_folder(kind: str, cuda: tuple[int, int] | None) -> str | None:
+    """The folder of wheels for a kind of ``_BUILDS``; None where there is none for this Python or version of CUDA.
+
+    ``cuda``: the newest version that the driver runs, None if unknown.
+    """
+    first, last = WHEEL_PYTHONS
+    if not first <= sys.version_info[:2] <= last:
+        return None
+    if kind != "CUDA":
+        return kind.lower()
+    # A driver runs what was built for older minor versions of its own major one too.
+    fitting = [each for each in CUDA_WHEELS if cuda is None or (each // 10 == cuda[0] and each % 10 <= cuda[1])]
+    return f"cu{fitting[-1]}" if fitting else None
+
+
 _INSTEAD = {"ik-llama": "compile llama.cpp for this machine: pip install 'localspec[llama-cpp]'"}
 _ANEW = f"install it anew: pip install --force-reinstall --no-cache-dir {_LLAMA_CPP}"
 
@@ -369,6 +393,11 @@ def engine_findings(
             kind, define = _BUILDS[gpu]
             text = f"a GPU{'' if gpu == 'other' else f' of {gpu}'} is here, but no engine is built for it"
             command = f'CMAKE_ARGS="{define}" pip install {_LLAMA_CPP}{again}'
+            folder = wheel_folder(kind, cuda_version() if kind == "CUDA" else None)
+            if folder is not None:
+                text += "; its makers have wheels, docs/engines.md says how to compile instead"
+                wheel = f"--only-binary llama-cpp-python --extra-index-url {WHEELS}/{folder}"
+                command = f"pip install {_LLAMA_CPP} {wheel}{again}"
             yield Finding("info" if gpu == "other" else "note", kind, text, command)
 
 

@@ -9,40 +9,40 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from localspec.backends.layout import Share, Target, layout
-from localspec.backends.llama.binding import N_UBATCH, Place, Placed
+from localspec.backends.llama.binding import Place, Placed
 from localspec.backends.llama.ggml import Device
 from localspec.backends.llama.rpc import ask
 from localspec.backends.registry import engine_module
 from localspec.commands.doctor.facts import FOR_GPUS, EngineFacts, FitFacts, ModelFacts, NeedFacts
+from localspec.engine.fit import (
+    CTX_STEP,
+    LEAST_CTX,
+    PROGRAM_BYTES,
+    TIGHT,
+    USUAL_CTX,
+    ContextChoice,
+    Load,
+    Sizes,
+    Space,
+    choose_context,
+    gpu_share,
+    loads_for,
+    need,
+    read_sizes,
+)
 from localspec.engine.options import LoadOptions
 from localspec.errors import EngineError, LocalspecError, ModelFileError, UnsupportedModel
 from localspec.heads.kinds import is_published_head, read_open
 from localspec.model_files.catalog import Catalog, Entry, free_bytes
 from localspec.model_files.gguf import GGUFFile, model_bytes
-from localspec.model_files.kv_memory import KV_VALUE_BYTES, KVShape, kv_shape
+from localspec.model_files.kv_memory import KV_VALUE_BYTES
 from localspec.model_files.local_files import known_entries
 from localspec.model_files.sources.base import size_text
 from localspec.model_files.vocab import Vocab
-from localspec.report.model import Finding
+from localspec.report.model import Finding, Status
 from localspec.spec_decode.drafters.names import PARD
 from localspec.spec_decode.drafters.pard import file_and_mask
 from localspec.system.files import models_dir
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """What a header says of memory and matching.
-
-    Attributes:
-        n_embd, n_ff: widths of the residual stream and of the widest feed-forward layer.
-    """
-
-    vocab: Vocab  # the vocabulary
-    kv: KVShape  # what keys and values take
-    n_layer: int  # transformer blocks
-    n_embd: int
-    n_ff: int
-    n_params: int  # parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +52,7 @@ class ExaminedModel(ModelFacts):
 
     spec: str
     sizes: Sizes | None = None
+    vocab: Vocab | None = None
     entry: Entry | None = None
     unused: str | None = None
 
@@ -133,32 +134,19 @@ def _read(path: Path, spec: str, name: str, entry: Entry | None, *, heads: bool 
                     return replace(model, unused=str(error))
                 return model
             gguf.check_generates_text()
-            vocab, kv = Vocab.from_gguf(gguf), kv_shape(gguf)
-            n_layer, n_embd, n_ff = (
-                count(gguf, field) for field in ("block_count", "embedding_length", "feed_forward_length")
-            )
+            vocab, sizes = Vocab.from_gguf(gguf), Sizes.of(gguf)
             return replace(
                 model,
                 n_ctx_train=gguf.n_ctx_train or None,
                 n_vocab=vocab.n_tokens,
-                rollback="replay" if kv.recurrent else "exact",
-                sizes=Sizes(vocab, kv, n_layer, n_embd, n_ff, gguf.n_params),
+                rollback="replay" if sizes.kv.recurrent else "exact",
+                sizes=sizes,
+                vocab=vocab,
             )
     except ModelFileError as error:
         return replace(model, error=str(error).removesuffix("; fetch it again"))
     except OSError as error:
         return replace(model, error=f"it cannot be read: {error.strerror or os.strerror(error.errno or 0)}")
-
-
-def count(gguf: GGUFFile, field: str) -> int:
-    """A number from the header: the largest over layers, 0 if missing."""
-    value = gguf.field(field)
-    try:
-        return max(0, int(max(value)))
-    except TypeError:
-        return value if isinstance(value, int) and value >= 0 else 0
-    except ValueError:
-        return 0
 
 
 def model_findings(models: list[ExaminedModel]) -> Iterator[Finding]:
@@ -189,12 +177,6 @@ def missing(model: ExaminedModel) -> Finding:
     if model.bytes > room:
         return Finding("fail", "download", text, "make room on the disk, or set LOCALSPEC_HOME to a larger one")
     return Finding("note", "download", text, f"localspec pull {model.spec}")
-
-
-PROGRAM_BYTES = 64 << 20  # engine library, vocabularies and Python; 50 to 60 MB were measured
-TIGHT = 0.9  # share of free memory that leaves little for other programs
-_LEAST_CTX = 512  # smallest context worth suggesting
-_CTX_STEP = 256  # engines round a context up to a multiple of this
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,9 +215,7 @@ class Room:
         """Share of a model that goes to the GPU."""
         if not self.on_gpu:
             return 0.0
-        if self.n_gpu_layers is None or model.sizes is None:
-            return 1.0
-        return min(1.0, self.n_gpu_layers / (model.sizes.n_layer + 1))
+        return 1.0 if model.sizes is None else gpu_share(self.n_gpu_layers, model.sizes.n_layer)
 
 
 def fit(models: Sequence[ExaminedModel], n_ctx: int, kv_type: str, room: Room, on_cpu: int | None = None) -> FitFacts:
@@ -243,7 +223,7 @@ def fit(models: Sequence[ExaminedModel], n_ctx: int, kv_type: str, room: Room, o
 
     ``on_cpu``: of a target spread over devices, what stays here [bytes]; the devices have findings of their own.
     """
-    needs = [need(model, n_ctx, kv_type, room.backend) for model in models]
+    needs = [need_of(model, n_ctx, kv_type, room.backend) for model in models]
     on_gpu = sum(each.total * room.gpu_share(model) for each, model in zip(needs, models, strict=True))
     everything = sum(each.total for each in needs)
     ram = PROGRAM_BYTES + (everything if room.gpu_is_ram else everything - on_gpu)
@@ -267,19 +247,43 @@ def fit(models: Sequence[ExaminedModel], n_ctx: int, kv_type: str, room: Room, o
     )
 
 
-def need(model: ExaminedModel, n_ctx: int, kv_type: str, backend: str) -> NeedFacts:
-    """Memory to run a model; the reference engine keeps everything in float64."""
-    sizes = model.sizes
-    if sizes is None:
+def chosen_context(
+    target: ExaminedModel, drafts: Sequence[ExaminedModel], heads: Sequence[Path], load: LoadOptions, room: Room
+) -> tuple[ContextChoice, Finding | None]:
+    """The context that a pair would get, and a finding on it where it was not asked for.
+
+    ``heads`` are files of heads, the target's own for its layer for multi-token prediction.
+    """
+    usual = min(USUAL_CTX, target.n_ctx_train or USUAL_CTX)
+    if load.n_ctx is not None or target.sizes is None or load.placement:
+        return ContextChoice(load.n_ctx or usual, "as asked for" if load.n_ctx else "the usual"), None
+    sizes, trained = target.sizes, target.n_ctx_train or 0
+    read = [sizes.own_layer if path == target.file else read_sizes(path) for path in heads]
+    loads = loads_for(
+        Load(sizes, gpu_share=room.gpu_share(target)),
+        [Load(each.sizes, gpu_share=room.gpu_share(each)) for each in drafts if each.sizes is not None],
+        [Load(each, gpu_share=float(room.on_gpu)) for each in read if each is not None],
+        parallel=1,
+    )
+    space = Space.beside(room.ram, room.gpus)
+
+    def chosen(kv_type: str) -> ContextChoice:
+        on_gpu = room.gpu_share(target) == 1
+        return choose_context(loads, kv_type, room.backend, space, trained, on_gpu=on_gpu)
+
+    choice, advice = chosen(load.kv_cache_type), None
+    smaller = KV_VALUE_BYTES["q8_0"] < KV_VALUE_BYTES[load.kv_cache_type] and room.backend != "reference"
+    if smaller and (more := chosen("q8_0").n_ctx) > choice.n_ctx:
+        advice = f"--kv-cache q8_0 allows {more:,}"
+    status: Status = "ok" if choice.n_ctx >= usual else "note"
+    return choice, Finding(status, "context", str(choice), advice)
+
+
+def need_of(model: ExaminedModel, n_ctx: int, kv_type: str, backend: str) -> NeedFacts:
+    if model.sizes is None:
         return NeedFacts(model.name, model.bytes, None, None)
-    if backend == "reference":
-        compute = 8 * sizes.vocab.n_tokens * n_ctx
-        return NeedFacts(model.name, 8 * sizes.n_params, sizes.kv.bytes(n_ctx, "f64"), compute)
-    # The buffer holds whichever is larger, the logits of N_UBATCH tokens or a layer's intermediate values, in float32;
-    # within 1 % of what both engines report for vocabularies of 49k, 152k and 262k tokens.
-    compute = 4 * N_UBATCH * (sizes.n_embd + max(sizes.vocab.n_tokens, 3 * sizes.n_ff + 4 * sizes.n_embd))
-    padded = -(-n_ctx // _CTX_STEP) * _CTX_STEP
-    return NeedFacts(model.name, model.bytes, sizes.kv.bytes(padded, kv_type), compute)
+    found = need(model.sizes, n_ctx, kv_type, backend)
+    return NeedFacts(model.name, found.weights, found.kv, found.compute)
 
 
 def fit_findings(models: Sequence[ExaminedModel], found: FitFacts, room: Room) -> Iterator[Finding]:
@@ -335,7 +339,7 @@ def _remedy(models: Sequence[ExaminedModel], found: FitFacts, room: Room) -> str
         smaller = KV_VALUE_BYTES["q8_0"] < KV_VALUE_BYTES[found.kv_type]
         if smaller and fits(models, found.n_ctx, "q8_0"):
             ways.append("--kv-cache q8_0")
-        contexts = range(_LEAST_CTX, found.n_ctx, _CTX_STEP)
+        contexts = range(LEAST_CTX, found.n_ctx, CTX_STEP)
         n_fitting = bisect_left(contexts, True, key=lambda n_ctx: not fits(models, n_ctx, found.kv_type))
         if n_fitting:
             ways.append(f"--ctx {contexts[n_fitting - 1]}")
@@ -369,7 +373,7 @@ def spread(target: ExaminedModel, load: LoadOptions, engine: str, n_ctx: int) ->
         wait = sum(facts.round_trip_ms for facts in servers.values())
         text = f"a pass waits for {len(servers)} round trip{'s' * (len(servers) > 1)}, {wait:.2g} ms in all"
         if target.sizes is not None:
-            text += f"; every row of logits that comes back is {size_text(4 * target.sizes.vocab.n_tokens)}"
+            text += f"; every row of logits that comes back is {size_text(4 * target.sizes.n_vocab)}"
         insecure = "; nothing protects what goes to and fro" if placement.allow_insecure_rpc else ""
         rows.append(Finding("note" if insecure else "info", "network", text + insecure))
     return rows, shares[0].weights_bytes + shares[0].cache_bytes

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, TypeVar
 from localspec.backends.base import Context, Model
 from localspec.backends.repack import why_copied
 from localspec.commands.doctor.facts import CostFacts, CurveFacts, RankedFacts, RankFacts
-from localspec.commands.doctor.fit import TIGHT, ExaminedModel, count, on_disk
+from localspec.commands.doctor.fit import ExaminedModel, on_disk
 from localspec.controllers.stopping import Times
+from localspec.engine.fit import TIGHT, count
 from localspec.engine.loading import ENGINES, compared
 from localspec.engine.pair import second_opinion
 from localspec.errors import Cancelled, LocalspecError
@@ -204,19 +205,19 @@ def tuning_questions() -> list[Question]:
 
 def drafts_on_disk(target: ExaminedModel) -> list[ExaminedModel]:
     """Smaller models on this disk: the catalogue's picks, those with the target's vocabulary, others."""
-    assert target.sizes is not None
+    vocab = target.vocab
+    assert vocab is not None
     picks = target.entry.draft if target.entry is not None else ()
     found = [
         model
         for model in on_disk()
         if model.sizes is not None and model.file.resolve() != target.file.resolve() and model.bytes < target.bytes
     ]
-    vocab = target.sizes.vocab
 
     def place(model: ExaminedModel) -> tuple[int, bool]:
-        assert model.sizes is not None
+        assert model.vocab is not None
         rank = picks.index(model.name) if model.name in picks else len(picks)
-        return rank, vocab.difference(model.sizes.vocab) is not None
+        return rank, vocab.difference(model.vocab) is not None
 
     return sorted(found, key=place)
 

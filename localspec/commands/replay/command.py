@@ -174,6 +174,8 @@ def _read_events(data: bytes) -> Recording:
             if isinstance(value, dict) and "type" not in value and {"text", "token_ids"} <= value.keys():
                 answers.append(_reply(value, rounds))
                 rounds = []
+            elif _is_progress(value):
+                continue
             elif _happened(round_ := _round(value)):
                 rounds.append(round_)
         except ValueError as error:
@@ -233,6 +235,10 @@ def _engine(value: Mapping[str, Any]) -> dict[str, Any]:
         "draft": [on_one_line(name) for name in entries(value, "draft", str, [])],
         "backend": on_one_line(get(value, "backend", str, "")),
     }
+
+
+def _is_progress(event: Any) -> bool:
+    return isinstance(event, dict) and event.get("type") == "prompt"
 
 
 def _round(event: Any) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def _network(head: PublishedHead, target: Network | None) -> Network:
         )
     network = read_network(head, target, DFLASH, _CHECKED, lambda header, sizes: BlockTrunk(sizes, _windows(header)))
     windows = tuple(layer.window for layer in network.module.layers)
-    return replace(network, n_layer=len(windows), layer_windows=windows)
+    return replace(network, n_layer=len(windows), layer_windows=windows, layer_states=(0,) * len(windows))
 
 
 def _windows(header: Header) -> list[int | None]:

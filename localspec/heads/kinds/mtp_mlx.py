@@ -22,7 +22,7 @@ from localspec.heads.kinds.base import PublishedHead
 from localspec.heads.mlx import HEAD_DTYPE, HeadModule, embedding_of, head_network, loader, output_of
 from localspec.model_files.gguf import GGUFFile
 
-ARCHITECTURE = "glm4moe"
+_COMPUTED = ("glm4moe", "qwen35", "qwen35moe")
 
 # What it has besides a block; the last three are the model's own where the file has none
 _PARTS = {
@@ -41,6 +41,8 @@ class _Layer(nn.Module):  # type: ignore[misc]
         n, eps = args.hidden_size, args.rms_norm_eps
         for name, part in block.items():  # its parts are this module's own: tensors are placed by their names
             self[name] = part
+        for name, value in vars(block).items():  # and so is what its call reads besides
+            self.__dict__.setdefault(name, value)
         self.eh_proj = nn.Linear(2 * n, n, bias=False)
         self.enorm, self.hnorm = nn.RMSNorm(n, eps=eps), nn.RMSNorm(n, eps=eps)
         if "nextn.shared_head_norm" in tensors:
@@ -78,21 +80,25 @@ def _network(head: PublishedHead, target: Network | None) -> Network:
         UnsupportedModel: a tensor or tensor type that is not handled; the message names it.
     """
     assert target is not None
-    if target.architecture != ARCHITECTURE:
+    if target.architecture not in _COMPUTED:
         raise UnsupportedModel(
-            f"the mlx backend computes the MTP layers of {ARCHITECTURE}, not of {target.architecture}; "
+            f"the mlx backend computes the MTP layers of {', '.join(_COMPUTED)}, not of {target.architecture}; "
             "use --backend llama-cpp"
         )
     defer_mlx_lm()
-    family, first = ARCHITECTURES[ARCHITECTURE], target.n_layer
+    family, first = ARCHITECTURES[target.architecture], target.n_layer
     architecture = replace(family, blocks={**family.blocks, **_PARTS})
     models = import_module(f"mlx_lm.models.{family.module}")
     with GGUFFile(head.path) as file:
         header = Header(file)
-        args = models.ModelArgs.from_dict(common_arguments(header, family, head.n_vocab, False))
+        args = getattr(models, f"{family.prefix}ModelArgs").from_dict(
+            common_arguments(header, family, head.n_vocab, False)
+        )
+        # One of attention: of Qwen 3.5's layers each of these numbers is, of GLM's all.
+        number = getattr(args, "full_attention_interval", first + 1) - 1
         prefix = f"blk.{first}."
         tensors = {name.removeprefix(prefix).rpartition(".")[0] for name in file.tensors if name.startswith(prefix)}
-        module = HeadModule(_Trunk(_Layer(models.DecoderLayer(args, first), args, tensors)))
+        module = HeadModule(_Trunk(_Layer(models.DecoderLayer(args, number), args, tensors)))
         install_rope(header, architecture, module, args, rope_scaling(header)[0])
         fill(file, architecture, module, HEAD_DTYPE, None, range(first, first + 1))
     layer, trunk = module.model.layers[0], target.module[family.trunk]

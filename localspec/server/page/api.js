@@ -1,9 +1,14 @@
 /* The server's API: an answer as a stream of rounds, and what the server is. */
 
 let key = "";
+let model = null; // the one that answers, of a server that has several
 
 export function useKey(value) {
   key = value;
+}
+
+export function chooseModel(name) {
+  model = name;
 }
 
 /* status 0: the server does not answer; 401: a key is needed; 429: too many are waiting. code: the server's word for it. */
@@ -27,7 +32,8 @@ async function request(path, options = {}) {
   if (response.ok) return response;
   let message = `The server answered with status ${response.status}.`, code = "";
   try {
-    ({message, code} = (await response.json()).error);
+    const {error} = await response.json();
+    ({message, code} = typeof error === "string" ? {message: error, code: ""} : error); // Ollama's form is the text alone
   } catch {
     // Not JSON, or not the server's: the status says it.
   }
@@ -35,12 +41,31 @@ async function request(path, options = {}) {
 }
 
 export async function serverStats() {
-  return (await request("/v1/localspec/stats")).json();
+  return (await request(`/v1/localspec/stats${model === null ? "" : `?model=${encodeURIComponent(model)}`}`)).json();
+}
+
+export const models = async () => (await request("/v1/localspec/models")).json();
+export const loadModel = (name) => send("POST", "/models/load", {model: name});
+export const unloadModel = (name) => send("POST", "/models/unload", {model: name});
+
+/* Fetches a model. Yields what Ollama's API tells: {status, total, completed}. Aborting the signal stops it. */
+export async function* pull(name, signal) {
+  const response = await send("POST", "/api/pull", {model: name}, signal);
+  for await (const line of lines(response.body)) {
+    const step = JSON.parse(line);
+    if (step.error) throw new ApiError(step.error);
+    yield step;
+  }
 }
 
 async function send(method, path, body = null, signal = undefined) {
   const options = body ? {headers: {"Content-Type": "application/json"}, body: JSON.stringify(body)} : {};
   return request(path, {method, signal, ...options});
+}
+
+/* {text} of a PDF or Word document, in Base64. */
+export async function textOf(name, data) {
+  return (await send("POST", "/v1/localspec/text", {name, data})).json();
 }
 
 const KEPT = "/v1/localspec/conversations";
@@ -55,7 +80,7 @@ export const conversations = {
   export: async (id, format) => (await request(`${KEPT}/${id}?format=${format}`)).blob(),
 };
 
-/* Answers messages. Yields {round}, {reasoning}, {text}, {finish} and {stats, explanation}, as they come.
+/* Answers messages. Yields {prompt} (how far a long one is read), {round}, {reasoning}, {text}, {finish} and {stats, explanation}, as they come.
 
    settings: speculate, draftLength ("auto" or a number), think ("on" or "off"), temperature, topP, topK, minP,
    repeatPenalty, seed, maxTokens, prediction (a text that the answer is likely to repeat), resumed (the last message is the
@@ -63,6 +88,7 @@ export const conversations = {
    Aborting the signal stops the engine within a round. */
 export async function* answer(messages, settings, signal) {
   const body = {
+    ...(model === null ? {} : {model}),
     messages,
     stream: true,
     stream_options: {include_usage: true, localspec_rounds: true},
@@ -78,7 +104,9 @@ export async function* answer(messages, settings, signal) {
     ...(settings.resumed ? {continue_final_message: true, add_generation_prompt: false} : {}),
     localspec: settings.speculate ? {draft_length: settings.draftLength} : {off: true},
   };
-  const response = await send("POST", "/v1/chat/completions", body, signal);
+  document.dispatchEvent(new Event("asked"));
+  const response = await send("POST", "/v1/chat/completions", body, signal)
+    .finally(() => document.dispatchEvent(new Event("answered"))); // it is being answered, or was refused
   let complete = false;
   for await (const data of events(response.body)) {
     if (data === "[DONE]") {
@@ -87,6 +115,7 @@ export async function* answer(messages, settings, signal) {
     }
     const chunk = JSON.parse(data);
     if (chunk.error) throw new ApiError(chunk.error.message, 500, chunk.error.code);
+    if (chunk.localspec?.prompt) yield {prompt: chunk.localspec.prompt};
     if (chunk.localspec?.round) yield {round: chunk.localspec.round};
     if (chunk.localspec?.stats) yield chunk.localspec;
     for (const choice of chunk.choices || []) {
@@ -100,6 +129,12 @@ export async function* answer(messages, settings, signal) {
 
 /* The data of server-sent events. */
 async function* events(stream) {
+  for await (const line of lines(stream)) {
+    if (line.startsWith("data:")) yield line.slice(5).trim(); // each of ours is one line of JSON
+  }
+}
+
+async function* lines(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {
@@ -108,9 +143,7 @@ async function* events(stream) {
       if (done) return;
       const lines = (rest + value).split("\n");
       rest = lines.pop();
-      for (const line of lines) {
-        if (line.startsWith("data:")) yield line.slice(5).trim(); // each of ours is one line of JSON
-      }
+      yield* lines.filter(Boolean);
     }
   } catch (error) {
     if (error.name === "AbortError") throw error;

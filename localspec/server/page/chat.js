@@ -1,12 +1,14 @@
 /* The conversation that is open. */
 
 import {answer} from "./api.js";
-import {fileList, prediction, readText} from "./files.js";
+import {fileList, isDocument, prediction, readText} from "./files.js";
 import {showProblem} from "./settings.js";
 import {follow, following} from "./tokens.js";
 import {Turn} from "./turns.js";
 import {chosen, merged, turnsOf, withVersion} from "./versions.js";
 import {$, alertIn, offerUndo} from "./words.js";
+
+const LEAVING = 2000; // milliseconds
 
 export class Chat {
   /* settings(): how to decode, now. failed(error): hears of errors first; true if it dealt with them. kept: hears of all
@@ -19,6 +21,7 @@ export class Chat {
     this.context = null; // tokens that the server's context holds
     this.turns = [];
     this.files = []; // that go with the next question
+    this.reading = 0; // of those, how many groups are being read
     this.running = null; // the AbortController of the answer that is being made
     this.finished = Promise.resolve(); // once it is made
     this.actions = {
@@ -28,6 +31,11 @@ export class Chat {
       choose: (turn, version) => this.choose(this.turns.indexOf(turn), version),
       typed: () => kept.typed(),
     };
+    this.leaving = false; // whether the page is going; a page that stays after all is soon back
+    addEventListener("beforeunload", () => {
+      this.leaving = true;
+      setTimeout(() => (this.leaving = false), LEAVING);
+    });
     follow($("talk"));
     $("ask").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -63,13 +71,18 @@ export class Chat {
 
   async addFiles(chosen) {
     alertIn($("chat-alert"), "");
+    const problems = [];
+    this.reading += 1;
     for (const file of chosen) {
+      if (isDocument(file)) alertIn($("chat-alert"), `Reading ${file.name} …`);
       try {
         this.files.push(await readText(file));
       } catch (error) {
-        alertIn($("chat-alert"), error.message);
+        problems.push(error.message);
       }
     }
+    this.reading -= 1;
+    alertIn($("chat-alert"), problems.join(" "));
     this.showFiles();
     $("question").focus();
   }
@@ -97,9 +110,10 @@ export class Chat {
     this.showFiles();
   }
 
-  ask() {
+  async ask() {
+    if (!this.kept.opened) await this.kept.ready; // it belongs to the conversation that the address names
     const question = $("question").value.trim();
-    if (!question || this.running || showProblem($("chat-alert"))) return;
+    if (!question || this.running || this.reading || showProblem($("chat-alert"))) return;
     const turn = new Turn(question, this.files, this.actions);
     $("question").value = "";
     this.files = [];
@@ -192,6 +206,7 @@ export class Chat {
       if (thrown.name === "AbortError") turn.finish = "cancelled";
       else error = thrown;
     }
+    if (error && this.leaving) return false; // the browser breaks off what a page that goes has asked for
     if (error) turn.finish = turn.text.length > length ? "broken" : end || "broken";
     write(() => turn.end());
     const came = turn.text.length > length || Boolean(turn.reasoning);

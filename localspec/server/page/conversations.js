@@ -19,6 +19,8 @@ export class Conversations {
     this.failed = failed;
     this.chat = null; // once it is there
     this.present = null; // {id, revision, title, …} of the open one, as the server has it; of one that it has not, revision is 0
+    this.opened = false; // whether what the address names is on the page
+    this.ready = Promise.resolve(); // once it is, or cannot be
     this.tab = newId(); // several may have a conversation open
     this.changes = this.kept = 0; // number of the last change, and of the last one that the server has
     this.saved = Promise.resolve(); // once what was to be saved is, or cannot be
@@ -39,6 +41,8 @@ export class Conversations {
     });
     $("export-markdown").addEventListener("click", () => this.export("md"));
     $("export-json").addEventListener("click", () => this.export("json"));
+    $("import").addEventListener("click", () => $("import-file").click());
+    $("import-file").addEventListener("change", () => this.import([...$("import-file").files]).then(() => ($("import-file").value = "")));
     $("list").addEventListener("keydown", (event) => {
       const next = {ArrowDown: "nextElementSibling", ArrowUp: "previousElementSibling"}[event.key];
       const entry = event.target.closest("li")?.[next]?.querySelector("button");
@@ -94,6 +98,7 @@ export class Conversations {
     this.chat = chat;
     const id = location.hash.slice(1);
     if (id) this.present = {id, revision: 0, title: ""};
+    this.opened = !id;
     this.recall();
   }
 
@@ -154,14 +159,18 @@ export class Conversations {
     history.replaceState(null, "", present ? `#${present.id}` : location.pathname);
   }
 
+  /* Stops the answer and saves it; a question that is asked meanwhile, too. */
   async settle() {
-    this.chat.stop();
-    await this.chat.finished;
-    await this.saved;
+    do {
+      this.chat.stop();
+      await this.chat.finished;
+      await this.saved;
+    } while (this.chat.running || this.saving);
   }
 
   async begin() {
     await this.settle();
+    this.opened = true;
     this.mark(null);
     this.changes = this.kept = 0;
     this.chat.open([]);
@@ -175,15 +184,21 @@ export class Conversations {
   }
 
   async open(id) {
-    if (this.opened) await this.settle();
     await this.attempt(async () => {
-      let [kept] = this.unsaved(id);
-      try {
-        if (!kept) kept = await server.get(id);
-      } catch (error) {
-        if (error.status === 404 && !this.opened) this.mark(null); // what is typed stays
-        throw error;
-      }
+      let kept;
+      do {
+        await this.settle();
+        [kept] = this.unsaved(id);
+        try {
+          if (!kept) kept = await server.get(id);
+        } catch (error) {
+          if (error.status === 404 && !this.opened) {
+            this.mark(null);
+            if (!this.chat.draft.text) this.recall(); // else what is typed stays
+          }
+          throw error;
+        }
+      } while (this.chat.running || this.saving); // something was asked meanwhile
       this.mark(kept);
       this.changes = this.kept = 0;
       this.chat.open(kept.messages);
@@ -411,5 +426,31 @@ export class Conversations {
       element("a", {href: address, download: `${name}.${kind}`}).click();
       setTimeout(() => URL.revokeObjectURL(address), 10_000); // the download has begun by then
     });
+  }
+
+  /* Takes in conversations that were exported as JSON, as new ones, and opens the last. */
+  async import(files) {
+    alertIn($("chat-alert"), "");
+    let last = null;
+    for (const file of files) {
+      let content;
+      try {
+        content = JSON.parse(await file.text());
+        if (!Array.isArray(content.messages)) throw new Error();
+      } catch {
+        alertIn($("chat-alert"), `${file.name} is no conversation that was exported here as .json.`);
+        continue;
+      }
+      const {title, system, settings, messages} = content;
+      const id = newId();
+      try {
+        await server.create({id, title: title || file.name, system, settings, messages});
+        last = id;
+      } catch (error) {
+        if (!this.failed(error)) alertIn($("chat-alert"), `${file.name} is not imported: ${error.message}`);
+      }
+    }
+    if (last) await this.open(last);
+    await this.list();
   }
 }

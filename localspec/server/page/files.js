@@ -1,11 +1,19 @@
-/* Text files that go with a message. */
+/* Text files that go with a message, and the text of PDF and Word documents. */
 
+import {textOf} from "./api.js";
 import {element} from "./words.js";
 
 const LARGEST = 512 * 1024; // bytes; about 150,000 tokens, more than any context here
+const LARGEST_DOCUMENT = 5 * 1024 * 1024; // bytes; the server takes bodies of 8 MB, and Base64 adds a third
+
+/* Whether the server reads it. */
+export function isDocument(file) {
+  return /\.(pdf|docx)$/i.test(file.name);
+}
 
 /* {name, text, edit} of a file that somebody has chosen; an Error says in a line why not. */
 export async function readText(file) {
+  if (isDocument(file)) return {name: file.name, text: await documentText(file), edit: false};
   if (file.size > LARGEST) throw new Error(`${file.name} is larger than ${LARGEST / 1024} KB.`);
   let text;
   try {
@@ -17,6 +25,16 @@ export async function readText(file) {
   // To be changed unless somebody says otherwise: no words of a question tell reliably whether it asks for changes, and
   // what is wrongly predicted costs some rejected guesses, never another answer.
   return {name: file.name, text, edit: true};
+}
+
+async function documentText(file) {
+  if (file.size > LARGEST_DOCUMENT) throw new Error(`${file.name} is larger than ${LARGEST_DOCUMENT / 1024 / 1024} MB.`);
+  const bytes = new Uint8Array(await file.arrayBuffer());
+  let binary = "";
+  for (let i = 0; i < bytes.length; i += 0x8000) binary += String.fromCharCode(...bytes.subarray(i, i + 0x8000));
+  const {text} = await textOf(file.name, btoa(binary));
+  if (text.length > LARGEST) throw new Error(`The text of ${file.name} is longer than ${LARGEST / 1024} K.`);
+  return text;
 }
 
 /* A message as the model reads it: its files first, each in a fence longer than any in it. */

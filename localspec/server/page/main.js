@@ -5,6 +5,7 @@ import {Chat} from "./chat.js";
 import {copyOnClick} from "./copying.js";
 import {Conversations} from "./conversations.js";
 import {Figures} from "./figures.js";
+import {Picker} from "./models.js";
 import {Race} from "./race.js";
 import {form, prepareForm, settings} from "./settings.js";
 import {drawLegend} from "./tokens.js";
@@ -23,18 +24,30 @@ prepareForm();
 const chat = new Chat(settings, figures, failed, kept);
 const race = new Race(settings, failed);
 kept.prepare(chat);
+const picker = new Picker(() => describe().catch(() => {})); // the next answer says what is wrong
+
+/* What the model is that answers. */
+async function describe() {
+  const stats = await serverStats();
+  document.title = `${stats.model || "no model"} · localspec`;
+  chat.context = stats.context ?? null;
+  if (!stats.loaded) {
+    $("engine").textContent = stats.model ? "loaded with the next question" : "no model is here yet";
+    $("engine").title = "";
+    return;
+  }
+  const sources = [...new Set(stats.drafters.map(drafterName))];
+  const guesses = sources.length ? `guesses: ${sources.join(", ")}` : "no guesses";
+  $("engine").textContent = [picker.chosen ? "loaded" : stats.model, stats.backend, guesses, `context ${count(stats.context, "token")}`].join(" · ");
+  $("engine").title = stats.drafters.join(", ");
+  $("think-field").hidden = !stats.thinks;
+  figures.isShared = stats.parallel.parallel > 1;
+}
 
 async function introduce() {
   try {
-    const stats = await serverStats();
-    const sources = [...new Set(stats.drafters.map(drafterName))];
-    const guesses = sources.length ? `guesses: ${sources.join(", ")}` : "no guesses";
-    $("engine").textContent = [stats.model, stats.backend, guesses, `context ${count(stats.context, "token")}`].join(" · ");
-    $("engine").title = stats.drafters.join(", ");
-    document.title = `${stats.model} · localspec`;
-    $("think-field").hidden = !stats.thinks;
-    figures.isShared = stats.parallel.parallel > 1;
-    chat.context = stats.context;
+    await picker.start();
+    await describe();
     $("key-form").hidden = true;
     await kept.start();
   } catch (error) {
@@ -47,7 +60,8 @@ $("key-form").addEventListener("submit", (event) => {
   useKey($("key").value);
   $("key").value = "";
   alertIn($("chat-alert"), "");
-  introduce().then(() => {
+  kept.ready = introduce();
+  kept.ready.then(() => {
     if ($("key-form").hidden) $("question").focus();
     else alertIn($("chat-alert"), "The server does not take that key.");
   });
@@ -106,5 +120,5 @@ document.addEventListener("keydown", (event) => {
 
 copyOnClick($("talk"));
 drawLegend($("legend"));
-introduce();
+kept.ready = introduce();
 $("question").focus();

@@ -22,7 +22,7 @@ function mathsInLine(state, silent) {
   const tex = src.slice(pos + open.length, end);
   const price = open === "$" && (/^\s|\s$|\n/.test(tex) || /\d/.test(src[end + 1] || "")); // "from $5 to $10"
   if (price) return false;
-  if (!silent) state.push("maths", "", 0).content = tex.trim();
+  if (!silent) Object.assign(state.push("maths", "", 0), {content: tex.trim(), display: open === "$$" || open === "\\["});
   state.pos = end + close.length;
   return true;
 }
@@ -54,6 +54,7 @@ function mathsBlock(state, first, last, silent) {
     const token = state.push("maths_block", "", 0);
     token.content = state.getLines(first + 1, end, state.blkIndent, false).trimEnd();
     token.map = [first, closed ? end + 1 : end];
+    token.closed = closed;
   }
   state.line = closed ? end + 1 : end;
   return true;
@@ -125,9 +126,9 @@ function leaf(token) {
     case "code_inline":
       return element("code", {}, token.content);
     case "maths":
-      return element("code.maths", {}, token.content);
+      return formula(token.content, token.display, "span") || element("code.maths", {}, token.content);
     case "maths_block":
-      return element("pre.maths", {tabindex: "0"}, token.content);
+      return (token.closed && formula(token.content, true, "div")) || element("pre.maths", {tabindex: "0"}, token.content);
     case "hr":
       return element("hr");
     case "hardbreak":
@@ -139,6 +140,20 @@ function leaf(token) {
     default:
       return token.content;
   }
+}
+
+const LONGEST_FORMULA = 5000; // characters
+
+/* TeX as MathML; null where it is none that the renderer knows: then its source is shown. */
+function formula(tex, display, kind) {
+  if (!globalThis.temml || tex.length > LONGEST_FORMULA) return null;
+  const box = element(`${kind}.maths`, display ? {tabindex: "0", role: "region", "aria-label": "Formula", title: tex} : {title: tex});
+  try {
+    temml.render(tex, box, {displayMode: display, throwOnError: true, maxExpand: 200, maxSize: [20, 20]});
+  } catch {
+    return null;
+  }
+  return box;
 }
 
 /* Where it leads is shown; only the web and mail can be gone to. */

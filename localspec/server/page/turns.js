@@ -4,7 +4,7 @@ import {Tally} from "./figures.js";
 import {composed, fileList} from "./files.js";
 import {ReadingText} from "./reading.js";
 import {AnswerText} from "./tokens.js";
-import {count, element} from "./words.js";
+import {count, duration, element} from "./words.js";
 
 const ENDS = {
   length: "the answer reached its limit",
@@ -130,7 +130,18 @@ export class Turn {
     this.showEnd();
   }
 
+  /* Shows how far the prompt is read. */
+  readTo({total, cached, processed, tokens_per_second, seconds_left}) {
+    const bar = element("progress", {max: total - cached, value: processed - cached, "aria-label": "Reading"});
+    const parts = [`reading ${processed.toLocaleString("en")} of ${count(total, "token")}`];
+    if (seconds_left !== null) {
+      parts.push(`${Math.round(tokens_per_second).toLocaleString("en")} tok/s`, `${duration(Math.ceil(seconds_left))} left`);
+    }
+    this.line.replaceChildren(bar, parts.join(" · "));
+  }
+
   take(event) {
+    if (event.prompt) this.readTo(event.prompt);
     if (event.round) {
       this.tally.add(event.round);
       this.answer.add(event.round);

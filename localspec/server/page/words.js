@@ -29,10 +29,12 @@ export const slot = (source) => DRAFTERS[kind(source)]?.[1] ?? OTHER;
 /* The same of a drafter as the server names it: a draft model by its file, others with their settings, "early-exit:4". */
 export const drafterName = (name) => DRAFTERS[kind(name.split(":")[0])]?.[0] || DRAFTERS.model[0];
 
+export const size = (bytes) => (bytes < 1e9 ? `${(bytes / 1e6).toFixed(0)} MB` : `${(bytes / 1e9).toFixed(1)} GB`);
 export const percent = (share) => `${(100 * share).toFixed(0)} %`;
 export const seconds = (ms) => `${(ms / 1000).toFixed(ms < 100_000 ? 2 : 0)} s`;
 export const decimal = (number, digits = 1) => number.toFixed(digits);
 export const times = (ratio) => `×${decimal(ratio, 2)}`;
+export const duration = (s) => (s < 60 ? `${s} s` : `${Math.floor(s / 60)} min ${s % 60} s`); // of whole seconds
 export const count = (n, noun) => `${n.toLocaleString("en")} ${noun}${n === 1 ? "" : "s"}`;
 
 export function alertIn(box, message) {

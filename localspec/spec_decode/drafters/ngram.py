@@ -31,7 +31,7 @@ from localspec.spec_decode.drafters.names import NGRAM
 # ``pop`` undoes ``push`` exactly: the structure is undone from the links themselves, the continuations from a log.
 
 MAX_WALK = 32
-UNDO_DEPTH = 8192  # tokens that can be taken back: as many as the default context holds
+UNDO_DEPTH = 8192  # tokens that can be taken back; for more, what is left is read anew
 BREAK = 1 << 40  # stands between a predicted text and the prompt; no vocabulary has such a token
 _ROOT, _NONE = 0, -1
 

@@ -20,6 +20,7 @@ from tests.backends.test_backends_memory import divergence
 from tests.conftest import TinyFiles, open_backend
 from tests.support import ggufs
 from tests.support.contexts import some_tokens
+from tests.support.mlx_ggufs import TinyFile
 
 mx = pytest.importorskip("mlx.core")
 
@@ -142,6 +143,12 @@ def test_memories_that_cannot_be_are_refused(tiny: TinyFiles, tmp_path: Path) ->
     odd = ggufs.write_llama(tmp_path / "odd.gguf", ggufs.Shape(n_embd=96, n_head=4, n_head_kv=2))
     with pytest.raises(UsageError, match=r"multiples of 32; the heads of odd\.gguf are 24 wide"):
         mlx.load(odd, kv_type="q8_0")
+
+
+def test_attention_sinks_with_a_quantised_cache_are_refused(tmp_path: Path) -> None:
+    path = TinyFile("gpt-oss").write(tmp_path / "model.gguf")
+    with pytest.raises(UsageError, match=r"attention sinks of model\.gguf .*; use f16 or --backend llama-cpp$"):
+        mlx.load(path, kv_type="q8_0")
 
 
 def test_a_recurrent_memory_replays_no_more_than_the_last_guesses(tiny: TinyFiles, fed: list[int]) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 mx = pytest.importorskip("mlx.core")
 
-from localspec.backends.mlx.weights import _N_THREADS, BLOCK_TYPES, read_tensor, repack  # noqa: E402
+from localspec.backends.mlx.weights import _N_THREADS, BLOCK_TYPES, BlockType, read_tensor, repack  # noqa: E402
 from localspec.errors import UnsupportedModel  # noqa: E402
 from localspec.model_files.gguf import TENSOR_TYPES, GGUFFile  # noqa: E402
 from tests.support.mlx_ggufs import Sizes, TinyFile, random_blocks, values  # noqa: E402
@@ -23,14 +23,16 @@ ROUNDED = {"Q6_K": 4e-3, "Q2_K": 3e-3}
 EXACT = [name for name in BLOCK_TYPES if name not in ROUNDED]
 
 
-def as_mlx_sees_it(kind: str, rows: np.ndarray, dtype: Any = None) -> np.ndarray:
+def as_mlx_sees_it(kind: str, rows: np.ndarray) -> np.ndarray:
     """Blocks repacked, and unpacked again by MLX."""
     matrix = repack(BLOCK_TYPES[kind], rows)
-    scales, biases = mx.array(matrix.scales), mx.array(matrix.biases)
-    if dtype is not None:
-        scales, biases = scales.astype(dtype).astype(mx.float32), biases.astype(dtype).astype(mx.float32)
-    codes = mx.array(matrix.codes)
-    return np.array(mx.dequantize(codes, scales, biases, group_size=matrix.group, bits=matrix.bits))
+    biases = None if matrix.biases is None else mx.array(matrix.biases)
+    return unpacked(matrix.kind, mx.array(matrix.codes), mx.array(matrix.scales), biases)
+
+
+def unpacked(kind: BlockType, codes: mx.array, scales: mx.array, biases: mx.array | None) -> np.ndarray:
+    sizes: dict[str, Any] = {"group_size": kind.group, "bits": kind.bits, "mode": kind.mode}
+    return np.array(mx.dequantize(codes, scales, biases, **sizes, dtype=mx.float32))
 
 
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:
@@ -58,7 +60,11 @@ def test_exact_types_keep_every_bit_at_the_ends_of_what_a_block_can_hold(kind: s
     extreme = np.concatenate([np.full((8, n_bytes), fill, np.uint8) for fill in (0, 255, 128, 127, 15, 240)])
     # Whatever the codes are, scales run from the smallest subnormal half to the largest.
     scales = np.array([0, 1, 0x03FF, 0x0400, 0x3C00, 0xBC00, 0x7BFF, 0x8001], np.uint16)
-    for at in {"Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q4_1": (0, 2), "Q5_1": (0, 2)}.get(kind, (0,)):
+    if kind == "MXFP4":  # a byte of exponent: as far as the products with codes up to 6 are finite
+        extreme[:, 0] = np.tile([0, 1, 2, 126, 127, 128, 251, 252], 6)
+    for at in {"Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q4_1": (0, 2), "Q5_1": (0, 2), "MXFP4": ()}.get(
+        kind, (0,)
+    ):
         extreme[:, at : at + 2] = rng.permuted(np.tile(scales, 6)).reshape(-1, 1).view(np.uint8)
     rows = np.concatenate([extreme] * (256 // BLOCK_TYPES[kind].block), axis=1)
     got, want = as_mlx_sees_it(kind, rows), values(kind, rows)
@@ -100,8 +106,9 @@ def test_half_precision_scales_are_exact_where_the_file_has_halves(kind: str, ex
         info = file.tensors["blk.0.attn_q.weight"]
         stored = read_tensor(file, info, mx.float16)
         want = values(kind, file.tensor_bytes(info.name).reshape(info.shape[1], -1))
-    scales, biases = stored.scales.astype(mx.float32), stored.biases.astype(mx.float32)
-    got = np.array(mx.dequantize(stored.weight, scales, biases, group_size=stored.group, bits=stored.bits))
+    arrays = (stored.scales, stored.biases)
+    scales = [each if kind == "MXFP4" else each.astype(mx.float32) for each in arrays]
+    got = unpacked(stored.kind, stored.weight, *scales)
     # A scale is rounded by at most 2^-11 of it, and so are biases, which are up to 8 times the weights' deviation.
     limit = 0.0 if exact else ROUNDED.get(kind, 0.0) + 8 * 2**-11
     assert relative_error(got, want) <= limit

@@ -57,6 +57,14 @@ OLD_TYPES = {
     "ffn_down.weight": "Q8_0",
 }
 EXPERTS = {"ffn_gate_exps.weight": "Q4_K", "ffn_up_exps.weight": "Q5_0", "ffn_down_exps.weight": "Q4_1"}
+QWEN35_TYPES = {
+    "attn_qkv.weight": "Q8_0",
+    "attn_gate.weight": "Q5_0",
+    "ssm_alpha.weight": "Q8_0",
+    "ssm_beta.weight": "F16",
+    "ssm_out.weight": "Q6_K",
+    "ffn_down.weight": "Q4_K",
+}
 
 LLAMA = TinyFile("llama")
 FILES = {name: TinyFile(name) for name in ARCHITECTURES} | {
@@ -69,6 +77,11 @@ FILES = {name: TinyFile(name) for name in ARCHITECTURES} | {
     "llama, types of 256": TinyFile("llama", types=QUANTISED),
     "qwen2, YaRN": TinyFile("qwen2", YARN),
     "qwen3moe, quantised": TinyFile("qwen3moe", types=EXPERTS, sizes=Sizes(n_ff=256)),
+    "qwen3moe, MXFP4": TinyFile("qwen3moe", types=dict.fromkeys(EXPERTS, "MXFP4") | {"attn_q.weight": "MXFP4"}),
+    "gpt-oss, MXFP4": TinyFile("gpt-oss", types=dict.fromkeys(EXPERTS, "MXFP4") | {"attn_q.weight": "Q8_0"}),
+    "gpt-oss, every third layer": TinyFile("gpt-oss", {"attention.sliding_window_pattern": 3}),
+    "qwen35, quantised": TinyFile("qwen35", types=QWEN35_TYPES),
+    "qwen35, YaRN": TinyFile("qwen35", YARN),
     "gemma3, linear scaling": TinyFile("gemma3", {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}),
     "gemma3, no window": TinyFile("gemma3", {"attention.sliding_window": 0}),
     "phi3, long and short factors": TinyFile(
@@ -218,7 +231,7 @@ def test_the_default_precision_depends_on_the_device_the_file_and_its_states(
 REFUSED: dict[str, tuple[TinyFile, str]] = {
     "unknown architecture": (
         TinyFile("starcoder2"),
-        r"'starcoder2' \(it knows gemma, gemma3, glm4moe, granite, llama, .*qwen3",
+        r"'starcoder2' \(it knows gemma, gemma3, glm4moe, gpt-oss, granite, lfm2, .*qwen3",
     ),
     "unknown tensor": (
         replace(LLAMA, extra={"blk.1.attn_sinks.weight": np.ones(4, np.float32)}),
@@ -260,6 +273,30 @@ REFUSED: dict[str, tuple[TinyFile, str]] = {
     "window pattern out of order": (
         TinyFile("gemma3", {"attention.sliding_window_pattern": [True, False, True, True, False, True]}),
         r"in an order that mlx-lm cannot compute",
+    ),
+    "a gpt-oss without full attention": (
+        TinyFile("gpt-oss", {"attention.sliding_window_pattern": [True] * 4}),
+        r"needs layers with a sliding window and others without",
+    ),
+    "a gpt-oss that turns otherwise in windows": (
+        TinyFile("gpt-oss", {"rope.freq_base_swa": 500.0}),
+        r"gpt-oss\.rope\.freq_base_swa = 500\.0 is not handled",
+    ),
+    "a Qwen 3.5 some of whose channels turn by no position": (
+        TinyFile("qwen35", {"rope.dimension_sections": [4, 4, 4, 0]}),
+        r"rope sections \[4, 4, 4, 0\] do not cover 16 pairs of channels",
+    ),
+    "a Qwen 3.5 whose heads blocks do not divide": (
+        TinyFile("qwen35", types={"ssm_out.weight": "Q3_K"}),
+        r"ssm_out\.weight cannot be cut into 4 heads as Q3_K",
+    ),
+    "an LFM2 without convolutions": (
+        TinyFile("lfm2", {"attention.head_count_kv": [2, 2, 2, 2]}),
+        r"4 of 4 layers have attention",
+    ),
+    "an LFM2 whose output matrix is not its embedding": (
+        TinyFile("lfm2", extra={"output.weight": np.zeros((64, 256), np.float32)}),
+        r"does not use output\.weight in a lfm2 model",
     ),
     "no head count": (replace(LLAMA, settings={"attention.head_count": "many"}), r"is 'many', not a whole number"),
     "a ternary tensor": (
@@ -339,7 +376,7 @@ def test_real_weights_are_the_files_own(name: str, real_model: Callable[[str], P
             want = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[info.type_name])
             matrix = repack(kind, rows)
             arrays = [mx.array(each) for each in (matrix.codes, matrix.scales, matrix.biases)]
-            got = np.array(mx.dequantize(*arrays, group_size=matrix.group, bits=matrix.bits))
+            got = np.array(mx.dequantize(*arrays, group_size=kind.group, bits=kind.bits))
             error = float(np.sqrt(np.square(got - want).sum() / np.square(want).sum()))
             worst[info.type_name] = max(worst.get(info.type_name, 0.0), error)
     print(name, worst)

@@ -94,8 +94,8 @@ def test_rows_are_those_of_each_sequence_alone(name: str, kv_type: str, tmp_path
     with mlx.load(FILES[name].write(tmp_path / "model.gguf"), kv_type=kv_type) as model:
         names = (*map(layer_name, range(model.n_layers)), "norm")
         with model.new_batch(4, 240, hidden=names) as batch, model.new_context(60, hidden=names) as alone:
-            assert type(batch) is (SequencesInTurn if name == "mamba" else MLXSequences)
-            assert model.capabilities.batches == (name != "mamba")
+            assert type(batch) is (SequencesInTurn if model.network.recurrent else MLXSequences)
+            assert model.capabilities.batches == (not model.network.recurrent)
             for pieces in (
                 [(0, 30, "none"), (1, 3, "all"), (2, 17, "last")],
                 [(2, 1, "all"), (0, 1, "all"), (1, 1, "all")],

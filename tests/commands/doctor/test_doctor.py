@@ -357,10 +357,11 @@ def test_a_row(name: str, tiny: TinyFiles, free_memory: Callable[[int], None]) -
 
 
 def test_a_model_that_does_not_fit(tiny: TinyFiles, free_memory: Callable[[int], None]) -> None:
-    needed = examine(tiny.bpe, *NONE)[1]["pair"]["fit"]["ram_needed_bytes"]
+    asked = (*NONE, "--ctx", "2048")
+    needed = examine(tiny.bpe, *asked)[1]["pair"]["fit"]["ram_needed_bytes"]
     for free, status, how in ((needed - 1, 1, "fail"), (needed + 1, 0, "note"), (10 * needed, 0, "ok")):
         free_memory(free)
-        got, found = examine(tiny.bpe, *NONE)
+        got, found = examine(tiny.bpe, *asked)
         check = row(found, "pair", "memory")
         assert (got, check["status"], found["pair"]["fit"]["fits"]) == (status, how, how != "fail")
         assert bool(check["advice"]) == (how != "ok")
@@ -717,8 +718,10 @@ def gpu_engine(free: int, *, shared: bool = False, name: str = "llama-cpp") -> f
     return facts.EngineFacts(name, True, "0.3.36", ["CUDA"], [Device("GPU0", "A GPU", free, 24 * GB, shared)])
 
 
-def test_what_is_said_of_gpus() -> None:
+def test_what_is_said_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """On Linux mlx is there for tests; on a Mac it is one way to the GPU, and its memory is the machine's."""
+    monkeypatch.setattr(facts, "cuda_version", lambda: (12, 4))
+    monkeypatch.setattr(facts, "WHEEL_PYTHONS", (sys.version_info[:2],) * 2)
     cpu, ik = (facts.EngineFacts(name, True, "1", ["AVX2"], []) for name in ("llama-cpp", "ik-llama"))
     to_test = facts.EngineFacts("mlx", True, "0.32.4", ["CPU"], [])
     missing = facts.EngineFacts("mlx", False, reason="it is not installed; install it with: pip install mlx")
@@ -733,7 +736,8 @@ def test_what_is_said_of_gpus() -> None:
         found = {check.name: check for check in facts.engine_findings(engines, [gpu], "auto")}
         assert {name: check.status for name, check in found.items()} == rows
         if "CUDA" in rows:
-            assert "-DGGML_CUDA=on" in str(found["CUDA"].advice)
+            assert "whl/cu124" in str(found["CUDA"].advice)
+            assert "--only-binary" in str(found["CUDA"].advice)  # or pip would compile one without CUDA
         if engines[0] is cpu:
             assert "--force-reinstall" in str(found["CUDA"].advice)
         if engines[-1] is missing and gpu == "Apple":
@@ -742,6 +746,20 @@ def test_what_is_said_of_gpus() -> None:
             assert "A GPU" in found[engines[-1].name].text
     room = fit.Room(gpu_engine(GB, shared=True, name="mlx"), None, GB, 2 * GB)
     assert (room.on_gpu, room.gpu_is_ram, room.gpu_free) == (True, True, GB)
+
+
+def test_wheels_for_a_gpu_or_how_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "WHEEL_PYTHONS", (sys.version_info[:2],) * 2)
+    for version, folder in (
+        ((12, 4), "cu124"), ((12, 9), "cu125"), ((13, 1), "cu130"), (None, "cu132"), ((11, 4), None), ((14, 0), None),
+    ):  # fmt: skip
+        assert facts.wheel_folder("CUDA", version) == folder
+    assert (facts.wheel_folder("Metal", None), facts.wheel_folder("Vulkan", None)) == ("metal", "vulkan")
+    monkeypatch.setattr(facts, "WHEEL_PYTHONS", ((3, 1), (3, 2)))
+    assert facts.wheel_folder("Metal", None) is None
+    ik = facts.EngineFacts("ik-llama", True, "1", ["AVX2"], [])
+    _, row = facts.engine_findings([ik], ["NVIDIA"], "auto")
+    assert "-DGGML_CUDA=on" in str(row.advice)
 
 
 def test_fit_in_gpu_memory(tiny: TinyFiles) -> None:

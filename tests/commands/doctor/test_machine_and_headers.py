@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from localspec.commands.doctor.facts import MachineFacts, machine_findings
-from localspec.commands.doctor.fit import need, of_path
+from localspec.commands.doctor.fit import of_path
 from localspec.commands.doctor.ranking import bytes_per_token
+from localspec.engine.fit import need
 from localspec.model_files.gguf import GGUFFile
 from tests.conftest import TinyFiles
 from tests.support import ggufs
@@ -58,12 +59,13 @@ def test_need_grows_with_context_and_cache_type(tiny: TinyFiles) -> None:
     model = of_path(tiny.bpe)
     assert model.sizes is not None
     per_token = 2 * 2 * 2 * 32  # layers · (keys and values) · heads · width
-    f16 = need(model, 1000, "f16", "ik-llama")
-    assert f16.weights_bytes == tiny.bpe.stat().st_size
-    assert f16.kv_bytes == 1024 * per_token * 2  # engines round up to 256
-    assert need(model, 1000, "q8_0", "ik-llama").kv_bytes == 1024 * per_token * 34 // 32
-    assert need(model, 1000, "f16", "reference").kv_bytes == 1000 * per_token * 8
-    assert need(model, 1000, "f16", "reference").weights_bytes == 8 * model.sizes.n_params
+    sizes = model.sizes
+    f16 = need(sizes, 1000, "f16", "ik-llama")
+    assert f16.weights == tiny.bpe.stat().st_size
+    assert f16.kv == 1024 * per_token * 2  # engines round up to 256
+    assert need(sizes, 1000, "q8_0", "ik-llama").kv == 1024 * per_token * 34 // 32
+    assert need(sizes, 1000, "f16", "reference").kv == 1000 * per_token * 8
+    assert need(sizes, 1000, "f16", "reference").weights == 8 * sizes.n_params
 
 
 @pytest.mark.real
@@ -73,7 +75,9 @@ def test_memory_of_a_real_model(real_model: Callable[[str], Path]) -> None:
     from localspec.backends.llama.ggml import engine_log
 
     path = real_model("qwen2.5-coder-0.5b")
-    needed = need(of_path(path), 2048, "f16", "ik-llama")
+    sizes = of_path(path).sizes
+    assert sizes is not None
+    needed = need(sizes, 2048, "f16", "ik-llama")
     with ik_llama.load(path) as model:
         engine_log.recent.clear()
         with model.new_context(2048):
@@ -83,5 +87,5 @@ def test_memory_of_a_real_model(real_model: Callable[[str], Path]) -> None:
         for kind in ("KV", "compute")
         if (found := re.search(rf"CPU {kind} buffer size =\s+([\d.]+) MiB", said)) is not None
     )
-    assert needed.kv_bytes == pytest.approx(kv, rel=0.01)
-    assert needed.compute_bytes == pytest.approx(compute, rel=0.03)
+    assert needed.kv == pytest.approx(kv, rel=0.01)
+    assert needed.compute == pytest.approx(compute, rel=0.03)

@@ -16,6 +16,7 @@ from tests.commands.replay.test_replay import EVENTS, a_round, emitted, events, 
 from tests.support import tabs
 from tests.support.browsing import CONTRAST, PATIENCE, WIDE
 from tests.support.saved_chats import write_chat
+from tests.support.tabs import expect
 
 HOSTILE = (
     "</script><script>window.hacked = 1</script>",
@@ -199,9 +200,9 @@ def test_a_round_shows_all_the_file_says_of_it(tab: Callable[[Path], Tab], real:
 
 def test_the_header_has_the_figures(tab: Callable[[Path], Tab], real: Path) -> None:
     it, stats = tab(real), REPLY["stats"]
-    assert REPLY["model"] in it.page.text_content("#engine")
-    assert " + ".join(REPLY["draft"]) in it.page.text_content("#engine")
-    assert REPLY["backend"] in it.page.text_content("#engine")
+    expect(it.page.locator("#engine")).to_contain_text(REPLY["model"])
+    expect(it.page.locator("#engine")).to_contain_text(" + ".join(REPLY["draft"]))
+    expect(it.page.locator("#engine")).to_contain_text(REPLY["backend"])
     figures = it.page.text_content("#figures")
     assert f"{stats['tokens_per_second']:.1f} tok/s" in figures
     assert f"{stats['mean_acceptance_length']:.2f}" in figures
@@ -225,25 +226,25 @@ def test_every_turn_of_a_chat_can_be_picked(tab: Callable[[Path], Tab], tmp_path
     path = write_chat(tmp_path / "a.chat", *turns, system="be brief", draft=[], backend="b")
     it = tab(write(tmp_path / "chat.html", path.read_bytes()))
     assert it.settled() == "answer one"  # the first with rounds
-    assert it.page.input_value("#turn") == "1"
-    assert "question one" in it.page.text_content("#prompt")
-    assert "be brief" in it.page.text_content("#prompt")
+    expect(it.page.locator("#turn")).to_have_value("1")
+    expect(it.page.locator("#prompt")).to_contain_text("question one")
+    expect(it.page.locator("#prompt")).to_contain_text("be brief")
     it.page.get_by_label("Turn").select_option("2")
     assert it.settled() == "answer two"
     it.page.get_by_label("Turn").select_option("0")
-    assert "said" in it.page.text_content("#answer")
-    assert not it.page.is_visible("footer")
+    expect(it.page.locator("#answer")).to_contain_text("said")
+    expect(it.page.locator("footer")).to_be_hidden()
     it.page.get_by_label("Turn").select_option("1")
     assert it.settled() == "answer one"
-    assert it.page.is_visible("footer")
+    expect(it.page.locator("footer")).to_be_visible()
 
 
 def test_a_recording_in_part_says_so(tab: Callable[[Path], Tab], tmp_path: Path, real: Path) -> None:
     it = tab(write(tmp_path / "part.html", EVENTS.read_bytes()[:3000]))
-    assert it.page.is_visible("#damage")
-    assert "in the middle of line" in it.page.text_content("#damage")
-    assert it.page.text_content(".ending") == "cut short"
-    assert not tab(real).page.is_visible("#damage")
+    expect(it.page.locator("#damage")).to_be_visible()
+    expect(it.page.locator("#damage")).to_contain_text("in the middle of line")
+    expect(it.page.locator(".ending")).to_have_text("cut short")
+    expect(tab(real).page.locator("#damage")).to_be_hidden()
 
 
 def test_what_lies_behind_the_end_is_marked(tab: Callable[[Path], Tab], tmp_path: Path) -> None:
@@ -275,7 +276,7 @@ def test_keys_walk_through_the_rounds(tab: Callable[[Path], Tab], real: Path) ->
     assert it.settled() == until[2]
     it.press("ArrowLeft")
     assert it.settled() == until[1]
-    assert f"Round 2 of {len(REAL)}" in it.page.text_content("#said")
+    expect(it.page.locator("#said")).to_contain_text(f"Round 2 of {len(REAL)}")
     it.press("ArrowLeft", "ArrowLeft", "ArrowLeft")
     assert it.settled() == ""
     it.press("End", "ArrowRight")
@@ -294,7 +295,7 @@ def test_keys_walk_through_the_rounds(tab: Callable[[Path], Tab], real: Path) ->
     it.page.focus("[name=speed]:checked")
     it.press("ArrowRight")  # here it chooses
     assert is_current(it, len(REAL) - 10)
-    assert it.page.get_by_label("2×").is_checked()
+    expect(it.page.get_by_label("2×")).to_be_checked()
 
 
 def test_the_scrubber_reaches_every_moment(tab: Callable[[Path], Tab], real: Path) -> None:
@@ -314,7 +315,7 @@ def test_the_scrubber_reaches_every_moment(tab: Callable[[Path], Tab], real: Pat
         token["text"] for r in REAL[:5] for token in r["emitted"] if r is not REAL[4] or token["kind"] == "accepted"
     )
     assert it.page.locator("#answer .pending").count() >= len(REAL[4]["draft"])
-    assert it.page.is_hidden(".step-other .chip >> nth=0")
+    expect(it.page.locator(".step-other .chip >> nth=0")).to_be_hidden()
     assert it.page.get_attribute("#scrubber", "aria-valuetext").startswith(f"Round 5 of {len(REAL)}, ")
 
 
@@ -345,12 +346,12 @@ def test_playing_goes_from_draft_to_verify_to_accept_and_stops_at_the_end(
     it.run("(index) => player.go(player.timeline.done(index - 1))", drafted)
     it.run("() => { seen.length = 0; document.activeElement.blur(); }")
     it.press("Space")
-    assert it.page.get_by_role("button", name="Pause").is_visible()
+    expect(it.page.get_by_role("button", name="Pause")).to_be_visible()
     it.page.wait_for_function("(index) => roundView.index > index", arg=drafted)
     seen = [entry for entry in it.run("() => seen") if entry.startswith(f"{drafted} ")]
     assert seen == [f"{drafted} {phase}" for phase in ("draft", "verify", "other")]
     it.press("Space")
-    assert it.page.get_by_role("button", name="Play").is_visible()
+    expect(it.page.get_by_role("button", name="Play")).to_be_visible()
     assert it.run(
         """() => new Promise((then) => { const at = player.position;
             requestAnimationFrame(() => requestAnimationFrame(() => then(at === player.position))); })"""
@@ -422,8 +423,8 @@ def test_the_keyboard_reaches_all_and_shows_where_it_is(tab: Callable[[Path], Ta
             break
         assert where[1], f"no outline on {where[0]}"
         seen.add(where[0])
-    assert it.page.get_by_role("slider", name="Time").count() == 1
-    assert it.page.get_by_role("checkbox", name="rejected guesses").count() == 1
+    expect(it.page.get_by_role("slider", name="Time")).to_have_count(1)
+    expect(it.page.get_by_role("checkbox", name="rejected guesses")).to_have_count(1)
     unnamed = it.page.get_by_role("button", name="")
     assert all(unnamed.nth(i).get_attribute("aria-label") for i in range(unnamed.count()))
     everything = {"rejects", "answer", "card", "chip", "first", "back", "play", "forward", "last", "scrubber", "speed"}
@@ -510,11 +511,11 @@ def test_hostile_text_stays_text(tab: Callable[[Path], Tab], tmp_path: Path) -> 
     assert it.settled() == "".join(shown)
     for index in range(len(HOSTILE)):
         it.run("(index) => player.go(player.timeline.done(index))", index)
-        assert it.page.text_content(".card .word") == one_line(shown[index])
-        assert it.page.text_content(".reason") == f"Why {shown[index]}"
+        expect(it.page.locator(".card .word")).to_have_text(one_line(shown[index]))
+        expect(it.page.locator(".reason")).to_have_text(f"Why {shown[index]}")
         it.page.hover(".card")
-        assert one_line(shown[index]) in it.page.text_content("#tip")
-    assert it.page.text_content("#file") == HOSTILE[0]
+        expect(it.page.locator("#tip")).to_contain_text(one_line(shown[index]))
+    expect(it.page.locator("#file")).to_have_text(HOSTILE[0])
     assert it.run("() => window.hacked") is None
     parts = it.run("() => ['img', 'script', 'style', 'iframe', 'link'].map((t) => document.querySelectorAll(t).length)")
     assert parts == [0, 10, 1, 0, 1]  # the page's own

@@ -22,6 +22,7 @@ from localspec.spec_decode.proposer import Proposer
 from tests.conftest import TinyFiles, open_backend
 from tests.support import ggufs
 from tests.support.mlx_ggufs import TinyFile
+from tests.support.mtp_ggufs import write_qwen_experts
 from tests.support.published_heads import write_dflash, write_eagle3
 
 N_DRAFT = 4
@@ -108,6 +109,16 @@ def mtp(drop: str, *, own: bool) -> Callable[[TinyFiles, Path], tuple[Path, Path
     return write
 
 
+def mtp_of_qwen(*, experts: bool) -> Callable[[TinyFiles, Path], tuple[Path, Path]]:
+    """A layer of attention behind a model whose other layers mostly keep states."""
+
+    def write(tiny: TinyFiles, folder: Path) -> tuple[Path, Path]:
+        path = folder / "qwen.gguf"
+        return (write_qwen_experts(path) if experts else ggufs.write_hybrid(path, residual=0.3, mtp=1)), path
+
+    return write
+
+
 def borrowing(architecture: str, types: str) -> Callable[[TinyFiles, Path], tuple[Path, Path]]:
     """Embeddings and output matrix of a model that scales what it gets from them, or keeps them quantised."""
 
@@ -129,8 +140,10 @@ def borrowing(architecture: str, types: str) -> Callable[[TinyFiles, Path], tupl
         (borrowing("gemma3", "Q8_0"), ("mlx",), NOISE_OF_8_BITS),
         (mtp("", own=True), ("mlx",), NOISE),
         (mtp("shared_head_norm", own=False), ("mlx",), NOISE),
+        (mtp_of_qwen(experts=False), ("mlx",), NOISE),
+        (mtp_of_qwen(experts=True), ("mlx",), NOISE),
     ],
-    ids=["plain", "quantised", "normed", "granite", "gemma3", "mtp", "mtp that shares"],
+    ids=["plain", "quantised", "normed", "granite", "gemma3", "mtp", "mtp that shares", "qwen35", "qwen35moe"],
 )
 def test_the_same_tokens_are_drafted(
     tiny: TinyFiles, tmp_path: Path, make: Callable[..., tuple[Path, Path]], engines: tuple[str, ...], noise: float

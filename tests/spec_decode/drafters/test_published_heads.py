@@ -272,7 +272,16 @@ def with_mtp(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return write_mtp(request.param, tmp_path)
 
 
-@pytest.fixture(params=["glm on llama-cpp", "qwen35 on llama-cpp", "glm on mlx", *FAMILIES])
+@pytest.fixture(
+    params=[
+        "glm on llama-cpp",
+        "qwen35 on llama-cpp",
+        "glm on mlx",
+        "qwen35 on mlx",
+        "qwen of experts on mlx",
+        *FAMILIES,
+    ]
+)
 def family_on(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
     """A model with a layer for multi-token prediction, of every family whose layer is computed, and an engine."""
     name, _, engine = request.param.partition(" on ")
@@ -468,7 +477,7 @@ def test_auto_takes_no_head_that_borrows_from_a_target_elsewhere(tiny: TinyFiles
             open_llm(tiny, path, engine)
 
 
-@pytest.mark.parametrize(("name", "engine"), [("glm", "llama-cpp"), ("glm", "mlx")])
+@pytest.mark.parametrize(("name", "engine"), [("glm", "llama-cpp"), ("glm", "mlx"), ("qwen35", "mlx")])
 def test_auto_takes_the_mtp_layer(tmp_path: Path, name: str, engine: str) -> None:
     open_backend(engine)
     with open_mtp(write_mtp(name, tmp_path), "auto", backend=engine) as llm:

@@ -1,0 +1,274 @@
+"""How much memory models take, and the largest context that fits beside them: one estimate, for loading and doctor."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from localspec.backends.base import Model
+from localspec.backends.llama.binding import N_UBATCH
+from localspec.backends.llama.ggml import Device, ggml_devices, metal_gpu, used_gpus
+from localspec.engine.drafts import draft_files
+from localspec.engine.options import LoadOptions
+from localspec.engine.state import FULL_CONTEXTS, n_sequences
+from localspec.errors import LocalspecError
+from localspec.model_files.gguf import GGUFFile
+from localspec.model_files.kv_memory import KVShape, kv_shape
+from localspec.model_files.sources.base import size_text
+from localspec.system.files import is_same_file
+
+PROGRAM_BYTES = 64 << 20  # engine library, vocabularies and Python; 50 to 60 MB were measured
+TIGHT = 0.9  # share of free memory that leaves little for other programs
+CTX_STEP = 256  # engines round a context up to a multiple of this
+LEAST_CTX = 512  # smallest context worth suggesting
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a header says of memory.
+
+    Attributes:
+        n_bytes: of the weights.
+        n_embd, n_ff: widths of the residual stream and of the widest feed-forward layer.
+        n_vocab: rows of the output matrix.
+    """
+
+    n_bytes: int
+    kv: KVShape  # what keys and values take
+    n_layer: int  # transformer blocks
+    n_embd: int
+    n_ff: int
+    n_head: int
+    n_vocab: int
+    n_params: int  # parameters
+
+    @property
+    def own_layer(self) -> Sizes:
+        """What its layer for multi-token prediction takes beside it: keys and values of a layer."""
+        kv = replace(self.kv, values_per_token=self.kv.values_per_token[-1:], windowed=self.kv.windowed[-1:])
+        return replace(self, n_bytes=0, kv=kv)
+
+    @classmethod
+    def of(cls, gguf: GGUFFile) -> Sizes:
+        """Sizes of a file; unknown or odd values count as 0."""
+        output = gguf.tensors.get("output.weight") or gguf.tensors.get("token_embd.weight")
+        n_vocab = output.shape[1] if output is not None and len(output.shape) > 1 else 0
+        return cls(
+            gguf.n_bytes,
+            kv_shape(gguf),
+            n_layer=count(gguf, "block_count"),
+            n_embd=count(gguf, "embedding_length"),
+            n_ff=count(gguf, "feed_forward_length"),
+            n_head=count(gguf, "attention.head_count"),
+            n_vocab=n_vocab,
+            n_params=gguf.n_params,
+        )
+
+
+def count(gguf: GGUFFile, field: str) -> int:
+    """A number from a header: the largest over layers, 0 if missing."""
+    value = gguf.field(field)
+    try:
+        return max(0, int(max(value)))
+    except TypeError:
+        return value if isinstance(value, int) and value >= 0 else 0
+    except ValueError:
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Memory that one model takes [bytes]."""
+
+    weights: int
+    kv: int  # keys and values of the whole context
+    compute: int  # the engine's buffers for a pass
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv + self.compute
+
+
+def need(sizes: Sizes, n_ctx: int, kv_type: str, backend: str, *, contexts: int = 1, together: bool = False) -> Need:
+    """Memory to run a model; the reference engine keeps everything in float64.
+
+    Args:
+        contexts: memories for n_ctx tokens each.
+        together: whether they are one memory, of several answers that share passes.
+    """
+    if backend == "reference":
+        compute = 8 * sizes.n_vocab * n_ctx * contexts
+        return Need(8 * sizes.n_params, contexts * sizes.kv.bytes(n_ctx, "f64"), compute)
+    padded = -(-n_ctx // CTX_STEP) * CTX_STEP
+    # The buffer holds whichever is larger, the logits of N_UBATCH tokens or a layer's intermediate values, in float32;
+    # within 1 % of what both engines report for vocabularies of 49k, 152k and 262k tokens. Without flash attention
+    # these are the scores of all heads and the mask.
+    widths = [sizes.n_vocab, 3 * sizes.n_ff + 4 * sizes.n_embd]
+    if together and backend == "ik-llama":
+        widths.append((sizes.n_head + 1) * contexts * padded)
+    compute = 4 * N_UBATCH * (sizes.n_embd + max(widths))
+    return Need(sizes.n_bytes, contexts * sizes.kv.bytes(padded, kv_type), compute)
+
+
+# The context where none is asked for.
+#
+# Engines write to all of a context when they make it, so that its memory is taken, and the time for that spent, even if
+# nobody uses it; the time of a token does not depend on it. Measured with Qwen2.5-Coder-1.5B at f16 on two cores of a
+# virtual machine (ik-llama / llama-cpp): 8,192 tokens take 0.27 GB and 0.7 / 0.15 s, 32,768 take 0.97 GB and 2.7 /
+# 2.2 s, nearly all of it the first touch of the memory; passes over 1 and 4 tokens took 0.97 to 1.04 times as long.
+
+USUAL_CTX = 8192
+"""Up to so many tokens a context may take what is free but for a tenth; beyond, half of what is free beside weights."""
+
+MOST_ON_CPU = 32768
+"""Reading more takes a CPU of today longer than people wait (five minutes at 100 tokens a second)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A model that is to be loaded, and its memories."""
+
+    sizes: Sizes
+    contexts: int = 1  # see ``need``
+    together: bool = False
+    gpu_share: float = 0.0  # share of it that goes to a GPU
+
+
+def loads_for(target: Load, models: Sequence[Load], heads: Sequence[Load], parallel: int) -> list[Load]:
+    """The same with the contexts that a pair makes of them, at most, for so many answers at a time."""
+    several = parallel > 1
+    n = (FULL_CONTEXTS if several else 1) * (1 + bool(heads))  # a head reads states, of another context than the first
+    own = int(several)  # in which some engines compute an answer that is alone
+    return [
+        replace(target, contexts=n + own, together=several),
+        *(replace(each, contexts=FULL_CONTEXTS if several else 1, together=several) for each in models),
+        *(replace(each, contexts=n_sequences(parallel)) for each in heads),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Free memory [bytes]: the machine's, and that of GPUs with memory of their own (None: there is none)."""
+
+    ram: int
+    gpu: int | None = None
+
+    @classmethod
+    def beside(cls, ram: int, gpus: Sequence[Device], loaded: int = 0) -> Space:
+        """Given free memory and what GPUs say, on which so many bytes are ours already."""
+        if all(each.shared for each in gpus):
+            return cls(ram)
+        return cls(ram, loaded + sum(each.free_bytes for each in gpus))
+
+
+@dataclass(frozen=True, slots=True)
+class ContextChoice:
+    """A context's size, why, and whether it is less than the usual for want of memory."""
+
+    n_ctx: int
+    reason: str
+    short: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.n_ctx:,} tokens ({self.reason})"
+
+
+def gpu_share(n_gpu_layers: int | None, n_layer: int) -> float:
+    """Share of a model of so many blocks that goes to the GPU; the output counts as a layer, and None is all."""
+    return 1.0 if n_gpu_layers is None or n_gpu_layers < 0 else min(1.0, n_gpu_layers / (n_layer + 1))
+
+
+def taken(loads: Sequence[Load], n_ctx: int, kv_type: str, backend: str) -> Space:
+    """What models take with contexts of n_ctx tokens each."""
+    needs = [
+        need(each.sizes, n_ctx, kv_type, backend, contexts=each.contexts, together=each.together) for each in loads
+    ]
+    gpu = sum(each.total * load.gpu_share for each, load in zip(needs, loads, strict=True))
+    return Space(PROGRAM_BYTES + round(sum(each.total for each in needs) - gpu), round(gpu))
+
+
+def choose_context(
+    loads: Sequence[Load], kv_type: str, backend: str, space: Space, n_ctx_train: int, *, on_gpu: bool = False
+) -> ContextChoice:
+    """The context size where none is asked for.
+
+    The most that the model was trained for (``USUAL_CTX`` where its file does not say), on a CPU ``MOST_ON_CPU``; less
+    where memory does not hold it.
+
+    Args:
+        loads: the target first, then what drafts.
+        space: what is free before anything is loaded.
+        on_gpu: whether all of the target is computed on a GPU.
+    """
+    trained = n_ctx_train if n_ctx_train > 0 else USUAL_CTX
+    most = trained if on_gpu else min(trained, MOST_ON_CPU)
+    beside = (taken(loads, 0, kv_type, backend).ram + space.ram) / 2
+
+    def bound_by(n_ctx: int) -> str | None:
+        """What is too small for a context; None where it fits."""
+        found = taken(loads, n_ctx, kv_type, backend)
+        if space.gpu is not None and (found.gpu or 0) > TIGHT * space.gpu:
+            return f"what fits into the {size_text(space.gpu)} that are free on the GPU"
+        if found.ram > TIGHT * space.ram:
+            return f"what fits into the {size_text(space.ram)} of memory that are free"
+        if n_ctx > USUAL_CTX and found.ram > beside:
+            return "half of the memory that is free beside the weights; --ctx N takes more"
+        return None
+
+    if bound_by(most) is None:
+        if most < trained:
+            return ContextChoice(most, "the most that a CPU gets unasked; --ctx N takes more")
+        known = "all that the model was trained for"
+        return ContextChoice(most, known if n_ctx_train > 0 else "its file does not say what it was trained for")
+    sizes = range(min(LEAST_CTX, most), most, CTX_STEP)
+    n_fitting = bisect_left(sizes, True, key=lambda n_ctx: bound_by(n_ctx) is not None)
+    why = bound_by(sizes[n_fitting] if n_fitting < len(sizes) else most)
+    if not n_fitting:
+        return ContextChoice(sizes[0] if sizes else most, f"more than {why}", short=True)
+    n_ctx = sizes[n_fitting - 1]
+    return ContextChoice(n_ctx, str(why), short=n_ctx < min(USUAL_CTX, trained))
+
+
+def read_sizes(path: Path) -> Sizes | None:
+    """Sizes of a file; None where it cannot be read, which loading it says better."""
+    try:
+        with GGUFFile(path) as gguf:
+            return Sizes.of(gguf)
+    except (LocalspecError, OSError):
+        return None
+
+
+def context_of(target: Model, draft: Sequence[str], options: LoadOptions, free: int, parallel: int) -> ContextChoice:
+    """The context size of a loaded target where none is asked for.
+
+    Args:
+        draft: names of ``draft_specs``.
+        free: memory before the target was loaded [bytes].
+        parallel: most answers at a time.
+    """
+    usual = min(USUAL_CTX, target.n_ctx_train or USUAL_CTX)
+    if options.placement:
+        return ContextChoice(usual, "the usual where weights are placed by hand; --ctx N takes more")
+    sizes, device = read_sizes(target.path), target.capabilities.device
+    if sizes is None:
+        return ContextChoice(usual, "the usual: its file cannot be read again")
+    share = 0.0 if device == "cpu" else gpu_share(options.n_gpu_layers, sizes.n_layer)
+    models, heads = list[Load](), list[Load]()
+    for path, is_model in draft_files(draft, target):
+        found = sizes.own_layer if is_same_file(path, target.path) else read_sizes(path)
+        if found is not None:
+            (models if is_model else heads).append(Load(found, gpu_share=float(share > 0)))
+    gpus = [] if device == "cpu" else gpus_of(target.backend)
+    space = Space.beside(free, gpus, round(share * sizes.n_bytes))
+    loads = loads_for(Load(sizes, gpu_share=share), models, heads, parallel)
+    kv_type = options.kv_cache_type
+    return choose_context(loads, kv_type, target.backend, space, target.n_ctx_train, on_gpu=device == "gpu")
+
+
+def gpus_of(backend: str) -> list[Device]:
+    """GPUs that an engine uses, with what is free now; empty too where it does not say."""
+    if backend == "mlx":
+        return metal_gpu() or []
+    return used_gpus(ggml_devices() or []) if backend == "llama-cpp" else []

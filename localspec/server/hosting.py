@@ -1,0 +1,724 @@
+"""The models of one server: loaded when a request names them, unloaded when they are idle or another needs the memory.
+
+One model is loaded at a time. What is to be loaded stands in a line, in the order in which it was first asked for. Room
+is made by unloading models that answer nothing, those first that were used least recently; where that is not enough,
+the line waits. A model that has to go for the first in the line takes no new requests once that has waited for
+``GRACE_S``, so that two models which do not fit together take turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal
+
+from localspec.backends.llama.embedding import MAX_CTX, EmbeddingModel, pooling_of
+from localspec.engine.fit import USUAL_CTX, Sizes, need
+from localspec.engine.loading import Report
+from localspec.engine.worker import Turns
+from localspec.errors import Cancelled, LocalspecError, UnknownModel, line_of
+from localspec.llm import LLM
+from localspec.model_files.catalog import Catalog, Entry
+from localspec.model_files.gguf import GGUFFile, model_bytes
+from localspec.model_files.local_files import known_entries, remove
+from localspec.model_files.sources.base import size_text
+from localspec.model_files.vocab import Vocab
+from localspec.server.access import public_name
+from localspec.server.embeddings import EmbeddingService
+from localspec.server.http import KEEP_ALIVE_S, ApiError, KeepAlive, ServerSettings, too_busy, too_late
+from localspec.server.service import Common, Metrics, Service
+from localspec.system.machine import read_memory
+
+GRACE_S = 5.0
+"""For so long the models that answer go on taking requests while another waits for their memory."""
+
+MEMORY_SHARE = 0.8
+"""Of the memory that is free when the server starts, what its models may take."""
+
+CACHE_SHARE = 1 / 16
+"""Of that, what the conversations put aside may take, for each model."""
+
+N_CONTEXTS = 3
+"""Room for several answers at a time, in contexts of full size."""
+
+State = Literal["unloaded", "loading", "loaded", "unloading"]
+Use = Literal["text", "fill", "embed"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedFile:
+    """What a header says.
+
+    Attributes:
+        name: what requests call the model.
+        spec: what a command line calls it.
+        path: of the file, or of its first part.
+        n_bytes: of all parts.
+        n_ctx: tokens of context that it is loaded with.
+        embeds: whether it makes embeddings, and continues no text.
+    """
+
+    name: str
+    spec: str
+    path: Path
+    n_bytes: int
+    n_ctx: int
+    embeds: bool
+
+    @classmethod
+    def read(cls, spec: str, n_ctx: int | None = None) -> ServedFile:
+        """The file that a MODEL argument means.
+
+        Raises:
+            LocalspecError: there is none, or it is no model that answers.
+        """
+        path = Catalog.load().resolve(spec)
+        with GGUFFile(path) as file:
+            embeds = pooling_of(file) is not None
+            if not embeds:
+                file.check_generates_text()
+            usual = MAX_CTX if embeds else USUAL_CTX  # not the most that fits: several share the memory
+            tokens = min(usual, file.n_ctx_train or usual) if n_ctx is None else n_ctx
+            if embeds:
+                tokens = min(tokens, file.n_ctx_train or tokens)
+        name = path.name.removesuffix(".gguf") if spec.endswith(".gguf") else spec
+        return cls(public_name(name), spec, path, model_bytes(path), tokens, embeds)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((self.name, self.spec, self.path.name.removesuffix(".gguf"))))
+
+    def fills(self) -> bool:
+        """Whether the model has tokens for what stands between two texts; it takes a while to find out."""
+        if self.embeds:
+            return False
+        with GGUFFile(self.path) as file:
+            return "fim_mid" in Vocab.from_gguf(file).fim
+
+
+def memory_needed(path: Path, n_ctx: int, *, kv_type: str = "f16", n_contexts: int = 1, embeds: bool = False) -> int:
+    """Memory that a file takes once it is loaded [bytes]: weights, caches of ``n_contexts`` contexts, buffers."""
+    with GGUFFile(path) as file:
+        sizes = Sizes.of(file)
+    if embeds:  # a text is one pass, every token of which looks at all others
+        return sizes.n_bytes + 4 * n_ctx * (3 * sizes.n_ff + 5 * sizes.n_embd + sizes.n_head * n_ctx)
+    return need(sizes, n_ctx, kv_type, "llama-cpp", contexts=n_contexts).total
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """How much memory a model is given, the most that fits.
+
+    Attributes:
+        cache_bytes: for conversations put aside.
+        drafts: whether the catalogue's draft model is loaded as well.
+        parallel: whether several requests may be answered at a time.
+        needed: what all takes together [bytes].
+    """
+
+    cache_bytes: int
+    drafts: bool
+    parallel: bool
+    needed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How the models of a server are loaded.
+
+    Attributes:
+        text: loads a model that continues text; takes the file, how, progress, and what cancels it.
+        embedding: loads one that makes embeddings.
+        settings: those of a loaded model, from those of the server.
+        n_ctx: tokens of context of each; None is the usual.
+        kv_type: type of the caches.
+        drafts, parallel: as ``LoadPlan`` has them, where there is memory for it.
+        specs: the models; None is all on the disk, also those that are fetched later.
+        made_of: files that were made of a model, which go with it.
+        warn: takes a line for the person who started the server.
+    """
+
+    text: Callable[[ServedFile, LoadPlan, Report, threading.Event], LLM]
+    embedding: Callable[[ServedFile], EmbeddingModel]
+    settings: Callable[[LLM, ServerSettings], ServerSettings] = lambda llm, settings: settings
+    n_ctx: int | None = None
+    kv_type: str = "f16"
+    drafts: bool = True
+    parallel: bool = True
+    specs: Sequence[str] | None = None
+    made_of: Callable[[Path], Iterable[Path]] = lambda path: ()
+    warn: Callable[[str], None] = lambda line: None
+
+
+@dataclass(eq=False, slots=True)
+class HostedModel:
+    """One model of a server. Used from the event loop only.
+
+    Attributes:
+        file: what its header says.
+        plan: how it is loaded.
+        names: what requests may call it; the first is what answers call it.
+        fixed: whether it was loaded by somebody else, and stays.
+        service: what answers, while it is loaded.
+        taken: memory that it is counted with now [bytes].
+        n_uses, n_waiting: requests that it answers, and that wait for it.
+        n_promised: those of them that waited when it was loaded, and come before it is unloaded for another.
+        used: when it was last used, by ``time.monotonic``.
+        expires: when it is unloaded, in seconds since 1970; None: at no time.
+        doing: what is done to load it, and the fraction done if it is known.
+        error: why it could not be loaded the last time.
+    """
+
+    file: ServedFile
+    plan: LoadPlan
+    names: Sequence[str]
+    metrics: Metrics = field(default_factory=Metrics)
+    fixed: bool = False
+    state: State = "unloaded"
+    service: Service | EmbeddingService | None = None
+    taken: int = 0
+    n_uses: int = 0
+    n_waiting: int = 0
+    n_promised: int = 0
+    used: float = 0.0
+    keep: KeepAlive = KEEP_ALIVE_S
+    expires: float | None = None
+    doing: tuple[str, float | None] = ("", None)
+    error: str | None = None
+    fills: bool | None = None
+    leaves: bool = False  # once it is idle
+    deleted: bool = False
+    failure: ApiError | None = None
+    n_failures: int = 0
+    cancel: threading.Event = field(default_factory=threading.Event)
+    timer: asyncio.TimerHandle | None = None
+
+    @property
+    def needed(self) -> int:
+        """Memory that it is expected to take [bytes]."""
+        return self.plan.needed
+
+    @property
+    def llm(self) -> LLM | None:
+        return self.service.llm if isinstance(self.service, Service) else None
+
+    @property
+    def is_idle(self) -> bool:
+        return self.state == "loaded" and not (self.n_uses or self.n_promised or self.fixed)
+
+
+class Host(Common):
+    """Used from the event loop only.
+
+    Args:
+        settings: the server's.
+        opening: how models are loaded; None: there is one, which is loaded already.
+        memory: what all models may take [bytes]; None is a share of what is free now.
+        keep_alive: where a request says nothing.
+
+    Attributes:
+        turns: those of rounds of all models.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        opening: Opening | None = None,
+        *,
+        memory: int | None = None,
+        keep_alive: KeepAlive = KEEP_ALIVE_S,
+    ) -> None:
+        super().__init__(settings)
+        self.turns = Turns()
+        self.memory = round(MEMORY_SHARE * read_memory().available) if memory is None else memory
+        self.keep_alive = keep_alive
+        self.metrics = Metrics()  # of requests that named no model that is here
+        self.models: list[HostedModel] = []
+        self._opening = opening
+        self._line: dict[HostedModel, float] = {}
+        self._change = asyncio.Event()
+        self._tasks = set[asyncio.Task[None]]()
+        if opening is not None:
+            self.refresh()
+
+    @classmethod
+    def of_one(cls, engine: LLM | EmbeddingModel, settings: ServerSettings) -> Host:
+        """A host of a model that is loaded already, and stays loaded; it is not closed here."""
+        host = cls(settings, memory=0)
+        embeds = isinstance(engine, EmbeddingModel)
+        path = engine.path if isinstance(engine, EmbeddingModel) else engine.model_path
+        own = public_name(path.stem if isinstance(engine, EmbeddingModel) else engine.model_name)
+        names = tuple(dict.fromkeys((own, *settings.aliases)))
+        file = ServedFile(
+            own,
+            own if isinstance(engine, EmbeddingModel) else engine.model_name,
+            path,
+            model_bytes(path) if path.exists() else 0,
+            engine.n_ctx,
+            embeds,
+        )
+        model = HostedModel(file, LoadPlan(0, True, True, 0), names, fixed=True, state="loaded")
+        model.service = host._service_of(model, engine, settings)
+        host.models.append(model)
+        return host
+
+    # -- which there are -------------------------------------------------------------------------------------------
+
+    @property
+    def only(self) -> HostedModel | None:
+        """The model of a server that has one, which stays."""
+        return self.models[0] if self._opening is None else None
+
+    @property
+    def may_change(self) -> bool:
+        """Whether models can be fetched and deleted."""
+        return self._opening is not None
+
+    def refresh(self) -> None:
+        """Look at the disk: add what came, and forget what went and is not loaded."""
+        opening = self._opening
+        assert opening is not None
+        specs = [entry.name for entry in _in_order(known_entries())] if opening.specs is None else opening.specs
+        known = {model.file.spec: model for model in self.models}
+        found = []
+        for spec in specs:
+            model = known.get(spec)
+            if model is None or not model.file.path.is_file():
+                model = self._read(spec) if model is None or model.state == "unloaded" else model
+            if model is not None and model not in found:
+                found.append(model)
+        gone = [model for model in self.models if model not in found and model.state != "unloaded"]
+        self.models = [*found, *gone]
+
+    def add(self, spec: str) -> HostedModel:
+        """A model that was fetched now; a ``LocalspecError`` if it is none that answers."""
+        model = next((each for each in self.models if each.file.spec == spec), None)
+        if model is None:
+            assert self._opening is not None
+            model = self._hosted(ServedFile.read(spec, self._opening.n_ctx))
+            self.models.append(model)
+        return model
+
+    def _read(self, spec: str) -> HostedModel | None:
+        assert self._opening is not None
+        try:
+            return self._hosted(ServedFile.read(spec, self._opening.n_ctx))
+        except LocalspecError as error:
+            if self._opening.specs is not None:
+                raise
+            known = Catalog.load().get(spec)
+            if known is None or not any(spec in entry.heads for entry in Catalog.load().values()):
+                self._opening.warn(f"not served: {error}")
+            return None
+
+    def _hosted(self, file: ServedFile) -> HostedModel:
+        taken = {name for model in self.models for name in model.names}
+        own = file.name
+        if own in taken:
+            own = next(name for n in count(2) if (name := f"{file.name}-{n}") not in taken)
+        aliases = self.settings.aliases if not self.models else ()
+        names = [own, *(name for name in (*file.names, *aliases) if name not in taken)]
+        return HostedModel(file, self._plan(file), tuple(dict.fromkeys(names)), keep=self.keep_alive)
+
+    def _plan(self, file: ServedFile) -> LoadPlan:
+        """As it was asked for; where that is more than all models may take, one answer at a time, then no draft."""
+        opening = self._opening
+        assert opening is not None
+        if file.embeds:
+            return LoadPlan(0, False, False, memory_needed(file.path, file.n_ctx, embeds=True))
+        cache_bytes = min(self.settings.prefix_cache << 20, round(CACHE_SHARE * self.memory))
+        draft = Catalog.load().draft_for(file.path) if opening.drafts else None
+        plans = []
+        for drafts, parallel in ((True, True), (True, False), (False, False)):
+            paths = [file.path, *([draft] if draft is not None and drafts else [])]
+            n_contexts = N_CONTEXTS if opening.parallel and parallel else 1
+            each = partial(memory_needed, n_ctx=file.n_ctx, kv_type=opening.kv_type, n_contexts=n_contexts)
+            needed = cache_bytes + sum(map(each, paths))
+            plans.append(LoadPlan(cache_bytes, drafts, parallel, needed))
+        return next((plan for plan in plans if plan.needed <= self.memory), plans[-1])
+
+    def metrics_of(self, model: HostedModel | None) -> Metrics:
+        """Where a request is counted that names a model, or none."""
+        model = model or self.only
+        return self.metrics if model is None else model.metrics
+
+    async def find(self, name: str | None, use: Use, *, any_name: bool = False) -> HostedModel:
+        """The model that a request names, or the first that can do what it asks for.
+
+        Args:
+            name: as the request has it; Ollama's clients add ``:latest``.
+            use: what it is to do.
+            any_name: whether a name that is not known stands for none.
+
+        Raises:
+            ApiError: there is no such model here (404), or it does something else (400).
+        """
+        known = [model for model in self.models if not model.deleted]
+        if (only := self.only) is not None:
+            _check_use(only, use)
+        model = self.named(name) if name else None
+        if model is None and (not name or any_name):
+            able = [each for each in known if each.file.embeds == (use == "embed")]
+            if use == "fill" and len(able) > 1:
+                able = [each for each in able if await self.fills(each)] or able
+            if not able:
+                _check_use(None, use)
+            return able[0]
+        if model is None:
+            raise self.no_model(name or "")
+        _check_use(model, use)
+        return model
+
+    def named(self, name: str) -> HostedModel | None:
+        plain = name.removesuffix(":latest")
+        return next(
+            (model for model in self.models if plain in (*model.names, model.file.spec) and not model.deleted), None
+        )
+
+    def known(self, name: str) -> HostedModel:
+        """The model of a name, the first where it is empty; an ``ApiError`` if there is none (404)."""
+        model = self.named(name) if name else next(iter(self.models), None)
+        if model is None:
+            raise self.no_model(name)
+        return model
+
+    def no_model(self, name: str) -> ApiError:
+        if self.only is not None:
+            message = f"there is no model {name!r:.80} here; this server answers with {self.only.names[0]}"
+        else:
+            message = f"there is no model {name!r:.80} here; /v1/models lists those that are"
+            if (entry := Catalog.load().get(name.removesuffix(":latest"))) is not None and not entry.present:
+                message = (
+                    f"{entry.name} is not on this disk; localspec pull {entry.name}, or POST /api/pull, fetches it"
+                )
+        return ApiError(404, message, param="model", code="model_not_found")
+
+    async def fills(self, model: HostedModel) -> bool:
+        if model.fills is None:
+            model.fills = await asyncio.to_thread(model.file.fills)
+        return model.fills
+
+    # -- loading ---------------------------------------------------------------------------------------------------
+
+    async def take(self, model: HostedModel, keep: KeepAlive | Literal["usual"] = "usual") -> Callable[[], None]:
+        """Have a model loaded, and keep it so until what this returns is called.
+
+        Args:
+            model: which.
+            keep: how long it stays then.
+
+        Raises:
+            ApiError: it can never fit (400), too many wait (429), the wait was too long (503), it is gone (404), or it
+                cannot be loaded (500).
+        """
+        if model.fixed:
+            model.n_uses += 1
+        else:
+            await self._enter(model)
+        model.used = time.monotonic()
+        if model.timer is not None:
+            model.timer.cancel()
+        model.expires = None
+        return _once(partial(self._release, model, keep))
+
+    async def _enter(self, model: HostedModel) -> None:
+        if model.state == "unloaded" and model.needed > self.memory:
+            raise ApiError(400, self.too_large(model), param="model", code="model_too_large")
+        if not self._is_open_to(model) and sum(each.n_waiting for each in self.models) > self.settings.queue:
+            raise too_busy(f"{self.settings.queue} requests wait for a model already", 5)
+        n_failures = model.n_failures
+        model.n_waiting += 1
+        try:
+            async with asyncio.timeout(self.settings.time_limit):
+                while not self._is_open_to(model):
+                    if model.deleted:
+                        raise self.no_model(model.names[0])
+                    if model.n_failures != n_failures and model.failure is not None:
+                        raise model.failure
+                    if model.state != "loaded":
+                        self._line.setdefault(model, time.monotonic())
+                    self._advance()
+                    await self._change.wait()
+            model.n_uses += 1
+        except TimeoutError:
+            raise too_late(self.settings.time_limit) from None
+        finally:
+            model.n_waiting -= 1
+            model.n_promised = max(0, min(model.n_promised - 1, model.n_waiting))
+            if not model.n_waiting:
+                self._line.pop(model, None)
+                self._rest(model)
+                self._advance()
+
+    def too_large(self, model: HostedModel) -> str:
+        return (
+            f"{model.names[0]} needs {size_text(model.needed)} with a context of {model.file.n_ctx:,} tokens, and the "
+            f"models of this server may take {size_text(self.memory)} (--memory)"
+        )
+
+    def _release(self, model: HostedModel, keep: KeepAlive | Literal["usual"]) -> None:
+        model.n_uses -= 1
+        model.used = time.monotonic()
+        model.keep = self.keep_alive if keep == "usual" else keep
+        self._rest(model)
+        self._changed()
+
+    def _rest(self, model: HostedModel) -> None:
+        """Begin to count the time for which a model is idle."""
+        if not model.is_idle:
+            return
+        if model.timer is not None:
+            model.timer.cancel()
+        seconds = 0.0 if model.leaves else model.keep
+        if seconds is None:
+            model.expires = None
+        elif seconds <= 0 and not model.n_waiting:
+            self._unload(model)
+        else:
+            model.expires = time.time() + seconds
+            model.timer = asyncio.get_running_loop().call_later(seconds, self._expire, model)
+
+    def _expire(self, model: HostedModel) -> None:
+        if model.is_idle and not model.n_waiting:
+            self._unload(model)
+
+    def leave(self, model: HostedModel) -> None:
+        """Unload a model now, or once it is idle."""
+        if model.is_idle:
+            self._unload(model)
+        elif model.state == "loading" and not model.n_waiting:
+            model.cancel.set()
+        elif model.n_uses and not model.fixed:
+            model.leaves = True
+
+    def _is_open_to(self, model: HostedModel) -> bool:
+        """Whether a model is loaded, and no other has waited so long for its memory that new requests have to wait."""
+        if model.state != "loaded":
+            return False
+        if model.n_promised:
+            return True
+        first, since = next(iter(self._line.items()), (None, 0.0))
+        if first is None or first.state != "unloaded" or time.monotonic() - since < GRACE_S:
+            return True
+        return model not in self._in_the_way(first)
+
+    def _in_the_way(self, wanted: HostedModel) -> list[HostedModel]:
+        """The loaded models that have to go for one that is wanted, those used least recently first."""
+        lack = wanted.needed - self.room
+        found = []
+        loaded = [model for model in self.models if model.state == "loaded" and not model.fixed]
+        for model in sorted(loaded, key=lambda model: (not model.is_idle, model.used)):
+            if lack <= 0:
+                break
+            lack -= model.taken
+            found.append(model)
+        return found
+
+    @property
+    def room(self) -> int:
+        """Memory that no model takes [bytes]."""
+        return self.memory - sum(model.taken for model in self.models)
+
+    @property
+    def _over_budget(self) -> bool:
+        """Whether the models that stay loaded take more than they may: one can turn out larger than was expected."""
+        return sum(model.taken for model in self.models if model.state != "unloading") > self.memory
+
+    def _changed(self) -> None:
+        self._advance()
+        self._change.set()
+        self._change = asyncio.Event()
+
+    def _advance(self) -> None:
+        """Load the next of the line, or make room for it."""
+        if self.ending.is_set():
+            return
+        idle = sorted((model for model in self.models if model.is_idle), key=lambda model: model.used)
+        for model in idle[: len(idle) if self._over_budget else 0]:
+            self._unload(model)
+            if not self._over_budget:
+                break
+        if not self._line:
+            return
+        first, *others = self._line
+        if loading := next((model for model in self.models if model.state == "loading"), None):
+            if loading is not first and not loading.n_waiting:  # who asked for it has left
+                loading.cancel.set()
+            return
+        if any(model.state == "unloading" for model in self.models):
+            return
+        if first.needed <= self.room:
+            self._start(first)
+            return
+        way = self._in_the_way(first)
+        if all(model.is_idle for model in way):
+            for model in way:
+                self._unload(model)
+            return
+        for model in others:
+            if model.state == "unloaded" and model.needed <= self.room:
+                self._start(model)
+                return
+
+    def _start(self, model: HostedModel) -> None:
+        model.state, model.taken, model.error = "loading", model.needed, None
+        model.cancel, model.doing, model.leaves = threading.Event(), ("loading", None), False
+        self._run(self._load(model))
+
+    async def _load(self, model: HostedModel) -> None:
+        try:
+            engine, taken = await self._opened(model)
+        except Exception as error:
+            model.state, model.taken = "unloaded", 0
+            self._line.pop(model, None)
+            if not (isinstance(error, Cancelled) and model.cancel.is_set()):
+                model.error = line_of(error).replace(str(model.file.path), model.file.path.name)
+                message = f"{model.names[0]} cannot be loaded: {model.error}"
+                model.failure = ApiError(500, message, param="model", code="model_not_loaded")
+                model.n_failures += 1
+                if self._opening is not None:
+                    self._opening.warn(message)
+        else:
+            assert self._opening is not None
+            settings = (
+                self.settings if isinstance(engine, EmbeddingModel) else self._opening.settings(engine, self.settings)
+            )
+            model.service = self._service_of(model, engine, settings)
+            model.state, model.taken, model.used = "loaded", taken, time.monotonic()
+            model.n_promised = model.n_waiting
+            self._line.pop(model, None)
+            self._rest(model)
+        self._changed()
+
+    async def _opened(self, model: HostedModel) -> tuple[LLM | EmbeddingModel, int]:
+        """Load a model in a thread; the end of the server cancels it."""
+        opening, file = self._opening, model.file
+        assert opening is not None
+
+        def report(what: str, fraction: float | None) -> None:
+            model.doing = (what, fraction)
+
+        def load() -> tuple[LLM | EmbeddingModel, int]:
+            if file.embeds:
+                return opening.embedding(file), model.needed
+            llm = opening.text(file, model.plan, report, model.cancel)
+            try:
+                llm.take_turns(self.turns)
+                return llm, model.plan.cache_bytes + _taken(llm, file.n_ctx, opening.kv_type)
+            except BaseException:
+                llm.close(cancel=True)
+                raise
+
+        loading = asyncio.ensure_future(asyncio.to_thread(load))
+        ended = asyncio.ensure_future(self.ending.wait())
+        await asyncio.wait((loading, ended), return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            model.cancel.set()
+        ended.cancel()
+        return await loading
+
+    def _service_of(
+        self, model: HostedModel, engine: LLM | EmbeddingModel, settings: ServerSettings
+    ) -> Service | EmbeddingService:
+        if isinstance(engine, EmbeddingModel):
+            return EmbeddingService(engine, self, model.names, self.turns)
+        return Service(engine, settings, common=self, metrics=model.metrics, names=model.names)
+
+    def _unload(self, model: HostedModel) -> None:
+        model.state = "unloading"
+        if model.timer is not None:
+            model.timer.cancel()
+        self._run(self._closed(model))
+
+    async def _closed(self, model: HostedModel) -> None:
+        service, model.service, model.expires = model.service, None, None
+        assert service is not None
+        await asyncio.to_thread(service.close)
+        model.state, model.taken = "unloaded", 0
+        self._changed()
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def delete(self, model: HostedModel) -> int:
+        """Unload a model and remove its files; the bytes that became free.
+
+        Raises:
+            ApiError: it answers (409), or its file is none that localspec fetched (400).
+            ModelFileError: its files cannot be removed.
+        """
+        if model.n_uses or model.n_waiting:
+            message = f"{model.names[0]} answers {model.n_uses + model.n_waiting} requests; ask again when it is idle"
+            raise ApiError(409, message, param="model", code="model_in_use")
+        try:
+            entry = Catalog.load().entry(model.file.spec)
+        except UnknownModel:
+            message = f"{model.names[0]} is a file of yours, not one that localspec fetched: delete it yourself"
+            raise ApiError(400, message, param="model", code="not_fetched") from None
+        model.deleted = True
+        try:
+            self.leave(model)
+            while model.state != "unloaded":
+                await self._change.wait()
+            assert self._opening is not None
+            freed = await asyncio.to_thread(remove, entry, self._opening.made_of(model.file.path))
+        except BaseException:
+            model.deleted = False
+            raise
+        self.models.remove(model)
+        self._changed()
+        return freed
+
+    def close(self) -> None:
+        """After the server has ended: free what is loaded."""
+        for model in self.models:
+            if model.service is not None and not model.fixed:
+                model.service.close()
+                model.service = None
+
+
+def _in_order(entries: Iterable[Entry]) -> list[Entry]:
+    """Those on the disk, the catalogue's default first: a request that names no model goes to it."""
+    present = [entry for entry in entries if entry.present]
+    catalog = Catalog.load()
+    usual = (catalog.default[0], catalog.fallback[0])
+    return sorted(present, key=lambda entry: usual.index(entry.name) if entry.name in usual else len(usual))
+
+
+def _check_use(model: HostedModel | None, use: Use) -> None:
+    """Refuse what a model (None: every one here) does not do."""
+    if use == "embed" and (model is None or not model.file.embeds):
+        message = "this model continues text; it makes no embeddings: that takes a server of an embedding model"
+        raise ApiError(400, message, code="unsupported_endpoint")
+    if use != "embed" and (model is None or model.file.embeds):
+        raise ApiError(400, "this model makes embeddings; it continues no text", code="unsupported_endpoint")
+
+
+def _taken(llm: LLM, n_ctx: int, kv_type: str) -> int:
+    """Memory of a loaded model with what it drafts with [bytes]; see ``memory_needed``."""
+    pair = llm.inspect()
+    n_contexts = N_CONTEXTS if llm.parallel_info()["parallel"] > 1 else 1
+    paths = [pair.target.path, *(draft.model.path for draft in pair.state.models)]
+    several = dict.fromkeys(paths)  # the target's own layers may draft for it
+    return sum(memory_needed(path, n_ctx, kv_type=kv_type, n_contexts=n_contexts) for path in several)
+
+
+def _once(function: Callable[[], None]) -> Callable[[], None]:
+    """A function that does nothing when it is called again."""
+    called = False
+
+    def call() -> None:
+        nonlocal called
+        if not called:
+            called = True
+            function()
+
+    return call

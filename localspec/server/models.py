@@ -1,0 +1,494 @@
+"""What a server says of its models, and does with them: OpenAI's, llama-server's and Ollama's addresses."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import re
+import time
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextlib import aclosing
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Gauge, Info, Metric, generate_latest
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from localspec._version import __version__
+from localspec.errors import Cancelled, LocalspecError
+from localspec.model_files import sources
+from localspec.model_files.catalog import Catalog, Entry
+from localspec.model_files.fingerprint import fingerprint
+from localspec.model_files.gguf import GGUFFile
+from localspec.server import responses
+from localspec.server.access import READS_TEXTS, SEES_OTHERS, Address, Client, client_of, public_name
+from localspec.server.bodies import Body, Flag, read
+from localspec.server.embeddings import EmbeddingService
+from localspec.server.events import EventStream, while_connected
+from localspec.server.hosting import Host, HostedModel
+from localspec.server.http import ApiError, invalid
+from localspec.server.ollama import WIRE, line, timestamp
+from localspec.server.service import Metrics, Service
+from localspec.system.machine import CPUTimes
+
+ROOM = 1.25
+"""Memory that a model which is not on the disk takes, over the size of its file."""
+
+OLLAMA_VERSION = "0.9.0"
+"""Clients ask it whether tools, JSON schemas and thinking are known; Ollama knows all three since then."""
+
+
+class OllamaShowBody(Body):
+    """A body that names a model."""
+
+    model: str | None = None
+    name: str | None = None
+
+    @property
+    def asked(self) -> str:
+        """The name; an ``ApiError`` where there is none."""
+        name = self.name if self.model is None else self.model
+        if name is None:
+            raise invalid("model is missing", "model", "missing_required_parameter")
+        return name
+
+
+class OllamaPullBody(OllamaShowBody):
+    """The body of ``/api/pull``."""
+
+    stream: Flag = True
+
+
+class ModelEndpoints:
+    """What is served, and how it does."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+
+    def addresses(self) -> list[Address]:
+        return [
+            Address("/v1/responses/{id}", self.response, methods=("GET", "DELETE")),
+            Address("/v1/models", self.models),
+            Address("/v1/models/{model:path}", self.model),
+            Address("/models/load", self.load, methods=("POST",)),
+            Address("/models/unload", self.unload, methods=("POST",)),
+            Address("/v1/localspec/models", self.all),
+            Address("/v1/localspec/stats", self.stats),  # without figures about others, for those who may not see them
+            Address("/metrics", self.metrics, SEES_OTHERS),
+        ]
+
+    def _named(self, name: str, model: HostedModel, client: Client) -> dict[str, Any]:
+        created = self._host.started
+        return {
+            "id": name,
+            "object": "model",
+            "created": int(created),
+            "type": "model",  # from here on, what Anthropic's clients read
+            "display_name": name,
+            "created_at": timestamp(created),
+            "owned_by": "localspec",
+            "localspec": {"loaded": model.state == "loaded", "size": model.file.n_bytes} | _about(model, client),
+        }
+
+    async def models(self, request: Request) -> Response:
+        client, host = client_of(request), self._host
+        # Of a server of one model every name counts; of several, each has one that answers call it.
+        shown = [(name, model) for model in host.models for name in (model.names if model.fixed else model.names[:1])]
+        pages = {"has_more": False, "first_id": shown[0][0], "last_id": shown[-1][0]} if shown else {"has_more": False}
+        data = [self._named(name, model, client) for name, model in shown if not model.deleted]
+        return JSONResponse({"object": "list", "data": data} | pages)
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        return JSONResponse(self._named(name, self._host.known(name), client_of(request)))
+
+    async def load(self, request: Request) -> Response:
+        """llama-server's: load a model, and answer when it is."""
+        model = await self._asked(request)
+        (await while_connected(request.receive, self._host.ending, self._host.take(model)))()
+        return JSONResponse({"success": True})
+
+    async def unload(self, request: Request) -> Response:
+        """llama-server's: unload a model, once it is idle."""
+        model = await self._asked(request)
+        if model.fixed:
+            raise ApiError(400, f"{model.names[0]} is all that this server has, and stays", code="model_stays")
+        self._host.leave(model)
+        return JSONResponse({"success": True})
+
+    async def _asked(self, request: Request) -> HostedModel:
+        async with self._host.bodies.json(request) as body:
+            return self._host.known(read(OllamaShowBody, body).asked)
+
+    async def all(self, request: Request) -> Response:
+        """For the page: the models, what fits, what is loaded, and what could be fetched."""
+        host, client = self._host, client_of(request)
+        shown = [model for model in host.models if not model.deleted]
+        models = [
+            {
+                "name": model.names[0],
+                "state": model.state,
+                "doing": model.doing[0] if model.state == "loading" else "",
+                "fraction": model.doing[1] if model.state == "loading" else None,
+                "size": model.file.n_bytes,
+                "needed": model.needed,
+                "fits": model.fixed or model.needed <= host.memory,
+                "embeds": model.file.embeds,
+                "error": model.error,
+                "expires": model.expires,
+            }
+            for model in shown
+        ]
+        found: dict[str, Any] = {"models": models, "several": host.may_change}
+        if host.may_change:
+            found["memory"] = {"limit": host.memory, "taken": sum(model.taken for model in host.models)}
+            found["fetches"] = client.reads_texts
+            found["catalog"] = [
+                {"name": entry.name, "size": entry.bytes, "fits": ROOM * entry.bytes <= host.memory, "note": entry.note}
+                for entry in _fetchable()
+                if client.reads_texts
+            ]
+        return JSONResponse(found)
+
+    async def response(self, request: Request) -> Response:
+        """Return, or delete, an answer of ``/v1/responses`` that is kept."""
+        name, kept = request.path_params["id"], self._host.responses
+        stored = responses.stored_response(kept, client_of(request), name)
+        if request.method != "DELETE":
+            return await asyncio.to_thread(JSONResponse, stored.response)
+        kept.remove(name)
+        return JSONResponse({"id": name, "object": "response", "deleted": True})
+
+    async def stats(self, request: Request) -> Response:
+        """Figures of the model that ``?model=`` names, by default of the first that is loaded."""
+        client, host = client_of(request), self._host
+        model = self._host.known(name) if (name := request.query_params.get("model")) else _usual(host)
+        if model is None:
+            return JSONResponse({"model": None, "version": __version__, "loaded": False})
+        if not isinstance(model.service, Service):
+            return JSONResponse(_unloaded_stats(model))
+        service, llm = model.service.seen_by(client), model.service.llm
+        stats: dict[str, Any] = {
+            "model": service.names[0],
+            "version": __version__,
+            "loaded": True,
+            "backend": llm.backend_name,
+            "drafters": list(service.drafters),
+            "draft_length": llm.draft_length,
+            "context": llm.n_ctx,
+            "thinks": service.served().thinks,
+            "plain_tokens_per_second": llm.plain_tokens_per_second,
+            "uptime_s": round(time.time() - host.started, 3),
+            "queue": {"running": llm.busy, "waiting": llm.queue_length, "limit": llm.max_queue},
+            "parallel": {n: value for n, value in llm.parallel_info().items() if n != "passes" or client.sees_others},
+            "cpu": dataclasses.asdict(CPUTimes.now()),
+        }
+        if client.sees_others:
+            stats["explanation"] = llm.explain()
+            stats |= {"prefix_cache": llm.cache_info(), "totals": service.metrics.as_dict()}
+        return JSONResponse(stats)
+
+    async def metrics(self, request: Request) -> Response:
+        host, registry = self._host, CollectorRegistry()
+        client = client_of(request)
+        if (only := host.only) is not None:
+            registry.register(only.metrics)
+            if isinstance(only.service, Service):
+                _register(registry, only.service.seen_by(client), host.started)
+        else:
+            registry.register(OfModels(host))
+            for name, about, value in (
+                ("memory_limit_bytes", "What the models may take.", host.memory),
+                ("uptime_seconds", "Since the start.", time.time() - host.started),
+            ):
+                Gauge(f"localspec_{name}", about, registry=registry).set(value)
+        return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
+
+
+def _register(registry: CollectorRegistry, service: Service, started: float) -> None:
+    llm = service.llm
+    names = {"version": __version__, "model": service.names[0], "backend": llm.backend_name}
+    Info("localspec", "What is served.", registry=registry).info(names | {"draft": ",".join(service.drafters)})
+    for name, about, value in (
+        ("requests_running", "Requests being answered.", llm.parallel_info()["running"]),
+        ("requests_waiting", "Requests in the queue.", llm.queue_length),
+        ("queue_limit", "Most requests that may wait.", llm.max_queue or 0),
+        ("plain_tokens_per_second", "Expected speed without drafting.", llm.plain_tokens_per_second),
+        ("uptime_seconds", "Since the start.", time.time() - started),
+    ):
+        Gauge(f"localspec_{name}", about, registry=registry).set(value)
+
+
+class OfModels(Collector):
+    """The metrics of all models of a server, each sample with the ``model`` that it is of."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for name, metrics in self._all():
+            for family in (*metrics.collect(), *self._gauges(name)):
+                kept = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                kept.samples += [
+                    Sample(each.name, {"model": name} | each.labels, each.value) for each in family.samples
+                ]
+        yield from families.values()
+
+    def _all(self) -> Iterable[tuple[str, Metrics]]:
+        return [("", self._host.metrics), *((model.names[0], model.metrics) for model in self._host.models)]
+
+    def _gauges(self, name: str) -> Iterator[Metric]:
+        model = self._host.named(name) if name else None
+        if model is None:
+            return
+        for stem, about, value in (
+            ("model_loaded", "Whether the model is loaded.", float(model.state == "loaded")),
+            ("model_memory_bytes", "Memory that it is counted with.", float(model.taken)),
+            ("model_requests_running", "Requests that it answers.", float(model.n_uses)),
+            ("model_requests_waiting", "Requests that wait until it is loaded.", float(model.n_waiting)),
+        ):
+            family = Metric(f"localspec_{stem}", about, "gauge")
+            family.add_sample(f"localspec_{stem}", {}, value)
+            yield family
+
+
+def _usual(host: Host) -> HostedModel | None:
+    """The model whose figures are shown where none is named."""
+    known = [model for model in host.models if not model.file.embeds]
+    return next((model for model in known if model.state == "loaded"), known[0] if known else None)
+
+
+def _unloaded_stats(model: HostedModel) -> dict[str, Any]:
+    return {
+        "model": model.names[0],
+        "version": __version__,
+        "loaded": False,
+        "embeds": model.file.embeds,
+        "backend": None,
+        "drafters": [],
+        "context": model.file.n_ctx,
+        "thinks": False,
+        "parallel": {"parallel": 1},
+    }
+
+
+def _about(model: HostedModel, client: Client) -> dict[str, Any]:
+    """Context, engine and drafters of a model, or the numbers of an embedding, as far as they are known."""
+    service = model.service
+    if isinstance(service, EmbeddingService):
+        made = service.model
+        return {"context": made.n_ctx, "backend": made.backend, "dimensions": made.n_embd}
+    if service is None:
+        return {"context": model.file.n_ctx}
+    drafters = list(service.seen_by(client).drafters)
+    return {"context": service.llm.n_ctx, "backend": service.llm.backend_name, "draft": drafters}
+
+
+def _fetchable() -> list[Entry]:
+    """Models of the catalogue that are not on the disk; heads come with their models."""
+    catalog = Catalog.load()
+    heads = {name for entry in catalog.values() for name in entry.heads}
+    return [entry for entry in catalog.values() if not entry.present and entry.name not in heads]
+
+
+# What Ollama's clients ask about models, and have done with them.
+
+_PATH = re.compile(r"(?:[A-Za-z]:)?(?:~|\.{1,2})?[\\/][^\n]*")
+
+SECONDS_BETWEEN = 0.1
+"""Between two lines that tell how far a fetch is."""
+
+
+class OllamaModels:
+    """The endpoints."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._headers: dict[tuple[str, float], dict[str, Any]] = {}
+
+    def addresses(self) -> list[Address]:
+        # Only this computer decides what is on its disk.
+        return [
+            Address("/api/tags", self.tags),
+            Address("/api/show", self.show, methods=("POST",)),
+            Address("/api/ps", self.ps),
+            Address("/api/pull", self.pull, READS_TEXTS, ("POST",)),
+            Address("/api/delete", self.delete, READS_TEXTS, ("DELETE",)),
+            Address("/api/version", self.version),
+        ]
+
+    def _header(self, model: HostedModel) -> dict[str, Any]:
+        """What the file's header says, as Ollama has it."""
+        path = model.file.path
+        modified = path.stat().st_mtime
+        found = self._headers.get((str(path), modified))
+        if found is None:
+            with GGUFFile(path) as file:
+                scalars = {name: _scalar(value) for name, value in file.metadata.items()}
+                found = {
+                    "details": {
+                        "parent_model": "",
+                        "format": "gguf",
+                        "family": file.architecture,
+                        "families": [file.architecture],
+                        "parameter_size": _rounded(file.n_params),
+                        "quantization_level": file.quantization,
+                    },
+                    "model_info": scalars | {"general.parameter_count": file.n_params},
+                    "license": str(file.metadata.get("general.license", "")),
+                    "template": str(file.metadata.get("tokenizer.chat_template", "")),
+                    "modified_at": timestamp(modified),
+                    # Clients want 64 digits that tell files apart; reading all of a large file takes a minute.
+                    "digest": fingerprint(path) * 2,
+                }
+            self._headers[str(path), modified] = found
+        if model.llm is not None:
+            found = found | {"template": model.llm.template.source}
+        return found
+
+    async def _listed(self, models: Iterable[HostedModel]) -> list[dict[str, Any]]:
+        listed = []
+        for model in [model for model in models if not model.deleted]:
+            try:
+                header = await asyncio.to_thread(self._header, model)
+            except (LocalspecError, OSError):
+                continue  # the file went
+            about = {"modified_at": header["modified_at"], "size": model.file.n_bytes, "digest": header["digest"]}
+            names = model.names if model.fixed else model.names[:1]
+            listed += [{"name": name, "model": name} | about | {"details": header["details"]} for name in names]
+        return listed
+
+    async def tags(self, request: Request) -> Response:
+        return JSONResponse({"models": await self._listed(self._host.models)})
+
+    async def ps(self, request: Request) -> Response:
+        found = []
+        for model in [model for model in self._host.models if model.state == "loaded"]:
+            service = model.service
+            n_ctx = model.llm.n_ctx if model.llm is not None else model.file.n_ctx
+            own: dict[str, Any] = {"context_length": n_ctx}
+            if not model.fixed:
+                on_gpu = isinstance(service, Service) and service.llm.inspect().target.capabilities.device == "gpu"
+                expires = timestamp(model.expires or (_IN_A_CENTURY if model.keep is None else time.time()))
+                own |= {"size": model.taken, "size_vram": model.taken if on_gpu else 0, "expires_at": expires}
+            for listed in await self._listed([model]):
+                found.append({name: value for name, value in listed.items() if name != "modified_at"} | own)
+        return JSONResponse({"models": found})
+
+    async def show(self, request: Request) -> Response:
+        async with self._host.bodies.json(request) as body:
+            model = self._host.known(read(OllamaShowBody, body).asked)
+        try:
+            header = await asyncio.to_thread(self._header, model)
+        except OSError:
+            raise self._host.no_model(model.names[0]) from None
+        header = {key: value for key, value in header.items() if key != "digest"}
+        defaults = "\n".join(f"{k} {value}" for k, value in Catalog.load().chat_defaults(model.file.path).items())
+        own = {"modelfile": f"FROM {model.names[0]}\n", "parameters": defaults}
+        return JSONResponse(header | own | {"capabilities": await self._capabilities(model, header["template"])})
+
+    async def _capabilities(self, model: HostedModel, template: str) -> list[str]:
+        if model.file.embeds:
+            return ["embedding"]
+        thinks = model.llm.thinking is not None if model.llm is not None else "</think>" in template
+        more = {"insert": await self._host.fills(model), "thinking": thinks}
+        return ["completion", "tools", *(name for name, can in more.items() if can)]
+
+    async def pull(self, request: Request) -> Response:
+        """Fetch a model; it is served from then on. A client that leaves stops it, and what arrived is kept."""
+        async with self._host.bodies.json(request) as body:
+            asked = read(OllamaPullBody, body)
+        self._check_may_change()
+        entry = Catalog.load().find(asked.asked.removesuffix(":latest"))
+        if asked.stream:
+
+            async def lines() -> AsyncGenerator[bytes, None]:
+                async with aclosing(self._fetched(entry)) as steps:
+                    async for step in steps:
+                        yield line(step)
+
+            return EventStream(lines(), self._host.ending, WIRE)
+
+        async def whole() -> dict[str, Any]:
+            last: dict[str, Any] = {}
+            async with aclosing(self._fetched(entry)) as steps:
+                async for step in steps:
+                    last = step
+            return last
+
+        return JSONResponse(await while_connected(request.receive, self._host.ending, whole()))
+
+    def _check_may_change(self) -> None:
+        if not self._host.may_change:
+            message = "this server has one model, named at its start: localspec serve without a name has all"
+            raise ApiError(400, message, code="one_model")
+
+    async def _fetched(self, entry: Entry) -> AsyncGenerator[dict[str, Any], None]:
+        """Fetch an entry, with what Ollama tells meanwhile."""
+        loop, steps = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any] | None]()
+        digest = f"sha256:{entry.sha256 or entry.name}"
+        left, told = False, 0.0
+
+        def watch(what: str, done: int, total: int) -> None:
+            nonlocal told
+            if left:
+                raise Cancelled("the client has gone")
+            now = time.monotonic()
+            if total and (now - told >= SECONDS_BETWEEN or done >= total):
+                told = now
+                step = {"status": f"pulling {entry.name}", "digest": digest, "total": total, "completed": done}
+                loop.call_soon_threadsafe(steps.put_nowait, step)
+
+        def fetch() -> None:
+            try:
+                sources.pull(entry, watch=watch)
+            finally:
+                loop.call_soon_threadsafe(steps.put_nowait, None)
+
+        yield {"status": "pulling manifest"}
+        fetching = asyncio.ensure_future(asyncio.to_thread(fetch))
+        try:
+            while (step := await steps.get()) is not None:
+                yield step
+            await fetching
+        finally:
+            left = True
+            await asyncio.gather(fetching, return_exceptions=True)
+        self._host.add(entry.name)
+        for status in ("verifying sha256 digest", "writing manifest", "success"):
+            yield {"status": status}
+
+    async def delete(self, request: Request) -> Response:
+        async with self._host.bodies.json(request) as body:
+            name = read(OllamaShowBody, body).asked
+        self._check_may_change()
+        await self._host.delete(self._host.known(name))
+        return Response(status_code=200)
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": OLLAMA_VERSION, "localspec": __version__})
+
+
+_IN_A_CENTURY = time.time() + 100 * 365.25 * 24 * 3600
+"""When a model expires that stays: Ollama's clients take it for never."""
+
+
+def _scalar(value: Any) -> Any:
+    """A scalar of the header; of a path, which quantisers write into it, only the end."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, str):
+        return public_name(value) if _PATH.fullmatch(value) else value
+    return value if isinstance(value, int | float) else None
+
+
+def _rounded(n: int) -> str:
+    """A number of parameters, such as 1.5B."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if n >= size:
+            return f"{n / size:.1f}{unit}"
+    return str(n)

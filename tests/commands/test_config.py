@@ -1,0 +1,225 @@
+"""``config.toml``: what commands take from it, and ``localspec config``; people edit the file too."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from localspec.commands import config
+from localspec.commands.cli import COMMON, app
+from localspec.errors import UsageError
+from tests.conftest import TinyFiles
+from tests.support.program import assert_one_line, localspec
+
+pytestmark = pytest.mark.usefixtures("measured_home")
+
+
+def written(text: str) -> Path:
+    path = config.settings_file()
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def set_(*words: str) -> None:
+    result = localspec("config", "set", *words)
+    assert result.returncode == 0, result.stderr
+
+
+def answer(*arguments: str | Path) -> dict[str, Any]:
+    result = localspec("generate", *arguments, "--format", "json")
+    assert result.returncode == 0, result.stderr
+    return dict(json.loads(result.stdout))
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+CHANGES = [
+    ("", 'view = "plain"\n'),
+    ("# mine\nview = 'rounds' # so\n[chat]\nview = 'x'\n", "# mine\nview = \"plain\" # so\n[chat]\nview = 'x'\n"),
+    ("[a]\nb = 1", 'view = "plain"\n\n[a]\nb = 1'),
+    ("system = 'x'", "system = 'x'\nview = \"plain\"\n"),
+    ('"view" = """\\\n  rounds"""\nother = [\n1]\n', '"view" = "plain"\nother = [\n1]\n'),
+    ("views = 'x'\n", "views = 'x'\nview = \"plain\"\n"),
+    ('system = """\nview = 1\n"""\nview="rounds"\n', 'system = """\nview = 1\n"""\nview="plain"\n'),
+]
+"""Files, and what they are once the view is set."""
+
+
+@pytest.mark.parametrize(("text", "wanted"), CHANGES, ids=range(len(CHANGES)))
+def test_the_rest_of_the_file_stays(text: str, wanted: str) -> None:
+    path = written(text)
+    config.write("view", "plain")
+    assert path.read_text() == wanted
+    assert path.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("text", ['a"b\\c\nd\te\x7f\x01é 你 🙂', "", "'''", "[x]", "#"])
+def test_any_text_comes_back(text: str) -> None:
+    config.write("chat.system", "another")
+    config.write("view", "rounds")
+    config.write("chat.system", text)
+    assert config.read() == {"view": "rounds", "chat": {"system": text}}
+    config.write("chat.system", None)
+    assert config.read() == {"view": "rounds"}
+
+
+def test_set_get_unset_list_and_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written("# by hand\ndraft_length = 2  # few\n")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes").mkdir()
+    set_("draft-length", "3")
+    set_("serve.port", "9000")
+    set_("draft", "ngram", "corpus:notes")
+    set_("chat.keep", "off")
+    assert path.read_text().startswith('# by hand\ndraft_length = "3"  # few\n')
+    assert tomllib.loads(path.read_text()) == {
+        "draft_length": "3", "serve": {"port": 9000}, "chat": {"keep": False},
+        "draft": ["ngram", f"corpus:{tmp_path / 'notes'}"],  # it holds in any folder
+    }  # fmt: skip
+    listed = localspec("config", "list").stdout.decode().splitlines()
+    assert sorted(listed) == [
+        "chat.keep = false", f'draft = ["ngram", "corpus:{tmp_path / "notes"}"]', 'draft-length = "3"',
+        "serve.port = 9000",
+    ]  # fmt: skip
+    assert localspec("config", "get", "draft").stdout.decode().splitlines()[0] == "ngram"
+    assert localspec("config", "unset", "draft").returncode == 0
+    result = localspec("config", "get", "draft")
+    assert (result.returncode, result.stdout) == (1, b"")
+    assert localspec("config", "path").stdout.decode().strip() == str(path)
+    everything = localspec("config", "list", "--all").stdout.decode()
+    assert "serve.port  " in everything
+    assert "kv-cache  " in everything
+    assert "chat.ctx" not in everything
+
+
+BAD = {
+    "view oops": "there is no view 'oops'",
+    "veiw plain": "did you mean view?",
+    "port 9000": "did you mean serve.port?",
+    "serve.port x": "serve.port: ",
+    "serve.port 70000": "serve.port: ",
+    "serve.parallel many": "serve.parallel: ",
+    "serve.allow-origin here": "--allow-origin must be like",
+    "ctx 1 2": "ctx takes one value, not 2",
+    "idle perhaps": "idle must be true or false",
+    "top-p 7": "top-p: ",
+    "draft-length many": "draft-length: ",
+    "think maybe": "must be one of",
+    "model nosuch": "there is no model 'nosuch'",
+    "generate.json-schema x": "there is no setting",
+    "rm.names x": "there is no setting",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_a_bad_key_or_value_is_not_written(line: str) -> None:
+    assert_one_line(localspec("config", "set", *line.split()), 2, BAD[line])
+    assert not config.settings_file().exists()
+
+
+def test_a_file_that_is_no_toml_is_not_written_over() -> None:
+    path = written("view = ")
+    assert_one_line(localspec("config", "set", "ctx", "9"), 2, "cannot be changed, it is not TOML")
+    assert_one_line(localspec("config", "list"), 2, "it is not TOML")
+    assert path.read_text() == "view = "
+    path.write_text("chat = 3\n")
+    assert_one_line(localspec("config", "set", "chat.view", "plain"), 2, "chat is not a table")
+
+
+def test_a_folder_in_its_place_is_one_line() -> None:
+    config.settings_file().mkdir()
+    assert_one_line(localspec("config", "set", "ctx", "9"), 2, "cannot read")
+    with pytest.raises(UsageError, match="cannot read"):
+        config.write("view", "plain")
+
+
+# -- what commands take from it ----------------------------------------------------------------------------------------
+
+
+def test_the_command_line_goes_before_the_table_and_that_before_the_rest(tiny: TinyFiles) -> None:
+    set_("model", str(tiny.pair.target))
+    set_("draft", "none")
+    set_("backend", "reference")
+    set_("temperature", "0")
+    set_("max-tokens", "5")
+    assert answer("-p", "la la")["stats"]["completion_tokens"] == 5
+    assert answer("la la la")["stats"]["completion_tokens"] == 5  # the one argument is the prompt, the model the file's
+    set_("generate.max-tokens", "4")
+    assert answer("-p", "la la")["stats"]["completion_tokens"] == 4
+    assert answer("-p", "la la", "--max-tokens", "3")["stats"]["completion_tokens"] == 3
+
+
+def test_what_has_no_place_in_raw_text_is_left_out(tiny: TinyFiles) -> None:
+    written(f"model = {str(tiny.pair.target)!r}\nsystem = 'Be brief.'\nbackend = 'reference'\nmax-tokens = 2\n")
+    assert answer("--raw", "-p", "la la")["stats"]["completion_tokens"] == 2
+    assert_one_line(localspec("generate", "--raw", "-p", "x", "--system", "y"), 2, "--system needs the chat template")
+
+
+def test_the_system_prompt_reaches_the_model(tiny: TinyFiles) -> None:
+    options = (tiny.pair.target, "-p", "la", "--backend", "reference", "--max-tokens", "2")
+    plain = answer(*options)["stats"]["prompt_tokens"]
+    set_("system", "la la la la la la")
+    assert answer(*options)["stats"]["prompt_tokens"] > plain + 5
+    set_("generate.system", "")
+    assert answer(*options)["stats"]["prompt_tokens"] <= plain
+
+
+def given(command: str, *argv: str) -> dict[str, Any]:
+    """The file's values that a command would take."""
+    root: Any = typer.main.get_command(app)
+    parent = root.make_context("localspec", [command])
+    context = root.commands[command].make_context(command, [*argv], parent=parent)
+    return config.settle(context, {}, COMMON, lambda name, value: None)
+
+
+def test_the_environment_goes_before_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    written("ctx = 99\n[serve]\nport = 9000\napi-key = 'file'\n")
+    assert given("serve") == {"n_ctx": 99, "port": 9000, "api_key": "file"}
+    monkeypatch.setenv("LOCALSPEC_API_KEY", "environment")
+    assert given("serve", "--port", "7") == {"n_ctx": 99}
+
+
+def test_how_chats_answer_does_not_change_what_is_measured() -> None:
+    written("temperature = 1.5\nctx = 99\nseed = 3\nbackend = 'reference'\n[bench]\ntop-k = 3\n")
+    assert given("bench") == {"n_ctx": 99, "top_k": 3, "backend": ["reference"]}
+    assert given("doctor") == {"n_ctx": 99, "backend": "reference"}
+    assert given("distill") == {"backend": "reference"}  # its seed is another thing
+    assert given("chat") == {"n_ctx": 99, "temperature": 1.5, "seed": 3, "backend": "reference"}
+
+
+BAD_FILES = {
+    "view = ": "is not TOML",
+    "veiw = 'plain'": "there is no setting 'veiw'; did you mean view?",
+    "ctx = 'many'": "ctx: ",
+    "ctx = 1.5": "ctx: ",
+    "ctx = true": "ctx: ",
+    "idle = 'perhaps'": "idle must be true or false",
+    "system = {a = 1979-05-27}": "system must be a text",
+    "temperature = -1": "temperature: ",
+    "[generate]\ntop-k = -3": "generate.top-k: ",
+    "[generate]\nport = 3": "there is no setting 'generate.port'",
+}
+
+
+@pytest.mark.parametrize("text", BAD_FILES)
+def test_a_bad_line_of_the_file_is_a_line_and_the_command_goes_on(text: str, tiny: TinyFiles) -> None:
+    path = written(text)
+    options = ("--backend", "reference", "--draft", "none", "--max-tokens", "2")
+    result = localspec("generate", tiny.pair.target, "-p", "la", *options)
+    assert result.returncode == 0
+    (line,) = [line for line in result.stderr.decode().splitlines() if "config.toml" in line]
+    assert line.startswith(f"localspec: {path}")
+    assert BAD_FILES[text] in line
+    assert localspec("list").stderr == b""  # reads nothing of it
+
+
+def test_a_server_does_not_start_with_a_file_that_it_cannot_read() -> None:
+    written("[serve]\napikey = 'secret'\n")
+    assert_one_line(localspec("serve", "/no/such.gguf"), 2, "serve.apikey", "did you mean serve.api-key?")
+    written("[chat]\nport = 3\n[serve]\nhost = '0.0.0.0'\n")  # another command's table is not its own
+    assert_one_line(localspec("serve", "/no/such.gguf"), 2, "needs --api-key")

@@ -1,0 +1,622 @@
+"""One server of several models: loaded when asked for, unloaded when idle or when another needs their memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localspec import LLM
+from localspec.backends.llama.embedding import EmbeddingModel
+from localspec.backends.registry import unavailable_reason
+from localspec.engine.worker import Turns
+from localspec.server import hosting
+from localspec.server.http import read_keep_alive
+from localspec.system.files import models_dir
+from localspec.system.machine import process_bytes
+from tests.support import ggufs
+from tests.support.embedders import write_bert
+from tests.support.gguf_vocabs import fim_vocab
+from tests.support.serving import Server, opening, post, serve, serve_several
+from tests.support.standin import Server as Hub
+from tests.support.waiting import wait_until
+
+SHAPE = ggufs.Shape(n_layer=2, n_embd=32, n_head=2, n_head_kv=1, n_ff=32, residual=0.4)
+FOLDER = "hf/acme/tiny"
+ALONE = hosting.LoadPlan(0, False, False, 0)
+
+needs_embedder = pytest.mark.skipif(unavailable_reason("llama-cpp") is not None, reason="no llama-cpp here")
+
+
+@pytest.fixture
+def disk(measured_home: Path) -> Path:
+    """Three models that continue text, of which ``code`` fills in."""
+    folder = models_dir() / FOLDER
+    folder.mkdir(parents=True)
+    ggufs.write_llama(folder / "blue.gguf", SHAPE, ggufs.bpe_vocab(300), seed=1)
+    ggufs.write_llama(folder / "code.gguf", SHAPE, fim_vocab(), seed=2)
+    ggufs.write_llama(folder / "red.gguf", SHAPE, ggufs.bpe_vocab(300), seed=3)
+    return folder
+
+
+def chat(model: str, text: str = "hi", n: int = 8, **more: Any) -> dict[str, Any]:
+    said = [{"role": "user", "content": text}]
+    return {"model": model, "messages": said, "max_tokens": n, "ignore_eos": True, "seed": 1} | more
+
+
+def ask(server: Server, path: str, body: Any = None, method: str = "") -> Any:
+    status, _, answer = server.ask(method or ("GET" if body is None else "POST"), path, body)
+    assert status == 200, answer
+    return json.loads(answer)
+
+
+def refused(server: Server, path: str, body: Any, method: str = "POST") -> tuple[int, str]:
+    status, _, answer = server.ask(method, path, body)
+    error = json.loads(answer)["error"]
+    return status, error["message"] if isinstance(error, dict) else error
+
+
+def loaded(server: Server) -> list[str]:
+    return [model["name"] for model in ask(server, "/api/ps")["models"]]
+
+
+def needs(server: Server, name: str) -> int:
+    model = server.host.named(name)
+    assert model is not None
+    return model.needed
+
+
+@contextmanager
+def held(server: Server, name: str) -> Iterator[None]:
+    """While a request uses a model."""
+    model, loop = server.host.named(name), server.loop
+    assert model is not None
+    assert loop is not None
+    release = asyncio.run_coroutine_threadsafe(server.host.take(model), loop).result()
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(release)
+
+
+class Gate:
+    """Loading that waits until it is let through."""
+
+    def __init__(self, name: str = "") -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        usual = opening()
+
+        def text(file: hosting.ServedFile, plan: hosting.LoadPlan, report: Any, cancel: threading.Event) -> LLM:
+            if file.name.startswith(name):
+                self.begun.set()
+                while not self.go_on.wait(0.01):
+                    report("waiting", 0.5)
+                    if cancel.is_set():
+                        break
+            return usual.text(file, plan, report, cancel)
+
+        self.opening = replace(usual, text=text)
+
+
+def test_all_on_the_disk_are_served_and_loaded_when_asked_for(disk: Path) -> None:
+    (disk / "broken.gguf").write_bytes(b"GGUF no more")
+    said: list[str] = []
+    with serve_several(opening(warn=said.append)) as server:
+        assert [line for line in said if "broken" in line]
+        data = ask(server, "/v1/models")["data"]
+        assert [each["id"] for each in data] == ["blue", "code", "red"]
+        assert [each["localspec"]["loaded"] for each in data] == [False] * 3
+        assert all(each["localspec"]["size"] == (disk / f"{each['id']}.gguf").stat().st_size for each in data)
+        assert [each["name"] for each in ask(server, "/api/tags")["models"]] == ["blue", "code", "red"]
+        assert loaded(server) == []
+        assert "insert" in ask(server, "/api/show", {"model": "code"})["capabilities"]  # without loading it
+        assert "insert" not in ask(server, "/api/show", {"model": "red"})["capabilities"]
+        assert ask(server, "/v1/localspec/stats?model=red")["loaded"] is False
+        for name in ("red", "red:latest", "hf:acme/tiny/red.gguf"):
+            assert ask(server, "/v1/chat/completions", chat(name))["model"] == "red"
+        assert loaded(server) == ["red"]
+        # A request that names none goes to the first that can do it.
+        assert ask(server, "/v1/completions", {"prompt": "a", "max_tokens": 2})["model"] == "blue"
+        fill = {"input_prefix": "a", "input_suffix": "b", "n_predict": 2}
+        assert ask(server, "/infill", fill)["model"] == "code"
+        assert sorted(loaded(server)) == ["blue", "code", "red"]
+        assert ask(server, "/v1/localspec/stats?model=red")["loaded"] is True
+        status, message = refused(server, "/v1/chat/completions", chat("green"))
+        assert (status, message) == (404, "there is no model 'green' here; /v1/models lists those that are")
+        message = refused(server, "/api/chat", {"model": "qwen2.5-coder-0.5b"})[1]
+        assert message.startswith("qwen2.5-coder-0.5b is not on this disk; localspec pull qwen2.5-coder-0.5b")
+        assert refused(server, "/v1/embeddings", {"input": "a"})[0] == 400
+        _, _, metrics = server.ask("GET", "/metrics")
+        assert b'localspec_requests_total{endpoint="chat",model="red",outcome="answered"} 3.0' in metrics
+        assert b'localspec_model_loaded{model="code"} 1.0' in metrics
+
+
+def test_named_models_alone_are_served(disk: Path) -> None:
+    how = opening(specs=[str(disk / "red.gguf"), "hf:acme/tiny/code.gguf"])
+    with serve_several(how, aliases=["gpt-4"]) as server:
+        assert [each["id"] for each in ask(server, "/v1/models")["data"]] == ["red", "code"]
+        assert ask(server, "/v1/chat/completions", chat("gpt-4"))["model"] == "red"
+        assert refused(server, "/v1/chat/completions", chat("blue"))[0] == 404
+        status, message = refused(server, "/api/delete", {"model": "red"}, "DELETE")
+        assert (status, (disk / "red.gguf").exists()) == (400, True)
+        assert "a file of yours" in message
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        (0, 0.0), (5, 5.0), (1.5, 1.5), (-1, None), ("-1", None), ("-1m", None), ("0", 0.0), ("0s", 0.0),
+        ("300", 300.0),
+        ("5m", 300.0), ("1h30m", 5400.0), ("1.5h", 5400.0), ("250ms", 0.25), ("10µs", 1e-5), ("+2s", 2.0), (1e30, None),
+        ("forever", ...), ("", ...), ("5 m", ...), ("m", ...), (True, ...), ("1e9", ...), ([], ...), ("--5m", ...),
+    ],
+)  # fmt: skip
+def test_keep_alive_has_ollama_s_forms(value: Any, seconds: Any) -> None:
+    if seconds is ...:
+        with pytest.raises(ValueError, match="no duration"):
+            read_keep_alive(value)
+    else:
+        found = read_keep_alive(value)
+        assert found is seconds or found == pytest.approx(seconds)
+
+
+def test_a_model_stays_as_long_as_was_said(disk: Path) -> None:
+    with serve_several(keep_alive=3600.0) as server:
+
+        def generate(**more: Any) -> Any:
+            return ask(server, "/api/generate", {"model": "red", "stream": False, **more})
+
+        assert generate()["done_reason"] == "load"
+        (shown,) = ask(server, "/api/ps")["models"]
+        assert 0 < shown["size"] == needs(server, "red")
+        assert "T" in shown["expires_at"]
+        assert generate(keep_alive=-1)["done_reason"] == "load"
+        (shown,) = ask(server, "/api/ps")["models"]
+        assert int(shown["expires_at"][:4]) > time.gmtime().tm_year + 50
+        # Asked for nothing and 0, it goes at once; with a question it answers first.
+        assert generate(keep_alive=0)["done_reason"] == "unload"
+        wait_until(lambda: loaded(server) == [], "it is unloaded")
+        assert generate(keep_alive=0)["done_reason"] == "unload"  # and is not loaded for that
+        assert generate(prompt="a", keep_alive="0s", options={"num_predict": 3})["eval_count"] == 3
+        wait_until(lambda: loaded(server) == [], "it is unloaded after its answer")
+        assert generate(prompt="a", keep_alive="50ms", options={"num_predict": 3})["eval_count"] == 3
+        wait_until(lambda: loaded(server) == [], "it is unloaded after its time")
+        status, message = refused(server, "/api/generate", {"model": "red", "keep_alive": "soon"})
+        assert status == 400
+        assert message.startswith("keep_alive must be a duration")
+        # While it answers, it stays; also where it is to go.
+        generate()
+        with held(server, "red"):
+            assert ask(server, "/models/unload", {"model": "red"}) == {"success": True}
+            assert loaded(server) == ["red"]
+        wait_until(lambda: loaded(server) == [], "it is unloaded when nobody is answered")
+
+
+def test_one_that_is_used_least_recently_makes_room(disk: Path) -> None:
+    with serve_several(prefix_cache=0) as server:
+        server.host.memory = sum(sorted(needs(server, name) for name in ("blue", "code", "red"))[1:])
+        for name, expected in (
+            ("blue", ["blue"]),
+            ("code", ["blue", "code"]),
+            ("blue", ["blue", "code"]),
+            ("red", ["blue", "red"]),
+            ("code", ["code", "red"]),
+        ):
+            ask(server, "/v1/chat/completions", chat(name))
+            assert sorted(loaded(server)) == expected
+
+
+def test_one_that_can_never_fit_is_refused_with_the_numbers(disk: Path) -> None:
+    with serve_several(memory=100_000) as server:
+        status, message = refused(server, "/v1/chat/completions", chat("red"))
+        assert status == 400
+        assert message.startswith("red needs ")
+        assert "with a context of 512 tokens" in message
+        assert message.endswith("may take 100 kB (--memory)")
+        assert ask(server, "/v1/localspec/models")["models"][0]["fits"] is False
+        assert refused(server, "/v1/messages", chat("red"))[1] == message
+
+
+def test_what_does_not_fit_beside_what_answers_waits(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve_several(prefix_cache=0) as server:
+        server.host.memory = max(needs(server, "red"), needs(server, "blue"))
+        answers: list[str] = []
+
+        def one(model: str) -> threading.Thread:
+            thread = threading.Thread(
+                target=lambda: answers.append(ask(server, "/v1/chat/completions", chat(model))["model"])
+            )
+            thread.start()
+            return thread
+
+        with held(server, "red"):
+            first = one("blue")
+            wait_until(lambda: server.host.named("blue").n_waiting == 1, "it waits")  # type: ignore[union-attr]
+            assert loaded(server) == ["red"]
+            # At first, what is loaded goes on answering; then its requests come after the one that waits.
+            one("red").join()
+            assert answers == ["red"]
+            monkeypatch.setattr(hosting, "GRACE_S", 0.0)
+            last = one("red")
+            wait_until(lambda: server.host.named("red").n_waiting == 1, "it waits too")  # type: ignore[union-attr]
+        for thread in (first, last):
+            thread.join()
+        assert answers == ["red", "blue", "red"]
+        assert server.host.room >= 0
+
+
+def test_where_memory_is_short_a_model_is_loaded_with_less(disk: Path) -> None:
+    how = opening(parallel=True)
+    with serve_several(how, prefix_cache=0) as server:
+        model = server.host.named("red")
+        assert model is not None
+        assert (model.plan.parallel, model.plan.drafts) == (True, True)
+        most = model.needed
+    for memory in (most, most - 1):
+        with serve_several(how, prefix_cache=0, memory=memory) as server:
+            model = server.host.named("red")
+            assert model is not None
+            assert model.plan.parallel is (memory == most)
+            ask(server, "/v1/chat/completions", chat("red"))
+            assert 0 < model.taken <= memory
+
+
+def test_the_packages_of_three_apis(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each finds the models, has one loaded and another; Ollama's has them fetched, unloaded and deleted too."""
+    openai, anthropic, ollama = (pytest.importorskip(name) for name in ("openai", "anthropic", "ollama"))
+    hub = Hub()
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.delenv("LOCALSPEC_OFFLINE")
+    hub.files["/acme/more/resolve/main/green.gguf"] = (disk / "blue.gguf").read_bytes()
+    said = [{"role": "user", "content": "a"}]
+    with ExitStack() as stack:
+        stack.callback(hub.close)
+        server = stack.enter_context(serve_several())
+        one = stack.enter_context(openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0))
+        assert [model.id for model in one.models.list()] == ["blue", "code", "red"]
+        assert one.models.retrieve("red").id == "red"
+        for name in ("red", "blue"):
+            parts = list(one.chat.completions.create(model=name, messages=said, max_tokens=3, stream=True))
+            assert {part.model for part in parts} == {name}
+        with pytest.raises(openai.NotFoundError, match="no model 'green' here"):
+            one.chat.completions.create(model="green", messages=said)
+        two = stack.enter_context(anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0))
+        assert [model.id for model in two.models.list()] == ["blue", "code", "red"]
+        assert two.messages.create(model="code", messages=said, max_tokens=3).model == "code"
+        with pytest.raises(anthropic.NotFoundError, match="no model 'green' here"):
+            two.messages.create(model="green", messages=said, max_tokens=3)
+        three = ollama.Client(host=server.url)
+        stack.callback(three.close)
+        assert {model.model for model in three.ps().models} == {"blue", "code", "red"}
+        with pytest.raises(ollama.ResponseError) as caught:
+            three.show("green")
+        assert caught.value.status_code == 404  # which has `ollama run` fetch it
+        steps = list(three.pull("hf:acme/more/green.gguf", stream=True))
+        assert steps[-1].status == "success"
+        assert any(step.total == step.completed == (disk / "blue.gguf").stat().st_size for step in steps)
+        assert three.pull("hf:acme/more/green.gguf").status == "success"
+        assert three.generate("green", "a", options={"num_predict": 2}).done
+        assert three.generate("green", keep_alive=0).done_reason == "unload"
+        wait_until(lambda: {model.model for model in three.ps().models} == {"blue", "code", "red"}, "it is unloaded")
+        assert three.delete("green").status == "success"
+        assert {model.model for model in three.list().models} == {"blue", "code", "red"}
+
+
+def test_too_many_that_wait_are_turned_away(disk: Path) -> None:
+    gate = Gate()
+    with serve_several(gate.opening, queue=1) as server:
+        threads = [threading.Thread(target=ask, args=(server, "/v1/chat/completions", chat("red"))) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: server.host.named("red").n_waiting == 2, "they wait")  # type: ignore[union-attr]
+        status, message = refused(server, "/v1/chat/completions", chat("red"))
+        assert (status, message) == (429, "1 requests wait for a model already")
+        gate.go_on.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_a_client_that_leaves_while_a_model_is_loaded(disk: Path) -> None:
+    gate = Gate("red")
+    with serve_several(gate.opening, keep_alive=3600.0) as server:
+        for wanted in ("", "blue"):
+            gate.begun.clear()
+            with server.connect() as sock:
+                sock.sendall(post(chat("red", stream=True)))
+                assert gate.begun.wait(60)
+            model = server.host.named("red")
+            assert model is not None
+            wait_until(lambda model=model: model.n_waiting == 0, "it has left")
+            assert model.state == "loading"
+            if wanted:  # another is asked for: what nobody waits for gives way
+                assert ask(server, "/v1/chat/completions", chat(wanted))["model"] == wanted
+                assert loaded(server) == [wanted]
+            else:  # a client that asks again later finds it
+                gate.go_on.set()
+                wait_until(lambda: loaded(server) == ["red"], "it is loaded all the same")
+                ask(server, "/models/unload", {"model": "red"})
+                wait_until(lambda: loaded(server) == [], "it is unloaded")
+                gate.go_on.clear()
+
+
+def test_a_load_that_fails_is_one_error_and_the_next_works(disk: Path) -> None:
+    whole = (disk / "red.gguf").read_bytes()
+    with serve_several() as server:
+        (disk / "red.gguf").write_bytes(whole[: len(whole) // 2])
+        for path in ("/v1/chat/completions", "/v1/messages", "/api/chat"):
+            body = {"model": "red", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+            if path == "/api/chat":
+                del body["max_tokens"]
+            status, message = refused(server, path, body)
+            assert status >= 400
+            assert "red.gguf" in message
+            assert "\n" not in message
+        shown = {each["name"]: each for each in ask(server, "/v1/localspec/models")["models"]}
+        assert "red.gguf" in shown["red"]["error"]
+        assert server.host.room == server.host.memory
+        ask(server, "/v1/chat/completions", chat("blue"))
+        (disk / "red.gguf").write_bytes(whole)
+        ask(server, "/v1/chat/completions", chat("red"))
+
+
+def test_the_server_ends_while_a_model_is_loaded(disk: Path) -> None:
+    gate = Gate()
+    answers: list[int] = []
+    with serve_several(gate.opening) as server:
+        thread = threading.Thread(
+            target=lambda: answers.append(server.ask("POST", "/v1/chat/completions", chat("red"))[0])
+        )
+        thread.start()
+        assert gate.begun.wait(60)
+    thread.join()  # the server has stopped, and did not wait for the gate
+    assert answers == [503]
+    assert server.host.named("red").service is None  # type: ignore[union-attr]
+
+
+def test_models_are_fetched_and_deleted(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub()
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.delenv("LOCALSPEC_OFFLINE")
+    hub.files["/acme/more/resolve/main/green.gguf"] = (disk / "blue.gguf").read_bytes()
+    with ExitStack() as stack:
+        stack.callback(hub.close)
+        server = stack.enter_context(serve_several())
+        name = "hf:acme/more/green.gguf"
+        status, _, answer = server.ask("POST", "/api/pull", {"model": name})
+        lines = [json.loads(line) for line in answer.decode().splitlines()]
+        assert status == 200
+        assert (lines[0], lines[-1]) == ({"status": "pulling manifest"}, {"status": "success"})
+        assert any(line.get("completed") == line.get("total") == (disk / "blue.gguf").stat().st_size for line in lines)
+        assert ask(server, "/v1/chat/completions", chat("green"))["model"] == "green"
+        with held(server, "green"):
+            assert refused(server, "/api/delete", {"model": "green"}, "DELETE")[0] == 409
+        wait_until(lambda: server.ask("DELETE", "/api/delete", {"model": "green"})[0] == 200, "it is deleted")
+        assert not (models_dir() / "hf/acme/more/green.gguf").exists()
+        assert refused(server, "/v1/chat/completions", chat("green"))[0] == 404
+        assert "green" not in loaded(server)
+        assert refused(server, "/api/delete", {"model": "green"}, "DELETE")[0] == 404
+        assert refused(server, "/api/pull", {"model": "no such model"})[0] == 404
+        _, _, answer = server.ask("POST", "/api/pull", {"model": "hf:acme/more/none.gguf"})
+        assert "error" in json.loads(answer.decode().splitlines()[-1])
+
+
+def test_rounds_of_two_models_alternate(disk: Path) -> None:
+    turns, order = Turns(), list[str]()
+    with (
+        LLM(disk / "red.gguf", None, backend="reference") as one,
+        LLM(disk / "blue.gguf", None, backend="reference") as two,
+    ):
+        both = threading.Barrier(2)
+
+        def answer(llm: LLM, name: str) -> None:
+            llm.take_turns(turns)
+            decode = llm.inspect().context.decode
+
+            def counted(*args: Any, **options: Any) -> Any:
+                order.append(name)
+                found = decode(*args, **options)
+                time.sleep(0.002)  # so that the other asks for its turn meanwhile
+                return found
+
+            llm.inspect().context.decode = counted  # type: ignore[method-assign]
+            both.wait()
+            llm.generate("a", max_tokens=60, ignore_eos=True)
+
+        threads = [threading.Thread(target=answer, args=each) for each in ((one, "one"), (two, "two"))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    together = order[20:80]
+    assert sum(a != b for a, b in pairwise(together)) > 0.9 * len(together)
+
+
+def said_by(answer: bytes) -> str:
+    """The text of an answer of any API, whole or in events."""
+    lines = [line.removeprefix("data: ") for line in answer.decode().splitlines()]
+    found = ""
+    for line in lines:
+        if not line.startswith("{"):
+            continue
+        value = json.loads(line)
+        for choice in value.get("choices", ()):
+            found += (choice.get("message") or choice.get("delta") or {}).get("content") or choice.get("text") or ""
+        for item in value.get("content") if isinstance(value.get("content"), list) else ():
+            found += item["text"]
+        found += value["content"] if isinstance(value.get("content"), str) else ""
+        found += value["response"] if isinstance(value.get("response"), str) else ""
+        found += (value.get("message") or {}).get("content", "") if "done" in value else ""
+        if value.get("type", "").endswith("text.delta"):
+            found += value["delta"]
+        if value.get("type") == "content_block_delta":
+            found += value["delta"]["text"]
+        for item in value.get("output", ()):
+            found += "".join(part["text"] for part in item["content"])
+        found += json.dumps(value.get("embeddings", ""))
+    assert found, answer
+    return found
+
+
+def requests_of(model: str, fills: bool, embeds: bool, text: str, n: int) -> list[tuple[str, dict[str, Any]]]:
+    """A request of every API that a model can answer, in both forms."""
+    if embeds:
+        return [("/api/embed", {"model": model, "input": text})]
+    said = [{"role": "user", "content": text}]
+    own = {"num_predict": n, "seed": 1}
+    found: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/chat/completions", {"messages": said, "max_tokens": n, "seed": 1}),
+        ("/v1/completions", {"prompt": text, "max_tokens": n, "seed": 1}),
+        ("/v1/messages", {"messages": said, "max_tokens": n}),
+        ("/v1/responses", {"input": text, "max_output_tokens": n}),
+        ("/api/chat", {"messages": said, "options": own}),
+        ("/api/generate", {"prompt": text, "options": own}),
+    ]
+    if fills:
+        found.append(("/infill", {"input_prefix": text, "input_suffix": "b", "n_predict": n}))
+    return [(path, body | {"model": model, "stream": stream}) for path, body in found for stream in (False, True)]
+
+
+def many_requests(
+    server: Server, expected: list[tuple[str, dict[str, Any], str]], n: int, *, n_clients: int = 6
+) -> tuple[int, int]:
+    """Ask n of these requests, in turns of several clients, some of which leave: the number answered, and the most
+    memory that models were counted with."""
+    rng, lock, most = random.Random(1), threading.Lock(), 0
+    todo = [(rng.choice(expected), rng.random() < 0.1) for _ in range(n)]
+    failures: list[Any] = []
+    answered = 0
+
+    def client() -> None:
+        nonlocal answered, most
+        while True:
+            with lock:
+                if not todo:
+                    return
+                (path, body, text), leaves = todo.pop()
+                most = max(most, sum(model.taken for model in server.host.models))
+            if leaves:
+                with server.connect() as sock:
+                    sock.sendall(post(body, path))
+                    time.sleep(0.02)
+                continue
+            status, _, answer = server.ask("POST", path, body)
+            with lock:
+                answered += 1
+                if status != 200 or said_by(answer) != text:
+                    failures.append((path, body, status, answer[:300], text[:100]))
+
+    n_left = sum(leaves for _, leaves in todo)
+    threads = [threading.Thread(target=client) for _ in range(n_clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[0]
+    assert answered == n - n_left
+    wait_until(lambda: not any(model.n_uses or model.n_waiting for model in server.host.models), "no request is stuck")
+    return answered, most
+
+
+def alone(server: Server, asked: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any], str]]:
+    """What a server of one model answers."""
+    found = []
+    for path, body in asked:
+        status, _, answer = server.ask("POST", path, body)
+        assert status == 200, (path, body, answer)
+        found.append((path, body, said_by(answer)))
+    return found
+
+
+def test_mixed_requests_are_answered_as_by_each_model_alone(disk: Path) -> None:
+    expected: list[tuple[str, dict[str, Any], str]] = []
+    how = opening()
+    for name in ("blue", "code", "red"):
+        file = hosting.ServedFile.read(str(disk / f"{name}.gguf"), 512)
+        with how.text(file, ALONE, lambda what, fraction: None, threading.Event()) as llm, serve(llm) as server:
+            asked = [
+                each for text in ("hi", "the cat sat") for each in requests_of(name, name == "code", False, text, 6)
+            ]
+            expected += alone(server, asked)
+    if unavailable_reason("llama-cpp") is None:
+        path = write_bert(disk / "bert.gguf")
+        model = EmbeddingModel(path)
+        for text in ("the cat", "a dog"):
+            row = model.embed(model.tokenize(text)).tolist()
+            expected.append(("/api/embed", {"model": "bert", "input": text}, json.dumps([row])))
+        model.close()
+    with serve_several(keep_alive=0.2, queue=64, prefix_cache=0) as server:
+        sizes = sorted(model.needed for model in server.host.models)
+        server.host.memory = sum(sizes[-2:])  # the largest two, not all
+        answered, most = many_requests(server, expected, 120)
+        assert answered > 100
+        assert most <= server.host.memory
+        wait_until(lambda: server.host.room == server.host.memory, "all are unloaded in the end")
+
+
+@needs_embedder
+def test_an_embedder_beside_the_others(disk: Path) -> None:
+    path = write_bert(disk / "bert.gguf")
+    model = EmbeddingModel(path)
+    expected = model.embed(model.tokenize("a dog")).tolist()
+    model.close()
+    with serve_several() as server:
+        found = ask(server, "/v1/embeddings", {"model": "GPT-4", "input": "a dog"})
+        assert (found["model"], found["data"][0]["embedding"]) == ("bert", expected)
+        assert ask(server, "/api/embed", {"model": "bert", "input": ["a dog"]})["embeddings"] == [expected]
+        assert ask(server, "/api/show", {"model": "bert"})["capabilities"] == ["embedding"]
+        assert ask(server, "/v1/chat/completions", chat("red"))["model"] == "red"
+        assert sorted(loaded(server)) == ["bert", "red"]
+        assert "makes embeddings" in refused(server, "/v1/chat/completions", chat("bert"))[1]
+        assert "continues text" in refused(server, "/api/embed", {"model": "red", "input": "a"})[1]
+        assert ask(server, "/api/embed", {"model": "bert", "keep_alive": 0})["embeddings"] == []
+        wait_until(lambda: loaded(server) == ["red"], "it is unloaded")
+
+
+@pytest.fixture
+def real_disk(isolated_home: Path, real_model: Callable[[str], Path]) -> list[str]:
+    return [str(real_model(name)) for name in ("smollm2-135m", "qwen2.5-coder-0.5b", "gemma3-270m")]
+
+
+@pytest.mark.real
+def test_200_mixed_requests_of_real_models_within_2_gb(real_disk: list[str]) -> None:
+    def text(file: hosting.ServedFile, plan: hosting.LoadPlan, report: Any, cancel: threading.Event) -> LLM:
+        return LLM(
+            file.path, "ngram", n_ctx=file.n_ctx, prefix_cache_bytes=plan.cache_bytes, progress=report, cancel=cancel,
+            idle=False, draft_length=0, backend="llama-cpp",
+        )  # fmt: skip
+
+    how = replace(opening(), text=text, n_ctx=2048, specs=real_disk)
+    expected: list[tuple[str, dict[str, Any], str]] = []
+    for spec in real_disk:
+        file = hosting.ServedFile.read(spec, 2048)
+        with how.text(file, ALONE, lambda what, fraction: None, threading.Event()) as llm, serve(llm) as server:
+            asked = requests_of(file.name, file.fills(), False, "Name a river.", 5)
+            expected += alone(server, asked)
+    before, stopped, resident = process_bytes(), threading.Event(), [0]
+
+    def watch() -> None:
+        while not stopped.wait(0.05):
+            resident.append(process_bytes())
+
+    watching = threading.Thread(target=watch)
+    with serve_several(how, memory=2_000_000_000, keep_alive=2.0, queue=64) as server:
+        watching.start()
+        try:
+            answered, most = many_requests(server, expected, 200)
+        finally:
+            stopped.set()
+            watching.join()
+        assert answered > 160
+        assert most <= 2_000_000_000
+        assert max(resident) - before <= 2_000_000_000  # and what they were counted with is what they took
+        wait_until(lambda: loaded(server) == [], "all are unloaded in the end")
