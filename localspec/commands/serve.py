@@ -110,7 +110,7 @@ def _serve_several(
     def text(file: ServedFile, plan: LoadPlan, report: Report, cancel: threading.Event) -> LLM:
         parallel = settings.parallel if plan.parallel else 1
         load = replace(
-            options.load, n_ctx=file.n_ctx, parallel=parallel, prefix_cache_bytes=plan.cache_bytes
+            options.load, n_ctx=plan.n_ctx, parallel=parallel, prefix_cache_bytes=plan.cache_bytes
         ).as_arguments()
         chosen = drafters if plan.drafts or "auto" not in drafters else [*AUTOMATIC, *options.corpora()]
         llm = LLM(file.spec, chosen, draft_length=options.length(), progress=report, cancel=cancel, **load)
@@ -118,14 +118,15 @@ def _serve_several(
             say(f"{file.name}: {warning}")
         return llm
 
-    def embedding(file: ServedFile) -> EmbeddingModel:
-        return _embedder(file.path, replace(options.load, n_ctx=file.n_ctx))
+    def embedding(file: ServedFile, plan: LoadPlan) -> EmbeddingModel:
+        return _embedder(file.path, replace(options.load, n_ctx=plan.n_ctx))
 
     opening = Opening(
         text,
         embedding,
         lambda llm, own: replace(own, params=options.params(llm.chat_defaults), system=options.system),
         n_ctx=options.load.n_ctx,
+        backend=options.load.backend,
         kv_type=options.load.kv_cache_type,
         drafts="auto" in drafters,
         parallel=settings.parallel != 1,

@@ -19,7 +19,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from localspec.backends.llama.embedding import MAX_CTX, EmbeddingModel, pooling_of
-from localspec.engine.fit import USUAL_CTX, Sizes, need
+from localspec.engine.fit import (
+    PROGRAM_BYTES,
+    USUAL_CTX,
+    Load,
+    Sizes,
+    Space,
+    choose_context,
+    loads_for,
+    read_sizes,
+    taken,
+)
 from localspec.engine.loading import Report
 from localspec.engine.worker import Turns
 from localspec.errors import Cancelled, LocalspecError, UnknownModel, line_of
@@ -33,6 +43,7 @@ from localspec.server.access import public_name
 from localspec.server.embeddings import EmbeddingService
 from localspec.server.http import KEEP_ALIVE_S, ApiError, KeepAlive, ServerSettings, too_busy, too_late
 from localspec.server.service import Common, Metrics, Service
+from localspec.system.files import is_same_file
 from localspec.system.machine import read_memory
 
 GRACE_S = 5.0
@@ -44,8 +55,12 @@ MEMORY_SHARE = 0.8
 CACHE_SHARE = 1 / 16
 """Of that, what the conversations put aside may take, for each model."""
 
-N_CONTEXTS = 3
-"""Room for several answers at a time, in contexts of full size."""
+CONTEXT_SHARE = 1 / 3
+"""Of that, what a model with a context over the usual may take: a chat, an editor's and an embedding model go together.
+"""
+
+SEVERAL = 2
+"""Answers at a time that memory is counted with where there may be several; for more it is the same."""
 
 State = Literal["unloaded", "loading", "loaded", "unloading"]
 Use = Literal["text", "fill", "embed"]
@@ -60,7 +75,8 @@ class ServedFile:
         spec: what a command line calls it.
         path: of the file, or of its first part.
         n_bytes: of all parts.
-        n_ctx: tokens of context that it is loaded with.
+        sizes: what memory depends on.
+        n_ctx_train: tokens of context that it was trained for; 0: not told.
         embeds: whether it makes embeddings, and continues no text.
     """
 
@@ -68,11 +84,12 @@ class ServedFile:
     spec: str
     path: Path
     n_bytes: int
-    n_ctx: int
+    sizes: Sizes
+    n_ctx_train: int
     embeds: bool
 
     @classmethod
-    def read(cls, spec: str, n_ctx: int | None = None) -> ServedFile:
+    def read(cls, spec: str) -> ServedFile:
         """The file that a MODEL argument means.
 
         Raises:
@@ -83,12 +100,9 @@ class ServedFile:
             embeds = pooling_of(file) is not None
             if not embeds:
                 file.check_generates_text()
-            usual = MAX_CTX if embeds else USUAL_CTX  # not the most that fits: several share the memory
-            tokens = min(usual, file.n_ctx_train or usual) if n_ctx is None else n_ctx
-            if embeds:
-                tokens = min(tokens, file.n_ctx_train or tokens)
+            sizes, trained = Sizes.of(file), file.n_ctx_train
         name = path.name.removesuffix(".gguf") if spec.endswith(".gguf") else spec
-        return cls(public_name(name), spec, path, model_bytes(path), tokens, embeds)
+        return cls(public_name(name), spec, path, model_bytes(path), sizes, trained, embeds)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -102,13 +116,15 @@ class ServedFile:
             return "fim_mid" in Vocab.from_gguf(file).fim
 
 
-def memory_needed(path: Path, n_ctx: int, *, kv_type: str = "f16", n_contexts: int = 1, embeds: bool = False) -> int:
-    """Memory that a file takes once it is loaded [bytes]: weights, caches of ``n_contexts`` contexts, buffers."""
-    with GGUFFile(path) as file:
-        sizes = Sizes.of(file)
-    if embeds:  # a text is one pass, every token of which looks at all others
-        return sizes.n_bytes + 4 * n_ctx * (3 * sizes.n_ff + 5 * sizes.n_embd + sizes.n_head * n_ctx)
-    return need(sizes, n_ctx, kv_type, "llama-cpp", contexts=n_contexts).total
+def memory_of(loads: Sequence[Load], n_ctx: int, kv_type: str, backend: str) -> int:
+    """Memory that a model takes with what drafts for it [bytes], wherever it lies."""
+    space = taken(loads, n_ctx, kv_type, backend)
+    return space.ram - PROGRAM_BYTES + (space.gpu or 0)
+
+
+def embedder_memory(sizes: Sizes, n_ctx: int) -> int:
+    """The same of a model that makes embeddings: a text is one pass, every token of which looks at all others."""
+    return sizes.n_bytes + 4 * n_ctx * (3 * sizes.n_ff + 5 * sizes.n_embd + sizes.n_head * n_ctx)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +132,14 @@ class LoadPlan:
     """How much memory a model is given, the most that fits.
 
     Attributes:
+        n_ctx: tokens of context.
         cache_bytes: for conversations put aside.
         drafts: whether the catalogue's draft model is loaded as well.
         parallel: whether several requests may be answered at a time.
         needed: what all takes together [bytes].
     """
 
+    n_ctx: int
     cache_bytes: int
     drafts: bool
     parallel: bool
@@ -136,7 +154,8 @@ class Opening:
         text: loads a model that continues text; takes the file, how, progress, and what cancels it.
         embedding: loads one that makes embeddings.
         settings: those of a loaded model, from those of the server.
-        n_ctx: tokens of context of each; None is the usual.
+        n_ctx: tokens of context of each; None: by the memory.
+        backend: as ``LoadOptions`` has it.
         kv_type: type of the caches.
         drafts, parallel: as ``LoadPlan`` has them, where there is memory for it.
         specs: the models; None is all on the disk, also those that are fetched later.
@@ -145,9 +164,10 @@ class Opening:
     """
 
     text: Callable[[ServedFile, LoadPlan, Report, threading.Event], LLM]
-    embedding: Callable[[ServedFile], EmbeddingModel]
+    embedding: Callable[[ServedFile, LoadPlan], EmbeddingModel]
     settings: Callable[[LLM, ServerSettings], ServerSettings] = lambda llm, settings: settings
     n_ctx: int | None = None
+    backend: str = "auto"
     kv_type: str = "f16"
     drafts: bool = True
     parallel: bool = True
@@ -255,15 +275,12 @@ class Host(Common):
         path = engine.path if isinstance(engine, EmbeddingModel) else engine.model_path
         own = public_name(path.stem if isinstance(engine, EmbeddingModel) else engine.model_name)
         names = tuple(dict.fromkeys((own, *settings.aliases)))
-        file = ServedFile(
-            own,
-            own if isinstance(engine, EmbeddingModel) else engine.model_name,
-            path,
-            model_bytes(path) if path.exists() else 0,
-            engine.n_ctx,
-            embeds,
-        )
-        model = HostedModel(file, LoadPlan(0, True, True, 0), names, fixed=True, state="loaded")
+        with GGUFFile(path) as header:
+            sizes, trained = Sizes.of(header), header.n_ctx_train
+        spec = own if isinstance(engine, EmbeddingModel) else engine.model_name
+        file = ServedFile(own, spec, path, model_bytes(path), sizes, trained, embeds)
+        plan = LoadPlan(engine.n_ctx, 0, drafts=True, parallel=True, needed=0)
+        model = HostedModel(file, plan, names, fixed=True, state="loaded")
         model.service = host._service_of(model, engine, settings)
         host.models.append(model)
         return host
@@ -301,14 +318,14 @@ class Host(Common):
         model = next((each for each in self.models if each.file.spec == spec), None)
         if model is None:
             assert self._opening is not None
-            model = self._hosted(ServedFile.read(spec, self._opening.n_ctx))
+            model = self._hosted(ServedFile.read(spec))
             self.models.append(model)
         return model
 
     def _read(self, spec: str) -> HostedModel | None:
         assert self._opening is not None
         try:
-            return self._hosted(ServedFile.read(spec, self._opening.n_ctx))
+            return self._hosted(ServedFile.read(spec))
         except LocalspecError as error:
             if self._opening.specs is not None:
                 raise
@@ -330,17 +347,23 @@ class Host(Common):
         """As it was asked for; where that is more than all models may take, one answer at a time, then no draft."""
         opening = self._opening
         assert opening is not None
+        trained = file.n_ctx_train or USUAL_CTX
         if file.embeds:
-            return LoadPlan(0, False, False, memory_needed(file.path, file.n_ctx, embeds=True))
+            n_ctx = min(opening.n_ctx or MAX_CTX, trained)
+            return LoadPlan(n_ctx, 0, drafts=False, parallel=False, needed=embedder_memory(file.sizes, n_ctx))
+        backend = "ik-llama" if opening.backend == "auto" else opening.backend  # whose buffers are the larger ones
         cache_bytes = min(self.settings.prefix_cache << 20, round(CACHE_SHARE * self.memory))
         draft = Catalog.load().draft_for(file.path) if opening.drafts else None
+        draft_sizes = read_sizes(draft) if draft is not None else None
         plans = []
         for drafts, parallel in ((True, True), (True, False), (False, False)):
-            paths = [file.path, *([draft] if draft is not None and drafts else [])]
-            n_contexts = N_CONTEXTS if opening.parallel and parallel else 1
-            each = partial(memory_needed, n_ctx=file.n_ctx, kv_type=opening.kv_type, n_contexts=n_contexts)
-            needed = cache_bytes + sum(map(each, paths))
-            plans.append(LoadPlan(cache_bytes, drafts, parallel, needed))
+            models = [Load(draft_sizes)] if draft_sizes is not None and drafts else []
+            loads = loads_for(Load(file.sizes), models, [], SEVERAL if opening.parallel and parallel else 1)
+            space = Space(round(CONTEXT_SHARE * self.memory))
+            found = choose_context(loads, opening.kv_type, backend, space, file.n_ctx_train)
+            n_ctx = opening.n_ctx or max(found.n_ctx, min(USUAL_CTX, trained))
+            needed = cache_bytes + memory_of(loads, n_ctx, opening.kv_type, backend)
+            plans.append(LoadPlan(n_ctx, cache_bytes, drafts, parallel, needed))
         return next((plan for plan in plans if plan.needed <= self.memory), plans[-1])
 
     def metrics_of(self, model: HostedModel | None) -> Metrics:
@@ -369,7 +392,7 @@ class Host(Common):
                 able = [each for each in able if await self.fills(each)] or able
             if not able:
                 _check_use(None, use)
-            return able[0]
+            return next((each for each in able if each.fixed or each.needed <= self.memory), able[0])
         if model is None:
             raise self.no_model(name or "")
         _check_use(model, use)
@@ -458,7 +481,7 @@ class Host(Common):
 
     def too_large(self, model: HostedModel) -> str:
         return (
-            f"{model.names[0]} needs {size_text(model.needed)} with a context of {model.file.n_ctx:,} tokens, and the "
+            f"{model.names[0]} needs {size_text(model.needed)} with a context of {model.plan.n_ctx:,} tokens, and the "
             f"models of this server may take {size_text(self.memory)} (--memory)"
         )
 
@@ -606,11 +629,11 @@ class Host(Common):
 
         def load() -> tuple[LLM | EmbeddingModel, int]:
             if file.embeds:
-                return opening.embedding(file), model.needed
+                return opening.embedding(file, model.plan), model.needed
             llm = opening.text(file, model.plan, report, model.cancel)
             try:
                 llm.take_turns(self.turns)
-                return llm, model.plan.cache_bytes + _taken(llm, file.n_ctx, opening.kv_type)
+                return llm, model.plan.cache_bytes + _taken(llm, opening.kv_type)
             except BaseException:
                 llm.close(cancel=True)
                 raise
@@ -702,13 +725,18 @@ def _check_use(model: HostedModel | None, use: Use) -> None:
         raise ApiError(400, "this model makes embeddings; it continues no text", code="unsupported_endpoint")
 
 
-def _taken(llm: LLM, n_ctx: int, kv_type: str) -> int:
-    """Memory of a loaded model with what it drafts with [bytes]; see ``memory_needed``."""
+def _taken(llm: LLM, kv_type: str) -> int:
+    """Memory of a loaded model with what it drafts with [bytes]."""
     pair = llm.inspect()
-    n_contexts = N_CONTEXTS if llm.parallel_info()["parallel"] > 1 else 1
-    paths = [pair.target.path, *(draft.model.path for draft in pair.state.models)]
-    several = dict.fromkeys(paths)  # the target's own layers may draft for it
-    return sum(memory_needed(path, n_ctx, kv_type=kv_type, n_contexts=n_contexts) for path in several)
+    target, models, heads = read_sizes(pair.target.path), list[Load](), list[Load]()
+    for draft in pair.state.models:
+        is_own = is_same_file(draft.model.path, pair.target.path)  # the target's own layers
+        found = target.own_layer if is_own and target is not None else read_sizes(draft.model.path)
+        if found is not None:
+            (models if draft.drafter.info.is_draft_model else heads).append(Load(found))
+    parallel = int(llm.parallel_info()["parallel"])
+    loads = [] if target is None else loads_for(Load(target), models, heads, parallel)
+    return memory_of(loads, llm.n_ctx, kv_type, llm.backend_name)
 
 
 def _once(function: Callable[[], None]) -> Callable[[], None]:

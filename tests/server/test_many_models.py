@@ -33,7 +33,7 @@ from tests.support.waiting import wait_until
 
 SHAPE = ggufs.Shape(n_layer=2, n_embd=32, n_head=2, n_head_kv=1, n_ff=32, residual=0.4)
 FOLDER = "hf/acme/tiny"
-ALONE = hosting.LoadPlan(0, False, False, 0)
+ALONE = hosting.LoadPlan(512, 0, drafts=False, parallel=False, needed=0)
 
 needs_embedder = pytest.mark.skipif(unavailable_reason("llama-cpp") is not None, reason="no llama-cpp here")
 
@@ -225,6 +225,11 @@ def test_one_that_can_never_fit_is_refused_with_the_numbers(disk: Path) -> None:
         assert message.endswith("may take 100 kB (--memory)")
         assert ask(server, "/v1/localspec/models")["models"][0]["fits"] is False
         assert refused(server, "/v1/messages", chat("red"))[1] == message
+    ggufs.write_llama(disk / "alpha.gguf", SHAPE, ggufs.bpe_vocab(4000), seed=1)
+    with serve_several(prefix_cache=0) as server:
+        server.host.memory = needs(server, "blue")
+        assert needs(server, "alpha") > server.host.memory  # and a request that names none goes to one that fits
+        assert ask(server, "/v1/completions", {"prompt": "a", "max_tokens": 1})["model"] == "blue"
 
 
 def test_what_does_not_fit_beside_what_answers_waits(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -541,7 +546,7 @@ def test_mixed_requests_are_answered_as_by_each_model_alone(disk: Path) -> None:
     expected: list[tuple[str, dict[str, Any], str]] = []
     how = opening()
     for name in ("blue", "code", "red"):
-        file = hosting.ServedFile.read(str(disk / f"{name}.gguf"), 512)
+        file = hosting.ServedFile.read(str(disk / f"{name}.gguf"))
         with how.text(file, ALONE, lambda what, fraction: None, threading.Event()) as llm, serve(llm) as server:
             asked = [
                 each for text in ("hi", "the cat sat") for each in requests_of(name, name == "code", False, text, 6)
@@ -591,15 +596,18 @@ def real_disk(isolated_home: Path, real_model: Callable[[str], Path]) -> list[st
 def test_200_mixed_requests_of_real_models_within_2_gb(real_disk: list[str]) -> None:
     def text(file: hosting.ServedFile, plan: hosting.LoadPlan, report: Any, cancel: threading.Event) -> LLM:
         return LLM(
-            file.path, "ngram", n_ctx=file.n_ctx, prefix_cache_bytes=plan.cache_bytes, progress=report, cancel=cancel,
+            file.path, "ngram", n_ctx=plan.n_ctx, prefix_cache_bytes=plan.cache_bytes, progress=report, cancel=cancel,
             idle=False, draft_length=0, backend="llama-cpp",
         )  # fmt: skip
 
-    how = replace(opening(), text=text, n_ctx=2048, specs=real_disk)
+    how = replace(opening(), text=text, n_ctx=2048, backend="llama-cpp", specs=real_disk)
     expected: list[tuple[str, dict[str, Any], str]] = []
     for spec in real_disk:
-        file = hosting.ServedFile.read(spec, 2048)
-        with how.text(file, ALONE, lambda what, fraction: None, threading.Event()) as llm, serve(llm) as server:
+        file = hosting.ServedFile.read(spec)
+        with (
+            how.text(file, replace(ALONE, n_ctx=2048), lambda what, fraction: None, threading.Event()) as llm,
+            serve(llm) as server,
+        ):
             asked = requests_of(file.name, file.fills(), False, "Name a river.", 5)
             expected += alone(server, asked)
     before, stopped, resident = process_bytes(), threading.Event(), [0]

@@ -113,12 +113,12 @@ def opening(**more: Any) -> Opening:
 
     def text(file: ServedFile, plan: LoadPlan, report: Report, cancel: threading.Event) -> LLM:
         return LLM(
-            file.path, "ngram", backend="reference", n_ctx=file.n_ctx, prefix_cache_bytes=plan.cache_bytes,
+            file.path, "ngram", backend="reference", n_ctx=plan.n_ctx, prefix_cache_bytes=plan.cache_bytes,
             progress=report, cancel=cancel,
         )  # fmt: skip
 
-    usual: dict[str, Any] = {"n_ctx": 512, "drafts": False, "parallel": False}
-    return Opening(**({"text": text, "embedding": lambda file: EmbeddingModel(file.path)} | usual | more))
+    usual: dict[str, Any] = {"n_ctx": 512, "backend": "reference", "drafts": False, "parallel": False}
+    return Opening(**({"text": text, "embedding": lambda file, plan: EmbeddingModel(file.path)} | usual | more))
 
 
 @contextmanager
