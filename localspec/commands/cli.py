@@ -59,7 +59,8 @@ DRAFT = Option(
     metavar="auto|none|ngram|head|corpus:PATH|MODEL",
     help="Drafters to use, in addition to n-grams; repeatable. "
     f"MODEL may be {PUBLISHED}. "
-    "Also head:FILE, mtp (the model's own multi-token-prediction layer), early-exit[:LAYERS].",
+    "Also head:FILE, mtp (the model's own multi-token-prediction layer), early-exit[:LAYERS], pard:FILE[:TOKEN] (a "
+    "draft model that fills in mask tokens).",
     show_default="auto",
 )
 CTX = Option("auto", "--ctx", metavar="auto|N", help="Context size in tokens, including the answer; auto: what fits.")

@@ -177,6 +177,9 @@ class AutoPlan(Plan, Branching):
             n = max(LEAST_PIECE, n - max(1, n // 8))
         return n
 
+    def width(self, source: str) -> int:
+        return max(1, self.stopping.n_steps(source, self._n, self._reach, self._after, self.room))
+
     def samples(self, source: str, confidence: float) -> bool:
         sampled, most_probable = self.acceptance.sampled[source], self.acceptance[source]
         return sampled.expected(confidence) > most_probable.expected(confidence)
@@ -373,7 +376,7 @@ class AutoController(Controller):
     the text it has missed is worth reading.
 
     Args:
-        times, draft_times, one_pass: see ``Costs``.
+        times, draft_times, one_pass, rows_of_draft: see ``Costs``.
         acceptance, sampled, thinking: see ``Acceptance``; kept by the caller, as is ``budget``.
         max_draft: longest draft to consider.
         predicted: whether the answer is likely to repeat a text that came with the request.
@@ -392,9 +395,10 @@ class AutoController(Controller):
         predicted: bool = False,
         thinking: Tables | None = None,
         one_pass: Set[str] = frozenset(),
+        rows_of_draft: Set[str] = frozenset(),
         params: SamplingParams | None = None,
     ) -> None:
-        self.costs = Costs(times, draft_times, one_pass)
+        self.costs = Costs(times, draft_times, one_pass, rows_of_draft)
         self.acceptance = Acceptance(acceptance, sampled or {}, thinking)
         self.stopping = Stopping(self.costs, self.acceptance, max_draft)
         self.time_budget = budget or TimeBudget()

@@ -224,14 +224,21 @@ class Costs:
     """What passes of a target and of its drafters cost one answer [ms].
 
     ``times`` is the target's t(w), ``draft_times`` by source d(w) of drafters that run a model (the others draft for
-    nothing), ``one_pass`` those whose single pass proposes all of a draft, ``ms_other`` the time of a round outside the
-    models, ``hidden`` by source the share of its steps that overlaps with verification (see ``Controller.plan``).
+    nothing), ``one_pass`` those whose single pass proposes all of a draft, ``rows_of_draft`` those of them whose pass
+    has a row for each draft token, ``ms_other`` the time of a round outside the models, ``hidden`` by source the share
+    of its steps that overlaps with verification (see ``Controller.plan``).
     """
 
-    def __init__(self, times: PassCost, draft_times: Mapping[str, PassCost], one_pass: Set[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        times: PassCost,
+        draft_times: Mapping[str, PassCost],
+        one_pass: Set[str] = frozenset(),
+        rows_of_draft: Set[str] = frozenset(),
+    ) -> None:
         self.times = times
         self.draft_times = draft_times
-        self.one_pass = one_pass
+        self.one_pass, self.rows_of_draft = one_pass, rows_of_draft
         self.ms_other = 0.3
         self.hidden: Mapping[str, float] = {}
 
@@ -243,11 +250,15 @@ class Costs:
     def ms_plain(self) -> float:
         return self.times(1) + self.ms_other
 
-    def step_ms(self, source: str) -> float:
-        """Time that the target waits for one draft token, or for a whole draft of one pass."""
+    def step_ms(self, source: str, n: int = 1) -> float:
+        """Time that the target waits for one draft token, or for a whole draft of one pass.
+
+        Where that pass has a row for each draft token, for one of ``n`` tokens.
+        """
         if source not in self.draft_times:
             return 0.0
-        return self.draft_times[source](1) * (1.0 - self.hidden.get(source, 0.0))
+        width = n if source in self.rows_of_draft else 1
+        return self.draft_times[source](width) * (1.0 - self.hidden.get(source, 0.0))
 
 
 def row_ms(times: PassCost) -> float:

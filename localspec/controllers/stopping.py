@@ -8,11 +8,12 @@ way, net of the time it takes, a millisecond being worth r tokens:
     a step of a draft model:              S(n, P) = -r·d + mean over its confidences of max(0, that)
     V(n, P) = max(0, S(n, P)), or what a free draft token offers where there is one
 
-t(w) is the time of a target pass over w tokens, d that of a draft step; where one pass proposes all of a draft, the
-first step takes it and the others nothing. The mean over confidences makes a step an option: its token is sent only if
-it is worth its row. V looks past steps and dips of t, up to the longest draft, and is kept apart for what sure and
-unsure tokens lead to (see ``acceptance``). The r that makes a whole round worth nothing, 1 + V(0, 1) = r·t(1), is the
-best rate there is (Dinkelbach 1967), found by Newton's method from plain decoding's 1 / t(1).
+t(w) is the time of a target pass over w tokens, d that of a draft step. Where one pass proposes all of a draft, the
+first step takes it and the others nothing, or what one more row adds to it where it has a row for each token. The mean
+over confidences makes a step an option: its token is sent only if it is worth its row. V looks past steps and dips of
+t, up to the longest draft, and is kept apart for what sure and unsure tokens lead to (see ``acceptance``). The r that
+makes a whole round worth nothing, 1 + V(0, 1) = r·t(1), is the best rate there is (Dinkelbach 1967), found by Newton's
+method from plain decoding's 1 / t(1).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -43,13 +45,21 @@ _LINEAR = 1.0 / -math.expm1(-_GRID_STEP)
 class Prospects:
     """What draft tokens of one source will look like: the share of each confidence bin by what the token follows
     [n_groups, n_bins], the group that a bin leads to, and its expected acceptance. With ``one_pass`` only the first
-    step of a draft takes ``step_ms`` (0: no model)."""
+    step of a draft takes ``step_ms`` (0: no model), and a later one what ``row_ms`` says by the number of draft tokens
+    before it, if anything."""
 
     shares: Floats
     group: npt.NDArray[np.int64]
     acceptance: Floats
     step_ms: float
     one_pass: bool = False
+    row_ms: Sequence[float] = ()
+
+    def price(self, n: int) -> float:
+        """What the step after n draft tokens takes [ms]."""
+        if n == 0 or not self.one_pass:
+            return self.step_ms
+        return self.row_ms[min(n, len(self.row_ms) - 1)] if self.row_ms else 0.0
 
 
 class Continuation:
@@ -97,7 +107,7 @@ class Continuation:
                 onward, onward_ms = self._value[n + 1][model.group], ms[n + 1][model.group]
                 sent = shift.reached + shift.of(onward) - rate * row
                 good = sent > 0
-                price = model.step_ms if n == 0 or not model.one_pass else 0.0
+                price = model.price(n)
                 step = model.shares @ np.where(good, sent, 0.0) - rate * price
                 step_ms = model.shares @ np.where(good, row + shift.of(onward_ms), 0.0) + price
                 self._steps[index, n] = step
@@ -188,8 +198,9 @@ class _Shift:
 Times = Callable[[int], float]  # t(w): tokens in a pass -> milliseconds
 
 
-def with_block(times: Times, block_ms: float) -> Times:
-    return lambda w: times(w) + block_ms * (w > 1)
+def with_block(times: Times, block_ms: Times) -> Times:
+    """t(w) with the pass before it that drafts w - 1 tokens at once, whose time ``block_ms`` gives by their number."""
+    return lambda w: times(w) + (block_ms(w - 1) if w > 1 else 0.0)
 
 
 def expected_tokens(acceptance: float, length: int) -> float:
@@ -272,7 +283,7 @@ class Stopping:
             return costs.times(w) + costs.ms_other
 
         if source in costs.one_pass:
-            return lowest_break_even(LENGTHS, with_block(rounds, step_ms), 0.0)
+            return lowest_break_even(LENGTHS, with_block(rounds, lambda n: costs.step_ms(source, n)), 0.0)
         return lowest_break_even(LENGTHS, rounds, step_ms)
 
     def set_unprofitable(self, sources: Set[str]) -> None:
@@ -298,7 +309,28 @@ class Stopping:
     def _prospects(self, source: str) -> Prospects:
         histograms = np.array(self.acceptance[source].histograms)
         table, costs = self.acceptance.table(source), self.costs
-        return Prospects(histograms, _LEADS_TO, table, costs.step_ms(source), source in costs.one_pass)
+        row_ms: list[float] = []
+        if source in costs.rows_of_draft:
+            passes = [costs.step_ms(source, n) for n in range(1, self.max_draft + 1)]
+            row_ms = [0.0, *(max(0.0, wider - ms) for ms, wider in pairwise(passes))]
+        return Prospects(histograms, _LEADS_TO, table, costs.step_ms(source), source in costs.one_pass, row_ms)
+
+    def n_steps(self, source: str, n: int, reach: float, after: int, room: int) -> int:
+        """How many draft tokens a pass should make whose width is chosen before any confidence is known: as many as
+        are worth a step each, those before being as likely right as they are on average.
+
+        Args:
+            source: makes a draft by one pass with a row for each token.
+            n, reach, after: of the draft so far, see ``Continuation.value``.
+            room: most tokens that it may make.
+        """
+        continuation, rank, prospects = self.joined(source), self.rank(source), self._prospects(source)
+        acceptance = prospects.shares @ prospects.acceptance
+        count = 0
+        while count < room and (not count or continuation.step(n + count, reach, after, rank) > 0):
+            average = float(acceptance[after % len(acceptance)])
+            reach, after, count = reach * average, leads_to(average), count + 1
+        return count
 
     def refresh(self) -> None:
         """Solve again with what was learned."""

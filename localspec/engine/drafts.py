@@ -33,12 +33,14 @@ from localspec.spec_decode.drafters.names import (
     AUTOMATIC,
     CHATS,
     CORPUS,
+    PARD,
     is_corpus,
     kind_of,
     names_of_files,
     source_of,
 )
 from localspec.spec_decode.drafters.other_vocabulary import MappedTokensDrafter, OtherVocabularyDrafter
+from localspec.spec_decode.drafters.pard import PardDrafter, checked_mask, file_and_mask, mask_token
 from localspec.system.files import home, is_same_file
 from localspec.system.steps import exhaust
 
@@ -60,11 +62,22 @@ def found_drafts(target: Model, warn: Callable[[str], None] = lambda line: None)
 def _source_of(name: str, warn: Callable[[str], None]) -> tuple[DraftSource | None, str]:
     """The kind of drafter that a name stands for, None for a draft model; and its argument, or the path of its file."""
     kind, _, rest = name.partition(":")
+    if kind == PARD:
+        return None, str(Catalog.load().resolve(file_and_mask(rest)[0]))
     source = draft_source(kind)
     if source is None:
         path = Catalog.load().resolve(name)
         return next((each for each in draft_sources(warn) if each.takes(path)), None), str(path)
     return source, rest
+
+
+def _mask_of(name: str, path: Path) -> int | None:
+    """The mask token of a draft model that fills in masks, by its name for ``--draft`` or its file; else None."""
+    kind, _, rest = name.partition(":")
+    if kind != PARD:
+        return mask_token(path)
+    token = file_and_mask(rest)[1]
+    return mask_token(path, named=True) if token is None else checked_mask(path, token)
 
 
 def draft_files(names: Sequence[str], target: Model) -> Iterator[tuple[Path, bool]]:
@@ -198,16 +211,19 @@ class DraftMaker:
                 return []
             return [self._from_plugin(source, source_of(source.name, len(alike)), found)]
         path = Path(rest)
+        mask = _mask_of(name, path)
         draft_models = [each for each in others if each.drafter.info.is_draft_model]
         if any(is_same_file(path, each.path) for each in draft_models):
             return []
-        return [self._draft_model(path, source_of("model", len(draft_models)), any_vocabulary)]
+        return [self._draft_model(path, source_of("model", len(draft_models)), any_vocabulary, mask)]
 
-    def _draft_model(self, path: Path, source: str, any_vocabulary: bool) -> DraftModel:
-        known = self._known(path, is_draft_model=True)
-        if known is not None:
-            drafter = self._drafter(known.context, source)
-            return replace(known, name="", spec=str(path), path=path, drafter=drafter)
+    def _draft_model(self, path: Path, source: str, any_vocabulary: bool, mask: int | None) -> DraftModel:
+        known, spec = self._known(path, is_draft_model=True), str(path)
+        if mask is not None:
+            any_vocabulary, spec = False, f"{PARD}:{path}:{mask}"
+        if known is not None and (mask is None or not known.drafter.info.own_tokens):
+            drafter = self._drafter(known.context, source, mask)
+            return replace(known, name="", spec=spec, path=path, drafter=drafter)
         model = self.loader.load_draft(path, self.before, self.report, any_vocabulary=any_vocabulary)
         options, n_ctx = self.loader.options, self.before.context.n_ctx
         try:
@@ -215,15 +231,17 @@ class DraftMaker:
         except BaseException:
             model.close()
             raise
-        drafter = self._drafter(memory.contexts[0], source)
+        drafter = self._drafter(memory.contexts[0], source, mask)
         if isinstance(drafter, MappedTokensDrafter):
             self.loader.warnings.append(f"{path.name} has other special tokens: they are mapped by name and meaning")
         elif drafter.info.own_tokens:
             self.loader.warnings.append(f"{path.name} has another vocabulary: drafts are carried over as text")
-        return self._loaded("", str(path), path, model, memory, drafter, WHOLE, model.close)
+        return self._loaded("", spec, path, model, memory, drafter, WHOLE, model.close)
 
-    def _drafter(self, context: Context, source: str) -> Drafter:
+    def _drafter(self, context: Context, source: str, mask: int | None) -> Drafter:
         target, vocab = self.before.target, context.model.vocab
+        if mask is not None:
+            return PardDrafter(context, mask, source)
         if target.vocab.difference(vocab) is None:
             return DraftModelDrafter(context, source)
         if target.vocab.difference(vocab, special=False) is None:
@@ -303,7 +321,8 @@ class DraftMaker:
 
     def _acceptance_of(self, free: Sequence[Drafter], models: Sequence[DraftModel]) -> AcceptanceStore:
         files, names = [fingerprint(draft.path) for draft in models], [draft.name for draft in models]
-        drafters = " ".join([*files, *(drafter.info.name for drafter in free), *names])
+        ways = [PARD for draft in models if draft.drafter.info.rows_of_draft]
+        drafters = " ".join([*files, *(drafter.info.name for drafter in free), *names, *ways])
         key = {"target": fingerprint(self.before.target.path), "drafters": drafters}
         return AcceptanceStore(home() / "acceptance" if self.loader.options.remember else None, key)
 

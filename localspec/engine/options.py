@@ -25,7 +25,8 @@ from localspec.errors import (
     shown,
 )
 from localspec.sampling.sampling import SamplingParams
-from localspec.spec_decode.drafters.names import AUTOMATIC, CORPUS, is_corpus
+from localspec.spec_decode.drafters.names import AUTOMATIC, CORPUS, PARD, is_corpus
+from localspec.spec_decode.drafters.pard import file_and_mask
 from localspec.system.plugins import DRAFTERS, offered
 
 PREFIX_CACHE_BYTES = 512 << 20
@@ -120,7 +121,7 @@ def checked_spec(name: str, value: Any) -> str:
 
 def draft_words() -> tuple[str, ...]:
     """What stands for a draft and is no model."""
-    return ("auto", "none", *offered(DRAFTERS), CORPUS)
+    return ("auto", "none", *offered(DRAFTERS), CORPUS, PARD)
 
 
 def draft_specs(draft: Spec | Iterable[Spec] | None) -> list[str]:
@@ -161,6 +162,8 @@ def _check_parts(name: str) -> None:
     kind, colon, rest = name.partition(":")
     if kind == CORPUS and not rest:
         raise UsageError(f"--draft {CORPUS}:PATH takes a file or a folder, or {CORPUS}:chats for the saved chats")
+    if kind == PARD:
+        file_and_mask(rest)
     source = draft_source(kind) if colon else None
     if source is not None:
         source.check(rest)

@@ -275,6 +275,7 @@ class DecodingState:
             predicted=predicted,
             thinking=tables(thinks=True) if thinks else None,
             one_pass=frozenset(drafter.info.source for drafter in drafters if drafter.info.one_pass),
+            rows_of_draft=frozenset(drafter.info.source for drafter in drafters if drafter.info.rows_of_draft),
             params=params,
         )
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,6 +31,7 @@ from localspec.spec_decode.drafters.corpus_index import CorpusIndex, PathSource
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.drafters.other_vocabulary import MappedTokensDrafter
+from localspec.spec_decode.drafters.pard import PardDrafter
 from localspec.spec_decode.rounds import DraftToken, Round, Span
 from localspec.system.steps import exhaust
 from tests.conftest import TinyFiles
@@ -135,6 +137,7 @@ class World:
         return [
             [self.random],
             [DraftModelDrafter(self.small.new_context(N_CTX))],
+            [PardDrafter(self.small.new_context(N_CTX), 3), NgramDrafter()],
             [NgramDrafter(), DraftModelDrafter(self.small.new_context(N_CTX))],
             [NgramDrafter(), CorpusDrafter(self.corpus, "corpus", "corpus:x")],
             [DraftModelDrafter(self.small.new_context(N_CTX // 4)), self.random, NgramDrafter()],
@@ -290,14 +293,19 @@ def of_few(n: int, **options: Any) -> SamplingParams:
     return replace(SAMPLING, top_k=3, max_tokens=n, ignore_eos=True, **options)
 
 
+@pytest.mark.parametrize("make", [DraftModelDrafter, partial(PardDrafter, mask=0)], ids=["model", "pard"])
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_the_law_of_whole_answers_is_that_of_plain_sampling(
-    target: Predictions, small: Predictions, monkeypatch: pytest.MonkeyPatch, n: int
+    target: Predictions,
+    small: Predictions,
+    monkeypatch: pytest.MonkeyPatch,
+    n: int,
+    make: Callable[[Context], DraftModelDrafter],
 ) -> None:
     """Real decoder, real draft model drafter, real proposer; to 1e-12. No random number serves two decisions."""
 
     def answer() -> list[Round]:
-        drafters = [DraftModelDrafter(TableContext(small))]
+        drafters = [make(TableContext(small))]
         return run(SpeculativeDecoder(TableContext(target), drafters, NosyController()), list(PROMPT), of_few(n))
 
     assert largest_difference(plain_law(of_few(n), target, n), law_of_answers(monkeypatch, answer)) < EXACT

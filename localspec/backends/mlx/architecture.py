@@ -29,6 +29,7 @@ _WITHOUT_EFFECT = {
     "attention.group_norm_epsilon",
     "rope.scaling.finetuned",
     "classifier.output_labels",
+    "pard_token",  # of a drafter, see spec_decode.drafters.pard
 }
 """Settings that follow from others, or that llama.cpp does not look at for these architectures."""
 

@@ -47,6 +47,8 @@ class Engine:
     passes_measured: Literal["now", "before"]  # before: when the pair was first loaded here
     warnings: list[str] = field(default_factory=list)
     one_pass: list[str] = field(default_factory=list)  # sources whose draft_ms is that of a whole draft
+    # By source, where that pass has a row for each draft token: number of draft tokens -> milliseconds
+    block_ms: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import numpy as np
 from localspec.commands.bench.record import Engine, Record, Settings
 from localspec.commands.doctor.facts import break_even_by_length
 from localspec.controllers.cost_model import PassTimes
+from localspec.controllers.stopping import Times
 from localspec.measuring.statistics import FEWEST, Estimate, estimate, middle
 from localspec.measuring.subject import NEAR_TIE, Sample
 from localspec.spec_decode.rounds import SpecStats
@@ -410,9 +411,16 @@ def _passes(engine: Engine, samples: Iterable[Sample]) -> Passes:
     even = {
         source: {str(length): share for length, share in found.items()}
         for source, step in steps.items()
-        for found in [break_even_by_length(times, step, one_pass=source in engine.one_pass)]
+        for found in [break_even_by_length(times, step, _block_ms(engine, source, step))]
     }
     return Passes(engine.backend, widths, steps, even)
+
+
+def _block_ms(engine: Engine, source: str, step_ms: float) -> Times | None:
+    """The time of a pass that makes a whole draft, by the number of its tokens; None where none does."""
+    if rows := engine.block_ms.get(source):
+        return PassTimes({int(width): ms for width, ms in rows.items()})
+    return (lambda n: step_ms) if source in engine.one_pass else None
 
 
 def _judgements(record: Record) -> Iterable[PredictionQuality]:

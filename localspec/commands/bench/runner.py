@@ -98,6 +98,11 @@ def engine_facts(subject: EngineUnderTest, kv_type: str, watch: Watch, *, measur
         passes_measured="now" if measure else "before",
         warnings=llm.warnings,
         one_pass=[draft.source for draft in own.models if draft.drafter.info.one_pass],
+        block_ms={
+            draft.source: {str(width): round(times[draft.source](width), 4) for width in WIDTHS}
+            for draft in own.models
+            if draft.drafter.info.rows_of_draft
+        },
     )
 
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from localspec.commands.options import RunOptions, called, joined
 from localspec.engine.draft_sources import is_free
 from localspec.engine.fit import layers_for
 from localspec.engine.loading import forget
+from localspec.engine.state import DraftModel
 from localspec.errors import EngineError, LocalspecError, ModelFileError, UsageError
 from localspec.heads import FROM_STATES, HEAD, MTP
 from localspec.heads.kinds import names_published_head
@@ -37,7 +39,7 @@ from localspec.model_files.catalog import Catalog, short_name
 from localspec.model_files.sources.base import size_text
 from localspec.report.model import Finding, Findings, Lines, Part, Table, Text
 from localspec.report.renderers import Screen
-from localspec.spec_decode.drafters.names import CORPUS, NGRAM, is_corpus
+from localspec.spec_decode.drafters.names import CORPUS, NGRAM, PARD, is_corpus
 from localspec.system import machine
 from localspec.system.files import is_same_file
 from localspec.system.machine import BUSY
@@ -471,7 +473,7 @@ class Doctor:
         named: list[ExaminedModel] = []
         names = [f"{HEAD}:{path}" if (path := _published(name)) is not None else name for name in names]
         heads = tuple(name for name in names if name.partition(":")[0] in FROM_STATES)
-        for each in (fit.find_model(name) for name in names if not is_free(name) and name not in (*heads, *corpora)):
+        for each in (fit.find_draft(name) for name in names if not is_free(name) and name not in (*heads, *corpora)):
             if not any(is_same_file(each.file, other.file) for other in named):
                 named.append(each)
         return ExaminedPair(target, tuple(named), NGRAM in names, False, heads, corpora)
@@ -561,7 +563,7 @@ class Doctor:
     def _costs(self, examined: ExaminedPair, calibrate: bool) -> Recommendation:
         found, watch = self.found, self.watch
         drafts = [draft for draft in examined.drafts if draft.present]
-        specs = [*examined.free, *examined.heads, *(draft.path for draft in drafts)]
+        specs = [*examined.free, *examined.heads, *(draft.for_draft for draft in drafts)]
         if examined.automatic:
             specs = ["auto", *examined.corpora]  # which goes on without what cannot be loaded
         bandwidth = found.machine.bandwidth_gb_per_s
@@ -573,13 +575,17 @@ class Doctor:
                 watch.call(llm, lambda pair: pair.recalibrate(watch.report))
             cost, times = measure_costs(llm, examined.target.name, [draft.name for draft in drafts], bandwidth, watch)
             loaded = llm.run(lambda pair: pair.state.models)
-            one_pass = {each.name for each in loaded if each.drafter.info.one_pass}
+            blocks = {
+                name: partial(_draft_ms, each)
+                for name, each in zip([draft.name for draft in cost.drafts], loaded, strict=True)
+                if each.drafter.info.one_pass
+            }
             rows = list(cost_findings(llm, cost, bandwidth, watch, busy=busy))
             warnings = [each for each in llm.warnings if not _SAID_OF_PAIRS.search(each)]
             rows += [Finding("note", "engine", warning) for warning in warnings]
         drafters = [(name, 0.0) for name in examined.free]
         drafters += [(draft.name, draft.ms[1]) for draft in cost.drafts]
-        payoffs = [facts.payoff(name, times, ms, one_pass=name in one_pass) for name, ms in drafters]
+        payoffs = [facts.payoff(name, times, ms, blocks.get(name)) for name, ms in drafters]
         assert found.pair is not None
         bench = last_bench(examined.target.file, cost.engine)
         found.pair = replace(found.pair, cost=cost, payoff=payoffs, bench=bench)
@@ -657,6 +663,11 @@ def _rollback(models: Sequence[ExaminedModel]) -> Iterator[Finding]:
         yield Finding("ok", "rollback", f"{what} a rejected guess at no cost")
 
 
+def _draft_ms(draft: DraftModel, n: int) -> float:
+    """The time of a pass that drafts n tokens."""
+    return draft.times(n if draft.drafter.info.rows_of_draft else 1)
+
+
 def head_paths(target: Path, heads: Sequence[str], engine: str) -> list[Path]:
     """Files of heads as ``--draft`` names them; the target's own for its layer."""
     rest = [name.partition(":")[2] for name in heads if name.partition(":")[0] == HEAD]
@@ -666,7 +677,7 @@ def head_paths(target: Path, heads: Sequence[str], engine: str) -> list[Path]:
 
 def _published(name: str) -> Path | None:
     """File of a draft that is a published head, which has no vocabulary or memory to examine."""
-    if is_free(name) or name.partition(":")[0] in (*FROM_STATES, CORPUS):
+    if is_free(name) or name.partition(":")[0] in (*FROM_STATES, CORPUS, PARD):
         return None
     try:
         path = Catalog.load().resolve(name)

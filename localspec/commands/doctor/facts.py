@@ -426,26 +426,27 @@ LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # draft lengths of the break-even table
 ACCEPTANCES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # acceptance rates of the speed-up table
 
 
-def break_even_by_length(times: Times, step_ms: float, *, one_pass: bool = False) -> dict[int, float | None]:
+def break_even_by_length(times: Times, step_ms: float, block_ms: Times | None = None) -> dict[int, float | None]:
     """Acceptance rate from which drafts of each length pay; None: never.
 
-    ``step_ms`` is the time of a draft token, with ``one_pass`` that of a whole draft.
+    ``step_ms`` is the time of a draft token; where one pass makes a whole draft, ``block_ms`` gives its time by the
+    number of draft tokens.
     """
-    if one_pass:
-        times, step_ms = with_block(times, step_ms), 0.0
+    if block_ms is not None:
+        times, step_ms = with_block(times, block_ms), 0.0
     found = {length: break_even(length, times, step_ms) for length in LENGTHS}
     return {length: None if share is None else round(share, 4) for length, share in found.items()}
 
 
-def payoff(drafter: str, times: Times, step_ms: float, *, one_pass: bool = False) -> PayoffFacts:
+def payoff(drafter: str, times: Times, step_ms: float, block_ms: Times | None = None) -> PayoffFacts:
     """Everything on one drafter; arguments as above."""
     lengths = range(LENGTHS[-1] + 1)
-    rounds, each = (with_block(times, step_ms), 0.0) if one_pass else (times, step_ms)
+    rounds, each = (times, step_ms) if block_ms is None else (with_block(times, block_ms), 0.0)
     best = {acceptance: best_length(acceptance, lengths, rounds, each) for acceptance in ACCEPTANCES}
     return PayoffFacts(
         drafter=drafter,
         step_ms=round(step_ms, 4),
-        break_even=break_even_by_length(times, step_ms, one_pass=one_pass),
+        break_even=break_even_by_length(times, step_ms, block_ms),
         speedup={a: round(speedup(a, length, rounds, each), 4) for a, length in best.items()},
         best_length=best,
     )

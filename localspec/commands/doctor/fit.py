@@ -40,6 +40,8 @@ from localspec.model_files.local_files import known_entries
 from localspec.model_files.sources.base import size_text
 from localspec.model_files.vocab import Vocab
 from localspec.report.model import Finding, Status
+from localspec.spec_decode.drafters.names import PARD
+from localspec.spec_decode.drafters.pard import file_and_mask
 from localspec.system.files import models_dir
 
 
@@ -57,6 +59,11 @@ class ExaminedModel(ModelFacts):
     @property
     def file(self) -> Path:
         return Path(self.path)
+
+    @property
+    def for_draft(self) -> str:
+        """What ``--draft`` calls it."""
+        return self.spec if self.spec.partition(":")[0] == PARD else str(self.path)
 
     def facts(self) -> ModelFacts:
         return ModelFacts(**{each.name: getattr(self, each.name) for each in fields(ModelFacts)})
@@ -77,6 +84,12 @@ def find_model(spec: str) -> ExaminedModel:
     return _read(
         path, spec, path.name.removesuffix(".gguf") if entry is None or spec != entry.name else entry.name, entry
     )
+
+
+def find_draft(spec: str) -> ExaminedModel:
+    """The same of what ``--draft`` names."""
+    kind, _, rest = spec.partition(":")
+    return replace(find_model(file_and_mask(rest)[0]), spec=spec) if kind == PARD else find_model(spec)
 
 
 def of_path(path: Path) -> ExaminedModel:

@@ -286,7 +286,7 @@ def _load(
     llm: LLM, heads: Sequence[str], drafts: Sequence[ExaminedModel], watch: Watch, deadline: float
 ) -> dict[str, str]:
     """Load heads and draft models while there is time and memory; names of working ones -> source."""
-    wanted = [(name, name, 0) for name in heads] + [(draft.name, draft.path, draft.bytes) for draft in drafts]
+    wanted = [(name, name, 0) for name in heads] + [(draft.name, draft.for_draft, draft.bytes) for draft in drafts]
     loaded: dict[str, str] = {}
     for name, spec, n_bytes in wanted:
         if time.monotonic() > deadline or n_bytes > TIGHT * read_memory().available:

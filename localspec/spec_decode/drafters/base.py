@@ -60,6 +60,11 @@ class Plan:
         """
         return max(1, pending) if self.room > 0 else 0
 
+    def width(self, source: str) -> int:
+        """How many draft tokens a pass should make that takes a row for each (``DrafterInfo.rows_of_draft``); at least
+        one."""
+        return max(1, self.room)
+
     def spent(self, source: str, n_tokens: int, ms: float) -> None:
         """A pass over ``n_tokens`` tokens of the drafter's own model, and a draft token made of it, took so long."""
 
@@ -115,6 +120,7 @@ class DrafterInfo:
     runs_model: bool = False  # a draft token takes a pass of a model, of which there is a cost model; else nothing
     copies: bool = False  # it copies what it has read; an unsure copy can give way to a model's token
     one_pass: bool = False  # a pass of its model makes all of a draft, and not one token of it
+    rows_of_draft: bool = False  # that pass has a row for each draft token, and costs as many; else it is one size
     own_tokens: bool = False  # its model reads the text in tokens of its own vocabulary, not in the target's
     taps: tuple[str, ...] = ()  # hidden states of the target that ``process`` brings, see ``Context.hidden``
     n_states: int = 0  # of the last tokens of a prompt, after how many it wants those states

@@ -9,6 +9,7 @@ from pathlib import Path
 NGRAM = "ngram"
 AUTOMATIC = (NGRAM,)  # what ``auto`` takes of those that need no file
 CORPUS = "corpus"  # ``corpus:PATH``: files and folders to copy from
+PARD = "pard"  # ``pard:FILE``: a draft model that fills in mask tokens
 CHATS = "chats"  # ``corpus:chats``: the chats saved in this home
 
 # What people read for a kind of drafter; plugins add theirs.

@@ -82,7 +82,7 @@ def test_what_a_block_costs_does_not_depend_on_how_deep_is_drafted() -> None:
 
 
 def test_what_a_block_needs_to_pay_falls_with_its_length() -> None:
-    chain, block = (payoff("head", lambda width: 10.0, 8.0, one_pass=one_pass) for one_pass in (False, True))
+    chain, block = (payoff("head", lambda width: 10.0, 8.0, block_ms) for block_ms in (None, lambda n: 8.0))
     needed = [[share or 1.0 for share in each.break_even.values()] for each in (chain, block)]
     assert needed[0][0] == needed[1][0]
     assert needed[1] == sorted(needed[1], reverse=True)
