@@ -248,12 +248,12 @@ export class Conversations {
 
   async put() {
     if (!this.present || this.changes === this.kept || this.here === false) return;
-    const {id, revision} = this.present, upTo = this.changes, began = performance.now();
+    const {id, revision, title} = this.present, upTo = this.changes, began = performance.now();
     try {
       await this.deliver({
         state: () => ({...this.present, ...this.content()}),
         merge: (theirs) => this.chat.merge(theirs),
-        took: (stamps) => this.took(stamps),
+        took: (stamps) => this.took(stamps && this.present.title !== title ? {...stamps, title: this.present.title} : stamps), // renamed meanwhile
       });
       this.kept = upTo;
       if (this.changes === upTo) this.release(id);
