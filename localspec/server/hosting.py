@@ -453,8 +453,9 @@ class Host(Common):
     async def _enter(self, model: HostedModel) -> None:
         if model.state == "unloaded" and model.needed > self.memory:
             raise ApiError(400, self.too_large(model), param="model", code="model_too_large")
-        if not self._is_open_to(model) and sum(each.n_waiting for each in self.models) > self.settings.queue:
-            raise too_busy(f"{self.settings.queue} requests wait for a model already", 5)
+        most = max(1, self.settings.queue)  # as many as may wait for it once it is loaded
+        if not self._is_open_to(model) and sum(each.n_waiting for each in self.models) >= most:
+            raise too_busy(f"{most} requests wait for a model already", 5)
         n_failures = model.n_failures
         model.n_waiting += 1
         try:

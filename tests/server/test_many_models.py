@@ -319,13 +319,13 @@ def test_the_packages_of_three_apis(disk: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_too_many_that_wait_are_turned_away(disk: Path) -> None:
     gate = Gate()
-    with serve_several(gate.opening, queue=1) as server:
+    with serve_several(gate.opening, queue=2) as server:  # as many as may wait once it is loaded
         threads = [threading.Thread(target=ask, args=(server, "/v1/chat/completions", chat("red"))) for _ in range(2)]
         for thread in threads:
             thread.start()
         wait_until(lambda: server.host.named("red").n_waiting == 2, "they wait")  # type: ignore[union-attr]
         status, message = refused(server, "/v1/chat/completions", chat("red"))
-        assert (status, message) == (429, "1 requests wait for a model already")
+        assert (status, message) == (429, "2 requests wait for a model already")
         gate.go_on.set()
         for thread in threads:
             thread.join()

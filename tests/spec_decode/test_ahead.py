@@ -128,7 +128,7 @@ class WorldAhead(World):
                 RandomController(rng),
                 ahead=DraftAhead(cautious=False, n_steps=n_steps),
             )
-            for each, n_steps in zip(self.decoders, (1, 3, 6, 10, 20), strict=True)
+            for each, n_steps in zip(self.decoders, (1, 3, 6, 10, 20, 4), strict=True)
         ]
 
 
