@@ -372,7 +372,8 @@ class Pair:
         self.loader = Loader(options, self.warnings)
         self.preparation = Preparation()
         self.prompts = PromptStore(options.prompt_cache_bytes, options.n_gpu_layers, self._kind_of)
-        self.prefix_cache = PrefixCache(options.prefix_cache_bytes, self.prompts.find)
+        find = self.prompts.find if options.prompt_cache_bytes else None
+        self.prefix_cache = PrefixCache(options.prefix_cache_bytes, find)
         self.shared = PassCounts()
         self.refused: str | None = None
         self.conversation: Sequence[int] = ()

@@ -51,7 +51,7 @@ class PrefixCache:
     def __init__(
         self,
         max_bytes: int,
-        stored: Callable[[Context, Sequence[int], int], tuple[Sequence[int], ContextState] | None] = lambda *_: None,
+        stored: Callable[[Context, Sequence[int], int], tuple[Sequence[int], ContextState] | None] | None = None,
     ) -> None:
         self._max_bytes, self.n_bytes = max_bytes, 0
         self._stored = stored
@@ -112,7 +112,8 @@ class PrefixCache:
         held = self.held(context)
         n_held = shared_prefix(held, prompt)
         n_known = max([n_held, *(_usable(entry, prompt) for entry in self._of(context))])
-        if (found := self._stored(context, prompt, n_known)) is not None and self._take(context, *found):
+        found = self._stored(context, prompt, n_known) if self._stored is not None else None
+        if found is not None and self._take(context, *found):
             return
         if not self._max_bytes:
             return
