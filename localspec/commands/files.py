@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from localspec.errors import DownloadError, ModelFileError
-from localspec.model_files.catalog import Catalog, Entry
+from localspec.model_files.catalog import ROOM, Catalog, Entry
 from localspec.model_files.local_files import known_entries, remove
 from localspec.model_files.sources.base import size_text
 from localspec.system.files import JsonStore, home, models_dir, offline
@@ -146,7 +146,6 @@ def minutes_text(minutes: float) -> str:
     return f"about {max(1, round(minutes))} min"
 
 
-ROOM = 1.25  # memory that a model takes over the size of its file: cache and buffers
 DECLINED_S = 7 * 24 * 3600.0  # how long a draft model that was declined is not offered again [s]
 
 

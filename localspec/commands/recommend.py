@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from localspec.commands.files import fetch_minutes, print_columns
 from localspec.engine.fit import TIGHT, USUAL_CTX, Sizes, need
-from localspec.model_files.catalog import Catalog, Entry
+from localspec.model_files.catalog import ROOM, Catalog, Entry
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.sources.base import size_text
 from localspec.system import machine
@@ -22,9 +22,6 @@ REACHED = 0.65
 LARGE_BYTES, LARGE_GAIN, SMALL_GAIN = 4_000_000_000, 1.4, 1.1
 """What drafting gains by class: over 4 GB with a draft model 1.4 (a 1.5B made as costly as a 7B: 1.48 on 16 questions,
 95 % 1.16 to 1.66), else 1.1 (the default pair: 1.09 to 1.26). A mixture of experts gains less: it counts as small."""
-
-ROOM = 1.25
-"""Memory that a file takes which is not here, over its size: cache and buffers."""
 
 
 @dataclass(frozen=True, slots=True)

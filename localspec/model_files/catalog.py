@@ -18,6 +18,9 @@ from localspec.errors import ModelFileError, UnknownModel, shown
 from localspec.system.files import is_same_file, models_dir
 from localspec.system.machine import read_memory
 
+ROOM = 1.25
+"""Memory that a model which is not loaded takes, over the size of its file: cache and buffers."""
+
 _FIRST = re.compile(r"(.*)-00001-of-(\d{5})\.gguf", re.DOTALL)
 
 

@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, StrictBool, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from localspec.errors import nearest
-from localspec.server.http import ApiError, invalid
+from localspec.server.http import ApiError, KeepAlive, invalid
 
 MAX_COUNT = 1 << 31
 _LONGEST_NAME = 60
@@ -106,6 +106,22 @@ class Body(BaseModel):
         body = read(kept)
         body._sent = value
         return body
+
+
+class ModelBody(Body):
+    """The body of an endpoint that a model answers."""
+
+    model: str | None = None
+
+    @property
+    def keep(self) -> KeepAlive | Literal["usual"]:
+        """How long the model stays loaded after the answer."""
+        return "usual"
+
+    @property
+    def unloads(self) -> bool:
+        """Whether it asks for nothing but that the model is unloaded."""
+        return False
 
 
 Kind = TypeVar("Kind", bound=Body)

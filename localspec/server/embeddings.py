@@ -15,9 +15,9 @@ import numpy.typing as npt
 from localspec.backends.llama.embedding import EmbeddingModel
 from localspec.engine.worker import Turns
 from localspec.errors import PromptTooLong
-from localspec.server.bodies import Body, Flag, whole
-from localspec.server.http import KeepAlive, invalid, stopping, too_busy
-from localspec.server.ollama import Stays
+from localspec.server.bodies import Flag, ModelBody, whole
+from localspec.server.http import invalid, stopping, too_busy
+from localspec.server.ollama import StayingBody
 from localspec.server.service import Common
 
 Row = npt.NDArray[np.float32]
@@ -25,23 +25,7 @@ Row = npt.NDArray[np.float32]
 MAX_INPUTS = 2048  # OpenAI's own limit
 
 
-class AnyEmbeddingsBody(Body):
-    """What all of them have in common."""
-
-    model: str | None = None
-
-    @property
-    def keep(self) -> KeepAlive | Literal["usual"]:
-        """How long the model stays loaded."""
-        return "usual"
-
-    @property
-    def unloads(self) -> bool:
-        """Whether it asks for nothing but that the model is unloaded."""
-        return False
-
-
-class EmbeddingsBody(AnyEmbeddingsBody):
+class EmbeddingsBody(ModelBody):
     """The body of ``/v1/embeddings``."""
 
     input: Any = None
@@ -49,32 +33,22 @@ class EmbeddingsBody(AnyEmbeddingsBody):
     dimensions: Annotated[int, whole(1, 1 << 20)] | None = None
 
 
-class OllamaEmbedBody(AnyEmbeddingsBody):
+class OllamaEmbedBody(StayingBody):
     """The body of ``/api/embed``."""
 
     input: Any = None
     truncate: Flag = True
     dimensions: Annotated[int, whole(1, 1 << 20)] | None = None
-    keep_alive: Stays = "usual"
 
     @property
-    def keep(self) -> KeepAlive | Literal["usual"]:
-        return self.keep_alive
-
-    @property
-    def unloads(self) -> bool:
-        return self.keep_alive == 0.0 and self.input in (None, "")
+    def asks_nothing(self) -> bool:
+        return self.input in (None, "")
 
 
-class OllamaEmbeddingsBody(AnyEmbeddingsBody):
+class OllamaEmbeddingsBody(StayingBody):
     """The body of ``/api/embeddings``, Ollama's older address."""
 
     prompt: str
-    keep_alive: Stays = "usual"
-
-    @property
-    def keep(self) -> KeepAlive | Literal["usual"]:
-        return self.keep_alive
 
 
 class EmbeddingService:
@@ -193,7 +167,7 @@ class EmbeddingApi:
 
     path: str
     name: str
-    body: type[AnyEmbeddingsBody]
+    body: type[ModelBody]
     answer: Callable[[EmbeddingService, Any], Coroutine[Any, Any, dict[str, Any]]]
     any_name: bool = False
 

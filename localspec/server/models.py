@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from localspec._version import __version__
 from localspec.errors import Cancelled, LocalspecError, UnknownModel
 from localspec.model_files import sources
-from localspec.model_files.catalog import Catalog, Entry
+from localspec.model_files.catalog import ROOM, Catalog, Entry
 from localspec.model_files.fingerprint import fingerprint
 from localspec.model_files.gguf import GGUFFile
 from localspec.server import responses
@@ -33,9 +33,6 @@ from localspec.server.http import ApiError, invalid
 from localspec.server.ollama import WIRE, line, timestamp
 from localspec.server.service import Metrics, Service
 from localspec.system.machine import CPUTimes
-
-ROOM = 1.25
-"""Memory that a model which is not on the disk takes, over the size of its file."""
 
 OLLAMA_VERSION = "0.9.0"
 """Clients ask it whether tools, JSON schemas and thinking are known; Ollama knows all three since then."""

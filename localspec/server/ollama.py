@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from localspec.prompts.folding import merged
 from localspec.server.answers import AnswerBlock, BlockAnswer, Change
-from localspec.server.bodies import MAX_COUNT, Body, Flag, items, must_be, whole
+from localspec.server.bodies import MAX_COUNT, Body, Flag, ModelBody, items, must_be, whole
 from localspec.server.events import Wire
 from localspec.server.http import KeepAlive, invalid, read_keep_alive
 from localspec.server.requests import (
@@ -61,6 +61,25 @@ Stays = Annotated[float | Literal["usual"] | None, BeforeValidator(_stays)]
 """``keep_alive``: seconds for which the model stays loaded, None for ever, and what the server does by itself."""
 
 
+class StayingBody(ModelBody):
+    """A body that says how long the model stays loaded."""
+
+    keep_alive: Stays = "usual"
+
+    @property
+    def keep(self) -> KeepAlive | Literal["usual"]:
+        return self.keep_alive
+
+    @property
+    def unloads(self) -> bool:
+        return self.keep_alive == 0.0 and self.asks_nothing
+
+    @property
+    def asks_nothing(self) -> bool:
+        """Whether there is nothing to answer: that is how clients load a model beforehand, or unload it."""
+        return False
+
+
 class OllamaOptions(Shared):
     """``options``."""
 
@@ -89,7 +108,7 @@ class OllamaMessage(Body):
         return {"role": self.role, "content": self.content} | more
 
 
-class OllamaBody(ApiBody):
+class OllamaBody(StayingBody, ApiBody):
     """What both have in common."""
 
     stream: Flag = True
@@ -103,20 +122,6 @@ class OllamaBody(ApiBody):
     ) = None
     prediction: Prediction | None = None
     localspec: OwnFields | None = None
-    keep_alive: Stays = "usual"
-
-    @property
-    def keep(self) -> KeepAlive | Literal["usual"]:
-        return self.keep_alive
-
-    @property
-    def unloads(self) -> bool:
-        return self.keep_alive == 0.0 and self.asks_nothing
-
-    @property
-    @abstractmethod
-    def asks_nothing(self) -> bool:
-        """Whether there is nothing to answer: that is how clients load a model beforehand, or unload it."""
 
     def answer_options(self, served: ServedModel, **more: Any) -> AnswerOptions:
         form: Any = None

@@ -18,6 +18,7 @@ from localspec.server.bodies import (
     MAX_COUNT,
     Body,
     Flag,
+    ModelBody,
     between,
     is_integer,
     items,
@@ -27,7 +28,7 @@ from localspec.server.bodies import (
     whole,
     wrong,
 )
-from localspec.server.http import KeepAlive, invalid
+from localspec.server.http import invalid
 from localspec.server.tools import ToolUse
 
 MAX_CHOICES, MAX_STOPS, MAX_STOP, MAX_MESSAGES = 16, 16, 1024, 10_000
@@ -122,20 +123,8 @@ class ServedModel:
         return tuple(name for name in self.drafters if name not in self.on_request)
 
 
-class ApiBody(Body):
-    """The body of an endpoint that answers."""
-
-    model: str | None = None
-
-    @property
-    def keep(self) -> KeepAlive | Literal["usual"]:
-        """How long the model stays loaded after the answer."""
-        return "usual"
-
-    @property
-    def unloads(self) -> bool:
-        """Whether it asks for nothing but that the model is unloaded."""
-        return False
+class ApiBody(ModelBody):
+    """The body of an endpoint that continues text."""
 
     @abstractmethod
     def asked(self, served: ServedModel) -> Any:
