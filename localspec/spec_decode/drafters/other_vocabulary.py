@@ -19,16 +19,8 @@ from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.rounds import DraftToken
 
 
-class OtherVocabularyDrafter(DraftModelDrafter):
-    """Drafts greedily in the draft model's own tokens; the target's tokens for that text are the draft.
-
-    A draft token is always a function of the text before it, a point mass for verification, so that rejection sampling
-    accepts it with the target's own probability and stays exact at any temperature (Timor et al. 2025,
-    arXiv:2502.05202, algorithm 2).
-
-    Its confidence in a token of the target is the product of the draft model's probabilities of the tokens it is made
-    of, given those before. The last token of the text drafted so far is held back while another step is allowed: it
-    may be the beginning of a longer one.
+class _OwnTokensDrafter(DraftModelDrafter):
+    """A draft model that reads tokens of its own.
 
     Args:
         context: of the draft model.
@@ -40,11 +32,27 @@ class OtherVocabularyDrafter(DraftModelDrafter):
         super().__init__(context, source)
         self.info = replace(self.info, own_tokens=True)
         self._target = target
-        draft = context.model
-        self._carried = CarriedText(Side(target.vocab, target.tokenize), Side(draft.vocab, draft.tokenize))
 
     def clone(self, context: Context | None) -> Drafter:
-        return OtherVocabularyDrafter(context or self.context, self._target, self.info.source)
+        return type(self)(context or self.context, self._target, self.info.source)
+
+
+class OtherVocabularyDrafter(_OwnTokensDrafter):
+    """Drafts greedily in the draft model's own tokens; the target's tokens for that text are the draft.
+
+    A draft token is always a function of the text before it, a point mass for verification, so that rejection sampling
+    accepts it with the target's own probability and stays exact at any temperature (Timor et al. 2025,
+    arXiv:2502.05202, algorithm 2).
+
+    Its confidence in a token of the target is the product of the draft model's probabilities of the tokens it is made
+    of, given those before. The last token of the text drafted so far is held back while another step is allowed: it
+    may be the beginning of a longer one.
+    """
+
+    def __init__(self, context: Context, target: Model, source: str = "model") -> None:
+        super().__init__(context, target, source)
+        draft = context.model
+        self._carried = CarriedText(Side(target.vocab, target.tokenize), Side(draft.vocab, draft.tokenize))
 
     def _draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         source, found, drafted = self.info.source, list[DraftToken](), list[int]()
@@ -78,22 +86,15 @@ class OtherVocabularyDrafter(DraftModelDrafter):
                 return found
 
 
-class MappedTokensDrafter(DraftModelDrafter):
+class MappedTokensDrafter(_OwnTokensDrafter):
     """Drafts with a model whose tokens are the target's but for special ones, which are mapped by name and meaning.
 
     The draft model's law is one over the target's tokens: a special token of the target has the logit of its partner,
     or none. A special token without a partner is read as the draft model's with the same id.
-
-    Args:
-        context: of the draft model.
-        target: the model to draft for.
-        source: see ``DrafterInfo``.
     """
 
     def __init__(self, context: Context, target: Model, source: str = "model") -> None:
-        super().__init__(context, source)
-        self.info = replace(self.info, own_tokens=True)
-        self._target = target
+        super().__init__(context, target, source)
         mine, its = target.vocab, context.model.vocab
         shared = min(mine.n_tokens, its.n_tokens)
         special = mine.special
@@ -105,9 +106,6 @@ class MappedTokensDrafter(DraftModelDrafter):
         self._reads = {i: i if i < its.n_tokens else beyond for i in self._special.tolist()} | partners(mine, its)
         self._tokens: list[int] = []  # the target's
         self._ids: list[int] = []  # the draft model's, one for each of them
-
-    def clone(self, context: Context | None) -> Drafter:
-        return MappedTokensDrafter(context or self.context, self._target, self.info.source)
 
     def _draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         kept = shared_prefix(self._tokens, tokens)
