@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from localspec.controllers.calibration import WHOLE, PassKind
 from localspec.engine.draft_sources import DraftSource, DraftWeights, FoundDraft
 from localspec.errors import LocalspecError, UsageError, shown
 from localspec.heads import EARLY_EXIT, HEAD, MTP
-from localspec.heads.base import DraftHead
+from localspec.heads.base import DraftHead, HeadContext
 from localspec.heads.drafters import HEAD_DRAFTERS
 from localspec.heads.kinds import names_published_head
 from localspec.heads.kinds.exit import exit_head
@@ -189,8 +190,18 @@ def passes_of(head: DraftHead, context: Context, target: Model) -> PassKind:
             context.decode_floats(_rows(1, model.n_embd), [0])
             context.truncate(0)
 
+    def following_row(memory: Context, tokens: Sequence[int], logits: Wanted) -> None:
+        if logits == "none" or not memory.n_past:  # a step is over a text
+            memory.decode(tokens, "none")
+        if logits != "none":
+            cast(HeadContext, context).follow(memory)
+            context.decode_floats(_rows(1, model.n_embd), [0])
+            context.truncate(0)
+
     if head.kind == "block":
         return HeadPasses(head.new_context, block)
+    if head.kind == "following":
+        return HeadPasses(target.new_context, following_row, lambda: WHOLE.tokens(target))
     if head.kind == "exit":
         return HeadPasses(lambda n: target.new_context(n, hidden=head.taps), first_layers, lambda: WHOLE.tokens(target))
     chained = head.kind == "chained" and isinstance(head, Head)
