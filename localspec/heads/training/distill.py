@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from localspec.backends.llama.llama_cpp import NAME as LLAMA_CPP
 from localspec.engine.options import checked_spec
@@ -26,14 +26,16 @@ from localspec.engine.saved_chats import chat_files, messages_in
 from localspec.errors import Cancelled, EngineUnavailable, LocalspecError, UsageError
 from localspec.heads.file import heads_folder, read_card
 from localspec.heads.trained import target_facts
-from localspec.heads.training.earlier_head import NO_HEAD, earlier_head
 from localspec.heads.training.examples import TEST, Asked, Material, Overlap, Read, read_texts, without
-from localspec.heads.training.head_maker import HeadMaker
 from localspec.heads.training.run_folder import Distilled, Effort, Recipe, Report, Run, RunError, RunFolder, RunProgress
+from localspec.heads.training.start import NO_HEAD, earlier_head
 from localspec.heads.training.worth import Worth, measure_worth
 from localspec.model_files.catalog import Catalog
 from localspec.prompts.questions import in_turns, own_questions, read_questions
 from localspec.system.files import home, write_atomically
+
+if TYPE_CHECKING:
+    from localspec.heads.training.head_maker import HeadMaker
 
 _DIGITS = 16
 
@@ -225,6 +227,8 @@ def distill(
         for remark in material.remarks:
             say(remark)
         folder.write(run)
+        from localspec.heads.training.head_maker import HeadMaker  # needs JAX, which is there now
+
         maker = HeadMaker(path, folder, run, effort, material, tested, report, say, cancel)
         card, engine = maker.work(backend, n_threads, card_command(run, name, command))
         worth, kept = _measured(path, folder, engine, n_threads, effort, maker, say), None
