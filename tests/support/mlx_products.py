@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten
 
 from localspec.backends.mlx.architecture import ARCHITECTURES
 from localspec.backends.mlx.network import Network
-from localspec.backends.mlx.placement import place_of
+from localspec.backends.mlx.weights import place_of
 from localspec.model_files.gguf import GGUFFile
 
 Array = npt.NDArray[Any]

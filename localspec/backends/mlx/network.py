@@ -22,7 +22,7 @@ from localspec.backends.mlx.architecture import (
     read_attention,
 )
 from localspec.backends.mlx.library import defer_mlx_lm
-from localspec.backends.mlx.placement import ROPE_TENSORS, fill
+from localspec.backends.mlx.weights import ROPE_TENSORS, fill
 from localspec.errors import UnsupportedModel
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.nextn import n_layers

@@ -83,7 +83,7 @@ def read(file: GGUFFile) -> PublishedHead:
         raise damaged(file, "it has a token map but no output matrix")
     return PublishedHead(
         kind="dflash",
-        engines=LLAMA_CPP if is_dspark or is_dflash2 else LLAMA_CPP | {"mlx": "localspec.heads.kinds.dflash_mlx:load"},
+        engines=LLAMA_CPP if is_dspark or is_dflash2 else LLAMA_CPP | {"mlx": "localspec.heads.kinds.mlx:load_dflash"},
         title="DSpark" if is_dspark else "DFlash2" if is_dflash2 else "DFlash",
         path=file.path,
         taps=tuple(f"layer:{layer - 1}" for layer in layers),  # what goes into a layer came out of the last

@@ -162,7 +162,7 @@ def read(file: GGUFFile) -> PublishedHead:
     return PublishedHead(
         kind="eagle3",
         title="EAGLE-3",
-        engines=LLAMA_CPP | {"mlx": f"{__name__}_mlx:load", "reference": f"{__name__}:load_reference"},
+        engines=LLAMA_CPP | {"mlx": "localspec.heads.kinds.mlx:load_eagle3", "reference": f"{__name__}:load_reference"},
         path=file.path,
         taps=tuple(f"layer:{layer - 1}" for layer in layers),  # what goes into a layer came out of the last
         n_target=n_target,
