@@ -177,7 +177,7 @@ class HeadModule(nn.Module):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """HeadSizes in a head's header; ``n_taps``: channels of all tapped states."""
+    """Sizes in a head's header; ``n_taps``: channels of all tapped states."""
 
     n_embd: int
     n_ff: int

@@ -201,13 +201,15 @@ def passes_of(head: DraftHead, context: Context, target: Model) -> PassKind:
     return HeadPasses(lambda n: model.new_context(n, hidden=hidden), true_rows if chained else rows)
 
 
+# An untrained head for states that leave the target early: its last norm, and rows of its output matrix.
+
 # Tokens that it can guess: the first of the vocabulary, the commonest where it was made by merging, and those that end
 # an answer
 N_OUT = 32768
 
 
 def exit_head(target: Path, facts: TargetFacts, n_layers: int) -> Path:
-    """The head file for a target and a number of layers, written once.
+    """The file of such a head for a target and a number of layers, written once.
 
     Raises:
         UsageError: the target has not so many layers.

@@ -671,6 +671,9 @@ class CorpusIndex:
             path.unlink()
 
 
+# -- drafting ----------------------------------------------------------------------------------------------------------
+
+
 class CorpusDrafter(CopyingDrafter[Match]):
     """Copies from files that the user named (prompt-lookup decoding with a datastore: REST, He et al. 2023).
 
