@@ -436,20 +436,8 @@ def block_of(tensor: str) -> int | None:
     return int(number) if kind == "blk" and number.isdecimal() else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A parameter of a submodule."""
-
-    path: str
-    parameter: str
-
-    @property
-    def full(self) -> str:
-        return f"{self.path}.{self.parameter}" if self.path else self.parameter
-
-
-def place_of(first: int, architecture: Architecture, module: nn.Module, info: TensorInfo) -> _Place | None:
-    """Where a tensor belongs; None for nowhere. Block ``first`` is the module's first layer."""
+def place_of(first: int, architecture: Architecture, module: nn.Module, info: TensorInfo) -> str | None:
+    """The dotted path of the parameter that a tensor is; None for none. Block ``first`` is the module's first layer."""
     trunk = architecture.trunk
     top = {
         "token_embd": f"{trunk}.{architecture.embedding}",
@@ -469,12 +457,12 @@ def place_of(first: int, architecture: Architecture, module: nn.Module, info: Te
     else:
         return None
     if not suffix:
-        path, _, suffix = path.rpartition(".")
-        return _Place(path, suffix) if suffix in (_submodule(module, path) or {}) else None
-    owner = _submodule(module, path)
-    if owner is None or suffix not in ("weight", "bias"):
+        owner, _, suffix = path.rpartition(".")
+        return path if suffix in (_submodule(module, owner) or {}) else None
+    found = _submodule(module, path)
+    if found is None or suffix not in ("weight", "bias"):
         return None
-    return _Place(path, suffix) if suffix in owner or isinstance(owner, nn.Linear) else None
+    return f"{path}.{suffix}" if suffix in found or isinstance(found, nn.Linear) else None
 
 
 def _submodule(module: nn.Module, path: str) -> nn.Module | None:
@@ -490,8 +478,7 @@ def _submodule(module: nn.Module, path: str) -> nn.Module | None:
     return current if isinstance(current, nn.Module) else None
 
 
-def _check_complete(file: GGUFFile, architecture: Architecture, module: nn.Module, places: set[_Place]) -> None:
-    filled = {place.full for place in places}
+def _check_complete(file: GGUFFile, architecture: Architecture, module: nn.Module, filled: set[str]) -> None:
     missing = []
     for name, _ in tree_flatten(module.parameters()):
         if name in filled:
@@ -518,29 +505,30 @@ def _tensor_name(architecture: Architecture, parameter: str) -> str:
 
 
 def _put(
-    file: GGUFFile, architecture: Architecture, module: nn.Module, info: TensorInfo, place: _Place, dtype: mx.Dtype
+    file: GGUFFile, architecture: Architecture, module: nn.Module, info: TensorInfo, place: str, dtype: mx.Dtype
 ) -> None:
-    owner = cast(nn.Module, _submodule(module, place.path))
+    path, _, parameter = place.rpartition(".")
+    owner = cast(nn.Module, _submodule(module, path))
     key = info.name.split(".", 2)[-1] if info.name.startswith("blk.") else info.name
     convert = architecture.converted.get(key)
     if architecture.shifted_norms and info.name.endswith("norm.weight"):
         convert = lambda stored: stored - 1  # noqa: E731
-    can_be_packed = place.parameter == "weight" and hasattr(owner, "to_quantized")
+    can_be_packed = parameter == "weight" and hasattr(owner, "to_quantized")
     dtype = mx.float32 if key in architecture.precise else dtype
     stored = read_tensor(file, info, dtype, convert=convert, plain=not can_be_packed)
     if key in architecture.rearranged:
         axis, order = architecture.rearranged[key]
         stored = _rearranged(file, info, stored, axis, order(Header(file)))
-    expected = _expected_shape(owner, place.parameter)
+    expected = _expected_shape(owner, parameter)
     if expected is not None and stored.shape != expected:
         raise UnsupportedModel(
             f"{file.path.name}: {info.name} has the shape {'x'.join(map(str, stored.shape))}, "
             f"but {'x'.join(map(str, expected))} is needed"
         )
     if stored.kind is None:
-        owner[place.parameter] = stored.weight
+        owner[parameter] = stored.weight
     else:
-        parent, _, name = place.path.rpartition(".")
+        parent, _, name = path.rpartition(".")
         cast(nn.Module, _submodule(module, parent) if parent else module)[name] = _packed(owner, stored, stored.kind)
 
 
