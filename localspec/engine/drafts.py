@@ -27,8 +27,7 @@ from localspec.model_files.catalog import Catalog
 from localspec.model_files.fingerprint import fingerprint
 from localspec.model_files.sources.base import size_text
 from localspec.spec_decode.drafters.base import Drafter
-from localspec.spec_decode.drafters.corpus import CorpusDrafter
-from localspec.spec_decode.drafters.corpus_index import BYTES_PER_BYTE, CorpusIndex, PathSource
+from localspec.spec_decode.drafters.corpus import BYTES_PER_BYTE, CorpusDrafter, CorpusIndex, PathSource
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.names import (
     AUTOMATIC,

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localspec.backends.base import Model
-from localspec.backends.layout import Target, layout
 from localspec.backends.llama.binding import N_UBATCH
 from localspec.backends.llama.ggml import Device, ggml_devices, metal_gpu, used_gpus
-from localspec.backends.placement import Placement
+from localspec.backends.placement import Placement, Target, layout
 from localspec.engine.drafts import draft_files
 from localspec.engine.options import LoadOptions
 from localspec.engine.state import FULL_CONTEXTS, n_sequences

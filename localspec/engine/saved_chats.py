@@ -11,7 +11,7 @@ from typing import Any
 
 from localspec.engine import saved
 from localspec.errors import SessionFileError
-from localspec.spec_decode.drafters.corpus_index import TextFile, TextSource
+from localspec.spec_decode.drafters.corpus import TextFile, TextSource
 from localspec.system.files import home
 from localspec.system.steps import Steps
 

@@ -27,7 +27,7 @@ def test_an_answer_enters_few_files_and_functions(tiny: TinyFiles) -> None:
         if event != "call" or not code.co_filename.startswith(root) or code.co_name.startswith("<"):
             return
         entered.add((code.co_filename, code.co_qualname if sys.version_info >= (3, 11) else str(code.co_firstlineno)))
-        if code.co_name in ("decode", "decode_best") and code.co_filename.endswith("backends/base.py"):
+        if code.co_name == "decode" and code.co_filename.endswith("backends/base.py"):
             names, outer = list[str](), frame.f_back
             while outer is not None and len(names) < len(PASS):
                 names.append(outer.f_code.co_name)

@@ -423,7 +423,7 @@ def test_a_head_that_fails_on_mlx_is_done_without(
     tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_backend("mlx")
-    from localspec.heads.kinds.eagle3_mlx import Eagle3Trunk
+    from localspec.heads.kinds.mlx import Eagle3Trunk
 
     with open_llm(tiny, write_head(tiny, tmp_path), "mlx") as llm:
         plain = llm.generate(PROMPT, GREEDY, speculate=False).token_ids
