@@ -181,7 +181,7 @@ def test_an_answer_that_raises_stop_iteration_is_no_end_without_an_answer(llm: L
         return next(iter(()))
 
     with pytest.raises(RuntimeError, match="StopIteration"):
-        RoundStream(llm.submitter(prompt, GREEDY)).reply  # noqa: B018
+        RoundStream(llm.job(prompt, GREEDY)).reply  # noqa: B018
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

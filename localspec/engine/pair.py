@@ -570,7 +570,12 @@ class Pair:
         request = AnswerRequest(prompt, params, draft_length, n_logprobs=None, model_name="")
         rounds: list[Round] = []
         asked = (list(prompt), None)
-        answer = OpenAnswer(self, self.state, request, asked, rounds.append, cancelled, on_prefilled=on_prefilled)
+
+        def keep(step: Round | PromptProgress) -> None:
+            if isinstance(step, Round):
+                rounds.append(step)
+
+        answer = OpenAnswer(self, self.state, request, asked, keep, cancelled, on_prefilled=on_prefilled)
         with closing(answer), suppress(Cancelled):
             while (rows := answer.propose()) is not None:
                 answer.commit(answer.decode(rows))
@@ -645,11 +650,10 @@ class OpenAnswer:
 
     Args:
         asked: what ``AnswerRequest.read`` returned.
-        deliver: takes every round.
+        deliver: takes every round, and before them how far a long prompt is read.
         cancelled: whether to stop; also asked inside of long passes, such as a draft model's first reading.
         started: when its turn came, by ``time.perf_counter``.
         on_prefilled: gets the number of cached prompt tokens, once the prompt is read.
-        on_read: takes how far a long prompt is read.
         shared: what its share of a pass costs; None: it has passes of its own.
         overlaps: whether rounds may be handed on within the next pass, see ``RoundOverlap``.
 
@@ -663,11 +667,10 @@ class OpenAnswer:
         state: DecodingState,
         request: AnswerRequest,
         asked: tuple[list[int], ThinkingReader | None],
-        deliver: Callable[[Round], None],
+        deliver: Callable[[Round | PromptProgress], None],
         cancelled: Callable[[], bool],
         started: float = 0.0,
         on_prefilled: Callable[[int], None] = lambda n_cached: None,
-        on_read: Callable[[PromptProgress], None] = lambda progress: None,
         shared: ShareOfPass | None = None,
         overlaps: bool = False,
     ) -> None:
@@ -709,7 +712,7 @@ class OpenAnswer:
             self._stats.cached_tokens = self._decoder.read(
                 self._prompt, PREFILL_CHUNK if shared is None else SHARED_CHUNK
             )
-            self._on_read = on_read if len(self._decoder.unread) >= LONG_PROMPT else None
+            self._tells = len(self._decoder.unread) >= LONG_PROMPT
             self._reading_since = time.perf_counter()
             self.tell_read()
             self._stack = stack.pop_all()
@@ -731,11 +734,11 @@ class OpenAnswer:
 
     def tell_read(self, n_fed: int = 0) -> None:
         """Say how far a long prompt is read; ``n_fed``: tokens of the proposed pass that the target has had already."""
-        if self._on_read is not None:
+        if self._tells:
             left = len(self._decoder.unread) - n_fed
             read = len(self._prompt) - left - bool(left)  # the last token is read by the answer's first pass
             seconds = time.perf_counter() - self._reading_since
-            self._on_read(PromptProgress(len(self._prompt), self._stats.cached_tokens, read, seconds))
+            self._deliver(PromptProgress(len(self._prompt), self._stats.cached_tokens, read, seconds))
 
     def decode(self, rows: TargetPass) -> Forward:
         """Run its next pass for it alone."""

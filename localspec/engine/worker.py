@@ -183,13 +183,15 @@ class Job(Future[Any]):
 
     Args:
         work: what to do, given the job; ``reply`` returns its result, or raises its exception.
-        deliver: takes what the job gives, and at its end the job itself; called from the worker's thread, or from the
-            one that cancels. If it raises, the work is cancelled, and ``reply`` raises the same.
         abandoned: makes the reply of a job that never ran; None raises ``Cancelled``.
         conversation, deadline, priority: see ``Asking.rounds``.
         request: what it is about, if it may share passes with others; None: it runs alone.
+        submit: queues it, for a stream that reads what it gives.
 
     Attributes:
+        settle: is called with the job at its end, before it is delivered.
+        deliver: takes what the job gives, and at its end the job itself; called from the worker's thread, or from the
+            one that cancels. If it raises, the work is cancelled, and ``reply`` raises the same.
         ends_at: its deadline by ``time.monotonic``.
         started: when its turn came, by ``time.perf_counter``.
         refused: what ``deliver`` raised.
@@ -202,13 +204,14 @@ class Job(Future[Any]):
     def __init__(
         self,
         work: Callable[[Job], Any],
-        deliver: Callable[[Any], Any],
+        deliver: Callable[[Any], Any] = lambda item: None,
         *,
         abandoned: Callable[[Job], Any] | None = None,
         conversation: Hashable | None = None,
         deadline: float | None = None,
         priority: int = 0,
         request: Any = None,
+        submit: Callable[[Job], None] = lambda job: None,
     ) -> None:
         super().__init__()
         try:
@@ -232,7 +235,8 @@ class Job(Future[Any]):
         self.refused: BaseException | None = None
         self.process = os.getpid()
         self._work: Callable[[Job], Any] | None = work
-        self._deliver, self._abandoned = deliver, abandoned
+        self.deliver, self.submit, self._abandoned = deliver, submit, abandoned
+        self.settle: Callable[[Job], None] = lambda job: None
 
     @property
     def state(self) -> JobState:
@@ -243,14 +247,13 @@ class Job(Future[Any]):
         if self.start():
             assert work is not None
             try:
-                result = work(self)
+                outcome = work(self)
             except BaseException as error:
-                self.fail(error)
-            else:
-                self.finish(result)
+                outcome = error
+            self.end(outcome)
 
     def start(self) -> bool:
-        """Claim it for the worker, which has to ``finish`` or ``fail`` it; False if it was cancelled or is too late."""
+        """Claim it for the worker, which has to ``end`` it; False if it was cancelled or is too late."""
         if self.stopped():
             self.cancel("deadline")
         self._work = None
@@ -262,20 +265,22 @@ class Job(Future[Any]):
     def give(self, item: Any) -> None:
         """Deliver something; where that fails the work is cancelled, and the thread that works for all goes on."""
         try:
-            self._deliver(item)
+            if item is self:
+                self.settle(self)
+            self.deliver(item)
         except BaseException as error:
             self.refused, self.cancelled_by = error, self.cancelled_by or "caller"
             if self.cancelled() and isinstance(error, KeyboardInterrupt):  # meant for the thread that cancels
                 raise
 
-    def finish(self, result: Any) -> None:
-        self.set_result(result)
-        self._over()
-
-    def fail(self, error: BaseException) -> None:
-        if isinstance(error, StopIteration):  # raised by an iterator, it would look like a proper end
-            error = RuntimeError(f"unexpected {error!r}")
-        self.set_exception(error)
+    def end(self, outcome: Any) -> None:
+        """Its work is over, and returned this, or raised it."""
+        if isinstance(outcome, StopIteration):  # raised by an iterator, it would look like a proper end
+            outcome = RuntimeError(f"unexpected {outcome!r}")
+        if isinstance(outcome, BaseException):
+            self.set_exception(outcome)
+        else:
+            self.set_result(outcome)
         self._over()
 
     def reply(self) -> Any:
@@ -307,8 +312,8 @@ class Job(Future[Any]):
         self.give(self)
         if self.refused is not None:
             with suppress(BaseException):  # an event loop that is closed
-                self._deliver(self)
-        self._deliver = lambda item: None  # what it was delivered to may hold the job
+                self.deliver(self)
+        self.deliver = lambda item: None  # what it was delivered to may hold the job
 
     def wait_for(self, items: queue.SimpleQueue[Any]) -> Any:
         """The next thing that it puts into ``items``; too late while it waits for its turn, it is cancelled here.
@@ -318,7 +323,7 @@ class Job(Future[Any]):
         """
         while True:
             timeout = 1.0  # a wait without one cannot be interrupted by Ctrl-C on Windows
-            waits, orphaned = self.state == "waiting", self.process != os.getpid()
+            waits, orphaned = not (self.running() or self.done()), self.process != os.getpid()
             if waits and self.ends_at is not None:
                 timeout = min(timeout, max(0.01, self.ends_at - time.monotonic()))
             try:

@@ -32,18 +32,23 @@ from localspec.llm import LLM
 from localspec.prompts.documents import document_text, is_document
 from localspec.server import anthropic, ollama, responses
 from localspec.server.access import ALL, Address, client_of
-from localspec.server.bodies import Body, read
+from localspec.server.bodies import Body, ModelBody, read
 from localspec.server.conversations import ConversationApi
-from localspec.server.embeddings import EMBEDDING_APIS, EmbeddingApi, EmbeddingService
+from localspec.server.embeddings import (
+    EmbeddingsBody,
+    OllamaEmbed,
+    OllamaEmbedBody,
+    OllamaEmbeddings,
+    OllamaEmbeddingsBody,
+    OpenAIEmbeddings,
+)
 from localspec.server.events import LLAMA_SERVER, OPENAI, EventStream, Wire, while_connected
 from localspec.server.guard import application
 from localspec.server.hosting import Host, HostedModel, Use
 from localspec.server.http import ApiError, BodyReader, ServerSettings
 from localspec.server.infill import InfillAnswer, InfillBody
 from localspec.server.models import ModelEndpoints, OllamaModels
-from localspec.server.ollama import OllamaOptions
 from localspec.server.openai import ChatAnswer, ChatBody, CompletionAnswer, CompletionBody
-from localspec.server.requests import ApiBody
 from localspec.server.service import Metrics, Service, counted
 
 PAGE = Path(__file__).parent / "page"
@@ -51,23 +56,26 @@ PAGE = Path(__file__).parent / "page"
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """An address that answers chats, or continues texts.
+    """An address at which a model answers.
 
     Attributes:
         path: of the address.
         name: in the metrics.
         body: what is asked.
-        answer: what answers a service and a body: ``whole()``, and ``events()`` where the request asks for them.
+        answer: what answers a service and a body: ``whole()``, and ``events()`` where it ``streams``.
         wire: how events are sent.
         use: what it has a model do.
+        any_name: whether a model's name that is not known stands for none: llama.vscode calls every model GPT-4, and
+            llama-server heeds no name; the answer says whose it is.
     """
 
     path: str
     name: str
-    body: type[ApiBody]
-    answer: Callable[[Service, Any], Any]
-    wire: Wire
+    body: type[ModelBody]
+    answer: Callable[[Any, Any], Any]
+    wire: Wire = OPENAI
     use: Use = "text"
+    any_name: bool = False
 
 
 APIS = (
@@ -79,6 +87,9 @@ APIS = (
     Api("/v1/messages/count_tokens", "count_tokens", anthropic.CountBody, anthropic.CountAnswer, anthropic.WIRE),
     Api("/api/chat", "ollama_chat", ollama.OllamaChatBody, ollama.OllamaChat, ollama.WIRE),
     Api("/api/generate", "ollama_generate", ollama.OllamaGenerateBody, ollama.OllamaGenerate, ollama.WIRE),
+    Api("/v1/embeddings", "embeddings", EmbeddingsBody, OpenAIEmbeddings, use="embed", any_name=True),
+    Api("/api/embed", "ollama_embed", OllamaEmbedBody, OllamaEmbed, use="embed"),
+    Api("/api/embeddings", "ollama_embeddings", OllamaEmbeddingsBody, OllamaEmbeddings, use="embed"),
 )
 
 
@@ -87,7 +98,6 @@ def addresses(host: Host) -> list[Address]:
     models, ollama_models, conversations = ModelEndpoints(host), OllamaModels(host), ConversationApi(host.bodies)
     return [
         *(Address(api.path, _answering(host, api), methods=("POST",)) for api in APIS),
-        *(Address(api.path, _embedding(host, api), methods=("POST",)) for api in EMBEDDING_APIS),
         *models.addresses(),
         *ollama_models.addresses(),
         *conversations.addresses(),
@@ -98,13 +108,6 @@ def addresses(host: Host) -> list[Address]:
 
 
 def _answering(host: Host, api: Api) -> Callable[[Request], Awaitable[Response]]:
-
-    def prepared(service: Service, asked: ApiBody) -> tuple[Any, bool]:
-        """What answers, and whether as events. Grammars are compiled here, templates rendered, texts cut into tokens:
-        nothing that others should wait for."""
-        answering = api.answer(service, asked)
-        return answering, answering.options.stream
-
     async def events(answering: Any, metrics: Callable[[], Metrics], started: float) -> AsyncGenerator[bytes, None]:
         with counted(metrics, api.name, started):
             async with aclosing(answering.events()) as encoded:
@@ -120,55 +123,25 @@ def _answering(host: Host, api: Api) -> Callable[[Request], Awaitable[Response]]
 
         with ExitStack() as using:
             with counted(metrics, api.name, started, goes_on=True):
-                host.check_open()
+                host.check_open(api.use)
                 async with host.bodies.json(http) as body:
                     asked = await asyncio.to_thread(read, api.body, body)
-                    model = await host.find(asked.model, api.use)
+                    model = await host.find(asked.model, api.use, any_name=api.any_name)
                     if asked.unloads and not model.fixed:
                         host.leave(model)
-                        return _unloaded(api, model.names[0])
+                        return JSONResponse(api.answer.unloaded(model.names[0]))  # type: ignore[attr-defined] # Ollama's
                     # A large body keeps its turn while its model is loaded: no answer needs one to end.
                     using.callback(await while_connected(http.receive, host.ending, host.take(model, asked.keep)))
-                    service = model.service
-                    assert isinstance(service, Service)
-                    seen = service.seen_by(client_of(http))
-                    answering, is_stream = await asyncio.to_thread(prepared, seen, asked)
-            if is_stream:
+                    assert model.service is not None
+                    seen = model.service.seen_by(client_of(http))
+                    # Grammars are compiled there, templates rendered, texts cut into tokens: none should wait for it.
+                    answering = await asyncio.to_thread(api.answer, seen, asked)
+            if answering.streams:
                 over = using.pop_all().close
                 return EventStream(events(answering, metrics, started), host.ending, api.wire, over)
             with counted(metrics, api.name, started):
                 whole = await while_connected(http.receive, host.ending, answering.whole())
                 return await asyncio.to_thread(JSONResponse, whole)  # it repeats as much as was sent
-
-    return endpoint
-
-
-def _unloaded(api: Api, name: str) -> Response:
-    """The answer to a request of Ollama's clients that unloads a model."""
-    return JSONResponse(api.answer.unloaded(name))  # type: ignore[attr-defined] # only its bodies ask for that
-
-
-def _embedding(host: Host, api: EmbeddingApi) -> Callable[[Request], Awaitable[Response]]:
-    async def endpoint(http: Request) -> Response:
-        started = time.monotonic()
-        model: HostedModel | None = None
-        with counted(lambda: host.metrics_of(model), api.name, started), ExitStack() as using:
-            host.check_open()
-            if (only := host.only) is not None and not only.file.embeds:
-                await host.find(None, "embed")  # refuses, whatever is asked
-            async with host.bodies.json(http) as value:
-                body = read(api.body, value)
-            if (options := value.get("options")) is not None:
-                read(OllamaOptions, options, "options")
-            model = await host.find(body.model, "embed", any_name=api.any_name)
-            if body.unloads and not model.fixed:
-                host.leave(model)
-                return JSONResponse({"model": model.names[0], "embeddings": []})
-            using.callback(await while_connected(http.receive, host.ending, host.take(model, body.keep)))
-            service = model.service
-            assert isinstance(service, EmbeddingService)
-            whole = await while_connected(http.receive, host.ending, api.answer(service, body))
-            return await asyncio.to_thread(JSONResponse, whole)
 
     return endpoint
 

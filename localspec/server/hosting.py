@@ -41,7 +41,7 @@ from localspec.model_files.sources.base import size_text
 from localspec.model_files.vocab import Vocab
 from localspec.server.access import public_name
 from localspec.server.embeddings import EmbeddingService
-from localspec.server.http import KEEP_ALIVE_S, ApiError, KeepAlive, ServerSettings, too_busy, too_late
+from localspec.server.http import KEEP_ALIVE_S, ApiError, KeepAlive, ServerSettings, stopping, too_busy, too_late
 from localspec.server.service import Common, Metrics, Service
 from localspec.system.files import is_same_file
 from localspec.system.machine import read_memory
@@ -292,6 +292,13 @@ class Host(Common):
         """The model of a server that has one, which stays."""
         return self.models[0] if self._opening is None else None
 
+    def check_open(self, use: Use) -> None:
+        """Refuse, whatever is asked, what this server does not do, or not any more."""
+        if self.ending.is_set():
+            raise stopping()
+        if self.only is not None:
+            _check_use(self.only, use)
+
     @property
     def may_change(self) -> bool:
         """Whether models can be fetched and deleted."""
@@ -383,8 +390,6 @@ class Host(Common):
             ApiError: there is no such model here (404), or it does something else (400).
         """
         known = [model for model in self.models if not model.deleted]
-        if (only := self.only) is not None:
-            _check_use(only, use)
         model = self.named(name) if name else None
         if model is None and (not name or any_name):
             able = [each for each in known if each.file.embeds == (use == "embed")]

@@ -22,7 +22,8 @@ from prometheus_client.registry import Collector
 from starlette.requests import ClientDisconnect
 
 from localspec._version import __version__
-from localspec.engine.request import AsyncRoundStream, Reply, Submit
+from localspec.engine.request import AsyncRoundStream, Reply
+from localspec.engine.worker import Job
 from localspec.errors import PromptTooLong, QueueFull, UsageError
 from localspec.llm import LLM
 from localspec.sampling.constraint import constraint_for
@@ -35,7 +36,6 @@ from localspec.server.http import (
     ServerSettings,
     as_api_error,
     invalid,
-    stopping,
     too_busy,
     too_late,
 )
@@ -377,10 +377,6 @@ class Common:
         self.ending = asyncio.Event()
         self.started = time.time()
 
-    def check_open(self) -> None:
-        if self.ending.is_set():
-            raise stopping()
-
 
 class Service:
     """Answers with one model.
@@ -557,10 +553,8 @@ class Service:
         async with AsyncExitStack() as stack:
             try:
                 # In a thread: what was asked is checked once more, its grammar too.
-                submitters = await asyncio.to_thread(
-                    lambda: [self._submitter(options, task, conversation) for task in tasks]
-                )
-                streams = [await stack.enter_async_context(AsyncRoundStream(submit)) for submit in submitters]
+                jobs = await asyncio.to_thread(lambda: [self._job(options, task, conversation) for task in tasks])
+                streams = [await stack.enter_async_context(AsyncRoundStream(job)) for job in jobs]
             except QueueFull as error:
                 raise too_busy(str(error), self.metrics.mean_request_seconds * (self.llm.queue_length + 1)) from None
             if holding is not None:
@@ -570,7 +564,7 @@ class Service:
                     async for event in events:
                         yield event
 
-    def _submitter(self, options: AnswerOptions, task: AnswerTask, conversation: object) -> Submit:
+    def _job(self, options: AnswerOptions, task: AnswerTask, conversation: object) -> Job:
         drafters, names = self.drafters, options.drafters
         if names is None and len(usual := self.served().usual) < len(self.llm.draft_names):
             names = usual
@@ -578,7 +572,7 @@ class Service:
         if chosen == [] and len(drafters) == len(self.llm.draft_names):
             chosen = None  # nothing is drafted; what could draft for this client still reads the answer
         usual_priority = 0 if task.keep_tokens is None else FILL_PRIORITY
-        return self.llm.submitter(
+        return self.llm.job(
             task.prompt,
             task.params,
             speculate=names is None or len(names) > 0,
