@@ -21,14 +21,11 @@ from typing import Any
 
 import h11
 import uvicorn
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from localspec.backends.llama.embedding import EmbeddingModel
 from localspec.errors import LocalspecError, UsageError
-from localspec.llm import LLM
 from localspec.prompts.documents import document_text, is_document
 from localspec.server import anthropic, ollama, responses
 from localspec.server.access import ALL, Address, client_of
@@ -45,11 +42,11 @@ from localspec.server.embeddings import (
 from localspec.server.events import LLAMA_SERVER, OPENAI, EventStream, Wire, while_connected
 from localspec.server.guard import application
 from localspec.server.hosting import Host, HostedModel, Use
-from localspec.server.http import ApiError, BodyReader, ServerSettings
+from localspec.server.http import ApiError, BodyReader
 from localspec.server.infill import InfillAnswer, InfillBody
 from localspec.server.models import ModelEndpoints, OllamaModels
 from localspec.server.openai import ChatAnswer, ChatBody, CompletionAnswer, CompletionBody
-from localspec.server.service import Metrics, Service, counted
+from localspec.server.service import Metrics, counted
 
 PAGE = Path(__file__).parent / "page"
 
@@ -309,12 +306,11 @@ def ending_signals() -> list[int]:
     return [int(getattr(signal, name)) for name in names if hasattr(signal, name)]
 
 
-class AppRunner(uvicorn.Server):
-    """Serves an application until a signal stops it, or ``stop`` from any thread.
+class Runner(uvicorn.Server):
+    """Serves the models of a host until a signal stops it, or ``stop`` from any thread; then they are freed.
 
     Args:
-        app: what is served.
-        ending: is set once the server goes down.
+        host: what is served.
         verbose: log every request to standard error.
         on_start: called once clients are answered, and signals heeded.
 
@@ -322,22 +318,15 @@ class AppRunner(uvicorn.Server):
         signal: the signal that ended it, or None.
     """
 
-    def __init__(
-        self,
-        app: Starlette,
-        ending: asyncio.Event,
-        *,
-        verbose: bool = False,
-        on_start: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, host: Host, *, verbose: bool = False, on_start: Callable[[], None] | None = None) -> None:
         if verbose:
             _log_requests()
-        self._ending = ending
+        self.host = host
         self._on_start = on_start
         self.signal: int | None = None
         super().__init__(
             uvicorn.Config(
-                app,
+                application(host.settings, addresses(host), PAGE),
                 http=ServerProtocol,
                 ws="none",
                 loop="asyncio",
@@ -354,6 +343,12 @@ class AppRunner(uvicorn.Server):
             )
         )
 
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            super().run(sockets)
+        finally:
+            self.host.close()
+
     def stop(self) -> None:
         """End: requests that run or wait are ended too."""
         self.should_exit = True
@@ -368,7 +363,7 @@ class AppRunner(uvicorn.Server):
             self._on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._ending.set()
+        self.host.ending.set()
         await super().shutdown(sockets)
 
     @contextmanager
@@ -388,39 +383,6 @@ class AppRunner(uvicorn.Server):
         self.force_exit = self.should_exit  # asked twice
         self.should_exit = True
         self.signal = sig
-
-
-class HostRunner(AppRunner):
-    """Serves the models of a host, which are freed at the end; options as above."""
-
-    def __init__(self, host: Host, **options: Any) -> None:
-        self.host = host
-        super().__init__(application(host.settings, addresses(host), PAGE), host.ending, **options)
-
-    def run(self, sockets: list[socket.socket] | None = None) -> None:
-        try:
-            super().run(sockets)
-        finally:
-            self.host.close()
-
-
-class Runner(HostRunner):
-    """Serves one ``LLM``, or one model that makes embeddings; options as above.
-
-    Args:
-        engine: what is loaded; it is not closed here.
-        settings: how to behave.
-    """
-
-    def __init__(self, engine: LLM | EmbeddingModel, settings: ServerSettings, **options: Any) -> None:
-        super().__init__(Host.of_one(engine, settings), **options)
-
-    @property
-    def service(self) -> Service:
-        """What answers, of an ``LLM``."""
-        service = self.host.models[0].service
-        assert isinstance(service, Service)
-        return service
 
 
 def _log_requests() -> None:

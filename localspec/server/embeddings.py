@@ -18,7 +18,6 @@ from localspec.server.access import Client
 from localspec.server.bodies import Flag, ModelBody, whole
 from localspec.server.http import invalid, stopping, too_busy
 from localspec.server.ollama import OllamaOptions, StayingBody
-from localspec.server.service import Common
 
 Row = npt.NDArray[np.float32]
 
@@ -58,15 +57,18 @@ class EmbeddingService:
 
     Args:
         model: the loaded model.
-        common: what it shares with the server's other models.
+        queue: most requests that may wait.
+        ending: set once the server goes down.
         names: what requests may call the model; the first is what answers call it.
         turns: those of the models that share the cores.
     """
 
-    def __init__(self, model: EmbeddingModel, common: Common, names: Sequence[str], turns: Turns) -> None:
+    def __init__(
+        self, model: EmbeddingModel, queue: int, ending: asyncio.Event, names: Sequence[str], turns: Turns
+    ) -> None:
         self.model = model
-        self.names = list(names)
-        self._queue, self._ending = common.settings.queue, common.ending
+        self.names = names
+        self._queue, self._ending = queue, ending
         self._turns = turns
         self._turn = asyncio.Lock()  # of one text: a request of many lets others in between
         self._n_asked = 0
