@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar, Unpack, cast
 from localspec.backends.base import shared_prefix
 from localspec.backends.placement import Placement
 from localspec.engine import saved
+from localspec.engine.answer import answer, never_ran, score
 from localspec.engine.loading import Report, giving_way
 from localspec.engine.options import (
     PREFIX_CACHE_BYTES,
@@ -32,7 +33,7 @@ from localspec.engine.options import (
 from localspec.engine.pair import Pair
 from localspec.engine.request import AnswerRequest, AsyncRoundStream, Reply, RoundStream
 from localspec.engine.saved import SavedContext, restore_contexts, save_contexts
-from localspec.engine.scheduler import answer, never_ran, score, serve_batch
+from localspec.engine.scheduler import serve_batch
 from localspec.engine.worker import Job, Result, Turns, Worker, on_mains
 from localspec.errors import Cancelled, Closed, SessionFileError, UsageError, checked_whole
 from localspec.model_files.catalog import Catalog
@@ -582,14 +583,14 @@ class LLM(Asking[Prompt]):
 
         >>> llm.generate("def fibonacci(n):", SamplingParams(max_tokens=80, stop=["\\n\\n"])).text
         """
-        with self.rounds(text, params, **options) as rounds:
+        with RoundStream(self.job(text, params, **options)) as rounds:
             return rounds.reply
 
     async def agenerate(
         self, text: str | Sequence[int], params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> Reply:
         """As ``generate``, for asyncio."""
-        async with self.arounds(text, params, **options) as rounds:
+        async with AsyncRoundStream(self.job(text, params, **options)) as rounds:
             return await rounds.reply()
 
     def fill(
@@ -620,8 +621,7 @@ class LLM(Asking[Prompt]):
             UsageError: the model has no fill-in-the-middle tokens, or there is no text at all.
             QueueFull, Closed: as in ``rounds``.
         """
-        prompt, params, options = self._fill(prefix, suffix, params, context_files, name, single_line, options)
-        with self.rounds(prompt.tokens, params, **options) as rounds:
+        with RoundStream(self._filling(prefix, suffix, params, context_files, name, single_line, options)) as rounds:
             return rounds.reply
 
     async def afill(
@@ -636,11 +636,11 @@ class LLM(Asking[Prompt]):
         **options: Unpack[RequestOptions],
     ) -> Reply:
         """As ``fill``, for asyncio; cancelling the task stops the engine."""
-        prompt, params, options = self._fill(prefix, suffix, params, context_files, name, single_line, options)
-        async with self.arounds(prompt.tokens, params, **options) as rounds:
+        job = self._filling(prefix, suffix, params, context_files, name, single_line, options)
+        async with AsyncRoundStream(job) as rounds:
             return await rounds.reply()
 
-    def _fill(
+    def _filling(
         self,
         prefix: str,
         suffix: str,
@@ -649,12 +649,12 @@ class LLM(Asking[Prompt]):
         name: str | None,
         single_line: bool,
         options: RequestOptions,
-    ) -> tuple[FillPrompt, SamplingParams, RequestOptions]:
+    ) -> Job:
         params, rest = split_options(SamplingParams(max_tokens=FILL_TOKENS) if params is None else params, **options)
         if single_line:
             params = replace(params, stop=[*params.stop, "\n"])
         prompt = self.fill_prompt(prefix, suffix, files, name=name, max_tokens=params.max_tokens)
-        return prompt, params, cast(RequestOptions, {"keep_tokens": prompt.n_before} | rest)
+        return self.job(prompt.tokens, params, **{"keep_tokens": prompt.n_before} | rest)
 
     def logprobs(
         self,

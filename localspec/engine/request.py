@@ -229,7 +229,7 @@ class RoundStream(_Stream, Iterator[Round]):
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.close()
+        self._job.cancel()
 
 
 class AsyncRoundStream(_Stream, AsyncIterator[Round]):

@@ -10,80 +10,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import count
 
 from localspec.backends.base import ContextState, Forward, Piece, SequenceBatch, joined_states, shared_prefix
 from localspec.controllers.auto import MAX_DRAFT
 from localspec.controllers.batching import SharedPasses, ShareOfPass
-from localspec.engine.pair import OpenAnswer, Pair
+from localspec.engine.answer import OpenAnswer, never_ran
+from localspec.engine.pair import Pair
 from localspec.engine.prefix_cache import MIN_TOKENS
-from localspec.engine.request import AnswerRequest, Reply
+from localspec.engine.request import Reply
 from localspec.engine.state import DecodingState
 from localspec.engine.worker import Job
-from localspec.errors import Cancelled, EngineError, LocalspecError, PromptTooLong, UsageError
-from localspec.sampling.sampling import ScoredToken, token_logprobs
+from localspec.errors import Cancelled, EngineError, LocalspecError
 from localspec.spec_decode.decoder import PREFILL_CHUNK, TargetPass
 from localspec.spec_decode.detokenizer import ThinkingReader
-from localspec.spec_decode.rounds import SpecStats
-
-# What the engine's thread does for a request: answer it, or score a given text.
-
-SCORING_CHUNK = 64
-"""Tokens scored in one pass; a row of logits each, up to a megabyte for the largest vocabularies."""
-
-
-def never_ran(request: AnswerRequest, job: Job, pair: Pair) -> Reply:
-    return Reply(
-        "",
-        [],
-        "cancelled",
-        SpecStats(),
-        request.model_name,
-        pair.draft_names,
-        pair.target.backend,
-        cancelled_by=job.cancelled_by,
-        seconds_waited=time.monotonic() - job.submitted,
-    )
-
-
-def answer(request: AnswerRequest, pair: Pair, job: Job) -> Reply:
-    """Answer a request alone, giving every Round to the job as it happens."""
-    asked = request.read(pair.encoder, pair.state.context.n_ctx)
-    making = OpenAnswer(pair, pair.state, request, asked, job.give, job.stopped, job.started, overlaps=True)
-    with closing(making), suppress(Cancelled):
-        while True:
-            with pair.worker.turns.one():
-                rows = making.propose()
-                if rows is None:
-                    break
-                making.commit(making.decode(rows))
-    return making.reply(job)
-
-
-def score(tokens: Sequence[int], n_top: int, pair: Pair, job: Job) -> list[ScoredToken]:
-    """How probable the target finds each token after those before it.
-
-    Raises:
-        UsageError: there are no tokens.
-        PromptTooLong: there are more than the context holds.
-        Cancelled: by the caller or the deadline.
-    """
-    if not tokens:
-        raise UsageError("there is no text to score")
-    if len(tokens) > pair.context.n_ctx:
-        raise PromptTooLong(f"the text has {len(tokens)} tokens and the context holds {pair.context.n_ctx}")
-    scored = [ScoredToken(tokens[0], pair.encoder.token_text(tokens[0]), None)]
-    for start, logits in pair.read(tokens[:-1], SCORING_CHUNK):
-        for i, row in enumerate(logits):
-            token = tokens[start + i + 1]
-            found = token_logprobs(row, token, n_top)
-            scored.append(ScoredToken(token, pair.encoder.token_text(token), found.logprob, found.top))
-        if job.stopped():
-            raise Cancelled(f"scoring was stopped by its {job.cancelled_by} after {len(scored)} tokens")
-    return scored
-
 
 # Requests whose turn has come, and the memory that their answers share.
 

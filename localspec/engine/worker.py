@@ -101,14 +101,17 @@ class IdleWork:
             for entry in self._entries:
                 entry.rests = False
 
-    def pause(self) -> tuple[float | None, bool]:
-        """How long nothing is to be done [s], None until there is new work; and whether nothing is left for now."""
+    def pause(self, *, others_answer: bool = False) -> tuple[float | None, bool]:
+        """How long nothing is to be done [s], None until there is new work; and whether nothing is left for now.
+
+        While another worker answers on the same cores, ``others_answer``, nothing is to be done.
+        """
         if all(entry.rests for entry in self._entries):
             return None, True
         now = time.monotonic()
         if not self._may and now < self._believed_until:
             return self._believed_until - now, True
-        return max(0.0, self._not_before - now), False
+        return max(BESIDE_ANSWERS_S if others_answer else 0.0, self._not_before - now), others_answer
 
     def step(self, stopped: Stopped) -> None:
         """Have the first task that has work do a step of it, if that is allowed; nothing that it raises gets out."""
@@ -273,15 +276,19 @@ class Job(Future[Any]):
             if self.cancelled() and isinstance(error, KeyboardInterrupt):  # meant for the thread that cancels
                 raise
 
-    def end(self, outcome: Any) -> None:
-        """Its work is over, and returned this, or raised it."""
+    def end(self, outcome: Any = None) -> None:
+        """Its work is over, and returned this, or raised it; or it was cancelled before."""
         if isinstance(outcome, StopIteration):  # raised by an iterator, it would look like a proper end
             outcome = RuntimeError(f"unexpected {outcome!r}")
         if isinstance(outcome, BaseException):
             self.set_exception(outcome)
-        else:
+        elif not self.cancelled():
             self.set_result(outcome)
-        self._over()
+        self.give(self)
+        if self.refused is not None:
+            with suppress(BaseException):  # an event loop that is closed
+                self.deliver(self)
+        self.deliver = lambda item: None  # what it was delivered to may hold the job
 
     def reply(self) -> Any:
         """Its result, once it is done; what its work, or delivering it, raised is raised here."""
@@ -305,15 +312,8 @@ class Job(Future[Any]):
             return self.cancelled()
         self.cancelled_by = self.cancelled_by or by
         if never_starts := super().cancel():
-            self._over()
+            self.end()
         return never_starts
-
-    def _over(self) -> None:
-        self.give(self)
-        if self.refused is not None:
-            with suppress(BaseException):  # an event loop that is closed
-                self.deliver(self)
-        self.deliver = lambda item: None  # what it was delivered to may hold the job
 
     def wait_for(self, items: queue.SimpleQueue[Any]) -> Any:
         """The next thing that it puts into ``items``; too late while it waits for its turn, it is cancelled here.
@@ -551,7 +551,7 @@ class Worker:
 
     def _run(self) -> None:
         while True:
-            job = self.queue.get(self._pause)
+            job = self.queue.get(lambda: self._idle.pause(others_answer=self.turns.n_answering > 0))
             if job is not None:
                 self.running.append(job)
                 with answering(), self.turns.answering():
@@ -569,13 +569,6 @@ class Worker:
         with ExitStack() as ending:  # each of them, whatever another raises
             for last in reversed(self._last):
                 ending.callback(last)
-
-    def _pause(self) -> tuple[float | None, bool]:
-        """See ``IdleWork.pause``: while another worker answers on the same cores, nothing is to be done."""
-        seconds, at_rest = self._idle.pause()
-        if seconds is not None and self.turns.n_answering:
-            return max(seconds, BESIDE_ANSWERS_S), True
-        return seconds, at_rest
 
     def _renounce(self) -> None:
         """In a forked child: refuse everything, and let nothing of it be freed."""
