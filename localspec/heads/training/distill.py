@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from localspec.backends.llama.llama_cpp import NAME as LLAMA_CPP
 from localspec.engine.options import checked_spec
-from localspec.engine.saved_chats import chat_files, messages_in
+from localspec.engine.saved import chat_files, messages_in
 from localspec.errors import Cancelled, EngineUnavailable, LocalspecError, UsageError
 from localspec.heads.card import HeadCard
 from localspec.heads.file import heads_folder, read_card

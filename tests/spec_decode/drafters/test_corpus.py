@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from localspec import LLM, SamplingParams
-from localspec.engine.saved_chats import said_in
+from localspec.engine.saved import said_in
 from localspec.errors import UsageError
 from localspec.sampling.sampling import Noise
 from localspec.server.conversations import ConversationStore
