@@ -119,7 +119,7 @@ FILE_HEADS, EARLY_EXITS, OWN_LAYER = FileHeads(), EarlyExit(), OwnLayer()
 
 
 def head_files(target: Path, backend: str | None) -> Iterator[Path]:
-    """The heads on this disk that ``auto`` takes for a target's file: one trained here or shipped, and a published one.
+    """The heads on this disk that ``auto`` takes for a target's file: one trained here, and a published one.
 
     More of a kind would take memory for states and weights each, and read the same states. For ``backend`` see
     ``published_for``.
