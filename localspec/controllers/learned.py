@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from localspec.controllers.acceptance import COPIED, GREEDY, MOST_PROBABLE, SAMPLE, SourceAcceptance, of_a_head
+from localspec.controllers.acceptance import SourceAcceptance, prior_of
 from localspec.sampling.sampling import SamplingParams
+from localspec.spec_decode.drafters.base import DrafterInfo
 from localspec.system.files import JsonStore, Key
 
 # What drafting may still cost: the time that it saved, a small grant, and one percent.
@@ -107,25 +108,16 @@ class AcceptanceStore:
         self.budget = TimeBudget.restored(self._stored.get("budget"))
 
     def source(
-        self,
-        params: SamplingParams,
-        source: str,
-        *,
-        copies: bool,
-        sampled: bool = False,
-        reads_target: bool = False,
-        thinks: bool = False,
-        rate: float | None = None,
+        self, params: SamplingParams, info: DrafterInfo, *, sampled: bool = False, thinks: bool = False
     ) -> SourceAcceptance:
         """The table of one drafter, for requests sampled like this one; what an earlier run learned is its start.
 
-        ``sampled``: of samples, rather than the most probable tokens. ``reads_target``: it drafts from what the target
-        computes, right at ``rate`` (see ``of_a_head``). ``thinks``: in thinking blocks, rather than in answers.
+        ``sampled``: of samples, rather than the most probable tokens. ``thinks``: in thinking blocks, rather than in
+        answers.
         """
-        name = f"{mode_of(params)} {source}{' sample' if sampled else ''}{' thinking' if thinks else ''}"
+        name = f"{mode_of(params)} {info.source}{' sample' if sampled else ''}{' thinking' if thinks else ''}"
         if name not in self._tables:
-            prior = COPIED if copies else GREEDY if params.greedy else SAMPLE if sampled else MOST_PROBABLE
-            table = SourceAcceptance(of_a_head(prior, rate) if reads_target else prior)
+            table = SourceAcceptance(prior_of(info, greedy=params.greedy, sampled=sampled))
             table.restore(self._stored.get(name))
             self._tables.setdefault(name, table)  # the other of two threads may have been faster
         return self._tables[name]
