@@ -273,7 +273,7 @@ class Replay:
             else:
                 sources[name] = FreeSource(name, trace["sources"][name])
         params = SamplingParams(temperature=self.temperature, top_k=40)
-        passes = {name: info.passes for name, info in self.infos.items()}
+        passes = {name: info.passes for name, info in self.infos.items() if info.as_text}
         controller = AutoController(
             self.times, self.draft_times, self.sources, self.sampled, WIDEST, self.budget, passes=passes, params=params
         )

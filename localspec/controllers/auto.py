@@ -72,7 +72,8 @@ class PrefillGate:
         cost, plain = self._catch_up(source, n_tokens), costs.times(1)
         if cost <= 0:
             return True
-        if cost > READING * plain and cost > self._budget.for_reading * costs.ms_plain:
+        may_cost = self._budget.for_carried_reading if source in costs.passes else self._budget.for_reading
+        if cost > READING * plain and cost > may_cost * costs.ms_plain:
             return False
         gain = costs.ms_plain / self._gain_without(source, round_index) - 1.0 / self._stopping.joined(source).rate
         return reading_pays(cost, gain, costs.ms_plain, room)

@@ -226,9 +226,9 @@ class Costs:
 
     ``times`` is the target's t(w), ``draft_times`` by source d(w) of drafters that run a model (the others draft for
     nothing), ``one_pass`` those whose single pass proposes all of a draft, ``rows_of_draft`` those of them whose pass
-    has a row for each draft token, ``passes`` how many others take for a draft token on average (missing: one),
-    ``ms_other`` the time of a round outside the models, ``hidden`` by source the share
-    of its steps that overlaps with verification (see ``Controller.plan``).
+    has a row for each draft token, ``passes`` those whose drafts are carried over as text, with how many passes a draft
+    token takes on average, ``ms_other`` the time of a round outside the models, ``hidden`` by source the share of its
+    steps that overlaps with verification (see ``Controller.plan``).
     """
 
     def __init__(

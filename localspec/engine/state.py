@@ -266,7 +266,7 @@ class DecodingState:
             thinking=tables(thinks=True) if thinks else None,
             one_pass=frozenset(source for source, info in infos.items() if info.one_pass),
             rows_of_draft=frozenset(source for source, info in infos.items() if info.rows_of_draft),
-            passes={source: info.passes for source, info in infos.items()},
+            passes={source: info.passes for source, info in infos.items() if info.as_text},
             params=params,
         )
 

@@ -205,6 +205,14 @@ def test_a_step_behind_a_token_that_is_not_settled_counts_that_token() -> None:
     assert not plan.more("model", 1, held=0.15)
 
 
+def test_drafts_carried_over_as_text_may_cost_less_reading() -> None:
+    costs = PassTimes(CURVES["ik"]), {"model": PassTimes({1: 5.0, 64: 160.0})}  # 64 tokens take three of the target's
+    same, other = (AutoController(*costs, {"model": SourceAcceptance(GREEDY)}, passes=n) for n in ({}, {"model": 1.0}))
+    assert same.plan(room=99, n_past=10).more("model", 64)
+    assert not other.plan(room=99, n_past=10).more("model", 64)
+    assert other.plan(room=99, n_past=10).more("model", 32)
+
+
 def test_what_takes_more_passes_for_a_token_costs_more() -> None:
     costs = PassTimes(CURVES["ik"]), {"model": PassTimes({1: 5.0})}
     once, twice = (
