@@ -26,7 +26,7 @@ class Recorder(Plan):
         self.worth, self.piece = worth, piece
         self.n_pieces = 0
 
-    def more(self, source: str, pending: int = 0) -> int:
+    def more(self, source: str, pending: int = 0, held: float | None = None) -> int:
         return min(pending, self.piece) if pending <= self.worth else 0
 
     def spent(self, source: str, n_tokens: int, ms: float) -> None:
