@@ -20,6 +20,7 @@ from localspec import LLM
 from localspec.backends.llama.embedding import EmbeddingModel
 from localspec.backends.registry import unavailable_reason
 from localspec.engine.worker import Turns
+from localspec.errors import LocalspecError
 from localspec.server import hosting
 from localspec.server.http import read_keep_alive
 from localspec.system.files import models_dir
@@ -329,6 +330,74 @@ def test_too_many_that_wait_are_turned_away(disk: Path) -> None:
         gate.go_on.set()
         for thread in threads:
             thread.join()
+
+
+def test_streams_live_while_a_model_is_loaded(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localspec.server.events.KEEP_ALIVE_SECONDS", 0.05)
+    said = {"messages": [{"role": "user", "content": "hi"}], "model": "red", "stream": True, "max_tokens": 4}
+    ollama = {"model": "red", "prompt": "hi", "options": {"num_predict": 4}}
+    for path, body, sign in (
+        ("/v1/chat/completions", said, b": waiting\n\n"),
+        ("/v1/completions", {"model": "red", "prompt": "hi", "stream": True, "max_tokens": 4}, b": waiting\n\n"),
+        ("/v1/messages", said, b"event: ping\n"),
+        ("/v1/responses", {"model": "red", "input": "hi", "stream": True, "max_output_tokens": 4}, b": waiting\n\n"),
+        ("/api/generate", ollama, b"  "),
+    ):
+        gate = Gate()
+        with serve_several(gate.opening) as server, server.connect() as sock:
+            sock.settimeout(60)
+            sock.sendall(post(body, path))
+            heard = b""
+            while sign not in heard.partition(b"\r\n\r\n")[2].replace(b"\r\n1\r\n", b""):
+                heard += sock.recv(4096)
+            assert heard.startswith(b"HTTP/1.1 200")
+            assert loaded(server) == []
+            gate.go_on.set()
+            while not heard.endswith(b"0\r\n\r\n"):
+                heard += sock.recv(4096)
+            assert b"localspec" in heard  # the figures at the end
+            assert loaded(server) == ["red"]
+            ask(server, "/models/unload", {"model": "red"})  # no stream holds it any more
+            wait_until(lambda: loaded(server) == [], "unloading")
+
+
+def test_a_stream_tells_how_far_its_model_is_loaded_where_it_is_asked(disk: Path) -> None:
+    gate = Gate()
+    body = chat("red", stream=True, stream_options={"localspec_rounds": True})
+    with serve_several(gate.opening) as server, server.connect() as sock:
+        sock.settimeout(60)
+        sock.sendall(post(body, "/v1/chat/completions"))
+        heard = b""
+        while b'"doing":"waiting","fraction":0.5' not in heard:
+            heard += sock.recv(4096)
+        gate.go_on.set()
+        while not heard.endswith(b"0\r\n\r\n"):
+            heard += sock.recv(4096)
+        names = [line[7:].decode().strip() for line in heard.splitlines() if line.startswith(b"event: ")]
+        assert names.index("localspec.round") > 0
+        assert set(names[: names.index("localspec.round")]) == {"localspec.loading"}
+        assert names == sorted(names)
+        assert b'"doing":"loaded","fraction":1.0' in heard
+        # One that is loaded says nothing of it, nor does a stream that does not ask.
+        assert b"localspec.loading" not in server.ask("POST", "/v1/chat/completions", body)[2]
+
+
+def test_a_stream_whose_model_cannot_be_loaded_has_a_status(disk: Path) -> None:
+    def text(*given: Any) -> LLM:
+        raise LocalspecError("no such thing")
+
+    with serve_several(replace(opening(), text=text)) as server:
+        status, message = refused(server, "/v1/chat/completions", chat("red", stream=True))
+        assert (status, "cannot be loaded" in message) == (500, True)
+        assert refused(server, "/api/chat", {"model": "red", "messages": [{"role": "user", "content": "hi"}]})[0] == 500
+
+
+def test_ollama_is_told_how_long_loading_took(disk: Path) -> None:
+    body = {"model": "red", "prompt": "hi", "stream": False, "options": {"num_predict": 4}}
+    with serve_several() as server:
+        first, second = ask(server, "/api/generate", body), ask(server, "/api/generate", body)
+        assert first["load_duration"] > second["load_duration"]
+        assert first["total_duration"] >= first["load_duration"]
 
 
 def test_a_client_that_leaves_while_a_model_is_loaded(disk: Path) -> None:

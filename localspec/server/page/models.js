@@ -2,7 +2,7 @@
 
 import {chooseModel, loadModel, models, pull, unloadModel} from "./api.js";
 import {allTabs} from "./browser.js";
-import {$, alertIn, element, percent, size} from "./words.js";
+import {$, alertIn, element, percent, progressed, size} from "./words.js";
 
 const POLL_MS = 1000; // while the list is open, or a model is being loaded
 
@@ -145,6 +145,6 @@ const fit = (model) => (model.fits ? "fits" : "too big");
 
 function state(model) {
   if (model.state === "loaded") return "loaded";
-  if (model.state === "loading") return `${model.doing}${model.fraction === null ? "…" : ` ${percent(model.fraction)}`}`;
+  if (model.state === "loading") return progressed(model);
   return model.state === "unloading" ? "unloading…" : fit(model);
 }
