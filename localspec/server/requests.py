@@ -126,16 +126,6 @@ class ServedModel:
 class ApiBody(ModelBody):
     """The body of an endpoint that continues text."""
 
-    @property
-    def is_stream(self) -> bool:
-        """Whether the answer comes as events; an endpoint that only counts has no field ``stream``."""
-        return bool(getattr(self, "stream", False))
-
-    @property
-    def tells_loading(self) -> bool:
-        """Whether the events say how far the model is loaded."""
-        return False
-
     @abstractmethod
     def asked(self, served: ServedModel) -> Any:
         """The request, checked against the model; its ``options`` are ``AnswerOptions``.

@@ -233,6 +233,34 @@ def test_one_that_can_never_fit_is_refused_with_the_numbers(disk: Path) -> None:
         assert ask(server, "/v1/completions", {"prompt": "a", "max_tokens": 1})["model"] == "blue"
 
 
+def test_a_gpu_has_a_budget_of_its_own(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve_several(gpu_memory=1 << 30, prefix_cache=0) as server:
+        blue, _, red = server.host.models
+        assert (blue.plan.n_gpu_layers, blue.needed, blue.plan.on_gpu) == (-1, 0, red.plan.on_gpu)  # all of it
+        most = max(model.plan.on_gpu for model in server.host.models)
+    monkeypatch.setattr(hosting, "_taken", lambda *given, **more: hosting.Space(0, most))  # as if there was one
+    with serve_several(gpu_memory=2 * most, prefix_cache=0) as server:
+        for name in ("blue", "code", "red"):
+            ask(server, "/v1/chat/completions", chat(name))
+        assert sorted(loaded(server)) == ["code", "red"]  # there was room for blue in the machine's memory
+        found = ask(server, "/v1/localspec/models")
+        assert found["gpu_memory"] == {"limit": 2 * most, "taken": 2 * most}
+        assert found["memory"]["taken"] == 0
+        assert [each["size_vram"] for each in ask(server, "/api/ps")["models"]] == [most, most]
+        ask(server, "/models/unload", {"model": "red"})
+        wait_until(lambda: server.host.gpu_room == most, "red is unloaded")
+    # Where it does not hold all layers, it is given some; those that were asked for are too many.
+    with serve_several(gpu_memory=blue.plan.on_gpu - 1, prefix_cache=0) as server:
+        part = server.host.models[0].plan
+        assert part.n_gpu_layers in (0, 1, 2)
+        assert 0 < part.needed < blue.plan.on_gpu
+        assert part.on_gpu < blue.plan.on_gpu
+    with serve_several(opening(n_gpu_layers=3), gpu_memory=1000, prefix_cache=0) as server:
+        status, message = refused(server, "/v1/chat/completions", chat("red"))
+        assert (status, "on the GPU" in message) == (400, True)
+        assert not any(each["fits"] for each in ask(server, "/v1/localspec/models")["models"])
+
+
 def test_what_does_not_fit_beside_what_answers_waits(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serve_several(prefix_cache=0) as server:
         server.host.memory = max(needs(server, "red"), needs(server, "blue"))

@@ -67,7 +67,9 @@ export class Picker {
     const had = document.activeElement?.closest("#models")?.contains(document.activeElement) && document.activeElement.dataset.of;
     $("model-list").replaceChildren(...found.models.map((model) => this.row(model)));
     if (had) $("models").querySelector(`[data-of="${CSS.escape(had)}"]`)?.focus();
-    $("model-memory").textContent = `Loaded models take ${size(found.memory.taken)} of ${size(found.memory.limit)}.`;
+    const parts = [[found.memory, ""], [found.gpu_memory, " on the GPU"]].filter(([{limit}]) => limit);
+    const taken = parts.map(([{taken, limit}, where]) => `${size(taken)} of ${size(limit)}${where}`);
+    $("model-memory").textContent = `Loaded models take ${taken.join(", ")}.`;
     $("fetch-form").hidden = !found.fetches;
     $("fetch-names").replaceChildren(
       ...found.catalog.map((model) => element("option", {value: model.name}, `${size(model.size)}, ${fit(model)}`)),

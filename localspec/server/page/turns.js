@@ -142,7 +142,7 @@ export class Turn {
 
   /* Shows how far the model is loaded. */
   loadTo(loading) {
-    const waits = loading.doing === "waiting" ? "waiting for memory …" : progressed(loading);
+    const waits = loading.doing === "waiting" ? "waiting to be loaded …" : progressed(loading);
     this.line.textContent = loading.doing === "loaded" ? "reading …" : `${loading.model}: ${waits}`;
   }
 
