@@ -389,6 +389,35 @@ def test_streams_live_while_a_model_is_loaded(disk: Path, monkeypatch: pytest.Mo
             wait_until(lambda: loaded(server) == [], "unloading")
 
 
+def test_the_packages_of_three_apis_read_past_signs_of_life(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    openai, anthropic, ollama = (pytest.importorskip(name) for name in ("openai", "anthropic", "ollama"))
+    monkeypatch.setattr("localspec.server.events.KEEP_ALIVE_SECONDS", 0.05)
+    said = [{"role": "user", "content": "a"}]
+    gate = Gate()
+    with ExitStack() as stack:
+        server = stack.enter_context(serve_several(gate.opening))
+        one = stack.enter_context(openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0))
+        two = stack.enter_context(anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0))
+        three = ollama.Client(host=server.url)
+        stack.callback(three.close)
+
+        def of_openai() -> bool:
+            parts = list(one.chat.completions.create(model="red", messages=said, max_tokens=3, stream=True))
+            return parts[-1].choices[0].finish_reason is not None
+
+        def of_anthropic() -> bool:
+            with two.messages.stream(model="code", messages=said, max_tokens=3) as stream:
+                return stream.get_final_message().stop_reason is not None
+
+        def of_ollama() -> bool:
+            return bool(list(three.chat("blue", said, stream=True, options={"num_predict": 3}))[-1].done)
+
+        for ask_one in (of_openai, of_anthropic, of_ollama):  # each another model
+            gate.go_on.clear()
+            threading.Timer(0.5, gate.go_on.set).start()
+            assert ask_one()
+
+
 def test_a_stream_tells_how_far_its_model_is_loaded_where_it_is_asked(disk: Path) -> None:
     gate = Gate()
     body = chat("red", stream=True, stream_options={"localspec_rounds": True})

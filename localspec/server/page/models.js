@@ -15,6 +15,9 @@ export class Picker {
     this.fetching = null; // the AbortController of the fetch that goes on
     this.timer = 0;
     $("models-toggle").addEventListener("click", () => this.open($("models").hidden));
+    document.addEventListener("pointerdown", ({target}) => {
+      if (!$("models").hidden && !target.closest("#models, #models-toggle")) this.open(false);
+    });
     $("models").addEventListener("keydown", (event) => {
       if (event.key !== "Escape") return;
       event.stopPropagation();
@@ -49,6 +52,7 @@ export class Picker {
 
   open(opened) {
     $("models").hidden = !opened;
+    $("models").style.top = `${$("models-toggle").getBoundingClientRect().bottom + 4}px`; // a narrow page has it in a second row
     $("models-toggle").setAttribute("aria-expanded", String(opened));
     if (opened) this.refresh().then(() => $("models").querySelector("[aria-pressed=true]")?.focus());
   }
