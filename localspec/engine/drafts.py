@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localspec.backends.base import Context, Model, SequenceBatch
-from localspec.controllers.calibration import WHOLE, PassKind
+from localspec.controllers.calibration import curve_key
 from localspec.controllers.learned import AcceptanceStore
 from localspec.engine.draft_sources import (
     DraftSource,
+    DraftWeights,
     FoundDraft,
     draft_source,
     draft_sources,
     free_drafter,
     is_free,
 )
-from localspec.engine.loading import Loader, Report
-from localspec.engine.saved_chats import SavedChats
-from localspec.engine.state import DecodingState, DraftMemory, DraftModel, taps_of, target_memory
+from localspec.engine.loading import N_ANSWER, N_PROMPT, Loader, Report
+from localspec.engine.saved import SavedChats
+from localspec.engine.state import DecodingState, DraftMemory, DraftModel, ahead_of, taps_of, target_memory
 from localspec.errors import Cancelled, EngineError, LocalspecError, VocabularyMismatch
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.fingerprint import fingerprint
 from localspec.model_files.sources.base import size_text
 from localspec.spec_decode.drafters.base import Drafter
-from localspec.spec_decode.drafters.corpus import CorpusDrafter
-from localspec.spec_decode.drafters.corpus_index import BYTES_PER_BYTE, CorpusIndex, PathSource
+from localspec.spec_decode.drafters.corpus import BYTES_PER_BYTE, CorpusDrafter, CorpusIndex, PathSource
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.names import (
     AUTOMATIC,
@@ -41,7 +42,7 @@ from localspec.spec_decode.drafters.names import (
 )
 from localspec.spec_decode.drafters.other_vocabulary import MappedTokensDrafter, OtherVocabularyDrafter
 from localspec.spec_decode.drafters.pard import PardDrafter, checked_mask, file_and_mask, mask_token
-from localspec.system.files import home, is_same_file
+from localspec.system.files import JsonStore, Key, home, is_same_file
 from localspec.system.steps import exhaust
 
 
@@ -120,6 +121,11 @@ def open_corpus(where: str, target: Model, loader: Loader, report: Report) -> Co
     return index
 
 
+LEAST_GAIN = 1.03
+"""What ``auto`` expects of a drafter that runs a model, over those that cost nothing alone: with less it is not loaded,
+and reads no prompt. Asked once calibration is undisturbed, and again where machine, engine or files are others."""
+
+
 @dataclass(slots=True)
 class DraftMaker:
     """Makes the drafters that names stand for; what is loaded already is used again.
@@ -162,8 +168,10 @@ class DraftMaker:
                     draft.close()
             models = [draft for draft in models if not draft.drafter.info.taps]
             context, batch = self._context_for([])
-        acceptance = self._acceptance_of(free, models)
-        return DecodingState(context, before.times, free, models, acceptance, before.ahead, batch)
+        ahead = ahead_of(context.model, models)
+        if ahead is not None and context is before.context:
+            ahead = before.drafting_ahead or ahead  # which has learned whether it pays
+        return DecodingState(context, before.times, free, models, self._acceptance_of(free, models), ahead, batch)
 
     # -- by name ---------------------------------------------------------------------------------------------------
 
@@ -180,7 +188,7 @@ class DraftMaker:
         models: list[DraftModel] = []
         for name in found_drafts(target, self.loader.warnings.append):
             try:
-                models += self._model(name, models, any_vocabulary=False)
+                models += self._paying(name, free, models)
             except Cancelled:  # it gives way to a request, and is tried again
                 raise
             except LocalspecError as error:
@@ -189,6 +197,42 @@ class DraftMaker:
                     raise
                 self._go_without(error)
         return free, _named(models, free)
+
+    def _paying(self, name: str, free: Sequence[Drafter], others: Sequence[DraftModel]) -> list[DraftModel]:
+        """What a name stands for, unless it was found to add too little to drafters that cost nothing here."""
+        if not self.loader.options.remember:
+            return self._model(name, others, any_vocabulary=False)
+        source, rest = _source_of(name, self.loader.warnings.append)
+        path = Path(rest) if source is None else source.find(rest, self.before.target).path
+        gains, key = JsonStore(home() / "gains", 1), self._gain_key(path)
+        gain = (gains.get(key) or {}).get("gain", math.inf)
+        if gain < LEAST_GAIN:
+            self._leave_out(path, gain)
+            return []
+        found = self._model(name, others, any_vocabulary=False)
+        if not found or self.before.times.noisy or found[0].times.noisy:
+            return found
+        alone = replace(self.before, free=[*free], models=found, acceptance=self._acceptance_of(free, found))
+        gain = alone.gain_of(found[0], N_PROMPT, N_ANSWER)
+        gains.put(key, {"gain": round(gain, 3)})
+        if gain >= LEAST_GAIN:
+            return found
+        self._leave_out(path, gain)
+        if all(each.model is not found[0].model for each in self.before.models):
+            found[0].close()
+        return []
+
+    def _gain_key(self, path: Path) -> Key:
+        options = self.loader.options
+        of_target = curve_key(self.before.target, options.kv_cache_type)
+        return of_target | {"draft": fingerprint(path), "draft engine": options.draft_backend or ""}
+
+    def _leave_out(self, path: Path, gain: float) -> None:
+        adds = "saves nothing" if gain < 1.005 else f"saves {100 * (gain - 1):.0f} %"
+        self.loader.warnings.append(
+            f"{path.name} is left out: beside copying from the text it {adds} of a typical answer's time here; "
+            "--draft names it all the same"
+        )
 
     def _corpora(self, names: Sequence[str]) -> Sequence[Drafter]:
         drafters: list[CorpusDrafter] = []
@@ -226,17 +270,20 @@ class DraftMaker:
             return replace(known, name="", spec=spec, path=path, drafter=drafter)
         model = self.loader.load_draft(path, self.before, self.report, any_vocabulary=any_vocabulary)
         options, n_ctx = self.loader.options, self.before.context.n_ctx
-        try:
-            memory = DraftMemory.of_model(model, n_ctx, self.loader.parallel, options.n_gpu_layers)
-        except BaseException:
-            model.close()
-            raise
-        drafter = self._drafter(memory.contexts[0], source, mask)
-        if isinstance(drafter, MappedTokensDrafter):
+        weights = DraftWeights(
+            model, model.new_context, lambda context, source: self._drafter(context, source, mask), model.close
+        )
+        draft = self._loaded(
+            FoundDraft(path, spec),
+            source,
+            weights,
+            lambda: DraftMemory.of_model(model, n_ctx, self.loader.parallel, options.n_gpu_layers),
+        )
+        if isinstance(draft.drafter, MappedTokensDrafter):
             self.loader.warnings.append(f"{path.name} has other special tokens: they are mapped by name and meaning")
-        elif drafter.info.own_tokens:
+        elif draft.drafter.info.own_tokens:
             self.loader.warnings.append(f"{path.name} has another vocabulary: drafts are carried over as text")
-        return self._loaded("", spec, path, model, memory, drafter, WHOLE, model.close)
+        return draft
 
     def _drafter(self, context: Context, source: str, mask: int | None) -> Drafter:
         target, vocab = self.before.target, context.model.vocab
@@ -262,14 +309,13 @@ class DraftMaker:
             say=lambda line: self.report(line, None),
             warn=self.loader.warnings.append,
         )
-        try:
-            memory = DraftMemory.of_head(lambda: weights.new_context(n_ctx), self.loader.parallel)
-        except BaseException:
-            weights.close()
-            raise
-        context, name = memory.contexts[0], found.name or source
-        drafter, passes = weights.drafter(context, source), weights.passes(context)
-        return self._loaded(name, found.spec, found.path, weights.model, memory, drafter, passes, weights.close)
+        found = replace(found, name=found.name or source)
+        return self._loaded(
+            found,
+            source,
+            weights,
+            lambda: DraftMemory.of_head(lambda: weights.new_context(n_ctx), self.loader.parallel),
+        )
 
     def _known(self, path: Path, *, is_draft_model: bool) -> DraftModel | None:
         for draft in self.before.models:
@@ -282,25 +328,21 @@ class DraftMaker:
         return None
 
     def _loaded(
-        self,
-        name: str,
-        spec: str,
-        path: Path,
-        model: Model,
-        memory: DraftMemory,
-        drafter: Drafter,
-        passes: PassKind,
-        free_weights: Callable[[], None],
+        self, found: FoundDraft, source: str, weights: DraftWeights, new_memory: Callable[[], DraftMemory]
     ) -> DraftModel:
-        try:
-            times = self.loader.times(
-                model, memory.contexts[0].n_ctx, self.report, passes, f"the {name}" if name else path.name
-            )
-        except BaseException:
-            memory.close()
-            free_weights()
-            raise
-        draft = DraftModel(name, spec, path, model, memory, times, drafter, passes, free_weights)
+        """Weights with a memory, and what their passes cost; frees them where it fails."""
+        with ExitStack() as failed:
+            failed.callback(weights.close)
+            memory = new_memory()
+            failed.callback(memory.close)
+            context = memory.contexts[0]
+            drafter, passes = weights.drafter(context, source), weights.passes(context)
+            called = f"the {found.name}" if found.name else found.path.name
+            times = self.loader.times(weights.model, context.n_ctx, self.report, passes, called)
+            failed.pop_all()
+        draft = DraftModel(
+            found.name, found.spec, found.path, weights.model, memory, times, drafter, passes, weights.close
+        )
         self.undo.callback(draft.close)
         return draft
 

@@ -286,7 +286,6 @@ class CountAnswer:
 
     def __init__(self, service: Service, body: CountBody) -> None:
         request = body.asked(service.served())
-        self.options = request.options
         self._n = len(service.chat_prompt(request.messages, request.tools, request.options).prompt)
 
     async def whole(self) -> dict[str, Any]:
