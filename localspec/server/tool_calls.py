@@ -12,7 +12,7 @@ import math
 import re
 import secrets
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 from urllib.parse import unquote
@@ -148,16 +148,13 @@ WORD = re.compile(r"""[^\s,:;{}\[\]()<>"'`=]+""")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 _WORDS = {"true": "true", "True": "true", "TRUE": "true", "false": "false", "False": "false", "FALSE": "false",
           "null": "null", "None": "null"}  # fmt: skip
-_QUOTES = ('<|"|>', "<escape>")
-_PLAIN = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"""[^'"\\\x00-\x1f]+""")}
+_QUOTES = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
+_QUOTES |= {quote: re.compile(re.escape(quote)) for quote in ('<|"|>', "<escape>")}
+"""What a string is put between -> what may end it or, within one-character quotes, escape."""
 
 
 class NoCall(Exception):
-    """What was read so far is no call."""
-
-
-class EndOfText(NoCall):
-    """The answer is over in the midst of it."""
+    """What was read so far is no call, or the text ends within it."""
 
 
 class IncomingText:
@@ -187,10 +184,6 @@ class IncomingText:
     @property
     def n_left(self) -> int:
         return len(self._text) - self._at
-
-    def some(self, pattern: re.Pattern[str]) -> str:
-        match = pattern.match(self._text, self._at)
-        return self.take(match.end() - self._at) if match else ""
 
     def search(self, pattern: re.Pattern[str], partial: tuple[str, ...]) -> tuple[str, re.Match[str] | None]:
         """Read up to where a pattern is found, or to where it may yet be; the match itself is not read.
@@ -265,6 +258,19 @@ class IncomingText:
                 return ""
             yield
 
+    def colon(self) -> Reading:
+        yield from self.spaces()
+        if not (yield from self.one_of(":")):
+            raise NoCall
+        yield from self.spaces()
+
+    def separated(self, closer: str) -> Reading:
+        """Behind an item: read a comma, one too many as well, or see what ends the list."""
+        yield from self.spaces()
+        if not (yield from self.one_of(",")) and (yield from self.peek()) != closer:
+            raise NoCall
+        yield from self.spaces()
+
 
 def readings(text: str) -> Iterator[tuple[str, str]]:
     """What a text may be other than a string: kinds, and the value of each as JSON."""
@@ -306,8 +312,7 @@ def read_value(source: IncomingText, put: Put, types: ArgumentTypes, schema: Sch
     """Read a value; its JSON goes out as it comes, of the types that a schema asks for.
 
     Raises:
-        NoCall: it is none.
-        EndOfText: the text ends within it.
+        NoCall: it is none, or the text ends within it.
     """
     first = yield from source.peek()
     if depth > MAX_DEPTH:
@@ -316,7 +321,7 @@ def read_value(source: IncomingText, put: Put, types: ArgumentTypes, schema: Sch
         yield from _read_members(source, put, types, schema, depth)
     elif first in ("[", "("):
         yield from _read_items(source, put, types, schema, depth)
-    elif quote := (yield from read_quote(source)):
+    elif quote := (yield from source.one_of(*_QUOTES)):
         if types.takes_strings(schema):
             put('"')
             yield from read_string(source, put, quote)
@@ -326,68 +331,40 @@ def read_value(source: IncomingText, put: Put, types: ArgumentTypes, schema: Sch
     elif word := (yield from source.run(WORD)):
         put(types.literal(word, schema))
     else:
-        raise NoCall if (yield from source.peek()) else EndOfText
+        raise NoCall
 
 
 def _read_members(source: IncomingText, put: Put, types: ArgumentTypes, schema: Schema, depth: int) -> Reading:
-    put(source.take(1))
-    while not (yield from _closed(source, put, "}")):
+    before = source.take(1)
+    yield from source.spaces()
+    while not (yield from source.one_of("}")):
         key = yield from read_key(source)
-        put(json.dumps(key, ensure_ascii=False))
-        put((yield from source.spaces()))
-        if not (yield from source.one_of(":")):
-            raise NoCall
-        put(":")
-        put((yield from source.spaces()))
+        put(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
+        yield from source.colon()
         yield from read_value(source, put, types, types.member(schema, key), depth + 1)
-        if (yield from _closed(source, put, "}", ",")):
-            return
+        yield from source.separated("}")
+        before = ", "
+    put("}" if before == ", " else "{}")
 
 
 def _read_items(source: IncomingText, put: Put, types: ArgumentTypes, schema: Schema, depth: int) -> Reading:
-    closer = "]" if source.take(1) == "[" else ")"
-    put("[")
-    while not (yield from _closed(source, put, closer)):
+    closer, before = ("]" if source.take(1) == "[" else ")"), "["
+    yield from source.spaces()
+    while not (yield from source.one_of(closer)):
+        put(before)
         yield from read_value(source, put, types, types.item(schema), depth + 1)
-        if (yield from _closed(source, put, closer, ",")):
-            return
-
-
-def _closed(source: IncomingText, put: Put, closer: str, comma: str = "") -> Reading:
-    """Whether a list or object ends here; else a comma has to be read, where one is given. One too many is dropped."""
-    space = yield from source.spaces()
-    if comma and (yield from source.one_of(comma)):
-        after = yield from source.spaces()
-        if (yield from source.peek()) != closer:
-            put(space + comma + after)
-            return False
-        space += after
-    elif comma and (yield from source.peek()) not in (closer, ""):
-        raise NoCall
-    put(space)
-    found = yield from source.one_of(closer)
-    if found:
-        put("}" if closer == "}" else "]")
-    elif not (yield from source.peek()):
-        raise EndOfText
-    return bool(found)
+        yield from source.separated(closer)
+        before = ", "
+    put("]" if before == ", " else "[]")
 
 
 def read_key(source: IncomingText) -> Generator[None, None, str]:
-    if quote := (yield from read_quote(source)):
+    if quote := (yield from source.one_of(*_QUOTES)):
         return (yield from _whole_string(source, quote))
     word = yield from source.run(WORD)
     if not word:
-        raise NoCall if (yield from source.peek()) else EndOfText
+        raise NoCall
     return word
-
-
-def read_quote(source: IncomingText) -> Generator[None, None, str]:
-    """The quote that a string begins with; "" if none does."""
-    first = yield from source.peek()
-    if first == "<":
-        return (yield from source.one_of(*_QUOTES))
-    return source.take(1) if first in ('"', "'") else ""
 
 
 def _whole_string(source: IncomingText, quote: str) -> Generator[None, None, str]:
@@ -398,28 +375,26 @@ def _whole_string(source: IncomingText, quote: str) -> Generator[None, None, str
 
 
 def read_string(source: IncomingText, put: Put, quote: str) -> Reading:
-    """A string behind its quote, up to and without the other, written as JSON writes it within quotes."""
-    if quote not in _PLAIN:
-        yield from read_until(source, lambda text: put(escaped(text)), quote)
-        return
+    """A string behind its quote, up to and with the other, written as JSON writes it within quotes."""
     while True:
-        first = yield from source.peek()
-        if not first:
-            raise EndOfText
-        if plain := source.some(_PLAIN[quote]):
-            put(plain)
-        elif first == "\\":
-            put((yield from _escape(source)))
-        elif source.take(1) == quote:
+        before, found = source.search(_QUOTES[quote], (quote,))
+        if before:
+            put(escaped(before))
+        if found is None:
+            if not (yield from source.more()):
+                put(escaped(source.take(source.n_left)))
+                raise NoCall
+        elif found[0] == quote:
+            source.take(len(quote))
             return
         else:
-            put(escaped(first))
+            put((yield from _escape(source)))
 
 
 def _escape(source: IncomingText) -> Generator[None, None, str]:
     pair = yield from source.peek(2)
     if len(pair) < 2:
-        raise EndOfText
+        raise NoCall
     source.take(2)
     if pair[1] in '"\\/bfnrt':
         return pair
@@ -441,19 +416,6 @@ def _escape(source: IncomingText) -> Generator[None, None, str]:
 
 def escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def read_until(source: IncomingText, put: Put, closer: str) -> Reading:
-    """Pass on what comes before a text, and read that too."""
-    pattern, found = re.compile(re.escape(closer)), None
-    while found is None:
-        before, found = source.search(pattern, (closer,))
-        if before:
-            put(before)
-        if found is None and not (yield from source.more()):
-            put(source.take(source.n_left))
-            raise EndOfText
-    source.take(len(closer))
 
 
 def _overlap(text: str, marks: tuple[str, ...]) -> int:
@@ -708,7 +670,7 @@ class ToolCallReader:
         # A call whose text may have to be given back: its pieces wait, and those of a list that is all or nothing.
         self._waiting: list[Piece] = []
         self._holding = False
-        self._n_before = 0, 0
+        self._settled = 0, 0  # calls begun and complete that stay whatever comes
         self._muted = False  # a call that is left out is being read
         self.n_calls = 0
         self.n_done = 0
@@ -738,7 +700,7 @@ class ToolCallReader:
     # -- text and calls in turns ---------------------------------------------------------------------------------------
 
     def _read(self) -> Reading:
-        self._source.record()
+        self._record()
         yield from self._try(self._answer_begins())
         while self._parallel or not self.n_done:
             opener = yield from self._next_mark()
@@ -753,10 +715,8 @@ class ToolCallReader:
         try:
             yield from reading
         except NoCall:
-            if self._holding:
-                self.n_calls, self.n_done = self._n_before
-            elif self._waiting:
-                self.n_calls -= 1
+            if self._waiting:
+                self.n_calls, self.n_done = self._settled
         self._waiting, self._holding, self._muted = [], False, False
         taken, self._source.taken = self._source.taken, None
         if self._parallel or not self.n_done:
@@ -780,7 +740,7 @@ class ToolCallReader:
             text, match = self._source.search(_OPENER, _OPENERS)
             self._say(text)
             if match:
-                self._source.record()
+                self._record()
                 return self._source.take(len(match[0]))
             if not (yield from self._source.more()):
                 self._say(self._source.take(self._source.n_left))
@@ -807,7 +767,7 @@ class ToolCallReader:
         if fence and self.n_calls:
             yield from source.spaces()
             if (yield from source.one_of("```")):
-                source.record()
+                self._record()
 
     def _marked(self, opener: str) -> Reading:
         """Calls behind a mark, and behind those that follow them at once."""
@@ -827,7 +787,7 @@ class ToolCallReader:
                     begun = bool(mark.each[0] and (yield from source.one_of(*mark.each[0])))
                 if not begun and self.n_calls > n_before:
                     if mark.closers and (yield from source.one_of(*mark.closers)):
-                        source.record()
+                        self._record()
                         return ""
                     if (yield from source.one_of(",", ";")):
                         continue
@@ -841,7 +801,7 @@ class ToolCallReader:
             if mark.each[1]:
                 yield from source.spaces()
                 if (yield from source.one_of(*mark.each[1])):
-                    source.record()
+                    self._record()
             begun = False
         return ""
 
@@ -869,7 +829,6 @@ class ToolCallReader:
         source, n_items = self._source, 0
         yield from source.spaces()
         self._holding = not mark.sure and (yield from source.peek()) != "{"
-        self._n_before = self.n_calls, self.n_done
         while not (yield from source.one_of("]")):
             if (yield from source.peek()) == "{":
                 yield from self._object(mark)
@@ -878,10 +837,7 @@ class ToolCallReader:
             n_items += 1
             if self.n_done and not (self._parallel or self._holding):
                 return
-            yield from source.spaces()
-            if not (yield from source.one_of(",")) and (yield from source.peek()) != "]":
-                raise NoCall if (yield from source.peek()) else EndOfText
-            yield from source.spaces()
+            yield from source.separated("]")
         if self._holding:
             following = yield from source.peek()
             if following.strip("`;") and not following.isspace():
@@ -889,17 +845,20 @@ class ToolCallReader:
             self._holding = False
             self._commit()
         if n_items:
-            source.record()
+            self._record()
 
     def _object(self, mark: Mark) -> Reading:
         """``{"name": …, "arguments": {…}}``, in any order, or as OpenAI writes it."""
         call = _Call()
         yield from self._members(mark, call)
-        if call.name is None or (mark is _BARE and not call.begun):
+        if call.name is None or (mark is _BARE and call.arguments is None):
             raise NoCall
         if not call.begun:
+            arguments = as_json(call.arguments or "{}", self._types(call.name))
+            if arguments is None:
+                raise NoCall
             self._start(call.name, mark)
-            self._give("{}")
+            self._give(arguments)
         self._done()
 
     def _members(self, mark: Mark, call: _Call) -> Reading:
@@ -907,31 +866,33 @@ class ToolCallReader:
         source.take(1)
         yield from source.spaces()
         while not (yield from source.one_of("}")):
-            if mark is _BARE and not call.begun:
-                key = yield from self._bare_key()
-            else:
-                key = yield from read_key(source)
-            yield from source.spaces()
-            if not (yield from source.one_of(":")):
-                raise NoCall
-            yield from source.spaces()
-            first = yield from source.peek()
-            if key == "function" and first == "{" and not call.nested:
+            key = yield from (self._bare_key() if mark is _BARE and not call.begun else read_key(source))
+            yield from source.colon()
+            is_object = (yield from source.peek()) == "{"
+            if key == "function" and is_object and not call.nested:
                 call.nested = True
                 yield from self._members(mark, call)
             elif key in _CALLED and call.name is None:
-                yield from self._object_name(mark, call)
-            elif call.name is None and first == "{" and key in self._functions and mark is not _BARE:
+                name = written_json((yield from self._value()))
+                if not isinstance(name, str) or not name:
+                    raise NoCall
+                call.name = self._function(name)
+                if not mark.sure and call.name not in self._functions:
+                    raise NoCall
+            elif call.name is None and is_object and key in self._functions and mark is not _BARE:
                 call.name = key  # Apertus: {name: {…}}
                 yield from self._given(mark, call)
-            elif key in _GIVEN and not call.begun:
+            elif key in _GIVEN and call.arguments is None:
                 yield from self._given(mark, call)
             else:
-                yield from read_value(source, lambda text: None, UNTYPED, None)
-            yield from source.spaces()
-            if not (yield from source.one_of(",")) and (yield from source.peek()) != "}":
-                raise NoCall if (yield from source.peek()) else EndOfText
-            yield from source.spaces()
+                yield from self._value()
+            yield from source.separated("}")
+
+    def _value(self) -> Generator[None, None, str]:
+        """A value as JSON, of whatever type it seems to be."""
+        found: list[str] = []
+        yield from read_value(self._source, found.append, UNTYPED, None)
+        return "".join(found)
 
     def _bare_key(self) -> Generator[None, None, str]:
         """A member's name, in what is no call as soon as there is another than calls have."""
@@ -941,45 +902,18 @@ class ToolCallReader:
             raise NoCall
         return key
 
-    def _object_name(self, mark: Mark, call: _Call) -> Reading:
-        found: list[str] = []
-        yield from read_value(self._source, found.append, UNTYPED, None)
-        name = written_json("".join(found))
-        if not isinstance(name, str) or not name:
-            raise NoCall
-        call.name = self._function(name)
-        if not mark.sure and call.name not in self._functions:
-            raise NoCall
-        if call.arguments is not None:
-            self._begin(mark, call)
-
     def _given(self, mark: Mark, call: _Call) -> Reading:
         """The arguments of an object: they go out as they come, if the name stood before them."""
-        if (yield from self._source.peek()) == "{" and call.name is not None:
-            call.begun = True
+        if call.name is not None and (yield from self._source.peek()) == "{":
+            call.begun, call.arguments = True, ""
             self._start(call.name, mark)
             yield from self._arguments(call.name)
             return
-        found: list[str] = []
-        yield from read_value(self._source, found.append, UNTYPED, None)
-        value = "".join(found)
-        if value.startswith('"'):
-            value = written_json(value)
-        call.arguments = "{}" if value.strip() in ("", "null") else value
-        if not call.arguments.lstrip().startswith("{"):
+        value = yield from self._value()
+        value = written_json(value) if value.startswith('"') else value
+        call.arguments = "{}" if value.strip() in ("", "null") else value.strip()
+        if not call.arguments.startswith("{"):
             raise NoCall
-        if call.name is not None:
-            self._begin(mark, call)
-
-    def _begin(self, mark: Mark, call: _Call) -> None:
-        assert call.name is not None
-        assert call.arguments is not None
-        arguments = as_json(call.arguments.strip(), self._types(call.name))
-        if arguments is None:
-            raise NoCall
-        call.begun = True
-        self._start(call.name, mark)
-        self._give(arguments)
 
     def _named(self, mark: Mark) -> Reading:
         source = self._source
@@ -1016,7 +950,7 @@ class ToolCallReader:
             if fence:
                 yield from source.spaces()
                 if (yield from source.one_of("```")):
-                    source.record()
+                    self._record()
         elif (yield from source.one_of("<arg_key>")):
             yield from self._tagged_arguments(mark, "<arg_key>", name, begun=True)
         elif name in self._functions and mark.closers and not self._cut and (yield from source.ahead(mark.closers)):
@@ -1043,7 +977,7 @@ class ToolCallReader:
             yield from source.spaces()
             named = word and (yield from source.one_of("="))
             if not named and n >= len(declared):
-                raise NoCall if (yield from source.peek()) else EndOfText
+                raise NoCall
             key = word if named else declared[n]
             self._give(f"{', ' if n else '{'}{json.dumps(key, ensure_ascii=False)}: ")
             schema = types.member(types.root, key)
@@ -1053,10 +987,7 @@ class ToolCallReader:
             else:
                 yield from read_value(source, self._give, types, schema)
             n += 1
-            yield from source.spaces()
-            if not (yield from source.one_of(",")) and (yield from source.peek()) != ")":
-                raise NoCall if (yield from source.peek()) else EndOfText
-            yield from source.spaces()
+            yield from source.separated(")")
         self._give("}" if n else "{}")
         self._done()
 
@@ -1075,7 +1006,7 @@ class ToolCallReader:
             self._done()
             yield from source.spaces()
             if (yield from source.one_of(TAGS[opener].ends)):
-                source.record()
+                self._record()
         else:
             yield from self._tagged_arguments(mark, opener, name)
 
@@ -1088,7 +1019,7 @@ class ToolCallReader:
                 yield from source.spaces()
                 if not (yield from source.peek()):
                     if self._cut or not n:
-                        raise EndOfText
+                        raise NoCall
                     break
                 if (yield from source.one_of(tags.ends) if tags.ends else source.ahead(mark.closers)):
                     break
@@ -1098,11 +1029,11 @@ class ToolCallReader:
             key = (yield from source.run(_IN_TAG)).strip()
             attributes = yield from source.run(_ATTRIBUTES)
             if not key or not (yield from source.one_of(">", "</arg_key>")):
-                raise NoCall if (yield from source.peek()) else EndOfText
+                raise NoCall
             if tags.key == "<arg_key>":
                 yield from source.spaces()
                 if not (yield from source.one_of("<arg_value>")):
-                    raise NoCall if (yield from source.peek()) else EndOfText
+                    raise NoCall
             if not n:
                 self._start(name, mark)
             self._give(f"{', ' if n else '{'}{json.dumps(key, ensure_ascii=False)}: ")
@@ -1140,7 +1071,7 @@ class ToolCallReader:
                     rest = source.take(source.n_left)
                     if self._cut:
                         put(rest)
-                        raise EndOfText
+                        raise NoCall
                     put(rest.removesuffix("\n") if tags.lines else rest)
                     return
             elif match[0].endswith(tags.value_ends):
@@ -1186,6 +1117,11 @@ class ToolCallReader:
         if not self._muted:
             (self._pieces if self._source.taken is None else self._waiting).append(piece)
 
+    def _record(self) -> None:
+        """Calls until here stay; what follows may have to be given back."""
+        self._source.record()
+        self._settled = self.n_calls, self.n_done
+
     def _commit(self) -> None:
         if not self._holding:
             self._pieces += self._waiting
@@ -1196,7 +1132,7 @@ class ToolCallReader:
         self._muted = False
         self._commit()
         if not self._holding:
-            self._source.record()
+            self._record()
 
 
 @dataclass(slots=True)
@@ -1210,13 +1146,8 @@ class _Call:
 
 
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:
-    joined: list[Piece] = []
-    for kind, same in groupby(pieces, lambda piece: (type(piece), getattr(piece, "index", None))):
-        found = list(same)
-        if kind[0] is CallStart:
-            joined += found
-        elif kind[0] is TextPiece:
-            joined.append(TextPiece("".join(piece.text for piece in found)))  # type: ignore[union-attr]
-        else:
-            joined.append(CallArguments(kind[1], "".join(piece.text for piece in found)))  # type: ignore
-    return joined
+    """Text that follows text, and arguments those of the same call, as one piece."""
+    groups = groupby(pieces, lambda piece: (type(piece), getattr(piece, "index", None)))
+    found = (list(same) for _, same in groups)
+    return [same[0] if len(same) == 1 else replace(same[0], text="".join(each.text for each in same))  # type: ignore
+            for same in found]  # fmt: skip
