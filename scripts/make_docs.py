@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
@@ -114,11 +115,14 @@ def cli_page() -> str:
     pair = [record for record, names in shared.items() if names >= loaders]
     rest = [record for record in shared if record not in pair]
     who = ", ".join(f"`{name}`" for name in commands if name in loaders)
-    parts = [MADE, CLI, "\n## localspec\n", block(help_without([], [], root, context)), SHARED]
+    parts = [MADE, CLI, f"\n## localspec\n\n{told(root)}\n", block(help_without([], [], root, context)), SHARED]
     parts += [f"\nThe *pair options*, of {who}:\n", block(listed(context, pair))]
     parts += ["\nOthers, which commands below name:\n", block(listed(context, rest))]
-    for name, (command, inner) in commands.items():
-        parts += [f"\n## localspec {name}\n", block(help_without(pair, rest, command, inner))]
+    for name, command in root.commands.items():
+        members = [found for words, found in commands.items() if words.split()[0] == name]
+        several = len(members) > 1
+        texts = [help_without(pair, rest, *member, in_words=several).strip() for member in members]
+        parts += [f"\n## localspec {name}\n\n{told(command)}\n", block("\n\n".join(texts))]
     return "".join(parts)
 
 
@@ -139,27 +143,32 @@ def records(command: Any, context: Any) -> list[Record]:
 
 
 def listed(context: Any, rows: list[Record]) -> str:
-    formatter = context.make_formatter()
-    formatter.write_dl(rows, col_max=48)
-    return str(formatter.getvalue())
+    """Names and meanings in two columns, in the layout with the fewest lines."""
+    found = []
+    for widest in range(12, 52):
+        formatter = context.make_formatter()
+        formatter.write_dl(rows, col_max=widest)
+        found.append(str(formatter.getvalue()))
+    return min(found, key=lambda text: text.count("\n"))
 
 
-def help_without(pair: list[Record], rest: list[Record], command: Any, context: Any) -> str:
-    """What ``--help`` prints for a command, with shared options named only."""
+def told(command: Any) -> str:
+    """What a command does, as prose."""
+    return textwrap.fill(" ".join((command.help or "").split()), 120)
+
+
+def help_without(pair: list[Record], rest: list[Record], command: Any, context: Any, *, in_words: bool = False) -> str:
+    """What ``--help`` prints for a command, with shared options named only; ``in_words``: with what it does."""
     formatter = context.make_formatter()
-    command.format_usage(context, formatter)
-    command.format_help_text(context, formatter)
+    formatter.write_usage(context.command_path, " ".join(command.collect_usage_pieces(context)), prefix="")
+    if in_words:
+        command.format_help_text(context, formatter)
     mine = records(command, context)
     own = [record for record in mine if record not in pair and record not in rest]
-    if own:
-        formatter.write_paragraph()
-        formatter.write_dl(own, col_max=48)
+    text = str(formatter.getvalue()).replace("\n\n", "\n") + (listed(context, own) if own else "")
     names = [re.findall(r"--[\w-]+|^[A-Z]+", record[0])[0] for record in mine if record in rest]
     also = ["the pair options"] * any(record in pair for record in mine) + names
-    if also:
-        formatter.write_paragraph()
-        formatter.write_text(f"Also: {', '.join(also)}.")
-    return str(formatter.getvalue())
+    return text + textwrap.fill(f"also {', '.join(also)}", WIDTH) if also else text
 
 
 def block(text: str) -> str:
