@@ -145,7 +145,6 @@ def test_a_saved_chat_has_its_turns(tmp_path: Path) -> None:
 
 
 FOREIGN = "neither the output of generate --format events nor a saved chat"
-CHAT = {"format": "localspec-chat", "version": 1, "turns": []}
 
 
 @pytest.mark.parametrize(
@@ -175,10 +174,6 @@ CHAT = {"format": "localspec-chat", "version": 1, "turns": []}
         (events(a_round(draft=[guess("a", True) | {"parent": 0}])), "draft token 0 comes after 0"),
         (events({"draft": [], "emitted": [5]}), f"{FOREIGN}: 0 of emitted: "),
         (events({"draft": []}), f"{FOREIGN}: emitted: "),
-        (json.dumps(CHAT | {"version": 2}).encode(), "format version 2"),
-        (json.dumps(CHAT).encode(), "a saved chat without a turn"),
-        (json.dumps(CHAT | {"turns": [{"user": "q"}]}).encode(), "damaged: 'assistant'"),
-        (json.dumps(CHAT | {"turns": 3}).encode(), "saved chat, but damaged"),
     ],
 )
 def test_what_is_no_recording_is_refused(data: bytes, reason: str) -> None:
@@ -187,6 +182,17 @@ def test_what_is_no_recording_is_refused(data: bytes, reason: str) -> None:
     assert reason in str(refused.value)
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 250
+
+
+def test_a_saved_chat_that_is_none_is_refused(tmp_path: Path) -> None:
+    for turns, notes, reason in (
+        ([], {}, "a saved chat without a turn"),
+        ([("q", "a", AnswerRecord())], {"answers": [{"rounds": 3}]}, "damaged: rounds of 0 of answers of notes: "),
+        ([("q", "a", AnswerRecord("odd"))], {}, "damaged: finish_reason of 0 of answers of notes: "),
+    ):
+        path = write_chat(tmp_path / "a.chat", *turns, **notes)
+        with pytest.raises(RecordingError, match=reason):
+            read(path.read_bytes())
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
