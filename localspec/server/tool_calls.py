@@ -13,7 +13,8 @@ import re
 import secrets
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from functools import cached_property
+from itertools import chain, groupby
 from typing import Any
 from urllib.parse import unquote
 
@@ -287,14 +288,13 @@ def readings(text: str) -> Iterator[tuple[str, str]]:
         yield {"{": "object", "[": "array", '"': "quoted"}[word[0]], value
 
 
-def as_json(text: str, types: ArgumentTypes | None = None) -> str | None:
+def as_json(text: str, type_: ArgumentType | None = None) -> str | None:
     """A whole value as JSON; None if it is none."""
     source, found = IncomingText(), list[str]()
     source.feed(text, final=True)
-    types = types or UNTYPED
 
     def reading() -> Reading:
-        yield from read_value(source, found.append, types, types.root)
+        yield from read_value(source, found.append, type_ or UNTYPED)
         yield from source.spaces()
 
     try:
@@ -308,8 +308,8 @@ def as_json(text: str, types: ArgumentTypes | None = None) -> str | None:
 Put = Callable[[str], None]
 
 
-def read_value(source: IncomingText, put: Put, types: ArgumentTypes, schema: Schema, depth: int = 0) -> Reading:
-    """Read a value; its JSON goes out as it comes, of the types that a schema asks for.
+def read_value(source: IncomingText, put: Put, type_: ArgumentType, depth: int = 0) -> Reading:
+    """Read a value; its JSON goes out as it comes, of the type that is asked for.
 
     Raises:
         NoCall: it is none, or the text ends within it.
@@ -318,41 +318,41 @@ def read_value(source: IncomingText, put: Put, types: ArgumentTypes, schema: Sch
     if depth > MAX_DEPTH:
         raise NoCall
     if first == "{":
-        yield from _read_members(source, put, types, schema, depth)
+        yield from _read_members(source, put, type_, depth)
     elif first in ("[", "("):
-        yield from _read_items(source, put, types, schema, depth)
+        yield from _read_items(source, put, type_, depth)
     elif quote := (yield from source.one_of(*_QUOTES)):
-        if types.takes_strings(schema):
+        if type_.takes_strings:
             put('"')
             yield from read_string(source, put, quote)
             put('"')
         else:
-            put(types.typed((yield from _whole_string(source, quote)), schema))
+            put(type_.typed((yield from _whole_string(source, quote))))
     elif word := (yield from source.run(WORD)):
-        put(types.literal(word, schema))
+        put(type_.literal(word))
     else:
         raise NoCall
 
 
-def _read_members(source: IncomingText, put: Put, types: ArgumentTypes, schema: Schema, depth: int) -> Reading:
+def _read_members(source: IncomingText, put: Put, type_: ArgumentType, depth: int) -> Reading:
     before = source.take(1)
     yield from source.spaces()
     while not (yield from source.one_of("}")):
         key = yield from read_key(source)
         put(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
         yield from source.colon()
-        yield from read_value(source, put, types, types.member(schema, key), depth + 1)
+        yield from read_value(source, put, type_.member(key), depth + 1)
         yield from source.separated("}")
         before = ", "
     put("}" if before == ", " else "{}")
 
 
-def _read_items(source: IncomingText, put: Put, types: ArgumentTypes, schema: Schema, depth: int) -> Reading:
+def _read_items(source: IncomingText, put: Put, type_: ArgumentType, depth: int) -> Reading:
     closer, before = ("]" if source.take(1) == "[" else ")"), "["
     yield from source.spaces()
     while not (yield from source.one_of(closer)):
         put(before)
-        yield from read_value(source, put, types, types.item(schema), depth + 1)
+        yield from read_value(source, put, type_.item, depth + 1)
         yield from source.separated(closer)
         before = ", "
     put("]" if before == ", " else "[]")
@@ -435,49 +435,61 @@ Alternative = tuple[tuple[str, ...] | None, frozenset[str] | None]
 """Types, None is all, and values in the form of ``_comparable``, None is any."""
 
 
-class ArgumentTypes:
-    """The types of a tool's arguments by its JSON schema, for models that write arguments as plain text.
+class ArgumentType:
+    """What a tool's arguments, or a value in them, may be by its JSON schema, for models that write values as text.
 
     Without a schema, or where it says nothing, a value is what it looks like, else a string.
+
+    Args:
+        schema: of this value.
+        root: the schema that references are of; None: this one.
     """
 
-    def __init__(self, parameters: Schema) -> None:
-        self.root = parameters
-        # By the identity of a schema, all of which are parts of the root.
-        self._known: dict[int, list[Mapping[str, Any]]] = {}
-        self._allowed: dict[int, list[Alternative]] = {}
+    def __init__(self, schema: Schema, root: Schema = None) -> None:
+        self._schema = schema
+        self._root = schema if root is None else root
+        self._members: dict[str, ArgumentType] = {}
 
-    def member(self, schema: Schema, key: str) -> Schema:
-        """The schema of an object's member; None where none is known."""
-        for one in self._combined(schema):
+    def member(self, key: str) -> ArgumentType:
+        """An object's member."""
+        if key not in self._members:
+            self._members[key] = self._inner(self._member_schemas(key))
+        return self._members[key]
+
+    def _member_schemas(self, key: str) -> Iterator[Schema]:
+        for one in self._combined:
             properties = one.get("properties")
             if isinstance(properties, Mapping) and key in properties:
-                return properties[key]
+                yield properties[key]
             if isinstance(one.get("additionalProperties"), Mapping):
-                return one["additionalProperties"]
-        return None
+                yield one["additionalProperties"]
 
-    def item(self, schema: Schema) -> Schema:
-        """The schema of a list's items; None where none is known."""
-        return next((one["items"] for one in self._combined(schema) if isinstance(one.get("items"), Mapping)), None)
+    @cached_property
+    def item(self) -> ArgumentType:
+        """A list's items."""
+        return self._inner(one["items"] for one in self._combined if isinstance(one.get("items"), Mapping))
 
+    def _inner(self, schemas: Iterator[Schema]) -> ArgumentType:
+        schema = next(schemas, None)
+        return UNTYPED if schema is None else ArgumentType(schema, self._root)
+
+    @property
     def names(self) -> list[str]:
-        """The arguments that are declared, in their order."""
-        found: dict[str, None] = {}
-        for one in self._combined(self.root):
-            if isinstance(one.get("properties"), Mapping):
-                found |= dict.fromkeys(one["properties"])
-        return list(found)
+        """An object's members that are declared, in their order."""
+        declared = (one["properties"] for one in self._combined if isinstance(one.get("properties"), Mapping))
+        return list(dict.fromkeys(chain.from_iterable(declared)))
 
-    def takes_strings(self, schema: Schema) -> bool:
+    @property
+    def takes_strings(self) -> bool:
         """Whether a value that is written as a string is one."""
-        return any(kinds is None or "string" in kinds for kinds, _ in self._alternatives(schema))
+        return any(kinds is None or "string" in kinds for kinds, _ in self._alternatives)
 
-    def is_text(self, schema: Schema) -> bool:
+    @property
+    def is_text(self) -> bool:
         """Whether any text is a value as it is: nothing but strings is allowed, and any of them."""
-        return self._alternatives(schema) == [(("string",), None)]
+        return self._alternatives == [(("string",), None)]
 
-    def typed(self, text: str, schema: Schema) -> str:
+    def typed(self, text: str) -> str:
         """A value that was written as plain text, as JSON.
 
         The schema decides: where it asks for a string, ``007`` and ``true`` are strings. Null, lists and objects are
@@ -485,9 +497,8 @@ class ArgumentTypes:
         names first. What fits nothing is a string where there may be one, else what it looks like.
         """
         found = dict(readings(text))
-        alternatives = self._alternatives(schema)
         for first in (("null", "array", "object"), None):
-            for kinds, values in alternatives:
+            for kinds, values in self._alternatives:
                 for kind in kinds or (*found, "string"):
                     if first is not None and kind not in first:
                         continue
@@ -495,34 +506,30 @@ class ArgumentTypes:
                     if value is not None and _among(value, values):
                         return value
         seen = next(iter(found.values()), None)
-        return json.dumps(text, ensure_ascii=False) if seen is None or self.takes_strings(schema) else seen
+        return json.dumps(text, ensure_ascii=False) if seen is None or self.takes_strings else seen
 
-    def literal(self, word: str, schema: Schema) -> str:
+    def literal(self, word: str) -> str:
         """A value without quotes, as JSON: what it is, except where the schema asks for a string in its place."""
         found = dict(readings(word))
         if not found:
-            return self.typed(word, schema)
+            return self.typed(word)
         fits = any(
             _among(value, values)
-            for kinds, values in self._alternatives(schema)
+            for kinds, values in self._alternatives
             for kind, value in found.items()
             if kinds is None or kind in kinds
         )
-        asked = not fits and "null" not in found and self.takes_strings(schema)
+        asked = not fits and "null" not in found and self.takes_strings
         return json.dumps(word, ensure_ascii=False) if asked else next(iter(found.values()))
 
-    def _alternatives(self, schema: Schema) -> list[Alternative]:
-        found = self._allowed.get(id(schema))
-        if found is None:
-            found = self._allowed[id(schema)] = [_alternative(one) for one in self._combined(schema)]
-        return found
+    @cached_property
+    def _alternatives(self) -> list[Alternative]:
+        return [_alternative(one) for one in self._combined]
 
-    def _combined(self, schema: Schema) -> list[Mapping[str, Any]]:
+    @cached_property
+    def _combined(self) -> list[Mapping[str, Any]]:
         """The schemas that may apply to a value: references followed, ``anyOf`` and the like taken apart."""
-        known = self._known.get(id(schema))
-        if known is None:
-            known = self._known[id(schema)] = self._taken_apart(schema, 0, [MAX_STEPS])
-        return known
+        return self._taken_apart(self._schema, 0, [MAX_STEPS])
 
     def _taken_apart(self, schema: Schema, depth: int, left: list[int]) -> list[Mapping[str, Any]]:
         left[0] -= 1
@@ -545,7 +552,7 @@ class ArgumentTypes:
         return found or [{}]
 
     def _referred(self, reference: str) -> Schema:
-        found = self.root
+        found = self._root
         if not reference.startswith("#"):
             return None
         for part in reference[1:].split("/")[1:]:
@@ -559,7 +566,7 @@ class ArgumentTypes:
         return found
 
 
-UNTYPED = ArgumentTypes(None)
+UNTYPED = ArgumentType(None)
 
 _KINDS = ("string", "number", "integer", "boolean", "null", "array", "object")
 _SAYING = ("type", "enum", "const", "properties", "items", "additionalProperties")
@@ -658,7 +665,7 @@ class ToolCallReader:
 
     def __init__(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool = True) -> None:
         functions = [tool["function"] for tool in tools]
-        self._functions = {each["name"]: ArgumentTypes(each.get("parameters")) for each in functions}
+        self._functions = {each["name"]: ArgumentType(each.get("parameters")) for each in functions}
         self._parallel = parallel
         self._source = IncomingText()
         self._reading = self._read()
@@ -854,7 +861,7 @@ class ToolCallReader:
         if call.name is None or (mark is _BARE and call.arguments is None):
             raise NoCall
         if not call.begun:
-            arguments = as_json(call.arguments or "{}", self._types(call.name))
+            arguments = as_json(call.arguments or "{}", self._type(call.name))
             if arguments is None:
                 raise NoCall
             self._start(call.name, mark)
@@ -891,7 +898,7 @@ class ToolCallReader:
     def _value(self) -> Generator[None, None, str]:
         """A value as JSON, of whatever type it seems to be."""
         found: list[str] = []
-        yield from read_value(self._source, found.append, UNTYPED, None)
+        yield from read_value(self._source, found.append, UNTYPED)
         return "".join(found)
 
     def _bare_key(self) -> Generator[None, None, str]:
@@ -966,11 +973,11 @@ class ToolCallReader:
 
     def _python(self, mark: Mark, name: str) -> Reading:
         """``name(key=value, …)`` behind its parenthesis."""
-        source, types = self._source, self._types(name)
+        source, type_ = self._source, self._type(name)
         if name not in self._functions:
             raise NoCall
         self._start(name, mark, early=mark.sure)
-        declared, n = types.names(), 0
+        declared, n = type_.names, 0
         yield from source.spaces()
         while not (yield from source.one_of(")")):
             word = yield from source.run(_IDENTIFIER)
@@ -980,12 +987,11 @@ class ToolCallReader:
                 raise NoCall
             key = word if named else declared[n]
             self._give(f"{', ' if n else '{'}{json.dumps(key, ensure_ascii=False)}: ")
-            schema = types.member(types.root, key)
             yield from source.spaces()
             if word and not named:
-                self._give(types.literal(word + (yield from source.run(WORD)), schema))
+                self._give(type_.member(key).literal(word + (yield from source.run(WORD))))
             else:
-                yield from read_value(source, self._give, types, schema)
+                yield from read_value(source, self._give, type_.member(key))
             n += 1
             yield from source.separated(")")
         self._give("}" if n else "{}")
@@ -1012,7 +1018,7 @@ class ToolCallReader:
 
     def _tagged_arguments(self, mark: Mark, opener: str, name: str, *, begun: bool = False) -> Reading:
         """Arguments between tags; ``begun``: what begins the first has been read."""
-        source, tags, types = self._source, TAGS[opener], self._types(name)
+        source, tags, type_ = self._source, TAGS[opener], self._type(name)
         n = 0
         while True:
             if not begun:
@@ -1038,21 +1044,20 @@ class ToolCallReader:
                 self._start(name, mark)
             self._give(f"{', ' if n else '{'}{json.dumps(key, ensure_ascii=False)}: ")
             n += 1
-            schema = types.member(types.root, key)
-            if 'string="true"' in attributes or types.is_text(schema):
+            if 'string="true"' in attributes or type_.member(key).is_text:
                 self._give('"')
-                yield from self._tagged_value(mark, tags, types, lambda text: self._give(escaped(text)))
+                yield from self._tagged_value(mark, tags, type_.names, lambda text: self._give(escaped(text)))
                 self._give('"')
             else:
                 found: list[str] = []
-                yield from self._tagged_value(mark, tags, types, found.append)
-                self._give(types.typed("".join(found), schema))
+                yield from self._tagged_value(mark, tags, type_.names, found.append)
+                self._give(type_.member(key).typed("".join(found)))
         if not n:
             self._start(name, mark)
         self._give("}" if n else "{}")
         self._done()
 
-    def _tagged_value(self, mark: Mark, tags: Tags, types: ArgumentTypes, put: Put) -> Reading:
+    def _tagged_value(self, mark: Mark, tags: Tags, declared: Sequence[str], put: Put) -> Reading:
         """A value up to what ends it. The value itself may hold such a text: what follows an end has to fit."""
         source = self._source
         following = (tags.key, tags.ends) if tags.ends else (tags.key, *mark.closers)
@@ -1080,7 +1085,7 @@ class ToolCallReader:
                     return
                 put(source.take(len(match[0])))
             else:
-                names = [f"{name}>" for name in types.names()]
+                names = [f"{name}>" for name in declared]
                 fits = (*mark.closers, *_OPENERS) if match[0].endswith(tags.ends) else names
                 if (yield from source.ahead(fits, len(match[0]))):
                     return
@@ -1091,12 +1096,11 @@ class ToolCallReader:
     def _function(self, raw: str) -> str:
         return raw if raw in self._functions else _AROUND_NAME.sub("", raw)
 
-    def _types(self, name: str) -> ArgumentTypes:
+    def _type(self, name: str) -> ArgumentType:
         return self._functions.get(name, UNTYPED)
 
     def _arguments(self, name: str) -> Reading:
-        types = self._types(name)
-        yield from read_value(self._source, self._give, types, types.root)
+        yield from read_value(self._source, self._give, self._type(name))
 
     def _start(self, name: str, mark: Mark, *, early: bool = True) -> None:
         """A call begins; ``early``: it is one, whatever comes."""
