@@ -568,7 +568,13 @@ class ArgumentType:
 
 UNTYPED = ArgumentType(None)
 
-_KINDS = ("string", "number", "integer", "boolean", "null", "array", "object")
+_KINDS: dict[type, tuple[str, ...]] = {
+    str: ("string",), bool: ("boolean",), int: ("integer", "number"), float: ("integer", "number"),
+    type(None): ("null",), list: ("array",), dict: ("object",),
+}  # fmt: skip
+"""Type of a value -> what a schema may call it."""
+
+_KNOWN = tuple(chain.from_iterable(_KINDS.values()))
 _SAYING = ("type", "enum", "const", "properties", "items", "additionalProperties")
 
 
@@ -577,19 +583,11 @@ def _alternative(schema: Mapping[str, Any]) -> Alternative:
     values = values if isinstance(values, list) else None
     kinds = schema.get("type")
     if kinds is None and values is not None:
-        kinds = list(dict.fromkeys(kind for value in values[:MAX_VALUES] for kind in _kinds_of(value)))
+        kinds = list(dict.fromkeys(kind for value in values[:MAX_VALUES] for kind in _KINDS.get(type(value), ())))
     kinds = [kinds] if isinstance(kinds, str) else kinds
-    known = tuple(kind for kind in kinds if kind in _KINDS) if isinstance(kinds, list) else ()
+    known = tuple(kind for kind in kinds if kind in _KNOWN) if isinstance(kinds, list) else ()
     is_short = values is not None and len(values) <= MAX_VALUES
     return known or None, frozenset(map(_comparable, values or ())) if is_short else None
-
-
-def _kinds_of(value: Any) -> tuple[str, ...]:
-    if isinstance(value, bool):
-        return ("boolean",)
-    if isinstance(value, int | float):
-        return ("integer", "number")
-    return {str: ("string",), type(None): ("null",), list: ("array",), dict: ("object",)}.get(type(value), ())
 
 
 _encoded = json.JSONEncoder(sort_keys=True).encode
@@ -935,9 +933,11 @@ class ToolCallReader:
         yield from source.spaces()
         sure = raw.startswith("call:") or mark is MARKS["[TOOL_CALLS]"]
         if mark.header:
-            sure = True
-            while (mark_in_header := (yield from self._in_header())) != mark.header:
-                if not mark_in_header:
+            sure, found = True, ""
+            while found != mark.header:
+                yield from source.run(_HEADER)
+                found = yield from source.one_of("<|constrain|>", "<|channel|>", mark.header)
+                if not found:
                     raise NoCall
         if (yield from source.one_of("[CALL_ID]")):
             yield from source.run(_IDENTIFIER)
@@ -966,10 +966,6 @@ class ToolCallReader:
             self._done()
         else:
             raise NoCall
-
-    def _in_header(self) -> Generator[None, None, str]:
-        yield from self._source.run(_HEADER)
-        return (yield from self._source.one_of("<|constrain|>", "<|channel|>", "<|message|>"))
 
     def _python(self, mark: Mark, name: str) -> Reading:
         """``name(key=value, …)`` behind its parenthesis."""
