@@ -23,35 +23,28 @@ from localspec.spec_decode.drafters.names import kind_of, shown
 from localspec.spec_decode.rounds import Draft, Round
 
 # Whether a draft model should read what it has missed of a conversation: an investment.
-# Reading a prompt of 50 tokens takes a draft model as long as the target takes for 3 to 5 tokens, and is lost if the
-# answer ends soon or turns out hard to draft for. An answer is taken to go on for ``OUTLOOK`` times its length so far,
-# so an early reading has to pay soon. The constants were chosen in the replay.
+# Reading a prompt of 50 tokens takes a draft model as long as the target takes for 1 to 5 tokens, and is lost if the
+# answer ends soon or turns out hard to draft for. ``TimeBudget.for_reading`` bounds what may be lost; the constants
+# were chosen in the replay.
 
 READING = 0.5  # Plain tokens' time from which reading what was missed is an investment rather than the cost of a step
-LONG_READING = 2.0  # Plain tokens' time from which a reading has to wait and to show more gain
 
-# Tokens of an answer before a draft model reads a prompt: many answers are shorter, and how certain the target is of
-# its first tokens predicts, at no cost, how the draft will fare.
-PATIENCE_TOKENS = 16
+# Tokens over which a reading has to pay: an answer may end soon after.
+HORIZON = 24
 
-OUTLOOK = 2  # An answer is expected to go on for this many times its length so far
+# Share of a plain token's time that drafting must be expected to save for a reading of any length to begin: a smaller
+# gain is within the error of what a few tokens predict, so that it has to pay within ``HORIZON``.
+CLEAR_GAIN = 0.3
 
-# Least share of a plain token's time that drafting must be expected to save: a prediction from 16 tokens is not more
-# exact.
-LEAST_GAIN = 0.2
-
-STRETCH_TOKENS = 24  # Tokens over which reading a short stretch, decoded without the draft model, has to pay
 BUSY_SCALE = 1.25  # From this many times the calibrated time of the target's passes on, another program has the CPU
 PROBE_TOKENS = 8  # Tokens of a long reading that are read first on a machine that has become slower
 GAIN_ROUNDS = 48  # Rounds for which the gain of the other sources alone is taken as known
 
 
-def prompt_pays(cost_ms: float, gain_ms: float, plain_ms: float, n_emitted: int, room: int) -> bool:
-    """Whether reading a prompt pays, by what drafting saves and plain decoding takes per token, the tokens of the
-    answer so far, and the most that it may still have."""
-    if n_emitted < PATIENCE_TOKENS or gain_ms < LEAST_GAIN * plain_ms:
-        return False
-    return gain_ms * min(room, OUTLOOK * n_emitted) > cost_ms
+def reading_pays(cost_ms: float, gain_ms: float, plain_ms: float, room: int) -> bool:
+    """Whether a reading pays, by what drafting saves and plain decoding takes per token, and the tokens that the
+    answer may still have."""
+    return gain_ms * room > cost_ms and gain_ms > min(cost_ms / HORIZON, CLEAR_GAIN * plain_ms)
 
 
 class PrefillGate:
@@ -75,19 +68,14 @@ class PrefillGate:
     def pays(self, source: str, n_tokens: int, room: int, round_index: int) -> bool:
         """Whether a draft model should decode the ``n_tokens`` that it has missed, to draft one more; 1 is an ordinary
         step."""
-        costs, n_emitted = self._costs, self._budget.n_tokens
+        costs = self._costs
         cost, plain = self._catch_up(source, n_tokens), costs.times(1)
         if cost <= 0:
             return True
         if cost > READING * plain and cost > self._budget.for_reading * costs.ms_plain:
             return False
-        is_long = cost > LONG_READING * plain
-        if is_long and n_emitted < PATIENCE_TOKENS:
-            return False
         gain = costs.ms_plain / self._gain_without(source, round_index) - 1.0 / self._stopping.joined(source).rate
-        if is_long:
-            return prompt_pays(cost, gain, costs.ms_plain, n_emitted, room)
-        return gain * min(room, STRETCH_TOKENS) > cost
+        return reading_pays(cost, gain, costs.ms_plain, room)
 
     def _catch_up(self, source: str, n_tokens: int) -> float:
         if n_tokens == 1:

@@ -11,21 +11,23 @@ from localspec.controllers.acceptance import COPIED, GREEDY, MOST_PROBABLE, SAMP
 from localspec.sampling.sampling import SamplingParams
 from localspec.system.files import JsonStore, Key
 
-# What drafting may still cost: the time that it saved, a small grant, and one percent.
+# What drafting may still cost: the time that it saved, a small grant, and a small share of all tokens.
 # Two bounds hold at once, both in plain tokens, so that a machine that slows down does not change them. Over all
-# answers of a process, drafting never costs more than it saved before, a grant and one percent of the tokens. Within
+# answers of a process, drafting never costs more than it saved before, a grant and 0.75 % of the tokens. Within
 # one answer, drafts never cost more than a token and a few percent of its length, so that no single answer is
 # noticeably slower. Reading a prompt with a draft model is an investment with a bound of its own; see ``PrefillGate``.
 
-# What may be lost before anything was saved, once per process: the reading of a short prompt is 3 to 5 tokens.
+# What may be lost before anything was saved, once per process: the reading of a short prompt is 1 to 5 tokens.
 GRANT = 6.0
 
-SHARE = 0.01  # What may be lost in looking for something better, as a share of every token
+SHARE = 0.0075  # What may be lost in looking for something better, as a share of every token
 
 KEPT = 0.5  # Share of an earlier run's savings that counts in the next
 
-ANSWER_GRANT = 0.9
-ANSWER_SHARE = 0.01  # What drafts may cost an answer: at 48 tokens 1.4 of them, 2.9 %; at 100 1.9 %
+# What drafts may cost an answer: at 48 tokens 2.5 of them, at 100 three. Where a further row costs 0.4 of a token, a
+# draft of three costs 1.4: with less, a draft model that had read the prompt could not show what it is worth.
+ANSWER_GRANT = 2.0
+ANSWER_SHARE = 0.01
 
 # Taken off ``ANSWER_SHARE`` where a drafter reads the target's hidden states: handing those out makes each pass longer,
 # whether a draft follows or not.
@@ -45,7 +47,7 @@ READING_SHARE = 0.05
 class TimeBudget:
     """The balance of a process and of the current answer [plain tokens]."""
 
-    balance: float = GRANT  # saved so far in all answers, the grant and the percent included
+    balance: float = GRANT  # saved so far in all answers, the grant and the share included
     in_answer: float = 0.0  # saved so far in this answer, investments left out
     n_tokens: int = 0  # of this answer
     invested: float = 0.0  # what reading has cost this answer

@@ -1,4 +1,4 @@
-"""What drafting may lose: in a process what was saved, a grant and 1 %; in an answer under a token and 1 %."""
+"""What drafting may lose: in a process what was saved, a grant and 0.75 %; in an answer two tokens and 1 %."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localspec.controllers.acceptance import GREEDY, SourceAcceptance
-from localspec.controllers.auto import PATIENCE_TOKENS, AutoController, prompt_pays
+from localspec.controllers.auto import CLEAR_GAIN, HORIZON, AutoController, reading_pays
 from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.learned import (
     ANSWER_GRANT,
@@ -101,13 +101,17 @@ def test_reading_is_bounded_within_an_answer_too() -> None:
     assert TimeBudget(balance=0.5).for_reading == 0.5
 
 
-def test_an_early_reading_has_to_pay_soon_and_a_later_one_may_take_its_time() -> None:
-    def pays(cost: float, n_emitted: int, gain: float = 12.0, room: int = 1000) -> bool:
-        return prompt_pays(cost, gain, plain_ms=50.0, n_emitted=n_emitted, room=room)
+def test_a_reading_pays_soon_or_clearly_and_before_the_answer_must_end() -> None:
+    plain_ms = 50.0
+    clear = CLEAR_GAIN * plain_ms
 
-    assert not pays(10.0, PATIENCE_TOKENS - 1)
-    assert pays(300.0, 16)
-    assert not pays(500.0, 16)
-    assert pays(500.0, 32)
-    assert not pays(500.0, 200, room=20)  # it may not go on for long
-    assert not pays(10.0, 500, gain=9.0)  # under a fifth of a token
+    def pays(cost_ms: float, gain_ms: float, room: int = 1000) -> bool:
+        return reading_pays(cost_ms, gain_ms, plain_ms, room)
+
+    assert pays(4.0 * HORIZON, 4.1)  # a small gain, a short reading
+    assert not pays(4.0 * HORIZON, 3.9)
+    assert pays(100.0 * HORIZON, 1.01 * clear)  # however long, where the gain is clear
+    assert not pays(100.0 * HORIZON, 0.99 * clear)
+    assert not pays(10.0, 0.0)
+    assert not pays(20.5 * clear, clear, room=20)
+    assert pays(18.0 * clear, 1.01 * clear, room=20)
