@@ -126,7 +126,8 @@ def first_problem(error: Any) -> str:
     """The first error of a pydantic ``ValidationError`` in one line: ``accepted of 0 of draft: …``."""
     first = error.errors(include_url=False)[0]
     where = " of ".join(map(str, reversed(first["loc"])))
-    return " ".join(f"{where}: {first['msg']}".removeprefix(": ").split())
+    message = first["msg"].partition(" or instance of ")[0]  # which names a class of ours
+    return " ".join(f"{where}: {message}".removeprefix(": ").split())
 
 
 MAX_COUNT = 1 << 31
