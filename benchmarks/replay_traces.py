@@ -53,8 +53,8 @@ CURVES: dict[str, tuple[Times, Times]] = {
 """t(w) of Qwen2.5-Coder 1.5B and, with guesses made of its logits, of the 0.5B in Q4_0, on two machines [ms]."""
 
 HEAD_SHARES = {1: 0.08, 2: 0.1, 3: 0.13, 4: 0.17, 8: 0.3, 16: 0.39, 64: 0.95}
-"""A head's reading of so many tokens over a pass of the target over one, as measured for the head that ships: its rows,
-the engine's pass, and the logits of the last."""
+"""A head's reading of so many tokens over a pass of the target over one, as measured for the head that shipped: its
+rows, the engine's pass, and the logits of the last."""
 
 OTHER_MS = 0.45
 STATES_MS = 0.3

@@ -286,6 +286,13 @@ class Stopping:
             return lowest_break_even(LENGTHS, with_block(rounds, lambda n: costs.step_ms(source, n)), 0.0)
         return lowest_break_even(LENGTHS, rounds, step_ms)
 
+    def gain_over_copies(self, source: str, n_prompt: int, n_answer: int) -> float:
+        """How many times as fast as with the drafters that cost nothing alone an answer is with this one too, its
+        reading of the prompt included; as passes cost now, and as draft tokens are accepted on the whole."""
+        copies = [each for each in self.acceptance if each not in self.costs.draft_times]
+        ms = 1.0 / self.solve(*copies, source).rate + self.costs.draft_times[source](n_prompt) / n_answer
+        return 1.0 / (self.solve(*copies).rate * ms)
+
     def set_unprofitable(self, sources: Set[str]) -> None:
         if sources != self.unprofitable:
             self.unprofitable, self.stale = sources, True

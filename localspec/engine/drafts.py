@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localspec.backends.base import Context, Model, SequenceBatch
-from localspec.controllers.calibration import WHOLE, PassKind
+from localspec.controllers.calibration import WHOLE, PassKind, curve_key
 from localspec.controllers.learned import AcceptanceStore
 from localspec.engine.draft_sources import (
     DraftSource,
@@ -18,7 +19,7 @@ from localspec.engine.draft_sources import (
     free_drafter,
     is_free,
 )
-from localspec.engine.loading import Loader, Report
+from localspec.engine.loading import N_ANSWER, N_PROMPT, Loader, Report
 from localspec.engine.saved_chats import SavedChats
 from localspec.engine.state import DecodingState, DraftMemory, DraftModel, taps_of, target_memory
 from localspec.errors import Cancelled, EngineError, LocalspecError, VocabularyMismatch
@@ -41,7 +42,7 @@ from localspec.spec_decode.drafters.names import (
 )
 from localspec.spec_decode.drafters.other_vocabulary import MappedTokensDrafter, OtherVocabularyDrafter
 from localspec.spec_decode.drafters.pard import PardDrafter, checked_mask, file_and_mask, mask_token
-from localspec.system.files import home, is_same_file
+from localspec.system.files import JsonStore, Key, home, is_same_file
 from localspec.system.steps import exhaust
 
 
@@ -120,6 +121,11 @@ def open_corpus(where: str, target: Model, loader: Loader, report: Report) -> Co
     return index
 
 
+LEAST_GAIN = 1.03
+"""What ``auto`` expects of a drafter that runs a model, over those that cost nothing alone: with less it is not loaded,
+and reads no prompt. Asked once calibration is undisturbed, and again where machine, engine or files are others."""
+
+
 @dataclass(slots=True)
 class DraftMaker:
     """Makes the drafters that names stand for; what is loaded already is used again.
@@ -180,7 +186,7 @@ class DraftMaker:
         models: list[DraftModel] = []
         for name in found_drafts(target, self.loader.warnings.append):
             try:
-                models += self._model(name, models, any_vocabulary=False)
+                models += self._paying(name, free, models)
             except Cancelled:  # it gives way to a request, and is tried again
                 raise
             except LocalspecError as error:
@@ -189,6 +195,42 @@ class DraftMaker:
                     raise
                 self._go_without(error)
         return free, _named(models, free)
+
+    def _paying(self, name: str, free: Sequence[Drafter], others: Sequence[DraftModel]) -> list[DraftModel]:
+        """What a name stands for, unless it was found to add too little to drafters that cost nothing here."""
+        if not self.loader.options.remember:
+            return self._model(name, others, any_vocabulary=False)
+        source, rest = _source_of(name, self.loader.warnings.append)
+        path = Path(rest) if source is None else source.find(rest, self.before.target).path
+        gains, key = JsonStore(home() / "gains", 1), self._gain_key(path)
+        gain = (gains.get(key) or {}).get("gain", math.inf)
+        if gain < LEAST_GAIN:
+            self._leave_out(path, gain)
+            return []
+        found = self._model(name, others, any_vocabulary=False)
+        if not found or self.before.times.noisy or found[0].times.noisy:
+            return found
+        alone = replace(self.before, free=[*free], models=found, acceptance=self._acceptance_of(free, found))
+        gain = alone.gain_of(found[0], N_PROMPT, N_ANSWER)
+        gains.put(key, {"gain": round(gain, 3)})
+        if gain >= LEAST_GAIN:
+            return found
+        self._leave_out(path, gain)
+        if all(each.model is not found[0].model for each in self.before.models):
+            found[0].close()
+        return []
+
+    def _gain_key(self, path: Path) -> Key:
+        options = self.loader.options
+        of_target = curve_key(self.before.target, options.kv_cache_type)
+        return of_target | {"draft": fingerprint(path), "draft engine": options.draft_backend or ""}
+
+    def _leave_out(self, path: Path, gain: float) -> None:
+        adds = "saves nothing" if gain < 1.005 else f"saves {100 * (gain - 1):.0f} %"
+        self.loader.warnings.append(
+            f"{path.name} is left out: beside copying from the text it {adds} of a typical answer's time here; "
+            "--draft names it all the same"
+        )
 
     def _corpora(self, names: Sequence[str]) -> Sequence[Drafter]:
         drafters: list[CorpusDrafter] = []

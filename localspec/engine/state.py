@@ -279,6 +279,17 @@ class DecodingState:
             params=params,
         )
 
+    def gain_of(self, draft: DraftModel, n_prompt: int, n_answer: int) -> float:
+        """What a drafter that runs a model adds to those that cost nothing, greedy or sampled, whichever is more: the
+        expected time of an answer of so many tokens without it, over that with it."""
+        n_prompt = n_prompt if draft.drafter.info.reads_text else 0
+        gains = []
+        for temperature in (0.0, 0.8):
+            controller = self.controller("auto", SamplingParams(temperature=temperature))
+            assert isinstance(controller, AutoController)
+            gains.append(controller.stopping.gain_over_copies(draft.source, n_prompt, n_answer))
+        return max(gains)
+
     def fork(self, sources: Collection[str] | None = None, *, own_contexts: bool = False) -> DecodingState:
         """Another state over the same weights: it learns apart from here on, and its drafters have read nothing.
 

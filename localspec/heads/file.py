@@ -4,7 +4,6 @@ lie."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import resources
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from localspec.system.files import home, write_atomically
 Floats = npt.NDArray[np.float32]
 
 TYPES = ("Q8_0", "Q5_1", "Q4_1", "Q4_0")  # tensor types of a head's matrices, the most exact first
-SHIPPED_BYTES = 32 << 20  # the largest head file that is shipped [bytes]
+MOST_BYTES = 32 << 20  # a head's matrices take the most exact type with which its file stays below [bytes]
 
 _READABLE = (*TYPES, "F32", "F16")
 
@@ -47,7 +46,7 @@ def write_head(
         raise UsageError(f"a head's matrices are written as one of {', '.join(_READABLE)}, not {type_name}")
     for kind in TYPES if type_name is None else (type_name,):
         tensors = [new_tensor(name, shape, _stored_type(name, shape, kind)) for name, shape in shapes.items()]
-        if sum(tensor.n_bytes for tensor in tensors) + 8 * card.n_out < SHIPPED_BYTES:
+        if sum(tensor.n_bytes for tensor in tensors) + 8 * card.n_out < MOST_BYTES:
             break
     with write_atomically(path) as file:
         output = GGUFOutput(file, card.metadata(), tensors)
@@ -100,7 +99,7 @@ def _stored_type(name: str, shape: tuple[int, ...], type_name: str) -> str:
     return type_name if shape[-1] % 32 == 0 or type_name in ("F16", "F32") else "F16"
 
 
-# Where heads lie: those that ship with localspec, and those that were trained here.
+# Where heads lie that were trained here.
 
 
 def heads_folder() -> Path:
@@ -112,9 +111,5 @@ def engine_folder() -> Path:
 
 
 def find_heads() -> list[Path]:
-    """The head files there are: trained here, the newest first, then shipped."""
-    trained = sorted(heads_folder().glob("*.gguf"), key=lambda path: (-path.stat().st_mtime, path.name))
-    packaged = resources.files("localspec.heads").joinpath("shipped")
-    # In a checkout they have not been copied into the package.
-    shipped = Path(str(packaged)) if packaged.is_dir() else Path(__file__).resolve().parents[2] / "models" / "heads"
-    return [*trained, *sorted(shipped.glob("*.gguf"))]
+    """The heads that were trained here, the newest first."""
+    return sorted(heads_folder().glob("*.gguf"), key=lambda path: (-path.stat().st_mtime, path.name))

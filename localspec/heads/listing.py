@@ -17,7 +17,7 @@ from localspec.system.files import models_dir
 
 
 def described_heads() -> list[dict[str, Any]]:
-    """Facts of heads made here and shipped, then of those among the model files that models are published with."""
+    """Facts of heads made here, then of those among the model files that models are published with."""
     published = [path for path in sorted(models_dir().rglob("*.gguf")) if names_published_head(path)]
     return [head_facts(path) for path in [*find_heads(), *published]]
 

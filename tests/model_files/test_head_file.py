@@ -64,13 +64,13 @@ def test_weights_come_back_as_exact_as_their_type(tmp_path: Path, type_name: str
         assert type_name in file.bytes_by_type
 
 
-def test_the_most_exact_type_that_can_be_shipped_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_most_exact_type_that_stays_small_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights, sizes = random_weights(CARD), []
     for type_name in TYPES:
         sizes.append(write_head(tmp_path / type_name, CARD, weights, type_name).stat().st_size)
     assert sizes == sorted(sizes, reverse=True)
     for type_name, size in zip(TYPES, sizes, strict=True):
-        monkeypatch.setattr("localspec.heads.file.SHIPPED_BYTES", size)
+        monkeypatch.setattr("localspec.heads.file.MOST_BYTES", size)
         with GGUFFile(write_head(tmp_path / "head.gguf", CARD, weights)) as file:
             assert type_name in file.bytes_by_type
 

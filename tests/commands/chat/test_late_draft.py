@@ -21,6 +21,7 @@ from localspec.commands.chat.commands import run_command
 from localspec.commands.chat.screen import ChatScreen
 from localspec.commands.options import RunOptions
 from localspec.controllers.cost_model import PassTimes
+from localspec.engine import drafts
 from localspec.engine.loading import draft_gain, giving_way
 from localspec.engine.options import LoadOptions
 from localspec.engine.worker import Job
@@ -50,6 +51,7 @@ def head_of(target: Path) -> None:
 def llm(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     monkeypatch.setattr(Catalog, "draft_for", lambda self, path: tiny.quick.draft)
     monkeypatch.setattr(chat_module, "draft_gain", lambda times: 1.1)
+    monkeypatch.setattr(drafts, "LEAST_GAIN", 0.0)  # what passes cost here has no say in these tests
     with LLM(tiny.quick.target, "ngram", backend="reference", n_ctx=256) as loaded:
         yield loaded
 
@@ -282,9 +284,13 @@ def with_mtp_beside(tiny: TinyFiles, folder: Path) -> tuple[Path, list[str]]:
     "make", [mtp_target, partial(with_head, write_eagle3), partial(with_head, write_dflash), with_mtp_beside]
 )
 def test_what_models_are_published_with_comes_without_being_asked_for(
-    tiny: TinyFiles, tmp_path: Path, make: Callable[[TinyFiles, Path], tuple[Path, list[str]]]
+    tiny: TinyFiles,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[TinyFiles, Path], tuple[Path, list[str]]],
 ) -> None:
     """Where no draft model and no trained head is there too; and before a draft model is fetched."""
+    monkeypatch.setattr(drafts, "LEAST_GAIN", 0.0)
     open_backend("llama-cpp")
     target, found = make(tiny, tmp_path)
     with LLM(target, "ngram", backend="llama-cpp", n_ctx=256, idle=False) as loaded:
