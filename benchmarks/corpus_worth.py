@@ -40,8 +40,7 @@ from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.learned import TimeBudget
 from localspec.sampling.sampling import Noise, SamplingParams
 from localspec.spec_decode.drafters.base import Drafter
-from localspec.spec_decode.drafters.corpus import CorpusDrafter
-from localspec.spec_decode.drafters.corpus_index import DEPTH, CorpusIndex, PathSource, read_text
+from localspec.spec_decode.drafters.corpus import DEPTH, CorpusDrafter, CorpusIndex, PathSource, read_text
 from localspec.spec_decode.drafters.group import DrafterGroup
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.proposer import Proposer

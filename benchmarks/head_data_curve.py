@@ -30,8 +30,8 @@ from localspec.heads.card import ALL_TEXTS, Rates
 from localspec.heads.trained import target_facts
 from localspec.heads.training.run_folder import KINDS, Recipe, RunFolder
 from localspec.heads.training.shards import Passage, Shards
+from localspec.heads.training.start import new_card, start
 from localspec.heads.training.trainer import Trainer, TrainingSettings
-from localspec.heads.training.warm_start import new_card, start
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.gguf import GGUFFile, tensor_rows
 from localspec.report.renderers import table

@@ -37,7 +37,6 @@ from typing import Any
 from localspec import LLM, EngineError, Placement, SamplingParams
 from localspec.backends.llama.rpc import ask
 from localspec.engine.options import DraftLength, checked_length
-from localspec.engine.state import AheadChoice
 from localspec.system.files import home
 from localspec.system.machine import cpu_name
 
@@ -185,7 +184,7 @@ def answer(llm: LLM, question: str, arm: str, max_tokens: int, sums: dict[str, f
     """One answer, its statistics added to the sums."""
     messages = [{"role": "user", "content": question}]
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    with without_ahead() if arm == "in order" else nullcontext():
+    with without_ahead(llm) if arm == "in order" else nullcontext():
         rounds = list(stream := llm.rounds(messages, params, draft_length=length, **ARMS[arm]))
     stats = stream.reply.stats
     for name in COUNTED:
@@ -196,14 +195,14 @@ def answer(llm: LLM, question: str, arm: str, max_tokens: int, sums: dict[str, f
 
 
 @contextmanager
-def without_ahead() -> Iterator[None]:
+def without_ahead(llm: LLM) -> Iterator[None]:
     """Within the block nothing is drafted while the target verifies: users have no such choice."""
-    kept = AheadChoice.of
-    AheadChoice.of = lambda self, target, drafts: None  # type: ignore[method-assign]
+    state = llm.inspect().state
+    kept, state.drafting_ahead = state.drafting_ahead, None
     try:
         yield
     finally:
-        AheadChoice.of = kept  # type: ignore[method-assign]
+        state.drafting_ahead = kept
 
 
 HEAD = ("delay", "t(1)", "t(8)/t(1)", "plain tok/s", "auto tok/s", "ratio", "in order", "rounds with a draft", "sent",

@@ -39,6 +39,7 @@ from typing import Any
 import numpy as np
 
 from localspec import LLM, SamplingParams
+from localspec.engine.answer import rounds
 from localspec.system.machine import cpu_name
 from tests.support import ggufs
 from tests.support.gguf_vocabs import bpe_vocab
@@ -116,7 +117,7 @@ def profile(way: str, ms: float, n_tokens: int, n_vocab: int, *, spins: bool) ->
             fixed = SamplingParams(**{**_fields(params), "max_tokens": n_tokens})
             prompt = pair.target.tokenize("One two three")
             profiler.enable()
-            n = sum(1 for _ in pair.rounds(prompt, fixed, length, lambda n: None, lambda: False))
+            n = sum(1 for _ in rounds(pair, prompt, fixed, length, lambda n: None, lambda: False))
             profiler.disable()
             return n
 

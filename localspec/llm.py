@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar, Unpack, cast
 from localspec.backends.base import shared_prefix
 from localspec.backends.placement import Placement
 from localspec.engine import saved
+from localspec.engine.answer import answer, never_ran, score
 from localspec.engine.loading import Report, giving_way
 from localspec.engine.options import (
     PREFIX_CACHE_BYTES,
@@ -30,9 +31,9 @@ from localspec.engine.options import (
     split_options,
 )
 from localspec.engine.pair import Pair
-from localspec.engine.request import AnswerRequest, AsyncRoundStream, Reply, RoundStream, Submit
+from localspec.engine.request import AnswerRequest, AsyncRoundStream, Reply, RoundStream
 from localspec.engine.saved import SavedContext, restore_contexts, save_contexts
-from localspec.engine.scheduler import answer, never_ran, score, serve_batch
+from localspec.engine.scheduler import serve_batch
 from localspec.engine.worker import Job, Result, Turns, Worker, on_mains
 from localspec.errors import Cancelled, Closed, SessionFileError, UsageError, checked_whole
 from localspec.model_files.catalog import Catalog
@@ -49,11 +50,11 @@ Question = TypeVar("Question")
 
 
 class Asking(ABC, Generic[Question]):
-    """Turns one thing, how to queue a question, into every way to ask it."""
+    """Turns one thing, the job of a question, into every way to ask it."""
 
     @abstractmethod
-    def submitter(self, question: Question, params: SamplingParams | None, **options: Unpack[RequestOptions]) -> Submit:
-        """Check a question and its options, and return what queues it."""
+    def job(self, question: Question, params: SamplingParams | None, **options: Unpack[RequestOptions]) -> Job:
+        """Check a question and its options, and return what a stream queues."""
 
     def _as_chat(self, question: Question | str) -> Question | str:
         return question
@@ -98,7 +99,7 @@ class Asking(ABC, Generic[Question]):
                 when the stream is read.
             Closed: after ``close``.
         """
-        return RoundStream(self.submitter(question, params, **options))
+        return RoundStream(self.job(question, params, **options))
 
     def stream(
         self, question: Question, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
@@ -135,7 +136,7 @@ class Asking(ABC, Generic[Question]):
         ...         print(round_.text, end="")
         ...     reply = await rounds.reply()
         """
-        return AsyncRoundStream(self.submitter(question, params, **options))
+        return AsyncRoundStream(self.job(question, params, **options))
 
     async def astream(
         self, question: Question, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
@@ -252,31 +253,28 @@ class Session(Asking[str]):
         """As ``save``, for asyncio."""
         await asyncio.to_thread(self.save, path, memory=memory)
 
-    def submitter(self, question: str, params: SamplingParams | None, **options: Unpack[RequestOptions]) -> Submit:
+    def job(self, question: str, params: SamplingParams | None, **options: Unpack[RequestOptions]) -> Job:
         if not isinstance(question, str):
             raise UsageError("a session is asked with a text; earlier turns are remembered")
         if "conversation" in options:
             raise UsageError("a session is a conversation of its own")
         asked: Message = {"role": "user", "content": question}
         # Made when its turn comes: what was asked before may still be waiting for its answer.
-        submit = self._llm.submitter(
+        job = self._llm.job(
             lambda: [*self.messages, asked],
             self.params if params is None else params,
             **(options | {"conversation": self._conversation}),
         )
 
-        def with_memory(deliver: Callable[[Any], Any]) -> Job:
-            def settle(item: Any) -> None:
-                done = isinstance(item, Job) and not item.cancelled() and (item.refused or item.exception()) is None
-                if done and (reply := item.result()).token_ids:
-                    # What was thought is kept beside the answer; the template says whether the model sees it again.
-                    thought = {"reasoning_content": reply.thinking} if reply.thinking else {}
-                    self.messages += [asked, {"role": "assistant", "content": reply.text} | thought]
-                deliver(item)
+        def settle(job: Job) -> None:
+            done = not job.cancelled() and (job.refused or job.exception()) is None
+            if done and (reply := job.result()).token_ids:
+                # What was thought is kept beside the answer; the template says whether the model sees it again.
+                thought = {"reasoning_content": reply.thinking} if reply.thinking else {}
+                self.messages += [asked, {"role": "assistant", "content": reply.text} | thought]
 
-            return submit(settle)
-
-        return with_memory
+        job.settle = settle
+        return job
 
 
 def _file(path: str | Path) -> Path:
@@ -585,14 +583,14 @@ class LLM(Asking[Prompt]):
 
         >>> llm.generate("def fibonacci(n):", SamplingParams(max_tokens=80, stop=["\\n\\n"])).text
         """
-        with self.rounds(text, params, **options) as rounds:
+        with RoundStream(self.job(text, params, **options)) as rounds:
             return rounds.reply
 
     async def agenerate(
         self, text: str | Sequence[int], params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> Reply:
         """As ``generate``, for asyncio."""
-        async with self.arounds(text, params, **options) as rounds:
+        async with AsyncRoundStream(self.job(text, params, **options)) as rounds:
             return await rounds.reply()
 
     def fill(
@@ -623,8 +621,7 @@ class LLM(Asking[Prompt]):
             UsageError: the model has no fill-in-the-middle tokens, or there is no text at all.
             QueueFull, Closed: as in ``rounds``.
         """
-        prompt, params, options = self._fill(prefix, suffix, params, context_files, name, single_line, options)
-        with self.rounds(prompt.tokens, params, **options) as rounds:
+        with RoundStream(self._filling(prefix, suffix, params, context_files, name, single_line, options)) as rounds:
             return rounds.reply
 
     async def afill(
@@ -639,11 +636,11 @@ class LLM(Asking[Prompt]):
         **options: Unpack[RequestOptions],
     ) -> Reply:
         """As ``fill``, for asyncio; cancelling the task stops the engine."""
-        prompt, params, options = self._fill(prefix, suffix, params, context_files, name, single_line, options)
-        async with self.arounds(prompt.tokens, params, **options) as rounds:
+        job = self._filling(prefix, suffix, params, context_files, name, single_line, options)
+        async with AsyncRoundStream(job) as rounds:
             return await rounds.reply()
 
-    def _fill(
+    def _filling(
         self,
         prefix: str,
         suffix: str,
@@ -652,12 +649,12 @@ class LLM(Asking[Prompt]):
         name: str | None,
         single_line: bool,
         options: RequestOptions,
-    ) -> tuple[FillPrompt, SamplingParams, RequestOptions]:
+    ) -> Job:
         params, rest = split_options(SamplingParams(max_tokens=FILL_TOKENS) if params is None else params, **options)
         if single_line:
             params = replace(params, stop=[*params.stop, "\n"])
         prompt = self.fill_prompt(prefix, suffix, files, name=name, max_tokens=params.max_tokens)
-        return prompt, params, cast(RequestOptions, {"keep_tokens": prompt.n_before} | rest)
+        return self.job(prompt.tokens, params, **{"keep_tokens": prompt.n_before} | rest)
 
     def logprobs(
         self,
@@ -684,7 +681,7 @@ class LLM(Asking[Prompt]):
             PromptTooLong: it does not fit into the context.
             Cancelled: the deadline passed first.
         """
-        with RoundStream(self._scorer(prompt, top, deadline, conversation)) as stream:
+        with RoundStream(self._scoring(prompt, top, deadline, conversation)) as stream:
             return cast(list[ScoredToken], stream.reply)
 
     async def alogprobs(
@@ -696,7 +693,7 @@ class LLM(Asking[Prompt]):
         conversation: Hashable | None = None,
     ) -> list[ScoredToken]:
         """As ``logprobs``, for asyncio."""
-        async with AsyncRoundStream(self._scorer(prompt, top, deadline, conversation)) as stream:
+        async with AsyncRoundStream(self._scoring(prompt, top, deadline, conversation)) as stream:
             return cast(list[ScoredToken], await stream.reply())
 
     # -- text, without waiting for the queue ---------------------------------------------------------------------
@@ -890,41 +887,33 @@ class LLM(Asking[Prompt]):
         """
         return self._worker.call(lambda: work(self._pair), conversation=conversation)
 
-    def submitter(
+    def job(
         self,
         question: Prompt | Callable[[], Prompt],
         params: SamplingParams | None,
         **options: Unpack[RequestOptions],
-    ) -> Submit:
-        """See ``Asking.submitter``; a question that is a function is called when its turn comes."""
+    ) -> Job:
+        """See ``Asking.job``; a question that is a function is called when its turn comes."""
         params, rest = split_options(params, **options)
         queued = {name: rest.pop(name) for name in ("deadline", "conversation", "priority") if name in rest}
         pair, length = self._pair, self._draft_length
         request = AnswerRequest.checked(question, params, pair.encoder, length, self.model_name, **rest)
-        return self._submitter(
+        return Job(
             lambda job: answer(request, pair, job),
             abandoned=lambda job: never_ran(request, job, pair),
             request=request,
+            submit=self._worker.queue.put,
             **queued,
         )
 
-    def _scorer(self, prompt: Prompt, top: int, deadline: float | None, conversation: Hashable | None) -> Submit:
+    def _scoring(self, prompt: Prompt, top: int, deadline: float | None, conversation: Hashable | None) -> Job:
         pair, n_top = self._pair, checked_top(top)
-        return self._submitter(
+        return Job(
             lambda job: score(pair.encoder.encode(prompt), n_top, pair, job),
             deadline=deadline,
             conversation=conversation,
+            submit=self._worker.queue.put,
         )
-
-    def _submitter(self, work: Callable[[Job], Any], **options: Any) -> Submit:
-        queue = self._worker.queue
-
-        def submit(deliver: Callable[[Any], Any]) -> Job:
-            job = Job(work, deliver, **options)
-            queue.put(job)
-            return job
-
-        return submit
 
     def take_turns(self, turns: Turns) -> None:
         """Share the cores with all LLMs that are given the same: their rounds alternate. From the next request on."""

@@ -31,7 +31,7 @@ from localspec import (
     SamplingParams,
     UsageError,
 )
-from localspec.engine import scheduler
+from localspec.engine import answer as answer_module
 from localspec.engine.options import SamplingOptions
 from localspec.engine.worker import FairQueue, Job, Worker
 from localspec.spec_decode.rounds import SpecStats
@@ -181,7 +181,7 @@ def test_an_answer_that_raises_stop_iteration_is_no_end_without_an_answer(llm: L
         return next(iter(()))
 
     with pytest.raises(RuntimeError, match="StopIteration"):
-        RoundStream(llm.submitter(prompt, GREEDY)).reply  # noqa: B018
+        RoundStream(llm.job(prompt, GREEDY)).reply  # noqa: B018
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -251,14 +251,14 @@ def test_a_full_queue_refuses_and_says_so(llm: LLM) -> None:
 
 def test_turns_between_conversations_of_an_llm(llm: LLM) -> None:
     gate, order = Gate(llm), []
-    open_answer = scheduler.OpenAnswer
+    open_answer = answer_module.OpenAnswer
 
     def noting(pair: Any, state: Any, request: Any, asked: Any, *rest: Any, **more: Any) -> Any:
         order.append(llm.detokenize(asked[0]))
         return open_answer(pair, state, request, asked, *rest, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler, "OpenAnswer", noting)
+        patch.setattr(answer_module, "OpenAnswer", noting)
         names = ("a1", "a2", "a3", "b1", "b2")
         streams = [llm.rounds(name, GREEDY, conversation=name[0]) for name in names]
         gate.open()

@@ -72,7 +72,7 @@ class Forward:
     # for every token of the call; ``norm`` and the last layer one for each row of logits.
     hidden: Mapping[str, FloatArray] = field(default_factory=dict)
     # None where rows are whole; else ``logits`` [n_rows, k] has the k largest of each row, and these are their tokens,
-    # increasing, int64 [n_rows, k]. See ``Context.decode_best``.
+    # increasing, int64 [n_rows, k]. See ``Context.decode``.
     ids: TokenIds | None = None
 
     def __len__(self) -> int:
@@ -373,14 +373,19 @@ class Context(_Closable):
         """Whether ``decode_tree`` works."""
         return self.model.capabilities.trees and type(self)._decode_tree is not Context._decode_tree
 
-    def decode(self, tokens: Sequence[int], logits: Wanted = "all") -> Forward:
+    def decode(self, tokens: Sequence[int], logits: Wanted = "all", n_best: int = 0) -> Forward:
         """Feed tokens after those already in the memory.
+
+        Args:
+            n_best: how many of the largest logits of each row are enough: others may be left out; 0 wants whole rows.
 
         Raises:
             Cancelled: ``interrupted`` was true; the memory holds the pieces that were done.
         """
         self._check_ids(tokens)
         self._check_whole()
+        if n_best and self.finds_best and logits != "none" and len(tokens) <= N_UNINTERRUPTED:
+            return self._feed(tokens, partial(self._decode_best, tokens, n_best, logits, None))
         pieces: list[Forward] = []
         while logits != "all" and len(tokens) > N_UNINTERRUPTED and self.interrupted is not None:
             piece, tokens = tokens[:N_UNINTERRUPTED], tokens[N_UNINTERRUPTED:]
@@ -390,14 +395,6 @@ class Context(_Closable):
         pieces.append(self._feed(tokens, partial(self._decode, tokens, logits)))
         return Forward(pieces[-1].logits, joined_states(pieces)) if len(pieces) > 1 else pieces[0]
 
-    def decode_best(self, tokens: Sequence[int], n_best: int, logits: Literal["all", "last"] = "all") -> Forward:
-        """``decode``, where the ``n_best`` largest logits of each row are enough: others may be left out."""
-        if not self.finds_best or len(tokens) > N_UNINTERRUPTED:
-            return self.decode(tokens, logits)
-        self._check_ids(tokens)
-        self._check_whole()
-        return self._feed(tokens, partial(self._decode_best, tokens, n_best, logits, None))
-
     def decode_floats(
         self, rows: FloatArray, tokens: Sequence[int], logits: Wanted = "all", n_best: int = 0
     ) -> Forward:
@@ -406,7 +403,7 @@ class Context(_Closable):
         Args:
             rows: what the first block reads, float32 [n, n_embd], n at least 1.
             tokens: what ``tokens`` is to name each row, 0 or more; they need not be ids of this model.
-            n_best: as for ``decode_best``; 0 wants whole rows.
+            n_best: as for ``decode``.
 
         Raises:
             UsageError: the model cannot (``Capabilities.float_rows``), the shapes are wrong, or a row is not finite.

@@ -23,7 +23,7 @@ from localspec.spec_decode.drafters.names import AUTOMATIC
 
 if TYPE_CHECKING:
     from localspec.backends.llama.embedding import EmbeddingModel
-    from localspec.server.app import AppRunner
+    from localspec.server.app import Runner
 
 
 INTERRUPTED = 130
@@ -102,10 +102,10 @@ def serve_command(
 
 def _serve_several(
     options: RunOptions, settings: ServerSettings, names: Sequence[str], several: SeveralOptions
-) -> AppRunner:
+) -> Runner:
     from localspec.heads.assembly import engine_files
     from localspec.llm import LLM
-    from localspec.server.app import HostRunner, listen, url_of
+    from localspec.server.app import Runner, listen, url_of
     from localspec.server.hosting import Host, LoadPlan, Opening, ServedFile
 
     for name in names:
@@ -150,7 +150,7 @@ def _serve_several(
         say(f"{len(host.models)} models, loaded when asked for, kept {kept}: {shown}")
         say(f"memory for models: {size_text(host.memory)}" + (" (--memory)" if several.memory is None else ""))
         say(f"chat page at {url}/, OpenAI's API at {url}/v1, Anthropic's and Ollama's at {url} · Ctrl-C stops")
-        runner = HostRunner(host, verbose=options.verbose, on_start=lambda: print(url, flush=True))
+        runner = Runner(host, verbose=options.verbose, on_start=lambda: print(url, flush=True))
         runner.run(sockets=[sock])
     return runner
 
@@ -159,9 +159,10 @@ def say(line: str) -> None:
     print(f"localspec: {line}", file=sys.stderr, flush=True)
 
 
-def _serve_chats(options: RunOptions, settings: ServerSettings) -> AppRunner:
+def _serve_chats(options: RunOptions, settings: ServerSettings) -> Runner:
     from localspec.server.access import copies_texts
     from localspec.server.app import Runner, listen, url_of
+    from localspec.server.hosting import Host
 
     options = replace(options, load=replace(options.load, parallel=settings.parallel))
     with listen(settings.host, settings.port) as sock, options.opened(tell=True) as llm:
@@ -177,7 +178,8 @@ def _serve_chats(options: RunOptions, settings: ServerSettings) -> AppRunner:
             parallel = llm.parallel_info()
             say(f"requests at a time: {parallel['parallel']} ({parallel['reason']})")
         say(f"chat page at {url}/, OpenAI's API at {url}/v1, Anthropic's and Ollama's at {url} · Ctrl-C stops")
-        runner = Runner(llm, settings, verbose=options.verbose, on_start=lambda: print(url, flush=True))
+        host = Host.of_one(llm, settings)
+        runner = Runner(host, verbose=options.verbose, on_start=lambda: print(url, flush=True))
         runner.run(sockets=[sock])
     return runner
 
@@ -190,14 +192,16 @@ def _embedder(path: Path, load: LoadOptions) -> EmbeddingModel:
     return EmbeddingModel(path, n_ctx=load.n_ctx, n_threads=load.n_threads, n_gpu_layers=load.n_gpu_layers)
 
 
-def _serve_embeddings(path: Path, options: RunOptions, settings: ServerSettings) -> AppRunner:
+def _serve_embeddings(path: Path, options: RunOptions, settings: ServerSettings) -> Runner:
     from localspec.server.app import Runner, listen, url_of
+    from localspec.server.hosting import Host
 
     with listen(settings.host, settings.port) as sock, closing(_embedder(path, options.load)) as model:
         url = url_of(sock)
         about = f"embeddings of {model.n_embd} numbers, of texts up to {model.n_ctx} tokens"
         say(f"{path.stem} · {model.backend} · {about}")
         say(f"OpenAI's {url}/v1/embeddings, Ollama's {url}/api/embed · Ctrl-C stops")
-        runner = Runner(model, settings, verbose=options.verbose, on_start=lambda: print(url, flush=True))
+        host = Host.of_one(model, settings)
+        runner = Runner(host, verbose=options.verbose, on_start=lambda: print(url, flush=True))
         runner.run(sockets=[sock])
     return runner

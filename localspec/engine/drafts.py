@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localspec.backends.base import Context, Model, SequenceBatch
-from localspec.controllers.calibration import WHOLE, PassKind, curve_key
+from localspec.controllers.calibration import curve_key
 from localspec.controllers.learned import AcceptanceStore
 from localspec.engine.draft_sources import (
     DraftSource,
+    DraftWeights,
     FoundDraft,
     draft_source,
     draft_sources,
@@ -20,15 +21,14 @@ from localspec.engine.draft_sources import (
     is_free,
 )
 from localspec.engine.loading import N_ANSWER, N_PROMPT, Loader, Report
-from localspec.engine.saved_chats import SavedChats
-from localspec.engine.state import DecodingState, DraftMemory, DraftModel, taps_of, target_memory
+from localspec.engine.saved import SavedChats
+from localspec.engine.state import DecodingState, DraftMemory, DraftModel, ahead_of, taps_of, target_memory
 from localspec.errors import Cancelled, EngineError, LocalspecError, VocabularyMismatch
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.fingerprint import fingerprint
 from localspec.model_files.sources.base import size_text
 from localspec.spec_decode.drafters.base import Drafter
-from localspec.spec_decode.drafters.corpus import CorpusDrafter
-from localspec.spec_decode.drafters.corpus_index import BYTES_PER_BYTE, CorpusIndex, PathSource
+from localspec.spec_decode.drafters.corpus import BYTES_PER_BYTE, CorpusDrafter, CorpusIndex, PathSource
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.names import (
     AUTOMATIC,
@@ -168,8 +168,10 @@ class DraftMaker:
                     draft.close()
             models = [draft for draft in models if not draft.drafter.info.taps]
             context, batch = self._context_for([])
-        acceptance = self._acceptance_of(free, models)
-        return DecodingState(context, before.times, free, models, acceptance, before.ahead, batch)
+        ahead = ahead_of(context.model, models)
+        if ahead is not None and context is before.context:
+            ahead = before.drafting_ahead or ahead  # which has learned whether it pays
+        return DecodingState(context, before.times, free, models, self._acceptance_of(free, models), ahead, batch)
 
     # -- by name ---------------------------------------------------------------------------------------------------
 
@@ -268,17 +270,20 @@ class DraftMaker:
             return replace(known, name="", spec=spec, path=path, drafter=drafter)
         model = self.loader.load_draft(path, self.before, self.report, any_vocabulary=any_vocabulary)
         options, n_ctx = self.loader.options, self.before.context.n_ctx
-        try:
-            memory = DraftMemory.of_model(model, n_ctx, self.loader.parallel, options.n_gpu_layers)
-        except BaseException:
-            model.close()
-            raise
-        drafter = self._drafter(memory.contexts[0], source, mask)
-        if isinstance(drafter, MappedTokensDrafter):
+        weights = DraftWeights(
+            model, model.new_context, lambda context, source: self._drafter(context, source, mask), model.close
+        )
+        draft = self._loaded(
+            FoundDraft(path, spec),
+            source,
+            weights,
+            lambda: DraftMemory.of_model(model, n_ctx, self.loader.parallel, options.n_gpu_layers),
+        )
+        if isinstance(draft.drafter, MappedTokensDrafter):
             self.loader.warnings.append(f"{path.name} has other special tokens: they are mapped by name and meaning")
-        elif drafter.info.own_tokens:
+        elif draft.drafter.info.own_tokens:
             self.loader.warnings.append(f"{path.name} has another vocabulary: drafts are carried over as text")
-        return self._loaded("", spec, path, model, memory, drafter, WHOLE, model.close)
+        return draft
 
     def _drafter(self, context: Context, source: str, mask: int | None) -> Drafter:
         target, vocab = self.before.target, context.model.vocab
@@ -304,14 +309,13 @@ class DraftMaker:
             say=lambda line: self.report(line, None),
             warn=self.loader.warnings.append,
         )
-        try:
-            memory = DraftMemory.of_head(lambda: weights.new_context(n_ctx), self.loader.parallel)
-        except BaseException:
-            weights.close()
-            raise
-        context, name = memory.contexts[0], found.name or source
-        drafter, passes = weights.drafter(context, source), weights.passes(context)
-        return self._loaded(name, found.spec, found.path, weights.model, memory, drafter, passes, weights.close)
+        found = replace(found, name=found.name or source)
+        return self._loaded(
+            found,
+            source,
+            weights,
+            lambda: DraftMemory.of_head(lambda: weights.new_context(n_ctx), self.loader.parallel),
+        )
 
     def _known(self, path: Path, *, is_draft_model: bool) -> DraftModel | None:
         for draft in self.before.models:
@@ -324,25 +328,21 @@ class DraftMaker:
         return None
 
     def _loaded(
-        self,
-        name: str,
-        spec: str,
-        path: Path,
-        model: Model,
-        memory: DraftMemory,
-        drafter: Drafter,
-        passes: PassKind,
-        free_weights: Callable[[], None],
+        self, found: FoundDraft, source: str, weights: DraftWeights, new_memory: Callable[[], DraftMemory]
     ) -> DraftModel:
-        try:
-            times = self.loader.times(
-                model, memory.contexts[0].n_ctx, self.report, passes, f"the {name}" if name else path.name
-            )
-        except BaseException:
-            memory.close()
-            free_weights()
-            raise
-        draft = DraftModel(name, spec, path, model, memory, times, drafter, passes, free_weights)
+        """Weights with a memory, and what their passes cost; frees them where it fails."""
+        with ExitStack() as failed:
+            failed.callback(weights.close)
+            memory = new_memory()
+            failed.callback(memory.close)
+            context = memory.contexts[0]
+            drafter, passes = weights.drafter(context, source), weights.passes(context)
+            called = f"the {found.name}" if found.name else found.path.name
+            times = self.loader.times(weights.model, context.n_ctx, self.report, passes, called)
+            failed.pop_all()
+        draft = DraftModel(
+            found.name, found.spec, found.path, weights.model, memory, times, drafter, passes, weights.close
+        )
         self.undo.callback(draft.close)
         return draft
 

@@ -4,44 +4,32 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from localspec.backends.base import Context, FloatArray, Forward, Model, SequenceBatch, shared_prefix
-from localspec.backends.trust import SecondOpinion, checking, ensure_batches, verdict_key, verdicts, why_no_branches
-from localspec.controllers.auto import FLAT_ROW
-from localspec.controllers.batching import LEAST_GAIN, SharedPasses, ShareOfPass
+from localspec.backends.base import Context, shared_prefix
+from localspec.backends.trust import SecondOpinion, checking, verdict_key, verdicts
 from localspec.controllers.calibration import WHOLE, PassKind, calibrating, curve_key, curves
-from localspec.controllers.cost_model import PassTimes, row_ms
+from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.learned import AcceptanceStore
 from localspec.engine.drafts import DraftMaker
-from localspec.engine.fit import ContextChoice, context_of, layers_for
+from localspec.engine.fit import MOST, ContextChoice, context_of, layers_for, open_memory
 from localspec.engine.loading import Loader, Remarks, Report, compared, engines_comparing, giving_way
 from localspec.engine.options import DraftLength, LoadOptions
 from localspec.engine.prefix_cache import PassCounts, PrefixCache
-from localspec.engine.request import AnswerRequest, Reply
-from localspec.engine.state import FULL_CONTEXTS, DecodingState, DraftModel, target_memory
+from localspec.engine.state import DecodingState, DraftModel
 from localspec.engine.stored_prompts import PromptStore, StoringPrompts
-from localspec.engine.worker import PREPARATION, STORING, Job, Stopped, Worker
-from localspec.errors import Cancelled, ContextFull, EngineError, EngineMismatch, LocalspecError, UnsupportedModel
+from localspec.engine.worker import PREPARATION, STORING, Stopped, Worker
+from localspec.errors import Cancelled, ContextFull, EngineMismatch, LocalspecError
 from localspec.model_files.fingerprint import fingerprint
-from localspec.model_files.gguf import GGUFFile
-from localspec.model_files.kv_memory import KV_VALUE_BYTES, kv_shape
 from localspec.prompts.prompts import PromptEncoder
 from localspec.prompts.templates import ChatTemplate
-from localspec.sampling.constraint import constraint_for
-from localspec.sampling.sampling import SamplingParams
-from localspec.spec_decode.decoder import PREFILL_CHUNK, SpeculativeDecoder, TargetPass
-from localspec.spec_decode.detokenizer import TextAssembler, ThinkingReader
 from localspec.spec_decode.drafters.base import Controller, Drafter
 from localspec.spec_decode.drafters.corpus import CorpusDrafter
-from localspec.spec_decode.drafters.grammar import GrammarDrafter
-from localspec.spec_decode.overlapping import RoundOverlap, before_pass
-from localspec.spec_decode.rounds import FinishReason, PromptProgress, Round, SpecStats
 from localspec.system.machine import BUSY, CPUTimes, others_share, read_memory, trim_heap
 from localspec.system.steps import Steps
 
@@ -238,116 +226,6 @@ def second_opinion(pair: Pair, path: Path) -> SecondOpinion:
     )
 
 
-# Whether drafts may branch, which on some engines has to be known when the target's context is made.
-
-
-def why_chains(model: Model, times: PassTimes, options: LoadOptions, parallel: int, report: Report) -> str | None:
-    """Why drafts are chains, as part of a sentence; None where they may branch. The first call checks the engine."""
-    if parallel > 1:
-        return "answers share passes"
-    if not model.capabilities.trees or not model.capabilities.trees_apart:
-        return model.why_no_trees()
-    row = row_ms(times) / times(1)
-    if row >= FLAT_ROW:
-        return f"a further row of a pass costs {row:.2f} of a token here, and branches pay under {FLAT_ROW}"
-    return why_no_branches(model, options.n_gpu_layers, lambda line: report(line, None))
-
-
-# How many answers at a time: as many as make more tokens together, which t(w) says, and as there is memory for.
-
-MOST = 16
-"""t(w) is measured to 24 rows, and draft tokens need some of them."""
-
-CELLS_EACH = 512
-"""Tokens that an answer under way is reckoned to hold, its prompt included: every row passes over those of all, or
-over those of its own (``Capabilities.own_cells``)."""
-
-LEAST_CELLS = 1024
-"""Room for each answer at least; see ``scheduler.RESERVED``."""
-
-ENOUGH = 0.95
-"""Of the most tokens per millisecond that any number makes; with more answers each becomes slower for little."""
-
-N_CONTEXTS = FULL_CONTEXTS + 1
-"""What memory is reckoned with: room for all answers, and a context in which some engines compute one that is alone."""
-
-MEMORY_SHARE = 0.5
-"""Of the memory that is free, what they may take: drafts and buffers come after them."""
-
-
-@dataclass(frozen=True, slots=True)
-class ParallelChoice:
-    n: int
-    reason: str
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"parallel": self.n, "reason": self.reason}
-
-
-def open_memory(
-    loader: Loader, target: Model, times: PassTimes, n_ctx: int, report: Report
-) -> tuple[ParallelChoice, str | None, Context, SequenceBatch | None]:
-    """The target's memory: the number of answers, why drafts are chains, and what ``target_memory`` returns.
-
-    Raises:
-        EngineError: there is no memory for it.
-        EngineMismatch, UnsupportedModel: the engine cannot do what was asked for with this file.
-    """
-    options = loader.options
-
-    def opened(choice: ParallelChoice) -> tuple[ParallelChoice, str | None, Context, SequenceBatch | None]:
-        if choice.n > 1:
-            ensure_batches(target, options.n_gpu_layers)
-        chains = why_chains(target, times, options, choice.n, report)
-        return choice, chains, *target_memory(target, n_ctx, choice.n, branches=chains is None)
-
-    if options.parallel != "auto":
-        return opened(ParallelChoice(int(options.parallel), "as asked for"))
-    if options.placement.rpc:
-        return opened(ParallelChoice(1, "if a server is lost, one answer at a time can go on when it is back"))
-    available = read_memory().available if target.capabilities.device == "cpu" else None
-    choice = choose_parallel(target, times, n_ctx, available)
-    try:
-        return opened(choice)
-    except (EngineError, UnsupportedModel) as error:
-        if choice.n == 1:
-            raise
-        return opened(ParallelChoice(1, str(error)))
-
-
-def choose_parallel(model: Model, times: PassTimes, n_ctx: int, available: int | None) -> ParallelChoice:
-    """How many answers at a time; ``available`` is memory that can be taken now [bytes], None if unknown."""
-    if not model.capabilities.batches:
-        return ParallelChoice(1, f"{model.backend} computes one conversation of this model at a time")
-    if not model.capabilities.keeps_kv_type:
-        kept = f"{model.backend} keeps values of several conversations in 16 bits"
-        return ParallelChoice(1, f"{kept}, and a {model.kv_type} cache was asked for")
-    needed = _batch_bytes(model, n_ctx)
-    if available is not None and needed > MEMORY_SHARE * available:
-        room = f"{N_CONTEXTS} contexts of {n_ctx:,} tokens take {needed / 1e9:.2f} GB"
-        return ParallelChoice(1, f"{room}, over half of the {available / 1e9:.2f} GB that are free")
-    most = max(1, min(MOST, FULL_CONTEXTS * n_ctx // min(n_ctx, LEAST_CELLS)))
-    rates = [_rate(times, model, n) for n in range(1, most + 1)]
-    if max(rates) < LEAST_GAIN * rates[0]:
-        return ParallelChoice(1, "a pass over several takes as long here as theirs one after the other")
-    n = next(i for i, rate in enumerate(rates, 1) if rate >= ENOUGH * max(rates))
-    bound = f", and there is room for no more than {n}" if n == most < MOST else ""
-    gain = rates[n - 1] / rates[0]
-    return ParallelChoice(n, f"{n} together are expected to make {gain:.1f} times the tokens of one{bound}")
-
-
-def _rate(times: PassTimes, model: Model, n: int) -> float:
-    """Tokens per millisecond of n answers that draft nothing."""
-    shared = SharedPasses(times, model.capabilities.device)
-    shared.n_cells = CELLS_EACH if model.capabilities.own_cells else n * CELLS_EACH
-    return n / shared.with_overhead(n, n)
-
-
-def _batch_bytes(model: Model, n_ctx: int) -> int:
-    with GGUFFile(model.path) as file:
-        return kv_shape(file).bytes(N_CONTEXTS * n_ctx, model.kv_type if model.kv_type in KV_VALUE_BYTES else "f16")
-
-
 class Pair:
     """A target, its drafters, and what was learned about their cost and acceptance; owned by ``worker``'s thread.
 
@@ -391,7 +269,7 @@ class Pair:
             self.context_choice = self._context_choice(draft, free)
             n_ctx = self.context_choice.n_ctx
             times = self.loader.times(self.target, n_ctx, report)
-            opened = open_memory(self.loader, self.target, times, n_ctx, report)
+            opened = open_memory(self.options, self.target, times, n_ctx, report)
             self.parallel, self.why_chains, context, batch = opened
             self.loader.parallel = self.parallel.n
             undo.callback((batch or context).close)
@@ -558,35 +436,6 @@ class Pair:
             return self.last[1].explain()
         return self.state.controller(draft_length).explain()
 
-    def rounds(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        draft_length: DraftLength,
-        on_prefilled: Callable[[int], None],
-        cancelled: Callable[[], bool],
-    ) -> Iterator[Round]:
-        """Prefill and decode with all drafters; see ``OpenAnswer``."""
-        request = AnswerRequest(prompt, params, draft_length, n_logprobs=None, model_name="")
-        rounds: list[Round] = []
-        asked = (list(prompt), None)
-        answer = OpenAnswer(self, self.state, request, asked, rounds.append, cancelled, on_prefilled=on_prefilled)
-        with closing(answer), suppress(Cancelled):
-            while (rows := answer.propose()) is not None:
-                answer.commit(answer.decode(rows))
-                yield from rounds
-                rounds.clear()
-        answer.finish()
-        yield from rounds
-
-    def read(self, tokens: Sequence[int], n_chunk: int) -> Iterator[tuple[int, FloatArray]]:
-        """Take tokens through the target from the start, yielding (position, logits [n, n_vocab]) chunk by chunk."""
-        self.check_usable()
-        self.prefix_cache.put_aside(self.context)
-        self.context.truncate(0)
-        for start in range(0, len(tokens), n_chunk):
-            yield start, self.context.decode(tokens[start : start + n_chunk]).logits
-
     def parallel_info(self) -> dict[str, Any]:
         return self.parallel.as_dict() | ({"passes": self.shared.as_dict()} if self.parallel.n > 1 else {})
 
@@ -627,204 +476,6 @@ class Pair:
         self.loader.forget_if_wrong(draft.model, draft.times)
         self.prefix_cache.forget(draft.context)
         draft.close()
-
-
-SHARED_CHUNK = 1024
-"""Tokens of a prompt proposed at once where passes are shared, which take pieces of any length: the hidden states of
-all are kept for a head until they are read."""
-
-LONG_PROMPT = 256
-"""Tokens to read from which on an answer says how far it is: a few seconds on a slow laptop."""
-
-
-class OpenAnswer:
-    """An answer that is being made: ``propose``, a pass of the target, ``commit``, again and again; then ``reply``.
-
-    Until ``close`` target and drafters hold its conversation; after it, whatever happened, every context holds what its
-    ``tokens`` says. ``Cancelled`` from any of the three ends the answer early.
-
-    Args:
-        asked: what ``AnswerRequest.read`` returned.
-        deliver: takes every round.
-        cancelled: whether to stop; also asked inside of long passes, such as a draft model's first reading.
-        started: when its turn came, by ``time.perf_counter``.
-        on_prefilled: gets the number of cached prompt tokens, once the prompt is read.
-        on_read: takes how far a long prompt is read.
-        shared: what its share of a pass costs; None: it has passes of its own.
-        overlaps: whether rounds may be handed on within the next pass, see ``RoundOverlap``.
-
-    Raises:
-        LocalspecError: it cannot be begun; the pair is ready for the next one.
-    """
-
-    def __init__(
-        self,
-        pair: Pair,
-        state: DecodingState,
-        request: AnswerRequest,
-        asked: tuple[list[int], ThinkingReader | None],
-        deliver: Callable[[Round], None],
-        cancelled: Callable[[], bool],
-        started: float = 0.0,
-        on_prefilled: Callable[[int], None] = lambda n_cached: None,
-        on_read: Callable[[PromptProgress], None] = lambda progress: None,
-        shared: ShareOfPass | None = None,
-        overlaps: bool = False,
-    ) -> None:
-        pair.check_usable()
-        self._pair, self._shared, self._request, (self._prompt, thinking) = pair, shared, request, asked
-        self._deliver, self._cancelled, self._on_prefilled, self._started = deliver, cancelled, on_prefilled, started
-        chosen = state.drafters_for(request.drafters, request.prediction)
-        params, vocab, predicted = request.params, pair.target.vocab, bool(request.prediction)
-        self._constraint = constraint_for(params, vocab)
-        if self._constraint is not None and chosen:
-            chosen = [GrammarDrafter(self._constraint, pair.target.tokenize), *chosen]
-        self._controller = state.controller(
-            request.draft_length, params, chosen, shared=shared, predicted=predicted, thinks=thinking is not None
-        )
-        if pair.options.idle:
-            prepare_corpora(pair, chosen)
-        chosen = [drafter for drafter in chosen if self._controller.may_use(drafter.info.source)]
-        # No drafting ahead where passes are shared, as ends of drafts may be left out.
-        target, ahead = state.context, state.drafting_ahead if shared is None else None
-        overlaps = overlaps and target.overlaps and ahead is None
-        lost = partial(pair.lose_drafter, state)
-        self._decoder = SpeculativeDecoder(target, chosen, self._controller, lost, ahead, learns_later=overlaps)
-        models = [each for each in state.models if each.drafter in chosen]
-        self._drafts = [each.context for each in models if each.drafter.info.reads_text]
-        self._overlap = RoundOverlap([target, *self._drafts], self._hand_on) if overlaps else None
-        self._conversation = list(self._prompt)
-        self._last = request.draft_length, self._controller
-        pair.conversation, pair.last = self._conversation, self._last
-        named = vocab.named(params.stop) if params.stop else None
-        self._text = TextAssembler(vocab, [*params.stop, *request.end_marks], thinking, named)
-        self._stats, self._rounds, self._is_open = SpecStats(), list[Round](), False
-        self._stats.prompt_tokens = len(self._prompt)
-        self._stack = ExitStack()
-        with ExitStack() as stack:
-            stack.enter_context(pair.prefix_cache.conversation(target, self._drafts, self._conversation))
-            for context in (target, *self._drafts):  # long passes can be broken off
-                context.interrupted = cancelled
-                stack.callback(setattr, context, "interrupted", None)
-            self._stats.cached_tokens = self._decoder.read(
-                self._prompt, PREFILL_CHUNK if shared is None else SHARED_CHUNK
-            )
-            self._on_read = on_read if len(self._decoder.unread) >= LONG_PROMPT else None
-            self._reading_since = time.perf_counter()
-            self.tell_read()
-            self._stack = stack.pop_all()
-
-    def propose(self) -> TargetPass | None:
-        """The rows of its next pass of the target; None where it has ended, or is cancelled."""
-        decoder = self._decoder
-        if not self._is_open:
-            if decoder.unread and not self._cancelled():
-                return decoder.propose()
-            self._is_open = True
-            self._stats.seconds_prompt = time.perf_counter() - self._started
-            self._on_prefilled(self._stats.cached_tokens)
-            asked = self._request
-            decoder.start(self._prompt, asked.params, self._text, asked.n_logprobs, self._constraint, asked.prediction)
-        if decoder.finish_reason is not None or self._cancelled():
-            return None
-        return decoder.propose()
-
-    def tell_read(self, n_fed: int = 0) -> None:
-        """Say how far a long prompt is read; ``n_fed``: tokens of the proposed pass that the target has had already."""
-        if self._on_read is not None:
-            left = len(self._decoder.unread) - n_fed
-            read = len(self._prompt) - left - bool(left)  # the last token is read by the answer's first pass
-            seconds = time.perf_counter() - self._reading_since
-            self._on_read(PromptProgress(len(self._prompt), self._stats.cached_tokens, read, seconds))
-
-    def decode(self, rows: TargetPass) -> Forward:
-        """Run its next pass for it alone."""
-        if self._overlap is None:
-            return self._decoder.decode(rows)
-        before_pass(self._decoder.target)
-        try:
-            return self._decoder.decode(rows)
-        finally:
-            self._overlap.settle()
-
-    def commit(self, forward: Forward) -> None:
-        """Take what the pass returned; its round is delivered, where passes overlap within the next one."""
-        round_ = self._decoder.commit(forward)
-        if round_ is None:
-            self.tell_read()
-            return
-        self._conversation += [token.id for token in round_.emitted]
-        if self._overlap is not None:
-            self._overlap.hold(round_)
-        else:
-            self._show(round_)
-
-    def _hand_on(self, round_: Round) -> None:
-        self._decoder.learn(round_)
-        self._show(round_)
-
-    def _show(self, round_: Round) -> None:
-        if self._stats.time_to_first_token_s is None:
-            self._stats.time_to_first_token_s = time.perf_counter() - self._started
-        round_.draft_texts = [self._pair.target.vocab.display(token) for token in round_.draft.ids]
-        self._stats.add(round_)
-        self._rounds.append(round_)
-        self._deliver(round_)
-
-    def close(self) -> None:
-        """Leave the contexts; safe to call twice."""
-        try:
-            if self._overlap is not None:
-                self._overlap.settle()
-        finally:
-            self._decoder.close()
-            self._stack.close()
-
-    def finish(self) -> None:
-        """After ``close``, of an answer that did not fail: deliver what was held back of its text."""
-        if self._decoder.finish_reason is None:
-            # What was held back is verified too, and nothing follows any more that could make a stop string of it.
-            spans = self._text.finish()
-            if spans or self._text.stopped:
-                self._show(Round.of_rest(len(self._rounds), spans, "stop" if self._text.stopped else "cancelled"))
-        if self._request.keep_tokens is not None:
-            self._conversation = list(self._prompt[: self._request.keep_tokens])
-            for context in (self._decoder.target, *self._drafts):
-                self._pair.prefix_cache.cut(context, self._conversation)
-        # Others may have begun since this one did.
-        self._pair.conversation, self._pair.last = self._conversation, self._last
-
-    def reply(self, job: Job) -> Reply:
-        """The whole, after ``close``; what was held back is delivered first."""
-        self.finish()
-        stats, pair, shared, rounds = self._stats, self._pair, self._shared, self._rounds
-        times = pair.state.times
-        widths = [round_.width for round_ in rounds if round_.emitted]
-        if shared is not None and shared.has_company:
-            stats.seconds_one_token = None  # its passes were those of others too
-        elif widths and not times.noisy:
-            # As this answer's own passes went: the machine may have been slower, or faster, than in the long view.
-            expected = sum(times(width) for width in widths)
-            stats.seconds_plain_token = times(1) / expected * stats.seconds_verify
-        explanation = self._controller.explain()
-        if shared is not None and shared.mean_answers > 1.0:
-            explanation += f"\nShared with other answers: on average {shared.mean_answers:.1f} at once."
-        tokens = [token for round_ in rounds for token in round_.emitted]
-        finish: FinishReason = rounds[-1].finish_reason or "cancelled" if rounds else "cancelled"
-        return Reply(
-            "".join(round_.text for round_ in rounds),
-            [token.id for token in tokens],
-            finish,
-            stats,
-            self._request.model_name,
-            pair.draft_names,
-            pair.target.backend,
-            cancelled_by=job.cancelled_by if finish == "cancelled" else None,
-            tokens=tokens,
-            explanation=explanation,
-            seconds_waited=job.seconds_waited,
-            thinking="".join(round_.thinking for round_ in rounds),
-        )
 
 
 # Reading in idle time: the conversation, for draft models, and what the next prompt will begin with, for all.

@@ -184,7 +184,7 @@ class PrefixCache:
             return
         for entry in self._of(context):
             # What a longer one begins with need not be kept, unless a memory that cannot be cut would need just that.
-            if shared_prefix(entry.tokens, held) == len(entry.tokens) and _can_be_cut(context):
+            if shared_prefix(entry.tokens, held) == len(entry.tokens) and can_be_cut(context):
                 self._remove(entry)
         self._make_room(n_bytes)
         try:
@@ -209,7 +209,7 @@ class PrefixCache:
 
     def cut(self, context: Context, beginning: Sequence[int]) -> None:
         """Cut a context to the beginning of its conversation, where that costs nothing: so much less to put aside."""
-        if _can_be_cut(context):
+        if can_be_cut(context):
             context.reuse(beginning)
             self._drafted.pop(context, None)
 
@@ -223,14 +223,14 @@ class PrefixCache:
         if n < len(held):
             # It goes on differently. What is foreign is cut off, where that can be.
             n = shared_prefix(context.tokens, tokens)
-            if n < MIN_TOKENS or not _can_be_cut(context):
+            if n < MIN_TOKENS or not can_be_cut(context):
                 return None
             context.truncate(n)
             self._drafted.pop(context, None)
         if n < MIN_TOKENS:
             return None
         n_read = shared_prefix(context.tokens, tokens)
-        if MIN_TOKENS <= n_read < len(context.tokens) and _can_be_cut(context):
+        if MIN_TOKENS <= n_read < len(context.tokens) and can_be_cut(context):
             context.truncate(n_read)  # draft tokens that were not accepted
         return list(tokens[:n]), context.export_state()
 
@@ -297,13 +297,18 @@ class PrefixCache:
         self.n_bytes = sum(each.state.n_bytes for each in self._entries)
 
 
-def _usable(entry: CachedContext, prompt: Sequence[int]) -> int:
-    shared = shared_prefix(entry.tokens, prompt)
-    return shared if shared == len(entry.tokens) or _can_be_cut(entry.context) else 0
+def usable(context: Context, tokens: Sequence[int], prompt: Sequence[int]) -> int:
+    """Tokens of a prompt that need not be read once a context holds what was kept of a conversation."""
+    shared = shared_prefix(tokens, prompt)
+    return shared if shared == len(tokens) or can_be_cut(context) else 0
 
 
-def _can_be_cut(context: Context) -> bool:
+def can_be_cut(context: Context) -> bool:
     return context.model.capabilities.rollback == "exact"
+
+
+def _usable(entry: CachedContext, prompt: Sequence[int]) -> int:
+    return usable(entry.context, entry.tokens, prompt)
 
 
 # What the rows of passes that answers shared were for.

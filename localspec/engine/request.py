@@ -154,12 +154,13 @@ class Reply:
         }
 
 
-Submit = Callable[[Callable[[Any], Any]], Job]
-"""Queues a job; takes what delivers its steps (``Round``, ``PromptProgress``), if it makes any, and then the job."""
-
-
 class _Stream:
-    _job: Job
+    """Reads a job that is queued here: it gives ``Round`` and ``PromptProgress``, if it makes any, and then itself."""
+
+    def __init__(self, job: Job, deliver: Callable[[Any], Any]) -> None:
+        self._job = job
+        job.deliver = deliver
+        job.submit(job)
 
     @property
     def state(self) -> JobState:
@@ -167,7 +168,7 @@ class _Stream:
         return self._job.state
 
     def __del__(self) -> None:
-        job: Job | None = getattr(self, "_job", None)  # None where submitting it failed
+        job: Job | None = getattr(self, "_job", None)  # None where there is no loop
         if job is not None and job.cancelled_by is None:
             job.cancelled_by = "caller"  # no more than that: it takes no lock
 
@@ -179,9 +180,9 @@ class RoundStream(_Stream, Iterator[Round]):
     ``reply`` is then what was emitted until there, with ``finish_reason`` ``cancelled``.
     """
 
-    def __init__(self, submit: Submit) -> None:
+    def __init__(self, job: Job) -> None:
         self._items = queue.SimpleQueue[Any]()
-        self._job = submit(self._items.put)
+        super().__init__(job, self._items.put)
 
     def __iter__(self) -> RoundStream:
         return self
@@ -216,7 +217,7 @@ class RoundStream(_Stream, Iterator[Round]):
         Raises:
             LocalspecError: the request failed.
         """
-        for _ in self:
+        while self._step() is not None:
             pass
         return self._job.reply()  # type: ignore[no-any-return] # what the job returned
 
@@ -228,7 +229,7 @@ class RoundStream(_Stream, Iterator[Round]):
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.close()
+        self._job.cancel()
 
 
 class AsyncRoundStream(_Stream, AsyncIterator[Round]):
@@ -238,10 +239,10 @@ class AsyncRoundStream(_Stream, AsyncIterator[Round]):
     round.
     """
 
-    def __init__(self, submit: Submit) -> None:
+    def __init__(self, job: Job) -> None:
         loop = asyncio.get_running_loop()
         items = self._items = asyncio.Queue[Any]()
-        job = self._job = submit(lambda item: loop.call_soon_threadsafe(items.put_nowait, item))
+        super().__init__(job, lambda item: loop.call_soon_threadsafe(items.put_nowait, item))
         late = None if job.ends_at is None else max(0.0, job.ends_at - time.monotonic())
         self._timer = None if late is None else loop.call_later(late, job.cancel, "deadline")
 
@@ -280,7 +281,7 @@ class AsyncRoundStream(_Stream, AsyncIterator[Round]):
         Raises:
             LocalspecError: the request failed.
         """
-        async for _ in self:
+        while await self._step() is not None:
             pass
         return self._job.reply()  # type: ignore[no-any-return] # what the job returned
 

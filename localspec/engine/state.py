@@ -28,21 +28,6 @@ from localspec.spec_decode.drafters.ngram import NgramDrafter
 # Whether drafters go on while the target verifies: only where the two do not take each other's time.
 
 
-class AheadChoice:
-    """Drafts ahead of the verdict, where draft model and target are on devices of their own."""
-
-    def __init__(self) -> None:
-        self._made: tuple[Context, DraftAhead] | None = None
-
-    def of(self, target: Context, drafts: Sequence[Model]) -> DraftAhead | None:
-        """What drafts ahead of a target; the same one while the context stays, as it learns whether it pays."""
-        if not any(are_apart(target.model, draft) for draft in drafts):
-            return None
-        if self._made is None or self._made[0] is not target:
-            self._made = target, DraftAhead()
-        return self._made[1]
-
-
 def are_apart(target: Model, draft: Model) -> bool:
     """Whether one is on the CPU alone and the other on a GPU alone: two on one device only slow each other down.
 
@@ -156,7 +141,7 @@ class DecodingState:
         free: drafters that cost nothing; they are asked first.
         models: draft models and heads.
         acceptance: how often draft tokens were accepted, and the time that drafting may cost.
-        ahead: whether drafters go on while the target verifies.
+        drafting_ahead: drafts while the target verifies; None where that is not done.
         batch: the memory that the context is a sequence of, where several answers share passes.
         failed: sources of drafters that have failed, and are not asked any more.
     """
@@ -166,13 +151,9 @@ class DecodingState:
     free: list[Drafter]
     models: list[DraftModel]
     acceptance: AcceptanceStore
-    ahead: AheadChoice = field(default_factory=AheadChoice)
+    drafting_ahead: DraftAhead | None = None
     batch: SequenceBatch | None = None
     failed: set[str] = field(default_factory=set)
-
-    @property
-    def drafting_ahead(self) -> DraftAhead | None:
-        return self.ahead.of(self.context, [draft.model for draft in self.models if draft.drafter.info.reads_text])
 
     @property
     def target(self) -> Model:
@@ -319,7 +300,7 @@ class DecodingState:
             raise
         batch = None if own_contexts else self.batch
         learned = deepcopy(self.times), free, models, deepcopy(self.acceptance)
-        return DecodingState(context, *learned, AheadChoice(), batch)
+        return DecodingState(context, *learned, ahead_of(context.model, models), batch)
 
     def beside(self, sequence: int) -> DecodingState:
         """A fork for another sequence of the same memories."""
@@ -331,6 +312,12 @@ class DecodingState:
 
     def close_target(self) -> None:
         (self.context if self.batch is None else self.batch).close()
+
+
+def ahead_of(target: Model, drafts: Iterable[DraftModel]) -> DraftAhead | None:
+    """Drafts ahead of the verdict, where draft model and target are on devices of their own."""
+    apart = any(are_apart(target, draft.model) for draft in drafts if draft.drafter.info.reads_text)
+    return DraftAhead() if apart else None
 
 
 def target_memory(

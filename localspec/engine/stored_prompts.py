@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 from localspec.backends.base import Context, ContextState, Model, shared_prefix
 from localspec.backends.trust import why_not_restored
 from localspec.engine import saved
-from localspec.engine.prefix_cache import PrefixCache
+from localspec.engine.prefix_cache import PrefixCache, can_be_cut, usable
 from localspec.engine.saved import SavedContext, maker_of
 from localspec.engine.worker import Stopped
 from localspec.errors import LocalspecError, SessionFileError
@@ -155,9 +155,9 @@ class PromptStore:
             return None
         maker = self.maker(context)
         fitting = [stored for stored in self._of(maker) if stored.n_held <= context.n_ctx]
-        fitting.sort(key=lambda stored: _usable(context, stored, prompt), reverse=True)
+        fitting.sort(key=lambda stored: usable(context, stored.tokens, prompt), reverse=True)
         for stored in fitting:
-            if _usable(context, stored, prompt) < max(MIN_STORED, n_known + MIN_GAIN):
+            if usable(context, stored.tokens, prompt) < max(MIN_STORED, n_known + MIN_GAIN):
                 return None
             if self._why_not(context) is not None:
                 return None
@@ -170,7 +170,7 @@ class PromptStore:
         """Tokens by which a conversation is longer than what is kept of it; 0 where it is not to be kept."""
         if not self.max_bytes or len(tokens) < MIN_STORED or not context.model.capabilities.saves_state:
             return 0
-        kept = max((_usable(context, stored, tokens) for stored in self._of(self.maker(context))), default=0)
+        kept = max((usable(context, stored.tokens, tokens) for stored in self._of(self.maker(context))), default=0)
         return len(tokens) - kept
 
     def storing(self, context: Context, state: Callable[[], Conversation | None]) -> Steps[None]:
@@ -188,7 +188,7 @@ class PromptStore:
         tokens, copied = found
         maker = self.maker(context)
         earlier = [stored for stored in self._of(maker) if shared_prefix(stored.tokens, tokens) == len(stored.tokens)]
-        earlier = earlier if context.model.capabilities.rollback == "exact" else []
+        earlier = earlier if can_be_cut(context) else []
         path = folder() / f"{_digest(maker)}-{_digest(list(tokens))}{SUFFIX}"
         try:
             private_folder(folder())
@@ -245,11 +245,6 @@ class PromptStore:
                 return
             if path not in replaced and _delete(path):
                 total -= size
-
-
-def _usable(context: Context, stored: StoredPrompt, prompt: Sequence[int]) -> int:
-    shared = shared_prefix(stored.tokens, prompt)
-    return shared if shared == len(stored.tokens) or context.model.capabilities.rollback == "exact" else 0
 
 
 def _digest(value: object) -> str:

@@ -101,14 +101,17 @@ class IdleWork:
             for entry in self._entries:
                 entry.rests = False
 
-    def pause(self) -> tuple[float | None, bool]:
-        """How long nothing is to be done [s], None until there is new work; and whether nothing is left for now."""
+    def pause(self, *, others_answer: bool = False) -> tuple[float | None, bool]:
+        """How long nothing is to be done [s], None until there is new work; and whether nothing is left for now.
+
+        While another worker answers on the same cores, ``others_answer``, nothing is to be done.
+        """
         if all(entry.rests for entry in self._entries):
             return None, True
         now = time.monotonic()
         if not self._may and now < self._believed_until:
             return self._believed_until - now, True
-        return max(0.0, self._not_before - now), False
+        return max(BESIDE_ANSWERS_S if others_answer else 0.0, self._not_before - now), others_answer
 
     def step(self, stopped: Stopped) -> None:
         """Have the first task that has work do a step of it, if that is allowed; nothing that it raises gets out."""
@@ -183,13 +186,15 @@ class Job(Future[Any]):
 
     Args:
         work: what to do, given the job; ``reply`` returns its result, or raises its exception.
-        deliver: takes what the job gives, and at its end the job itself; called from the worker's thread, or from the
-            one that cancels. If it raises, the work is cancelled, and ``reply`` raises the same.
         abandoned: makes the reply of a job that never ran; None raises ``Cancelled``.
         conversation, deadline, priority: see ``Asking.rounds``.
         request: what it is about, if it may share passes with others; None: it runs alone.
+        submit: queues it, for a stream that reads what it gives.
 
     Attributes:
+        settle: is called with the job at its end, before it is delivered.
+        deliver: takes what the job gives, and at its end the job itself; called from the worker's thread, or from the
+            one that cancels. If it raises, the work is cancelled, and ``reply`` raises the same.
         ends_at: its deadline by ``time.monotonic``.
         started: when its turn came, by ``time.perf_counter``.
         refused: what ``deliver`` raised.
@@ -202,13 +207,14 @@ class Job(Future[Any]):
     def __init__(
         self,
         work: Callable[[Job], Any],
-        deliver: Callable[[Any], Any],
+        deliver: Callable[[Any], Any] = lambda item: None,
         *,
         abandoned: Callable[[Job], Any] | None = None,
         conversation: Hashable | None = None,
         deadline: float | None = None,
         priority: int = 0,
         request: Any = None,
+        submit: Callable[[Job], None] = lambda job: None,
     ) -> None:
         super().__init__()
         try:
@@ -232,7 +238,8 @@ class Job(Future[Any]):
         self.refused: BaseException | None = None
         self.process = os.getpid()
         self._work: Callable[[Job], Any] | None = work
-        self._deliver, self._abandoned = deliver, abandoned
+        self.deliver, self.submit, self._abandoned = deliver, submit, abandoned
+        self.settle: Callable[[Job], None] = lambda job: None
 
     @property
     def state(self) -> JobState:
@@ -243,14 +250,13 @@ class Job(Future[Any]):
         if self.start():
             assert work is not None
             try:
-                result = work(self)
+                outcome = work(self)
             except BaseException as error:
-                self.fail(error)
-            else:
-                self.finish(result)
+                outcome = error
+            self.end(outcome)
 
     def start(self) -> bool:
-        """Claim it for the worker, which has to ``finish`` or ``fail`` it; False if it was cancelled or is too late."""
+        """Claim it for the worker, which has to ``end`` it; False if it was cancelled or is too late."""
         if self.stopped():
             self.cancel("deadline")
         self._work = None
@@ -262,21 +268,27 @@ class Job(Future[Any]):
     def give(self, item: Any) -> None:
         """Deliver something; where that fails the work is cancelled, and the thread that works for all goes on."""
         try:
-            self._deliver(item)
+            if item is self:
+                self.settle(self)
+            self.deliver(item)
         except BaseException as error:
             self.refused, self.cancelled_by = error, self.cancelled_by or "caller"
             if self.cancelled() and isinstance(error, KeyboardInterrupt):  # meant for the thread that cancels
                 raise
 
-    def finish(self, result: Any) -> None:
-        self.set_result(result)
-        self._over()
-
-    def fail(self, error: BaseException) -> None:
-        if isinstance(error, StopIteration):  # raised by an iterator, it would look like a proper end
-            error = RuntimeError(f"unexpected {error!r}")
-        self.set_exception(error)
-        self._over()
+    def end(self, outcome: Any = None) -> None:
+        """Its work is over, and returned this, or raised it; or it was cancelled before."""
+        if isinstance(outcome, StopIteration):  # raised by an iterator, it would look like a proper end
+            outcome = RuntimeError(f"unexpected {outcome!r}")
+        if isinstance(outcome, BaseException):
+            self.set_exception(outcome)
+        elif not self.cancelled():
+            self.set_result(outcome)
+        self.give(self)
+        if self.refused is not None:
+            with suppress(BaseException):  # an event loop that is closed
+                self.deliver(self)
+        self.deliver = lambda item: None  # what it was delivered to may hold the job
 
     def reply(self) -> Any:
         """Its result, once it is done; what its work, or delivering it, raised is raised here."""
@@ -300,15 +312,8 @@ class Job(Future[Any]):
             return self.cancelled()
         self.cancelled_by = self.cancelled_by or by
         if never_starts := super().cancel():
-            self._over()
+            self.end()
         return never_starts
-
-    def _over(self) -> None:
-        self.give(self)
-        if self.refused is not None:
-            with suppress(BaseException):  # an event loop that is closed
-                self._deliver(self)
-        self._deliver = lambda item: None  # what it was delivered to may hold the job
 
     def wait_for(self, items: queue.SimpleQueue[Any]) -> Any:
         """The next thing that it puts into ``items``; too late while it waits for its turn, it is cancelled here.
@@ -318,7 +323,7 @@ class Job(Future[Any]):
         """
         while True:
             timeout = 1.0  # a wait without one cannot be interrupted by Ctrl-C on Windows
-            waits, orphaned = self.state == "waiting", self.process != os.getpid()
+            waits, orphaned = not (self.running() or self.done()), self.process != os.getpid()
             if waits and self.ends_at is not None:
                 timeout = min(timeout, max(0.01, self.ends_at - time.monotonic()))
             try:
@@ -546,7 +551,7 @@ class Worker:
 
     def _run(self) -> None:
         while True:
-            job = self.queue.get(self._pause)
+            job = self.queue.get(lambda: self._idle.pause(others_answer=self.turns.n_answering > 0))
             if job is not None:
                 self.running.append(job)
                 with answering(), self.turns.answering():
@@ -564,13 +569,6 @@ class Worker:
         with ExitStack() as ending:  # each of them, whatever another raises
             for last in reversed(self._last):
                 ending.callback(last)
-
-    def _pause(self) -> tuple[float | None, bool]:
-        """See ``IdleWork.pause``: while another worker answers on the same cores, nothing is to be done."""
-        seconds, at_rest = self._idle.pause()
-        if seconds is not None and self.turns.n_answering:
-            return max(seconds, BESIDE_ANSWERS_S), True
-        return seconds, at_rest
 
     def _renounce(self) -> None:
         """In a forked child: refuse everything, and let nothing of it be freed."""

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.errors import EngineError
-from localspec.heads.card import HeadCard
-from localspec.heads.file import check_head, engine_folder, output_rows
+from localspec.heads.card import NARROW, HeadCard, block_shapes
+from localspec.heads.file import check_head, engine_folder, output_pieces
 from localspec.model_files.gguf import (
     ROWS_ONLY,
     GGUFFile,
@@ -37,8 +37,6 @@ _AS_THEY_ARE = ("Q4_0", "Q8_0", "F16", "F32")
 
 _FORMAT = 1
 _PIECE = 1 << 20
-
-_N_CTX = 1 << 17  # context that the file declares [tokens]; engines only remark on longer ones
 
 _MOST_KEPT = 12
 
@@ -86,38 +84,21 @@ def _write(place: Path, head: GGUFFile, card: HeadCard, target: GGUFFile, output
     block = list(_block(head, output_type) if card.has_block else _idle_block(card))
     with write_atomically(place) as file:
         writer = GGUFOutput(file, _metadata(card), [output, *block])
-        step = max(1, _PIECE // card.n_embd)
-        for first in range(0, card.n_out, step):
-            values = tensor_rows(target, output_rows(target), card.token_map[first : first + step])
-            writer.write(as_type(values, output.type_name))
+        for rows in output_pieces(target, card):
+            writer.write(as_type(rows, output.type_name))
         for tensor in block:
             for piece in _pieces(head, tensor) if tensor.name in head.tensors else _idle(tensor):
                 writer.write(piece)
 
 
 def _metadata(card: HeadCard) -> dict[str, object]:
-    own = card.n_head, card.n_head_kv, card.d_head, card.d_ff
-    n_head, n_head_kv, d_head, d_ff = own if card.has_block else (1, 1, 32, 32)
-    sizes = {
-        "block_count": 1,
-        "context_length": _N_CTX,
-        "embedding_length": card.n_embd,
-        "feed_forward_length": d_ff,
-        "attention.head_count": n_head,
-        "attention.head_count_kv": n_head_kv,
-        "attention.key_length": d_head,
-        "attention.value_length": d_head,
-        "attention.layer_norm_rms_epsilon": float(card.norm_eps),
-        "rope.dimension_count": d_head,
-        "rope.freq_base": float(card.rope_base),
-        "vocab_size": card.n_out,
-    }
     return {
         "general.architecture": "llama",
         "general.name": f"head for {card.target.name}",
         ROWS_ONLY: card.kind,
         "tokenizer.ggml.model": "none",
-        **{f"llama.{name}": value for name, value in sizes.items()},
+        "llama.vocab_size": card.n_out,
+        **card.layer_metadata("llama"),
     }
 
 
@@ -140,15 +121,9 @@ def _idle_block(card: HeadCard) -> Iterator[TensorInfo]:
 
     ``Head.medusa_logits`` undoes the norm; an exit's norm is the target's.
     """
-    n, narrow = card.n_embd, 32
-    for part in ("attn_norm", "ffn_norm"):
-        yield new_tensor(f"blk.0.{part}.weight", (n,), "F32")
-    yield new_tensor("output_norm.weight", (n,), "F32")
-    kind = _engine_type("Q8_0", n)
-    for part in ("attn_q", "attn_k", "attn_v", "ffn_gate", "ffn_up"):
-        yield new_tensor(f"blk.0.{part}.weight", (narrow, n), kind)
-    for part in ("attn_output", "ffn_down"):
-        yield new_tensor(f"blk.0.{part}.weight", (n, narrow), "Q8_0")
+    n = card.n_embd
+    for name, shape in (block_shapes("blk.0", n, NARROW, NARROW, NARROW, n) | {"output_norm.weight": (n,)}).items():
+        yield new_tensor(name, shape, "F32" if len(shape) == 1 else _engine_type("Q8_0", shape[1]))
 
 
 def _idle(tensor: TensorInfo) -> Iterator[npt.NDArray[np.uint8]]:

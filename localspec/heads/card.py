@@ -31,10 +31,31 @@ _TAP = re.compile(r"norm|layer:(0|[1-9]\d{0,3})")
 _MAX_STEPS, _MAX_TAPS, _MAX_POINTS, _MAX_CATEGORIES = 64, 16, 4096, 256
 _MAX_TEXT = 1 << 20
 
+NARROW = 32  # channels of a layer that adds nothing: engines need whole blocks
+_N_CTX = 1 << 17  # context that files for engines declare [tokens]; engines only remark on longer ones
+
 # Category -> share of places where the head was right, by how many tokens ahead: the first is the next token
 Rates = Mapping[str, tuple[float, ...]]
 
 ALL_TEXTS = "all"  # the category of all places
+
+
+def block_shapes(block: str, n: int, n_q: int, n_kv: int, n_ff: int, n_in: int) -> dict[str, tuple[int, ...]]:
+    """Tensors of a layer of n channels, as llama.cpp names them: name -> (rows, columns), or the length of a vector.
+
+    Its queries have ``n_q`` channels, keys and values ``n_kv``; they are made of rows of ``n_in``.
+    """
+    return {
+        f"{block}.attn_norm.weight": (n,),
+        f"{block}.attn_q.weight": (n_q, n_in),
+        f"{block}.attn_k.weight": (n_kv, n_in),
+        f"{block}.attn_v.weight": (n_kv, n_in),
+        f"{block}.attn_output.weight": (n, n_q),
+        f"{block}.ffn_norm.weight": (n,),
+        f"{block}.ffn_gate.weight": (n_ff, n),
+        f"{block}.ffn_up.weight": (n_ff, n),
+        f"{block}.ffn_down.weight": (n, n_ff),
+    }
 
 
 @dataclass(frozen=True)
@@ -178,18 +199,26 @@ class HeadCard:
             further = {"head.fc.weight": (n, len(self.taps) * n), "head.embed.weight": (n, n), "head.embed.bias": (n,)}
             own, rows = ("mask", self.steps - 1) if self.kind == "parallel" else ("chain", n)
             further[f"head.{own}.weight"] = (rows, n)
-        return further | {
-            "blk.0.attn_norm.weight": (n,),
-            "blk.0.attn_q.weight": (n_q, n_in),
-            "blk.0.attn_k.weight": (n_kv, n_in),
-            "blk.0.attn_v.weight": (n_kv, n_in),
-            "blk.0.attn_output.weight": (n, n_q),
-            "blk.0.ffn_norm.weight": (n,),
-            "blk.0.ffn_gate.weight": (self.d_ff, n),
-            "blk.0.ffn_up.weight": (self.d_ff, n),
-            "blk.0.ffn_down.weight": (n, self.d_ff),
-            "output_norm.weight": (n,),
+        return further | block_shapes("blk.0", n, n_q, n_kv, self.d_ff, n_in) | {"output_norm.weight": (n,)}
+
+    def layer_metadata(self, architecture: str) -> dict[str, Any]:
+        """What an engine reads of its layer; where it has none, of the narrowest there can be."""
+        own = self.n_head, self.n_head_kv, self.d_head, self.d_ff
+        n_head, n_head_kv, d_head, d_ff = own if self.has_block else (1, 1, NARROW, NARROW)
+        sizes = {
+            "block_count": 1,
+            "context_length": _N_CTX,
+            "embedding_length": self.n_embd,
+            "feed_forward_length": d_ff,
+            "attention.head_count": n_head,
+            "attention.head_count_kv": n_head_kv,
+            "attention.key_length": d_head,
+            "attention.value_length": d_head,
+            "attention.layer_norm_rms_epsilon": float(self.norm_eps),
+            "rope.dimension_count": d_head,
+            "rope.freq_base": float(self.rope_base),
         }
+        return {f"{architecture}.{name}": value for name, value in sizes.items()}
 
     def optional_shapes(self) -> dict[str, tuple[int, ...]]:
         if not self.has_block or self.kind == "eagle3":

@@ -3,7 +3,7 @@ lie."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,8 @@ Floats = npt.NDArray[np.float32]
 
 TYPES = ("Q8_0", "Q5_1", "Q4_1", "Q4_0")  # tensor types of a head's matrices, the most exact first
 MOST_BYTES = 32 << 20  # a head's matrices take the most exact type with which its file stays below [bytes]
+
+_PIECE = 1 << 20  # values that are read at a time
 
 _READABLE = (*TYPES, "F32", "F16")
 
@@ -91,6 +93,13 @@ def head_weights(file: GGUFFile, name: str) -> Floats:
 def output_rows(target: GGUFFile) -> str:
     """The name of a target's output matrix, which may be that of its embeddings."""
     return "output.weight" if "output.weight" in target.tensors else "token_embd.weight"
+
+
+def output_pieces(target: GGUFFile, card: HeadCard) -> Iterator[Floats]:
+    """The target's output rows for the tokens that a head can guess [n, n_embd], some at a time."""
+    step = max(1, _PIECE // card.n_embd)
+    for first in range(0, card.n_out, step):
+        yield tensor_rows(target, output_rows(target), card.token_map[first : first + step])
 
 
 def _stored_type(name: str, shape: tuple[int, ...], type_name: str) -> str:

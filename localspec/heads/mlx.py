@@ -17,7 +17,7 @@ from localspec.backends.mlx.architecture import ARCHITECTURES, Architecture, Att
 from localspec.backends.mlx.library import NAME, binding, defer_mlx_lm, owner
 from localspec.backends.mlx.model import MLXContext, MLXModel, building, device_for
 from localspec.backends.mlx.network import Network, install_rope, rope_scaling
-from localspec.backends.mlx.placement import fill
+from localspec.backends.mlx.weights import fill
 from localspec.errors import EngineError, UnsupportedModel
 from localspec.heads.base import HeadContext
 from localspec.heads.kinds.base import OWN_TENSORS, LoadHeadModel, PublishedHead
@@ -177,7 +177,7 @@ class HeadModule(nn.Module):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """HeadSizes in a head's header; ``n_taps``: channels of all tapped states."""
+    """Sizes in a head's header; ``n_taps``: channels of all tapped states."""
 
     n_embd: int
     n_ff: int

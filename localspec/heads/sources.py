@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,14 +13,17 @@ import numpy as np
 from localspec.backends.base import Context, FloatArray, Model, Wanted
 from localspec.controllers.calibration import WHOLE, PassKind
 from localspec.engine.draft_sources import DraftSource, DraftWeights, FoundDraft
-from localspec.errors import LocalspecError, UsageError, shown
+from localspec.errors import EngineError, LocalspecError, UnsupportedModel, UsageError, is_number, shown
 from localspec.heads import EARLY_EXIT, HEAD, MTP
 from localspec.heads.base import DraftHead
+from localspec.heads.card import HeadCard, TargetFacts
 from localspec.heads.drafters import HEAD_DRAFTERS
+from localspec.heads.file import heads_folder, write_head
 from localspec.heads.kinds import names_published_head
-from localspec.heads.kinds.exit import exit_head
 from localspec.heads.published import EngineHead, load_published, published_for
 from localspec.heads.trained import Head, heads_for, load_head, target_facts
+from localspec.model_files.gguf import GGUFFile, tensor_rows
+from localspec.model_files.vocab import Vocab
 from localspec.spec_decode.drafters.names import SHOWN
 from localspec.system.files import is_same_file
 
@@ -195,3 +199,39 @@ def passes_of(head: DraftHead, context: Context, target: Model) -> PassKind:
         return HeadPasses(lambda n: target.new_context(n, hidden=head.taps), first_layers, lambda: WHOLE.tokens(target))
     chained = head.kind == "chained" and isinstance(head, Head)
     return HeadPasses(lambda n: model.new_context(n, hidden=hidden), true_rows if chained else rows)
+
+
+# An untrained head for states that leave the target early: its last norm, and rows of its output matrix.
+
+# Tokens that it can guess: the first of the vocabulary, the commonest where it was made by merging, and those that end
+# an answer
+N_OUT = 32768
+
+
+def exit_head(target: Path, facts: TargetFacts, n_layers: int) -> Path:
+    """The file of such a head for a target and a number of layers, written once.
+
+    Raises:
+        UsageError: the target has not so many layers.
+        UnsupportedModel: its last norm is not one that heads have.
+    """
+    if not 0 < n_layers < facts.n_layers:
+        raise UsageError(f"{facts.name} can be left after 1 to {facts.n_layers - 1} layers, not after {n_layers}")
+    digest = hashlib.sha256(facts.fingerprint.encode()).hexdigest()[:20]
+    path = heads_folder() / "exits" / f"{target.stem[:60]}.{digest}.{n_layers}.gguf"
+    if path.exists():
+        return path
+    with GGUFFile(target) as file:
+        eps = file.field("attention.layer_norm_rms_epsilon")
+        if not is_number(eps) or "output_norm.weight" not in file.tensors or "output_norm.bias" in file.tensors:
+            raise UnsupportedModel(f"{target.name} cannot be left early: its last norm is not an RMS norm")
+        ends = [token for token in Vocab.from_gguf(file).eog if token < facts.n_vocab]
+        ids = np.union1d(np.arange(min(N_OUT, facts.n_vocab)), np.array(ends, dtype=np.int64))
+        tap = f"layer:{n_layers - 1}"
+        card = HeadCard("exit", (tap,), ids.astype(np.int32), steps=1, target=facts, norm_eps=float(eps))
+        weights = {"output_norm.weight": tensor_rows(file, "output_norm.weight", [0])[0]}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return write_head(path, card, weights)
+    except OSError as error:
+        raise EngineError(f"cannot write {path}: {error.strerror or error}") from None

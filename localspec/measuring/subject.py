@@ -20,6 +20,7 @@ from itertools import islice
 from typing import Any
 
 from localspec.backends.base import Context, ContextState, FloatArray, shared_prefix
+from localspec.engine.answer import rounds
 from localspec.engine.draft_sources import is_free
 from localspec.engine.options import DraftLength
 from localspec.engine.pair import Pair
@@ -250,8 +251,8 @@ class TimedAnswer:
 
         self._subject.become(self.arm, pair)
         self._asked.put_into(pair.context, max((each.info.n_states for each in pair.state.drafters), default=0))
-        self._rounds = pair.rounds(
-            self._asked.tokens, self._params, self.arm.length, prefilled, self._subject.stop.is_set
+        self._rounds = rounds(
+            pair, self._asked.tokens, self._params, self.arm.length, prefilled, self._subject.stop.is_set
         )
         round_ = next(self._rounds, None)
         self._stats.time_to_first_token_s = self._asked.seconds + time.perf_counter() - read

@@ -64,6 +64,10 @@ class ApiAnswer(ABC, Generic[Part]):
         """The events behind all others."""
         return ()
 
+    @property
+    def streams(self) -> bool:
+        return self.options.stream
+
     @abstractmethod
     def finished(self) -> dict[str, Any]:
         """The whole answer."""

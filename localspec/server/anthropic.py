@@ -284,9 +284,10 @@ class MessagesAnswer(BlockAnswer):
 class CountAnswer:
     """The answer to ``/v1/messages/count_tokens``, also of what does not fit."""
 
+    streams = False
+
     def __init__(self, service: Service, body: CountBody) -> None:
         request = body.asked(service.served())
-        self.options = request.options
         self._n = len(service.chat_prompt(request.messages, request.tools, request.options).prompt)
 
     async def whole(self) -> dict[str, Any]:

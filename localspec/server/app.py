@@ -21,53 +21,58 @@ from typing import Any
 
 import h11
 import uvicorn
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from localspec.backends.llama.embedding import EmbeddingModel
 from localspec.errors import LocalspecError, UsageError
-from localspec.llm import LLM
 from localspec.prompts.documents import document_text, is_document
 from localspec.server import anthropic, ollama, responses
 from localspec.server.access import ALL, Address, client_of
-from localspec.server.bodies import Body, read
+from localspec.server.bodies import Body, ModelBody, read
 from localspec.server.conversations import ConversationApi
-from localspec.server.embeddings import EMBEDDING_APIS, EmbeddingApi, EmbeddingService
+from localspec.server.embeddings import (
+    EmbeddingsBody,
+    OllamaEmbed,
+    OllamaEmbedBody,
+    OllamaEmbeddings,
+    OllamaEmbeddingsBody,
+    OpenAIEmbeddings,
+)
 from localspec.server.events import LLAMA_SERVER, OPENAI, EventStream, Wire, while_connected
 from localspec.server.guard import application
 from localspec.server.hosting import Host, HostedModel, Use
-from localspec.server.http import ApiError, BodyReader, ServerSettings
+from localspec.server.http import ApiError, BodyReader
 from localspec.server.infill import InfillAnswer, InfillBody
 from localspec.server.models import ModelEndpoints, OllamaModels
-from localspec.server.ollama import OllamaOptions
 from localspec.server.openai import ChatAnswer, ChatBody, CompletionAnswer, CompletionBody
-from localspec.server.requests import ApiBody
-from localspec.server.service import Metrics, Service, counted
+from localspec.server.service import Metrics, counted
 
 PAGE = Path(__file__).parent / "page"
 
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """An address that answers chats, or continues texts.
+    """An address at which a model answers.
 
     Attributes:
         path: of the address.
         name: in the metrics.
         body: what is asked.
-        answer: what answers a service and a body: ``whole()``, and ``events()`` where the request asks for them.
+        answer: what answers a service and a body: ``whole()``, and ``events()`` where it ``streams``.
         wire: how events are sent.
         use: what it has a model do.
+        any_name: whether a model's name that is not known stands for none: llama.vscode calls every model GPT-4, and
+            llama-server heeds no name; the answer says whose it is.
     """
 
     path: str
     name: str
-    body: type[ApiBody]
-    answer: Callable[[Service, Any], Any]
-    wire: Wire
+    body: type[ModelBody]
+    answer: Callable[[Any, Any], Any]
+    wire: Wire = OPENAI
     use: Use = "text"
+    any_name: bool = False
 
 
 APIS = (
@@ -79,6 +84,9 @@ APIS = (
     Api("/v1/messages/count_tokens", "count_tokens", anthropic.CountBody, anthropic.CountAnswer, anthropic.WIRE),
     Api("/api/chat", "ollama_chat", ollama.OllamaChatBody, ollama.OllamaChat, ollama.WIRE),
     Api("/api/generate", "ollama_generate", ollama.OllamaGenerateBody, ollama.OllamaGenerate, ollama.WIRE),
+    Api("/v1/embeddings", "embeddings", EmbeddingsBody, OpenAIEmbeddings, use="embed", any_name=True),
+    Api("/api/embed", "ollama_embed", OllamaEmbedBody, OllamaEmbed, use="embed"),
+    Api("/api/embeddings", "ollama_embeddings", OllamaEmbeddingsBody, OllamaEmbeddings, use="embed"),
 )
 
 
@@ -87,7 +95,6 @@ def addresses(host: Host) -> list[Address]:
     models, ollama_models, conversations = ModelEndpoints(host), OllamaModels(host), ConversationApi(host.bodies)
     return [
         *(Address(api.path, _answering(host, api), methods=("POST",)) for api in APIS),
-        *(Address(api.path, _embedding(host, api), methods=("POST",)) for api in EMBEDDING_APIS),
         *models.addresses(),
         *ollama_models.addresses(),
         *conversations.addresses(),
@@ -98,13 +105,6 @@ def addresses(host: Host) -> list[Address]:
 
 
 def _answering(host: Host, api: Api) -> Callable[[Request], Awaitable[Response]]:
-
-    def prepared(service: Service, asked: ApiBody) -> tuple[Any, bool]:
-        """What answers, and whether as events. Grammars are compiled here, templates rendered, texts cut into tokens:
-        nothing that others should wait for."""
-        answering = api.answer(service, asked)
-        return answering, answering.options.stream
-
     async def events(answering: Any, metrics: Callable[[], Metrics], started: float) -> AsyncGenerator[bytes, None]:
         with counted(metrics, api.name, started):
             async with aclosing(answering.events()) as encoded:
@@ -120,55 +120,25 @@ def _answering(host: Host, api: Api) -> Callable[[Request], Awaitable[Response]]
 
         with ExitStack() as using:
             with counted(metrics, api.name, started, goes_on=True):
-                host.check_open()
+                host.check_open(api.use)
                 async with host.bodies.json(http) as body:
                     asked = await asyncio.to_thread(read, api.body, body)
-                    model = await host.find(asked.model, api.use)
+                    model = await host.find(asked.model, api.use, any_name=api.any_name)
                     if asked.unloads and not model.fixed:
                         host.leave(model)
-                        return _unloaded(api, model.names[0])
+                        return JSONResponse(api.answer.unloaded(model.names[0]))  # type: ignore[attr-defined] # Ollama's
                     # A large body keeps its turn while its model is loaded: no answer needs one to end.
                     using.callback(await while_connected(http.receive, host.ending, host.take(model, asked.keep)))
-                    service = model.service
-                    assert isinstance(service, Service)
-                    seen = service.seen_by(client_of(http))
-                    answering, is_stream = await asyncio.to_thread(prepared, seen, asked)
-            if is_stream:
+                    assert model.service is not None
+                    seen = model.service.seen_by(client_of(http))
+                    # Grammars are compiled there, templates rendered, texts cut into tokens: none should wait for it.
+                    answering = await asyncio.to_thread(api.answer, seen, asked)
+            if answering.streams:
                 over = using.pop_all().close
                 return EventStream(events(answering, metrics, started), host.ending, api.wire, over)
             with counted(metrics, api.name, started):
                 whole = await while_connected(http.receive, host.ending, answering.whole())
                 return await asyncio.to_thread(JSONResponse, whole)  # it repeats as much as was sent
-
-    return endpoint
-
-
-def _unloaded(api: Api, name: str) -> Response:
-    """The answer to a request of Ollama's clients that unloads a model."""
-    return JSONResponse(api.answer.unloaded(name))  # type: ignore[attr-defined] # only its bodies ask for that
-
-
-def _embedding(host: Host, api: EmbeddingApi) -> Callable[[Request], Awaitable[Response]]:
-    async def endpoint(http: Request) -> Response:
-        started = time.monotonic()
-        model: HostedModel | None = None
-        with counted(lambda: host.metrics_of(model), api.name, started), ExitStack() as using:
-            host.check_open()
-            if (only := host.only) is not None and not only.file.embeds:
-                await host.find(None, "embed")  # refuses, whatever is asked
-            async with host.bodies.json(http) as value:
-                body = read(api.body, value)
-            if (options := value.get("options")) is not None:
-                read(OllamaOptions, options, "options")
-            model = await host.find(body.model, "embed", any_name=api.any_name)
-            if body.unloads and not model.fixed:
-                host.leave(model)
-                return JSONResponse({"model": model.names[0], "embeddings": []})
-            using.callback(await while_connected(http.receive, host.ending, host.take(model, body.keep)))
-            service = model.service
-            assert isinstance(service, EmbeddingService)
-            whole = await while_connected(http.receive, host.ending, api.answer(service, body))
-            return await asyncio.to_thread(JSONResponse, whole)
 
     return endpoint
 
@@ -336,12 +306,11 @@ def ending_signals() -> list[int]:
     return [int(getattr(signal, name)) for name in names if hasattr(signal, name)]
 
 
-class AppRunner(uvicorn.Server):
-    """Serves an application until a signal stops it, or ``stop`` from any thread.
+class Runner(uvicorn.Server):
+    """Serves the models of a host until a signal stops it, or ``stop`` from any thread; then they are freed.
 
     Args:
-        app: what is served.
-        ending: is set once the server goes down.
+        host: what is served.
         verbose: log every request to standard error.
         on_start: called once clients are answered, and signals heeded.
 
@@ -349,22 +318,15 @@ class AppRunner(uvicorn.Server):
         signal: the signal that ended it, or None.
     """
 
-    def __init__(
-        self,
-        app: Starlette,
-        ending: asyncio.Event,
-        *,
-        verbose: bool = False,
-        on_start: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, host: Host, *, verbose: bool = False, on_start: Callable[[], None] | None = None) -> None:
         if verbose:
             _log_requests()
-        self._ending = ending
+        self.host = host
         self._on_start = on_start
         self.signal: int | None = None
         super().__init__(
             uvicorn.Config(
-                app,
+                application(host.settings, addresses(host), PAGE),
                 http=ServerProtocol,
                 ws="none",
                 loop="asyncio",
@@ -381,6 +343,12 @@ class AppRunner(uvicorn.Server):
             )
         )
 
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            super().run(sockets)
+        finally:
+            self.host.close()
+
     def stop(self) -> None:
         """End: requests that run or wait are ended too."""
         self.should_exit = True
@@ -395,7 +363,7 @@ class AppRunner(uvicorn.Server):
             self._on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._ending.set()
+        self.host.ending.set()
         await super().shutdown(sockets)
 
     @contextmanager
@@ -415,39 +383,6 @@ class AppRunner(uvicorn.Server):
         self.force_exit = self.should_exit  # asked twice
         self.should_exit = True
         self.signal = sig
-
-
-class HostRunner(AppRunner):
-    """Serves the models of a host, which are freed at the end; options as above."""
-
-    def __init__(self, host: Host, **options: Any) -> None:
-        self.host = host
-        super().__init__(application(host.settings, addresses(host), PAGE), host.ending, **options)
-
-    def run(self, sockets: list[socket.socket] | None = None) -> None:
-        try:
-            super().run(sockets)
-        finally:
-            self.host.close()
-
-
-class Runner(HostRunner):
-    """Serves one ``LLM``, or one model that makes embeddings; options as above.
-
-    Args:
-        engine: what is loaded; it is not closed here.
-        settings: how to behave.
-    """
-
-    def __init__(self, engine: LLM | EmbeddingModel, settings: ServerSettings, **options: Any) -> None:
-        super().__init__(Host.of_one(engine, settings), **options)
-
-    @property
-    def service(self) -> Service:
-        """What answers, of an ``LLM``."""
-        service = self.host.models[0].service
-        assert isinstance(service, Service)
-        return service
 
 
 def _log_requests() -> None:

@@ -22,7 +22,7 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from localspec.engine.saved_chats import CONVERSATIONS
+from localspec.engine.saved import CONVERSATIONS
 from localspec.server.access import READS_TEXTS, Address
 from localspec.server.bodies import MAX_COUNT, Body, Flag, items, must_be, read, whole
 from localspec.server.http import ApiError, BodyReader, invalid

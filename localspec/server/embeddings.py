@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -15,10 +14,10 @@ import numpy.typing as npt
 from localspec.backends.llama.embedding import EmbeddingModel
 from localspec.engine.worker import Turns
 from localspec.errors import PromptTooLong
+from localspec.server.access import Client
 from localspec.server.bodies import Flag, ModelBody, whole
 from localspec.server.http import invalid, stopping, too_busy
-from localspec.server.ollama import StayingBody
-from localspec.server.service import Common
+from localspec.server.ollama import OllamaOptions, StayingBody
 
 Row = npt.NDArray[np.float32]
 
@@ -37,6 +36,7 @@ class OllamaEmbedBody(StayingBody):
     """The body of ``/api/embed``."""
 
     input: Any = None
+    options: OllamaOptions | None = None  # checked; the model was loaded before, with the server's own
     truncate: Flag = True
     dimensions: Annotated[int, whole(1, 1 << 20)] | None = None
 
@@ -49,6 +49,7 @@ class OllamaEmbeddingsBody(StayingBody):
     """The body of ``/api/embeddings``, Ollama's older address."""
 
     prompt: str
+    options: OllamaOptions | None = None
 
 
 class EmbeddingService:
@@ -56,15 +57,18 @@ class EmbeddingService:
 
     Args:
         model: the loaded model.
-        common: what it shares with the server's other models.
+        queue: most requests that may wait.
+        ending: set once the server goes down.
         names: what requests may call the model; the first is what answers call it.
         turns: those of the models that share the cores.
     """
 
-    def __init__(self, model: EmbeddingModel, common: Common, names: Sequence[str], turns: Turns) -> None:
+    def __init__(
+        self, model: EmbeddingModel, queue: int, ending: asyncio.Event, names: Sequence[str], turns: Turns
+    ) -> None:
         self.model = model
-        self.names = list(names)
-        self._queue, self._ending = common.settings.queue, common.ending
+        self.names = names
+        self._queue, self._ending = queue, ending
         self._turns = turns
         self._turn = asyncio.Lock()  # of one text: a request of many lets others in between
         self._n_asked = 0
@@ -72,41 +76,10 @@ class EmbeddingService:
     def close(self) -> None:
         self.model.close()
 
-    async def openai(self, body: EmbeddingsBody) -> dict[str, Any]:
-        self._check_dimensions(body.dimensions)
-        rows, n_tokens = await self._embedded(body.input, "input")
-        is_text = body.encoding_format == "base64"
-        encoded = await asyncio.to_thread(lambda: [_base64(row) if is_text else row.tolist() for row in rows])
-        return {
-            "object": "list",
-            "data": [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(encoded)],
-            "model": self.names[0],
-            "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens},
-        }
+    def seen_by(self, client: Client) -> EmbeddingService:
+        return self
 
-    async def ollama(self, body: OllamaEmbedBody) -> dict[str, Any]:
-        self._check_dimensions(body.dimensions)
-        started = time.monotonic_ns()
-        rows, n_tokens = list[Row](), 0
-        if body.input not in (None, ""):  # without, the model is only to be loaded
-            rows, n_tokens = await self._embedded(body.input, "input", body.truncate)
-        return {
-            "model": self.names[0],
-            "embeddings": await asyncio.to_thread(lambda: [row.tolist() for row in rows]),
-            "total_duration": time.monotonic_ns() - started,
-            "load_duration": 0,
-            "prompt_eval_count": n_tokens,
-        }
-
-    async def ollama_of_old(self, body: OllamaEmbeddingsBody) -> dict[str, Any]:
-        rows, _ = await self._embedded(body.prompt, "prompt", True)
-        return {"embedding": rows[0].tolist()}
-
-    def _check_dimensions(self, dimensions: int | None) -> None:
-        if dimensions not in (None, self.model.n_embd):
-            raise invalid(f"dimensions: this model makes {self.model.n_embd} numbers", "dimensions")
-
-    async def _embedded(self, value: Any, name: str, cut: bool = False) -> tuple[list[Row], int]:
+    async def embedded(self, value: Any, name: str, cut: bool = False) -> tuple[list[Row], int]:
         """The embeddings of a text, token ids, or a list of either, and their number of tokens.
 
         Args:
@@ -152,31 +125,55 @@ class EmbeddingService:
             return self.model.embed(tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingApi:
-    """An address that answers with embeddings.
+class EmbeddingAnswer:
+    """The answer to a request for embeddings, in the shape of an API."""
 
-    Attributes:
-        path: of the address.
-        name: in the metrics.
-        body: what is asked.
-        answer: what answers it.
-        any_name: whether a model's name that is not known stands for none: llama.vscode calls every model GPT-4, and
-            llama-server heeds no name; the answer says whose it is.
-    """
+    streams = False
 
-    path: str
-    name: str
-    body: type[ModelBody]
-    answer: Callable[[EmbeddingService, Any], Coroutine[Any, Any, dict[str, Any]]]
-    any_name: bool = False
+    def __init__(self, service: EmbeddingService, body: Any) -> None:
+        self.service, self.body = service, body
+        n_embd = service.model.n_embd
+        if getattr(body, "dimensions", None) not in (None, n_embd):
+            raise invalid(f"dimensions: this model makes {n_embd} numbers", "dimensions")
+
+    @classmethod
+    def unloaded(cls, name: str) -> dict[str, Any]:
+        """The answer to a request of Ollama's clients that unloads a model."""
+        return {"model": name, "embeddings": []}
 
 
-EMBEDDING_APIS = (
-    EmbeddingApi("/v1/embeddings", "embeddings", EmbeddingsBody, EmbeddingService.openai, any_name=True),
-    EmbeddingApi("/api/embed", "ollama_embed", OllamaEmbedBody, EmbeddingService.ollama),
-    EmbeddingApi("/api/embeddings", "ollama_embeddings", OllamaEmbeddingsBody, EmbeddingService.ollama_of_old),
-)
+class OpenAIEmbeddings(EmbeddingAnswer):
+    async def whole(self) -> dict[str, Any]:
+        rows, n_tokens = await self.service.embedded(self.body.input, "input")
+        is_text = self.body.encoding_format == "base64"
+        encoded = await asyncio.to_thread(lambda: [_base64(row) if is_text else row.tolist() for row in rows])
+        return {
+            "object": "list",
+            "data": [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(encoded)],
+            "model": self.service.names[0],
+            "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens},
+        }
+
+
+class OllamaEmbed(EmbeddingAnswer):
+    async def whole(self) -> dict[str, Any]:
+        started = time.monotonic_ns()
+        rows, n_tokens = list[Row](), 0
+        if not self.body.asks_nothing:  # else the model is only to be loaded
+            rows, n_tokens = await self.service.embedded(self.body.input, "input", self.body.truncate)
+        return {
+            "model": self.service.names[0],
+            "embeddings": await asyncio.to_thread(lambda: [row.tolist() for row in rows]),
+            "total_duration": time.monotonic_ns() - started,
+            "load_duration": 0,
+            "prompt_eval_count": n_tokens,
+        }
+
+
+class OllamaEmbeddings(EmbeddingAnswer):
+    async def whole(self) -> dict[str, Any]:
+        rows, _ = await self.service.embedded(self.body.prompt, "prompt", True)
+        return {"embedding": rows[0].tolist()}
 
 
 def _inputs(value: Any, name: str) -> list[str | list[int]]:

@@ -41,8 +41,17 @@ from localspec.model_files.sources.base import size_text
 from localspec.model_files.vocab import Vocab
 from localspec.server.access import public_name
 from localspec.server.embeddings import EmbeddingService
-from localspec.server.http import KEEP_ALIVE_S, ApiError, KeepAlive, ServerSettings, too_busy, too_late
-from localspec.server.service import Common, Metrics, Service
+from localspec.server.http import (
+    KEEP_ALIVE_S,
+    ApiError,
+    BodyReader,
+    KeepAlive,
+    ServerSettings,
+    stopping,
+    too_busy,
+    too_late,
+)
+from localspec.server.service import Metrics, ResponseStore, Service
 from localspec.system.files import is_same_file
 from localspec.system.machine import read_memory
 
@@ -215,7 +224,6 @@ class HostedModel:
     leaves: bool = False  # once it is idle
     deleted: bool = False
     failure: ApiError | None = None
-    n_failures: int = 0
     cancel: threading.Event = field(default_factory=threading.Event)
     timer: asyncio.TimerHandle | None = None
 
@@ -233,7 +241,7 @@ class HostedModel:
         return self.state == "loaded" and not (self.n_uses or self.n_promised or self.fixed)
 
 
-class Host(Common):
+class Host:
     """Used from the event loop only.
 
     Args:
@@ -243,6 +251,10 @@ class Host(Common):
         keep_alive: where a request says nothing.
 
     Attributes:
+        bodies: reads the bodies of all requests.
+        responses: answers that are kept.
+        ending: set once the server goes down; whatever runs then ends.
+        started: in seconds since 1970.
         turns: those of rounds of all models.
     """
 
@@ -254,7 +266,11 @@ class Host(Common):
         memory: int | None = None,
         keep_alive: KeepAlive = KEEP_ALIVE_S,
     ) -> None:
-        super().__init__(settings)
+        self.settings = settings
+        self.bodies = BodyReader(settings.body_bytes, settings.bodies_bytes, settings.body_seconds)
+        self.responses = ResponseStore()
+        self.ending = asyncio.Event()
+        self.started = time.time()
         self.turns = Turns()
         self.memory = round(MEMORY_SHARE * read_memory().available) if memory is None else memory
         self.keep_alive = keep_alive
@@ -288,9 +304,21 @@ class Host(Common):
     # -- which there are -------------------------------------------------------------------------------------------
 
     @property
+    def opening(self) -> Opening:
+        assert self._opening is not None
+        return self._opening
+
+    @property
     def only(self) -> HostedModel | None:
         """The model of a server that has one, which stays."""
         return self.models[0] if self._opening is None else None
+
+    def check_open(self, use: Use) -> None:
+        """Refuse, whatever is asked, what this server does not do, or not any more."""
+        if self.ending.is_set():
+            raise stopping()
+        if self.only is not None:
+            _check_use(self.only, use)
 
     @property
     def may_change(self) -> bool:
@@ -299,8 +327,7 @@ class Host(Common):
 
     def refresh(self) -> None:
         """Look at the disk: add what came, and forget what went and is not loaded."""
-        opening = self._opening
-        assert opening is not None
+        opening = self.opening
         specs = [entry.name for entry in _in_order(known_entries())] if opening.specs is None else opening.specs
         known = {model.file.spec: model for model in self.models}
         found = []
@@ -317,21 +344,19 @@ class Host(Common):
         """A model that was fetched now; a ``LocalspecError`` if it is none that answers."""
         model = next((each for each in self.models if each.file.spec == spec), None)
         if model is None:
-            assert self._opening is not None
             model = self._hosted(ServedFile.read(spec))
             self.models.append(model)
         return model
 
     def _read(self, spec: str) -> HostedModel | None:
-        assert self._opening is not None
         try:
             return self._hosted(ServedFile.read(spec))
         except LocalspecError as error:
-            if self._opening.specs is not None:
+            if self.opening.specs is not None:
                 raise
             known = Catalog.load().get(spec)
             if known is None or not any(spec in entry.heads for entry in Catalog.load().values()):
-                self._opening.warn(f"not served: {error}")
+                self.opening.warn(f"not served: {error}")
             return None
 
     def _hosted(self, file: ServedFile) -> HostedModel:
@@ -345,8 +370,7 @@ class Host(Common):
 
     def _plan(self, file: ServedFile) -> LoadPlan:
         """As it was asked for; where that is more than all models may take, one answer at a time, then no draft."""
-        opening = self._opening
-        assert opening is not None
+        opening = self.opening
         trained = file.n_ctx_train or USUAL_CTX
         if file.embeds:
             n_ctx = min(opening.n_ctx or MAX_CTX, trained)
@@ -383,8 +407,6 @@ class Host(Common):
             ApiError: there is no such model here (404), or it does something else (400).
         """
         known = [model for model in self.models if not model.deleted]
-        if (only := self.only) is not None:
-            _check_use(only, use)
         model = self.named(name) if name else None
         if model is None and (not name or any_name):
             able = [each for each in known if each.file.embeds == (use == "embed")]
@@ -430,7 +452,7 @@ class Host(Common):
     # -- loading ---------------------------------------------------------------------------------------------------
 
     async def take(self, model: HostedModel, keep: KeepAlive | Literal["usual"] = "usual") -> Callable[[], None]:
-        """Have a model loaded, and keep it so until what this returns is called.
+        """Have a model loaded, and keep it so until what this returns is called, once.
 
         Args:
             model: which.
@@ -448,7 +470,7 @@ class Host(Common):
         if model.timer is not None:
             model.timer.cancel()
         model.expires = None
-        return _once(partial(self._release, model, keep))
+        return partial(self._release, model, keep)
 
     async def _enter(self, model: HostedModel) -> None:
         if model.state == "unloaded" and model.needed > self.memory:
@@ -456,14 +478,14 @@ class Host(Common):
         most = max(1, self.settings.queue)  # as many as may wait for it once it is loaded
         if not self._is_open_to(model) and sum(each.n_waiting for each in self.models) >= most:
             raise too_busy(f"{most} requests wait for a model already", 5)
-        n_failures = model.n_failures
+        earlier = model.failure
         model.n_waiting += 1
         try:
             async with asyncio.timeout(self.settings.time_limit):
                 while not self._is_open_to(model):
                     if model.deleted:
                         raise self.no_model(model.names[0])
-                    if model.n_failures != n_failures and model.failure is not None:
+                    if model.failure is not None and model.failure is not earlier:
                         raise model.failure
                     if model.state != "loaded":
                         self._line.setdefault(model, time.monotonic())
@@ -605,13 +627,10 @@ class Host(Common):
                 model.error = line_of(error).replace(str(model.file.path), model.file.path.name)
                 message = f"{model.names[0]} cannot be loaded: {model.error}"
                 model.failure = ApiError(500, message, param="model", code="model_not_loaded")
-                model.n_failures += 1
-                if self._opening is not None:
-                    self._opening.warn(message)
+                self.opening.warn(message)
         else:
-            assert self._opening is not None
             settings = (
-                self.settings if isinstance(engine, EmbeddingModel) else self._opening.settings(engine, self.settings)
+                self.settings if isinstance(engine, EmbeddingModel) else self.opening.settings(engine, self.settings)
             )
             model.service = self._service_of(model, engine, settings)
             model.state, model.taken, model.used = "loaded", taken, time.monotonic()
@@ -622,8 +641,7 @@ class Host(Common):
 
     async def _opened(self, model: HostedModel) -> tuple[LLM | EmbeddingModel, int]:
         """Load a model in a thread; the end of the server cancels it."""
-        opening, file = self._opening, model.file
-        assert opening is not None
+        opening, file = self.opening, model.file
 
         def report(what: str, fraction: float | None) -> None:
             model.doing = (what, fraction)
@@ -651,8 +669,8 @@ class Host(Common):
         self, model: HostedModel, engine: LLM | EmbeddingModel, settings: ServerSettings
     ) -> Service | EmbeddingService:
         if isinstance(engine, EmbeddingModel):
-            return EmbeddingService(engine, self, model.names, self.turns)
-        return Service(engine, settings, common=self, metrics=model.metrics, names=model.names)
+            return EmbeddingService(engine, settings.queue, self.ending, model.names, self.turns)
+        return Service(engine, settings, self.responses, model.metrics, model.names)
 
     def _unload(self, model: HostedModel) -> None:
         model.state = "unloading"
@@ -692,8 +710,7 @@ class Host(Common):
             self.leave(model)
             while model.state != "unloaded":
                 await self._change.wait()
-            assert self._opening is not None
-            freed = await asyncio.to_thread(remove, entry, self._opening.made_of(model.file.path))
+            freed = await asyncio.to_thread(remove, entry, self.opening.made_of(model.file.path))
         except BaseException:
             model.deleted = False
             raise
@@ -738,16 +755,3 @@ def _taken(llm: LLM, kv_type: str) -> int:
     parallel = int(llm.parallel_info()["parallel"])
     loads = [] if target is None else loads_for(Load(target), models, heads, parallel)
     return memory_of(loads, llm.n_ctx, kv_type, llm.backend_name)
-
-
-def _once(function: Callable[[], None]) -> Callable[[], None]:
-    """A function that does nothing when it is called again."""
-    called = False
-
-    def call() -> None:
-        nonlocal called
-        if not called:
-            called = True
-            function()
-
-    return call

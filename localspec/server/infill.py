@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import re
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from localspec.engine.request import Reply
 from localspec.prompts.infill import FILL_TOKENS
 from localspec.server.answers import ApiAnswer, prompt_progress
-from localspec.server.bodies import (
-    MAX_COUNT,
-    Body,
-    Flag,
-    between,
-    items,
-    whole,
-)
+from localspec.server.bodies import MAX_COUNT, Body, Flag, between, items, whole
 from localspec.server.events import event
+from localspec.server.http import ApiError
 from localspec.server.requests import ApiBody, CompletionRequest, ServedModel, Shared, Stops
 from localspec.server.service import AnswerEvent, AnswerTask, Service
 from localspec.spec_decode.rounds import PromptProgress
@@ -125,6 +124,124 @@ class LineRules:
         return released
 
 
+# Slots of ``/infill``: an editor has one, in which its newest request replaces the one before.
+#
+# An editor sends a window of lines before the cursor. What slides out of it is put in front again, so that prompts have
+# a common prefix.
+
+MAX_WINDOWS, MAX_CHARACTERS = 64, 1 << 18
+"""Editors whose windows are remembered, the latest, and the longest window [characters]: 16 MB together."""
+
+HEAD_CHARACTERS = 200
+"""Of a window's beginning, looked for in the one before: some five lines."""
+
+MOST_WINDOWS = 2
+"""A prompt grows to so many windows; then it begins anew with the one that was sent."""
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    task: asyncio.Task[Any]
+    superseded: bool = False
+
+
+class Slots:
+    """Which request has which slot. Used from the event loop only."""
+
+    def __init__(self) -> None:
+        self._turns: dict[int, _Turn] = {}
+
+    @contextmanager
+    def newest(self, slot: int | None) -> Iterator[None]:
+        """Within the block the task has the slot (None: one of its own); the one that had it before is cancelled.
+
+        Raises:
+            ApiError: a newer request took the slot.
+        """
+        if slot is None:
+            yield
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        if older := self._turns.get(slot):
+            older.superseded = True
+            older.task.cancel()
+        turn = self._turns[slot] = _Turn(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            # As asyncio.timeout does it: only if the task was cancelled here alone.
+            if turn.superseded and task.uncancel() == 0:
+                raise ApiError(409, f"a newer request took slot {slot}", code="superseded") from None
+            raise
+        finally:
+            if self._turns.get(slot) is turn:  # a newer request may have had it, and be gone already
+                del self._turns[slot]
+
+
+class Windows:
+    """What each editor showed before the cursor, from as far up as it was read. Thread-safe.
+
+    A window without a slot continues the one without a slot that it overlaps with most.
+    """
+
+    def __init__(self) -> None:
+        self._shown: dict[int, str] = {}  # without a slot, under numbers below 0
+        self._unnamed = itertools.count(-1, -1)
+        self._changing = threading.Lock()
+
+    def joined(self, slot: int | None, prefix: str) -> str:
+        """The text before the cursor, with what slid out of the editor's window put in front of it."""
+        if not prefix or (slot is None and len(prefix) < HEAD_CHARACTERS):  # so little may stand in any text
+            return prefix
+        with self._changing:
+            key = self._most_alike(prefix) if slot is None else slot
+            whole = join(self._shown.pop(key, ""), prefix)
+            if len(whole) <= MAX_CHARACTERS:
+                self._shown[key] = whole
+            if len(self._shown) > MAX_WINDOWS:
+                del self._shown[next(iter(self._shown))]
+        return whole
+
+    def _most_alike(self, prefix: str) -> int:
+        found, most = None, 0
+        for key, before in self._shown.items():
+            if key < 0 and (start := _place(before, prefix)) >= 0:
+                overlap = _n_alike(before[start:], prefix)
+                if overlap > most:
+                    found, most = key, overlap
+        return next(self._unnamed) if found is None else found
+
+
+def join(before: str, prefix: str) -> str:
+    """A window with what an earlier one has in front of it; the window alone if they are not of one text."""
+    start = _place(before, prefix)
+    if start <= 0 or start + len(prefix) > MOST_WINDOWS * len(prefix):
+        return prefix
+    return before[:start] + prefix
+
+
+def _place(before: str, prefix: str) -> int:
+    """Where in an earlier window this one begins, with at least half of what follows in common; -1 if nowhere."""
+    start = before.find(prefix[:HEAD_CHARACTERS])
+    if start < 0:
+        return -1
+    half = min(len(before) - start, len(prefix)) // 2
+    return start if before.startswith(prefix[:half], start) else -1
+
+
+def _n_alike(one: str, other: str) -> int:
+    """Length of the common prefix of two texts, by halving."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[:middle] == other[:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 class InfillAnswer(ApiAnswer[str | PromptProgress]):
     """One suggestion; none where the editor only has something read."""
 
@@ -134,7 +251,7 @@ class InfillAnswer(ApiAnswer[str | PromptProgress]):
         self._asked = body
         self._rules = LineRules(body.n_indent, milliseconds / 1e3 if milliseconds > 0 else None)
         self._content = ""
-        prefix = service.windows.joined(body.slot, str(request.prompts[0]))
+        prefix = service.kept(Windows).joined(body.slot, str(request.prompts[0]))
         files = [(extra.filename or "snippet", extra.text) for extra in body.input_extra]
         self._prompt = service.llm.fill_prompt(prefix, body.input_suffix, files, max_tokens=params.max_tokens)
         tasks = []
@@ -142,7 +259,7 @@ class InfillAnswer(ApiAnswer[str | PromptProgress]):
             service.llm.read_ahead(self._prompt)
         else:
             # The slot is taken once the queue has this request: one that is refused leaves an older one alone.
-            self.holding = service.slots.newest(body.slot)
+            self.holding = service.kept(Slots).newest(body.slot)
             before, rules = self._prompt.n_before, self._rules
             tasks = [AnswerTask(self._prompt.tokens, params, keep_tokens=before, enough=lambda: rules.over)]
         super().__init__(service, request.options, tasks)

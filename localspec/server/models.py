@@ -104,21 +104,17 @@ class ModelEndpoints:
 
     async def load(self, request: Request) -> Response:
         """llama-server's: load a model, and answer when it is."""
-        model = await self._asked(request)
+        model = await _asked(self._host, request)
         (await while_connected(request.receive, self._host.ending, self._host.take(model)))()
         return JSONResponse({"success": True})
 
     async def unload(self, request: Request) -> Response:
         """llama-server's: unload a model, once it is idle."""
-        model = await self._asked(request)
+        model = await _asked(self._host, request)
         if model.fixed:
             raise ApiError(400, f"{model.names[0]} is all that this server has, and stays", code="model_stays")
         self._host.leave(model)
         return JSONResponse({"success": True})
-
-    async def _asked(self, request: Request) -> HostedModel:
-        async with self._host.bodies.json(request) as body:
-            return self._host.known(read(OllamaShowBody, body).asked)
 
     async def all(self, request: Request) -> Response:
         """For the page: the models, what fits, what is loaded, and what could be fetched."""
@@ -203,6 +199,12 @@ class ModelEndpoints:
             ):
                 Gauge(f"localspec_{name}", about, registry=registry).set(value)
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
+
+
+async def _asked(host: Host, request: Request) -> HostedModel:
+    """The model that a request's body names."""
+    async with host.bodies.json(request) as body:
+        return host.known(read(OllamaShowBody, body).asked)
 
 
 def _register(registry: CollectorRegistry, service: Service, started: float) -> None:
@@ -377,8 +379,7 @@ class OllamaModels:
         return JSONResponse({"models": found})
 
     async def show(self, request: Request) -> Response:
-        async with self._host.bodies.json(request) as body:
-            model = self._host.known(read(OllamaShowBody, body).asked)
+        model = await _asked(self._host, request)
         try:
             header = await asyncio.to_thread(self._header, model)
         except OSError:
@@ -463,10 +464,8 @@ class OllamaModels:
             yield {"status": status}
 
     async def delete(self, request: Request) -> Response:
-        async with self._host.bodies.json(request) as body:
-            name = read(OllamaShowBody, body).asked
         self._check_may_change()
-        await self._host.delete(self._host.known(name))
+        await self._host.delete(await _asked(self._host, request))
         return Response(status_code=200)
 
     async def version(self, request: Request) -> Response:

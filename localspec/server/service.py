@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import re
 import threading
@@ -14,7 +13,7 @@ from contextlib import AbstractContextManager, AsyncExitStack, aclosing, context
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import Histogram, Metric
 from prometheus_client.core import CounterMetricFamily
@@ -22,23 +21,16 @@ from prometheus_client.registry import Collector
 from starlette.requests import ClientDisconnect
 
 from localspec._version import __version__
-from localspec.engine.request import AsyncRoundStream, Reply, Submit
+from localspec.engine.request import AsyncRoundStream, Reply
+from localspec.engine.worker import Job
 from localspec.errors import PromptTooLong, QueueFull, UsageError
 from localspec.llm import LLM
+from localspec.prompts.infill import FillPrompt
 from localspec.sampling.constraint import constraint_for
 from localspec.sampling.grammar import grammar_of, is_schema
 from localspec.sampling.sampling import SamplingParams
-from localspec.server.access import Client, public_name
-from localspec.server.http import (
-    ApiError,
-    BodyReader,
-    ServerSettings,
-    as_api_error,
-    invalid,
-    stopping,
-    too_busy,
-    too_late,
-)
+from localspec.server.access import Client
+from localspec.server.http import ServerSettings, as_api_error, invalid, too_busy, too_late
 from localspec.server.requests import AnswerOptions, ChatRequest, CompletionRequest, ServedModel
 from localspec.server.tool_calls import MARKERS
 from localspec.server.tools import Delta, DeltaReader, ToolUse, forced_call, messages_for
@@ -202,124 +194,6 @@ def counted(of: Callable[[], Metrics], endpoint: str, started: float, *, goes_on
             of().finished(endpoint, outcome, time.monotonic() - started)
 
 
-# Slots of ``/infill``: an editor has one, in which its newest request replaces the one before.
-#
-# An editor sends a window of lines before the cursor. What slides out of it is put in front again, so that prompts have
-# a common prefix.
-
-MAX_WINDOWS, MAX_CHARACTERS = 64, 1 << 18
-"""Editors whose windows are remembered, the latest, and the longest window [characters]: 16 MB together."""
-
-HEAD_CHARACTERS = 200
-"""Of a window's beginning, looked for in the one before: some five lines."""
-
-MOST_WINDOWS = 2
-"""A prompt grows to so many windows; then it begins anew with the one that was sent."""
-
-
-@dataclass(slots=True, eq=False)
-class _Turn:
-    task: asyncio.Task[Any]
-    superseded: bool = False
-
-
-class Slots:
-    """Which request has which slot. Used from the event loop only."""
-
-    def __init__(self) -> None:
-        self._turns: dict[int, _Turn] = {}
-
-    @contextmanager
-    def newest(self, slot: int | None) -> Iterator[None]:
-        """Within the block the task has the slot (None: one of its own); the one that had it before is cancelled.
-
-        Raises:
-            ApiError: a newer request took the slot.
-        """
-        if slot is None:
-            yield
-            return
-        task = asyncio.current_task()
-        assert task is not None
-        if older := self._turns.get(slot):
-            older.superseded = True
-            older.task.cancel()
-        turn = self._turns[slot] = _Turn(task)
-        try:
-            yield
-        except asyncio.CancelledError:
-            # As asyncio.timeout does it: only if the task was cancelled here alone.
-            if turn.superseded and task.uncancel() == 0:
-                raise ApiError(409, f"a newer request took slot {slot}", code="superseded") from None
-            raise
-        finally:
-            if self._turns.get(slot) is turn:  # a newer request may have had it, and be gone already
-                del self._turns[slot]
-
-
-class Windows:
-    """What each editor showed before the cursor, from as far up as it was read. Thread-safe.
-
-    A window without a slot continues the one without a slot that it overlaps with most.
-    """
-
-    def __init__(self) -> None:
-        self._shown: dict[int, str] = {}  # without a slot, under numbers below 0
-        self._unnamed = itertools.count(-1, -1)
-        self._changing = threading.Lock()
-
-    def joined(self, slot: int | None, prefix: str) -> str:
-        """The text before the cursor, with what slid out of the editor's window put in front of it."""
-        if not prefix or (slot is None and len(prefix) < HEAD_CHARACTERS):  # so little may stand in any text
-            return prefix
-        with self._changing:
-            key = self._most_alike(prefix) if slot is None else slot
-            whole = join(self._shown.pop(key, ""), prefix)
-            if len(whole) <= MAX_CHARACTERS:
-                self._shown[key] = whole
-            if len(self._shown) > MAX_WINDOWS:
-                del self._shown[next(iter(self._shown))]
-        return whole
-
-    def _most_alike(self, prefix: str) -> int:
-        found, most = None, 0
-        for key, before in self._shown.items():
-            if key < 0 and (start := _place(before, prefix)) >= 0:
-                overlap = _n_alike(before[start:], prefix)
-                if overlap > most:
-                    found, most = key, overlap
-        return next(self._unnamed) if found is None else found
-
-
-def join(before: str, prefix: str) -> str:
-    """A window with what an earlier one has in front of it; the window alone if they are not of one text."""
-    start = _place(before, prefix)
-    if start <= 0 or start + len(prefix) > MOST_WINDOWS * len(prefix):
-        return prefix
-    return before[:start] + prefix
-
-
-def _place(before: str, prefix: str) -> int:
-    """Where in an earlier window this one begins, with at least half of what follows in common; -1 if nowhere."""
-    start = before.find(prefix[:HEAD_CHARACTERS])
-    if start < 0:
-        return -1
-    half = min(len(before) - start, len(prefix)) // 2
-    return start if before.startswith(prefix[:half], start) else -1
-
-
-def _n_alike(one: str, other: str) -> int:
-    """Length of the common prefix of two texts, by halving."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[:middle] == other[:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
 FILL_PRIORITY = 1
 """Priority of a completion at a cursor where the request names none: it is short, and a person waits for it."""
 
@@ -362,24 +236,7 @@ class AnswerEvent:
     progress: PromptProgress | None = None
 
 
-class Common:
-    """What all models of a server share.
-
-    Attributes:
-        ending: set once the server goes down; whatever runs then ends.
-        started: in seconds since 1970.
-    """
-
-    def __init__(self, settings: ServerSettings) -> None:
-        self.settings = settings
-        self.bodies = BodyReader(settings.body_bytes, settings.bodies_bytes, settings.body_seconds)
-        self.responses = ResponseStore()
-        self.ending = asyncio.Event()
-        self.started = time.time()
-
-    def check_open(self) -> None:
-        if self.ending.is_set():
-            raise stopping()
+Kept = TypeVar("Kept")
 
 
 class Service:
@@ -388,45 +245,35 @@ class Service:
     Args:
         llm: the loaded pair.
         settings: how to behave.
-        common: what it shares with the server's other models; None: there is no other.
-        metrics: what is counted, also before the model was loaded; None begins anew.
-        names: what requests may call the model; the first is what answers call it. None: as it was loaded, and the
-            aliases.
+        responses: the answers that the server keeps.
+        metrics: what is counted, also before the model was loaded.
+        names: what requests may call the model; the first is what answers call it.
 
     Attributes:
         client: who is answered, see ``seen_by``.
-        slots, windows: of ``/infill``, the client's own.
     """
 
     def __init__(
-        self,
-        llm: LLM,
-        settings: ServerSettings,
-        *,
-        common: Common | None = None,
-        metrics: Metrics | None = None,
-        names: Sequence[str] | None = None,
+        self, llm: LLM, settings: ServerSettings, responses: ResponseStore, metrics: Metrics, names: Sequence[str]
     ) -> None:
-        self.llm = llm
-        self.settings = settings
+        self.llm, self.settings = llm, settings
+        self.responses, self.metrics, self.names = responses, metrics, names
         llm.max_queue = settings.queue
-        common = common or Common(settings)
-        self.bodies, self.responses = common.bodies, common.responses
-        self.ending, self.started = common.ending, common.started
-        self.metrics = metrics or Metrics()
-        self.names = list(names or dict.fromkeys([public_name(llm.model_name), *settings.aliases]))
         self.client = Client()
-        self.slots, self.windows = Slots(), Windows()
-        self._of_owner: dict[str, tuple[Slots, Windows]] = {self.client.owner: (self.slots, self.windows)}
+        self._kept: dict[tuple[str, Any], Any] = {}
         self.fingerprint = f"localspec-{__version__}-{llm.backend_name}"
         llm.vocab.show(MARKERS)  # the marks of tool calls are read as text
 
     def seen_by(self, client: Client) -> Service:
-        """The service as a client sees it: with the drafters that it may use, and the slots and windows of its own."""
+        """The service as a client sees it: with the drafters that it may use, and what is kept for it."""
         seen = copy(self)
         seen.client = client
-        seen.slots, seen.windows = self._of_owner.setdefault(client.owner, (Slots(), Windows()))
         return seen
+
+    def kept(self, kind: Callable[[], Kept]) -> Kept:
+        """What an API keeps for the client, the same one from its first request on. Thread-safe."""
+        found: Kept = self._kept.setdefault((self.client.owner, kind), kind())
+        return found
 
     def close(self) -> None:
         """Free the model; what it still answers is cancelled."""
@@ -448,26 +295,50 @@ class Service:
     # -- prompts -------------------------------------------------------------------------------------------------------
 
     def tasks(self, request: ChatRequest | CompletionRequest) -> list[AnswerTask]:
-        """What is to be answered: one task of a chat, one of each text."""
+        """What is to be answered: one task of a chat, one of each text. It takes time: not for the event loop.
+
+        Raises:
+            UsageError, TemplateError: the messages fit neither template nor context, or the model has no tokens to fill
+                in between two texts.
+        """
         options = request.options
         if isinstance(request, ChatRequest):
             return [self.chat_task(request.messages, request.tools, options)]
-        if request.suffix is None:
-            return [self.text_task(prompt, options) for prompt in request.prompts]
-        return [self.fill_task(str(prompt), request.suffix, options) for prompt in request.prompts]
+        return [self.text_task(prompt, request.suffix, options) for prompt in request.prompts]
 
     def chat_task(self, messages: Sequence[Any], tools: ToolUse, options: AnswerOptions) -> AnswerTask:
-        """Messages through the chat template. As all that makes a task, it takes time: not for the event loop.
-
-        Raises:
-            UsageError, TemplateError: the messages fit neither template nor context.
-        """
+        """Messages through the chat template."""
         task = self.chat_prompt(messages, tools, options, self.llm.n_ctx)
-        constraint_for(task.params, self.llm.vocab)  # compiled here, and not while the engine waits
         if not tools.required and is_schema(task.params.response_format):
             tools = ToolUse()
-        prediction = self._prediction(options)
-        return replace(task, prompt=self._fitting(task.prompt), tools=tools, prediction=prediction)
+        return self._ready(replace(task, tools=tools), options)
+
+    def text_task(self, prompt: str | list[int], suffix: str | None, options: AnswerOptions) -> AnswerTask:
+        """A text to continue, in which editors may have written the marks of fill-in-the-middle; one to fill in before
+        a suffix; or token ids."""
+        fill: FillPrompt | None = None
+        if suffix is not None:
+            fill = self.llm.fill_prompt(str(prompt), suffix, max_tokens=options.params.max_tokens)
+        elif isinstance(prompt, str):
+            fill = self.llm.marked_fill_prompt(prompt)
+        if fill is not None:
+            return self._ready(AnswerTask(fill.tokens, options.params, keep_tokens=fill.n_before), options)
+        tokens = prompt if isinstance(prompt, list) else self.llm.encode(prompt, room=self.llm.n_ctx)
+        return self._ready(AnswerTask(tokens, options.params), options)
+
+    def _ready(self, task: AnswerTask, options: AnswerOptions) -> AnswerTask:
+        """The task with the prediction that came with it, if there is room for its prompt."""
+        constraint_for(task.params, self.llm.vocab)  # compiled here, and not while the engine waits
+        n_ctx = self.llm.n_ctx
+        if not task.prompt:
+            raise UsageError("the prompt is empty: there is nothing to continue")
+        if len(task.prompt) >= n_ctx:
+            raise PromptTooLong(
+                f"the prompt has {len(task.prompt)} tokens and the context holds {n_ctx}, answer included; "
+                "shorten it, or start the server with a larger --ctx"
+            )
+        predicted = options.prediction[: n_ctx * self.llm.vocab.longest]  # no answer is longer than the context
+        return replace(task, prediction=self.llm.tokenize(predicted)[:n_ctx] if predicted else [])
 
     def chat_prompt(
         self, messages: Sequence[Any], tools: ToolUse, options: AnswerOptions, room: int | None = None
@@ -500,40 +371,6 @@ class Service:
             tokens += self.llm.tokenize(opening, parse_special=True)
         return AnswerTask(tokens, params, opening=opening, think=think)
 
-    def text_task(self, prompt: str | list[int], options: AnswerOptions) -> AnswerTask:
-        """A text to continue, in which editors may have written the marks of fill-in-the-middle, or token ids."""
-        prediction = self._prediction(options)
-        constraint_for(options.params, self.llm.vocab)
-        marked = self.llm.marked_fill_prompt(prompt) if isinstance(prompt, str) else None
-        if marked is not None:
-            tokens, before = self._fitting(marked.tokens), marked.n_before
-            return AnswerTask(tokens, options.params, prediction=prediction, keep_tokens=before)
-        tokens = prompt if isinstance(prompt, list) else self.llm.encode(prompt, room=self.llm.n_ctx)
-        return AnswerTask(self._fitting(tokens), options.params, prediction=prediction)
-
-    def fill_task(self, prefix: str, suffix: str, options: AnswerOptions) -> AnswerTask:
-        """A text to fill in between two; a ``UsageError`` if the model has no tokens for that."""
-        prompt = self.llm.fill_prompt(prefix, suffix, max_tokens=options.params.max_tokens)
-        prediction = self._prediction(options)
-        constraint_for(options.params, self.llm.vocab)
-        return AnswerTask(prompt.tokens, options.params, prediction=prediction, keep_tokens=prompt.n_before)
-
-    def _prediction(self, options: AnswerOptions) -> list[int]:
-        # No answer is longer than the context.
-        n_ctx = self.llm.n_ctx
-        text = options.prediction[: n_ctx * self.llm.vocab.longest]
-        return self.llm.tokenize(text)[:n_ctx] if text else []
-
-    def _fitting(self, tokens: list[int]) -> list[int]:
-        if not tokens:
-            raise UsageError("the prompt is empty: there is nothing to continue")
-        if len(tokens) >= self.llm.n_ctx:
-            raise PromptTooLong(
-                f"the prompt has {len(tokens)} tokens and the context holds {self.llm.n_ctx}, answer included; "
-                "shorten it, or start the server with a larger --ctx"
-            )
-        return tokens
-
     # -- answers -------------------------------------------------------------------------------------------------------
 
     async def answers(
@@ -557,10 +394,8 @@ class Service:
         async with AsyncExitStack() as stack:
             try:
                 # In a thread: what was asked is checked once more, its grammar too.
-                submitters = await asyncio.to_thread(
-                    lambda: [self._submitter(options, task, conversation) for task in tasks]
-                )
-                streams = [await stack.enter_async_context(AsyncRoundStream(submit)) for submit in submitters]
+                jobs = await asyncio.to_thread(lambda: [self._job(options, task, conversation) for task in tasks])
+                streams = [await stack.enter_async_context(AsyncRoundStream(job)) for job in jobs]
             except QueueFull as error:
                 raise too_busy(str(error), self.metrics.mean_request_seconds * (self.llm.queue_length + 1)) from None
             if holding is not None:
@@ -570,7 +405,7 @@ class Service:
                     async for event in events:
                         yield event
 
-    def _submitter(self, options: AnswerOptions, task: AnswerTask, conversation: object) -> Submit:
+    def _job(self, options: AnswerOptions, task: AnswerTask, conversation: object) -> Job:
         drafters, names = self.drafters, options.drafters
         if names is None and len(usual := self.served().usual) < len(self.llm.draft_names):
             names = usual
@@ -578,7 +413,7 @@ class Service:
         if chosen == [] and len(drafters) == len(self.llm.draft_names):
             chosen = None  # nothing is drafted; what could draft for this client still reads the answer
         usual_priority = 0 if task.keep_tokens is None else FILL_PRIORITY
-        return self.llm.submitter(
+        return self.llm.job(
             task.prompt,
             task.params,
             speculate=names is None or len(names) > 0,

@@ -37,12 +37,11 @@ class TargetPass:
     """What the next pass of the target is over.
 
     Attributes:
-        tokens, logits: see ``Context.decode``.
+        tokens, logits, n_best: see ``Context.decode``.
         parents: where they branch, see ``Context.decode_tree``.
         draft: the draft that the tokens end with, if the last ones of it may be left out: then the pass has fewer rows.
             A draft token that was sampled may not, nor what comes before it: see ``drafters.base``.
         n_after: of a prompt, how many tokens are to be read after these.
-        n_best: how many of the largest logits of each row are enough, see ``Context.decode_best``; 0 wants whole rows.
     """
 
     tokens: Sequence[int]
@@ -153,9 +152,7 @@ class SpeculativeDecoder:
         with ahead or nullcontext():
             if rows.parents is not None:
                 return target.decode_tree(rows.tokens, rows.parents)
-            if rows.n_best:
-                return target.decode_best(rows.tokens, rows.n_best)
-            return target.decode(rows.tokens, rows.logits)
+            return target.decode(rows.tokens, rows.logits, rows.n_best)
 
     def close(self) -> None:
         """The answer is over, or broken off: what is not settled leaves the target's memory. Safe to call twice."""

@@ -72,7 +72,7 @@ class Proposer:
 
     Attributes:
         has_fresh_noise: whether draft tokens may be sampled with noise of their own: at a temperature, without a seed.
-        n_best: how many of the largest logits of a row it needs, see ``Context.decode_best``; 0 needs whole rows.
+        n_best: how many of the largest logits of a row it needs, see ``Context.decode``; 0 needs whole rows.
         rivals: by position, what else there was to choose; None does not look for it.
         drawn: every sample that was drawn, sent or not, with the law it was drawn from; None does not keep them.
         alternatives: by position, what may come instead of the tokens drafted last; None does not look for it.

@@ -71,7 +71,7 @@ def test_rows_hold_the_largest_logits(model: Model, n_best: int) -> None:
         context.decode(text, "none")
         assert context.decode_floats(rows, range(5), "none", n_best).logits.shape == (0, model.n_vocab)
         for feed, feed_best in (
-            (lambda logits: context.decode(more, logits), lambda logits: context.decode_best(more, n_best, logits)),
+            (lambda logits: context.decode(more, logits), lambda logits: context.decode(more, logits, n_best)),
             (
                 lambda logits: context.decode_floats(rows, range(5), logits),
                 lambda logits: context.decode_floats(rows, range(5), logits, n_best),
@@ -92,7 +92,7 @@ def test_whole_rows_come_as_before_in_between(context: Context, model: Model) ->
     tokens = some_tokens(24)
     expected = fresh_rows(model, tokens)
     for start in range(0, 24, 6):
-        assert context.decode_best(tokens[start : start + 2], 1).ids is not None
+        assert context.decode(tokens[start : start + 2], n_best=1).ids is not None
         context.decode(tokens[start + 2 : start + 3], "none")
         rows = context.decode(tokens[start + 3 : start + 6]).logits
         assert rows.shape == (3, model.n_vocab)
@@ -102,13 +102,13 @@ def test_whole_rows_come_as_before_in_between(context: Context, model: Model) ->
 def test_what_cannot_be_had_so_is_whole(context: Context, model: Model) -> None:
     n_before, most = 0, MOST_TOGETHER[model.backend]
     for n_tokens, n_best in ((most + 1, 1), (2, MOST), (2, model.n_vocab)):
-        forward = context.decode_best([7] * n_tokens, n_best)
+        forward = context.decode([7] * n_tokens, n_best=n_best)
         assert forward.ids is None
         assert forward.logits.shape == (n_tokens, model.n_vocab)
         n_before += n_tokens
         assert context.n_past == n_before
-    assert context.decode_best([7] * most, 1).ids is not None
-    forward = context.decode_best([7] * (most + 1), 1, "last")
+    assert context.decode([7] * most, n_best=1).ids is not None
+    forward = context.decode([7] * (most + 1), "last", 1)
     assert len(forward) == 1
     assert forward.best()[0] < model.n_vocab
 
@@ -125,7 +125,7 @@ def test_equals_at_the_end_have_the_row_whole(engine: str, tmp_path: Path) -> No
         model.__dict__["finds_best"] = True
         context, n_whole = model.new_context(64), 0
         for token in some_tokens(12, n_vocab=99):
-            found, whole = context.decode_best([token], 50), plain.decode([token]).logits
+            found, whole = context.decode([token], n_best=50), plain.decode([token]).logits
             if found.ids is None:
                 n_whole += 1
                 assert np.array_equal(found.logits, whole)
@@ -141,9 +141,9 @@ def test_a_device_without_the_means_gives_whole_rows(llama: LlamaModel, monkeypa
     monkeypatch.setattr(llama.binding.lib, "llama_get_sampled_candidates_count_ith", lambda *_: llama.n_vocab)
     expected = fresh_rows(llama, [5, 6, 7])
     with llama.new_context(256) as context:
-        assert np.array_equal(context.decode_best([5, 6, 7], 1).logits, expected)
+        assert np.array_equal(context.decode([5, 6, 7], n_best=1).logits, expected)
         monkeypatch.undo()
-        assert context.decode_best([8], 1).ids is None  # it is not asked again
+        assert context.decode([8], n_best=1).ids is None  # it is not asked again
         assert context.tokens == [5, 6, 7, 8]
 
 
@@ -151,7 +151,7 @@ def test_without_memory_for_it_nothing_is_tried(llama: LlamaModel, monkeypatch: 
     """The engine would end the process."""
     monkeypatch.setattr(BestLogits, "_has_room", lambda self: False)
     with llama.new_context(256) as context:
-        assert context.decode_best([5, 6], 1).ids is None
+        assert context.decode([5, 6], n_best=1).ids is None
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
@@ -168,9 +168,9 @@ def test_what_is_no_number_has_the_row_whole_on_mlx(
         logits, spoilt = Network.logits, np.zeros(model.n_vocab, dtype=np.float32)
         spoilt[17] = wrong
         with model.new_context(64) as context:
-            assert context.decode_best([5, 6], 1).ids is not None
+            assert context.decode([5, 6], n_best=1).ids is not None
             monkeypatch.setattr(Network, "logits", lambda self, hidden: logits(self, hidden) + mx.array(spoilt))
-            forward = context.decode_best([7, 8], 1)
+            forward = context.decode([7, 8], n_best=1)
             assert forward.ids is None
             assert not np.isfinite(forward.logits[:, 17]).any()
             assert np.isfinite(np.delete(forward.logits, 17, axis=1)).all()

@@ -13,11 +13,11 @@ import pytest
 
 from benchmarks.network_delay import Delay
 from localspec import LLM, EngineError, EngineUnavailable, Placement, SamplingParams
-from localspec.backends.layout import Target, layout
 from localspec.backends.llama import llama_cpp, rpc
 from localspec.backends.llama.ggml import engine_log
 from localspec.backends.llama.passes import LlamaPasses
 from localspec.backends.llama.rpc import ask
+from localspec.backends.placement import Target, layout
 from localspec.engine.worker import Job
 from localspec.model_files.gguf import GGUFFile
 from tests.conftest import TinyFiles, open_backend

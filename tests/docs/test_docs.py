@@ -155,7 +155,7 @@ def test_the_bounds_of_the_server_are_those_that_hold() -> None:
     bounds += [responses.MAX_METADATA, responses.MAX_NAME, responses.MAX_VALUE]
     bounds += [service_module.MAX_RESPONSES, service_module.MAX_BYTES >> 20]
     bounds += [conversations.conversations, conversations.bytes_each >> 20, conversations.bytes_together >> 20]
-    bounds += [infill.MAX_FILES, service_module.MAX_WINDOWS, service_module.MAX_CHARACTERS, embeddings.MAX_INPUTS]
+    bounds += [infill.MAX_FILES, infill.MAX_WINDOWS, infill.MAX_CHARACTERS, embeddings.MAX_INPUTS]
     assert set(re.findall(r"\d+(?:,\d{3})*", table)) == {f"{bound:,g}" for bound in bounds}
 
 

@@ -9,7 +9,7 @@ import pytest
 from localspec import LLM, SamplingParams
 from localspec.backends import trust as trust_module
 from localspec.controllers.fixed import FixedController
-from localspec.engine import pair as pair_module
+from localspec.engine import fit as fit_module
 from localspec.engine.state import DecodingState
 from tests.conftest import TinyFiles, open_backend
 
@@ -24,7 +24,7 @@ def engine(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def flat(isolated_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Further rows cost nothing."""
-    monkeypatch.setattr(pair_module, "row_ms", lambda times: 0.0)
+    monkeypatch.setattr(fit_module, "row_ms", lambda times: 0.0)
 
 
 def test_a_greedy_answer_with_branches_is_the_plain_one(
@@ -55,7 +55,7 @@ def test_where_rows_are_dear_drafts_are_chains(
 ) -> None:
     """Then nothing is checked either, and contexts are as they ever were."""
     monkeypatch.setattr(trust_module, "check_branches", None)
-    monkeypatch.setattr(pair_module, "row_ms", lambda times: times(1))
+    monkeypatch.setattr(fit_module, "row_ms", lambda times: times(1))
     with LLM(tiny.quick.target, draft=None, backend=engine, n_ctx=128, n_threads=1) as llm:
         assert "a further row of a pass costs 1.00 of a token" in str(llm.run(lambda pair: pair.why_chains))
         assert not llm.run(lambda pair: pair.context.can_branch)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from localspec import LLM, SamplingParams
-from localspec.engine.state import AheadChoice
+from localspec.engine import drafts as drafts_module
 from localspec.spec_decode.ahead import DraftAhead
 from tests.conftest import Backend, TinyFiles
 from tests.support.waiting_engine import Timing, waiting
@@ -45,9 +45,10 @@ def test_devices_that_are_shared_are_left_alone(files: tuple[Path, Path], target
         assert all("ahead" not in round_.as_event() for round_ in llm.rounds("one two", PARAMS, draft_length=3))
 
 
-def test_a_macs_devices_share_their_memory(apart: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.platform", "darwin")
-    assert apart.run(lambda pair: pair.state.drafting_ahead) is None
+def test_a_macs_devices_share_their_memory(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localspec.engine.state.sys.platform", "darwin")
+    for llm in loaded(files, "gpu", "cpu"):
+        assert llm.run(lambda pair: pair.state.drafting_ahead) is None
 
 
 def test_a_target_on_a_gpu_and_a_draft_on_the_cpu_work_at_once(apart: LLM) -> None:
@@ -94,7 +95,7 @@ def test_two_contexts_of_a_real_engine_work_at_once(
     tiny: TinyFiles, fast_backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is one thread's at a time, and both are as they were before when the answer is over."""
-    monkeypatch.setattr(AheadChoice, "of", lambda self, target, drafts: DraftAhead(cautious=False, n_steps=8))
+    monkeypatch.setattr(drafts_module, "ahead_of", lambda target, drafts: DraftAhead(cautious=False, n_steps=8))
     options = {"n_ctx": 256, "idle": False, "remember": False, "light_draft": False}
     with LLM(tiny.pair.target, tiny.pair.draft, backend=fast_backend.name, **options) as llm:  # type: ignore[arg-type]
         plain = llm.generate("one two", PARAMS, speculate=False)

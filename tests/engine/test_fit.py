@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from localspec import LLM
-from localspec.backends.layout import Target, layout
 from localspec.backends.llama.ggml import Device
-from localspec.backends.placement import Placement
+from localspec.backends.placement import Placement, Target, layout
 from localspec.engine import fit as fit_module
 from localspec.engine import pair as pair_module
 from localspec.engine.fit import (

@@ -15,6 +15,7 @@ from localspec.backends.base import FloatArray, Forward
 from localspec.controllers.acceptance import GREEDY as GREEDY_PRIOR
 from localspec.controllers.acceptance import MOST_PROBABLE, SAMPLE, Prior, SourceAcceptance, of_a_head
 from localspec.controllers.calibration import curve_key, curves
+from localspec.engine.answer import rounds as rounds_of_pair
 from localspec.engine.pair import Pair
 from localspec.errors import EngineError
 from localspec.heads.card import Training
@@ -265,7 +266,7 @@ def test_a_forks_own_context_returns_only_what_its_drafters_want(tiny: TinyFiles
     def compare(pair: Pair) -> None:
         def answer() -> list[int]:
             prompt = pair.target.tokenize("one two one two", add_special=True)
-            rounds = pair.rounds(prompt, GREEDY, 3, lambda n_cached: None, lambda: False)
+            rounds = rounds_of_pair(pair, prompt, GREEDY, 3, lambda n_cached: None, lambda: False)
             return [token.id for round_ in rounds for token in round_.emitted]
 
         before, expected = pair.state, answer()

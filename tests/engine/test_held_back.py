@@ -22,8 +22,8 @@ from localspec import LLM, Reply, SamplingParams
 from localspec.commands.chat.chat import Chat
 from localspec.commands.chat.screen import ChatScreen
 from localspec.commands.replay.command import read
+from localspec.engine.answer import answer
 from localspec.engine.request import AnswerRequest
-from localspec.engine.scheduler import answer
 from localspec.engine.worker import Job
 from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.rounds import Round

@@ -11,9 +11,9 @@ from localspec import LLM, SamplingParams
 from localspec.backends.base import Model
 from localspec.backends.placement import Placement
 from localspec.controllers.cost_model import PassTimes
+from localspec.engine.fit import ParallelChoice, choose_parallel, open_memory
 from localspec.engine.loading import Loader
 from localspec.engine.options import LoadOptions
-from localspec.engine.pair import ParallelChoice, choose_parallel, open_memory
 from localspec.engine.state import SPARE
 from localspec.errors import EngineError
 from tests.conftest import TinyFiles, open_backend
@@ -72,9 +72,8 @@ def test_with_servers_that_can_be_lost_it_is_one(tiny: TinyFiles) -> None:
 
     with open_backend("reference").load(tiny.quick.target) as model:
         options = LoadOptions(placement=Placement(rpc="127.0.0.1:9"), parallel="auto")
-        loader: Any = SimpleNamespace(options=options)
         times = PassTimes(dict(CURVES["gpu"]), growth=GROWTH)
-        found, _, context, batch = open_memory(loader, model, times, 256, never)
+        found, _, context, batch = open_memory(options, model, times, 256, never)
         context.close()
         assert (found.n, batch) == (1, None)
         assert "if a server is lost" in found.reason

@@ -11,7 +11,7 @@ import pytest
 
 from localspec import LLM, SamplingParams
 from localspec.engine import scheduler as scheduler_module
-from localspec.engine.scheduler import Scheduler
+from localspec.engine.scheduler import Scheduler, SharedMemory
 from tests.conftest import TinyFiles
 from tests.support.waiting import Brake
 
@@ -31,17 +31,19 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """What the scheduler does, and with the answer of which priority."""
     seen: list[tuple[str, int]] = []
 
-    def record(method: str, event: str) -> None:
-        original = getattr(Scheduler, method)
+    def record(owner: type, method: str, event: str) -> None:
+        original = getattr(owner, method)
 
-        def recorded(self: Scheduler, one: Any, *args: Any) -> Any:
+        def recorded(self: Any, one: Any, *args: Any) -> Any:
             seen.append((event, getattr(one, "job", one).priority))
             return original(self, one, *args)
 
-        monkeypatch.setattr(Scheduler, method, recorded)
+        monkeypatch.setattr(owner, method, recorded)
 
-    for method, event in {"_begin": "begins", "_put_aside": "pauses", "_bring_back": "resumes", "_end": "ends"}.items():
-        record(method, event)
+    record(Scheduler, "_begin", "begins")
+    record(SharedMemory, "put_aside", "pauses")
+    record(SharedMemory, "bring_back", "resumes")
+    record(Scheduler, "_end", "ends")
     return seen
 
 
@@ -121,14 +123,14 @@ def test_one_that_was_put_aside_does_not_block_a_higher_priority(
     asked = [params(i, 170) for i in range(N_PARALLEL)]
     alone = [llm.generate("la la", each).token_ids for each in asked]
     events.clear()
-    put_aside, came, asks = Scheduler._put_aside, threading.Event(), threading.Event()
+    put_aside, came, asks = SharedMemory.put_aside, threading.Event(), threading.Event()
 
-    def held(self: Scheduler, answer: Any) -> None:
+    def held(self: SharedMemory, answer: Any) -> None:
         put_aside(self, answer)
         asks.set()
         came.wait(20)
 
-    monkeypatch.setattr(Scheduler, "_put_aside", held)
+    monkeypatch.setattr(SharedMemory, "put_aside", held)
     with Brake(llm, after=0):  # they begin together
         streams = [llm.rounds("la la", each, draft_length=0) for each in asked]  # all go on at one pace
     assert asks.wait(20)

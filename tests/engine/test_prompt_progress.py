@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from localspec import LLM, Round, SamplingParams
-from localspec.engine.pair import LONG_PROMPT
+from localspec.engine.answer import LONG_PROMPT
 from localspec.engine.request import RoundStream
 from localspec.spec_decode.rounds import PromptProgress
 from tests.conftest import TinyFiles

@@ -137,7 +137,7 @@ def test_a_long_prompt_is_read_beside_a_stream_in_pieces(llm: LLM, monkeypatch: 
     monkeypatch.setattr(batching_module, "LONG_MS", 0.0)
     monkeypatch.setattr(batching_module, "LEARNED", 0.0)
     monkeypatch.setattr(SharedPasses, "__call__", lambda _, width: ms(width))  # whatever this machine's passes take
-    prompts = llm.inspect().worker.batch.__self__._at.passes.prompts  # type: ignore[union-attr] # the scheduler's
+    prompts = llm.inspect().worker.batch.__self__._memory.passes.prompts  # type: ignore[union-attr] # the scheduler's
     monkeypatch.setattr(prompts, "_dearer", {False: 1.0, True: 1.0})  # whatever was learned before
     fed = passes_of(batch_of(llm), monkeypatch)
     with Brake(llm, after=3) as brake:
@@ -180,13 +180,13 @@ def test_an_answer_that_outgrows_its_estimate_is_put_aside_and_resumes(
     alone = [llm.generate("la la", each).token_ids for each in params]
     monkeypatch.setattr(scheduler_module, "RESERVED", 8)
     aside = []
-    put_aside = scheduler.Scheduler._put_aside
+    put_aside = scheduler.SharedMemory.put_aside
 
     def recorded(self: Any, answer: Any) -> None:
         aside.append(answer)
         put_aside(self, answer)
 
-    monkeypatch.setattr(scheduler.Scheduler, "_put_aside", recorded)
+    monkeypatch.setattr(scheduler.SharedMemory, "put_aside", recorded)
     with Brake(llm, after=0):  # they begin together
         streams = [llm.rounds("la la", each, draft_length=0) for each in params]  # all go on at one pace
     assert [stream.reply.token_ids for stream in streams] == alone

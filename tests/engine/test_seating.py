@@ -10,7 +10,7 @@ import pytest
 
 from localspec import LLM, SamplingParams
 from localspec.engine.pair import Pair
-from localspec.engine.scheduler import Seating
+from localspec.engine.scheduler import SharedMemory
 from tests.conftest import TinyFiles, open_backend
 from tests.support.memory import shared_memories
 from tests.support.waiting import Brake
@@ -67,13 +67,13 @@ def test_requests_one_at_a_time_use_the_same_drafters(
 ) -> None:
     open_backend("llama-cpp")
     taken: list[int] = []
-    take = Seating.take
+    take = SharedMemory.take
 
-    def recorded(self: Seating, prompt: Sequence[int]) -> int:
+    def recorded(self: SharedMemory, prompt: Sequence[int]) -> int:
         taken.append(take(self, prompt))
         return taken[-1]
 
-    monkeypatch.setattr(Seating, "take", recorded)
+    monkeypatch.setattr(SharedMemory, "take", recorded)
     with LLM(tiny.pair.target, "ngram", backend="llama-cpp", n_ctx=512, parallel=3, idle=False) as llm:
         for text in ("la la lo ", "le li lu ", "lo la li ", "la la lo "):
             llm.generate(text * 12, TWENTY)

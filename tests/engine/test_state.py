@@ -11,6 +11,7 @@ import pytest
 
 from localspec import LLM, Closed, SamplingParams
 from localspec.controllers.cost_model import PassTimes
+from localspec.engine.answer import rounds as rounds_of_pair
 from localspec.engine.pair import Pair
 from localspec.engine.state import DecodingState
 from localspec.spec_decode.rounds import Round
@@ -28,7 +29,7 @@ def llm(tiny: TinyFiles, measured_home: Path) -> Iterator[LLM]:
 
 def rounds(pair: Pair, text: str = "one two one two one") -> Iterator[Round]:
     prompt = pair.target.tokenize(text, add_special=True)
-    return pair.rounds(prompt, PARAMS, 4, lambda n_cached: None, lambda: False)
+    return rounds_of_pair(pair, prompt, PARAMS, 4, lambda n_cached: None, lambda: False)
 
 
 def ids(answered: list[Round]) -> list[int]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -26,11 +25,11 @@ from localspec import LLM, Reply, SamplingParams
 from localspec.backends import unavailable_reason
 from localspec.backends.base import Context, Model, Piece
 from localspec.controllers.fixed import FixedController
-from localspec.engine import pair as pair_module
+from localspec.engine import drafts as drafts_module
+from localspec.engine import fit as fit_module
 from localspec.engine import state as state_module
 from localspec.engine.pair import Pair
 from localspec.engine.request import AnswerRequest, RoundStream
-from localspec.engine.state import AheadChoice
 from localspec.llm import Session
 from localspec.sampling.constraint import constraint_for
 from localspec.sampling.sampling import Noise, distribution, edit_logits
@@ -278,13 +277,11 @@ class World:
         files = self.files(case.family)
         with ExitStack() as patches:
             if case.parallel == 1 and case.way == "branches":
-                patches.enter_context(patch.object(pair_module, "why_chains", _branches_here))
+                patches.enter_context(patch.object(fit_module, "why_chains", _branches_here))
                 branching = partial(FixedController, branches=3)
                 patches.enter_context(patch.object(state_module, "FixedController", branching))
             if case.parallel == 1 and case.way == "ahead":
-                # One for each pair: the target alone answers in another thread meanwhile.
-                made = defaultdict[AheadChoice, DraftAhead](lambda: DraftAhead(cautious=False, n_steps=3))
-                patches.enter_context(patch.object(AheadChoice, "of", lambda self, target, drafts: made[self]))
+                patches.enter_context(patch.object(drafts_module, "ahead_of", _ahead_here))
             options = self._options() | {"parallel": case.parallel, "prefix_cache_bytes": case.cache}
             with LLM(files["target"], draft=[files[each] for each in case.drafts], **options) as llm:
                 yield llm
@@ -509,6 +506,10 @@ def _held(llm: LLM) -> Iterator[None]:
     finally:
         go.set()
         thread.join()
+
+
+def _ahead_here(target: Model, drafts: Any) -> DraftAhead:
+    return DraftAhead(cautious=False, n_steps=3)
 
 
 def _branches_here(model: Model, *_: Any) -> str | None:

@@ -9,9 +9,9 @@ import pytest
 
 from localspec.backends import reference
 from localspec.errors import UnsupportedModel, UsageError
+from localspec.heads import sources as module
 from localspec.heads.file import read_card
-from localspec.heads.kinds import exit as module
-from localspec.heads.kinds.exit import exit_head
+from localspec.heads.sources import exit_head
 from localspec.heads.trained import load_head, target_facts
 from localspec.model_files.gguf import GGUFFile, tensor_rows
 from localspec.model_files.vocab import Vocab

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from localspec import LLM, SamplingParams
-from localspec.engine.saved_chats import CONVERSATIONS
+from localspec.engine.saved import CONVERSATIONS
 from localspec.server.access import ALL, Client, Kind, public_names
 from localspec.server.app import addresses
+from localspec.server.infill import Slots, Windows
 from tests.conftest import TinyFiles
 from tests.support.serving import Server, serve
 
@@ -233,11 +234,11 @@ def test_a_window_of_an_editor_is_its_own(house: House) -> None:
     service = house.local.service
     mine, theirs = (service.seen_by(client) for client in (Client(), Client(Kind.SITE, SITE)))
     text = "".join(f"line {i}: the PIN is {i * 4711}\n" for i in range(60))
-    mine.windows.joined(0, text)
-    assert theirs.windows.joined(0, text[500:]) == text[500:]
-    assert mine.windows.joined(0, text[500:]) == text
-    assert service.seen_by(Client()).windows is mine.windows
-    assert theirs.slots is not mine.slots
+    mine.kept(Windows).joined(0, text)
+    assert theirs.kept(Windows).joined(0, text[500:]) == text[500:]
+    assert mine.kept(Windows).joined(0, text[500:]) == text
+    assert service.seen_by(Client()).kept(Windows) is mine.kept(Windows)
+    assert theirs.kept(Slots) is not mine.kept(Slots)
 
 
 def test_names_have_no_folders() -> None:

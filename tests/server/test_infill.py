@@ -14,9 +14,8 @@ import pytest
 from localspec import LLM, SamplingParams
 from localspec.server.bodies import read
 from localspec.server.http import ApiError
-from localspec.server.infill import MAX_HELD, InfillBody, LineRules
+from localspec.server.infill import MAX_CHARACTERS, MAX_HELD, MAX_WINDOWS, InfillBody, LineRules, Slots, Windows, join
 from localspec.server.requests import ServedModel
-from localspec.server.service import MAX_CHARACTERS, MAX_WINDOWS, Slots, Windows, join
 from tests.conftest import TinyFiles
 from tests.support.serving import Server, serve
 from tests.support.waiting import PATIENCE, Brake, wait_until

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from localspec import LLM
-from localspec.engine.pair import LONG_PROMPT
+from localspec.engine.answer import LONG_PROMPT
 from tests.conftest import TinyFiles
 from tests.support.serving import Server, post, serve
 from tests.support.tabs import Tab

@@ -229,7 +229,7 @@ def test_no_insides_in_an_answer_to_a_failure(
     def fail(*args: Any, **options: Any) -> Any:
         raise RuntimeError("secret in /srv/somebody")
 
-    monkeypatch.setattr(server.service.llm, "submitter", fail)
+    monkeypatch.setattr(server.service.llm, "job", fail)
     for body in (BODY, BODY | {"stream": True}):
         status, _, answer = server.ask("POST", "/v1/chat/completions", body)
         assert (status, code_of(answer)) == (500, "internal_error")

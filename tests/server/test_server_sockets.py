@@ -88,8 +88,8 @@ def test_a_client_that_leaves_within_its_body_is_no_failure(
     sent = post(SHORT, length=9999).replace(b"/v1/chat/completions", path.encode())
     with closing(server.connect()) as sock:
         sock.sendall(sent)
-        wait_until(lambda: server.service.bodies.n_held, "the body has not begun")
-    wait_until(lambda: not server.service.bodies.n_held, "the body is still waited for")
+        wait_until(lambda: server.host.bodies.n_held, "the body has not begun")
+    wait_until(lambda: not server.host.bodies.n_held, "the body is still waited for")
     assert server.ask("GET", "/health")[0] == 200  # and what it might have said has been said
     assert capsys.readouterr().err == ""
 
@@ -220,13 +220,13 @@ def test_all_bodies_together_are_bounded(llm: LLM) -> None:
         before = 0
         for sock in held[:2]:
             sock.sendall(post(SHORT, length=45_000) + b" " * 40_000)
-            wait_until(lambda before=before: other.service.bodies.n_held >= before + 40_000)
-            before = other.service.bodies.n_held
+            wait_until(lambda before=before: other.host.bodies.n_held >= before + 40_000)
+            before = other.host.bodies.n_held
         held[2].sendall(post(SHORT, length=45_000) + b" " * 40_000)
         assert status_of(held[2].recv(65536)) == 503
         for sock in held:
             sock.close()
-        wait_until(lambda: other.service.bodies.n_held == 0)
+        wait_until(lambda: other.host.bodies.n_held == 0)
 
 
 # -- too many ----------------------------------------------------------------------------------------------------------

@@ -26,8 +26,7 @@ from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.detokenizer import TextAssembler, ThinkingReader
 from localspec.spec_decode.drafters.base import Controller, Drafter, DrafterInfo, Plan, Proposer
-from localspec.spec_decode.drafters.corpus import CorpusDrafter
-from localspec.spec_decode.drafters.corpus_index import CorpusIndex, PathSource
+from localspec.spec_decode.drafters.corpus import CorpusDrafter, CorpusIndex, PathSource
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.drafters.other_vocabulary import MappedTokensDrafter

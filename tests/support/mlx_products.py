@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten
 
 from localspec.backends.mlx.architecture import ARCHITECTURES
 from localspec.backends.mlx.network import Network
-from localspec.backends.mlx.placement import place_of
+from localspec.backends.mlx.weights import place_of
 from localspec.model_files.gguf import GGUFFile
 
 Array = npt.NDArray[Any]
@@ -57,7 +57,7 @@ def numpy_products(network: Network, file: GGUFFile, *, as_llama_cpp: bool = Fal
     for info in file.tensors.values():
         place = place_of(0, ARCHITECTURES[network.architecture], network.module, info)
         if place is not None:
-            block_of[id(parameters[place.full])] = 256 if info.type_name.endswith(("_K", "_XS")) else 32
+            block_of[id(parameters[place])] = 256 if info.type_name.endswith(("_K", "_XS")) else 32
 
     def quantized_matmul(
         x: mx.array,

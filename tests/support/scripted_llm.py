@@ -15,7 +15,7 @@ from typing import Any
 from zlib import crc32
 
 from localspec.engine.options import checked_length
-from localspec.engine.request import Reply, Submit
+from localspec.engine.request import Reply
 from localspec.engine.worker import Job
 from localspec.llm import Asking, Session, load
 from localspec.sampling.sampling import SamplingParams
@@ -93,17 +93,16 @@ class ScriptedLLM(Asking[Any]):
     def context_info(self) -> dict[str, Any]:
         return {"n_ctx": self.n_ctx, "reason": "as scripted", "short": False}
 
-    def submitter(self, question: Any, params: SamplingParams | None, **options: Any) -> Submit:
-        def submit(deliver: Callable[[Any], Any]) -> Job:
-            self.asked.append(question() if callable(question) else question)
-            self.options.append(options)
-            self.params.append(params)
-            answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-            job = Job(lambda job: self._speak(answer, job), deliver)
-            threading.Thread(target=job.run, daemon=True).start()
-            return job
+    def job(self, question: Any, params: SamplingParams | None, **options: Any) -> Job:
+        self.asked.append(question() if callable(question) else question)
+        self.options.append(options)
+        self.params.append(params)
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
-        return submit
+        def submit(job: Job) -> None:
+            threading.Thread(target=job.run, daemon=True).start()
+
+        return Job(lambda job: self._speak(answer, job), submit=submit)
 
     def _speak(self, rounds: Sequence[Round], job: Job) -> Reply:
         stats, said = SpecStats(), list[Round]()

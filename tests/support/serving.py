@@ -15,7 +15,7 @@ from typing import Any
 from localspec import LLM
 from localspec.backends.llama.embedding import EmbeddingModel
 from localspec.engine.loading import Report
-from localspec.server.app import AppRunner, HostRunner, Runner, listen, url_of
+from localspec.server.app import Runner, listen, url_of
 from localspec.server.hosting import Host, LoadPlan, Opening, ServedFile
 from localspec.server.http import ServerSettings
 from localspec.server.service import Service
@@ -31,7 +31,7 @@ class Server:
         loop: of a server of several models, which its host is used from.
     """
 
-    def __init__(self, runner: HostRunner, url: str) -> None:
+    def __init__(self, runner: Runner, url: str) -> None:
         self.runner = runner
         self.loop: asyncio.AbstractEventLoop | None = None
         self.url = url
@@ -43,8 +43,10 @@ class Server:
 
     @property
     def service(self) -> Service:
-        assert isinstance(self.runner, Runner)
-        return self.runner.service
+        """Of a server of one ``LLM``."""
+        service = self.host.models[0].service
+        assert isinstance(service, Service)
+        return service
 
     def ask(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
@@ -93,7 +95,7 @@ def serve(llm: LLM, *, port: int = 0, **settings: Any) -> Iterator[Server]:
     """Serve a model on a free port of 127.0.0.1, or on a given one; settings as in ``ServerSettings``."""
     with listen("127.0.0.1", port) as sock:
         queue_before = llm.max_queue
-        runner = Runner(llm, ServerSettings(**settings))
+        runner = Runner(Host.of_one(llm, ServerSettings(**settings)))
         try:
             with _running(runner, sock):
                 yield Server(runner, url_of(sock))
@@ -104,7 +106,7 @@ def serve(llm: LLM, *, port: int = 0, **settings: Any) -> Iterator[Server]:
 @contextmanager
 def serve_embeddings(model: EmbeddingModel, **settings: Any) -> Iterator[str]:
     """The same with a model that makes embeddings; the server's address."""
-    with listen("127.0.0.1", 0) as sock, _running(Runner(model, ServerSettings(**settings)), sock):
+    with listen("127.0.0.1", 0) as sock, _running(Runner(Host.of_one(model, ServerSettings(**settings))), sock):
         yield url_of(sock)
 
 
@@ -129,7 +131,7 @@ def serve_several(
     with listen("127.0.0.1", 0) as sock:
         host = Host(ServerSettings(**settings), how or opening(), memory=memory, keep_alive=keep_alive)
         loops: list[asyncio.AbstractEventLoop] = []
-        runner = HostRunner(host, on_start=lambda: loops.append(asyncio.get_running_loop()))
+        runner = Runner(host, on_start=lambda: loops.append(asyncio.get_running_loop()))
         with _running(runner, sock):
             server = Server(runner, url_of(sock))
             wait_until(lambda: bool(loops), "it has begun")
@@ -138,7 +140,7 @@ def serve_several(
 
 
 @contextmanager
-def _running(runner: AppRunner, sock: socket.socket) -> Iterator[None]:
+def _running(runner: Runner, sock: socket.socket) -> Iterator[None]:
     thread = threading.Thread(target=runner.run, args=([sock],), daemon=True)
     thread.start()
     while not runner.started:

@@ -21,10 +21,10 @@ from localspec import Cancelled, EngineError, UsageError
 from localspec.backends import reference
 from localspec.heads.card import Training
 from localspec.heads.file import find_heads, head_weights, heads_folder, read_card
-from localspec.heads.training.distill import distill
+from localspec.heads.training.distill import Distilled, distill
 from localspec.heads.training.examples import is_held_out
 from localspec.heads.training.lessons import n_lessons
-from localspec.heads.training.run_folder import Distilled, Effort, Recipe, RunError, RunProgress
+from localspec.heads.training.run_folder import Effort, Recipe, RunError, RunProgress
 from localspec.heads.training.shards import Shards
 from localspec.model_files.gguf import GGUFFile
 from tests.support.heads import write_random_head

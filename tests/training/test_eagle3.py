@@ -28,14 +28,17 @@ from tests.support.published_heads import whole
 
 jax = pytest.importorskip("jax", reason="the trainer needs jax: pip install 'localspec[distill]'")
 
-from localspec.heads.training import eagle3_start  # noqa: E402
 from localspec.heads.training.distill import distill  # noqa: E402
-from localspec.heads.training.export import check, engine_logits  # noqa: E402
 from localspec.heads.training.lessons import Packer, Size, Stretch, first_lesson, n_lessons  # noqa: E402
 from localspec.heads.training.network import HeadNetwork  # noqa: E402
 from localspec.heads.training.run_folder import Effort, Recipe  # noqa: E402
 from localspec.heads.training.shards import Passage  # noqa: E402
-from localspec.heads.training.warm_start import new_card, start  # noqa: E402
+from localspec.heads.training.start import (  # noqa: E402
+    eagle3_guesses,
+    new_card,
+    start,
+)
+from localspec.heads.training.trainer import check, engine_logits  # noqa: E402
 
 RECIPE = Recipe(kind="eagle3", steps=2, n_out=200, d_ff=64, seed=3)
 TAPS = RECIPE.taps(5)
@@ -106,7 +109,7 @@ def test_it_begins_with_what_a_linear_map_can_tell(target: Path, file: GGUFFile)
         at = slice(piece.begin, piece.end)
         states = passage.states[at].reshape(n, -1).astype(np.float32)
         token = embedder(file)(passage.tokens[piece.begin + 1 : piece.end + 1])
-        linear = eagle3_start.guesses(card, weights, states, token)
+        linear = eagle3_guesses(card, weights, states, token)
         linear = linear / np.sqrt((linear**2).mean(1, keepdims=True)) * weights["output_norm.weight"]
         assert np.linalg.norm(rows - linear) < 0.05 * np.linalg.norm(linear)
         right += ((rows @ output.T).argmax(1) == passage.top_ids[piece.begin + 1 : piece.end + 1, 0]).sum()

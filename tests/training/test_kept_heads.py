@@ -17,12 +17,11 @@ from localspec.heads.card import Kind
 from localspec.heads.file import find_heads, read_card, write_head
 from localspec.heads.listing import inspect
 from localspec.heads.trained import MAX_STATES
-from localspec.heads.training.distill import card_command
-from localspec.heads.training.export import evenly
+from localspec.heads.training.distill import Distilled, Worth, card_command, gain_of
 from localspec.heads.training.lessons import EAGLE3_MEMORY, Stretch, first_lesson, memory_of
-from localspec.heads.training.run_folder import Distilled, Effort, Recipe, Run, token_map
-from localspec.heads.training.warm_start import new_card
-from localspec.heads.training.worth import Worth, gain_of
+from localspec.heads.training.run_folder import Effort, Recipe, Run, token_map
+from localspec.heads.training.start import new_card
+from localspec.heads.training.trainer import evenly
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.vocab import USER_DEFINED, Vocab
 from tests.support.lessons import made_up

@@ -18,9 +18,9 @@ from tests.support.lessons import written_by
 
 jax = pytest.importorskip("jax", reason="the trainer needs jax: pip install 'localspec[distill]'")
 
-from localspec.heads.training.export import check, engine_logits  # noqa: E402
-from localspec.heads.training.lessons import Packer, Size, Stretch, first_lesson, n_lessons  # noqa: E402
-from localspec.heads.training.network import NOWHERE, HeadNetwork  # noqa: E402
+from localspec.heads.training.lessons import NOWHERE, Packer, Size, Stretch, first_lesson, n_lessons  # noqa: E402
+from localspec.heads.training.network import HeadNetwork  # noqa: E402
+from localspec.heads.training.trainer import check, engine_logits  # noqa: E402
 
 TAPS = ("layer:0", "norm")
 STARTS = np.arange(0, 40, 2, dtype=np.int32)

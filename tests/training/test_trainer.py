@@ -21,11 +21,11 @@ from tests.support.lessons import written_by
 
 pytest.importorskip("jax", reason="the trainer needs jax: pip install 'localspec[distill]'")
 
-from localspec.heads.training import warm_start
+from localspec.heads.training import start as start_module
 from localspec.heads.training.lessons import Cursor, Packer, Reading, Size, first_lesson, n_lessons
 from localspec.heads.training.run_folder import Recipe
+from localspec.heads.training.start import Start, neighbours, new_card, start
 from localspec.heads.training.trainer import CheckpointError, Trainer, TrainingProgress, TrainingSettings
-from localspec.heads.training.warm_start import Start, neighbours, new_card, start
 
 TAPS = ("layer:0", "norm")
 STEADY = TrainingSettings(size=Size(210, 64, 20), n_batches=2, learning_rate=3e-3, warm_up=1, final=1.0, half=False)
@@ -220,14 +220,14 @@ def linear_passages(n: int, lengths: Sequence[int], seed: int) -> tuple[list[Pas
 def test_it_begins_as_the_best_linear_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rows are the target's next states before the last norm's weight, and its chain goes on from its own."""
     n = 32
-    monkeypatch.setattr(warm_start, "RIDGE", 1e-3)
+    monkeypatch.setattr(start_module, "RIDGE", 1e-3)
     target = write_llama(tmp_path / "target.gguf", Shape(n_layer=3, n_embd=n, n_head=2, n_head_kv=1, n_ff=64))
     passages, embeddings, norm = linear_passages(n, [90, 200, 150, 120], 4)
     ids = np.arange(60, dtype=np.int32)
     with GGUFFile(target) as file:
         card = replace(new_card(file, "f", Recipe(steps=2, d_ff=32), ids), taps=("layer:1", "norm"))
-        monkeypatch.setattr(warm_start, "_whole", lambda file, name: norm)
-        monkeypatch.setattr(warm_start, "_last_block", lambda file, card: None)
+        monkeypatch.setattr(start_module, "_whole", lambda file, name: norm)
+        monkeypatch.setattr(start_module, "_last_block", lambda file, card: None)
         begun = start(file, card, np.eye(60, n, dtype=np.float32), lambda some: embeddings[some], passages, 0)
     w = begun.weights
     (passage,) = linear_passages(n, [80], 5)[0]

@@ -22,7 +22,7 @@ from localspec.backends.mlx.architecture import (
     read_attention,
 )
 from localspec.backends.mlx.library import defer_mlx_lm
-from localspec.backends.mlx.placement import ROPE_TENSORS, fill
+from localspec.backends.mlx.weights import ROPE_TENSORS, fill
 from localspec.errors import UnsupportedModel
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.nextn import n_layers
@@ -176,12 +176,9 @@ class Network:
         """Logits of (some rows of) ``hidden``: [1, n, n_embd] -> [1, n, n_vocab]."""
         return self._head(hidden)
 
-    def make_cache(self) -> list[Any]:
-        """An empty memory of the kinds that mlx-lm chooses: one that forgets where a layer sees a window only."""
-        return _mlx_caches(self.module)
 
-
-def _mlx_caches(module: nn.Module) -> list[Any]:
+def mlx_caches(module: nn.Module) -> list[Any]:
+    """An empty memory of the kinds that mlx-lm chooses: one that forgets where a layer sees a window only."""
     from mlx_lm.models.cache import make_prompt_cache
 
     return list(make_prompt_cache(module))
@@ -283,7 +280,7 @@ def _load(file: GGUFFile, dtype: mx.Dtype, progress: Progress | None) -> Network
         n_embd=args.hidden_size,
         compute_dtype=dtype,
         layer_windows=_windows(module),
-        layer_states=tuple(len(getattr(cache, "cache", ())) for cache in _mlx_caches(module)),
+        layer_states=tuple(len(getattr(cache, "cache", ())) for cache in mlx_caches(module)),
         max_context=max_context,
         _trunk=trunk,
         _head=_make_head(module, architecture, args, tied),
@@ -347,7 +344,7 @@ def install_rope(
 
 
 def _windows(module: nn.Module) -> tuple[int | None, ...]:
-    return tuple(getattr(cache, "max_size", None) for cache in _mlx_caches(module))
+    return tuple(getattr(cache, "max_size", None) for cache in mlx_caches(module))
 
 
 def _make_head(module: nn.Module, architecture: Architecture, args: Any, tied: bool) -> Callable[[mx.array], mx.array]:

@@ -76,7 +76,7 @@ _GROUPS: tuple[tuple[tuple[str, ...], list[str]], ...] = (
     (("deepseek-coder",), [r"[\r\n]", rf"\s?{L}+", rf"\s?{P}+", "[一-龥ࠀ-一가-퟿]+", N]),
 )  # fmt: skip
 
-_SPLITS = {name: expressions for names, expressions in _GROUPS for name in names}
+SPLITS = {name: expressions for names, expressions in _GROUPS for name in names}
 
 IGNORES_MERGES = frozenset(
     ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken", "glm4", "glm5")
@@ -90,17 +90,13 @@ def word_split(pre: str, file_name: str) -> list[str]:
     Raises:
         UnsupportedModel: the split is not known here.
     """
-    expressions = _SPLITS.get(pre or "default")
+    expressions = SPLITS.get(pre or "default")
     if expressions is None:
         raise UnsupportedModel(
             f"{file_name} splits words by the rule {pre!r}, which the MLX backend "
             "does not know; use --backend llama-cpp"
         )
     return expressions
-
-
-def known_splits() -> list[str]:
-    return sorted(_SPLITS)
 
 
 class ByteLevel:

@@ -24,8 +24,8 @@ from localspec.commands.options import ensure_model
 from localspec.errors import Cancelled, UsageError, check_text
 from localspec.heads.card import ALL_TEXTS, CurvePoint, Rates
 from localspec.heads.file import heads_folder
-from localspec.heads.training.distill import distill
-from localspec.heads.training.run_folder import Distilled, Effort, Recipe, RunProgress
+from localspec.heads.training.distill import Distilled, distill
+from localspec.heads.training.run_folder import Effort, Recipe, RunProgress
 from localspec.model_files.sources.base import size_text
 from localspec.report.model import Facts, Figure, KeyFigure, KeyFigures, Part, Report, Table
 from localspec.report.model import Text as Paragraph

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from localspec.backends.layout import Share, Target, layout
 from localspec.backends.llama.binding import Place, Placed
 from localspec.backends.llama.ggml import Device
 from localspec.backends.llama.rpc import ask
+from localspec.backends.placement import Share, Target, layout
 from localspec.backends.registry import engine_module
 from localspec.commands.doctor.facts import FOR_GPUS, EngineFacts, FitFacts, ModelFacts, NeedFacts
 from localspec.engine.fit import (

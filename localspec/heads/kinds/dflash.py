@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from localspec.errors import UnsupportedModel, is_whole, shown
+from localspec.heads.card import block_shapes
 from localspec.heads.kinds.base import (
     LLAMA_CPP,
     OWN_TENSORS,
@@ -65,7 +66,8 @@ def read(file: GGUFFile) -> PublishedHead:
         "token_embd.weight": (vocab.n_tokens, n),
     }
     for layer in range(n_layers):
-        shapes |= _shapes_of_layer(f"blk.{layer}", n, n_head * d_head, n_head_kv * d_head, d_head, n_ff)
+        shapes |= block_shapes(f"blk.{layer}", n, n_head * d_head, n_head_kv * d_head, n_ff, n)
+        shapes |= {f"blk.{layer}.attn_{part}_norm.weight": (d_head,) for part in "qk"}
     values = tuple(f"blk.{layer}.attn_v.weight" for layer in range(n_layers))
     if is_dspark:
         rank = file.tensors["markov_w1.weight"].shape[0]
@@ -83,7 +85,7 @@ def read(file: GGUFFile) -> PublishedHead:
         raise damaged(file, "it has a token map but no output matrix")
     return PublishedHead(
         kind="dflash",
-        engines=LLAMA_CPP if is_dspark or is_dflash2 else LLAMA_CPP | {"mlx": "localspec.heads.kinds.dflash_mlx:load"},
+        engines=LLAMA_CPP if is_dspark or is_dflash2 else LLAMA_CPP | {"mlx": "localspec.heads.kinds.mlx:load_dflash"},
         title="DSpark" if is_dspark else "DFlash2" if is_dflash2 else "DFlash",
         path=file.path,
         taps=tuple(f"layer:{layer - 1}" for layer in layers),  # what goes into a layer came out of the last
@@ -108,24 +110,6 @@ def _block(file: GGUFFile, n_vocab: int, is_dspark: bool, n_candidates: int) -> 
     if size > MAX_ROWS:
         raise UnsupportedModel(f"{file.path.name} has blocks of {size} rows; the maximum is {MAX_ROWS}")
     return MaskBlock(size, int(mask), n_skipped, _flag(file, "attention.causal", False), n_candidates)
-
-
-def _shapes_of_layer(
-    block: str, n: int, n_query: int, n_key: int, d_head: int, n_ff: int
-) -> dict[str, tuple[int, ...]]:
-    return {
-        f"{block}.attn_norm.weight": (n,),
-        f"{block}.attn_q.weight": (n_query, n),
-        f"{block}.attn_k.weight": (n_key, n),
-        f"{block}.attn_v.weight": (n_key, n),
-        f"{block}.attn_output.weight": (n, n_query),
-        f"{block}.attn_q_norm.weight": (d_head,),
-        f"{block}.attn_k_norm.weight": (d_head,),
-        f"{block}.ffn_norm.weight": (n,),
-        f"{block}.ffn_gate.weight": (n_ff, n),
-        f"{block}.ffn_up.weight": (n_ff, n),
-        f"{block}.ffn_down.weight": (n, n_ff),
-    }
 
 
 def _shapes_of_selector(file: GGUFFile, n_vocab: int, n: int, n_layers: int) -> dict[str, tuple[int, ...]]:

@@ -27,8 +27,8 @@ from localspec.backends.reference import (
 )
 from localspec.errors import UnsupportedModel, shown
 from localspec.heads.base import HeadContext
-from localspec.heads.card import HeadCard, Training
-from localspec.heads.file import output_rows
+from localspec.heads.card import HeadCard, Training, block_shapes
+from localspec.heads.file import output_pieces, output_rows
 from localspec.heads.kinds.base import LLAMA_CPP, OWN_TENSORS, PublishedHead, attention_sizes, layers_read, token_map
 from localspec.model_files.gguf import (
     GGUFFile,
@@ -37,7 +37,6 @@ from localspec.model_files.gguf import (
     check_shapes,
     damaged,
     new_tensor,
-    tensor_rows,
     whole,
 )
 from localspec.model_files.vocab import Vocab
@@ -48,9 +47,6 @@ from localspec.system.files import write_atomically
 # target's. How the head was made is in a key of its own.
 
 TRAINING = "localspec.head.training"  # metadata key: how it was made, as card.Training writes it
-_N_CTX = 1 << 17  # context that the file declares [tokens]
-
-_PIECE = 1 << 20
 
 
 def write_eagle3(path: Path, card: HeadCard, weights: Mapping[str, npt.NDArray[np.floating]], target: GGUFFile) -> Path:
@@ -75,10 +71,8 @@ def write_eagle3(path: Path, card: HeadCard, weights: Mapping[str, npt.NDArray[n
         writer = GGUFOutput(file, _metadata(card), [*tensors, output, token_map], encoded=encoded)
         for tensor in tensors:
             writer.write(as_type(np.asarray(weights[tensor.name], dtype=np.float32), tensor.type_name))
-        step = max(1, _PIECE // card.n_embd)
-        for first in range(0, card.n_out, step):
-            values = tensor_rows(target, output_rows(target), card.token_map[first : first + step])
-            writer.write(as_type(values, output.type_name))
+        for rows in output_pieces(target, card):
+            writer.write(as_type(rows, output.type_name))
         writer.write(card.token_map.astype("<i8"))
     return path
 
@@ -90,28 +84,15 @@ def _type(shape: tuple[int, ...], wanted: str) -> str:
 
 
 def _metadata(card: HeadCard) -> dict[str, Any]:
-    sizes = {
-        "block_count": 1,
-        "context_length": _N_CTX,
-        "embedding_length": card.n_embd,
-        "feed_forward_length": card.d_ff,
-        "attention.head_count": card.n_head,
-        "attention.head_count_kv": card.n_head_kv,
-        "attention.key_length": card.d_head,
-        "attention.value_length": card.d_head,
-        "attention.layer_norm_rms_epsilon": float(card.norm_eps),
-        "rope.dimension_count": card.d_head,
-        "rope.freq_base": float(card.rope_base),
-        "target_hidden_size": card.target.n_embd,
-        # What goes into a layer came out of the one before.
-        "target_layers": np.array([int(tap.removeprefix("layer:")) + 1 for tap in card.taps], dtype=np.int32),
-    }
     return {
         "general.architecture": "eagle3",
         "general.name": f"EAGLE-3 head for {card.target.name}",
         **({"general.license": card.license} if card.license else {}),
         TRAINING: card.training.to_json(),
-        **{f"eagle3.{name}": value for name, value in sizes.items()},
+        **card.layer_metadata("eagle3"),
+        "eagle3.target_hidden_size": card.target.n_embd,
+        # What goes into a layer came out of the one before.
+        "eagle3.target_layers": np.array([int(tap.removeprefix("layer:")) + 1 for tap in card.taps], dtype=np.int32),
     }
 
 
@@ -145,24 +126,16 @@ def read(file: GGUFFile) -> PublishedHead:
         "output_norm.weight": (n,),
         "output.weight": (len(ids), n),
         "token_embd.weight": (n_vocab, n),
-        "blk.0.attn_norm.weight": (n,),
         "blk.0.attn_norm_2.weight": (n,),
-        "blk.0.attn_q.weight": (n_head * d_head, 2 * n),
-        "blk.0.attn_k.weight": (n_head_kv * d_head, 2 * n),
-        "blk.0.attn_v.weight": (n_head_kv * d_head, 2 * n),
-        "blk.0.attn_output.weight": (n, n_head * d_head),
-        "blk.0.ffn_norm.weight": (n,),
-        "blk.0.ffn_gate.weight": (n_ff, n),
-        "blk.0.ffn_up.weight": (n_ff, n),
-        "blk.0.ffn_down.weight": (n, n_ff),
     }
+    shapes |= block_shapes("blk.0", n, n_head * d_head, n_head_kv * d_head, n_ff, 2 * n)
     if file.field("norm_before_fc", False):
         shapes["enc.output_norm.weight"] = (N_TAPS * n_target,)
     check_shapes(file, shapes, optional=tuple(OWN_TENSORS.values()))
     return PublishedHead(
         kind="eagle3",
         title="EAGLE-3",
-        engines=LLAMA_CPP | {"mlx": f"{__name__}_mlx:load", "reference": f"{__name__}:load_reference"},
+        engines=LLAMA_CPP | {"mlx": "localspec.heads.kinds.mlx:load_eagle3", "reference": f"{__name__}:load_reference"},
         path=file.path,
         taps=tuple(f"layer:{layer - 1}" for layer in layers),  # what goes into a layer came out of the last
         n_target=n_target,

@@ -27,7 +27,7 @@ def read(file: GGUFFile) -> PublishedHead:
     return PublishedHead(
         kind="mtp",
         title="MTP",
-        engines=LLAMA_CPP if alone else LLAMA_CPP | {"mlx": "localspec.heads.kinds.mtp_mlx:load"},
+        engines=LLAMA_CPP if alone else LLAMA_CPP | {"mlx": "localspec.heads.kinds.mlx:load_mtp"},
         path=file.path,
         taps=(NEXTN,),
         n_target=n,

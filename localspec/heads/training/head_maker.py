@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from localspec._version import __version__
 from localspec.backends.base import Model, Piece, SequenceBatch
 from localspec.backends.trust import check_batch
 from localspec.engine.loading import Loader
 from localspec.engine.options import LoadOptions
 from localspec.errors import Cancelled, EngineError, UsageError
-from localspec.heads.card import HeadCard
-from localspec.heads.file import output_rows
+from localspec.heads.card import HeadCard, Training
+from localspec.heads.file import output_rows, read_card, write_head
+from localspec.heads.kinds.eagle3 import write_eagle3
+from localspec.heads.published import load_published
+from localspec.heads.trained import load_head
 from localspec.heads.training.examples import N_CTX_EACH, ExampleMaker, Material, Overlap, format_of
 from localspec.heads.training.run_folder import Effort, Phase, Report, Run, RunError, RunFolder, RunProgress, token_map
 from localspec.heads.training.shards import TOP_K, Passage, Shards
+from localspec.heads.training.start import Start, going_on, new_card, start
+from localspec.heads.training.trainer import Trainer, TrainingProgress, TrainingSettings, check
 from localspec.model_files.gguf import GGUFFile, tensor_rows
 from localspec.model_files.kv_memory import KV_VALUE_BYTES, kv_shape
 from localspec.model_files.sources.base import size_text
-from localspec.system.machine import read_memory
+from localspec.system.machine import cpu_name, read_memory
 from localspec.system.process import Courtesy
-
-if TYPE_CHECKING:
-    from localspec.heads.training.trainer import Trainer, TrainingProgress
-
 
 # How many texts a target writes side by side: as many as memory allows and as make it quicker, which is measured.
 
@@ -244,8 +247,6 @@ class HeadMaker:
         return batch
 
     def _card(self, file: GGUFFile, ids: npt.NDArray[np.int32]) -> HeadCard:
-        from localspec.heads.training.warm_start import new_card
-
         return new_card(file, self._folder.fingerprint, self._run.recipe, ids)
 
     def _make_examples(self, maker: ExampleMaker) -> None:
@@ -318,10 +319,6 @@ class HeadMaker:
         )
 
     def _trainer(self, file: GGUFFile, model: Model) -> Trainer:
-        from localspec.heads.training.earlier_head import going_on
-        from localspec.heads.training.trainer import Trainer, TrainingSettings
-        from localspec.heads.training.warm_start import Start, start
-
         recipe, ids = self._run.recipe, self._folder.token_map()
         if ids is None:
             ids = token_map(self._learned, model, recipe.n_out)
@@ -376,16 +373,52 @@ class HeadMaker:
     def _write_head(
         self, trainer: Trainer, file: GGUFFile, model: Model, command: str, n_threads: int | None
     ) -> HeadCard:
-        from localspec.heads.training.export import training_facts, write_checked
-
-        progress, place = trainer.progress, self._folder.head
-        earlier = self._folder.earlier if self._folder.earlier.exists() else None
-        training = training_facts(self._run, command, model.engine, progress, sum(map(len, self._learned)), earlier)
+        """Write the head's file, and once more with its acceptance on an engine at held-out passages."""
+        progress, path, earlier = trainer.progress, self._folder.head, self._folder.earlier
+        training = Training(
+            command=command,
+            seed=self._run.recipe.seed,
+            data_tokens=sum(map(len, self._learned)),
+            tokens_seen=progress.tokens_seen,
+            minutes=(self._run.data_seconds + self._run.training_seconds) / 60,
+            machine=cpu_name(),
+            versions={"localspec": __version__, "engine": model.engine, "python": platform.python_version()}
+            | {name: version(name) for name in ("numpy", "jax")},
+            curve=progress.curve,
+            earlier=history(earlier) if earlier.exists() else (),
+        )
         self._show("testing", "testing the head on answers it has not seen", 0.0, progress=progress)
-        tested = self._tapped(model, self._held_out)
-        return write_checked(place, trainer, training, file, model, tested, n_threads, self._say)
+        weights = trainer.weights
+        card = _write(path, replace(trainer.card, training=training), weights, file)
+        head = (
+            load_published(path, model, n_threads=n_threads, say=self._say)
+            if card.kind == "eagle3"
+            else load_head(path, Path(file.path), model.backend, n_threads=n_threads, say=self._say)
+        )
+
+        def embed(tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+            return tensor_rows(file, "token_embd.weight", tokens)
+
+        with closing(head):
+            found = check(head, trainer.network, weights, embed, self._tapped(model, self._held_out))
+        return _write(path, replace(card, training=replace(training, acceptance=found.acceptance)), weights, file)
 
     def _tapped(self, model: Model, passages: Sequence[Passage]) -> list[Passage]:
         """Passages with the states that the head reads, and no others."""
         n = len(self._run.recipe.taps(model.n_layers))
         return [replace(passage, states=passage.states[:, :n]) for passage in passages]
+
+
+def history(path: Path) -> tuple[str, ...]:
+    """The commands that made an earlier head, and those that it started from."""
+    training = read_card(path).training
+    data, seen = training.data_tokens, training.tokens_seen
+    return (*training.earlier, f"{training.command} ({data:,} tokens of data, {seen:,} seen)")
+
+
+def _write(path: Path, card: HeadCard, weights: Mapping[str, npt.NDArray[np.float32]], target: GGUFFile) -> HeadCard:
+    if card.kind == "eagle3":
+        write_eagle3(path, card, weights, target)
+    else:
+        write_head(path, card, weights)
+    return card

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from localspec.heads.card import HeadCard, Kind
+from localspec.heads.card import Kind
 from localspec.heads.trained import MAX_STATES
-from localspec.heads.training.network import OUTSIDE, Batch
 from localspec.heads.training.shards import Passage
 
 # Places that a head sees at the first lesson of an answer, this one among them: as many as its drafter reads of a
@@ -25,6 +24,28 @@ _REACH = 192  # places seen before the first lesson of a piece that begins insid
 
 # Tokens [n] -> their embeddings in the target [n, n_embd]
 Embed = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.float32]]
+
+
+OUTSIDE, NOWHERE = -1, -2  # in the place of a row of the trimmed output matrix: the token has none; there is no token
+
+
+class Batch(NamedTuple):
+    """Rows of several passages, one after the other, in arrays of fixed sizes; what is left over is padding.
+
+    A row is a place: the states after token t, and token t + 1. It guesses token t + 2.
+    """
+
+    states: Any  # float16 [n_rows, n_taps * n_embd]: the target's states
+    embeddings: Any  # float32 [n_rows, n_embd]: the target's embedding of the next token
+    passage: Any  # int32 [n_rows]: number of the passage; -1 is padding
+    position: Any  # int32 [n_rows]: place in the passage
+    ids: Any  # int32 [n_rows, top_k]: likeliest tokens to be guessed, as places in candidates
+    probs: Any  # float32 [n_rows, top_k]: their probabilities; 0 where there is nothing to learn
+    best: Any  # int32 [n_rows]: what the target would say there; OUTSIDE if it is not in the trimmed vocabulary
+    lessons: Any  # int32 [n_lessons]: rows that are to guess; the others are only seen by them
+    starts: Any  # int32 [n_starts]: those of the lessons that go on to further steps
+    candidates: Any  # int32 [n_candidates]: rows of the trimmed output matrix that the loss looks at
+    log_weights: Any  # float32 [n_candidates]: logarithm of how many rows each of them stands for
 
 
 @dataclass(frozen=True)
@@ -221,86 +242,3 @@ class Reading:
     @property
     def _next(self) -> Passage:
         return self._passages[int(self._order[self.cursor.index])]
-
-
-# Rows of the examples that a head's first matrices are fitted to in closed form, and the ridge regression.
-
-Floats = npt.NDArray[np.float32]
-
-RIDGE = 100.0  # rows' worth of regularisation, where inputs have about the size 1. Between 40 and 550 little changes.
-ROWS_PER_INPUT = 24  # most examples for each of the inputs
-
-ROWS_AT_ONCE = 4096
-
-_PROMPT_ROWS = 64  # rows of a prompt that are fitted to besides those of the answer
-_OUTLIER = 4.0  # the first tokens of texts have states forty times as long as others; they are no examples
-
-
-class Examples:
-    """Rows of inputs and the rows that follow, passage by passage.
-
-    Args:
-        norm: the weight of the target's last norm.
-        passages: whose last state, where the head does not read "norm", is that.
-
-    Attributes:
-        sizes: the usual size of each input: the states side by side, then an embedding.
-        weight: last states times this are u.
-    """
-
-    def __init__(self, card: HeadCard, embed: Embed, norm: Floats, passages: Sequence[Passage]) -> None:
-        self._embed, self._passages = embed, passages
-        self._last = card.taps.index("norm") if "norm" in card.taps else -1
-        # A channel that the last norm takes away cannot be told.
-        kept = np.abs(norm) > 1e-3 * np.median(np.abs(norm))
-        self.weight = np.where(kept, 1 / np.where(kept, norm, 1), 0).astype(np.float32)
-        some = np.concatenate([p.states[first_row(p) :][:256] for p in passages[:32]]).astype(np.float32)
-        self._longest = _OUTLIER * np.median(lengths_of(some), axis=0)
-        tokens = np.concatenate([p.tokens for p in passages[:32]])
-        states = np.median(np.abs(some), axis=0)
-        floor = 0.05 * np.median(states, axis=1, keepdims=True) + 1e-6
-        embedded = np.full(card.n_embd, np.median(np.abs(embed(tokens[:2048]))) + 1e-6)
-        self.sizes: Floats = 1.5 * np.concatenate([np.maximum(states, floor).ravel(), embedded]).astype(np.float32)
-
-    def inputs(self, passage: Passage, first: int, last: int) -> Floats:
-        """[n, (n_taps + 1) n_embd], of about the size 1."""
-        states = passage.states[first:last].reshape(last - first, -1).astype(np.float32)
-        rows: Floats = np.concatenate([states, self._embed(passage.tokens[first + 1 : last + 1])], axis=1)
-        rows /= self.sizes
-        return rows
-
-    def __iter__(self) -> Iterator[tuple[Floats, Floats, Floats, Floats]]:
-        """Inputs of rows, u of the next token, the embedding of the one after it (sizes as in inputs), and its u."""
-        for passage in self._passages:
-            first, last = first_row(passage), len(passage) - 2
-            if last <= first:
-                continue
-            x = self.inputs(passage, first, last)
-            u = passage.states[first + 1 : last + 2, self._last].astype(np.float32) * self.weight
-            lengths = lengths_of(passage.states[first : last + 2].astype(np.float32))
-            usual = np.all(lengths < self._longest, axis=1)
-            usual = usual[:-2] & usual[1:-1] & usual[2:]
-            n = self.weight.size
-            after = self._embed(passage.tokens[first + 2 : last + 2]) / self.sizes[-n:]
-            yield x[usual], u[:-1][usual], after[usual], u[1:][usual]
-
-
-def first_row(passage: Passage) -> int:
-    return max(1, min(first_lesson(passage), len(passage) - 1) - _PROMPT_ROWS)
-
-
-def lengths_of(states: Floats) -> Floats:
-    lengths: Floats = np.sqrt(np.mean(states**2, axis=-1))
-    return lengths
-
-
-def groups_of(examples: Examples, n: int) -> Iterator[list[Floats]]:
-    """Rows of several passages together, about n."""
-    waiting: list[tuple[Floats, ...]] = []
-    for each in examples:
-        waiting.append(each)
-        if sum(len(rows[0]) for rows in waiting) >= n:
-            yield [np.concatenate(part) for part in zip(*waiting, strict=True)]
-            waiting = []
-    if waiting:
-        yield [np.concatenate(part) for part in zip(*waiting, strict=True)]

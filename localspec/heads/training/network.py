@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,32 +21,12 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.heads.card import HeadCard
+from localspec.heads.training.lessons import NOWHERE, Batch
 
 Weights = dict[str, jax.Array]  # by the names and shapes of HeadCard.shapes
 
-OUTSIDE, NOWHERE = -1, -2  # in the place of a row of the trimmed output matrix: the token has none; there is no token
-
 # Weight of each further step in the loss, as in Medusa and EAGLE-3: it counts only if those before it were right
 STEP_WEIGHT = 0.8
-
-
-class Batch(NamedTuple):
-    """Rows of several passages, one after the other, in arrays of fixed sizes; what is left over is padding.
-
-    A row is a place: the states after token t, and token t + 1. It guesses token t + 2.
-    """
-
-    states: Any  # float16 [n_rows, n_taps * n_embd]: the target's states
-    embeddings: Any  # float32 [n_rows, n_embd]: the target's embedding of the next token
-    passage: Any  # int32 [n_rows]: number of the passage; -1 is padding
-    position: Any  # int32 [n_rows]: place in the passage
-    ids: Any  # int32 [n_rows, top_k]: likeliest tokens to be guessed, as places in candidates
-    probs: Any  # float32 [n_rows, top_k]: their probabilities; 0 where there is nothing to learn
-    best: Any  # int32 [n_rows]: what the target would say there; OUTSIDE if it is not in the trimmed vocabulary
-    lessons: Any  # int32 [n_lessons]: rows that are to guess; the others are only seen by them
-    starts: Any  # int32 [n_starts]: those of the lessons that go on to further steps
-    candidates: Any  # int32 [n_candidates]: rows of the trimmed output matrix that the loss looks at
-    log_weights: Any  # float32 [n_candidates]: logarithm of how many rows each of them stands for
 
 
 class HeadNetwork:

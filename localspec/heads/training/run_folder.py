@@ -8,20 +8,16 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from localspec.backends.base import Model
 from localspec.errors import LocalspecError, UnsupportedModel, UsageError, checked_whole, is_number, shown
-from localspec.heads.card import CurvePoint, HeadCard, Kind
+from localspec.heads.card import CurvePoint, Kind
 from localspec.heads.training.shards import Passage
 from localspec.system.files import home, private_folder, write_atomically
-
-if TYPE_CHECKING:
-    from localspec.heads.training.worth import Worth
-
 
 # What is made, and for how long.
 
@@ -193,7 +189,7 @@ class RunFolder:
         private_folder(self.path)
 
 
-# Where a run stands, for who watches it, and what came of it.
+# Where a run stands, for who watches it.
 
 Phase = Literal["loading", "examples", "training", "testing", "measuring", "waiting"]
 
@@ -215,19 +211,3 @@ class RunProgress:
 
 
 Report = Callable[[RunProgress], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Distilled:
-    """Result of a run.
-
-    Attributes:
-        path: the head file in the run's folder.
-        kept: where it was put for drafters to find it; None where it does not pay here.
-        worth: tokens per second with and without it; None where that could not be measured.
-    """
-
-    path: Path
-    kept: Path | None
-    card: HeadCard
-    worth: Worth | None

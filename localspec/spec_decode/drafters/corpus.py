@@ -1,14 +1,677 @@
-"""Drafts copied from a person's own files: the corpus drafter."""
+"""Drafts copied from a person's own files: the index of a corpus, kept in step with its files, and the drafter."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+import mmap
+import os
+import shutil
+import stat
+import time
+from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from secrets import token_hex
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+from filelock import FileLock, Timeout
+
+from localspec.errors import UsageError
+from localspec.spec_decode.drafters.copying import Copy
+from localspec.system.files import private_folder, write_atomically
+from localspec.system.steps import Steps
+
+if TYPE_CHECKING:
+    from pathspec import GitIgnoreSpec
+
 from copy import deepcopy
 
 from localspec.backends.base import Context
 from localspec.spec_decode.drafters.base import Drafter, DrafterInfo
 from localspec.spec_decode.drafters.copying import CopyingDrafter
-from localspec.spec_decode.drafters.corpus_index import CorpusIndex, Match
+
+# Which files of a folder are text that may be read, and their text.
+
+MOST_FILE_BYTES = 16 << 20  # a larger file in a folder is data or a log; one that is named itself is read
+DEEPEST = 100  # folders within folders that are gone into
+SCAN_STEP = 200  # entries of folders that are looked at in a step: some milliseconds
+_PEEK = 8192
+# What Windows calls hidden, and links of its own kinds.
+_NOT_OURS = getattr(stat, "FILE_ATTRIBUTE_HIDDEN", 2) | getattr(stat, "FILE_ATTRIBUTE_REPARSE_POINT", 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class TextFile:
+    """A file as it was found; ``name`` is its path within the source, with ``/``."""
+
+    name: str
+    size: int
+    mtime_ns: int
+
+
+class TextSource(ABC):
+    """What a corpus is made of; ``key`` tells it from others, across runs."""
+
+    key: str
+
+    @abstractmethod
+    def files(self) -> Steps[list[TextFile]]:
+        """Its files as they are now; an ``OSError`` where they cannot be looked at."""
+
+    @abstractmethod
+    def text(self, name: str) -> str | None:
+        """The text of a file; None if it is not a text file or cannot be read."""
+
+
+class PathSource(TextSource):
+    """A file, or the text files of a folder: nothing hidden, binary, ignored by Git's rules or behind a link. A
+    ``UsageError`` where there is no such thing."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self.root = path.expanduser().resolve(strict=True)
+            self._is_file = self.root.is_file()
+            if not self._is_file:
+                os.scandir(self.root).close()
+        except (OSError, RuntimeError, ValueError) as error:
+            raise UsageError(f"corpus {path}: {getattr(error, 'strerror', None) or 'no such path'}") from None
+        self.key = str(self.root)
+
+    def files(self) -> Steps[list[TextFile]]:
+        if self._is_file:
+            found = self.root.stat()
+            return [TextFile(self.root.name, found.st_size, found.st_mtime_ns)]
+        files: list[TextFile] = []
+        for n, file in enumerate(_walk(self.root, "", _rules_above(self.root))):
+            if file is not None:
+                files.append(file)
+            if n % SCAN_STEP == SCAN_STEP - 1:
+                yield
+        return files
+
+    def text(self, name: str) -> str | None:
+        most = None if self._is_file else MOST_FILE_BYTES
+        return read_text(self.root if self._is_file else self.root / name, most)
+
+
+def read_text(path: Path, most_bytes: int | None) -> str | None:
+    """The text of a regular file in UTF-8 that is no link, and no larger; None for anything else."""
+    try:
+        # What became a link or a pipe since it was found must neither be followed nor waited for.
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+        with os.fdopen(handle, "rb") as file:
+            found = os.fstat(handle)
+            if not stat.S_ISREG(found.st_mode) or (most_bytes is not None and found.st_size > most_bytes):
+                return None
+            start = file.read(_PEEK)
+            if b"\0" in start:
+                return None
+            rest = file.read() if most_bytes is None else file.read(most_bytes)
+            text = (start + rest).decode("utf-8-sig")
+    except (OSError, ValueError):
+        return None
+    return None if "\0" in text else text
+
+
+# -- what a folder holds -----------------------------------------------------------------------------------------------
+
+# Rules of ``.gitignore`` files and the folders that they hold for, the innermost last.
+_Rules = tuple[tuple[Path, "GitIgnoreSpec"], ...]
+
+
+def _walk(folder: Path, name: str, rules: _Rules) -> Iterator[TextFile | None]:
+    """The text files under a folder; None for every other entry, so that the time of it can be shared out."""
+    if name.count("/") >= DEEPEST:
+        return
+    rules = (*rules, *_rules_in(folder))
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError:  # gone meanwhile, or not ours to read
+        if not name:  # a disk that is not there must not look like an empty folder
+            raise
+        return
+    for entry in entries:
+        yield None
+        try:
+            entry.name.encode()
+            found = entry.stat(follow_symlinks=False)
+        except (OSError, ValueError):
+            continue
+        path, inner = folder / entry.name, f"{name}/{entry.name}" if name else entry.name
+        is_folder = stat.S_ISDIR(found.st_mode)
+        if entry.name.startswith(".") or getattr(found, "st_file_attributes", 0) & _NOT_OURS:
+            continue
+        if not (is_folder or (stat.S_ISREG(found.st_mode) and 0 < found.st_size <= MOST_FILE_BYTES)):
+            continue
+        if _is_ignored(path, is_folder, rules):
+            continue
+        if is_folder:
+            yield from _walk(path, inner, rules)
+        else:
+            yield TextFile(inner, found.st_size, found.st_mtime_ns)
+
+
+def _is_ignored(path: Path, is_folder: bool, rules: _Rules) -> bool:
+    for folder, spec in reversed(rules):
+        verdict = spec.check_file(path.relative_to(folder).as_posix() + "/" * is_folder).include
+        if verdict is not None:
+            return verdict
+    return False
+
+
+def _rules_in(folder: Path) -> _Rules:
+    return _rules_of(folder, folder / ".gitignore")
+
+
+def _rules_of(folder: Path, path: Path) -> _Rules:
+    """The rules in a file for a folder; a line that is none is left out, as Git does."""
+    from pathspec import GitIgnoreSpec
+
+    text, lines = read_text(path, 1 << 20), []
+    for line in (text or "").splitlines():
+        with suppress(ValueError):
+            GitIgnoreSpec.from_lines([line])
+            lines.append(line)
+    return ((folder, GitIgnoreSpec.from_lines(lines)),) if lines else ()
+
+
+def _rules_above(folder: Path) -> _Rules:
+    """The rules of the repository that a folder lies in, down to the folder above it, and the repository's own."""
+    above = [folder, *folder.parents]
+    for n, each in enumerate(above):
+        if (each / ".git").exists():
+            own = _rules_of(each, each / ".git" / "info" / "exclude")
+            return sum((_rules_in(parent) for parent in reversed(above[1 : n + 1])), own)
+    return ()
+
+
+# A part of a corpus on disk: tokens, and their places in the order of the texts that end there.
+#
+# The texts are kept backwards, so that what ends like a text *begins* like it backwards, and all places of
+# it stand together in the suffix array (Manber and Myers 1990): one binary search finds the longest match, two more
+# how often it occurs. Only ``DEPTH`` tokens are compared, so sorting is bounded, and what a longer match would add is
+# little.
+
+MAGIC = b"localspec corpus 1\n"
+
+DEPTH = 32  # tokens of the text's end that are compared: half as much again as n-grams tell apart (21)
+WIDTH = 4  # bytes of a token, the most significant first: then bytes compare as tokens do
+BREAK = 0xFFFFFFFF  # stands before and after the tokens of a file; no vocabulary has such a token
+BUCKET = 1 << 18  # places that are sorted in a step (a quarter of a second), unless all are over 64 times as many
+
+Tokens = npt.NDArray[np.uint32]
+Places = npt.NDArray[np.int64]
+
+
+class DamagedSegment(Exception):
+    """The file is no whole segment."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedFile:
+    """A file in a segment, as it was when it was read; ``start`` is where its tokens begin, backwards."""
+
+    file: TextFile
+    start: int
+    n_tokens: int
+
+
+class Segment:
+    """An immutable segment, mapped into memory.
+
+    Attributes:
+        files: what it was made of, by name.
+        kept: names of files that are not passed over; ``n_kept``: their tokens.
+
+    Raises:
+        DamagedSegment: the file is cut short or altered, as far as a few looks can tell.
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            header, offset = _read_header(file)
+            try:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            except ValueError as error:
+                raise DamagedSegment(str(error)) from None
+        try:
+            rows = [(TextFile(*row[:3]), *row[3:]) for row in header["files"]]
+            self.files = {file.name: IndexedFile(file, start, n) for file, start, n in rows}
+            n, self.n_tokens = int(header["n"]), int(header["n_tokens"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamagedSegment(str(error)) from None
+        self.size_bytes = len(self._map)
+        if self.size_bytes != offset + WIDTH * (n + self.n_tokens):
+            raise DamagedSegment("it is cut short")
+        self._offset = offset
+        self._order = memoryview(self._map)[offset + WIDTH * n :].cast("I")
+        self.tokens: Tokens = np.frombuffer(self._map, ">u4", n, offset)  # [n], with BREAK around every file
+        self.keep(list(self.files))
+        self._check()
+
+    def _check(self) -> None:
+        """A few looks, the same every time: places are in range and in order."""
+        for i in np.linspace(0, self.n_tokens - 2, 64).astype(np.int64).tolist() if self.n_tokens > 1 else ():
+            here, there = (self._at(self._order[j]) for j in (i, i + 1))
+            if not b"" < here <= there < BREAK.to_bytes(WIDTH, "big"):
+                raise DamagedSegment("its sort order is invalid")
+
+    def _at(self, place: int, n_bytes: int = WIDTH) -> bytes:
+        start = self._offset + WIDTH * place
+        return self._map[start : start + n_bytes]
+
+    def _beginning(self, n_bytes: int) -> Callable[[int], bytes]:
+        """What gives the first bytes of a place: the inner loop of a search."""
+        mapped, offset = self._map, self._offset
+
+        def at(place: int) -> bytes:
+            start = offset + 4 * place
+            return mapped[start : start + n_bytes]
+
+        return at
+
+    def keep(self, names: Collection[str]) -> None:
+        """Pass over all files but these from now on."""
+        spans = sorted((self.files[name].start, self.files[name].n_tokens) for name in names)
+        self._spans = [(start, start + n) for start, n in spans] if len(spans) < len(self.files) else None
+        self.kept, self.n_kept = list(names), sum(n for _, n in spans)
+
+    def longest(self, text: bytes) -> int:
+        """How many tokens the longest match of a text has, of which ``text`` are the last, see ``backwards``."""
+        n_bytes = len(text)
+        i = bisect_left(self._order, text, key=self._beginning(n_bytes))
+        near = (self._at(self._order[j], n_bytes) for j in (i - 1, i) if 0 <= j < self.n_tokens)
+        return max((_n_shared(text, other) for other in near), default=0)
+
+    def places(self, text: bytes, most: int) -> tuple[list[int], bool]:
+        """Where a text ends in the segment, in files that are kept: about so many places, spread evenly over all; and
+        whether these are all."""
+        beginning = self._beginning(len(text))
+        first = bisect_left(self._order, text, key=beginning)
+        last = bisect_right(self._order, text, lo=first, key=beginning)
+        step = max(1, -(-(last - first) // most))
+        found = self._order[first:last:step].tolist()
+        return (found if self._spans is None else _within(self._spans, found)), step == 1
+
+    def next_token(self, place: int) -> int:
+        """The token that follows a place; ``BREAK`` at the end of a file."""
+        return int.from_bytes(self._at(place - 1), "big")
+
+    def tokens_of(self, name: str) -> Tokens:
+        """A file's tokens, backwards [n]."""
+        each = self.files[name]
+        return self.tokens[each.start : each.start + each.n_tokens]
+
+
+def backwards(tokens: Sequence[int]) -> bytes:
+    """The last tokens of a text as ``Segment.longest`` wants them."""
+    return b"".join([token.to_bytes(WIDTH, "big") for token in tokens[: -DEPTH - 1 : -1]])
+
+
+def _within(spans: Sequence[tuple[int, int]], places: Iterable[int]) -> list[int]:
+    found = ((place, bisect_right(spans, (place, BREAK)) - 1) for place in places)
+    return [place for place, i in found if i >= 0 and place < spans[i][1]]
+
+
+def _n_shared(text: bytes, other: bytes) -> int:
+    """Tokens that two texts of the same length begin with."""
+    if len(other) < len(text):
+        other = other.ljust(len(text), b"\xff")
+    differing = int.from_bytes(text, "big") ^ int.from_bytes(other, "big")
+    return (8 * len(text) - differing.bit_length()) // (8 * WIDTH)
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def write_segment(file: BinaryIO, path: Path, texts: Sequence[tuple[TextFile, Tokens]]) -> Steps[None]:
+    """Sort the tokens of files, and write them, a bucket a step; they are mapped from ``path``, the file's own, while
+    they are sorted. ``texts`` are files, with their tokens backwards [n]."""
+    rows: list[list[Any]] = []
+    at = 1
+    for each, tokens in texts:
+        rows.append([each.name, each.size, each.mtime_ns, at, len(tokens)])
+        at += len(tokens) + 1
+    n_tokens = sum(len(tokens) for _, tokens in texts)
+    header = json.dumps({"n": at, "n_tokens": n_tokens, "files": rows}).encode()
+    start = MAGIC + len(header).to_bytes(8, "big") + header
+    start += b" " * (-len(start) % 8)
+    file.write(start)
+    edge = np.full(1, BREAK, ">u4").tobytes()
+    file.write(edge)
+    for _, tokens in texts:
+        file.write(tokens.astype(">u4").tobytes() + edge)
+    file.flush()
+    mapped: Tokens = np.memmap(path, ">u4", "r", len(start), (at,))
+    yield
+    chunks = range(0, at, 1 << 24)
+    counts = sum((_counts(mapped[i : i + (1 << 24)]) for i in chunks), np.zeros(1 << 20, dtype=np.int64))
+    for low, high in _buckets(counts, max(BUCKET, n_tokens // 64)):
+        parts = []
+        for i in chunks:
+            part = mapped[i : i + (1 << 24)]
+            parts.append(np.flatnonzero((part >= low) & (part < high)) + i)
+        file.write(_sorted(mapped, np.concatenate(parts)).astype(np.uint32).tobytes())
+        yield
+    del mapped
+
+
+def _counts(tokens: Tokens) -> Places:
+    """How often each token occurs; of the vocabularies that there are, none has a million."""
+    return np.bincount(tokens[tokens != BREAK], minlength=1 << 20)
+
+
+def _buckets(counts: Places, size: int) -> list[tuple[int, int]]:
+    """Ranges of tokens of which there are about as many as ``size``."""
+    ends = np.searchsorted(np.cumsum(counts), np.arange(0, counts.sum(), size) + size, side="left") + 1
+    edges = [0, *np.unique(ends).clip(max=len(counts)).tolist(), len(counts)]
+    return [(low, high) for low, high in pairwise(edges) if counts[low:high].any()]
+
+
+def _sorted(tokens: Tokens, places: Places) -> Places:
+    """Places by the ``DEPTH`` tokens that begin there: two more at a time, of those that are still alike."""
+    order, last = places.copy(), len(tokens) - 1
+    alike, group = np.arange(len(order)), np.zeros(len(order), dtype=np.int64)
+    for depth in range(0, DEPTH, 2):
+        if not len(alike):
+            break
+        at = order[alike] + depth
+        pair = tokens[np.minimum(at, last)].astype(np.uint64) << np.uint64(32)
+        pair |= tokens[np.minimum(at + 1, last)].astype(np.uint64)
+        by = np.lexsort((pair, group))
+        order[alike], pair = order[alike][by], pair[by]  # a group stays where it is
+        is_new = np.ones(len(by), dtype=bool)
+        is_new[1:] = (group[1:] != group[:-1]) | (pair[1:] != pair[:-1])
+        starts = np.flatnonzero(is_new)
+        sizes = np.diff(np.append(starts, len(by)))
+        stay = np.repeat(sizes > 1, sizes)
+        group, alike = np.repeat(starts, sizes)[stay], alike[stay]
+    return order
+
+
+def _read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    start = file.read(len(MAGIC) + 8)
+    n_bytes = int.from_bytes(start[len(MAGIC) :], "big")
+    if not start.startswith(MAGIC) or n_bytes > 1 << 30:
+        raise DamagedSegment("it is no segment")
+    try:
+        header = json.loads(file.read(n_bytes))
+    except ValueError as error:
+        raise DamagedSegment(str(error)) from None
+    if not isinstance(header, dict):
+        raise DamagedSegment("it is no segment")
+    return header, -(-(len(start) + n_bytes) // 8) * 8
+
+
+# Of text in a corpus: indexed it takes about twice as much on disk, and hours of one core (``benchmarks/RESULTS.md``).
+MOST_BYTES = 2 << 30
+MOST_FILES = 500_000
+
+LOOK_AGAIN_S = 30.0  # how soon after a look at the files there is another: 10,000 files take a tenth of a second
+BATCH = 4 << 20  # tokens that are sorted together: ten to twenty megabytes of text, and 100 MB of memory meanwhile
+MOST_SEGMENTS = 4  # each is searched apart, in some 10 µs; beyond so many the smallest are merged
+DEAD_SHARE = 0.25  # of a segment's tokens, how many may be of files that changed before it is written anew
+PIECE = 1 << 15  # characters that are tokenised in a step, up to the end of a line: about 20 ms
+MOST_PLACES = 16  # places that are asked what follows them
+BYTES_PER_BYTE = 3.0  # of an index for a byte of text, at most: 8 bytes a token of 3 to 4 bytes (Qwen2.5, code)
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What a corpus holds, as far as names and sizes tell, and what of it is new or has changed."""
+
+    n_files: int
+    n_bytes: int
+    n_new: int
+    new_bytes: int
+
+
+class Match:
+    """Where in a corpus stands what a text ends with.
+
+    ``text`` are its last tokens, as many as are compared, of which ``length`` agree (``DEPTH`` may stand for more);
+    ``following`` the places one token on, by token, all of them where ``is_whole``.
+    """
+
+    def __init__(self, text: list[int], length: int, places: list[tuple[Segment, int]], is_whole: bool) -> None:
+        self.text, self.length, self.is_whole = text, length, is_whole
+        self.following: dict[int, list[tuple[Segment, int]]] = {}
+        for segment, place in places:
+            if (token := segment.next_token(place)) != BREAK:
+                self.following.setdefault(token, []).append((segment, place - 1))
+
+
+class CorpusIndex:
+    """The index of one source for one tokenizer. One thread uses it; other processes may use the same folder.
+
+    Args:
+        folder: of all indices; each has one of its own in there.
+        vocabulary: what tells tokenizers apart.
+
+    Attributes:
+        segments: what can be searched now.
+        seen: when the files were last looked at, on the monotonic clock [s].
+        done: of what ``update`` reads, how much it has read (0 to 1).
+        is_current: whether ``survey`` found nothing to update; ``is_updating``: whether that was begun;
+            ``was_updated``: whether it came to an end.
+    """
+
+    def __init__(
+        self, source: TextSource, folder: Path, vocabulary: str, tokenize: Callable[[str], Sequence[int]]
+    ) -> None:
+        self.source = source
+        self.folder = folder / hashlib.sha256(f"{vocabulary} {source.key}".encode()).hexdigest()[:20]
+        self.segments: list[Segment] = []
+        self.seen = float("-inf")
+        self.done = 0.0
+        self.is_current = self.is_updating = self.was_updated = False
+        self._tokenize = tokenize
+        self._files: dict[str, TextFile] = {}
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that are searched, those of files that changed meanwhile included."""
+        return sum(segment.n_tokens for segment in self.segments)
+
+    # -- searching -------------------------------------------------------------------------------------------------
+
+    def match(self, tokens: Sequence[int]) -> Match:
+        """The longest match of the end of a text: two binary searches, and two more where it is."""
+        text = list(tokens[-DEPTH:])
+        key = backwards(text)
+        lengths = [segment.longest(key) for segment in self.segments] if text else []
+        length = max(lengths, default=0)
+        if not length:
+            return Match(text, 0, [], False)
+        places, is_whole = list[tuple[Segment, int]](), True
+        for segment, n in zip(self.segments, lengths, strict=True):
+            if n == length:
+                found, are_all = segment.places(key[: length * 4], MOST_PLACES)
+                places += [(segment, place) for place in found]
+                is_whole = is_whole and are_all
+        return Match(text, length, places, is_whole)
+
+    def step(self, place: Match, token: int) -> Match:
+        """The match one token on; a new search where others may have been left out."""
+        text, places = [*place.text[1 - DEPTH :], token], place.following.get(token)
+        if places and place.is_whole:
+            return Match(text, place.length + 1, places, True)
+        return self.match(text)
+
+    def continuation(self, place: Match) -> Copy | None:
+        """What follows most often; None where nothing does."""
+        if not place.following:
+            return None
+        token = max(place.following, key=lambda each: len(place.following[each]))
+        return Copy(token, len(place.following[token]), sum(map(len, place.following.values())), place.length)
+
+    # -- keeping in step -------------------------------------------------------------------------------------------
+
+    def idle_work(self, name: str) -> Steps[str] | None:
+        """What is to be done while there is no request: an ``update``, where the files were not looked at just now.
+
+        Returns:
+            Steps that end with a remark for the user, or with ""; ``name`` is what ``--draft`` calls the corpus.
+        """
+        is_known = self.is_current or self.was_updated
+        if self.is_updating or (is_known and time.monotonic() - self.seen < LOOK_AGAIN_S):
+            return None
+        self.is_updating = True
+        return self._updated(name)
+
+    def _updated(self, name: str) -> Steps[str]:
+        n_before = self.n_tokens
+        yield from self.update()
+        return "" if n_before or not self.n_tokens else f"{name}: {self.n_tokens:,} tokens are indexed"
+
+    def survey(self) -> Steps[Survey]:
+        """Look at the files, and open what is indexed of them.
+
+        Raises:
+            UsageError: there is more than an index may have.
+        """
+        try:
+            yield from self._look()
+        except OSError as error:
+            raise UsageError(f"cannot look at {self.source.key}: {error.strerror or error}") from None
+        self._open()
+        new = self._new()
+        self.is_current = not new and sum(len(segment.files) for segment in self.segments) == len(self._files)
+        sizes = (sum(file.size for file in files) for files in (self._files.values(), new))
+        return Survey(len(self._files), next(sizes), len(new), next(sizes))
+
+    def _look(self) -> Steps[None]:
+        found = yield from self.source.files()
+        self.seen = time.monotonic()
+        n_bytes = sum(file.size for file in found)
+        if n_bytes > MOST_BYTES or len(found) > MOST_FILES:
+            raise UsageError(
+                f"corpus {self.source.key} has {n_bytes / 1e9:.1f} GB of text in {len(found):,} files; "
+                f"at most {MOST_BYTES / 1e9:.1f} GB in {MOST_FILES:,} can be indexed: name folders in it"
+            )
+        self._files = {file.name: file for file in found}
+
+    def update(self) -> Steps[None]:
+        """Index what is new, drop what is gone. What is broken off goes on from its last batch.
+
+        Where another process is at it already, nothing is done.
+
+        Raises:
+            UsageError: there is more than an index may have, or the disk has no room or cannot be written.
+        """
+        try:
+            private_folder(self.folder)
+            with FileLock(self.folder / "lock", timeout=0):
+                yield from self._look()
+                self._open(clean=True)  # with what another process did meanwhile
+                yield from self._read_new()
+                yield from self._tidy()
+        except Timeout:
+            return
+        except OSError as error:
+            raise UsageError(f"cannot index {self.source.key}: {error.strerror or error}") from None
+        finally:
+            self.is_updating, self.was_updated, self.seen = False, True, time.monotonic()
+
+    def _open(self, *, clean: bool = False) -> None:
+        """Take up the segments there are, the newest version of every file first; ``clean`` deletes what is damaged or
+        holds no file as it is now, with the lock held."""
+        known = {segment.path: segment for segment in self.segments}
+        self.segments = []
+        for path in sorted(self.folder.glob("*.segment"), reverse=True):
+            try:
+                self.segments.append(known.get(path) or Segment(path))
+            except DamagedSegment:
+                if clean:
+                    self._delete(path)
+            except OSError:
+                continue
+        taken: set[str] = set()
+        for segment in list(self.segments):
+            kept = [
+                name for name, each in segment.files.items() if name not in taken and self._files.get(name) == each.file
+            ]
+            taken.update(kept)
+            if not kept:
+                self.segments.remove(segment)
+                if clean:
+                    self._delete(segment.path)
+            segment.keep(kept)
+
+    def _new(self) -> list[TextFile]:
+        known = {each.file for segment in self.segments for each in segment.files.values()}
+        return [file for file in self._files.values() if file not in known]
+
+    def _read_new(self) -> Steps[None]:
+        new = self._new()
+        needed = BYTES_PER_BYTE * sum(file.size for file in new)
+        if needed > shutil.disk_usage(self.folder).free:
+            raise UsageError(
+                f"cannot index {self.source.key}: that takes about {needed / 1e6:.0f} MB, "
+                f"and there is less on the disk of {self.folder.parent}"
+            )
+        batch: list[tuple[TextFile, Tokens]] = []
+        n_bytes, n_read = sum(file.size for file in new), 0
+        for file in new:
+            n_read += file.size
+            self.done = n_read / n_bytes
+            text = self.source.text(file.name)
+            yield
+            tokens = yield from self._tokens(text or "")
+            batch.append((file, tokens[::-1]))
+            if sum(len(each) for _, each in batch) >= BATCH:
+                yield from self._write(batch)
+                batch = []
+        if batch:
+            yield from self._write(batch)
+
+    def _tokens(self, text: str) -> Steps[Tokens]:
+        parts = [np.empty(0, dtype=np.uint32)]
+        start = 0
+        while start < len(text):
+            end = min(start + PIECE, len(text))
+            if end < len(text):
+                end = text.rfind("\n", start, end) + 1 or end
+            parts.append(np.array(self._tokenize(text[start:end]), dtype=np.uint32))
+            start = end
+            yield
+        return np.concatenate(parts)
+
+    def _write(self, texts: list[tuple[TextFile, Tokens]]) -> Steps[None]:
+        # Names sort by age, and none comes twice: one that is deleted may still be mapped elsewhere.
+        path = self.folder / f"{time.time_ns():020}-{token_hex(4)}.segment"
+        with write_atomically(path, private=True) as file:
+            yield from write_segment(file, Path(file.name), texts)
+        self._open(clean=True)
+
+    def _tidy(self) -> Steps[None]:
+        """Write anew what is mostly dead; merge the smallest segments while there are too many."""
+        while True:
+            worn = [segment for segment in self.segments if segment.n_kept < (1 - DEAD_SHARE) * segment.n_tokens]
+            by_size = sorted(self.segments, key=lambda segment: segment.n_kept)
+            several = by_size[: len(by_size) - MOST_SEGMENTS + 2] if len(by_size) > MOST_SEGMENTS else []
+            old = worn or several
+            if not old:
+                return
+            texts = [(segment.files[name].file, segment.tokens_of(name)) for segment in old for name in segment.kept]
+            yield from self._write(texts)  # which leaves nothing of the old ones to keep
+
+    @staticmethod
+    def _delete(path: Path) -> None:
+        with suppress(OSError):  # on Windows what is mapped stays, until it is looked at again
+            path.unlink()
+
+
+# -- drafting ----------------------------------------------------------------------------------------------------------
 
 
 class CorpusDrafter(CopyingDrafter[Match]):

@@ -97,9 +97,7 @@ class DraftModelDrafter(Drafter):
 
     def _decode(self, tokens: Sequence[int], rows: Wanted) -> Forward:
         before_pass(self.context)
-        if self._n_best and rows != "none":
-            return self.context.decode_best(tokens, self._n_best, rows)
-        return self.context.decode(tokens, rows)
+        return self.context.decode(tokens, rows, self._n_best)
 
     def begin(self, tokens: Sequence[int], *, prediction: Sequence[int] = (), target: Context | None = None) -> None:
         self._n_prompt = self._n_settled = len(tokens)

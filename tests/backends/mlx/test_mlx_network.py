@@ -193,16 +193,18 @@ def test_states_are_those_of_a_pass_that_nobody_watches(name: str, tmp_path: Pat
     network = load_network(FILES[name].write(tmp_path / "model.gguf"))
     tokens = mx.array([tokens_for(network.n_vocab, 8)])
     names = [layer_name(i) for i in range(network.n_layer)]
-    states = network.states(tokens, network.make_cache(), names)
+    states = network.states(tokens, network_module.mlx_caches(network.module), names)
     assert [states[layer].shape for layer in names] == [(1, 8, network.n_embd)] * network.n_layer
     architecture = ARCHITECTURES[name]
     assert mx.array_equal(network.module[architecture.trunk][architecture.norm](states[names[-1]]), states[NORM])
-    hidden = network.hidden(tokens, network.make_cache())
+    hidden = network.hidden(tokens, network_module.mlx_caches(network.module))
     assert mx.array_equal(hidden, states[NORM])  # and the taps are gone
-    assert mx.array_equal(network.logits(hidden[:, -1:]), network.module(tokens, cache=network.make_cache())[:, -1:])
-    assert [*network.states(tokens, network.make_cache(), [])] == [NORM]
+    assert mx.array_equal(
+        network.logits(hidden[:, -1:]), network.module(tokens, cache=network_module.mlx_caches(network.module))[:, -1:]
+    )
+    assert [*network.states(tokens, network_module.mlx_caches(network.module), [])] == [NORM]
 
-    cache = network.make_cache()
+    cache = network_module.mlx_caches(network.module)
     assert mx.array_equal(network.states(tokens, cache, names, n_layers=1)[names[0]], states[names[0]])
     assert not cache[0].empty()
     assert all(each.empty() for each in cache[1:])
@@ -213,9 +215,9 @@ def test_rows_put_in_for_embeddings_are_all_that_it_knows_of_tokens(name: str, t
     network = load_network(FILES[name].write(tmp_path / "model.gguf"))
     tokens = mx.array([tokens_for(network.n_vocab, 8)])
     rows = mx.random.normal((1, 8, network.n_embd), key=mx.random.key(0))
-    own = network.states(tokens, network.make_cache(), [layer_name(0)])
-    fed = network.states(tokens, network.make_cache(), [layer_name(0)], rows=rows)
-    others = network.states(tokens[:, ::-1], network.make_cache(), [], rows=rows)
+    own = network.states(tokens, network_module.mlx_caches(network.module), [layer_name(0)])
+    fed = network.states(tokens, network_module.mlx_caches(network.module), [layer_name(0)], rows=rows)
+    others = network.states(tokens[:, ::-1], network_module.mlx_caches(network.module), [], rows=rows)
     assert mx.array_equal(fed[NORM], others[NORM])
     assert not mx.array_equal(fed[layer_name(0)], own[layer_name(0)])
 

@@ -234,7 +234,7 @@ def test_an_error_is_one_line_and_loses_nothing(error: Exception, said: str, mon
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(it.llm, "submitter", fail)
+        patch.setattr(it.llm, "job", fail)
         patch.setattr(it.llm, "explain", fail)
         assert not it.chat.ask("q2")
         it.run("/retry")

@@ -85,7 +85,7 @@ def test_files_that_cannot_go_are_one_line_and_those_that_wait_stay(tmp_path: Pa
             assert said in it.fail(f"/file {tmp_path / name}")
         else:
             it.do(f"/file {tmp_path / name}")
-    it.llm.submitter = None  # type: ignore[assignment, method-assign] # whatever is asked fails
+    it.llm.job = None  # type: ignore[assignment, method-assign] # whatever is asked fails
     assert not it.chat.say("question")
     assert [file.path for file in it.chat.attached] == [good]  # it waits for an answer
     it.do("/file none")

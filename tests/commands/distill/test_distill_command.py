@@ -16,8 +16,8 @@ from localspec.commands.distill import command
 from localspec.commands.distill.command import RunDisplay, finished_report, sparkline, unfinished_report
 from localspec.heads.card import CurvePoint, HeadCard, TargetFacts, Training
 from localspec.heads.file import heads_folder
-from localspec.heads.training.run_folder import Distilled, RunProgress
-from localspec.heads.training.worth import Worth
+from localspec.heads.training.distill import Distilled, Worth
+from localspec.heads.training.run_folder import RunProgress
 from localspec.report.renderers import html, markdown
 from tests.conftest import TinyFiles
 from tests.support.interrupting import interrupted

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from localspec import Placement
-from localspec.backends.layout import Target, layout
 from localspec.backends.llama import llama_cpp
 from localspec.backends.llama.binding import Place, Places
+from localspec.backends.placement import Target, layout
 from localspec.commands.doctor import fit
 from localspec.commands.doctor.fit import of_path
 from localspec.engine.options import LoadOptions

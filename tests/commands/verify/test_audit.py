@@ -180,7 +180,7 @@ def test_heads_are_audited_too(tiny: TinyFiles, backend: str) -> None:
 
 
 def test_contexts_that_take_branches_round_in_their_own_way(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localspec.engine.pair.FLAT_ROW", 1e9)
+    monkeypatch.setattr("localspec.engine.fit.FLAT_ROW", 1e9)
     with opened(tiny, "ik-llama", "heads") as llm:
         assert llm.inspect().context.can_branch
         report = audit(llm, replace(SMALL, n_prompts=3, n_tokens=16))

@@ -18,6 +18,7 @@ from localspec.controllers.acceptance import GREEDY as TYPICAL
 from localspec.controllers.acceptance import SourceAcceptance
 from localspec.controllers.auto import AutoController
 from localspec.controllers.cost_model import PassTimes
+from localspec.engine.answer import rounds as rounds_of_pair
 from localspec.engine.pair import Pair
 from localspec.heads.listing import inspect
 from localspec.heads.published import EngineHead
@@ -48,8 +49,8 @@ def test_a_pass_fills_in_as_many_masks_as_may_be_drafted(tiny: TinyFiles, tmp_pa
             return real(context, token, n, n_best)  # type: ignore[no-any-return]
 
         head.block_logits = counted
-        list(pair.rounds(pair.target.tokenize(PROMPT), GREEDY, 3, lambda n_cached: None, lambda: False))
-        list(pair.rounds(pair.target.tokenize(PROMPT), GREEDY, 20, lambda n_cached: None, lambda: False))
+        list(rounds_of_pair(pair, pair.target.tokenize(PROMPT), GREEDY, 3, lambda n_cached: None, lambda: False))
+        list(rounds_of_pair(pair, pair.target.tokenize(PROMPT), GREEDY, 20, lambda n_cached: None, lambda: False))
         return found
 
     with open_llm(tiny, write_block(tiny, tmp_path, block_size=8)) as llm:

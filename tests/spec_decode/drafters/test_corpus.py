@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 
 from localspec import LLM, SamplingParams
-from localspec.engine.saved_chats import said_in
+from localspec.engine.saved import said_in
 from localspec.errors import UsageError
 from localspec.sampling.sampling import Noise
 from localspec.server.conversations import ConversationStore
-from localspec.spec_decode.drafters import corpus_index as module
+from localspec.spec_decode.drafters import corpus as module
 from localspec.spec_decode.drafters.base import Plan
-from localspec.spec_decode.drafters.corpus import CorpusDrafter
-from localspec.spec_decode.drafters.corpus_index import CorpusIndex, PathSource
+from localspec.spec_decode.drafters.corpus import CorpusDrafter, CorpusIndex, PathSource
 from localspec.spec_decode.drafters.group import DrafterGroup
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.proposer import Proposer

@@ -22,8 +22,8 @@ from localspec.controllers.fixed import FixedController
 from localspec.errors import EngineError, UsageError
 from localspec.heads.base import DraftHead
 from localspec.heads.drafters import HEAD_DRAFTERS, ChainedHead, HeadDrafter
-from localspec.heads.kinds.exit import exit_head
 from localspec.heads.published import load_published
+from localspec.heads.sources import exit_head
 from localspec.heads.trained import STATE, Head, load_head, target_facts
 from localspec.sampling.constraint import constraint_for
 from localspec.sampling.sampling import Distribution, Ids, Noise, Row, SamplingParams

@@ -12,8 +12,8 @@ import pytest
 from filelock import FileLock
 
 from localspec.errors import UsageError
-from localspec.spec_decode.drafters import corpus_index as module
-from localspec.spec_decode.drafters.corpus_index import DEPTH, CorpusIndex, PathSource, Survey
+from localspec.spec_decode.drafters import corpus as module
+from localspec.spec_decode.drafters.corpus import DEPTH, CorpusIndex, PathSource, Survey
 from localspec.system.steps import exhaust
 
 
@@ -90,7 +90,7 @@ def test_it_finds_what_a_plain_search_finds(corpus: Corpus, monkeypatch: pytest.
     """600 random texts of three letters in 12 files, in several segments, sorted in small buckets."""
     rng = random.Random(7)
     monkeypatch.setattr(module, "BATCH", 200)
-    monkeypatch.setattr("localspec.spec_decode.drafters.corpus_index.BUCKET", 16)
+    monkeypatch.setattr("localspec.spec_decode.drafters.corpus.BUCKET", 16)
     texts = ["".join(rng.choices("abc", k=rng.randrange(1, 120))) for _ in range(12)]
     texts += [texts[0] * 3, texts[1][:50]]  # long repeats, over the depth that is sorted
     for i, text in enumerate(texts):

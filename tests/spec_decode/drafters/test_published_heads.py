@@ -24,6 +24,7 @@ from localspec.backends.llama import llama_cpp
 from localspec.backends.llama import staging as staging_module
 from localspec.commands.files import inspect_command, list_command
 from localspec.controllers.fixed import FixedController
+from localspec.engine.answer import rounds as rounds_of_pair
 from localspec.engine.pair import Pair
 from localspec.errors import Cancelled, EngineError, ModelFileError
 from localspec.heads.drafters import HEAD_DRAFTERS, ChainedHead
@@ -337,7 +338,7 @@ def test_what_a_rejection_costs_counts_where_memory_cannot_be_rewound(
 
         monkeypatch.setattr(pair.context, "_truncate", truncate)
         prompt = pair.target.tokenize(PROMPT)
-        return list(pair.rounds(prompt, GREEDY, 4, lambda n_cached: None, lambda: False))
+        return list(rounds_of_pair(pair, prompt, GREEDY, 4, lambda n_cached: None, lambda: False))
 
     with open_mtp(with_mtp) as llm:
         replays = llm.run(lambda pair: pair.target.capabilities.rollback) == "replay"
@@ -423,7 +424,7 @@ def test_a_head_that_fails_on_mlx_is_done_without(
     tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_backend("mlx")
-    from localspec.heads.kinds.eagle3_mlx import Eagle3Trunk
+    from localspec.heads.kinds.mlx import Eagle3Trunk
 
     with open_llm(tiny, write_head(tiny, tmp_path), "mlx") as llm:
         plain = llm.generate(PROMPT, GREEDY, speculate=False).token_ids

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from localspec.errors import UsageError
-from localspec.spec_decode.drafters.corpus_index import MOST_FILE_BYTES, PathSource
+from localspec.spec_decode.drafters.corpus import MOST_FILE_BYTES, PathSource
 from localspec.system.steps import exhaust
 
 

@@ -1,0 +1,304 @@
+"""What the engine's thread does for one request: answer it, or score a given text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
+from functools import partial
+
+from localspec.backends.base import Forward
+from localspec.controllers.batching import ShareOfPass
+from localspec.engine.options import DraftLength
+from localspec.engine.pair import Pair, prepare_corpora
+from localspec.engine.request import AnswerRequest, Reply
+from localspec.engine.state import DecodingState
+from localspec.engine.worker import Job
+from localspec.errors import Cancelled, PromptTooLong, UsageError
+from localspec.sampling.constraint import constraint_for
+from localspec.sampling.sampling import SamplingParams, ScoredToken, token_logprobs
+from localspec.spec_decode.decoder import PREFILL_CHUNK, SpeculativeDecoder, TargetPass
+from localspec.spec_decode.detokenizer import TextAssembler, ThinkingReader
+from localspec.spec_decode.drafters.grammar import GrammarDrafter
+from localspec.spec_decode.overlapping import RoundOverlap, before_pass
+from localspec.spec_decode.rounds import FinishReason, PromptProgress, Round, SpecStats
+
+SHARED_CHUNK = 1024
+"""Tokens of a prompt proposed at once where passes are shared, which take pieces of any length: the hidden states of
+all are kept for a head until they are read."""
+
+LONG_PROMPT = 256
+"""Tokens to read from which on an answer says how far it is: a few seconds on a slow laptop."""
+
+
+class OpenAnswer:
+    """An answer that is being made: ``propose``, a pass of the target, ``commit``, again and again; then ``reply``.
+
+    Until ``close`` target and drafters hold its conversation; after it, whatever happened, every context holds what its
+    ``tokens`` says. ``Cancelled`` from any of the three ends the answer early.
+
+    Args:
+        asked: what ``AnswerRequest.read`` returned.
+        deliver: takes every round, and before them how far a long prompt is read.
+        cancelled: whether to stop; also asked inside of long passes, such as a draft model's first reading.
+        started: when its turn came, by ``time.perf_counter``.
+        on_prefilled: gets the number of cached prompt tokens, once the prompt is read.
+        shared: what its share of a pass costs; None: it has passes of its own.
+        overlaps: whether rounds may be handed on within the next pass, see ``RoundOverlap``.
+
+    Raises:
+        LocalspecError: it cannot be begun; the pair is ready for the next one.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        state: DecodingState,
+        request: AnswerRequest,
+        asked: tuple[list[int], ThinkingReader | None],
+        deliver: Callable[[Round | PromptProgress], None],
+        cancelled: Callable[[], bool],
+        started: float = 0.0,
+        on_prefilled: Callable[[int], None] = lambda n_cached: None,
+        shared: ShareOfPass | None = None,
+        overlaps: bool = False,
+    ) -> None:
+        pair.check_usable()
+        self._pair, self._shared, self._request, (self._prompt, thinking) = pair, shared, request, asked
+        self._deliver, self._cancelled, self._on_prefilled, self._started = deliver, cancelled, on_prefilled, started
+        chosen = state.drafters_for(request.drafters, request.prediction)
+        params, vocab, predicted = request.params, pair.target.vocab, bool(request.prediction)
+        self._constraint = constraint_for(params, vocab)
+        if self._constraint is not None and chosen:
+            chosen = [GrammarDrafter(self._constraint, pair.target.tokenize), *chosen]
+        self._controller = state.controller(
+            request.draft_length, params, chosen, shared=shared, predicted=predicted, thinks=thinking is not None
+        )
+        if pair.options.idle:
+            prepare_corpora(pair, chosen)
+        chosen = [drafter for drafter in chosen if self._controller.may_use(drafter.info.source)]
+        # No drafting ahead where passes are shared, as ends of drafts may be left out.
+        target, ahead = state.context, state.drafting_ahead if shared is None else None
+        overlaps = overlaps and target.overlaps and ahead is None
+        lost = partial(pair.lose_drafter, state)
+        self._decoder = SpeculativeDecoder(target, chosen, self._controller, lost, ahead, learns_later=overlaps)
+        models = [each for each in state.models if each.drafter in chosen]
+        self._drafts = [each.context for each in models if each.drafter.info.reads_text]
+        self._overlap = RoundOverlap([target, *self._drafts], self._hand_on) if overlaps else None
+        self._conversation = list(self._prompt)
+        self._last = request.draft_length, self._controller
+        pair.conversation, pair.last = self._conversation, self._last
+        named = vocab.named(params.stop) if params.stop else None
+        self._text = TextAssembler(vocab, [*params.stop, *request.end_marks], thinking, named)
+        self._stats, self._rounds, self._is_open = SpecStats(), list[Round](), False
+        self._stats.prompt_tokens = len(self._prompt)
+        self._stack = ExitStack()
+        with ExitStack() as stack:
+            stack.enter_context(pair.prefix_cache.conversation(target, self._drafts, self._conversation))
+            for context in (target, *self._drafts):  # long passes can be broken off
+                context.interrupted = cancelled
+                stack.callback(setattr, context, "interrupted", None)
+            self._stats.cached_tokens = self._decoder.read(
+                self._prompt, PREFILL_CHUNK if shared is None else SHARED_CHUNK
+            )
+            self._tells = len(self._decoder.unread) >= LONG_PROMPT
+            self._reading_since = time.perf_counter()
+            self.tell_read()
+            self._stack = stack.pop_all()
+
+    def propose(self) -> TargetPass | None:
+        """The rows of its next pass of the target; None where it has ended, or is cancelled."""
+        decoder = self._decoder
+        if not self._is_open:
+            if decoder.unread and not self._cancelled():
+                return decoder.propose()
+            self._is_open = True
+            self._stats.seconds_prompt = time.perf_counter() - self._started
+            self._on_prefilled(self._stats.cached_tokens)
+            asked = self._request
+            decoder.start(self._prompt, asked.params, self._text, asked.n_logprobs, self._constraint, asked.prediction)
+        if decoder.finish_reason is not None or self._cancelled():
+            return None
+        return decoder.propose()
+
+    def tell_read(self, n_fed: int = 0) -> None:
+        """Say how far a long prompt is read; ``n_fed``: tokens of the proposed pass that the target has had already."""
+        if self._tells:
+            left = len(self._decoder.unread) - n_fed
+            read = len(self._prompt) - left - bool(left)  # the last token is read by the answer's first pass
+            seconds = time.perf_counter() - self._reading_since
+            self._deliver(PromptProgress(len(self._prompt), self._stats.cached_tokens, read, seconds))
+
+    def decode(self, rows: TargetPass) -> Forward:
+        """Run its next pass for it alone."""
+        if self._overlap is None:
+            return self._decoder.decode(rows)
+        before_pass(self._decoder.target)
+        try:
+            return self._decoder.decode(rows)
+        finally:
+            self._overlap.settle()
+
+    def commit(self, forward: Forward) -> None:
+        """Take what the pass returned; its round is delivered, where passes overlap within the next one."""
+        round_ = self._decoder.commit(forward)
+        if round_ is None:
+            self.tell_read()
+            return
+        self._conversation += [token.id for token in round_.emitted]
+        if self._overlap is not None:
+            self._overlap.hold(round_)
+        else:
+            self._show(round_)
+
+    def _hand_on(self, round_: Round) -> None:
+        self._decoder.learn(round_)
+        self._show(round_)
+
+    def _show(self, round_: Round) -> None:
+        if self._stats.time_to_first_token_s is None:
+            self._stats.time_to_first_token_s = time.perf_counter() - self._started
+        round_.draft_texts = [self._pair.target.vocab.display(token) for token in round_.draft.ids]
+        self._stats.add(round_)
+        self._rounds.append(round_)
+        self._deliver(round_)
+
+    def close(self) -> None:
+        """Leave the contexts; safe to call twice."""
+        try:
+            if self._overlap is not None:
+                self._overlap.settle()
+        finally:
+            self._decoder.close()
+            self._stack.close()
+
+    def finish(self) -> None:
+        """After ``close``, of an answer that did not fail: deliver what was held back of its text."""
+        if self._decoder.finish_reason is None:
+            # What was held back is verified too, and nothing follows any more that could make a stop string of it.
+            spans = self._text.finish()
+            if spans or self._text.stopped:
+                self._show(Round.of_rest(len(self._rounds), spans, "stop" if self._text.stopped else "cancelled"))
+        if self._request.keep_tokens is not None:
+            self._conversation = list(self._prompt[: self._request.keep_tokens])
+            for context in (self._decoder.target, *self._drafts):
+                self._pair.prefix_cache.cut(context, self._conversation)
+        # Others may have begun since this one did.
+        self._pair.conversation, self._pair.last = self._conversation, self._last
+
+    def reply(self, job: Job) -> Reply:
+        """The whole, after ``close``; what was held back is delivered first."""
+        self.finish()
+        stats, pair, shared, rounds = self._stats, self._pair, self._shared, self._rounds
+        times = pair.state.times
+        widths = [round_.width for round_ in rounds if round_.emitted]
+        if shared is not None and shared.has_company:
+            stats.seconds_one_token = None  # its passes were those of others too
+        elif widths and not times.noisy:
+            # As this answer's own passes went: the machine may have been slower, or faster, than in the long view.
+            expected = sum(times(width) for width in widths)
+            stats.seconds_plain_token = times(1) / expected * stats.seconds_verify
+        explanation = self._controller.explain()
+        if shared is not None and shared.mean_answers > 1.0:
+            explanation += f"\nShared with other answers: on average {shared.mean_answers:.1f} at once."
+        tokens = [token for round_ in rounds for token in round_.emitted]
+        finish: FinishReason = rounds[-1].finish_reason or "cancelled" if rounds else "cancelled"
+        return Reply(
+            "".join(round_.text for round_ in rounds),
+            [token.id for token in tokens],
+            finish,
+            stats,
+            self._request.model_name,
+            pair.draft_names,
+            pair.target.backend,
+            cancelled_by=job.cancelled_by if finish == "cancelled" else None,
+            tokens=tokens,
+            explanation=explanation,
+            seconds_waited=job.seconds_waited,
+            thinking="".join(round_.thinking for round_ in rounds),
+        )
+
+
+def rounds(
+    pair: Pair,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    draft_length: DraftLength,
+    on_prefilled: Callable[[int], None],
+    cancelled: Callable[[], bool],
+) -> Iterator[Round]:
+    """Prefill and decode with all drafters; see ``OpenAnswer``."""
+    request = AnswerRequest(prompt, params, draft_length, n_logprobs=None, model_name="")
+    made: list[Round] = []
+    asked = (list(prompt), None)
+
+    def keep(step: Round | PromptProgress) -> None:
+        if isinstance(step, Round):
+            made.append(step)
+
+    answer = OpenAnswer(pair, pair.state, request, asked, keep, cancelled, on_prefilled=on_prefilled)
+    with closing(answer), suppress(Cancelled):
+        while (rows := answer.propose()) is not None:
+            answer.commit(answer.decode(rows))
+            yield from made
+            made.clear()
+    answer.finish()
+    yield from made
+
+
+SCORING_CHUNK = 64
+"""Tokens scored in one pass; a row of logits each, up to a megabyte for the largest vocabularies."""
+
+
+def never_ran(request: AnswerRequest, job: Job, pair: Pair) -> Reply:
+    return Reply(
+        "",
+        [],
+        "cancelled",
+        SpecStats(),
+        request.model_name,
+        pair.draft_names,
+        pair.target.backend,
+        cancelled_by=job.cancelled_by,
+        seconds_waited=time.monotonic() - job.submitted,
+    )
+
+
+def answer(request: AnswerRequest, pair: Pair, job: Job) -> Reply:
+    """Answer a request alone, giving every Round to the job as it happens."""
+    asked = request.read(pair.encoder, pair.state.context.n_ctx)
+    making = OpenAnswer(pair, pair.state, request, asked, job.give, job.stopped, job.started, overlaps=True)
+    with closing(making), suppress(Cancelled):
+        while True:
+            with pair.worker.turns.one():
+                rows = making.propose()
+                if rows is None:
+                    break
+                making.commit(making.decode(rows))
+    return making.reply(job)
+
+
+def score(tokens: Sequence[int], n_top: int, pair: Pair, job: Job) -> list[ScoredToken]:
+    """How probable the target finds each token after those before it.
+
+    Raises:
+        UsageError: there are no tokens.
+        PromptTooLong: there are more than the context holds.
+        Cancelled: by the caller or the deadline.
+    """
+    if not tokens:
+        raise UsageError("there is no text to score")
+    if len(tokens) > pair.context.n_ctx:
+        raise PromptTooLong(f"the text has {len(tokens)} tokens and the context holds {pair.context.n_ctx}")
+    scored = [ScoredToken(tokens[0], pair.encoder.token_text(tokens[0]), None)]
+    pair.check_usable()
+    pair.prefix_cache.empty(pair.context)
+    for start in range(0, len(tokens) - 1, SCORING_CHUNK):
+        following = tokens[start + 1 : start + 1 + SCORING_CHUNK]
+        rows = pair.context.decode(tokens[start : start + len(following)]).logits
+        for token, row in zip(following, rows, strict=True):
+            found = token_logprobs(row, token, n_top)
+            scored.append(ScoredToken(token, pair.encoder.token_text(token), found.logprob, found.top))
+        if job.stopped():
+            raise Cancelled(f"scoring was stopped by its {job.cancelled_by} after {len(scored)} tokens")
+    return scored
