@@ -30,14 +30,6 @@ WINDOWS = sys.platform == "win32"
 FITTING = ("3.13", "3.12", "3.11")
 SETTINGS = ("PYTHON", "NATIVE", "VENV", "VENV_TEST")
 
-# Prints what a build for this CPU would gain and what to put back if it fails; nothing where nothing is gained.
-PROBE_NATIVE = """
-from localspec.backends.llama import ggml, ik_llama
-from localspec.system.machine import cpu_features
-gain = ggml.native_gain(ggml.built_for(ggml.system_info(ik_llama.binding().lib)), cpu_features())
-if gain is not None:
-    print(gain[0], f"ik-llama-cpp-python=={ik_llama.VERSION}")
-"""
 # Ends with 3 where no engine suits this machine; an engine may also kill the process.
 PROBE_ENGINE = """
 from localspec.backends import candidates
@@ -163,7 +155,7 @@ class Environment:
                     f"needed; see {self.log}); its tests will be skipped. To try again, delete {self.folder}"
                 )
         # A CPU that the engine's wheel does not suit (no AVX2, say) gets the engine that is compiled for it.
-        status = self._run(PROBE_ENGINE)[0]
+        status = self._run(PROBE_ENGINE)
         if status == 3 or not 0 <= status <= 128:
             say("the ready-made engine does not run on this machine: compiling llama-cpp-python for it, some minutes")
             if not self._pip("-e", self._with("llama-cpp")):
@@ -178,41 +170,18 @@ class Environment:
         return self.native.exists() and self.native.stat().st_mtime >= self.stamp.stat().st_mtime
 
     def _compile_engine(self) -> None:
-        """Replace the engine's wheel by a build for this CPU, if that uses more of it; or leave the wheel."""
-        gain, _, package = self._run(PROBE_NATIVE)[1].strip().partition(" ")
-        if not package:
-            say("NATIVE=1: the engine that is here uses all it can of this CPU already; nothing to compile")
-        elif not WINDOWS and not any(map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))):
-            say(
-                "NATIVE=1: no C++ compiler here, so going on with the engine's wheel; "
-                "on Debian and Ubuntu: apt install g++"
-            )
-            return
+        """Have the engine compiled for this CPU, if that uses more of it; or leave the wheel."""
+        command = [self.program("python"), "-m", "localspec", "engine", "build"]
+        if subprocess.call(command, stdin=subprocess.DEVNULL, stdout=sys.stderr) == 0:
+            self.native.write_bytes(b"")
         else:
-            say(f"compiling ik-llama-cpp-python for this CPU ({gain}): about 8 minutes on 2 cores, once")
-            if self._run("-m", "localspec.backends.native_build")[0] != 0:
-                say(
-                    "going on with the engine's wheel, as it could not be compiled here; "
-                    f"all of pip's output is in {self.log}"
-                )
-                return
-            if self._run("from localspec.backends.llama.ik_llama import binding; binding()")[0] != 0:
-                say(f"the compiled engine does not run here, so its wheel is put back; see {self.log}")
-                if not self._pip("--force-reinstall", "--no-deps", package):
-                    fail(f"the engine's wheel could not be installed; see {self.log}")
-                return
-        self.native.write_bytes(b"")
+            say("NATIVE=1: going on with the engine's wheel")
 
-    def _run(self, *arguments: str) -> tuple[int, str]:
-        """Status and output of the environment's Python; what it complains of goes to the log."""
-        code = ("-c", *arguments) if len(arguments) == 1 else arguments
+    def _run(self, code: str) -> int:
+        """Status of code in the environment's Python; what it complains of goes to the log."""
         with self.log.open("ab") as log:
-            done = subprocess.run(
-                [self.program("python"), *code], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log
-            )
-            if len(arguments) > 1:
-                log.write(done.stdout)
-        return done.returncode, done.stdout.decode("utf-8", "replace")
+            command = [self.program("python"), "-c", code]
+            return subprocess.call(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log)
 
     def _pip(self, *arguments: str) -> bool:
         """Install, and show what pip is at: one line that rewrites itself on a terminal."""

@@ -122,7 +122,8 @@ def cli_page() -> str:
             mine = records(each, inner)
             also = ["the pair options"] * any(record in pair for record in mine)
             also += [f"`{re.findall(r'--[^ ,]+|^[A-Z]+', record[0])[0]}`" for record in mine if record in rest]
-            own += [record for record in mine if record not in pair and record not in rest]
+            member = "" if each is command else f"{inner.info_name} "
+            own += [(member + names, text) for names, text in mine if (names, text) not in (*pair, *rest)]
             text = told(each, inner, also)
             parts.append(f"\n{text}\n" if each is command else f"{textwrap.indent(text, '  ').replace(' ', '-', 1)}\n")
         parts += [block(listed(context, own))] if own else []

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import tarfile
 import tomllib
 import zipfile
 from collections.abc import Iterator
@@ -18,7 +17,6 @@ import pytest
 from packaging.requirements import Requirement
 
 import localspec
-from localspec.backends import native_build
 from localspec.backends.llama import ggml as ggml_module
 
 ROOT = Path(__file__).parent.parent
@@ -190,24 +188,6 @@ def test_the_pinned_engine_is_the_one_the_binding_is_written_for() -> None:
 
     assert any(line.startswith(f"ik-llama-cpp-python=={ik_llama.VERSION};") for line in project()["dependencies"])
     assert f"`{ggml_module.NATIVE_COMMAND}`" in (ROOT / "docs/engines.md").read_text(encoding="utf-8")
-
-
-def test_what_the_source_distribution_lacks_is_written(tmp_path: Path) -> None:
-    """Its build runs a script that is not in it; what is in it stays as it is."""
-    for name, is_there in (("without", False), ("with", True)):
-        source = tmp_path / name / "ik_llama_cpp_python-0.1.5"
-        script = source / "vendor/ik_llama.cpp/common/cmake/build-info-gen-cpp.cmake"
-        script.parent.mkdir(parents=True)
-        (source / "PKG-INFO").write_text("Name: x")
-        if is_there:
-            script.write_text("its own")
-        archive = tmp_path / f"{name}.tar.gz"
-        with tarfile.open(archive, "w:gz") as packed:
-            packed.add(source, source.name)
-        found = native_build.unpack(archive, tmp_path / f"{name}-unpacked")
-        text = (found / script.relative_to(source)).read_text()
-        assert text == "its own" if is_there else "configure_file" in text
-        assert (found / "PKG-INFO").read_text() == "Name: x"
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"]])

@@ -354,6 +354,11 @@ class Context(_Closable):
         self._tree: tuple[list[int], list[int]] | None = None  # tokens and parents of a tree behind the memory
 
     @property
+    def place(self) -> tuple[Context | SequenceBatch, int]:
+        """What holds the memory, and which of its sequences this is."""
+        return self, 0
+
+    @property
     def n_past(self) -> int:
         """Tokens in the memory."""
         return len(self.tokens)
@@ -851,6 +856,11 @@ class _Sequence(Context):
     def __init__(self, batch: SequenceBatch, number: int) -> None:
         super().__init__(batch.model, batch.n_ctx, batch.hidden)
         self._batch, self._number = batch, number
+
+    @property
+    def place(self) -> tuple[Context | SequenceBatch, int]:
+        own = self._batch._apart(self._number)
+        return (self._batch, self._number) if own is None else own.place
 
     @property
     def n_free(self) -> int:

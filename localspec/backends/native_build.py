@@ -1,62 +1,484 @@
-"""Compile ik-llama for the CPU at hand: ``python -m localspec.backends.native_build``, with the Python it is for.
+"""ik-llama compiled for the CPU at hand, below LOCALSPEC_HOME; it takes the wheel's place once it was checked.
 
-``pip install --no-binary`` alone does not do it: the source distribution of 0.1.5 lacks a script that its own build
-runs to write down what it was built from. It is fetched, completed and installed from its folder. ``CMAKE_ARGS`` and
-``CMAKE_BUILD_PARALLEL_LEVEL`` reach the build; everything that pip says goes to standard output.
+The source is the source distribution of the installed version, as pip finds it. Source and object files stay until all
+is done, so an interrupted build goes on where it was. Before the libraries are used, processes of their own compare
+them with the wheel's on models of this disk. Their record, without which no engine takes them, is written last.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import platform
+import re
+import shlex
+import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+import time
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
+from types import TracebackType
+from typing import IO, Self, cast
 
-from localspec.backends.llama.ik_llama import VERSION
+import numpy as np
+import psutil
 
-PACKAGE = f"ik-llama-cpp-python=={VERSION}"
-_LACKING = "vendor/ik_llama.cpp/common/cmake/build-info-gen-cpp.cmake"
-_SCRIPT = """set(BUILD_NUMBER 0)
-set(BUILD_COMMIT unknown)
-set(BUILD_COMPILER unknown)
-set(BUILD_TARGET unknown)
-configure_file(common/build-info.cpp.in common/build-info.cpp)
-"""
+from localspec.backends.base import FloatArray
+from localspec.backends.llama import ik_llama
+from localspec.backends.llama.ggml import built_for, digest, system_info
+from localspec.backends.trust import MAX_MEAN_KL, agreement, check_model, check_tokens
+from localspec.errors import EngineError, EngineMismatch, EngineUnavailable, LocalspecError
+from localspec.model_files.gguf import GGUFFile
+from localspec.model_files.sources.base import check_space
+from localspec.model_files.sources.wheels import pip_command
+from localspec.system.files import offline, write_atomically
+from localspec.system.machine import BUSY, busy_share, cpu_flags, lower_priority, read_memory
+from localspec.system.process import another_answers, on_interrupt
+
+PACKAGE = f"ik-llama-cpp-python=={ik_llama.VERSION}"
+
+_CMAKE = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DBUILD_SHARED_LIBS=ON",
+    "-DGGML_NATIVE=ON",
+    "-DGGML_METAL=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF",
+    "-DLLAMA_BUILD_SERVER=OFF",
+    "-DLLAMA_ALL_WARNINGS=OFF",
+    "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",
+    f"-DCMAKE_INSTALL_RPATH={'@loader_path' if sys.platform == 'darwin' else '$ORIGIN'}",
+)
+
+_ROOM = 600 << 20  # bytes that source, object files and libraries take at most
+
+_POLL_S = 0.2
+_IDLE_S = 3.0  # seconds that a build in idle time runs between two looks at what else does
+
+Report = Callable[[str, "float | None"], None]
+"""What is being done, and the fraction of it that is done where that is known."""
 
 
-def unpack(archive: Path, folder: Path) -> Path:
-    """Unpack a source distribution, and write what it lacks; returns its folder."""
-    with tarfile.open(archive) as packed:
-        packed.extractall(folder, filter="data")
-    (source,) = (each for each in folder.iterdir() if each.is_dir())
-    lacking = source / _LACKING
-    if not lacking.exists():
-        lacking.parent.mkdir(parents=True, exist_ok=True)
-        lacking.write_text(_SCRIPT, encoding="utf-8")
-    return source
+def compiler() -> str | None:
+    """The C++ compiler: ``CXX``, or the first that is installed; None where there is none."""
+    return os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
 
 
-def _pip(*arguments: str) -> int:
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
-    return subprocess.run(command, check=False).returncode
+def check_tools() -> None:
+    """Raise EngineUnavailable, with how to install it, where something is lacking that compiling takes."""
+    missing = [] if shutil.which("cmake") else ["cmake"]
+    if sys.platform != "win32" and compiler() is None:  # on Windows cmake looks for it
+        missing.insert(0, "a C++ compiler")
+    if missing:
+        hint = {
+            "linux": "on Debian and Ubuntu: apt install g++ cmake",
+            "darwin": "xcode-select --install, and: pip install cmake",
+        }.get(sys.platform, "Visual Studio's Build Tools have both")
+        raise EngineUnavailable(f"compiling ik-llama takes {' and '.join(missing)}, which is not here; {hint}")
 
 
-def main() -> int:
-    """Replace the engine in this environment by one compiled here; returns pip's exit status."""
-    os.environ["CMAKE_ARGS"] = f"{os.environ.get('CMAKE_ARGS', '')} -DGGML_NATIVE=ON".strip()
-    os.environ.setdefault("CMAKE_BUILD_PARALLEL_LEVEL", str(os.cpu_count() or 1))
-    with tempfile.TemporaryDirectory(prefix="localspec-native-") as name:
-        folder = Path(name)
-        fetched = folder / "fetched"
-        status = _pip("download", "--no-deps", "--no-binary", "ik-llama-cpp-python", "-d", str(fetched), PACKAGE)
-        if status:
-            return status
-        source = unpack(next(fetched.glob("*.tar.gz")), folder / "source")
-        # Without --no-cache-dir pip might take what it once compiled on another CPU.
-        return _pip("install", "--no-cache-dir", "--force-reinstall", "--no-deps", "--progress-bar", "off", str(source))
+# -- compiling ---------------------------------------------------------------------------------------------------------
+
+
+def build(
+    models: Sequence[Path], report: Report, *, jobs: int | None = None, idle: bool = False
+) -> list[BuildComparison]:
+    """Compile, compare with the wheel on each of ``models``, and from then on use it.
+
+    Args:
+        models: files on which both engines are compared.
+        jobs: compilers at a time; None: one for each core.
+        idle: give way to all other programs, and pause while they use the CPUs.
+
+    Raises:
+        EngineUnavailable: there is no compiler, no source, or the build failed.
+        EngineMismatch: what was compiled computes something else than the wheel; it is not used.
+        KeyboardInterrupt: it was stopped; the next call goes on from there.
+    """
+    check_tools()
+    folder = ik_llama.compiled_folder()
+    with _alone():
+        folder.mkdir(parents=True, exist_ok=True)
+        lib = _compiled(folder, report, jobs or os.cpu_count() or 1, idle)
+        found = [compare(lib / ik_llama.LLAMA, path, report) for path in models]
+        _put_in_place(lib, folder / "lib", found)
+        for name in ("source", "out"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+    return found
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Within the block no other process compiles the engine or deletes it; EngineError while one does."""
+    from filelock import FileLock, Timeout
+
+    folder = ik_llama.compiled_folder()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder.with_name(folder.name + ".lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise EngineError("another process is compiling ik-llama at this moment") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def unfinished() -> bool:
+    """Whether a build was begun that can be gone on with."""
+    return (ik_llama.compiled_folder() / "source").is_dir()
+
+
+def remove() -> int:
+    """Delete what was compiled, finished or not, so that the wheel is used again; how many bytes that frees."""
+    folder = ik_llama.compiled_folder()
+    if not folder.is_dir():
+        return 0
+    with _alone():
+        freed = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+        (folder / "lib" / ik_llama.RECORD).unlink(missing_ok=True)  # first: from here on no engine takes the rest
+        shutil.rmtree(folder)
+    return freed
+
+
+def _compiled(folder: Path, report: Report, jobs: int, idle: bool) -> Path:
+    """The folder of the libraries, just linked."""
+    source, out, log = folder / "source", folder / "out", folder / "build.log"
+    log.unlink(missing_ok=True)
+    if not source.is_dir():
+        check_space(folder, _ROOM, "compiling ik-llama")
+        _fetch(source, log, report)
+    began_before = (out / "CMakeCache.txt").is_file()
+    if not began_before:
+        _configure(source, out, log)
+    status = _make(out, log, report, jobs, idle)
+    if status and began_before:
+        # A compiler that was killed may have left half a file, which counts as done.
+        shutil.rmtree(out)
+        _configure(source, out, log)
+        status = _make(out, log, report, jobs, idle)
+    if status:
+        raise _failure("compiling ik-llama failed", log)
+    lib = out / "lib"
+    lib.mkdir(exist_ok=True)
+    for name in (ik_llama.GGML, ik_llama.LLAMA):
+        linked = next((path for path in out.rglob(name) if path.parent != lib), None)
+        if linked is None:
+            raise EngineUnavailable(f"compiling ik-llama made no {name}; all that was said is in {log}")
+        shutil.copy2(linked, lib / name)
+    return lib
+
+
+def _fetch(source: Path, log: Path, report: Report) -> None:
+    """Put llama.cpp's source, out of the source distribution, in its place."""
+    if offline():
+        raise EngineUnavailable("LOCALSPEC_OFFLINE is set, so the source of ik-llama is not fetched")
+    report(f"fetching the source of {PACKAGE}, 42 MB", None)
+    with tempfile.TemporaryDirectory(prefix="incoming-", dir=source.parent) as name:
+        command = [
+            *pip_command(),
+            "download",
+            "--disable-pip-version-check",
+            "--no-deps",
+            "--no-input",
+            "--no-cache-dir",
+        ]
+        command += ["--no-binary", "ik-llama-cpp-python", "-d", name, PACKAGE]
+        if _run(command, log, environment={"TMPDIR": name, "TEMP": name, "TMP": name}):
+            raise _failure(f"pip could not fetch the source of {PACKAGE}", log)
+        with tarfile.open(next(Path(name).glob("*.tar.gz"))) as packed:
+            wanted = [each for each in packed.getmembers() if "/vendor/ik_llama.cpp/" in each.name]
+            packed.extractall(name, wanted, filter="data")
+        next(Path(name).glob("*/vendor/ik_llama.cpp")).replace(source)
+
+
+def _configure(source: Path, out: Path, log: Path) -> None:
+    command = ["cmake", "-S", str(source), "-B", str(out), *_CMAKE, *shlex.split(os.environ.get("CMAKE_ARGS", ""))]
+    if shutil.which("ninja"):
+        command += ["-G", "Ninja"]
+    flags = "" if sys.platform == "win32" else "-w"
+    if platform.machine().lower() in ("arm64", "aarch64") and sys.platform != "win32":
+        flags += " -mcpu=native"  # GGML_NATIVE says nothing to compilers for ARM
+    command += [f"-DCMAKE_{language}_FLAGS={flags}" for language in ("C", "CXX") if flags]
+    if _run(command, log):
+        shutil.rmtree(out, ignore_errors=True)
+        raise _failure("cmake failed", log)
+
+
+def _make(out: Path, log: Path, report: Report, jobs: int, idle: bool) -> int:
+    """Compile what is not compiled yet; the exit status."""
+    what = "compiling ik-llama for this CPU" + (" in idle time" if idle else "")
+    report(what, None)
+    command = ["cmake", "--build", str(out), "--config", "Release", "--target", "llama", "--parallel", str(jobs)]
+    begins = log.stat().st_size if log.exists() else 0
+    done = re.compile(rb"^\[ *(\d+)(?:/(\d+)\]|%\])", re.MULTILINE)
+
+    def watch() -> None:
+        with log.open("rb") as file:
+            file.seek(begins)
+            steps = done.findall(file.read())
+        if steps:
+            report(what, int(steps[-1][0]) / int(steps[-1][1] or 100))
+
+    return _run(command, log, watch, idle=idle)
+
+
+def _run(
+    command: Sequence[str],
+    log: Path,
+    watch: Callable[[], None] | None = None,
+    *,
+    idle: bool = False,
+    environment: Mapping[str, str] | None = None,
+) -> int:
+    """Run a program to its end, its output to the log; the exit status. Stopped, it stops the program, and raises."""
+    stopped: list[bool] = []
+    with log.open("ab") as file, on_interrupt(lambda: stopped.append(True), ended_too=True):
+        program = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(environment or {})},
+            start_new_session=True,  # Ctrl-C is ours to pass on
+        )
+        if idle:
+            lower_priority(program.pid)
+        looks = time.monotonic() + _IDLE_S
+        try:
+            while program.poll() is None and not stopped:
+                time.sleep(_POLL_S)
+                if watch is not None:
+                    watch()
+                if idle and time.monotonic() > looks:
+                    _wait_for_idle_time(program, lambda: bool(stopped))
+                    looks = time.monotonic() + _IDLE_S
+        finally:
+            for process in _tree(program):
+                with suppress(psutil.Error):
+                    process.terminate()  # a compiler that is told to end deletes what it has half done
+            program.wait()
+    if stopped:
+        raise KeyboardInterrupt
+    return program.returncode
+
+
+def _tree(program: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    try:
+        parent = psutil.Process(program.pid)
+        return [parent, *parent.children(recursive=True)] if program.poll() is None else []
+    except psutil.Error:
+        return []
+
+
+def _wait_for_idle_time(program: subprocess.Popen[bytes], stopped: Callable[[], bool]) -> None:
+    """Pause a program until other programs leave the CPUs alone."""
+    paused = _tree(program)
+    for process in paused:
+        with suppress(psutil.Error):
+            process.suspend()
+    try:
+        while not stopped() and (another_answers() or busy_share() > BUSY):
+            time.sleep(_IDLE_S / 2)
+    finally:
+        for process in paused:
+            with suppress(psutil.Error):
+                process.resume()
+
+
+def _failure(what: str, log: Path) -> EngineUnavailable:
+    """The first line of the log that names an error."""
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    said = next((line for line in lines if re.search(r"\berror\b", line, re.IGNORECASE)), lines[-1] if lines else "")
+    return EngineUnavailable(f"{what}: {said[:200]}; all that was said is in {log}")
+
+
+# -- checking ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BuildComparison:
+    """What was compiled, against the wheel, on one file."""
+
+    file: str
+    features: tuple[list[str], list[str]]  # instruction sets that the wheel and the compiled one use
+    mean_kl: float  # of the compiled one's logits from the wheel's [nats]
+    top1: float  # share of positions with the same most probable token
+    ms: tuple[dict[int, float], dict[int, float]]  # t(w) of the wheel and of the compiled one [ms]
+
+    def ratio(self, width: int) -> float:
+        """Time of the compiled one's pass, of the wheel's."""
+        return self.ms[1][width] / self.ms[0][width]
+
+
+TIMED = {1: 8, 2: 8, 4: 6, 8: 6, 256: 2}
+"""Tokens in a pass -> turns in which both engines are timed."""
+
+_FILL = 64
+
+
+def files_to_compare(paths: Collection[Path]) -> list[Path]:
+    """Of these, the smallest ones that have each type of tensors once, and of which memory holds two copies."""
+    room, seen, chosen = read_memory().available, set[str](), list[Path]()
+    for path in sorted(paths, key=lambda each: each.stat().st_size):
+        if 2.6 * path.stat().st_size > room:
+            break
+        try:
+            with GGUFFile(path) as gguf:
+                types = {tensor.type_name for tensor in gguf.tensors.values()}
+                gguf.check_generates_text()
+        except LocalspecError:
+            continue
+        if not types <= seen:
+            seen |= types
+            chosen.append(path)
+    return chosen
+
+
+def compare(library: Path, model: Path, report: Report) -> BuildComparison:
+    """Run a file in both engines, a process each, and compare their logits and the time of their passes.
+
+    Raises:
+        EngineMismatch: they differ by more than noise, or the compiled one contradicts itself.
+        EngineUnavailable: the compiled one does not load.
+    """
+    wheel = ik_llama.package_library()
+    if wheel is None:
+        raise EngineUnavailable("the wheel of ik-llama is not here, which a compiled one is compared with")
+    report(f"comparing it with the wheel on {model.name}", None)
+    with ExitStack() as stack:
+        both = [stack.enter_context(BuildProcess(each, model)) for each in (wheel, library)]
+        logits = [each.logits() for each in both]
+        found = agreement(*logits)
+        if not found.holds or not both[1].own_kl <= MAX_MEAN_KL:
+            worst = max(found.mean_kl, both[1].own_kl)
+            raise EngineMismatch(
+                f"what was compiled computes {model.name} wrongly (KL {worst:.2g} nats), so it is not used; "
+                "localspec engine remove deletes it"
+            )
+        times: list[dict[int, list[float]]] = [{width: [] for width in TIMED} for _ in both]
+        for width, turns in TIMED.items():
+            for turn in range(turns + 1):
+                for i in (0, 1) if turn % 2 else (1, 0):
+                    ms = both[i].ms(width)
+                    if turn:  # the first pass of a kind allocates
+                        times[i][width].append(ms)
+        wheels, compiled = ({w: round(median(ms), 3) for w, ms in each.items()} for each in times)
+        return BuildComparison(
+            model.name, (both[0].features, both[1].features), found.mean_kl, found.top1, (wheels, compiled)
+        )
+
+
+class BuildProcess:
+    """A process that runs a file in one build of ik-llama; EngineUnavailable where that does not load."""
+
+    def __init__(self, library: Path, model: Path, n_threads: int | None = None) -> None:
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            ik_llama.LIBRARY: str(library),
+        }
+        command = [sys.executable, "-m", "localspec.backends.native_build", str(model), str(n_threads or 0)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
+        )
+        self._in, self._out = cast(IO[str], self._process.stdin), cast(IO[str], self._process.stdout)
+        try:
+            self.engine: str
+            self.engine, self.features, self.own_kl = json.loads(self._out.readline())
+        except ValueError:
+            said = self._process.communicate()[1].strip().splitlines()
+            raise EngineUnavailable(
+                f"{library} does not run {model.name} here: {said[-1] if said else self._process.returncode}"
+            ) from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._process.kill()
+        self._process.communicate()
+
+    def _ask(self, line: str) -> str:
+        self._in.write(line + "\n")
+        self._in.flush()
+        answer = self._out.readline()
+        if not answer:
+            raise EngineUnavailable(f"{self.engine} came to an end: {self._process.wait()}")
+        return answer
+
+    def ms(self, width: int, passes: int = 1) -> float:
+        """The shortest of some passes over so many tokens, with 64 in the memory [ms]."""
+        return float(self._ask(f"{width} {passes}"))
+
+    def logits(self) -> FloatArray:
+        """Of 64 tokens, in passes of 16 [64, n_vocab]."""
+        n_vocab, data = json.loads(self._ask("logits"))
+        return np.frombuffer(b64decode(data), dtype="<f4").reshape(-1, n_vocab)
+
+
+def main() -> None:
+    """The process of a ``BuildProcess``."""
+    path, n_threads = Path(sys.argv[1]), int(sys.argv[2]) or None
+    with ik_llama.load(path, n_threads=n_threads) as model:
+        features = built_for(system_info(ik_llama.binding().lib))
+        print(json.dumps([model.engine, features, check_model(model).mean_kl]), flush=True)
+        tokens = check_tokens(model, _FILL)
+        tokens = (tokens * (2 + max(TIMED) // len(tokens) + _FILL // len(tokens)))[: _FILL + max(TIMED)]
+        with model.new_context(len(tokens) + 8) as context:
+            context.decode(tokens[:_FILL], "none")
+            for line in sys.stdin:
+                if line.strip() == "logits":
+                    context.truncate(0)
+                    rows = [context.decode(tokens[i : i + 16]).logits.copy() for i in range(0, _FILL, 16)]
+                    logits = np.ascontiguousarray(np.concatenate(rows), dtype="<f4")
+                    print(json.dumps([logits.shape[1], b64encode(logits.tobytes()).decode()]), flush=True)
+                    continue
+                width, passes = map(int, line.split())
+                best = float("inf")
+                for _ in range(passes):
+                    started = time.perf_counter()
+                    context.decode(tokens[_FILL : _FILL + width], "last" if width > 16 else "all")
+                    best = min(best, (time.perf_counter() - started) * 1e3)
+                    context.truncate(_FILL)
+                print(best, flush=True)
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+
+
+def _put_in_place(lib: Path, place: Path, found: Sequence[BuildComparison]) -> None:
+    shutil.rmtree(place, ignore_errors=True)
+    lib.replace(place)
+    record = {
+        "digest": digest(place),
+        "flags": sorted(cpu_flags()),
+        "day": time.strftime("%Y-%m-%d"),
+        "comparisons": [asdict(each) for each in found],
+    }
+    with write_atomically(place / ik_llama.RECORD) as file:
+        file.write(json.dumps(record, indent=1).encode())
+
+
+def comparisons() -> list[BuildComparison]:
+    """What was found when the compiled engine that is here was checked."""
+    found = []
+    for each in (ik_llama.compiled_record() or {}).get("comparisons", []):
+        with suppress(KeyError, TypeError, ValueError):
+            wheel, compiled = ({int(w): float(ms) for w, ms in times.items()} for times in each["ms"])
+            found.append(BuildComparison(**{**each, "ms": (wheel, compiled)}))
+    return found
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -17,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 from localspec.backends.llama.rpc import library_path
+from localspec.backends.native_build import compiler
 from localspec.errors import EngineUnavailable
 
 _DEFINES = ("GGML_BACKEND_DL", "GGML_BACKEND_SHARED", "GGML_BACKEND_BUILD", "GGML_SHARED")
@@ -28,8 +28,8 @@ def build(source: Path) -> Path:
     Raises:
         EngineUnavailable: there is no compiler, or it failed; its words are on standard error.
     """
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
-    if compiler is None or sys.platform == "win32":
+    cxx = compiler()
+    if cxx is None or sys.platform == "win32":
         raise EngineUnavailable(
             "there is no C++ compiler for this here; build llama-cpp-python with it instead: "
             "CMAKE_ARGS=-DGGML_RPC=ON pip install --force-reinstall --no-cache-dir --no-deps llama-cpp-python"
@@ -42,7 +42,7 @@ def build(source: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f"{path.name}.{os.getpid()}")
     files = [str(ggml / "src" / "ggml-rpc" / name) for name in ("ggml-rpc.cpp", "transport.cpp")]
-    command = [compiler, "-std=c++17", "-O2", "-fPIC", "-shared", *(f"-D{name}" for name in _DEFINES)]
+    command = [cxx, "-std=c++17", "-O2", "-fPIC", "-shared", *(f"-D{name}" for name in _DEFINES)]
     command += [f"-I{ggml / 'include'}", f"-I{ggml / 'src'}", *files, str(base), "-pthread", "-o", str(scratch)]
     try:
         if subprocess.run(command, check=False).returncode:

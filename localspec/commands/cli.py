@@ -697,6 +697,52 @@ def inspect(
     return inspect_command(model, as_json)
 
 
+# ``localspec engine``
+
+engine_app = typer.Typer(
+    name="engine", help="ik-llama compiled for this CPU, with kernels that its wheel does without."
+)
+
+
+@engine_app.callback(invoke_without_command=True)
+def engine_(ctx: typer.Context) -> None:
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help())
+
+
+@command(group=engine_app)
+def engine_build(
+    idle: bool = Option(False, "--idle", help="Give way to other programs, and pause while they use the CPUs."),
+    jobs: int | None = Option(
+        None, "--jobs", "-j", min=1, max=MAX_THREADS, metavar="N", help="Compilers at a time.", show_default="all cores"
+    ),
+    force: bool = Option(False, "--force", help="Compile even where nothing is expected of it, or again."),
+) -> int:
+    """Compile it and use it. It is compared with the wheel first; Ctrl-C stops, and the same command continues."""
+    from localspec.commands.engine import build_command
+
+    return build_command(idle=idle, jobs=jobs, force=force)
+
+
+@command(group=engine_app)
+def engine_list(as_json: bool = JSON) -> int:
+    """Show which one is used, what it uses of this CPU, and what its passes cost."""
+    from localspec.commands.engine import list_command
+
+    return list_command(as_json)
+
+
+@command(group=engine_app)
+def engine_remove() -> int:
+    """Delete it and use the wheel again."""
+    from localspec.commands.engine import remove_command
+
+    return remove_command()
+
+
+app.add_typer(engine_app)
+
+
 # ``localspec config``
 
 config_app = typer.Typer(

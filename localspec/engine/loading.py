@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from localspec import backends
 from localspec.backends.base import Model
+from localspec.backends.llama.ggml import NATIVE_COMMAND, NATIVE_TIMES, built_for, native_gain, system_info
 from localspec.backends.registry import engine_module, unavailable_reason
 from localspec.backends.repack import lightening, lighter_copy
 from localspec.backends.trust import verdict_key, verdicts
@@ -33,14 +34,14 @@ from localspec.controllers.calibration import (
     in_turns,
     timer,
 )
-from localspec.controllers.cost_model import PassTimes
+from localspec.controllers.cost_model import Curve, PassTimes
 from localspec.controllers.stopping import best_speedup
 from localspec.engine.options import LoadOptions
 from localspec.engine.state import DecodingState
 from localspec.errors import Cancelled, LocalspecError, VocabularyMismatch
 from localspec.model_files.fingerprint import fingerprint
 from localspec.system.files import JsonStore, home
-from localspec.system.machine import BUSY, cpu_name, default_threads
+from localspec.system.machine import BUSY, cpu_features, cpu_name, default_threads
 from localspec.system.steps import Steps, exhaust
 
 # Which engine is faster for a file here: measured when there is time, remembered, and followed by ``auto``.
@@ -105,6 +106,53 @@ def draft_gain(times: PassTimes) -> float:
     prefill, answer = N_PROMPT * times(WIDE) / WIDE, N_ANSWER * times(1)
     faster = best_speedup(ACCEPTANCE, TIMED_LENGTHS, times, STEP_SHARE * times(1))
     return (prefill + answer) / ((1 + STEP_SHARE) * prefill + answer / faster)
+
+
+LEAST_GAIN = 1.05  # from which on a compiled engine is offered
+
+
+def compiled_gain(model: Model, times: PassTimes) -> tuple[str, float, float] | None:
+    """What ik-llama compiled for this CPU would gain with a file.
+
+    The present engine's curve, times what compiling made of passes on the machines that were measured.
+
+    Returns:
+        The instruction set, and the lowest and the highest estimate of how many times as fast a nominal answer would
+        be; None where that is under ``LEAST_GAIN``, was not measured, or the curve is provisional.
+    """
+    if model.backend != "ik-llama" or model.capabilities.device != "cpu" or times.noisy:
+        return None
+    gain = native_gain(built_for(system_info(engine_module(model.backend).binding().lib)), cpu_features())
+    if gain is None:
+        return None
+    now, estimates = times.curve.measured, list[float]()
+    for ratios in map(Curve, NATIVE_TIMES.get(gain[0], ())):
+        compiled = PassTimes({width: ms * ratios(width) for width, ms in now.items()})
+        estimates.append(nominal_ms(PassTimes(now)) / nominal_ms(compiled))
+    return (gain[0], min(estimates), max(estimates)) if min(estimates, default=0.0) >= LEAST_GAIN else None
+
+
+def compiled_offer(model: Model, times: PassTimes) -> str | None:
+    """``compiled_gain`` as a line for people."""
+    found = compiled_gain(model, times)
+    if found is None:
+        return None
+    feature, low, high = found
+    second = (times.curve(2) - times.curve(1)) / times.curve(1)
+    return (
+        f"compiled for this CPU's {feature}, ik-llama would answer an estimated {low:.2f} to {high:.2f} times as fast "
+        f"here (a second row costs {second:.2f} of a token now)"
+    )
+
+
+def compiled_offer_once(model: Model, times: PassTimes) -> str | None:
+    """``compiled_offer`` with its command, the first time for this engine; None from then on."""
+    store, key = _store(), {"offered": "a compiled engine", "instead of": model.engine}
+    line = None if store.get(key) else compiled_offer(model, times)
+    if line is not None:
+        store.put(key, {"told": True})
+        line = f"{line}: {NATIVE_COMMAND}"
+    return line
 
 
 def engines_comparing(n_ctx: int, options: LoadOptions) -> Callable[[Model, Model], Steps[None]]:

@@ -87,6 +87,13 @@ class HeadContext(Context):
         """
         raise NotImplementedError
 
+    def follow(self, target: Context) -> None:
+        """Read the memory of a context of the target from here on: for heads that have none (``PublishedHead.reads``).
+
+        Then every row is at the place of that context's next token, and the context may be cut and fed meanwhile.
+        """
+        raise NotImplementedError
+
     def guesses(self, token: int, n: int, n_best: int = 0) -> tuple[FloatArray, TokenIds | None]:
         """What follows a text whose states are in the memory, by one pass over its last token and masks.
 

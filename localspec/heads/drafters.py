@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from localspec.backends.base import FEW_ROWS, Context, FloatArray, Forward, Wanted, shared_prefix
 from localspec.errors import EngineError
-from localspec.heads.base import STATE, DraftHead
+from localspec.heads.base import STATE, DraftHead, HeadContext
 from localspec.heads.published import EngineHead
 from localspec.heads.trained import Head
 from localspec.sampling.sampling import Ids, Row
@@ -251,6 +251,25 @@ class ChainedHead(HeadDrafter):
         return forward.logits[-1], tokens_of(forward, -1, self._ids)
 
 
+class FollowingHead(ChainedHead):
+    """One that reads the keys and values of its target, and so no true row but the last (``PublishedHead.reads``)."""
+
+    context: HeadContext
+
+    def begin(self, tokens: Sequence[int], *, prediction: Sequence[int] = (), target: Context | None = None) -> None:
+        super().begin(tokens, prediction=prediction, target=target)
+        self._target = target
+
+    def _unread(self) -> range | None:
+        target, end = self._target, len(self._text) - 1
+        assert target is not None
+        if not self._states.start < end == self._states.end or target.n_past != end or not target.n_free:
+            return None
+        self.context.follow(target)
+        self._n_true = 0
+        return range(end - 1, end)
+
+
 # Drafts from the target's own first layers: no second model, no training (LayerSkip: Elhoushi et al. 2024).
 
 
@@ -400,6 +419,7 @@ HEAD_DRAFTERS: Mapping[str, Callable[[Any, Context, str], Drafter]] = {
     "parallel": ParallelHead,
     "medusa": MedusaHead,
     "block": BlockHead,
+    "following": FollowingHead,
     "exit": EarlyExitDrafter,
 }
 """``DraftHead.kind`` -> what makes its drafter of the head, a context and a source."""

@@ -10,15 +10,17 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
+from weakref import WeakSet
 
 import numpy as np
 
-from localspec.backends.base import Capabilities, FloatArray, Forward, Model, TokenIds, Wanted
+from localspec.backends.base import Capabilities, Context, FloatArray, Forward, Model, TokenIds, Wanted
 from localspec.backends.best_rows import best_pays, head_pass
+from localspec.backends.llama.batch import LlamaSequences
 from localspec.backends.llama.llama_cpp import binding, gpu_layers
-from localspec.backends.llama.model import LlamaModel
-from localspec.backends.llama.passes import KV_TYPES, BestLogits
+from localspec.backends.llama.model import LlamaContext, LlamaModel
+from localspec.backends.llama.passes import KV_TYPES, BestLogits, LlamaPasses
 from localspec.backends.llama.staging import DECODE, ENCODE, staging
 from localspec.backends.soundness import check_sound
 from localspec.errors import EngineError, UnsupportedModel
@@ -60,7 +62,10 @@ class LlamaHeadModel(Model):
         self.backend = self.binding.name
         self.engine = f"{self.binding.name} {self.binding.version}"
         self.vocab, self.n_embd, self.n_layers = Vocab.none(), head.row_width, 1
-        self.n_threads, self.n_vocab, self.kv_type = n_threads, len(head.ids), "f16"
+        self.n_threads, self.n_vocab = n_threads, len(head.ids)
+        # A memory that it reads is of the target's type; its own never is.
+        self.kv_type = target.kv_type if head.reads and isinstance(target, LlamaModel) else "f16"
+        self._read: WeakSet[LlamaPasses] = WeakSet()
         self.capabilities = Capabilities(device=self.binding.device(layers), hidden=True, float_rows=True)
         lends = head.in_target or bool(head.borrows)
         self._lender_on_gpus = not lends or (isinstance(target, LlamaModel) and target.on_gpus)
@@ -75,7 +80,9 @@ class LlamaHeadModel(Model):
         try:
             self._check_width()
             if head.borrows:
-                self._anchor = self._anchor_in(target)
+                lender = self._lender(target)
+                # A small context that is never fed does for the engine to find matrices.
+                self._anchor = 0 if head.reads else self.new_handle(lender.handle, 1, 1, n_threads, 0)
         except BaseException:
             self.close()
             raise
@@ -84,7 +91,8 @@ class LlamaHeadModel(Model):
     def finds_best(self) -> bool:
         """As of a ``LlamaModel``. A head that scores candidates looks for the best itself."""
         scores = self.head.block is not None and self.head.block.n_candidates
-        able = self.binding.finds_best and not scores and self.capabilities.device == "gpu" and self._lender_on_gpus
+        alone = not scores and not self.head.reads  # rows of several sequences take turns in a memory that it reads
+        able = self.binding.finds_best and alone and self.capabilities.device == "gpu" and self._lender_on_gpus
         return able and best_pays(self, head_pass)
 
     def _check_width(self) -> None:
@@ -104,8 +112,7 @@ class LlamaHeadModel(Model):
             raise EngineError(f"{self.engine} could not load the {self.head.title} layer of {self.path.name}")
         return target.handle
 
-    def _anchor_in(self, target: Model) -> int:
-        """A small context of the target, never fed, by which the engine finds the target's matrices."""
+    def _lender(self, target: Model) -> LlamaModel:
         if not isinstance(target, LlamaModel) or target.binding is not self.binding:
             what = " and ".join(self.head.borrows)
             raise UnsupportedModel(
@@ -114,25 +121,40 @@ class LlamaHeadModel(Model):
             )
         if target.reloads:
             raise UnsupportedModel(f"{self.path.name} takes weights of its target, which cannot be on RPC servers then")
-        return self.new_handle(target.handle, 1, 1, self.n_threads, 0)
+        return target
 
     def new_handle(self, model: int, n_ctx: int, n_rows: int, n_threads: int, other: int) -> int:
         api = self.binding.api
+        # Over another memory it has to take the sequences of that, and ends the process with fewer rows than those.
+        n_sequences = api.llama_n_seq_max(other) if self.head.reads else 1
+        n_rows = n_sequences if self.head.reads else n_rows
         params = api.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = -(-n_ctx // 256) * 256, n_rows, n_rows
         params.n_threads = params.n_threads_batch = n_threads
         params.type_k = params.type_v = KV_TYPES[self.kv_type]
-        self.binding.set_context_options(params, 1)
+        self.binding.set_context_options(params, n_sequences)
         if other:
             params.ctx_other = other
-        if self.head.has_zeroth:
+        if self.head.has_zeroth or self.head.reads:
             params.ctx_type = self.staging.mtp
         handle = api.llama_init_from_model(model, params)
         if not handle:
             raise EngineError(f"{self.engine} could not create a context of {n_ctx} rows for {self.path.name}")
         return int(handle)
 
-    def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> LlamaHeadContext:
+    def reader_of(self, passes: LlamaPasses, n_threads: int) -> LlamaMemoryReader:
+        """The context over a memory of the target, for all of its sequences."""
+
+        def make(handle: int) -> LlamaMemoryReader:
+            n_ctx = int(self.binding.lib.llama_n_ctx(handle))
+            return LlamaMemoryReader(self, n_ctx, n_threads, (STATE,), handle)
+
+        self._read.add(passes)
+        return cast(LlamaMemoryReader, passes.reader(self, make))
+
+    def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> HeadContext:
+        if self.head.reads:
+            return LlamaFollowingContext(self, n_ctx, n_threads, hidden)
         kind = LlamaBlockContext if self.head.block else LlamaHeadContext
         return kind(self, n_ctx, n_threads, hidden, self._anchor)
 
@@ -140,6 +162,8 @@ class LlamaHeadModel(Model):
         raise EngineError(f"{self.path.name} is a draft head and cannot tokenize text")
 
     def _close(self) -> None:
+        for passes in list(self._read):
+            passes.close_reader(self)
         if self._anchor:
             self.binding.free_context(self._anchor)
         if self._own:
@@ -148,6 +172,7 @@ class LlamaHeadModel(Model):
 
 class LlamaHeadContext(HeadContext):
     model: LlamaHeadModel
+    sequence = 0  # where its rows go
 
     def __init__(self, model: LlamaHeadModel, n_ctx: int, n_threads: int, hidden: tuple[str, ...], anchor: int) -> None:
         super().__init__(model, n_ctx, hidden)
@@ -212,7 +237,7 @@ class LlamaHeadContext(HeadContext):
     def _compute(self, rows: FloatArray, tokens: Sequence[int], position: int, wanted: bool) -> FloatArray:
         self._functions.clear(self._batch)
         for i, token in enumerate(tokens):
-            at = self._functions.add_token(self._batch, 0, token)
+            at = self._functions.add_token(self._batch, self.sequence, token)
             if at < 0 or not self._functions.set_floats(self._batch, at, self._functions.floats(rows[i])):
                 raise EngineError(
                     f"{self.model.engine} does not accept rows of width {rows.shape[1]} for {self.model.path.name}"
@@ -282,6 +307,47 @@ class LlamaHeadContext(HeadContext):
         self._functions.batch_free(self._batch)
         self._binding.free_context(self._handle)
         self._best.close()
+
+
+class LlamaMemoryReader(LlamaHeadContext):
+    """The engine's context over a memory of the target, which holds no rows; ``LlamaFollowingContext`` feeds it."""
+
+    position = 0
+
+    def _compute(self, rows: FloatArray, tokens: Sequence[int], position: int, wanted: bool) -> FloatArray:
+        return super()._compute(rows, tokens, self.position, True)
+
+
+class LlamaFollowingContext(HeadContext):
+    """Rows over the memory of the target, one by one at the place of its next token (``common/speculative.cpp``).
+
+    ``tokens`` name the rows since the last ``truncate``; nothing is kept of them.
+    """
+
+    model: LlamaHeadModel
+
+    def __init__(self, model: LlamaHeadModel, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> None:
+        super().__init__(model, n_ctx, hidden)
+        self._n_threads = n_threads
+        self._target: Context | None = None
+
+    def follow(self, target: Context) -> None:
+        self._target = target
+
+    def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
+        assert self._target is not None
+        assert len(tokens) == 1
+        holder, sequence = self._target.place
+        assert isinstance(holder, LlamaContext | LlamaSequences)
+        reader = self.model.reader_of(holder.passes, self._n_threads)
+        reader.sequence, reader.position = sequence, self._target.n_past
+        return reader._decode_floats(rows, tokens, logits)
+
+    def _truncate(self, n: int) -> None:
+        pass
+
+    def _close(self) -> None:
+        self._target = None
 
 
 class LlamaBlockContext(LlamaHeadContext):

@@ -4,7 +4,8 @@ With s_p the tapped states of the target after token x_p, and the layer and its 
 
     EAGLE-3      g_p = fc · s_p, and row p is (g_p, x_(p+1)); its own state before the last norm is the next g
     MTP          row p is (s_p, x_(p+1)) for the tap "nextn", after a first row (0, x_0); its own state after the last
-                 norm is the next s
+                 norm is the next s. An assistant of Gemma 4 reads the target's keys and values up to p in the place of
+                 earlier rows, and has a matrix that makes its state one of the target's
     DFlash       row p is s_p alone, and behind them a block of x_n, the last token, and masks, each of which but the
                  first becomes a token, in one pass. DSpark's first guesses too. DFlash2 returns some candidates for
                  each row, scored by the one taken of the row before
@@ -45,6 +46,7 @@ from localspec.heads.llama import LlamaHeadModel
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.fingerprint import fingerprint
 from localspec.model_files.gguf import GGUFFile
+from localspec.model_files.nextn import readable
 from localspec.model_files.vocab import Vocab
 from localspec.system.files import JsonStore, home, is_same_file, remembered
 from localspec.system.machine import default_threads
@@ -100,7 +102,7 @@ class EngineHead(DraftHead):
 
     def __init__(self, facts: PublishedHead, model: Model) -> None:
         self.facts, self.model = facts, model
-        self.kind = "block" if facts.block else "chained"
+        self.kind = "block" if facts.block else "following" if facts.reads else "chained"
         self.taps, self.token_map = facts.taps, facts.ids
         self.steps = facts.block.n_guesses if facts.block else STEPS
         self.has_zeroth, self.rate = facts.has_zeroth, facts.rate
@@ -110,6 +112,8 @@ class EngineHead(DraftHead):
         return self.model.new_context(n_ctx + self.steps + 1, n_threads=n_threads, hidden=hidden)
 
     def window(self, n_ctx: int) -> int:
+        if self.facts.reads:
+            return 1
         return min(n_ctx, max(64, _WINDOW_BYTES // (4 * self.facts.n_target * len(self.taps))))
 
     def true_rows(self, context: Context, states: FloatArray, tokens: Sequence[int]) -> FloatArray:
@@ -137,8 +141,8 @@ def published_for(target: Path, backend: str | None) -> list[Path]:
     """
     found: list[Path] = []
     with GGUFFile(target) as file:
-        facts, vocab = TargetFacts.of(file, ""), Vocab.from_gguf(file)
-    folders = (heads_folder(), target.parent)
+        facts, vocab, kept = TargetFacts.of(file, ""), Vocab.from_gguf(file), readable(file)
+    folders = (heads_folder(), target.parent, target.parent / "MTP")  # where repositories have heads
     for path in [path for folder in folders for path in sorted(folder.glob("*.gguf"))[:_MOST_BESIDE]]:
         if names_published_head(path):
             try:
@@ -146,7 +150,7 @@ def published_for(target: Path, backend: str | None) -> list[Path]:
             except ModelFileError:
                 continue
             is_lent = not head.borrows or (backend is not None and _engine_for(head, backend, None) == backend)
-            if is_lent and not head.misfit(facts, vocab):
+            if is_lent and not head.misfit(facts, vocab, kept):
                 found.append(path)
     return Catalog.load().sort_heads(found, target)
 
@@ -193,7 +197,7 @@ def load_published(
     """
     facts = read_mtp(path) if is_same_file(path, target.path) else read_published(path)
     with GGUFFile(target.path) as file:
-        why = facts.misfit(TargetFacts.of(file, ""), target.vocab)
+        why = facts.misfit(TargetFacts.of(file, ""), target.vocab, readable(file))
     if why:
         wrong = VocabularyMismatch if "vocabulary" in why else UsageError
         raise wrong(f"{path.name} does not fit: {why}")
@@ -214,7 +218,7 @@ def load_published(
     try:
         options = {"n_threads": n_threads, "n_gpu_layers": n_gpu_layers}
         key = verdict_key(model.backend, options, f"{fingerprint(path)} for {fingerprint(target.path)}")
-        verdict = verdict_on(model, key, path.name, lambda: disagreement(head), say)
+        verdict = verdict_on(model, key, path.name, lambda: disagreement(head, target), say)
         if not verdict["holds"]:
             raise EngineMismatch(
                 f"{model.engine} gives different results for {path.name} row by row and in one pass: {verdict['why']}"
@@ -225,14 +229,18 @@ def load_published(
     return head
 
 
-def disagreement(head: EngineHead) -> float:
-    """The worst mean KL divergence [nats] between rows in one pass and the same rows in narrow ones."""
+def disagreement(head: EngineHead, target: Model) -> float:
+    """The worst mean KL divergence [nats] between rows in one pass and the same rows in narrow ones; of a head that
+    reads the target's memory, between rows over one from which tokens were taken back and over one that never had any.
+    """
     rng, n = np.random.default_rng(0), sum(_WIDTHS)
     tokens = rng.integers(0, head.facts.n_vocab, n).tolist()
     states = rng.standard_normal((n, len(head.taps) * head.facts.n_target)).astype(np.float32)
     with head.new_context(n) as context:
         if head.facts.block:
             return _block_disagreement(head, context, states, tokens)
+        if head.facts.reads:
+            return _following_disagreement(cast(HeadContext, context), target, states, tokens)
         return row_by_row(context, head.true_rows(context, states, tokens), tokens, _WIDTHS)
 
 
@@ -252,6 +260,23 @@ def _block_disagreement(head: EngineHead, context: Context, states: FloatArray, 
     return 0.0 if np.array_equal(ids[0], wide_ids[0]) and np.allclose(narrow[0], wide[0], atol=0.05) else math.inf
 
 
+def _following_disagreement(context: HeadContext, target: Model, states: FloatArray, tokens: Sequence[int]) -> float:
+    n, found = len(tokens) // 2, []
+    for taken_back in ([], tokens[n:]):
+        with target.new_context(len(tokens) + 1, branches=bool(taken_back)) as memory:
+            memory.decode(tokens[:n], "none")
+            context.follow(memory)
+            for _ in taken_back:
+                context.decode_floats(states[:1], tokens[:1])
+            memory.decode([*taken_back, 0], "none")
+            memory.truncate(n)
+            context.truncate(0)
+            rows = [context.decode_floats(states[i : i + 1], [tokens[i]]).logits for i in range(3)]
+            found.append(np.concatenate(rows))
+            context.truncate(0)
+    return agreement(*found).mean_kl
+
+
 def try_head() -> None:
     """Load a head, read states, draft, reject: in the child of ``check_survives``, on the CPU."""
     path, lent, n_threads = sys.argv[1:]
@@ -264,6 +289,8 @@ def try_head() -> None:
             context.decode([2, 3])
     # A head to which nothing is lent does not look at its target.
     model = LlamaHeadModel(head, cast(Model, target), n_threads=int(n_threads), n_gpu_layers=0)
-    disagreement(EngineHead(head, model))
+    disagreement(EngineHead(head, model), cast(Model, target))
+    if head.reads:
+        return
     with model.new_context(8) as context:
         context.decode_floats(np.zeros((3, head.row_width), dtype=np.float32), [1, 2, 3], "none")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from localspec.controllers.calibration import WHOLE, PassKind
 from localspec.engine.draft_sources import DraftSource, DraftWeights, FoundDraft
 from localspec.errors import EngineError, LocalspecError, UnsupportedModel, UsageError, is_number, shown
 from localspec.heads import EARLY_EXIT, HEAD, MTP
-from localspec.heads.base import DraftHead
+from localspec.heads.base import DraftHead, HeadContext
 from localspec.heads.card import HeadCard, TargetFacts
 from localspec.heads.drafters import HEAD_DRAFTERS
 from localspec.heads.file import heads_folder, write_head
@@ -118,7 +119,7 @@ FILE_HEADS, EARLY_EXITS, OWN_LAYER = FileHeads(), EarlyExit(), OwnLayer()
 
 
 def head_files(target: Path, backend: str | None) -> Iterator[Path]:
-    """The heads on this disk that ``auto`` takes for a target's file: one trained here or shipped, and a published one.
+    """The heads on this disk that ``auto`` takes for a target's file: one trained here, and a published one.
 
     More of a kind would take memory for states and weights each, and read the same states. For ``backend`` see
     ``published_for``.
@@ -193,8 +194,18 @@ def passes_of(head: DraftHead, context: Context, target: Model) -> PassKind:
             context.decode_floats(_rows(1, model.n_embd), [0])
             context.truncate(0)
 
+    def following_row(memory: Context, tokens: Sequence[int], logits: Wanted) -> None:
+        if logits == "none" or not memory.n_past:  # a step is over a text
+            memory.decode(tokens, "none")
+        if logits != "none":
+            cast(HeadContext, context).follow(memory)
+            context.decode_floats(_rows(1, model.n_embd), [0])
+            context.truncate(0)
+
     if head.kind == "block":
         return HeadPasses(head.new_context, block)
+    if head.kind == "following":
+        return HeadPasses(target.new_context, following_row, lambda: WHOLE.tokens(target))
     if head.kind == "exit":
         return HeadPasses(lambda n: target.new_context(n, hidden=head.taps), first_layers, lambda: WHOLE.tokens(target))
     chained = head.kind == "chained" and isinstance(head, Head)

@@ -7,8 +7,12 @@ and the output matrix, which are the model's otherwise.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import numpy as np
+
 from localspec.errors import ModelFileError, UnsupportedModel, is_whole, shown
-from localspec.model_files.gguf import GGUFFile, check_shapes, is_mtp_alone, whole
+from localspec.model_files.gguf import GGUFFile, check_shapes, damaged, is_mtp_alone, whole
 
 _ROUTER = ("ffn_gate_inp",)
 _TENSORS: dict[str, tuple[str, ...]] = {
@@ -28,12 +32,17 @@ _TENSORS: dict[str, tuple[str, ...]] = {
 
 ARCHITECTURES = frozenset(_TENSORS)
 
+ASSISTANT = "gemma4-assistant"
+_TARGET_OF_ASSISTANTS = "gemma4"
+
+GIVES_STATES = ARCHITECTURES | {_TARGET_OF_ASSISTANTS}
+"""Architectures of models that hand out the state which such a layer reads."""
+
 _OTHERWISE = {
     "step35": "are several, each for one position further ahead",
     "mimo2": "are several, each for one position further ahead",
     "deepseek4": "read several states side by side",
     "glm5-next": "read several states side by side",
-    "gemma4-assistant": "read the keys and values of their target",
 }
 """Architectures whose layers llama.cpp feeds otherwise -> in which way they differ."""
 
@@ -91,3 +100,110 @@ def check(file: GGUFFile) -> int:
         raise UnsupportedModel(f"{name} scales attention by position, which llama.cpp does not support with MTP layers")
     check_shapes(file, shapes)
     return layer
+
+
+# Gemma 4's assistants: MTP layers in a file of their own that read keys and values of their target's last layers, and
+# have none. Those with a window read the target's last layer but one, the others its last.
+
+
+class KeysAndValues(NamedTuple):
+    """What a layer keeps of each token, and for how long it looks at it."""
+
+    n_heads: int
+    width: int  # of a head's key, and of its value
+    window: int  # positions that it looks back over; 0: all
+
+    def __str__(self) -> str:
+        window = f" and a window of {self.window:,} tokens" if self.window else ""
+        return f"{self.n_heads} heads of {self.width} channels{window}"
+
+
+def readable(file: GGUFFile) -> dict[bool, KeysAndValues]:
+    """What an assistant can read of an open model file: whether with a window -> of which kind its last such layer is;
+    empty for what is no Gemma 4, or orders its layers in another way."""
+    if file.architecture != _TARGET_OF_ASSISTANTS:
+        return {}
+    kinds = _kinds_of_layers(file)
+    found = zip((False, True), (-1, -2), strict=True)
+    return {windowed: kinds[at][1] for windowed, at in found if len(kinds) >= -at and kinds[at][0] == windowed}
+
+
+def check_assistant(file: GGUFFile, n_vocab: int) -> dict[bool, KeysAndValues]:
+    """See that an open file, of so many tokens, is a whole assistant with all that the engine would assert on.
+
+    Returns:
+        What its layers with a window (True) and those without (False) read; there are always some with one.
+
+    Raises:
+        UnsupportedModel: the engine does not compute it.
+        ModelFileError: it is damaged.
+    """
+    name, n_layers_all = file.path.name, whole(file, "block_count")
+    n, n_target = whole(file, "embedding_length"), whole(file, "embedding_length_out")
+    if n_layers(file) != n_layers_all:
+        raise damaged(file, f"{n_layers(file)} of its {n_layers_all} layers are for multi-token prediction")
+    if n == n_target:
+        raise UnsupportedModel(f"{name} is as wide as its target, which llama.cpp does not support")
+    kinds = _kinds_of_layers(file)
+    wanted = dict(kinds)
+    if len(set(kinds)) > len(wanted):
+        raise damaged(file, "its layers do not all read the same keys and values")
+    if True not in wanted:
+        raise UnsupportedModel(f"{name} has no layer with a window, which llama.cpp does not support")
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_embd.weight": (n_vocab, n),
+        "output_norm.weight": (n,),
+        "nextn.pre_projection.weight": (n, 2 * n_target),
+        "nextn.post_projection.weight": (n_target, n),
+    }
+    if False in wanted:
+        shapes["rope_freqs.weight"] = (wanted[False].width // 2,)
+    sizes = zip(kinds, _of_layers(file, "attention.head_count"), _of_layers(file, "feed_forward_length"), strict=True)
+    for layer, ((_, read), n_head, n_ff) in enumerate(sizes):
+        if n_head % read.n_heads:
+            raise damaged(file, f"its {n_head} attention heads cannot share {read.n_heads} key heads")
+        parts: dict[str, tuple[int, ...]] = {
+            "attn_norm": (n,),
+            "attn_q": (n_head * read.width, n),
+            "attn_q_norm": (read.width,),
+            "attn_output": (n, n_head * read.width),
+            "post_attention_norm": (n,),
+            "layer_output_scale": (1,),
+            "ffn_norm": (n,),
+            "ffn_gate": (n_ff, n),
+            "ffn_up": (n_ff, n),
+            "ffn_down": (n, n_ff),
+            "post_ffw_norm": (n,),
+        }
+        shapes |= {f"blk.{layer}.{part}.weight": shape for part, shape in parts.items()}
+    check_shapes(file, shapes)
+    return wanted
+
+
+def _kinds_of_layers(file: GGUFFile) -> list[tuple[bool, KeysAndValues]]:
+    """Of each layer of a Gemma 4 or an assistant whether it has a window, and what it keeps or reads."""
+    pattern: Any = file.field("attention.sliding_window_pattern")
+    if not isinstance(pattern, np.ndarray) or len(pattern) != whole(file, "block_count"):
+        raise damaged(file, f"{file.architecture}.attention.sliding_window_pattern is {shown(pattern)}")
+    kinds = {}
+    for windowed, suffix in ((True, "_swa"), (False, "")):
+        width = whole(file, f"attention.key_length{suffix}")
+        n_rotated = whole(file, f"rope.dimension_count{suffix}", width)
+        if whole(file, f"attention.value_length{suffix}") != width:
+            raise damaged(file, "its keys and values differ in width")
+        if n_rotated % 2 or n_rotated > width:
+            raise damaged(file, f"it rotates {n_rotated} of {width} channels")
+        kinds[windowed] = width, whole(file, "attention.sliding_window") if windowed else 0
+    heads = _of_layers(file, "attention.head_count_kv")
+    return [(bool(each), KeysAndValues(n, *kinds[bool(each)])) for each, n in zip(pattern, heads, strict=True)]
+
+
+def _of_layers(file: GGUFFile, name: str) -> list[int]:
+    """A number over 0 for each layer, of a header that lists them or says one for all."""
+    values: Any = file.field(name)
+    n = whole(file, "block_count")
+    if not isinstance(values, np.ndarray):
+        return [whole(file, name)] * n
+    if values.dtype.kind not in "iu" or len(values) != n or not 0 < values.min() <= values.max() < 1 << 31:
+        raise damaged(file, f"{file.architecture}.{name} is {shown(values.tolist())}")
+    return [int(value) for value in values]

@@ -102,6 +102,13 @@ def _features(root: Path) -> list[str] | None:
     return None
 
 
+def cpu_flags() -> frozenset[str]:
+    """All that Linux says the CPU has, in its own words; on other systems ``cpu_features``."""
+    lines = read_text(_ROOT / "proc/cpuinfo").splitlines()
+    found = next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), None)
+    return frozenset(cpu_features() if found is None else found)
+
+
 @cache
 def cpu_name() -> str:
     if sys.platform == "linux":
@@ -249,11 +256,13 @@ def busy_share(seconds: float = 0.25) -> float:
     return psutil.cpu_percent(seconds) / 100
 
 
-def lower_priority() -> None:
-    """Let all other programs go first, from now on; for the calling thread, and for those that it starts."""
-    process = psutil.Process()
+def lower_priority(pid: int | None = None) -> None:
+    """Let all other programs go first, from now on; for the calling thread, and for those that it starts.
+
+    ``pid``: for another process, and those that it starts.
+    """
     with suppress(psutil.Error, OSError):
-        process.nice(getattr(psutil, "IDLE_PRIORITY_CLASS", 19))
+        psutil.Process(pid).nice(getattr(psutil, "IDLE_PRIORITY_CLASS", 19))
 
 
 def peak_memory_bytes() -> int | None:

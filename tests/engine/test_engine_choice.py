@@ -13,8 +13,18 @@ from typing import Any
 import pytest
 
 from localspec.controllers.calibration import WIDE, curve_key, curves
+from localspec.controllers.cost_model import PassTimes
 from localspec.engine import loading as loading_module
-from localspec.engine.loading import ENGINES, EngineTimes, compared, engines_comparing, forget, ordered
+from localspec.engine.loading import (
+    ENGINES,
+    EngineTimes,
+    compared,
+    compiled_gain,
+    compiled_offer_once,
+    engines_comparing,
+    forget,
+    ordered,
+)
 from localspec.engine.options import LoadOptions
 from localspec.system.files import JsonStore, home
 from localspec.system.steps import exhaust
@@ -235,3 +245,52 @@ def test_choices_of_earlier_versions_are_forgotten(tiny: TinyFiles) -> None:
         json.loads(stored.read_text())["key"], {"ms": {USUAL: 30_000.0, OTHER: 10_000.0}, "told": True}
     )
     assert order(tiny.bpe) == NAMES
+
+
+AVX2 = b"AVX = 1 | AVX2 = 1 | AVX512 = 0 | FMA = 1 | "
+DEAR = {1: 100.0, 2: 127.0, 4: 170.0, 8: 260.0, WIDE: 1200.0}
+
+
+@pytest.fixture
+def avx512(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A wheel of ik-llama on a CPU with AVX512-VNNI; on two machines compiling halved all passes, or left a tenth."""
+    binding = SimpleNamespace(version="1", lib=SimpleNamespace(llama_print_system_info=lambda: AVX2))
+    monkeypatch.setattr(loading_module, "engine_module", lambda name: SimpleNamespace(binding=lambda: binding))
+    monkeypatch.setattr(loading_module, "cpu_features", lambda: ["AVX2", "AVX-512", "AVX512-VNNI"])
+    monkeypatch.setattr(loading_module, "NATIVE_TIMES", {"AVX512-VNNI": ({1: 0.5, 8: 0.5}, {1: 0.1, 256: 0.1})})
+    return binding
+
+
+def test_what_a_compiled_engine_gains_is_estimated_from_measured_passes(
+    avx512: SimpleNamespace, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = Engine("ik-llama", tiny.bpe, Machine(lambda n, width: 1.0), 1.0)
+    found = compiled_gain(model, PassTimes(DEAR))
+    assert found is not None
+    assert found == ("AVX512-VNNI", pytest.approx(2.0), pytest.approx(10.0))
+    assert compiled_gain(model, PassTimes(DEAR, noisy=True)) is None  # provisional
+    other: Any = Engine("llama-cpp", tiny.bpe, Machine(lambda n, width: 1.0), 1.0)
+    assert compiled_gain(other, PassTimes(DEAR)) is None
+    on_gpu: Any = Engine("ik-llama", tiny.bpe, Machine(lambda n, width: 1.0), 1.0)
+    on_gpu.capabilities = SimpleNamespace(device="gpu")
+    assert compiled_gain(on_gpu, PassTimes(DEAR)) is None
+    avx512.lib.llama_print_system_info = lambda: AVX2 + b"AVX512_VNNI = 1 | "  # compiled already
+    assert compiled_gain(model, PassTimes(DEAR)) is None
+    avx512.lib.llama_print_system_info = lambda: AVX2
+    monkeypatch.setattr(loading_module, "NATIVE_TIMES", {"AVX512-VNNI": ({1: 0.96, 8: 0.96}, {1: 0.1, 8: 0.1})})
+    assert compiled_gain(model, PassTimes(DEAR)) is None  # on one machine it was next to nothing
+    monkeypatch.setattr(loading_module, "cpu_features", lambda: ["AVX2"])
+    assert compiled_gain(model, PassTimes(DEAR)) is None
+
+
+@pytest.mark.usefixtures("avx512")
+def test_a_compiled_engine_is_offered_once_for_each_build(tiny: TinyFiles) -> None:
+    model: Any = Engine("ik-llama", tiny.bpe, Machine(lambda n, width: 1.0), 1.0)
+    assert compiled_offer_once(model, PassTimes(DEAR, noisy=True)) is None
+    line = compiled_offer_once(model, PassTimes(DEAR))
+    assert line is not None
+    assert "an estimated 2.00 to 10.00 times as fast here (a second row costs 0.27 of a token now)" in line
+    assert line.endswith(": localspec engine build")
+    assert compiled_offer_once(model, PassTimes(DEAR)) is None
+    model.engine = "ik-llama 2"
+    assert compiled_offer_once(model, PassTimes(DEAR)) == line

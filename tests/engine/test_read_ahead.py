@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any
 
 import pytest
 
@@ -24,9 +24,9 @@ def widths(llm: LLM, context: Context, monkeypatch: pytest.MonkeyPatch) -> list[
     found: list[int] = []
     decode = context.decode
 
-    def counted(tokens: Sequence[int], logits: Literal["all", "last", "none"] = "all") -> Forward:
+    def counted(tokens: Sequence[int], *args: Any) -> Forward:
         found.append(len(tokens))
-        return decode(tokens, logits)
+        return decode(tokens, *args)
 
     monkeypatch.setattr(context, "decode", counted)
     return found

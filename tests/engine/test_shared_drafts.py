@@ -195,9 +195,9 @@ def test_a_draft_model_reads_a_long_prompt_in_pieces(drafted: LLM, monkeypatch: 
     read: list[int] = []
     decode = context.decode
 
-    def recorded(tokens: Sequence[int], logits: Any = "all") -> Forward:
+    def recorded(tokens: Sequence[int], *args: Any) -> Forward:
         read.append(len(tokens))
-        return decode(tokens, logits)
+        return decode(tokens, *args)
 
     monkeypatch.setattr(context, "decode", recorded)
     reply = drafted.generate("lo " * 55, SamplingParams(max_tokens=24, ignore_eos=True))

@@ -5,14 +5,17 @@ As in ``mtp_ggufs`` layers add little to the embedding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from localspec.model_files.gguf import GGUFFile
+from localspec.model_files.nextn import ASSISTANT
 from tests.support.gguf_vocabs import bpe_vocab, vocab_metadata
 from tests.support.ggufs import Weights, matrices, sizes, write_gguf
+from tests.support.published_heads import whole
 
 N, N_FF, N_HEAD, WINDOW = 128, 128, 4, 32
 D_WINDOW, D_FULL = 32, 64
@@ -65,26 +68,60 @@ def write_gemma4(
     return write_gguf(path, "gemma4", header | vocab_metadata(vocab), weights)
 
 
-def write_assistant(path: Path, *, pattern: Sequence[bool] = (True, True, False)) -> Path:
-    """The header of an assistant for a file of ``write_gemma4``, and one tensor: it is refused before more is read.
+def write_assistant(
+    target: Path,
+    path: Path,
+    *,
+    pattern: Sequence[bool] = (True, True, False),
+    extra: Mapping[str, Any] | None = None,
+    drop: Sequence[str] = (),
+    seed: int = 1,
+) -> Path:
+    """An assistant for a file of ``write_gemma4``.
+
+    It goes by the last token's embedding, as the target mostly does, in a narrower space; somewhat by the state, and by
+    what its layers find in the target's keys and values.
 
     Args:
+        target: what it drafts for.
         path: where to write the assistant.
         pattern: of each of its layers whether it reads the keys and values of the model's last layer with a window, or
             those of its last without.
+        extra: metadata that replaces the usual, by names without the architecture; None leaves a key out.
+        drop: tensors to leave out.
+        seed: of the random weights.
     """
-    vocab = bpe_vocab()
-    header = _sizes(
-        "gemma4-assistant",
-        N_OWN,
-        pattern,
-        attention__shared_kv_layers=len(pattern),
-        embedding_length_per_layer_input=0,
-        embedding_length_out=N,
-        nextn_predict_layers=len(pattern),
+    vocab, rng = bpe_vocab(), np.random.default_rng(seed)
+    with GGUFFile(target) as file:
+        output = whole(file, "output.weight")
+    narrow = np.linalg.qr(rng.standard_normal((N, N_OWN)))[0].T.astype(np.float32)  # [N_OWN, N], rows at right angles
+    state = matrices(rng)(N_OWN, N, 0.3)
+    weights: Weights = {
+        "token_embd.weight": output @ narrow.T,
+        "output_norm.weight": np.ones(N_OWN, np.float32),
+        "nextn.pre_projection.weight": np.concatenate([narrow, state], axis=1),
+        "nextn.post_projection.weight": narrow.T.copy(),
+    }
+    if not all(pattern):
+        weights["rope_freqs.weight"] = _proportional()
+    for i, windowed in enumerate(pattern):
+        layer = _layer(rng, N_OWN, 0.12, windowed=windowed)
+        weights |= {f"blk.{i}.{name}": weight for name, weight in layer.items()}
+    usual = {
+        "attention.shared_kv_layers": len(pattern),
+        "embedding_length_per_layer_input": 0,
+        "embedding_length_out": N,
+        "nextn_predict_layers": len(pattern),
+    }
+    header = _sizes(ASSISTANT, N_OWN, pattern) | {
+        f"{ASSISTANT}.{name}": value for name, value in (usual | dict(extra or {})).items()
+    }
+    return write_gguf(
+        path,
+        ASSISTANT,
+        {key: value for key, value in header.items() if value is not None} | vocab_metadata(vocab),
+        {name: weight for name, weight in weights.items() if name not in drop},
     )
-    weights: Weights = {"token_embd.weight": np.zeros((len(vocab), N_OWN), np.float32)}
-    return write_gguf(path, "gemma4-assistant", header | vocab_metadata(vocab), weights)
 
 
 def _layer(rng: np.random.Generator, n: int, residual: float, *, windowed: bool) -> Weights:

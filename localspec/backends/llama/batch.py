@@ -41,6 +41,10 @@ class LlamaSequences(SequenceBatch):
         self._passes = LlamaPasses(model, n_cells, n_threads, kv_type, hidden, n_sequences)
         self._handle = self._passes.handle
 
+    @property
+    def passes(self) -> LlamaPasses:
+        return self._passes
+
     def _decode(self, pieces: Sequence[Piece]) -> list[Forward]:
         parts = [self._behind(sequence, tokens, logits) for sequence, tokens, logits in pieces]
         rows = PassRows(

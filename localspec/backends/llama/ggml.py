@@ -171,8 +171,17 @@ _GAINS = {
 """An instruction set -> what ik-llama gains when it is compiled for it: passes over 2 and 8 tokens, against its wheel's
 (benchmarks/RESULTS.md), or which compilers know it. Others bring next to nothing."""
 
-NATIVE_COMMAND = "python -m localspec.backends.native_build"
-"""Compiles ik-llama for this CPU, with the Python that runs localspec."""
+NATIVE_TIMES: dict[str, tuple[dict[int, float], ...]] = {
+    "AVX512-VNNI": (
+        {1: 0.95, 2: 0.97, 8: 0.87, 16: 0.86, 256: 0.84},
+        {1: 0.88, 2: 0.78, 8: 0.79, 16: 0.84, 256: 0.71},
+    ),
+}
+"""An instruction set -> of each machine that was measured, the time of passes of an ik-llama compiled for it over its
+wheel's, by width: an EPYC and a Xeon (benchmarks/RESULTS.md)."""
+
+NATIVE_COMMAND = "localspec engine build"
+"""Compiles ik-llama for this CPU; see ``native_build``."""
 
 
 def system_info(library: Any) -> str:

@@ -7,6 +7,8 @@ whose default parameters do not read back as that version's.
 from __future__ import annotations
 
 import ctypes
+import json
+import os
 import sys
 from collections.abc import Callable
 from functools import cache, partial
@@ -35,7 +37,14 @@ from localspec.backends.soundness import has_usual_sizes
 from localspec.errors import EngineError, EngineUnavailable, UnsupportedModel, UsageError
 from localspec.model_files.gguf import GGUFFile, TensorInfo
 from localspec.model_files.kv_memory import check_kv_type
-from localspec.system.machine import cpu_features, default_threads, missing_cpu_features, prepare_threads
+from localspec.system.files import home
+from localspec.system.machine import (
+    cpu_features,
+    cpu_flags,
+    default_threads,
+    missing_cpu_features,
+    prepare_threads,
+)
 
 # -- the record of a sequence, with values by token or by channel ------------------------------------------------------
 #
@@ -140,13 +149,63 @@ _ROWS_OF = {36: 128, 134: 512, 219: 256, 229: 256}
 """Rows must be multiples of this in kernels of I2_S, IQ1_BN, IQ1_S_R4 and IQ1_M_R4, which have smaller blocks."""
 
 
-def _base_library() -> ctypes.CDLL | None:
-    """libggml, loaded ahead: a library compiled here, unlike the wheels', does not know where to look for it."""
+# -- which library -----------------------------------------------------------------------------------------------------
+
+LIBRARY = "IK_LLAMA_CPP_LIB_PATH"  # the variable by which ik-llama-cpp-python loads another library than its own
+
+GGML, LLAMA = {"darwin": ("libggml.dylib", "libllama.dylib"), "win32": ("ggml.dll", "llama.dll")}.get(
+    sys.platform, ("libggml.so", "libllama.so")
+)
+
+
+def compiled_folder() -> Path:
+    """Where ``localspec engine build`` compiles this version: ``lib`` has the libraries once they were checked."""
+    return home() / "build" / f"{NAME}-{VERSION}"
+
+
+def compiled_record() -> dict[str, Any] | None:
+    """What is known of the libraries that were compiled, see ``native_build``; None where there are none."""
+    try:
+        record = json.loads((compiled_folder() / "lib" / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+RECORD = "build.json"
+
+
+def compiled_library() -> Path | None:
+    """The library that was compiled for this CPU, complete and checked; None where there is none."""
+    record, path = compiled_record(), compiled_folder() / "lib" / LLAMA
+    if record is None or not path.is_file() or record.get("digest") != digest(path.parent):
+        return None
+    flags = record.get("flags")
+    return path if isinstance(flags, list) and cpu_flags().issuperset(flags) else None
+
+
+def package_library() -> Path | None:
+    """The library of the installed package; None where it has none."""
     spec = find_spec("ik_llama_cpp")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        for path in Path(folder, "lib").glob("libggml.*"):
-            return ctypes.CDLL(str(path))
-    return None
+    folders = (spec.submodule_search_locations or []) if spec else []
+    return next((path for folder in folders if (path := Path(folder, "lib", LLAMA)).is_file()), None)
+
+
+def _imported() -> tuple[Any, ctypes.CDLL | None]:
+    """The package's module with its library loaded, and libggml."""
+    chosen = os.environ.get(LIBRARY)
+    path = Path(chosen) if chosen else compiled_library()
+    # libggml is loaded ahead: a library that was compiled elsewhere does not know where to look for it.
+    base = (path or package_library() or Path()).with_name(GGML)
+    loaded = ctypes.CDLL(str(base)) if base.is_file() else None
+    if path is not None:
+        os.environ[LIBRARY] = str(path)
+    try:
+        import ik_llama_cpp._ctypes_api as api
+    finally:
+        if path is not None and not chosen:
+            del os.environ[LIBRARY]
+    return api, loaded
 
 
 _OF_GGML = (
@@ -198,8 +257,7 @@ class IkLlamaBinding(Binding):
             )
         prepare_threads()
         try:
-            self._base = _base_library()
-            import ik_llama_cpp._ctypes_api as api
+            api, self._base = _imported()
 
             lib = api._lib
             ggml = ggml_library(lib)

@@ -83,7 +83,7 @@ class LlamaCppBinding(Binding):
         return nextn.has_layer(gguf) and self.has_nextn(gguf.architecture)
 
     def has_nextn(self, architecture: str) -> bool:
-        if architecture not in nextn.ARCHITECTURES:
+        if architecture not in nextn.GIVES_STATES:
             return False
         try:
             staging()

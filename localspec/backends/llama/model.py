@@ -306,6 +306,10 @@ class LlamaContext(Context):
     def can_branch(self) -> bool:
         return self._branches
 
+    @property
+    def passes(self) -> LlamaPasses:
+        return self._passes
+
     def release(self) -> None:
         """Give the engine's memory back before its model is freed."""
         self._passes.close()

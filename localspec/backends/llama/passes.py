@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from localspec.backends.base import NEXTN, ContextState, FloatArray, Forward, TokenIds, Wanted, joined
+from localspec.backends.base import NEXTN, Context, ContextState, FloatArray, Forward, Model, TokenIds, Wanted, joined
 from localspec.backends.best_rows import by_token, n_looked_for
 from localspec.backends.llama.binding import MAX_SEQUENCES, N_BATCH, N_UBATCH, Binding, Bytes
 from localspec.backends.llama.ggml import Flags, StateTap, ggml_devices, used_gpus
@@ -198,6 +198,7 @@ class LlamaPasses:
         self._best: BestLogits | None = None
         self._ms_to_begin: deque[float] = deque(maxlen=5)  # lately
         self.n_gaps = 0  # cells of several sequences that were given back since rows were last moved together
+        self._readers: dict[Model, Context] = {}
 
     @property
     def begins_soon(self) -> bool:
@@ -357,7 +358,36 @@ class LlamaPasses:
             self._binding.close_gaps(self.handle, self.n_gaps)
             self.n_gaps = 0
 
+    def reader(self, model: Model, make: Callable[[int], Context]) -> Context:
+        """The context of another model that reads this memory: ``make``, given the handle, makes it where there is
+        none; closed before the memory is.
+
+        llama.cpp empties the memory for which such a context is made, so what it holds is copied out and in.
+
+        Raises:
+            EngineError: ``make`` failed, or what the memory held is lost, and the memory closed.
+        """
+        if model not in self._readers:
+            if not self.handle:
+                raise EngineError(f"{self._model.path.name} is not loaded: a device was lost")
+            lib = self._binding.lib
+            held: Bytes = np.empty(lib.llama_state_get_size(self.handle), dtype=np.uint8)
+            n_held = lib.llama_state_get_data(self.handle, _address(held), held.nbytes)
+            try:
+                self._readers[model] = make(self.handle)
+            finally:
+                if not n_held or not lib.llama_state_set_data(self.handle, _address(held), n_held):
+                    self.close()
+                    raise EngineError(f"{self._model.engine} lost the memory of {self._model.path.name}")
+        return self._readers[model]
+
+    def close_reader(self, model: Model) -> None:
+        if model in self._readers:
+            self._readers.pop(model).close()
+
     def close(self) -> None:
+        for model in list(self._readers):
+            self.close_reader(model)
         if self.handle:
             self._binding.lib.llama_batch_free(self._batch)
             self._binding.free_context(self.handle)

@@ -17,7 +17,7 @@ from localspec.commands.chat.typesetter import Style
 from localspec.commands.options import RunOptions, ThinkOptions, base_model_notes
 from localspec.engine import saved
 from localspec.engine.drafts import found_drafts, plugin_drafts
-from localspec.engine.loading import draft_gain
+from localspec.engine.loading import compiled_offer_once, draft_gain
 from localspec.errors import Cancelled, Closed, LocalspecError, SessionFileError, UsageError, line_of
 from localspec.llm import Session, from_text, to_text
 from localspec.model_files.catalog import short_name
@@ -455,7 +455,8 @@ def header(llm: LLM, screen: ChatScreen, follows: str = "") -> None:
     screen.line(guessing(llm.draft_names, follows))
     if legend := screen.legend(llm.draft_names, follows):
         print(legend, file=screen.file)
-    for warning in [*llm.warnings, *base_model_notes(llm)]:
+    offer = llm.run(lambda pair: compiled_offer_once(pair.target, pair.state.times))
+    for warning in [*llm.warnings, *base_model_notes(llm), *filter(None, [offer])]:
         screen.note(f"note: {warning}")
     screen.note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localspec._version import __version__
+from localspec.backends.llama.ggml import NATIVE_COMMAND
 from localspec.commands.doctor import facts, fit, ranking
 from localspec.commands.doctor.facts import (
     CostFacts,
@@ -27,7 +28,7 @@ from localspec.commands.doctor.ranking import Watch, cost_findings, measure_cost
 from localspec.commands.options import RunOptions, called, joined
 from localspec.engine.draft_sources import is_free
 from localspec.engine.fit import layers_for
-from localspec.engine.loading import forget
+from localspec.engine.loading import compiled_offer, forget
 from localspec.engine.state import DraftModel
 from localspec.errors import EngineError, LocalspecError, ModelFileError, UsageError
 from localspec.heads import FROM_STATES, HEAD, MTP
@@ -581,6 +582,10 @@ class Doctor:
                 if each.drafter.info.one_pass
             }
             rows = list(cost_findings(llm, cost, bandwidth, watch, busy=busy))
+            if offer := llm.run(lambda pair: compiled_offer(pair.target, pair.state.times)):
+                # What it gains with this file, instead of what it gains on other machines.
+                found.checks = [check for check in found.checks if check.advice != NATIVE_COMMAND]
+                rows.append(Finding("note", "this CPU", offer, NATIVE_COMMAND))
             warnings = [each for each in llm.warnings if not _SAID_OF_PAIRS.search(each)]
             rows += [Finding("note", "engine", warning) for warning in warnings]
         drafters = [(name, 0.0) for name in examined.free]

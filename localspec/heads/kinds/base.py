@@ -14,12 +14,14 @@ from localspec.backends.base import Model
 from localspec.errors import UnsupportedModel, shown
 from localspec.heads.card import TargetFacts, Training
 from localspec.model_files.gguf import TENSOR_TYPES, GGUFFile, damaged, whole
+from localspec.model_files.nextn import KeysAndValues
 from localspec.model_files.vocab import Vocab
 
 LLAMA_CPP = {"llama-cpp": "localspec.heads.llama:load"}  # llama.cpp computes all kinds; see PublishedHead.engines
 
 # Matrices that a head has or borrows from its target
 OWN_TENSORS = {"embeddings": "token_embd.weight", "output": "output.weight"}
+MEMORY = "keys and values"  # what else a head may borrow: those of the text, which its target keeps
 
 
 class LoadHeadModel(Protocol):
@@ -54,7 +56,8 @@ class PublishedHead:
     """A head without its weights; all that the engine would assert on has been checked.
 
     It reads rows of a state and a token: at place p the target's state after the p-th token, and the token after that.
-    It continues its own states. One with a block reads states alone, and guesses all tokens of a draft at once.
+    It continues its own states. One with a block reads states alone, and guesses all tokens of a draft at once. One
+    with ``reads`` has no memory of its own: all its rows are at the place of the next token.
     """
 
     kind: str  # its name in files and arguments
@@ -71,10 +74,11 @@ class PublishedHead:
     in_target: bool = False  # whether it is a part of its target's file
     states_need_logits: bool = False  # whether llama.cpp keeps states only of rows whose logits are wanted
     has_zeroth: bool = False  # whether its memory begins with the first token and no state
-    borrows: tuple[str, ...] = ()  # what the engine takes from the target: keys of OWN_TENSORS
+    borrows: tuple[str, ...] = ()  # what the engine takes from the target: keys of OWN_TENSORS, MEMORY
     vocab: Vocab | None = None  # its tokens; None where the file names none
     block: MaskBlock | None = None
     of_model: tuple[str, int] | None = None  # architecture and number of layers of the target, where its file says them
+    reads: Mapping[bool, KeysAndValues] | None = None  # of MEMORY: what layers with a window, and without one, read
     training: Training | None = None  # how it was made, where it was made here
 
     @property
@@ -85,8 +89,8 @@ class PublishedHead:
     def rate(self) -> float | None:
         return self.training.first_rate if self.training is not None else None
 
-    def misfit(self, target: TargetFacts, vocab: Vocab) -> str:
-        """Why it cannot draft for a target, in a clause; "" where it can."""
+    def misfit(self, target: TargetFacts, vocab: Vocab, kept: Mapping[bool, KeysAndValues]) -> str:
+        """Why it cannot draft for a target, of which ``kept`` is what is ``readable``, in a clause; "" where it can."""
         if self.n_target != target.n_embd:
             return f"it needs a target with states of {self.n_target} channels, but {target.name} has {target.n_embd}"
         deepest = max((int(tap.removeprefix("layer:")) for tap in self.taps if tap.startswith("layer:")), default=-1)
@@ -107,6 +111,9 @@ class PublishedHead:
             return f"it needs {what} of {self.n_embd} channels from its target, but {target.name} has {target.n_embd}"
         if "output" in self.borrows and self.n_vocab != target.n_vocab:
             return f"it needs an output matrix for {self.n_vocab} tokens, but {target.name} has {target.n_vocab}"
+        for windowed, read in (self.reads or {}).items():
+            if (found := kept.get(windowed)) != read:
+                return f"it reads keys and values of {read}, but {target.name} has {found or 'none'} there"
         difference = vocab.difference(self.vocab) if self.vocab is not None else ""
         return f"its vocabulary differs from that of {target.name}: {difference}" if difference else ""
 

@@ -1,13 +1,16 @@
-"""Layers for multi-token prediction as heads, in a model's own file or beside it; see ``model_files.nextn``."""
+"""Layers for multi-token prediction as heads, in a model's own file or beside it; see ``model_files.nextn``.
+
+Of Gemma 4 they are a file of some layers that attend to the keys and values of their target's last ones.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
 from localspec.backends.base import NEXTN
-from localspec.heads.kinds.base import LLAMA_CPP, PublishedHead
+from localspec.heads.kinds.base import LLAMA_CPP, MEMORY, PublishedHead
 from localspec.model_files.gguf import GGUFFile, whole
-from localspec.model_files.nextn import check, is_alone
+from localspec.model_files.nextn import ASSISTANT, check, check_assistant, is_alone
 from localspec.model_files.vocab import Vocab
 
 # Those whose graph drops rows without logits before their states are taken, as models/qwen3next.cpp does: to read the
@@ -22,6 +25,8 @@ def read(file: GGUFFile) -> PublishedHead:
         UnsupportedModel: it has none, several, or one of another layout.
         ModelFileError: it is damaged.
     """
+    if file.architecture == ASSISTANT:
+        return _read_assistant(file)
     layer = check(file)
     n, n_vocab, alone = whole(file, "embedding_length"), file.tensors["token_embd.weight"].shape[-1], is_alone(file)
     return PublishedHead(
@@ -39,4 +44,25 @@ def read(file: GGUFFile) -> PublishedHead:
         has_zeroth=True,
         vocab=Vocab.from_gguf(file) if alone else None,
         of_model=(file.architecture, layer),
+    )
+
+
+def _read_assistant(file: GGUFFile) -> PublishedHead:
+    vocab = Vocab.from_gguf(file)
+    reads = check_assistant(file, vocab.n_tokens)
+    n_target = whole(file, "embedding_length_out")
+    return PublishedHead(
+        kind="mtp",
+        title="Gemma 4 assistant",
+        engines=LLAMA_CPP,
+        path=file.path,
+        taps=(NEXTN,),
+        n_target=n_target,
+        n_embd=n_target,
+        n_vocab=vocab.n_tokens,
+        ids=np.arange(vocab.n_tokens),
+        states_need_logits=True,
+        borrows=("embeddings", MEMORY),
+        vocab=vocab,
+        reads=reads,
     )

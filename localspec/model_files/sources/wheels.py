@@ -113,7 +113,7 @@ class _Downloads:
             shutil.rmtree(stale, ignore_errors=True)
         if not self.waiting:
             return
-        pip = _pip()
+        pip = pip_command()
         try:
             while self.waiting or self.running:
                 # The first part alone shows whether the index can be reached.
@@ -182,7 +182,7 @@ class _Downloads:
             self.watch(f"downloading {self.entry.name}", self.done, self.entry.bytes)
 
 
-def _pip() -> list[str]:
+def pip_command() -> list[str]:
     """How to call pip: this environment's, or any on the PATH (environments made by uv have none)."""
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]

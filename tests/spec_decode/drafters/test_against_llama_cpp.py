@@ -23,6 +23,7 @@ from localspec.heads.training.distill import distill
 from localspec.heads.training.run_folder import Effort, Recipe
 from tests.conftest import TinyFiles, open_backend
 from tests.support import ggufs
+from tests.support.gemma4_ggufs import write_assistant, write_gemma4
 from tests.support.mtp_ggufs import FAMILIES, write_apart
 from tests.support.published_heads import write_dflash, write_eagle3
 from tests.support.trained_heads import trained_head
@@ -119,6 +120,18 @@ def apart(tiny: TinyFiles, folder: Path) -> tuple[Path, Path | None]:
     return write_apart(whole, folder / "trunk.gguf", folder / "mtp.gguf")
 
 
+def assistant(tiny: TinyFiles, folder: Path) -> tuple[Path, Path | None]:
+    """A Gemma 4 and what reads its keys and values."""
+    target = write_gemma4(folder / "gemma4.gguf")
+    return target, write_assistant(target, folder / "mtp.gguf")
+
+
+def assistant_of_shared(tiny: TinyFiles, folder: Path) -> tuple[Path, Path | None]:
+    """One whose target's last layers share those of earlier ones, as E2B's and E4B's do."""
+    target = write_gemma4(folder / "gemma4.gguf", pattern=(True, False) * 3, n_shared=2, n_each=32)
+    return target, write_assistant(target, folder / "mtp.gguf")
+
+
 COMPARED = [name for name in FAMILIES if name != "qwen3next"]
 """Of Qwen3-Next the program's first drafts have one token, two and three, so there are no rounds of one length."""
 
@@ -148,7 +161,20 @@ def distilled(tiny: TinyFiles, folder: Path) -> tuple[Path, Path | None]:
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize(
-    "make", [eagle3, distilled, dflash, dspark, dflash2, glm, qwen35, apart, *map(family, COMPARED)]
+    "make",
+    [
+        eagle3,
+        distilled,
+        dflash,
+        dspark,
+        dflash2,
+        glm,
+        qwen35,
+        apart,
+        assistant,
+        assistant_of_shared,
+        *map(family, COMPARED),
+    ],
 )
 def test_the_same_tokens_are_drafted_and_accepted(
     program: Path, tiny: TinyFiles, tmp_path: Path, make: Callable[..., Any]

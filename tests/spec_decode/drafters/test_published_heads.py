@@ -44,6 +44,7 @@ from tests.spec_decode.drafters.test_heads import accepted
 from tests.spec_decode.test_exactness import SAMPLING
 from tests.spec_decode.test_lossless import N_CTX, RandomController, World, run
 from tests.support import ggufs
+from tests.support.gemma4_ggufs import write_assistant, write_gemma4
 from tests.support.mtp_ggufs import FAMILIES, write_apart
 from tests.support.published_heads import write_dflash, write_eagle3
 
@@ -675,13 +676,16 @@ def test_a_version_that_ends_the_process_is_refused(
         assert trials[2:] == [0, 0]  # another version is tried again
 
 
-@pytest.mark.parametrize("kind", ["MTP", "MTP apart", "DFlash"])
+@pytest.mark.parametrize("kind", ["MTP", "MTP apart", "assistant", "DFlash"])
 def test_every_kind_is_tried_once(tiny: TinyFiles, tmp_path: Path, trials: list[int], kind: str) -> None:
     target, draft = tiny.pair.target, Path("mtp")
     if kind == "DFlash":
         draft = write_dflash(target, tmp_path / "block.gguf")
     elif kind == "MTP":
         target = write_mtp("glm", tmp_path)
+    elif kind == "assistant":
+        target = write_gemma4(tmp_path / "gemma4.gguf")
+        draft = write_assistant(target, tmp_path / "assistant.gguf")
     else:
         target, draft = write_apart(write_mtp("qwen35", tmp_path), tmp_path / "trunk.gguf", tmp_path / "apart.gguf")
     for _ in range(2):

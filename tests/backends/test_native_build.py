@@ -1,0 +1,208 @@
+"""``localspec engine``: ik-llama compiled for this CPU. The compiler here is a script that links the wheel's libraries
+with a byte more; all else is as it is for a user. One test compiles."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from localspec.backends import native_build
+from localspec.backends.llama import ik_llama
+from localspec.backends.registry import unavailable_reason
+from localspec.errors import EngineMismatch, EngineUnavailable
+from tests.conftest import TinyFiles
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="the compiler's stand-in is a shell script"),
+    pytest.mark.skipif(unavailable_reason("ik-llama") is not None, reason="ik-llama-cpp-python is not installed"),
+]
+
+CMAKE = """#!/bin/sh
+case "$1" in
+    -S) mkdir -p "$4" && : > "$4/CMakeCache.txt" ;;
+    --build)
+        echo "[1/2] Building CXX object iqk.cpp.o"
+        while [ -e "$BUSY" ]; do sleep 0.1; done
+        [ -e "$BROKEN" ] && { echo "iqk.cpp:7: error: no such kernel"; exit 1; }
+        mkdir -p "$2/src" && cp "$WHEEL"/*.so "$2/src" && printf x >> "$2/src/libggml.so"
+        echo "[2/2] Linking" ;;
+esac
+"""
+
+
+class Machine:
+    """A home, and tools on the PATH."""
+
+    def __init__(self, home: Path, tools: Path) -> None:
+        self.folder, self.tools = home / "build" / f"ik-llama-{ik_llama.VERSION}", tools
+        self.busy, self.broken = tools / "busy", tools / "broken"
+        (self.folder / "source").mkdir(parents=True)  # as if it had been fetched
+        wheel = ik_llama.package_library()
+        assert wheel is not None
+        self.environment = {
+            "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
+            "LOCALSPEC_HOME": str(home),
+            "WHEEL": str(wheel.parent),
+            "BUSY": str(self.busy),
+            "BROKEN": str(self.broken),
+        }
+        tools.mkdir()
+        (tools / "cmake").write_text(CMAKE)
+        (tools / "c++").write_text("")
+        for path in (tools / "cmake", tools / "c++"):
+            path.chmod(0o755)
+        bundled = wheel.parent.parent.parent / "ik_llama_cpp_python.libs"
+        for place in (self.folder.parent, self.folder):  # where the wheel's libraries look for what they load
+            if bundled.is_dir():
+                (place / bundled.name).symlink_to(bundled)
+
+    def engine(self, tiny: TinyFiles) -> str:
+        """What a new process loads a model with."""
+        code = (
+            "import sys\nfrom localspec.backends.llama.ik_llama import load\n"
+            "with load(sys.argv[1]) as model:\n    print(model.engine)"
+        )
+        return self.run(sys.executable, "-c", code, str(tiny.bpe)).stdout.strip()
+
+    def localspec(self, *arguments: str, status: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+        return self.run(sys.executable, "-m", "localspec", "engine", *arguments, status=status, **environment)
+
+    def run(self, *command: str, status: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+        every = os.environ | self.environment | environment
+        done = subprocess.run(command, env=every, capture_output=True, text=True, check=False)
+        assert done.returncode == status, done.stderr
+        return done
+
+
+@pytest.fixture
+def machine(isolated_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    found = Machine(isolated_home, tmp_path / "tools")
+    for name, value in found.environment.items():
+        monkeypatch.setenv(name, value)
+    return found
+
+
+def silent(what: str, fraction: float | None) -> None:
+    pass
+
+
+def test_it_takes_the_wheels_place_and_is_undone_with_one_command(machine: Machine, tiny: TinyFiles) -> None:
+    wheel = f"ik-llama {ik_llama.binding().version}"
+    (found,) = native_build.build([tiny.bpe], silent)
+    assert (found.file, found.top1) == (tiny.bpe.name, 1.0)
+    assert found.mean_kl < 1e-6
+    assert all(set(times) == set(native_build.TIMED) and min(times.values()) > 0 for times in found.ms)
+    assert {each.name for each in machine.folder.iterdir() if not each.is_symlink()} == {"build.log", "lib"}
+    compiled = machine.engine(tiny)
+    assert compiled.startswith(f"ik-llama {ik_llama.VERSION}+")
+    assert compiled != wheel
+    listing = json.loads(machine.localspec("list", "--json").stdout)
+    assert listing["used"] == "compiled"
+    assert [each["file"] for each in listing["comparisons"]] == [tiny.bpe.name]
+    assert "is here and in use" in machine.localspec("build").stdout
+    assert "the wheel is used again" in machine.localspec("remove").stdout
+    assert machine.engine(tiny) == wheel
+    assert not machine.folder.exists()
+    assert "nothing was compiled" in machine.localspec("remove").stdout
+
+
+def test_what_is_not_whole_or_for_another_cpu_is_not_used(machine: Machine) -> None:
+    native_build.build([], silent)
+    library = ik_llama.compiled_library()
+    assert library is not None
+    record = library.with_name(ik_llama.RECORD)
+    whole = json.loads(record.read_text())
+    for changed in (whole | {"flags": [*whole["flags"], "avx1024"]}, whole | {"digest": "00000000"}, []):
+        record.write_text(json.dumps(changed))
+        assert ik_llama.compiled_library() is None
+    record.write_text(json.dumps(whole))
+    assert ik_llama.compiled_library() == library
+    with library.with_name(ik_llama.GGML).open("r+b") as file:
+        file.truncate(1 << 20)
+    assert ik_llama.compiled_library() is None
+    assert "is damaged or for another CPU" in machine.localspec("list").stdout
+
+
+def test_an_interrupted_build_goes_on_and_is_not_used_before(machine: Machine) -> None:
+    machine.busy.touch()
+    command = [sys.executable, "-m", "localspec", "engine", "build", "--force"]
+    with subprocess.Popen(command, env=os.environ, stderr=subprocess.PIPE, text=True) as process:
+        log, until = machine.folder / "build.log", time.monotonic() + 60
+        while not log.is_file() or "[1/2]" not in log.read_text():
+            assert process.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        for other in (["build", "--force"], ["remove"]):
+            assert "another process is compiling" in machine.localspec(*other, status=1).stderr
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert said.splitlines()[-1].startswith("interrupted; what is compiled is kept")
+    assert ik_llama.compiled_library() is None
+    assert "a build was interrupted" in machine.localspec("list").stdout
+    machine.busy.unlink()
+    assert "going on with the build" in machine.localspec("build", "--force", "--idle").stderr
+    assert ik_llama.compiled_library() is not None
+
+
+def test_a_compiler_that_fails_is_one_line_and_nothing_is_used(machine: Machine) -> None:
+    machine.broken.touch()
+    for n in (1, 2):  # the second begins anew, as half a file may be what it fails on
+        with pytest.raises(EngineUnavailable, match=r"failed: iqk\.cpp:7: error: no such kernel; all that was said"):
+            native_build.build([], silent)
+        assert (machine.folder / "build.log").read_text().count("error") == n
+    assert ik_llama.compiled_library() is None
+
+
+def test_without_a_compiler_it_says_what_to_install(machine: Machine, tmp_path: Path) -> None:
+    (tmp_path / "bare").mkdir()
+    said = machine.localspec("build", "--force", status=1, PATH=str(tmp_path / "bare"), CXX="").stderr.splitlines()[-1]
+    assert "takes a C++ compiler and cmake, which is not here" in said
+    assert "apt install" in said
+
+
+def test_an_engine_that_computes_wrongly_or_does_not_load_is_not_used(
+    machine: Machine, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(EngineMismatch, match="wrongly"):  # as both do this file, which is as bad
+        native_build.build([tiny.bpe, tiny.trap], silent)
+    assert ik_llama.compiled_library() is None
+    (machine.tools / "wheel").mkdir()
+    for name in (ik_llama.GGML, ik_llama.LLAMA):
+        (machine.tools / "wheel" / name).write_text("no library")
+    monkeypatch.setenv("WHEEL", str(machine.tools / "wheel"))
+    with pytest.raises(EngineUnavailable, match="does not run"):
+        native_build.build([tiny.bpe], silent)
+    assert ik_llama.compiled_library() is None
+
+
+def test_each_type_of_tensors_is_compared_once(tiny: TinyFiles) -> None:
+    assert native_build.files_to_compare([tiny.bpe, tiny.spm, tiny.bpe]) == [
+        min(tiny.bpe, tiny.spm, key=lambda path: path.stat().st_size)
+    ]
+    assert tiny.trap in native_build.files_to_compare([tiny.bpe, tiny.trap])
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which("cmake") and native_build.compiler()), reason="no compiler is here")
+def test_smollm2_is_the_same_on_what_is_really_compiled(real_model: Callable[[str], Path], tmp_path: Path) -> None:
+    home = tmp_path / "native"
+    command = [sys.executable, "-m", "localspec", "engine", "build", "--force"]
+    (home / "models").mkdir(parents=True)
+    model = real_model("smollm2-135m")
+    (home / "models" / model.name).symlink_to(model)
+    done = subprocess.run(
+        command, env=os.environ | {"LOCALSPEC_HOME": str(home)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"{model.name}: same best token at" in done.stdout
