@@ -21,7 +21,7 @@ help:
 	@echo 'make test       the test suite, with every extra installed (ARGS="-k ngram -n 0" passes options)'
 	@echo 'make test-real  the tests on real models; fetches them first (2 GB)'
 	@echo 'make docs       write docs/cli.md and docs/models.md anew'
-	@echo 'make fuzz       random cases for every surface (MINUTES=10; ARGS="--only requests" passes options)'
+	@echo 'make fuzz       random cases for every surface (MINUTES=10; ARGS="--only sessions" passes options)'
 	@echo 'make lint       ruff: rules and formatting'
 	@echo 'make format     let ruff rewrite what it can'
 	@echo 'make types      mypy --strict'

@@ -2,6 +2,7 @@
 
     python benchmarks/draft_acceptance.py [MODEL] [--draft NAME ...] [--set report] [--tokens 256] [--length 4]
         [--backend NAME] [--category NAME ...] [--json OUT] [--histograms] [--write-prior KIND CHOICE]
+        [--traces TRACES.json:SOURCE ...]
 
 The target answers plainly and greedily. Before each of its passes every drafter drafts, and nothing of that is sent:
 so all are judged on the same text, at all places of it, those included at which no policy would ask them. "k right" is
@@ -12,7 +13,8 @@ of its passes over that of a plain pass of the target; a step reads what the one
 ``--histograms`` prints what is expected of a drafter before any evidence: how often a draft token with each confidence
 is right, and how the confidences are distributed, by what they come after and by how certain the target is at that
 place. ``--write-prior head greedy`` writes that, smoothed, into ``localspec/controllers/priors.json``, as prior of a
-kind of drafter (``model``, ``head``, ``copy``) and a choice of its tokens (``greedy``, ``most_probable``, ``sample``).
+kind of drafter (``model``, ``carried``, ``head``, ``copy``) and a choice of its tokens (``greedy``, ``most_probable``,
+``sample``). With ``--traces`` it comes of what ``record_traces.py`` recorded, and no model is loaded.
 
 The speed that follows is measured by ``localspec bench``, whose arms take turns: all drafters but a head, all, a head
 alone, a draft model alone, each on the 34 report questions with 256 tokens:
@@ -38,7 +40,7 @@ import numpy.typing as npt
 
 from localspec import LLM, SamplingParams
 from localspec.backends.base import Context, Forward
-from localspec.controllers.acceptance import CERTAINTY_EDGES, N_BINS, PRIORS, START, bin_of, leads_to
+from localspec.controllers.acceptance import CERTAINTY_EDGES, HISTOGRAM_MEMORY, N_BINS, PRIORS, START, bin_of, leads_to
 from localspec.controllers.fixed import FixedController
 from localspec.engine.pair import Pair
 from localspec.prompts.questions import SETS, of_categories, own_questions
@@ -61,15 +63,41 @@ class TimedPlan(Plan):
         self.ms.append(ms)
 
 
+class Tally:
+    """What became of draft tokens.
+
+    Attributes:
+        fates: tokens that were wrong and right, those before them being right, by bin of confidence.
+        after: tokens by what they come after and by bin.
+        where_certain: first tokens of drafts by the target's certainty and by bin.
+    """
+
+    def __init__(self) -> None:
+        self.fates = np.zeros((2, N_BINS))
+        self.after = np.zeros((3, N_BINS))
+        self.where_certain = np.zeros((len(CERTAINTY_EDGES) + 1, N_BINS))
+
+    def add(self, trace: dict[str, list[float]]) -> None:
+        """Count what ``record_traces.py`` recorded of a draft model and an answer."""
+        before = None
+        for confidence, right, certainty in zip(trace["confidence"], trace["right"], trace["certainty"], strict=True):
+            if confidence >= 0:
+                at = bin_of(confidence)
+                self.fates[:, at] += 1.0 - right, right
+                self.where_certain[bisect_right(CERTAINTY_EDGES, certainty), at] += 1
+                self.after[START, at] += 1
+                if before is not None:  # as often as what it comes after was right
+                    self.after[leads_to(before[0]), at] += before[1]
+            before = (confidence, right) if confidence >= 0 else None
+
+
 class Watched(Drafter):
     """Has a drafter draft in every round, keeps what it drafted, and sends nothing.
 
     Attributes:
         drafts: what it drafted, by how many tokens were settled.
         ms: time of its passes.
-        fates: tokens that were wrong and right, those before them being right, by bin of confidence.
-        after: tokens by what they come after and by bin.
-        where_certain: first tokens of drafts by the target's certainty and by bin.
+        tally: what became of them.
     """
 
     def __init__(self, drafter: Drafter, length: int) -> None:
@@ -78,9 +106,7 @@ class Watched(Drafter):
         self.drafts: dict[int, list[int]] = {}
         self.confidences: dict[int, list[float]] = {}
         self.ms: list[float] = []
-        self.fates = np.zeros((2, N_BINS))
-        self.after = np.zeros((3, N_BINS))
-        self.where_certain = np.zeros((len(CERTAINTY_EDGES) + 1, N_BINS))
+        self.tally = Tally()
         self._confidence: float | None = None
 
     def begin(self, tokens: Sequence[int], *, prediction: Sequence[int] = (), target: Context | None = None) -> None:
@@ -90,7 +116,7 @@ class Watched(Drafter):
     def process(self, tokens: Sequence[int], forward: Forward) -> None:
         if self._confidence is not None:  # it has drafted: this pass verifies
             certainty = bisect_right(CERTAINTY_EDGES, top_probability(forward.logits[-1]))
-            self.where_certain[certainty, bin_of(self._confidence)] += 1
+            self.tally.where_certain[certainty, bin_of(self._confidence)] += 1
         self._confidence = None
         self._drafter.process(tokens, forward)
 
@@ -100,7 +126,7 @@ class Watched(Drafter):
             text += [token.id for token in found]
             for token in found:
                 self._confidence = token.prob if after == START else self._confidence
-                self.after[after, bin_of(token.prob)] += 1
+                self.tally.after[after, bin_of(token.prob)] += 1
                 self.confidences.setdefault(len(tokens), []).append(token.prob)
                 after = leads_to(token.prob)
         self.drafts[len(tokens)] = text[len(tokens) :]
@@ -121,7 +147,7 @@ class Watched(Drafter):
         """Take in what became of the drafts before an answer."""
         for i, n_right in enumerate(self.right(n_prompt, answer)):
             for k, confidence in enumerate(self.confidences.get(n_prompt + i, ())[: n_right + 1]):
-                self.fates[int(k < n_right), bin_of(confidence)] += 1
+                self.tally.fates[int(k < n_right), bin_of(confidence)] += 1
 
 
 def watch(pair: Pair, watched: Sequence[Watched], prompt: list[int], n_tokens: int) -> list[Round]:
@@ -147,8 +173,16 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=4, help="of each draft")
     parser.add_argument("--histograms", action="store_true", help="print what is to be expected of the drafters")
     parser.add_argument("--write-prior", nargs=2, metavar=("KIND", "CHOICE"), help="of the first drafter")
+    parser.add_argument("--traces", nargs="+", metavar="TRACES.json:SOURCE", help="what the prior is to come of")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
+    if args.traces:
+        tally = Tally()
+        for path, source in (each.rsplit(":", 1) for each in args.traces):
+            for trace in json.loads(Path(path).read_text())["traces"]:
+                tally.add(trace["sources"][source])
+        write_prior(tally, *args.write_prior)
+        return
     right: dict[str, dict[str, list[int]]] = {}  # by drafter and category: tokens right, at each place
     plain_ms: list[float] = []
     with LLM(args.model, args.draft, backend=args.backend, remember=False, idle=False) as llm:
@@ -183,24 +217,28 @@ def main() -> None:
     print(f"\n{args.model}, {engine}, a plain pass {plain:.1f} ms\n\n{table(head, rows, 2)}")
     for each in watched if args.histograms else ():
         print(f"\n{each.source}: tokens judged by bin of confidence, and the share that was right")
-        judged = each.fates.sum(axis=0)
-        print(*(f"{n:.0f}" for n in judged), "\n" + _shares(each.fates[1], judged))
-        for title, counts in (("by what it comes after", each.after), ("where certain", each.where_certain)):
+        judged = each.tally.fates.sum(axis=0)
+        print(*(f"{n:.0f}" for n in judged), "\n" + _shares(each.tally.fates[1], judged))
+        for title, counts in (
+            ("by what it comes after", each.tally.after),
+            ("where certain", each.tally.where_certain),
+        ):
             print(f"{title} (tokens: {', '.join(f'{n:.0f}' for n in counts.sum(axis=1))})")
             for row in counts:
                 print(_shares(row, row.sum()))
     if args.write_prior:
-        write_prior(watched[0], *args.write_prior)
+        write_prior(watched[0].tally, *args.write_prior)
     if args.json:
         args.json.write_text(json.dumps({"model": args.model, "engine": engine, "ms": plain, "rows": results}) + "\n")
 
 
-def write_prior(watched: Watched, kind: str, choice: str) -> None:
+def write_prior(tally: Tally, kind: str, choice: str) -> None:
     """Replace one prior; half a token more in each bin keeps shares of bins that were not seen above 0."""
     priors = json.loads(PRIORS.read_text())
-    wrong, right = watched.fates
-    tables = {"histograms": watched.after, "where_certain": watched.where_certain}
-    priors[kind][choice] |= {"acceptance": np.round((right + 0.5) / (wrong + right + 1.0), 3).tolist()} | {
+    wrong, right = tally.fates
+    tables = {"histograms": tally.after, "where_certain": tally.where_certain}
+    prior = priors.setdefault(kind, {}).setdefault(choice, {"drift": HISTOGRAM_MEMORY})
+    prior |= {"acceptance": np.round((right + 0.5) / (wrong + right + 1.0), 3).tolist()} | {
         name: np.round((counts + 0.5) / (counts + 0.5).sum(axis=1, keepdims=True), 3).tolist()
         for name, counts in tables.items()
     }

@@ -1,7 +1,7 @@
 """Record what a policy needs to know about texts: what each drafter would have guessed, and was it right.
 
     python benchmarks/record_traces.py OUT.json [MODEL] [--draft NAME ...] [--head] [--backend NAME] [--set tuning]
-        [--tokens N] [--temperature T] [--category NAME ...] [--prompts FILE]
+        [--tokens N] [--temperature T] [--category NAME ...] [--prompts FILE] [--answers TRACES.json]
 
 The target answers every prompt plainly. Then the draft model reads the answers (one pass each, so this is quick), and
 the n-gram drafter follows them token by token. One of another vocabulary drafts at every place, as many steps as show
@@ -9,8 +9,9 @@ where its first token ends. Further draft models are the sources ``model2``, …
 target, at every place for as many draft tokens as it was trained for; what was drafted before each is the answer
 itself, as only then it matters.
 The tokens are recorded too, for drafters that cost nothing and learn from answer to answer. OUT is written after each
-answer, and answers that it has already are kept. ``replay_traces.py`` replays policies on such traces in milliseconds,
-with any cost curve: the text, the confidences and the fates are real, only the clock is simulated.
+answer, and answers that it has already are kept. ``--answers`` takes the first N tokens of answers that were recorded
+before, so that only what drafters say of them is new. ``replay_traces.py`` replays policies on such traces in
+milliseconds, with any cost curve: the text, the confidences and the fates are real, only the clock is simulated.
 
 At temperature 0 a fate is 0 or 1. Above, it is the exact probability of acceptance at that position: p(x) of a guess
 x that was not sampled, sum(min(p, q)) of one sampled from q.
@@ -77,9 +78,9 @@ class FirstOfTwo(Spy):
 
 def reading(context: Context, tokens: list[int], first: int) -> Forward:
     """A text read once: logits that predict tokens[first:], and the hidden states after all tokens but the last."""
-    context.truncate(0)
+    known = context.reuse([] if context.hidden else tokens[: first - 1])
     logits, hidden = [], {tap: list[FloatArray]() for tap in context.hidden}
-    for start in range(0, len(tokens) - 1, PIECE):
+    for start in range(known, len(tokens) - 1, PIECE):
         forward = context.decode(tokens[start : min(start + PIECE, len(tokens) - 1)])
         logits.append(forward.logits[max(0, first - 1 - start) :].copy())
         for tap, states in forward.hidden.items():
@@ -91,7 +92,7 @@ def reading(context: Context, tokens: list[int], first: int) -> Forward:
 def model_trace(
     draft: DraftModel, target: Forward, prompt: list[int], answer: list[int], params: SamplingParams
 ) -> dict[str, list[float]]:
-    if draft.drafter.info.own_tokens:
+    if draft.drafter.info.as_text:
         return carried_trace(draft.drafter, target, prompt, answer, params)
     tokens = prompt + answer
     drafts = reading(draft.context, tokens, len(prompt)).logits
@@ -120,17 +121,19 @@ def overlap(p: Distribution, q: Distribution) -> float:
 def carried_trace(
     drafter: Drafter, target: Forward, prompt: list[int], answer: list[int], params: SamplingParams
 ) -> dict[str, list[float]]:
-    """Of a draft model with another vocabulary; ``steps`` are passes for a draft token, but for the two behind it."""
-    trace: dict[str, list[float]] = {"confidence": [], "right": [], "sampled": [], "steps": []}
+    """Of a draft model with another vocabulary; ``steps`` are passes for a draft token, without the one
+    that shows where it ends."""
+    trace: dict[str, list[float]] = {"confidence": [], "right": [], "sampled": [], "certainty": [], "steps": []}
     tokens = list(prompt)
     for row, token in zip(target.logits, answer, strict=True):
+        trace["certainty"].append(round(top_probability(row, params.temperature or 1.0), 4))
         plan = FirstOfTwo()
         drafted = drafter.draft(tokens, plan, Proposer(params, Noise(0)))
         right = distribution(row, tokens, params).prob(drafted[0].id) if drafted else 0.0
         confidence = plan.confidence if drafted else -1.0
         for name, value in (("confidence", confidence), ("right", right), ("sampled", right)):
             trace[name].append(round(value, 4))
-        trace["steps"].append(max(1, plan.n_passes - 2))
+        trace["steps"].append(max(1, plan.n_passes - 1))
         tokens.append(token)
     return trace
 
@@ -200,12 +203,15 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--category", nargs="+", help="only these")
     parser.add_argument("--prompts", type=Path, help="questions to add, such as short_questions.jsonl")
+    parser.add_argument("--answers", type=Path, help="traces of the same model and temperature whose answers to take")
     args = parser.parse_args()
     questions = of_categories(own_questions(args.set), args.category or ())
     questions = in_turns(questions + (read_questions(args.prompts) if args.prompts else []))
     drafts = [*args.draft, *["head"] * args.head]
     traces = json.loads(args.out.read_text())["traces"] if args.out.exists() else []
     known = {trace["id"] for trace in traces}
+    before = json.loads(args.answers.read_text())["traces"] if args.answers else []
+    answers = {trace["id"]: trace["answer"][: args.tokens] for trace in before}
     with LLM(args.model, drafts, backend=args.backend, remember=False, idle=False) as llm:
         pair = llm.inspect()
         stored = {"engine": pair.target.engine, "temperature": args.temperature}
@@ -215,30 +221,32 @@ def main() -> None:
             functions[draft.source] = partial(head_trace, draft.drafter) if is_head else partial(model_trace, draft)
         times = {"target": pair.times} | {draft.source: draft.times for draft in pair.state.models}
         stored["ms"] = {source: each.curve.measured for source, each in times.items()}
-        stored["rates"] = {draft.source: draft.drafter.info.rate for draft in pair.state.models}
+        infos = [draft.drafter.info for draft in pair.state.models]
+        stored["passes"] = {info.source: info.passes for info in infos if info.as_text}
+        stored["rates"] = {info.source: info.rate for info in infos}
         for question in questions:
             if question.id in known:
                 continue
             messages = [{"role": "user", "content": question.turns[0]}]
             top_k = 40 if args.temperature else 0
             params = SamplingParams(temperature=args.temperature, top_k=top_k, seed=1, max_tokens=args.tokens)
-            reply = llm.chat(messages, params, speculate=False)
+            answer = answers.get(question.id) or llm.chat(messages, params, speculate=False).token_ids
             tokens = llm.encode(messages)
-            text, n_prompt = tokens + reply.token_ids, len(tokens)
+            text, n_prompt = tokens + answer, len(tokens)
             target = llm.run(lambda pair, t=text, n=n_prompt: reading(pair.context, t, n))
             sources = {
-                name: llm.run(lambda pair, f=f, x=target, t=tokens, r=reply, p=params: f(x, t, r.token_ids, p))
+                name: llm.run(lambda pair, f=f, x=target, t=tokens, a=answer, p=params: f(x, t, a, p))
                 for name, f in functions.items()
             }
             trace = {"id": question.id, "category": question.category, "prompt_tokens": len(tokens)}
-            traces.append(trace | {"prompt": tokens, "answer": reply.token_ids, "sources": sources})
+            traces.append(trace | {"prompt": tokens, "answer": answer, "sources": sources})
             with write_atomically(args.out, durable=False) as file:
                 file.write(f"{json.dumps(stored | {'traces': traces})}\n".encode())
             of_all = {name: source["right"] for name, source in sources.items()} | (
                 {"head": sources["head"]["right"][0]} if args.head else {}
             )
             right = {name: round(float(np.mean(each)), 3) for name, each in of_all.items()}
-            print(question.id, len(reply.token_ids), right, flush=True)
+            print(question.id, len(answer), right, flush=True)
 
 
 if __name__ == "__main__":

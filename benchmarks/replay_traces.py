@@ -1,7 +1,7 @@
 """Replay the policy on recorded texts, with any machine's costs, in milliseconds: what every constant was chosen with.
 
     python benchmarks/replay_traces.py TRACES.json ... [--curve NAME ...] [--lengths 48 64 96 128 256] [--busy]
-        [--learning] [--draft ngram head model] [--model-cost SHARE]
+        [--learning] [--draft ngram head model] [--model-cost SHARE SHARE]
 
 TRACES come from ``record_traces.py`` (with ``--prompts benchmarks/short_questions.jsonl``: 30 to 256 tokens each):
 real texts, what each drafter would have guessed, and what became of it. Only the clock is simulated. An answer may end
@@ -9,9 +9,9 @@ anywhere, so each is cut at several lengths, and the ratio of its time to that o
 ``--busy``: the machine is slower than calibrated, the target 2.2 times, a draft model 3.1 times, as measured beside a
 program that takes 40 % of the CPUs. ``--learning`` keeps what was learned and saved from one answer to the next, in a
 fixed random order; otherwise nothing is known before any answer. ``--draft`` names the drafters, in the order in which
-they are asked. ``head`` is in traces recorded with ``--head``, ``model2`` in those with two draft models, which takes
-its share of the first one's time. "sent" are draft tokens in all answers, "accepted" those
-of them that were.
+they are asked. ``head`` is in traces recorded with ``--head``, ``model2`` in those with two draft models:
+``--model-cost`` is what a pass of it over one token takes of the first one's time, and over more. "sent" are draft
+tokens in all answers, "accepted" those of them that were.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ import argparse
 import json
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from localspec.backends.base import FEW_ROWS
-from localspec.controllers.acceptance import COPIED, GREEDY, MOST_PROBABLE, SAMPLE, Prior, SourceAcceptance, of_a_head
+from localspec.controllers.acceptance import SourceAcceptance, prior_of
 from localspec.controllers.auto import AutoController
 from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.learned import TimeBudget
 from localspec.heads.trained import MAX_STATES
 from localspec.sampling.sampling import Distribution, SamplingParams
-from localspec.spec_decode.drafters.base import Plan
+from localspec.spec_decode.drafters.base import DrafterInfo, Plan
 from localspec.spec_decode.drafters.draft_model import MAX_COUNTERFACTUAL
 from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Verdict
 from tests.support.simulator import row_of
@@ -137,7 +138,7 @@ class DraftModelSource(ModelSource):
         super().__init__(name, *args)
         self.n_prompt = trace["prompt_tokens"]
         self.trace = trace["sources"][name]
-        self.steps = self.trace.get("steps")  # of one with another vocabulary, which also sees a token ahead
+        self.steps = self.trace.get("steps")  # of one with another vocabulary
         self.known: int | None = None  # tokens of the answer that it has read; None: not the prompt
         self.position = 0
 
@@ -156,10 +157,7 @@ class DraftModelSource(ModelSource):
         if n_pending > 2 and not self.steps:
             self.score(plan, self.trace, range(max(0, position - MAX_COUNTERFACTUAL, self.known or 0), position))
         self.known = at + 1
-        found = self.propose(plan, self.trace, at)
-        if found is None and self.steps:
-            self.read(plan, 1)
-        return found
+        return self.propose(plan, self.trace, at)
 
 
 class HeadSource(ModelSource):
@@ -203,7 +201,8 @@ class Replay:
         busy: whether the machine is slower than calibrated.
         sources: the drafters, in the order in which they are asked.
         rate: of the head's first draft tokens, as its card says.
-        model_cost: of ``model2``, over that of ``model``.
+        model_cost: of ``model2`` over that of ``model``, for one token and for more.
+        passes: of draft models with another vocabulary, for a draft token on average.
 
     Attributes:
         sent, accepted: draft tokens by drafter.
@@ -218,10 +217,11 @@ class Replay:
         busy: bool,
         sources: Sequence[str] = ("ngram", "model"),
         rate: float | None = None,
-        model_cost: float = 1.0,
+        model_cost: Sequence[float] = (1.0, 1.0),
+        passes: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         head = {width: share * target[1] for width, share in HEAD_SHARES.items()}
-        second = {width: model_cost * ms for width, ms in model.items()}
+        second = {width: model_cost[width > 1] * ms for width, ms in model.items()}
         curves = {"head": head, "model": model, "model2": second}
         curves = {name: curve for name, curve in curves.items() if name in sources}
         slower = BUSY if busy else (1.0, 1.0)
@@ -229,12 +229,24 @@ class Replay:
         self.real = {name: PassTimes({w: slower[1] * ms for w, ms in curve.items()}) for name, curve in curves.items()}
         self.temperature = temperature
 
-        def table(source: str, prior: Prior) -> SourceAcceptance:
-            return SourceAcceptance(of_a_head(prior, rate) if source == "head" else prior)
+        self.infos = {
+            name: DrafterInfo(
+                name,
+                runs_model=name in curves,
+                as_text=name in passes,
+                passes=passes.get(name, 1.0),
+                taps=("norm",) if name == "head" else (),
+                rate=rate if name == "head" else None,
+            )
+            for name in sources
+        }
 
-        prior = GREEDY if temperature == 0 else MOST_PROBABLE
-        self.sources = {name: table(name, prior if name in curves else COPIED) for name in sources}
-        self.sampled = {name: table(name, SAMPLE) for name in curves}
+        def table(info: DrafterInfo, *, sampled: bool = False) -> SourceAcceptance:
+            return SourceAcceptance(prior_of(info, greedy=temperature == 0, sampled=sampled))
+
+        self.sources = {name: table(info) for name, info in self.infos.items()}
+        samplers = {name: info for name, info in self.infos.items() if info.runs_model and not info.as_text}
+        self.sampled = {name: table(info, sampled=True) for name, info in samplers.items()}
         self.times, self.draft_times = PassTimes(dict(target)), {n: PassTimes(dict(c)) for n, c in curves.items()}
         self.other_ms = OTHER_MS + (STATES_MS if "head" in sources else 0.0)
         self.budget = TimeBudget()
@@ -253,7 +265,7 @@ class Replay:
 
         sources: dict[str, Source] = {}
         for name in self.sources:
-            args = partial(step, self.real.get(name)), rng, self.temperature > 0
+            args = partial(step, self.real.get(name)), rng, self.temperature > 0 and name in self.sampled
             if name == "head":
                 sources[name] = HeadSource(trace, *args)
             elif name in ("model", "model2"):
@@ -261,8 +273,9 @@ class Replay:
             else:
                 sources[name] = FreeSource(name, trace["sources"][name])
         params = SamplingParams(temperature=self.temperature, top_k=40)
+        passes = {name: info.passes for name, info in self.infos.items() if info.as_text}
         controller = AutoController(
-            self.times, self.draft_times, self.sources, self.sampled, WIDEST, self.budget, params=params
+            self.times, self.draft_times, self.sources, self.sampled, WIDEST, self.budget, passes=passes, params=params
         )
         done = np.zeros(n)
         position, now = 0, 0.0
@@ -303,7 +316,9 @@ def main() -> None:
     parser.add_argument("--learning", action="store_true")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--draft", nargs="+", default=["ngram", "model"], choices=["ngram", "head", "model", "model2"])
-    parser.add_argument("--model-cost", type=float, default=1.0, help="of model2, over that of the curve's draft model")
+    parser.add_argument(
+        "--model-cost", type=float, nargs=2, default=(1.0, 1.0), help="of model2: a token, and more at a time"
+    )
     args = parser.parse_args()
     for path in args.traces:
         stored = json.loads(path.read_text())
@@ -324,6 +339,7 @@ def main() -> None:
                             args.draft,
                             stored.get("rates", {}).get("head"),
                             args.model_cost,
+                            stored.get("passes", {}),
                         )
                     speeds = replay.answer(trace, rng)
                     sent.update(replay.sent)

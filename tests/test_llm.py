@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,20 +64,6 @@ def test_stream_and_rounds_give_the_same_text(llm: LLM) -> None:
         assert [t.id for t in round_.emitted[: round_.verdict.n_accepted]] == round_.draft.ids[
             : min(round_.verdict.n_accepted, len(round_.emitted))
         ]
-
-
-@pytest.mark.parametrize(
-    "params", [GREEDY, replace(GREEDY, temperature=1.0, top_k=30, seed=7)], ids=["greedy", "drawn"]
-)
-def test_a_text_is_the_same_however_it_was_drafted(reference_llm: LLM, params: SamplingParams) -> None:
-    plain = reference_llm.generate("the cat", params, speculate=False)
-    assert (plain.stats["num_draft_tokens"], plain.stats["mean_acceptance_length"]) == (0, 1)
-    for length in (1, 2, 6, "auto"):
-        reply = reference_llm.generate("the cat", params, draft_length=length)
-        assert reply.token_ids == plain.token_ids
-        assert length == "auto" or reply.stats["num_draft_tokens"] > 0
-    other = reference_llm.generate("the cat", params, seed=8)
-    assert (other.token_ids != plain.token_ids) is (params.temperature > 0)
 
 
 def test_the_second_turn_decodes_only_what_is_new_in_both_contexts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import math
 import random
@@ -35,7 +34,7 @@ from localspec.engine import answer as answer_module
 from localspec.engine.options import SamplingOptions
 from localspec.engine.worker import FairQueue, Job, Worker
 from localspec.spec_decode.rounds import SpecStats
-from tests.conftest import TinyFiles, open_backend
+from tests.conftest import TinyFiles
 from tests.support.contexts import watch_passes
 from tests.support.waiting import PATIENCE, Brake, Clock, wait_until
 from tests.test_llm import draft_context
@@ -367,77 +366,6 @@ def test_a_draft_models_first_reading_is_interruptible(llm: LLM, monkeypatch: py
     reply = llm.generate(prompt, SamplingParams(max_tokens=8, ignore_eos=True), draft_length=3)
     assert reply.token_ids == expected
     assert reply.stats["num_draft_tokens"] > 0
-
-
-@pytest.mark.parametrize("backend", ["reference", "ik-llama", "llama-cpp"])
-def test_answers_survive_random_cancels_from_many_threads(tiny: TinyFiles, backend: str) -> None:
-    """Threads and tasks ask and give up at random; whatever was said is a beginning of the solo answer.
-
-    On the fast engines a pass of another width may turn a near tie, so there only the plain answers are compared, and
-    what comes after the noise is that nothing is lost, mixed or stuck.
-    """
-    open_backend(backend)
-    prompts = ["one", "two fish", "three men in a boat", "quatre", "five"]
-    params = SamplingParams(max_tokens=60, ignore_eos=True)
-    pair = tiny.quick if backend == "reference" else tiny.pair
-    with LLM(pair.target, draft=["ngram", pair.draft], backend=backend, n_ctx=512) as llm:
-        alone = [llm.generate(prompt, params, speculate=False).token_ids for prompt in prompts]
-        exact = backend == "reference"
-        wrong: list[str] = []
-
-        def check(i: int, reply: Reply, speculated: bool) -> None:
-            ids = reply.token_ids
-            if reply.finish_reason == "length" and len(ids) != 60:
-                wrong.append(f"{len(ids)} tokens")
-            if (exact or not speculated) and ids != alone[i][: len(ids)]:
-                wrong.append(f"{prompts[i]}: {ids}")
-
-        def options(rng: random.Random) -> tuple[bool, dict[str, Any]]:
-            speculate = rng.random() < 0.5
-            given: dict[str, Any] = {"speculate": speculate, "conversation": rng.choice([None, "a", "b"])}
-            if rng.random() < 0.3:
-                given["deadline"] = 0.001 + rng.random() * 0.2
-            return speculate, given
-
-        def by_thread(seed: int) -> None:
-            rng = random.Random(seed)
-            for _ in range(8):
-                i, (speculated, given) = rng.randrange(len(prompts)), options(rng)
-                stream = llm.rounds(prompts[i], params, **given)
-                for _ in range(rng.choice([0, 1, 3, 100])):
-                    if next(stream, None) is None:
-                        break
-                if rng.random() < 0.2:
-                    del stream
-                    continue
-                if rng.random() < 0.5:
-                    stream.close()
-                check(i, stream.reply, speculated)
-
-        async def by_task(seed: int) -> None:
-            rng = random.Random(seed)
-            for _ in range(5):
-                i, (speculated, given) = rng.randrange(len(prompts)), options(rng)
-                task = asyncio.create_task(llm.achat([{"role": "user", "content": "x"}], params, **given))
-                await asyncio.sleep(rng.random() * 0.05)
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):  # a fast engine may have answered already
-                    await task
-                check(i, await llm.agenerate(prompts[i], params, **given), speculated)
-
-        async def tasks() -> None:
-            await asyncio.gather(*(by_task(seed) for seed in range(2)))
-
-        threads = [threading.Thread(target=by_thread, args=(seed,)) for seed in range(3)]
-        threads.append(threading.Thread(target=lambda: asyncio.run(tasks())))
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(PATIENCE)
-            assert not thread.is_alive(), "a request is stuck"
-        assert wrong == []
-        assert llm.queue_length == 0
-        assert [llm.generate(prompt, params, speculate=False).token_ids for prompt in prompts] == alone
 
 
 # Log-probabilities.

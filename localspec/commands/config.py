@@ -296,7 +296,7 @@ def unset_command(known: Mapping[str, Setting], key: str) -> int:
 
 def list_command(known: Mapping[str, Setting], check: Check, *, everything: bool) -> int:
     """Print what is set, or every key and its meaning. A bad key or value is a line on standard error, and status 1."""
-    data = read()
+    data, n_set = read(), 0
     lines = [*problems(data, known)]
     for key, setting in known.items():
         if everything and not key_of_all(key, known):
@@ -309,8 +309,11 @@ def list_command(known: Mapping[str, Setting], check: Check, *, everything: bool
         except UsageError as error:
             lines.append(str(error))
         else:
+            n_set += 1
             if not everything:
                 print(_line(key, value))
+    if not (n_set or lines or everything):
+        print(f"nothing is set in {settings_file()}; localspec config list --all shows what can be", file=sys.stderr)
     for line in lines:
         print(f"localspec: {settings_file()}: {line}", file=sys.stderr)
     return 1 if lines else 0

@@ -225,7 +225,7 @@ def cache_command(*, clear: bool = False, as_json: bool = False) -> int:
 
     if clear:
         kept = sum(each.n_bytes for each in stored_prompts.stored_prompts())
-        print(f"deleted {stored_prompts.clear()} prompts ({size_text(kept)})")
+        print(f"deleted {_prompts(stored_prompts.clear())} ({size_text(kept)})")
         return 0
     found = stored_prompts.stored_prompts()
     if as_json:
@@ -251,9 +251,13 @@ def cache_command(*, clear: bool = False, as_json: bool = False) -> int:
         print_columns([("TOKENS", "SIZE", "USED", "MODEL", "ENGINE"), *table])
         print()
     total = size_text(sum(each.n_bytes for each in found))
-    print(f"{len(found)} prompts, {total}; localspec cache --clear deletes them")
+    print(f"{_prompts(len(found))}, {total}" + ("; localspec cache --clear deletes them" if found else ""))
     print(f"folder: {stored_prompts.folder()}")
     return 0
+
+
+def _prompts(n: int) -> str:
+    return "1 prompt" if n == 1 else f"{n} prompts"
 
 
 def rm_command(names: Sequence[str]) -> int:

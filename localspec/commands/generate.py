@@ -11,7 +11,7 @@ from localspec.commands.chat.screen import TextView, no_echo, only_thought
 from localspec.commands.options import RunOptions, ThinkOptions
 from localspec.errors import ModelFileError, UnknownModel, UsageError, check_text
 from localspec.model_files.catalog import Catalog
-from localspec.spec_decode.rounds import PromptProgress
+from localspec.spec_decode.rounds import Round
 from localspec.system.process import on_interrupt
 from localspec.system.terminal import Progress, moves_cursor, read_all, visible
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from localspec.engine.request import RoundStream
-    from localspec.spec_decode.rounds import Round
 
 
 FORMATS = ("text", "json", "events")
@@ -105,13 +104,15 @@ def _print_answer(stream: RoundStream, format: str) -> None:
 
 def _watched(stream: RoundStream) -> Iterator[Round]:
     """The rounds; until the first, a line on a terminal's standard error says how far a long prompt is read."""
+    begun = False
     with Progress() as progress:
         for step in stream.steps():
-            if isinstance(step, PromptProgress):
-                progress.report(f"reading the prompt: {step}", step.fraction)
-            else:
+            if isinstance(step, Round):
+                begun = True
                 progress.clear()
                 yield step
+            elif not begun:
+                progress.report(f"reading the prompt: {step}", step.fraction)
 
 
 def _line(value: dict[str, Any]) -> str:

@@ -254,21 +254,19 @@ def ensure_model(
 
 
 def larger_choice(target: Entry) -> tuple[Entry, str] | None:
-    """What else would fit at a first chat: the largest checked model that answers fast enough, and a line on it."""
+    """What else would fit at a first chat: the largest model that answers fast enough, and a line on it."""
     from localspec.commands.files import minutes_text
     from localspec.commands.recommend import larger_than, look
 
     with Progress() as progress:
-        found = look(lambda line: progress.report(line, None))
+        found, _ = look(lambda line: progress.report(line, None))
     best = larger_than(target, found)
     if best is None:
-        if any(each.answers and each.bytes > target.bytes for each in found):
-            print("larger models would fit, none of them tried by us: localspec recommend", file=sys.stderr, flush=True)
         return None
     size, rate = size_text(best.bytes), best.tokens_per_second or 0.0
-    return Catalog.load()[
-        best.name
-    ], f"{best.name} instead ({size}, {minutes_text(best.minutes)}, some {rate:.0f} tok/s)"
+    known = "" if best.checked else "; never run by us, its size and digest are the hub's"
+    line = f"{best.name} instead ({size}, {minutes_text(best.minutes)}, some {rate:.0f} tok/s{known})"
+    return Catalog.load()[best.name], line
 
 
 def _known(name: str) -> Entry | None:

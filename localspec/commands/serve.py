@@ -115,7 +115,11 @@ def _serve_several(
     def text(file: ServedFile, plan: LoadPlan, report: Report, cancel: threading.Event) -> LLM:
         parallel = settings.parallel if plan.parallel else 1
         load = replace(
-            options.load, n_ctx=plan.n_ctx, parallel=parallel, prefix_cache_bytes=plan.cache_bytes
+            options.load,
+            n_ctx=plan.n_ctx,
+            parallel=parallel,
+            prefix_cache_bytes=plan.cache_bytes,
+            n_gpu_layers=plan.n_gpu_layers,
         ).as_arguments()
         chosen = drafters if plan.drafts or "auto" not in drafters else [*AUTOMATIC, *options.corpora()]
         llm = LLM(file.spec, chosen, draft_length=options.length(), progress=report, cancel=cancel, **load)
@@ -133,6 +137,7 @@ def _serve_several(
         n_ctx=options.load.n_ctx,
         backend=options.load.backend,
         kv_type=options.load.kv_cache_type,
+        n_gpu_layers=options.load.n_gpu_layers,
         drafts="auto" in drafters,
         parallel=settings.parallel != 1,
         specs=names or None,
@@ -148,7 +153,9 @@ def _serve_several(
         kept = "as long as there is room" if several.seconds is None else f"for {several.seconds:g} s after their use"
         shown = ", ".join(model.names[0] for model in host.models)
         say(f"{len(host.models)} models, loaded when asked for, kept {kept}: {shown}")
-        say(f"memory for models: {size_text(host.memory)}" + (" (--memory)" if several.memory is None else ""))
+        gpus = f", and {size_text(host.gpu_memory)} on GPUs" if host.gpu_memory else ""
+        hint = "; --memory changes it" if several.memory is None else ""
+        say(f"memory for models: {size_text(host.memory)}{gpus}{hint}")
         say(f"chat page at {url}/, OpenAI's API at {url}/v1, Anthropic's and Ollama's at {url} · Ctrl-C stops")
         runner = Runner(host, verbose=options.verbose, on_start=lambda: print(url, flush=True))
         runner.run(sockets=[sock])

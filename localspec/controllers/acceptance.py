@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from localspec.spec_decode.drafters.base import DrafterInfo
 from localspec.spec_decode.rounds import Draft
 
 # Upper ends of the confidence bins; the last bin reaches to 1.
@@ -74,6 +75,18 @@ _PRIORS = {  # by kind of drafter, and how its token was chosen
 GREEDY, MOST_PROBABLE, SAMPLE = (_PRIORS["model", choice] for choice in ("greedy", "most_probable", "sample"))
 COPIED = _PRIORS["copy", "greedy"]
 _OF_A_HEAD = {_PRIORS["model", choice]: prior for (kind, choice), prior in _PRIORS.items() if kind == "head"}
+
+
+def prior_of(info: DrafterInfo, *, greedy: bool, sampled: bool = False) -> Prior:
+    """What is expected of a drafter in greedy requests, else of its samples or its most probable tokens."""
+    if not info.runs_model:
+        return COPIED
+    choice = "greedy" if greedy else "sample" if sampled else "most_probable"
+    if info.as_text:
+        return _PRIORS["carried", choice]
+    prior = _PRIORS["model", choice]
+    return of_a_head(prior, info.rate) if info.taps else prior
+
 
 _MOST_TILT = 16.0  # At 16 a head is expected to be right at 0.95 of all places, at -16 at 0.09
 

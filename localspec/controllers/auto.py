@@ -72,7 +72,8 @@ class PrefillGate:
         cost, plain = self._catch_up(source, n_tokens), costs.times(1)
         if cost <= 0:
             return True
-        if cost > READING * plain and cost > self._budget.for_reading * costs.ms_plain:
+        may_cost = self._budget.for_carried_reading if source in costs.passes else self._budget.for_reading
+        if cost > READING * plain and cost > may_cost * costs.ms_plain:
             return False
         gain = costs.ms_plain / self._gain_without(source, round_index) - 1.0 / self._stopping.joined(source).rate
         return reading_pays(cost, gain, costs.ms_plain, room)
@@ -152,11 +153,11 @@ class AutoPlan(Plan, Branching):
         worth = {model: prospect.step(self._n, self._reach, self._after, i) for i, model in enumerate(models)}
         return sorted(sources, key=lambda source: -worth.get(source, math.inf))
 
-    def more(self, source: str, pending: int = 0) -> int:
+    def more(self, source: str, pending: int = 0, held: float | None = None) -> int:
         if self.room <= 0 or pending == 0:  # where looking costs nothing, keep() decides with the confidence known
             return int(self.room > 0)
         self._is_reading = pending > 1 and self._gate.is_reading(source, pending)
-        if not self._step_pays(source, pending):
+        if not self._step_pays(source, pending, held):
             return 0
         if not self._is_reading:
             return pending
@@ -196,7 +197,7 @@ class AutoPlan(Plan, Branching):
         reach: float = math.prod((draft[i].expected for i in draft.path(parent)), start=expected)
         times, n = self.costs.times, len(draft)
         worth = reach - self.stopping.prospect.rate * (times(n + 2) - times(n + 1))
-        if self.room <= 0 or worth <= 0 or not self._affords(0.0, 1.0):
+        if self.room <= 0 or worth <= 0 or not self._affords(0.0, 1.0, self._n):
             return None
         self.room -= 1
         self._n += 1
@@ -232,9 +233,12 @@ class AutoPlan(Plan, Branching):
 
     # -- deciding --------------------------------------------------------------------------------------------------
 
-    def _step_pays(self, source: str, pending: int) -> bool:
+    def _step_pays(self, source: str, pending: int, held: float | None) -> bool:
         """Whether a step of a draft model is worth its time, its confidence not yet known."""
         costs, stopping = self.costs, self.stopping
+        n, reach, after = self._n, self._reach, self._after
+        if held is not None:
+            n, reach, after = n + 1, reach * self.acceptance[source].expected(held), leads_to(held)
         if source in stopping.unprofitable:
             return False
         if self._is_reading and self.ms_invested and costs.times.ms_reading < math.inf:
@@ -243,11 +247,11 @@ class AutoPlan(Plan, Branching):
         if pending > 1 and not self._gate.pays(source, pending, self._answer_room, self._index):
             stopping.set_lagging(source, True)
             return False
-        if not self._affords(costs.draft_times[source](1 if self._is_reading else pending), share_of(source)):
+        if not self._affords(costs.draft_times[source](1 if self._is_reading else pending), share_of(source), n):
             return False
         continuation = stopping.joined(source)
-        worth = continuation.step(self._n, self._reach, self._after, stopping.rank(source))
-        if self._n and source in costs.one_pass:  # behind others' tokens its pass is still to be taken
+        worth = continuation.step(n, reach, after, stopping.rank(source))
+        if n and source in costs.one_pass:  # behind others' tokens its pass is still to be taken
             worth -= continuation.rate * costs.step_ms(source)
         if worth <= 0:
             return False
@@ -261,7 +265,7 @@ class AutoPlan(Plan, Branching):
         """
         costs, stopping = self.costs, self.stopping
         runs_model = source in costs.draft_times
-        if not self._affords(0.0, share_of(source)):
+        if not self._affords(0.0, share_of(source), self._n):
             return False
         if runs_model:
             return stopping.joined(source).send(self._n, self._reach, expected, after) > 0
@@ -271,9 +275,10 @@ class AutoPlan(Plan, Branching):
         steps = (continuation.step(self._n, self._reach, self._after, model) for model in models)
         return worth > 0 and all(worth >= step for step in steps)
 
-    def _affords(self, step_ms: float, share: float) -> bool:
-        """Whether one more draft token, were all rejected, costs no more than this share of what drafts may cost."""
-        spent = self.ms_spent + step_ms + self.costs.times(self._n + 2) - self._one_ms
+    def _affords(self, step_ms: float, share: float, n: int) -> bool:
+        """Whether one more draft token after n, were all rejected, costs no more than this share of what drafts may
+        cost."""
+        spent = self.ms_spent + step_ms + self.costs.times(n + 2) - self._one_ms
         return spent <= share * self._most_ms
 
 
@@ -364,7 +369,7 @@ class AutoController(Controller):
     the text it has missed is worth reading.
 
     Args:
-        times, draft_times, one_pass, rows_of_draft: see ``Costs``.
+        times, draft_times, one_pass, rows_of_draft, passes: see ``Costs``.
         acceptance, sampled, thinking: see ``Acceptance``; kept by the caller, as is ``budget``.
         max_draft: longest draft to consider.
         predicted: whether the answer is likely to repeat a text that came with the request.
@@ -384,9 +389,10 @@ class AutoController(Controller):
         thinking: Tables | None = None,
         one_pass: Set[str] = frozenset(),
         rows_of_draft: Set[str] = frozenset(),
+        passes: Mapping[str, float] = MappingProxyType({}),
         params: SamplingParams | None = None,
     ) -> None:
-        self.costs = Costs(times, draft_times, one_pass, rows_of_draft)
+        self.costs = Costs(times, draft_times, one_pass, rows_of_draft, passes)
         self.acceptance = Acceptance(acceptance, sampled or {}, thinking)
         self.stopping = Stopping(self.costs, self.acceptance, max_draft)
         self.time_budget = budget or TimeBudget()

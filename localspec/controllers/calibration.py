@@ -315,6 +315,14 @@ class CalibrationCache:
     def drop(self, key: Key) -> None:
         self._store.put(key, {})
 
+    def fastest(self, path: Path) -> tuple[float, str] | None:
+        """The time of a one-token pass of a model file on this machine's CPU [ms], and the engine that it was measured
+        with: the shortest of curves that count for good."""
+        known = {"machine": cpu_name(), "device": "cpu", "file": fingerprint(path)}
+        keys = [key for key, _ in self._store.items() if known.items() <= key.items()]
+        counting = [(key["engine"], times) for key in keys if (times := self.get(key)) and not times.noisy]
+        return min(((times.curve.measured[1], engine) for engine, times in counting), default=None)
+
 
 def curves() -> CalibrationCache:
     return CalibrationCache(home() / "calibration")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Set
 from dataclasses import InitVar, dataclass, field
+from types import MappingProxyType
 from typing import Protocol
 
 CALIBRATED_PAST = 64  # Tokens in the context where passes are timed
@@ -225,8 +226,9 @@ class Costs:
 
     ``times`` is the target's t(w), ``draft_times`` by source d(w) of drafters that run a model (the others draft for
     nothing), ``one_pass`` those whose single pass proposes all of a draft, ``rows_of_draft`` those of them whose pass
-    has a row for each draft token, ``ms_other`` the time of a round outside the models, ``hidden`` by source the share
-    of its steps that overlaps with verification (see ``Controller.plan``).
+    has a row for each draft token, ``passes`` those whose drafts are carried over as text, with how many passes a draft
+    token takes on average, ``ms_other`` the time of a round outside the models, ``hidden`` by source the share of its
+    steps that overlaps with verification (see ``Controller.plan``).
     """
 
     def __init__(
@@ -235,10 +237,11 @@ class Costs:
         draft_times: Mapping[str, PassCost],
         one_pass: Set[str] = frozenset(),
         rows_of_draft: Set[str] = frozenset(),
+        passes: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self.times = times
         self.draft_times = draft_times
-        self.one_pass, self.rows_of_draft = one_pass, rows_of_draft
+        self.one_pass, self.rows_of_draft, self.passes = one_pass, rows_of_draft, passes
         self.ms_other = 0.3
         self.hidden: Mapping[str, float] = {}
 
@@ -258,7 +261,7 @@ class Costs:
         if source not in self.draft_times:
             return 0.0
         width = n if source in self.rows_of_draft else 1
-        return self.draft_times[source](width) * (1.0 - self.hidden.get(source, 0.0))
+        return self.passes.get(source, 1.0) * self.draft_times[source](width) * (1.0 - self.hidden.get(source, 0.0))
 
 
 def row_ms(times: PassCost) -> float:

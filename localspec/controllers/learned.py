@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from localspec.controllers.acceptance import COPIED, GREEDY, MOST_PROBABLE, SAMPLE, SourceAcceptance, of_a_head
+from localspec.controllers.acceptance import SourceAcceptance, prior_of
 from localspec.sampling.sampling import SamplingParams
+from localspec.spec_decode.drafters.base import DrafterInfo
 from localspec.system.files import JsonStore, Key
 
 # What drafting may still cost: the time that it saved, a small grant, and a small share of all tokens.
@@ -42,6 +43,11 @@ PREDICTED_GRANT = 3.0
 READING_GRANT = 5.0
 READING_SHARE = 0.05
 
+# The same where drafts are carried over as text. How often those are right depends on the text, such as its language,
+# more than the target's certainty shows: with as much as others, twice as many replayed ends were under 0.97.
+CARRIED_GRANT = 2.0
+CARRIED_SHARE = 0.03
+
 
 @dataclass(slots=True)
 class TimeBudget:
@@ -73,8 +79,15 @@ class TimeBudget:
 
     @property
     def for_reading(self) -> float:
-        in_all = READING_GRANT + READING_SHARE * self.n_tokens + max(0.0, self.in_answer)
-        return min(self.balance, in_all - self.invested)
+        return self._for_reading(READING_GRANT, READING_SHARE)
+
+    @property
+    def for_carried_reading(self) -> float:
+        """What may be read now by a draft model whose drafts are carried over as text [plain tokens]."""
+        return self._for_reading(CARRIED_GRANT, CARRIED_SHARE)
+
+    def _for_reading(self, grant: float, share: float) -> float:
+        return min(self.balance, grant + share * self.n_tokens + max(0.0, self.in_answer) - self.invested)
 
     def as_dict(self) -> dict[str, Any]:
         return {"saved": round(self.balance, 3)}
@@ -109,25 +122,16 @@ class AcceptanceStore:
         self.budget = TimeBudget.restored(self._stored.get("budget"))
 
     def source(
-        self,
-        params: SamplingParams,
-        source: str,
-        *,
-        copies: bool,
-        sampled: bool = False,
-        reads_target: bool = False,
-        thinks: bool = False,
-        rate: float | None = None,
+        self, params: SamplingParams, info: DrafterInfo, *, sampled: bool = False, thinks: bool = False
     ) -> SourceAcceptance:
         """The table of one drafter, for requests sampled like this one; what an earlier run learned is its start.
 
-        ``sampled``: of samples, rather than the most probable tokens. ``reads_target``: it drafts from what the target
-        computes, right at ``rate`` (see ``of_a_head``). ``thinks``: in thinking blocks, rather than in answers.
+        ``sampled``: of samples, rather than the most probable tokens. ``thinks``: in thinking blocks, rather than in
+        answers.
         """
-        name = f"{mode_of(params)} {source}{' sample' if sampled else ''}{' thinking' if thinks else ''}"
+        name = f"{mode_of(params)} {info.source}{' sample' if sampled else ''}{' thinking' if thinks else ''}"
         if name not in self._tables:
-            prior = COPIED if copies else GREEDY if params.greedy else SAMPLE if sampled else MOST_PROBABLE
-            table = SourceAcceptance(of_a_head(prior, rate) if reads_target else prior)
+            table = SourceAcceptance(prior_of(info, greedy=params.greedy, sampled=sampled))
             table.restore(self._stored.get(name))
             self._tables.setdefault(name, table)  # the other of two threads may have been faster
         return self._tables[name]

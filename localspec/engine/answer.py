@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 
-from localspec.backends.base import Forward
+from localspec.backends.base import Context, Forward
 from localspec.controllers.batching import ShareOfPass
 from localspec.engine.options import DraftLength
 from localspec.engine.pair import Pair, prepare_corpora
@@ -39,7 +39,7 @@ class OpenAnswer:
 
     Args:
         asked: what ``AnswerRequest.read`` returned.
-        deliver: takes every round, and before them how far a long prompt is read.
+        deliver: takes every round, and how far a long prompt is read: before them, by draft models later too.
         cancelled: whether to stop; also asked inside of long passes, such as a draft model's first reading.
         started: when its turn came, by ``time.perf_counter``.
         on_prefilled: gets the number of cached prompt tokens, once the prompt is read.
@@ -95,8 +95,10 @@ class OpenAnswer:
         self._stack = ExitStack()
         with ExitStack() as stack:
             stack.enter_context(pair.prefix_cache.conversation(target, self._drafts, self._conversation))
-            for context in (target, *self._drafts):  # long passes can be broken off
-                context.interrupted = cancelled
+            target.interrupted = cancelled  # long passes can be broken off
+            for context in self._drafts:
+                context.interrupted = self._watched(context)
+            for context in (target, *self._drafts):
                 stack.callback(setattr, context, "interrupted", None)
             self._stats.cached_tokens = self._decoder.read(
                 self._prompt, PREFILL_CHUNK if shared is None else SHARED_CHUNK
@@ -128,6 +130,21 @@ class OpenAnswer:
             read = len(self._prompt) - left - bool(left)  # the last token is read by the answer's first pass
             seconds = time.perf_counter() - self._reading_since
             self._deliver(PromptProgress(len(self._prompt), self._stats.cached_tokens, read, seconds))
+
+    def _watched(self, draft: Context) -> Callable[[], bool]:
+        """What a draft model asks between pieces of a long text: whether to stop. It tells how far it has read."""
+        first: PromptProgress | None = None
+        since = 0.0
+
+        def interrupted() -> bool:
+            nonlocal first, since
+            n, total = draft.n_past, len(self._conversation)
+            if first is None or first.total != total or n <= first.processed:  # another reading
+                since, first = time.perf_counter(), PromptProgress(total, n, n, 0.0, "draft")
+            self._deliver(PromptProgress(total, first.cached, n, time.perf_counter() - since, "draft"))
+            return self._cancelled()
+
+        return interrupted
 
     def decode(self, rows: TargetPass) -> Forward:
         """Run its next pass for it alone."""

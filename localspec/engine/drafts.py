@@ -27,6 +27,7 @@ from localspec.errors import Cancelled, EngineError, LocalspecError, VocabularyM
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.fingerprint import fingerprint
 from localspec.model_files.sources.base import size_text
+from localspec.prompts.questions import own_questions
 from localspec.spec_decode.drafters.base import Drafter
 from localspec.spec_decode.drafters.corpus import BYTES_PER_BYTE, CorpusDrafter, CorpusIndex, PathSource
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
@@ -58,6 +59,13 @@ def found_drafts(target: Model, warn: Callable[[str], None] = lambda line: None)
     draft = Catalog.load().draft_for(target.path)
     if draft is not None:
         yield str(draft)
+
+
+def _tokens_for_one(target: Model, draft: Model) -> float:
+    """How many tokens of a draft model stand for one of the target's, in ordinary questions; at least one."""
+    text = "\n".join(turn for question in own_questions("tuning") for turn in question.turns)
+    n_its, n_mine = (len(model.tokenize(text, add_special=False)) for model in (draft, target))
+    return max(1.0, n_its / max(1, n_mine))
 
 
 def _source_of(name: str, warn: Callable[[str], None]) -> tuple[DraftSource | None, str]:
@@ -293,7 +301,7 @@ class DraftMaker:
             return DraftModelDrafter(context, source)
         if target.vocab.difference(vocab, special=False) is None:
             return MappedTokensDrafter(context, target, source)
-        return OtherVocabularyDrafter(context, target, source)
+        return OtherVocabularyDrafter(context, target, source, _tokens_for_one(target, context.model))
 
     def _from_plugin(self, kind: DraftSource, source: str, found: FoundDraft) -> DraftModel:
         known = self._known(found.path, is_draft_model=False)

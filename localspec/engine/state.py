@@ -6,11 +6,12 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from localspec.backends.base import FEW_ROWS, Context, Model, SequenceBatch, SequencesInTurn
 from localspec.backends.trust import ensure_batches
-from localspec.controllers.acceptance import SourceAcceptance, Tables
+from localspec.controllers.acceptance import Tables
 from localspec.controllers.auto import MAX_DRAFT, AutoController
 from localspec.controllers.batching import ShareOfPass
 from localspec.controllers.calibration import PassKind
@@ -224,39 +225,29 @@ class DecodingState:
         params = params or SamplingParams()
         times: dict[str, PassCost] = {draft.source: draft.times for draft in self.models}
 
-        def table(drafter: Drafter, *, sampled: bool, thinks: bool) -> SourceAcceptance:
-            return self.acceptance.source(
-                params,
-                drafter.info.source,
-                copies=not drafter.info.runs_model,
-                sampled=sampled,
-                reads_target=bool(drafter.info.taps),
-                thinks=thinks,
-                rate=drafter.info.rate,
-            )
+        infos = {drafter.info.source: drafter.info for drafter in drafters}
+        samplers = {source: info for source, info in infos.items() if info.runs_model and not info.as_text}
 
         def tables(*, thinks: bool) -> Tables:
+            learned = partial(self.acceptance.source, params, thinks=thinks)
             return (
-                {drafter.info.source: table(drafter, sampled=False, thinks=thinks) for drafter in drafters},
-                {
-                    each.info.source: table(each, sampled=True, thinks=thinks)
-                    for each in drafters
-                    if each.info.runs_model
-                },
+                {source: learned(info) for source, info in infos.items()},
+                {source: learned(info, sampled=True) for source, info in samplers.items()},
             )
 
         # What longer copies gain where text repeats itself is less than they would cost all text after it.
         longest = FEW_ROWS - 1 if self.target.capabilities.keeps_rows else MAX_DRAFT
         return AutoController(
             target_times,
-            {drafter.info.source: times[drafter.info.source] for drafter in drafters if drafter.info.runs_model},
+            {source: times[source] for source, info in infos.items() if info.runs_model},
             *tables(thinks=False),
             longest,
             self.acceptance.budget,
             predicted=predicted,
             thinking=tables(thinks=True) if thinks else None,
-            one_pass=frozenset(drafter.info.source for drafter in drafters if drafter.info.one_pass),
-            rows_of_draft=frozenset(drafter.info.source for drafter in drafters if drafter.info.rows_of_draft),
+            one_pass=frozenset(source for source, info in infos.items() if info.one_pass),
+            rows_of_draft=frozenset(source for source, info in infos.items() if info.rows_of_draft),
+            passes={source: info.passes for source, info in infos.items() if info.as_text},
             params=params,
         )
 

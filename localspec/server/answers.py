@@ -33,12 +33,14 @@ class ApiAnswer(ABC, Generic[Part]):
 
     Attributes:
         replies: of the tasks that are done.
+        seconds_loading: for which the request waited until its model was loaded.
         holding: see ``Service.answers``.
 
     Raises:
         LocalspecError: the request does not fit the template, the context or the model.
     """
 
+    seconds_loading = 0.0
     holding: AbstractContextManager[None] | None = None
 
     def __init__(self, service: Service, options: AnswerOptions, tasks: Sequence[AnswerTask]) -> None:
@@ -63,10 +65,6 @@ class ApiAnswer(ABC, Generic[Part]):
     def end(self) -> Iterable[bytes]:
         """The events behind all others."""
         return ()
-
-    @property
-    def streams(self) -> bool:
-        return self.options.stream
 
     @abstractmethod
     def finished(self) -> dict[str, Any]:

@@ -284,8 +284,6 @@ class MessagesAnswer(BlockAnswer):
 class CountAnswer:
     """The answer to ``/v1/messages/count_tokens``, also of what does not fit."""
 
-    streams = False
-
     def __init__(self, service: Service, body: CountBody) -> None:
         request = body.asked(service.served())
         self._n = len(service.chat_prompt(request.messages, request.tools, request.options).prompt)

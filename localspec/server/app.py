@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, aclosing, contextmanager
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,13 +39,13 @@ from localspec.server.embeddings import (
     OllamaEmbeddingsBody,
     OpenAIEmbeddings,
 )
-from localspec.server.events import LLAMA_SERVER, OPENAI, EventStream, Wire, while_connected
+from localspec.server.events import LLAMA_SERVER, OPENAI, EventStream, Result, Wire, event, while_connected
 from localspec.server.guard import application
 from localspec.server.hosting import Host, HostedModel, Use
 from localspec.server.http import ApiError, BodyReader
 from localspec.server.infill import InfillAnswer, InfillBody
 from localspec.server.models import ModelEndpoints, OllamaModels
-from localspec.server.openai import ChatAnswer, ChatBody, CompletionAnswer, CompletionBody
+from localspec.server.openai import LOADING_EVENT, ChatAnswer, ChatBody, CompletionAnswer, CompletionBody
 from localspec.server.service import Metrics, counted
 
 PAGE = Path(__file__).parent / "page"
@@ -59,7 +59,7 @@ class Api:
         path: of the address.
         name: in the metrics.
         body: what is asked.
-        answer: what answers a service and a body: ``whole()``, and ``events()`` where it ``streams``.
+        answer: what answers a service and a body: ``whole()``, and ``events()`` where the body asks for them.
         wire: how events are sent.
         use: what it has a model do.
         any_name: whether a model's name that is not known stands for none: llama.vscode calls every model GPT-4, and
@@ -104,13 +104,11 @@ def addresses(host: Host) -> list[Address]:
     ]
 
 
-def _answering(host: Host, api: Api) -> Callable[[Request], Awaitable[Response]]:
-    async def events(answering: Any, metrics: Callable[[], Metrics], started: float) -> AsyncGenerator[bytes, None]:
-        with counted(metrics, api.name, started):
-            async with aclosing(answering.events()) as encoded:
-                async for event in encoded:
-                    yield event
+LOADING_SECONDS = 0.25
+"""Between two looks at how far a model is loaded, for streams that tell it."""
 
+
+def _answering(host: Host, api: Api) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(http: Request) -> Response:
         started = time.monotonic()
         model: HostedModel | None = None
@@ -118,29 +116,79 @@ def _answering(host: Host, api: Api) -> Callable[[Request], Awaitable[Response]]
         def metrics() -> Metrics:
             return host.metrics_of(model)
 
-        with ExitStack() as using:
+        async def prepared() -> Any:
+            """What answers, once the model is loaded. Grammars are compiled here, templates rendered, texts cut into
+            tokens: nothing that others should wait for."""
+            assert model is not None
+            asking = time.monotonic()
+            held.callback(await host.take(model, asked.keep))
+            seconds = time.monotonic() - asking
+            assert model.service is not None
+            answering = await _in_thread(api.answer, model.service.seen_by(client_of(http)), asked)
+            answering.seconds_loading = seconds
+            await reading.aclose()
+            return answering
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            assert model is not None
+            with counted(metrics, api.name, started):
+                preparing = asyncio.ensure_future(prepared())
+                try:
+                    if asked.tells_loading:
+                        async for told in _loading(model, preparing):
+                            yield told
+                    answering = await preparing
+                finally:
+                    preparing.cancel()
+                    await asyncio.gather(preparing, return_exceptions=True)
+                async with aclosing(answering.events()) as encoded:
+                    async for told in encoded:
+                        yield told
+
+        async with AsyncExitStack() as using:
+            held = await using.enter_async_context(AsyncExitStack())
             with counted(metrics, api.name, started, goes_on=True):
                 host.check_open(api.use)
-                async with host.bodies.json(http) as body:
-                    asked = await asyncio.to_thread(read, api.body, body)
-                    model = await host.find(asked.model, api.use, any_name=api.any_name)
-                    if asked.unloads and not model.fixed:
-                        host.leave(model)
-                        return JSONResponse(api.answer.unloaded(model.names[0]))  # type: ignore[attr-defined] # Ollama's
-                    # A large body keeps its turn while its model is loaded: no answer needs one to end.
-                    using.callback(await while_connected(http.receive, host.ending, host.take(model, asked.keep)))
-                    assert model.service is not None
-                    seen = model.service.seen_by(client_of(http))
-                    # Grammars are compiled there, templates rendered, texts cut into tokens: none should wait for it.
-                    answering = await asyncio.to_thread(api.answer, seen, asked)
-            if answering.streams:
-                over = using.pop_all().close
-                return EventStream(events(answering, metrics, started), host.ending, api.wire, over)
+                # A large body keeps its turn while its model is loaded: no answer needs one to end.
+                reading = await using.enter_async_context(AsyncExitStack())
+                body = await reading.enter_async_context(host.bodies.json(http))
+                asked = await asyncio.to_thread(read, api.body, body)
+                model = await host.find(asked.model, api.use, any_name=api.any_name)
+            if asked.unloads and not model.fixed:
+                host.leave(model)
+                return JSONResponse(api.answer.unloaded(model.names[0]))  # type: ignore[attr-defined] # Ollama's
+            if asked.is_stream:  # which says that it lives while the model is loaded
+                return EventStream(events(), host.ending, api.wire, using.pop_all().aclose)
             with counted(metrics, api.name, started):
+                answering = await while_connected(http.receive, host.ending, prepared())
                 whole = await while_connected(http.receive, host.ending, answering.whole())
                 return await asyncio.to_thread(JSONResponse, whole)  # it repeats as much as was sent
 
     return endpoint
+
+
+async def _in_thread(work: Callable[..., Result], *given: Any) -> Result:
+    """``asyncio.to_thread``, whose end a cancellation waits for: the model that it uses may be freed next."""
+    running = asyncio.ensure_future(asyncio.to_thread(work, *given))
+    try:
+        return await asyncio.shield(running)
+    finally:
+        await asyncio.wait((running,))
+
+
+async def _loading(model: HostedModel, until: asyncio.Future[Any]) -> AsyncGenerator[bytes, None]:
+    """Events of how far a model is loaded, or that it waits for its turn."""
+    told = None
+    while True:
+        doing = model.doing if model.state == "loading" else ("waiting", None)
+        doing = ("loaded", 1.0) if model.state == "loaded" else doing
+        if doing != told and (told is not None or model.state != "loaded"):
+            told = doing
+            loading = {"type": "loading", "model": model.names[0], "doing": doing[0], "fraction": doing[1]}
+            yield event({"choices": [], "localspec": {"loading": loading}}, LOADING_EVENT)
+        if until.done():
+            return
+        await asyncio.wait((until,), timeout=LOADING_SECONDS)
 
 
 async def _health(host: Host, request: Request) -> Response:

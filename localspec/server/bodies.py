@@ -123,6 +123,16 @@ class ModelBody(Body):
         """Whether it asks for nothing but that the model is unloaded."""
         return False
 
+    @property
+    def is_stream(self) -> bool:
+        """Whether the answer comes as events; an endpoint that only counts has no field ``stream``."""
+        return bool(getattr(self, "stream", False))
+
+    @property
+    def tells_loading(self) -> bool:
+        """Whether the events say how far the model is loaded."""
+        return False
+
 
 Kind = TypeVar("Kind", bound=Body)
 

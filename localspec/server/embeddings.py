@@ -128,8 +128,6 @@ class EmbeddingService:
 class EmbeddingAnswer:
     """The answer to a request for embeddings, in the shape of an API."""
 
-    streams = False
-
     def __init__(self, service: EmbeddingService, body: Any) -> None:
         self.service, self.body = service, body
         n_embd = service.model.n_embd

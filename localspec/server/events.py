@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -102,7 +102,7 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         ending: asyncio.Event,
         wire: Wire = OPENAI,
-        over: Callable[[], None] = lambda: None,
+        over: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         super().__init__(headers=_HEADERS, media_type=wire.media_type)
         del self.headers["content-length"]
@@ -127,7 +127,8 @@ class EventStream(Response):
             elif not self._ended:
                 await self._send(send, self._wire.failed(refusal, self._n_sent), last=True)
         finally:
-            self._over()
+            if self._over is not None:
+                await self._over()
 
     async def _send(self, send: Send, body: bytes, *, last: bool = False) -> None:
         if not self._started:

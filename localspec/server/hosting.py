@@ -12,7 +12,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -26,6 +26,8 @@ from localspec.engine.fit import (
     Sizes,
     Space,
     choose_context,
+    gpu_share,
+    gpus_of,
     loads_for,
     read_sizes,
     taken,
@@ -59,7 +61,7 @@ GRACE_S = 5.0
 """For so long the models that answer go on taking requests while another waits for their memory."""
 
 MEMORY_SHARE = 0.8
-"""Of the memory that is free when the server starts, what its models may take."""
+"""Of the memory that is free when the server starts, what its models may take; of that of GPUs likewise."""
 
 CACHE_SHARE = 1 / 16
 """Of that, what the conversations put aside may take, for each model."""
@@ -125,10 +127,10 @@ class ServedFile:
             return "fim_mid" in Vocab.from_gguf(file).fim
 
 
-def memory_of(loads: Sequence[Load], n_ctx: int, kv_type: str, backend: str) -> int:
-    """Memory that a model takes with what drafts for it [bytes], wherever it lies."""
+def memory_of(loads: Sequence[Load], n_ctx: int, kv_type: str, backend: str) -> Space:
+    """Memory that a model takes with what drafts for it."""
     space = taken(loads, n_ctx, kv_type, backend)
-    return space.ram - PROGRAM_BYTES + (space.gpu or 0)
+    return Space(space.ram - PROGRAM_BYTES, space.gpu)
 
 
 def embedder_memory(sizes: Sizes, n_ctx: int) -> int:
@@ -145,7 +147,9 @@ class LoadPlan:
         cache_bytes: for conversations put aside.
         drafts: whether the catalogue's draft model is loaded as well.
         parallel: whether several requests may be answered at a time.
-        needed: what all takes together [bytes].
+        needed: what all takes together of the machine's memory [bytes].
+        on_gpu: what it takes of GPUs with memory of their own [bytes].
+        n_gpu_layers: as ``LoadOptions`` has it.
     """
 
     n_ctx: int
@@ -153,6 +157,8 @@ class LoadPlan:
     drafts: bool
     parallel: bool
     needed: int
+    on_gpu: int = 0
+    n_gpu_layers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +172,7 @@ class Opening:
         n_ctx: tokens of context of each; None: by the memory.
         backend: as ``LoadOptions`` has it.
         kv_type: type of the caches.
+        n_gpu_layers: as ``LoadOptions`` has it.
         drafts, parallel: as ``LoadPlan`` has them, where there is memory for it.
         specs: the models; None is all on the disk, also those that are fetched later.
         made_of: files that were made of a model, which go with it.
@@ -178,6 +185,7 @@ class Opening:
     n_ctx: int | None = None
     backend: str = "auto"
     kv_type: str = "f16"
+    n_gpu_layers: int | None = None
     drafts: bool = True
     parallel: bool = True
     specs: Sequence[str] | None = None
@@ -195,7 +203,7 @@ class HostedModel:
         names: what requests may call it; the first is what answers call it.
         fixed: whether it was loaded by somebody else, and stays.
         service: what answers, while it is loaded.
-        taken: memory that it is counted with now [bytes].
+        taken, taken_gpu: memory that it is counted with now, the machine's and that of GPUs of their own [bytes].
         n_uses, n_waiting: requests that it answers, and that wait for it.
         n_promised: those of them that waited when it was loaded, and come before it is unloaded for another.
         used: when it was last used, by ``time.monotonic``.
@@ -212,6 +220,7 @@ class HostedModel:
     state: State = "unloaded"
     service: Service | EmbeddingService | None = None
     taken: int = 0
+    taken_gpu: int = 0
     n_uses: int = 0
     n_waiting: int = 0
     n_promised: int = 0
@@ -229,7 +238,7 @@ class HostedModel:
 
     @property
     def needed(self) -> int:
-        """Memory that it is expected to take [bytes]."""
+        """Memory of the machine that it is expected to take [bytes]."""
         return self.plan.needed
 
     @property
@@ -248,6 +257,7 @@ class Host:
         settings: the server's.
         opening: how models are loaded; None: there is one, which is loaded already.
         memory: what all models may take [bytes]; None is a share of what is free now.
+        gpu_memory: what they may take of GPUs with memory of their own [bytes]; None is a share of what is free now.
         keep_alive: where a request says nothing.
 
     Attributes:
@@ -264,6 +274,7 @@ class Host:
         opening: Opening | None = None,
         *,
         memory: int | None = None,
+        gpu_memory: int | None = None,
         keep_alive: KeepAlive = KEEP_ALIVE_S,
     ) -> None:
         self.settings = settings
@@ -273,6 +284,9 @@ class Host:
         self.started = time.time()
         self.turns = Turns()
         self.memory = round(MEMORY_SHARE * read_memory().available) if memory is None else memory
+        if gpu_memory is None:
+            gpu_memory = 0 if opening is None else round(MEMORY_SHARE * _free_on_gpus(opening))
+        self.gpu_memory = gpu_memory
         self.keep_alive = keep_alive
         self.metrics = Metrics()  # of requests that named no model that is here
         self.models: list[HostedModel] = []
@@ -374,7 +388,9 @@ class Host:
         trained = file.n_ctx_train or USUAL_CTX
         if file.embeds:
             n_ctx = min(opening.n_ctx or MAX_CTX, trained)
-            return LoadPlan(n_ctx, 0, drafts=False, parallel=False, needed=embedder_memory(file.sizes, n_ctx))
+            n_bytes = embedder_memory(file.sizes, n_ctx)
+            ram, gpu = (0, n_bytes) if self.gpu_memory else (n_bytes, 0)
+            return LoadPlan(n_ctx, 0, drafts=False, parallel=False, needed=ram, on_gpu=gpu)
         backend = "ik-llama" if opening.backend == "auto" else opening.backend  # whose buffers are the larger ones
         cache_bytes = min(self.settings.prefix_cache << 20, round(CACHE_SHARE * self.memory))
         draft = Catalog.load().draft_for(file.path) if opening.drafts else None
@@ -383,12 +399,38 @@ class Host:
         for drafts, parallel in ((True, True), (True, False), (False, False)):
             models = [Load(draft_sizes)] if draft_sizes is not None and drafts else []
             loads = loads_for(Load(file.sizes), models, [], SEVERAL if opening.parallel and parallel else 1)
-            space = Space(round(CONTEXT_SHARE * self.memory))
-            found = choose_context(loads, opening.kv_type, backend, space, file.n_ctx_train)
-            n_ctx = opening.n_ctx or max(found.n_ctx, min(USUAL_CTX, trained))
-            needed = cache_bytes + memory_of(loads, n_ctx, opening.kv_type, backend)
-            plans.append(LoadPlan(n_ctx, cache_bytes, drafts, parallel, needed))
-        return next((plan for plan in plans if plan.needed <= self.memory), plans[-1])
+            usual = opening.n_ctx or min(USUAL_CTX, trained)
+            n_layers, loads = self._on_gpus(loads, usual, backend)
+            on_gpu = loads[0].gpu_share == 1
+            space = Space(round(CONTEXT_SHARE * self.memory), round(CONTEXT_SHARE * self.gpu_memory) or None)
+            found = choose_context(loads, opening.kv_type, backend, space, file.n_ctx_train, on_gpu=on_gpu)
+            n_ctx = opening.n_ctx or max(found.n_ctx, usual)
+            takes = memory_of(loads, n_ctx, opening.kv_type, backend)
+            needed, own = cache_bytes + takes.ram, takes.gpu or 0
+            plans.append(LoadPlan(n_ctx, cache_bytes, drafts, parallel, needed, own, n_layers))
+        return next((plan for plan in plans if self._may_be(plan)), plans[-1])
+
+    def _on_gpus(self, loads: Sequence[Load], n_ctx: int, backend: str) -> tuple[int | None, list[Load]]:
+        """The layers of a target (the first) that go to GPUs with memory of their own, and what then lies where: all
+        that were asked for, or as many as fit with what drafts."""
+        assert self._opening is not None
+        asked, n_all = self._opening.n_gpu_layers, loads[0].sizes.n_layer + 1
+        if not self.gpu_memory:
+            return asked, list(loads)
+        for n in range(n_all, -1, -1) if asked is None else (asked,):
+            share = gpu_share(n, loads[0].sizes.n_layer)
+            drafts = [replace(each, gpu_share=float(share > 0)) for each in loads[1:]]
+            placed = [replace(loads[0], gpu_share=share), *drafts]
+            if asked is not None or (taken(placed, n_ctx, self._opening.kv_type, backend).gpu or 0) <= self.gpu_memory:
+                break
+        return (-1 if n == n_all else n), placed
+
+    def _may_be(self, plan: LoadPlan) -> bool:
+        return plan.needed <= self.memory and plan.on_gpu <= self.gpu_memory
+
+    def fits(self, model: HostedModel) -> bool:
+        """Whether a model can be loaded, if no other is."""
+        return model.fixed or self._may_be(model.plan)
 
     def metrics_of(self, model: HostedModel | None) -> Metrics:
         """Where a request is counted that names a model, or none."""
@@ -414,7 +456,7 @@ class Host:
                 able = [each for each in able if await self.fills(each)] or able
             if not able:
                 _check_use(None, use)
-            return next((each for each in able if each.fixed or each.needed <= self.memory), able[0])
+            return next((each for each in able if self.fits(each)), able[0])
         if model is None:
             raise self.no_model(name or "")
         _check_use(model, use)
@@ -473,7 +515,7 @@ class Host:
         return partial(self._release, model, keep)
 
     async def _enter(self, model: HostedModel) -> None:
-        if model.state == "unloaded" and model.needed > self.memory:
+        if model.state == "unloaded" and not self.fits(model):
             raise ApiError(400, self.too_large(model), param="model", code="model_too_large")
         most = max(1, self.settings.queue)  # as many as may wait for it once it is loaded
         if not self._is_open_to(model) and sum(each.n_waiting for each in self.models) >= most:
@@ -503,9 +545,11 @@ class Host:
                 self._advance()
 
     def too_large(self, model: HostedModel) -> str:
+        gpus = "" if not self.gpu_memory else f" and {size_text(model.plan.on_gpu)} on the GPU"
+        limit = "" if not self.gpu_memory else f" and {size_text(self.gpu_memory)}"
         return (
-            f"{model.names[0]} needs {size_text(model.needed)} with a context of {model.plan.n_ctx:,} tokens, and the "
-            f"models of this server may take {size_text(self.memory)} (--memory)"
+            f"{model.names[0]} needs {size_text(model.needed)}{gpus} with a context of {model.plan.n_ctx:,} tokens, "
+            f"and the models of this server may take {size_text(self.memory)}{limit} (--memory)"
         )
 
     def _release(self, model: HostedModel, keep: KeepAlive | Literal["usual"]) -> None:
@@ -556,14 +600,15 @@ class Host:
 
     def _in_the_way(self, wanted: HostedModel) -> list[HostedModel]:
         """The loaded models that have to go for one that is wanted, those used least recently first."""
-        lack = wanted.needed - self.room
+        lack, lack_gpu = wanted.needed - self.room, wanted.plan.on_gpu - self.gpu_room
         found = []
         loaded = [model for model in self.models if model.state == "loaded" and not model.fixed]
         for model in sorted(loaded, key=lambda model: (not model.is_idle, model.used)):
-            if lack <= 0:
+            if lack <= 0 and lack_gpu <= 0:
                 break
-            lack -= model.taken
-            found.append(model)
+            if (lack > 0 and model.taken) or (lack_gpu > 0 and model.taken_gpu):
+                lack, lack_gpu = lack - model.taken, lack_gpu - model.taken_gpu
+                found.append(model)
         return found
 
     @property
@@ -572,9 +617,19 @@ class Host:
         return self.memory - sum(model.taken for model in self.models)
 
     @property
+    def gpu_room(self) -> int:
+        """The same of GPUs with memory of their own."""
+        return self.gpu_memory - sum(model.taken_gpu for model in self.models)
+
+    def _has_room(self, model: HostedModel) -> bool:
+        return model.needed <= self.room and model.plan.on_gpu <= self.gpu_room
+
+    @property
     def _over_budget(self) -> bool:
         """Whether the models that stay loaded take more than they may: one can turn out larger than was expected."""
-        return sum(model.taken for model in self.models if model.state != "unloading") > self.memory
+        stay = [model for model in self.models if model.state != "unloading"]
+        ram, gpu = sum(model.taken for model in stay), sum(model.taken_gpu for model in stay)
+        return ram > self.memory or gpu > self.gpu_memory
 
     def _changed(self) -> None:
         self._advance()
@@ -599,7 +654,7 @@ class Host:
             return
         if any(model.state == "unloading" for model in self.models):
             return
-        if first.needed <= self.room:
+        if self._has_room(first):
             self._start(first)
             return
         way = self._in_the_way(first)
@@ -608,20 +663,21 @@ class Host:
                 self._unload(model)
             return
         for model in others:
-            if model.state == "unloaded" and model.needed <= self.room:
+            if model.state == "unloaded" and self._has_room(model):
                 self._start(model)
                 return
 
     def _start(self, model: HostedModel) -> None:
-        model.state, model.taken, model.error = "loading", model.needed, None
+        model.state, model.error = "loading", None
+        model.taken, model.taken_gpu = model.needed, model.plan.on_gpu
         model.cancel, model.doing, model.leaves = threading.Event(), ("loading", None), False
         self._run(self._load(model))
 
     async def _load(self, model: HostedModel) -> None:
         try:
-            engine, taken = await self._opened(model)
+            engine, takes = await self._opened(model)
         except Exception as error:
-            model.state, model.taken = "unloaded", 0
+            model.state, model.taken, model.taken_gpu = "unloaded", 0, 0
             self._line.pop(model, None)
             if not (isinstance(error, Cancelled) and model.cancel.is_set()):
                 model.error = line_of(error).replace(str(model.file.path), model.file.path.name)
@@ -633,26 +689,28 @@ class Host:
                 self.settings if isinstance(engine, EmbeddingModel) else self.opening.settings(engine, self.settings)
             )
             model.service = self._service_of(model, engine, settings)
-            model.state, model.taken, model.used = "loaded", taken, time.monotonic()
+            model.state, model.used = "loaded", time.monotonic()
+            model.taken, model.taken_gpu = takes.ram, takes.gpu or 0
             model.n_promised = model.n_waiting
             self._line.pop(model, None)
             self._rest(model)
         self._changed()
 
-    async def _opened(self, model: HostedModel) -> tuple[LLM | EmbeddingModel, int]:
+    async def _opened(self, model: HostedModel) -> tuple[LLM | EmbeddingModel, Space]:
         """Load a model in a thread; the end of the server cancels it."""
         opening, file = self.opening, model.file
 
         def report(what: str, fraction: float | None) -> None:
             model.doing = (what, fraction)
 
-        def load() -> tuple[LLM | EmbeddingModel, int]:
+        def load() -> tuple[LLM | EmbeddingModel, Space]:
             if file.embeds:
-                return opening.embedding(file, model.plan), model.needed
+                return opening.embedding(file, model.plan), Space(model.needed, model.plan.on_gpu)
             llm = opening.text(file, model.plan, report, model.cancel)
             try:
                 llm.take_turns(self.turns)
-                return llm, model.plan.cache_bytes + _taken(llm, opening.kv_type)
+                takes = _taken(llm, opening.kv_type, gpus=bool(self.gpu_memory))
+                return llm, Space(model.plan.cache_bytes + takes.ram, takes.gpu)
             except BaseException:
                 llm.close(cancel=True)
                 raise
@@ -682,7 +740,7 @@ class Host:
         service, model.service, model.expires = model.service, None, None
         assert service is not None
         await asyncio.to_thread(service.close)
-        model.state, model.taken = "unloaded", 0
+        model.state, model.taken, model.taken_gpu = "unloaded", 0, 0
         self._changed()
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
@@ -743,15 +801,26 @@ def _check_use(model: HostedModel | None, use: Use) -> None:
         raise ApiError(400, "this model makes embeddings; it continues no text", code="unsupported_endpoint")
 
 
-def _taken(llm: LLM, kv_type: str) -> int:
-    """Memory of a loaded model with what it drafts with [bytes]."""
+def _free_on_gpus(opening: Opening) -> int:
+    """Memory that is free on GPUs with memory of their own [bytes], where models may be put on them."""
+    if opening.n_gpu_layers == 0 or opening.backend not in ("auto", "llama-cpp"):
+        return 0
+    return sum(each.free_bytes for each in gpus_of("llama-cpp") if not each.shared)
+
+
+def _taken(llm: LLM, kv_type: str, *, gpus: bool) -> Space:
+    """Memory of a loaded model with what it drafts with; ``gpus``: whether there are some with memory of their own."""
     pair = llm.inspect()
+    on_gpu = gpus and pair.target.capabilities.device != "cpu"
     target, models, heads = read_sizes(pair.target.path), list[Load](), list[Load]()
     for draft in pair.state.models:
         is_own = is_same_file(draft.model.path, pair.target.path)  # the target's own layers
         found = target.own_layer if is_own and target is not None else read_sizes(draft.model.path)
         if found is not None:
-            (models if draft.drafter.info.is_draft_model else heads).append(Load(found))
-    parallel = int(llm.parallel_info()["parallel"])
-    loads = [] if target is None else loads_for(Load(target), models, heads, parallel)
+            share = float(gpus and draft.model.capabilities.device != "cpu")
+            (models if draft.drafter.info.is_draft_model else heads).append(Load(found, gpu_share=share))
+    parallel, loads = int(llm.parallel_info()["parallel"]), list[Load]()
+    if target is not None:
+        share = gpu_share(pair.options.n_gpu_layers, target.n_layer) if on_gpu else 0.0
+        loads = loads_for(Load(target, gpu_share=share), models, heads, parallel)
     return memory_of(loads, llm.n_ctx, kv_type, llm.backend_name)

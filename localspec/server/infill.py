@@ -266,7 +266,8 @@ class InfillAnswer(ApiAnswer[str | PromptProgress]):
 
     def read(self, step: AnswerEvent) -> Iterator[str | PromptProgress]:
         if step.progress is not None:
-            yield step.progress
+            if step.progress.reader == "target":
+                yield step.progress
             return
         text = self._rules.push(step.delta.text) if not self._rules.over else ""
         if step.reply is not None:

@@ -128,7 +128,7 @@ class ModelEndpoints:
                 "fraction": model.doing[1] if model.state == "loading" else None,
                 "size": model.file.n_bytes,
                 "needed": model.needed,
-                "fits": model.fixed or model.needed <= host.memory,
+                "fits": host.fits(model),
                 "embeds": model.file.embeds,
                 "error": model.error,
                 "expires": model.expires,
@@ -137,10 +137,11 @@ class ModelEndpoints:
         ]
         found: dict[str, Any] = {"models": models, "several": host.may_change}
         if host.may_change:
-            found["memory"] = {"limit": host.memory, "taken": sum(model.taken for model in host.models)}
-            found["fetches"] = client.reads_texts
+            found["memory"] = {"limit": host.memory, "taken": host.memory - host.room}
+            found["gpu_memory"] = {"limit": host.gpu_memory, "taken": host.gpu_memory - host.gpu_room}
+            found["fetches"], room = client.reads_texts, host.memory + host.gpu_memory
             found["catalog"] = [
-                {"name": entry.name, "size": entry.bytes, "fits": ROOM * entry.bytes <= host.memory, "note": entry.note}
+                {"name": entry.name, "size": entry.bytes, "fits": ROOM * entry.bytes <= room, "note": entry.note}
                 for entry in _fetchable()
                 if client.reads_texts
             ]
@@ -195,6 +196,7 @@ class ModelEndpoints:
             registry.register(OfModels(host))
             for name, about, value in (
                 ("memory_limit_bytes", "What the models may take.", host.memory),
+                ("gpu_memory_limit_bytes", "What they may take of GPUs of their own memory.", host.gpu_memory),
                 ("uptime_seconds", "Since the start.", time.time() - host.started),
             ):
                 Gauge(f"localspec_{name}", about, registry=registry).set(value)
@@ -247,6 +249,7 @@ class OfModels(Collector):
         for stem, about, value in (
             ("model_loaded", "Whether the model is loaded.", float(model.state == "loaded")),
             ("model_memory_bytes", "Memory that it is counted with.", float(model.taken)),
+            ("model_gpu_memory_bytes", "The same of GPUs of their own memory.", float(model.taken_gpu)),
             ("model_requests_running", "Requests that it answers.", float(model.n_uses)),
             ("model_requests_waiting", "Requests that wait until it is loaded.", float(model.n_waiting)),
         ):
@@ -372,8 +375,10 @@ class OllamaModels:
             own: dict[str, Any] = {"context_length": n_ctx}
             if not model.fixed:
                 on_gpu = isinstance(service, Service) and service.llm.inspect().target.capabilities.device == "gpu"
+                size = model.taken + model.taken_gpu
+                vram = size if on_gpu and not self._host.gpu_memory else model.taken_gpu  # else it is all one memory
                 expires = timestamp(model.expires or (_IN_A_CENTURY if model.keep is None else time.time()))
-                own |= {"size": model.taken, "size_vram": model.taken if on_gpu else 0, "expires_at": expires}
+                own |= {"size": size, "size_vram": vram, "expires_at": expires}
             for listed in await self._listed([model]):
                 found.append({name: value for name, value in listed.items() if name != "modified_at"} | own)
         return JSONResponse({"models": found})

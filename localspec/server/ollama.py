@@ -45,8 +45,8 @@ def line(value: Any) -> bytes:
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
-# No sign of life while a request waits: clients take every line for a piece of the answer.
-WIRE = Wire("application/x-ndjson", lambda error, n: line(error.as_ollama()))
+# The sign of life is white space before the next line: clients take every line for a piece of the answer.
+WIRE = Wire("application/x-ndjson", lambda error, n: line(error.as_ollama()), b" ")
 
 
 def _stays(value: Any) -> Any:
@@ -256,12 +256,12 @@ class OllamaChat(BlockAnswer):
         """Why it ended, and figures; durations in nanoseconds."""
         if not self.tasks:
             return {"done": True, "done_reason": "load"}
-        stats = self.replies[0].stats
+        stats, loading = self.replies[0].stats, self.seconds_loading
         return {
             "done": True,
             "done_reason": "length" if self.finish_reason == "length" else "stop",
-            "total_duration": _ns(time.time() - self.created),
-            "load_duration": 0,
+            "total_duration": _ns(loading + time.time() - self.created),
+            "load_duration": _ns(loading),
             "prompt_eval_count": len(self.tasks[0].prompt),
             "prompt_eval_duration": _ns(stats.seconds_prompt),
             "eval_count": stats.completion_tokens,

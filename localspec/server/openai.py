@@ -48,7 +48,7 @@ from localspec.server.tool_calls import CallStart
 from localspec.server.tools import Delta, ToolUse, joined
 from localspec.spec_decode.rounds import EmittedToken, PromptProgress
 
-ROUND_EVENT, PROMPT_EVENT = "localspec.round", "localspec.prompt"
+LOADING_EVENT, PROMPT_EVENT, ROUND_EVENT = "localspec.loading", "localspec.prompt", "localspec.round"
 
 MAX_TOP_LOGPROBS = 20  # OpenAI's own limit
 
@@ -80,6 +80,10 @@ class OpenAIBody(ApiBody, Shared):
 
     @abstractmethod
     def asked(self, served: ServedModel) -> ChatRequest | CompletionRequest: ...
+
+    @property
+    def tells_loading(self) -> bool:
+        return self.stream_options is not None and self.stream_options.localspec_rounds
 
     def openai_options(self, served: ServedModel, logprobs: int | None, **more: Any) -> AnswerOptions:
         if self.stream_options is not None and not self.stream:
@@ -304,7 +308,7 @@ class OpenAIAnswer(ApiAnswer[Content]):
     def _progress(self, index: int, progress: PromptProgress) -> Iterator[Content]:
         if self.options.rounds:
             yield PROMPT_EVENT, {"localspec": {"choice": index, "prompt": progress.as_event()}}
-        if self.options.progress:
+        if self.options.progress and progress.reader == "target":
             yield None, {"choices": [_choice(index, self.nothing)], "prompt_progress": prompt_progress(progress)}
 
     def told(self, part: Content) -> Iterator[bytes]:

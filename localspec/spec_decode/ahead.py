@@ -178,7 +178,7 @@ class _AheadPlan(Plan):
     def order(self, sources: Sequence[str]) -> Sequence[str]:
         return self._outer.order(sources)
 
-    def more(self, source: str, pending: int = 0) -> int:
+    def more(self, source: str, pending: int = 0, held: float | None = None) -> int:
         return super().more(source, pending) if pending == 0 or self._clock.fits(self._probability) else 0
 
     def spent(self, source: str, n_tokens: int, ms: float) -> None:

@@ -174,16 +174,18 @@ class PromptProgress:
     """How far a prompt is read.
 
     Attributes:
-        total: tokens of the prompt.
-        cached: those of them that were in memory before.
+        total: tokens of the prompt; of a draft model, which may read it later, of all that it has to read.
+        cached: those of them that were in memory before; for a draft model, when its reading was first told.
         processed: those that are in memory now, ``cached`` included.
         seconds: since reading began.
+        reader: who reads, ``target`` or ``draft``.
     """
 
     total: int
     cached: int
     processed: int
     seconds: float
+    reader: Literal["target", "draft"] = "target"
 
     @property
     def tokens_per_second(self) -> float:
@@ -205,6 +207,7 @@ class PromptProgress:
         left = self.seconds_left
         return {
             "type": "prompt",
+            "reader": self.reader,
             "total": self.total,
             "cached": self.cached,
             "processed": self.processed,
@@ -215,7 +218,8 @@ class PromptProgress:
 
     def __str__(self) -> str:
         """For people: ``1,280 of 4,000 tokens · 96 tok/s · 28 s left``."""
-        parts = [f"{self.processed:,} of {self.total:,} tokens"]
+        parts = ["draft model"] if self.reader == "draft" else []
+        parts.append(f"{self.processed:,} of {self.total:,} tokens")
         if (left := self.seconds_left) is not None:
             minutes, seconds = divmod(math.ceil(left), 60)
             parts += [

@@ -144,6 +144,14 @@ class JsonStore:
         value = stored.get("value")
         return value if isinstance(value, dict) else None
 
+    def items(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """All keys with values that can be read."""
+        for path in sorted(self.folder.glob("*.json")):
+            with suppress(OSError, ValueError, RecursionError, KeyError, TypeError):
+                key = json.loads(path.read_text())["key"]
+                if self._path(key) == path and (value := self.get(key)) is not None:
+                    yield key, value
+
     def put(self, key: Key, value: Mapping[str, Any]) -> None:
         """Store a value. A full or read-only disk only means that it will be found out again."""
         text = json.dumps({"format": self.format, "key": dict(key), "value": value})

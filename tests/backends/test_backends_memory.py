@@ -41,11 +41,6 @@ def check_rollback(model: Model, tokens: list[int], cuts: list[int], noise: floa
     assert smallest_defect > 3 * noise, "this test could not tell a defect from noise"
 
 
-def test_a_sliding_window_rolls_back_inside_and_past_the_window(fast_backend: Backend, tiny: TinyFiles) -> None:
-    with fast_backend.load(tiny.sliding, n_threads=1) as model:
-        check_rollback(model, some_tokens(600), [600, 597, 300, 33, 31, 1, 0], 1e-3, 1024)
-
-
 @pytest.mark.parametrize("states", [False, True])
 def test_anything_in_a_sliding_window(fast_backend: Backend, tiny: TinyFiles, states: bool) -> None:
     """llama.cpp gives cells before the window to other sequences, and leaves them out of a state: a cut then has to

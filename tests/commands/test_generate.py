@@ -45,15 +45,6 @@ def reply(pair: Any, *options: str, prompt: str = "hello", **how: Any) -> dict[s
     return found
 
 
-def test_speculation_changes_nothing(tiny: TinyFiles) -> None:
-    """And a draft model that is named does not cost the free n-grams."""
-    pair, prompt = tiny.pair, "la la la la"
-    both, alone = (reply(pair, prompt=prompt, keep_ngrams=keep) for keep in (True, False))
-    assert (both["draft"], alone["draft"]) == (["ngram", pair.draft.stem], [pair.draft.stem])
-    for options in (["--draft", "ngram"], ["--draft-length", "0"], ["--draft-length", "auto"]):
-        assert reply(pair, *options, prompt=prompt)["token_ids"] == both["token_ids"] == alone["token_ids"]
-
-
 def test_the_three_formats_say_the_same_in_the_documented_fields(tiny: TinyFiles) -> None:
     text, found = generate(tiny.pair, "-p", "hello").stdout.decode(), reply(tiny.pair)
     *rounds, last = map(json.loads, generate(tiny.pair, "-p", "hello", "--format", "events").stdout.splitlines())

@@ -8,16 +8,31 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from localspec.commands import files, options, recommend
 from localspec.commands.files import fetch_minutes
 from localspec.commands.options import ensure_model
-from localspec.commands.recommend import ENOUGH, LARGE_GAIN, REACHED, SMALL_GAIN, Candidate, candidates, larger_than
+from localspec.commands.recommend import (
+    ENOUGH,
+    LARGE_GAIN,
+    REACHED,
+    SMALL_GAIN,
+    Candidate,
+    Reached,
+    candidates,
+    larger_than,
+)
+from localspec.controllers.calibration import curves
+from localspec.controllers.cost_model import PassTimes
+from localspec.measuring import last_bench
 from localspec.model_files.catalog import Catalog
+from localspec.model_files.fingerprint import fingerprint
 from localspec.system import machine
-from localspec.system.machine import SystemMemory
+from localspec.system.machine import SystemMemory, cpu_name
+from tests.support import ggufs
 from tests.support.program import localspec
 
 GB = 1_000_000_000
@@ -121,14 +136,14 @@ def test_minutes_go_by_how_fast_the_last_one_was(monkeypatch: pytest.MonkeyPatch
     [
         (24, "l\n", "qwen3-8b", True),
         (24, "\n", DEFAULT.name, True),
-        (3.5, "l\n\n", DEFAULT.name, False),  # nothing larger fits: l is no answer, and it is asked again
+        (3.5, "l\n\n", DEFAULT.name, False),  # nothing larger is fast enough: l is no answer, and it is asked again
     ],
 )
 def test_a_first_chat_offers_what_else_would_fit(
     here: Callable[[float, float | None], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     free: float, typed: str, model: str, offered: bool,
 ) -> None:  # fmt: skip
-    here(free, 100)
+    here(free, 100 if offered else 10)
     monkeypatch.delenv("LOCALSPEC_OFFLINE", raising=False)
     pulled: list[str] = []
     monkeypatch.setattr("localspec.commands.files.pull", pulled.append)
@@ -144,15 +159,57 @@ def test_a_first_chat_offers_what_else_would_fit(
     assert (f"from now on: localspec chat {model}" in said) == (model != DEFAULT.name)
 
 
-def test_what_nobody_tried_is_named_as_that(
-    here: Callable[[float, float | None], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_never_run_is_offered_as_that(here: Callable[[float, float | None], None]) -> None:
     """With the catalogue as it is: no checked model is larger than the default."""
     here(24, 100)
-    best = options.larger_choice(DEFAULT)
-    assert best is None
-    assert "none of them tried by us: localspec recommend" in capsys.readouterr().err
+    entry, line = options.larger_choice(DEFAULT) or pytest.fail("nothing was offered")
+    assert entry.bytes > DEFAULT.bytes
+    assert entry.name in line
+    assert "never run by us, its size and digest are the hub's" in line
     here(24, 1)
     assert options.larger_choice(DEFAULT) is None
-    assert not capsys.readouterr().err.count("recommend")
-    assert recommend.candidates(GB, None)
+
+
+@pytest.fixture
+def timed(here: Callable[[float, float | None], None]) -> Callable[..., None]:
+    """Has the default on the disk, with a pass over one token that took so long here [ms]."""
+    DEFAULT.path.parent.mkdir(parents=True, exist_ok=True)
+    ggufs.write_llama(DEFAULT.path, ggufs.Shape(n_layer=1), ggufs.bpe_vocab(300))
+    with DEFAULT.path.open("r+b") as file:
+        file.truncate(DEFAULT.bytes)
+    here(24, 40)
+
+    def take(ms: float, **more: Any) -> None:
+        key = {"machine": cpu_name(), "engine": "an engine", "device": "cpu", "file": fingerprint(DEFAULT.path)}
+        key |= {"threads": "2", "kv": "f16"}
+        curves().put(key, PassTimes({1: ms, 2: 1.1 * ms}, **more))
+
+    return take
+
+
+def test_what_was_measured_here_goes_before_what_is_assumed(timed: Callable[..., None]) -> None:
+    def rows() -> tuple[dict[str, Candidate], Reached]:
+        listed, reached = recommend.look(lambda line: None)
+        return {each.name: each for each in listed}, reached
+
+    other = "qwen2.5-coder-3b"
+    assumed, reached = rows()
+    assert (reached.share, reached.measured_with) == (REACHED, None)
+    timed(31.0, noisy=True)
+    assert rows() == (assumed, reached)  # a provisional time counts for nothing
+    timed(1e3 * DEFAULT.bytes / (0.8 * 40 * GB))
+    listed, reached = rows()
+    assert (reached.share, reached.measured_with) == (pytest.approx(0.8, rel=1e-4), DEFAULT.name)
+    rates = [each[other].tokens_per_second or 0.0 for each in (assumed, listed)]
+    assert rates[1] / rates[0] == pytest.approx(0.8 / REACHED, rel=0.02)
+    own = listed[DEFAULT.name]
+    assert own.tokens_per_second == pytest.approx(SMALL_GAIN * 0.8 * 40 * GB / DEFAULT.bytes, abs=0.06)
+    assert not own.measured  # its gain is assumed
+    lines = localspec("recommend", "--all").stdout.decode().splitlines()
+    assert any(f"80% of the memory's bandwidth (measured here with {DEFAULT.name})" in line for line in lines)
+    last_bench.remember(
+        DEFAULT.path, "an engine", {"drafters": [], "speedups": {"all": 1.5}, "n_questions": 9, "n_guesses": 9}
+    )
+    own = rows()[0][DEFAULT.name]
+    assert own.measured
+    assert own.tokens_per_second == pytest.approx(1.5 * 0.8 * 40 * GB / DEFAULT.bytes, abs=0.06)

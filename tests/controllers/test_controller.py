@@ -196,6 +196,32 @@ def test_break_even_is_where_the_theory_says() -> None:
     assert controller.stopping.break_even("model") == pytest.approx(0.7, abs=0.01)
 
 
+def test_a_step_behind_a_token_that_is_not_settled_counts_that_token() -> None:
+    costs = PassTimes(CURVES["ik"]), {"model": PassTimes({1: 5.0})}
+    controller = AutoController(*costs, {"model": SourceAcceptance(GREEDY)})
+    plan = controller.plan(room=20, n_past=10)
+    assert plan.more("model", 1)
+    assert plan.more("model", 1, held=0.97)
+    assert not plan.more("model", 1, held=0.15)
+
+
+def test_drafts_carried_over_as_text_may_cost_less_reading() -> None:
+    costs = PassTimes(CURVES["ik"]), {"model": PassTimes({1: 5.0, 64: 160.0})}  # 64 tokens take three of the target's
+    same, other = (AutoController(*costs, {"model": SourceAcceptance(GREEDY)}, passes=n) for n in ({}, {"model": 1.0}))
+    assert same.plan(room=99, n_past=10).more("model", 64)
+    assert not other.plan(room=99, n_past=10).more("model", 64)
+    assert other.plan(room=99, n_past=10).more("model", 32)
+
+
+def test_what_takes_more_passes_for_a_token_costs_more() -> None:
+    costs = PassTimes(CURVES["ik"]), {"model": PassTimes({1: 5.0})}
+    once, twice = (
+        AutoController(*costs, {"model": SourceAcceptance(GREEDY)}, passes={"model": n}).stopping for n in (1.0, 2.0)
+    )
+    assert twice.costs.step_ms("model") == 2 * once.costs.step_ms("model")
+    assert twice.break_even("model") > once.break_even("model") + 0.05
+
+
 def test_a_sample_or_the_most_probable_token_by_what_the_rates_say() -> None:
     times = PassTimes(CURVES["ik"])
     sources, sampled = ({"model": SourceAcceptance(GREEDY)} for _ in range(2))

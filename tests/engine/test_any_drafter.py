@@ -28,6 +28,8 @@ def world(
 
 @pytest.mark.parametrize("number", range(len(DRAFTS)), ids=["+".join(drafts) for drafts in DRAFTS])
 def test_answers_are_what_the_target_alone_says(world: World, number: int) -> None:
+    if world.engine != "reference" and len(DRAFTS[number]) > 1:
+        pytest.skip("what drafters do together has nothing to do with the engine")
     rng, before = random.Random(f"{world.engine} {number}"), world.n_answers
     if world.engine != "mlx":  # which is slow on a CPU
         world.check(case_of(rng, DRAFTS[number], 1, WAYS[number % len(WAYS)], N_ALONE))

@@ -80,3 +80,27 @@ def test_a_prompt_that_is_stopped_is_read_no_further_and_gone_on_with(llm: LLM) 
     assert 0 < said[0].cached < len(PROMPT) - 1
     with LLM(llm.model_path, None, backend="reference", n_ctx=2048) as other:
         assert again.reply.token_ids == other.generate(PROMPT, SHORT).token_ids
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_a_draft_model_tells_how_far_it_reads_and_can_be_stopped(
+    tiny: TinyFiles, isolated_home: Path, parallel: int
+) -> None:
+    pair = tiny.quick
+    with LLM(pair.target, pair.draft, draft_length=4, backend="reference", n_ctx=2048, parallel=parallel) as llm:
+        said = progress_of(llm.rounds(PROMPT, SHORT))
+        of_draft = [each for each in said if each.reader == "draft"]
+        assert said[-len(of_draft) :] == of_draft  # behind all of the target's
+        assert [each.total for each in of_draft] == [len(PROMPT)] * len(of_draft)
+        read = [each.processed for each in of_draft]
+        assert (len(read), read) == (len(PROMPT) // 256, sorted(set(read)))
+        assert str(of_draft[-1]).startswith("draft model · ")
+        # What it has read is said no more.
+        again = progress_of(llm.rounds([*PROMPT, *some(LONG_PROMPT + 1, 1)], SHORT))
+        assert [each.processed for each in again if each.reader == "draft"] in ([], [len(PROMPT) + 256])
+        # It stops between two pieces.
+        stream = llm.rounds(some(1000, 5), SHORT)
+        next(each for each in stream.steps() if isinstance(each, PromptProgress) and each.reader == "draft")
+        stream.close()
+        assert stream.reply.finish_reason == "cancelled"
+        assert llm.generate(PROMPT, SHORT).token_ids == llm.generate(PROMPT, SHORT, speculate=False).token_ids

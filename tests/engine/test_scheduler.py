@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import random
 import threading
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from localspec import LLM, LocalspecError, Reply, SamplingParams
+from localspec import LLM, LocalspecError, SamplingParams
 from localspec.backends.base import Forward, Piece, SequenceBatch
 from localspec.controllers import batching as batching_module
 from localspec.controllers.batching import LEAST_ROWS, STALL, SharedPasses
@@ -20,7 +18,7 @@ from localspec.engine import scheduler as scheduler_module
 from localspec.errors import EngineError
 from tests.conftest import TinyFiles
 from tests.support.memory import check_only_conversations_are_held, passes_of
-from tests.support.waiting import PATIENCE, Brake, wait_until
+from tests.support.waiting import PATIENCE, Brake
 
 N_CTX = 192
 N_PARALLEL = 4
@@ -76,57 +74,6 @@ def test_answers_are_those_alone(llm: LLM, alone: list[list[int]], monkeypatch: 
     assert max(map(len, fed)) == N_PARALLEL
     assert sum(reply.stats["num_accepted_tokens"] for reply in replies) > 0
     assert any("Shared with other answers" in reply.explanation for reply in replies)
-    check_nothing_is_left(llm)
-
-
-def test_answers_do_not_depend_on_who_joins_leaves_or_is_late(llm: LLM, alone: list[list[int]]) -> None:
-    """180 requests from six threads; of those that end by themselves each is the answer alone."""
-    ended: Counter[str] = Counter()
-    wrong: list[tuple[int, Reply]] = []
-
-    def client(seed: int) -> None:
-        rng = random.Random(seed)
-        for _ in range(30):
-            i = rng.randrange(40)
-            text, params, options = asked(i)
-            options |= {"priority": rng.choice([0, 0, 1, -3]), "conversation": rng.choice([None, "a", "b"])}
-            kind = rng.choice(["whole", "whole", "close", "drop", "late", "too long", "wrong"])
-            if kind == "late":
-                options["deadline"] = 0.001 + rng.random() * 0.05
-            try:
-                if kind == "too long":
-                    text = "la " * 300
-                elif kind == "wrong":
-                    options["drafters"] = ["nobody"]
-                stream = llm.rounds(text, params, **options)
-                if kind in ("close", "drop"):
-                    for _ in range(rng.randrange(4)):
-                        next(stream, None)
-                    if kind == "drop":
-                        ended["dropped"] += 1
-                        continue
-                    stream.close()
-                reply = stream.reply
-            except LocalspecError as error:
-                ended[type(error).__name__] += 1
-                continue
-            ended[reply.finish_reason] += 1
-            whole = reply.finish_reason == "length"
-            if reply.token_ids != (alone[i] if whole else alone[i][: len(reply.token_ids)]):
-                wrong.append((i, reply))
-
-    threads = [threading.Thread(target=client, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert not wrong
-    assert sum(ended.values()) == 180
-    assert ended["length"] > 30
-    assert ended["cancelled"] > 5
-    assert ended["PromptTooLong"] > 5
-    assert ended["UsageError"] > 5
-    wait_until(lambda: not llm.busy and not llm.queue_length, "the queue is empty")
     check_nothing_is_left(llm)
 
 

@@ -278,7 +278,7 @@ def test_a_server_restarted_and_the_command(tiny: TinyFiles) -> None:
     assert tiny.quick.target.name in listed.stdout.decode()
     (row,) = json.loads(localspec("cache", "--json").stdout)["prompts"]
     assert row["tokens"] >= len(PROMPT)
-    assert localspec("cache", "--clear").stdout.startswith(b"deleted 1 prompts")
+    assert localspec("cache", "--clear").stdout.startswith(b"deleted 1 prompt (")
     assert stored_prompts.stored_prompts() == []
     assert localspec("cache").stdout.startswith(b"0 prompts")
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from localspec import LLM, LocalspecError, SamplingParams
 from localspec.llm import Session
-from tests.fuzz.asks import N_CTX, write_pair
 from tests.fuzz.target import Check, Target, Timed, one_line
+from tests.support.ggufs import Shape, bpe_vocab, correlated_pair
 
 PARAMS = [
     SamplingParams(max_tokens=6, ignore_eos=True),
@@ -120,8 +120,9 @@ class Talk:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[Check]:
-    pair, path = write_pair(folder), folder / "talk.session"
-    options: dict[str, Any] = {"backend": "reference", "n_ctx": N_CTX}
+    shape, path = Shape(n_layer=1, n_embd=32, n_head=2, n_head_kv=1, n_ff=32, residual=0.4), folder / "talk.session"
+    pair = correlated_pair(folder, bpe_vocab(300), shape=shape, name="asked")
+    options: dict[str, Any] = {"backend": "reference", "n_ctx": 160}
     with (
         LLM(pair.target, draft=["ngram", str(pair.draft)], **options) as llm,
         LLM(pair.target, draft=None, prefix_cache_bytes=0, **options) as plain,

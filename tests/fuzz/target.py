@@ -29,7 +29,7 @@ class Target:
         name: for the report.
         cases: a strategy; the repr of a case must say all that is needed to build it again.
         opened: makes the check, given a folder for files; closed when the run is over.
-        in_suite: how many cases ``make test`` tries.
+        in_suite: how many cases ``test_fuzz`` tries; 0 where another test does.
         missing: why the target cannot be run here, or None.
     """
 

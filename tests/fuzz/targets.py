@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from tests.fuzz import asks, bodies, engines, headers, heads, hyperparameters, sessions, templates
+from tests.fuzz import answers, bodies, engines, headers, heads, hyperparameters, sessions, templates
 
 TARGETS = {
     target.name: target
     for target in (
-        asks.TARGET,
+        *answers.TARGETS,
         sessions.TARGET,
         headers.TARGET,
         heads.TARGET,

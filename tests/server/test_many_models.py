@@ -20,6 +20,7 @@ from localspec import LLM
 from localspec.backends.llama.embedding import EmbeddingModel
 from localspec.backends.registry import unavailable_reason
 from localspec.engine.worker import Turns
+from localspec.errors import LocalspecError
 from localspec.server import hosting
 from localspec.server.http import read_keep_alive
 from localspec.system.files import models_dir
@@ -232,6 +233,34 @@ def test_one_that_can_never_fit_is_refused_with_the_numbers(disk: Path) -> None:
         assert ask(server, "/v1/completions", {"prompt": "a", "max_tokens": 1})["model"] == "blue"
 
 
+def test_a_gpu_has_a_budget_of_its_own(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve_several(gpu_memory=1 << 30, prefix_cache=0) as server:
+        blue, _, red = server.host.models
+        assert (blue.plan.n_gpu_layers, blue.needed, blue.plan.on_gpu) == (-1, 0, red.plan.on_gpu)  # all of it
+        most = max(model.plan.on_gpu for model in server.host.models)
+    monkeypatch.setattr(hosting, "_taken", lambda *given, **more: hosting.Space(0, most))  # as if there was one
+    with serve_several(gpu_memory=2 * most, prefix_cache=0) as server:
+        for name in ("blue", "code", "red"):
+            ask(server, "/v1/chat/completions", chat(name))
+        assert sorted(loaded(server)) == ["code", "red"]  # there was room for blue in the machine's memory
+        found = ask(server, "/v1/localspec/models")
+        assert found["gpu_memory"] == {"limit": 2 * most, "taken": 2 * most}
+        assert found["memory"]["taken"] == 0
+        assert [each["size_vram"] for each in ask(server, "/api/ps")["models"]] == [most, most]
+        ask(server, "/models/unload", {"model": "red"})
+        wait_until(lambda: server.host.gpu_room == most, "red is unloaded")
+    # Where it does not hold all layers, it is given some; those that were asked for are too many.
+    with serve_several(gpu_memory=blue.plan.on_gpu - 1, prefix_cache=0) as server:
+        part = server.host.models[0].plan
+        assert part.n_gpu_layers in (0, 1, 2)
+        assert 0 < part.needed < blue.plan.on_gpu
+        assert part.on_gpu < blue.plan.on_gpu
+    with serve_several(opening(n_gpu_layers=3), gpu_memory=1000, prefix_cache=0) as server:
+        status, message = refused(server, "/v1/chat/completions", chat("red"))
+        assert (status, "on the GPU" in message) == (400, True)
+        assert not any(each["fits"] for each in ask(server, "/v1/localspec/models")["models"])
+
+
 def test_what_does_not_fit_beside_what_answers_waits(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serve_several(prefix_cache=0) as server:
         server.host.memory = max(needs(server, "red"), needs(server, "blue"))
@@ -329,6 +358,103 @@ def test_too_many_that_wait_are_turned_away(disk: Path) -> None:
         gate.go_on.set()
         for thread in threads:
             thread.join()
+
+
+def test_streams_live_while_a_model_is_loaded(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localspec.server.events.KEEP_ALIVE_SECONDS", 0.05)
+    said = {"messages": [{"role": "user", "content": "hi"}], "model": "red", "stream": True, "max_tokens": 4}
+    ollama = {"model": "red", "prompt": "hi", "options": {"num_predict": 4}}
+    for path, body, sign in (
+        ("/v1/chat/completions", said, b": waiting\n\n"),
+        ("/v1/completions", {"model": "red", "prompt": "hi", "stream": True, "max_tokens": 4}, b": waiting\n\n"),
+        ("/v1/messages", said, b"event: ping\n"),
+        ("/v1/responses", {"model": "red", "input": "hi", "stream": True, "max_output_tokens": 4}, b": waiting\n\n"),
+        ("/api/generate", ollama, b"  "),
+    ):
+        gate = Gate()
+        with serve_several(gate.opening) as server, server.connect() as sock:
+            sock.settimeout(60)
+            sock.sendall(post(body, path))
+            heard = b""
+            while sign not in heard.partition(b"\r\n\r\n")[2].replace(b"\r\n1\r\n", b""):
+                heard += sock.recv(4096)
+            assert heard.startswith(b"HTTP/1.1 200")
+            assert loaded(server) == []
+            gate.go_on.set()
+            while not heard.endswith(b"0\r\n\r\n"):
+                heard += sock.recv(4096)
+            assert b"localspec" in heard  # the figures at the end
+            assert loaded(server) == ["red"]
+            ask(server, "/models/unload", {"model": "red"})  # no stream holds it any more
+            wait_until(lambda: loaded(server) == [], "unloading")
+
+
+def test_the_packages_of_three_apis_read_past_signs_of_life(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    openai, anthropic, ollama = (pytest.importorskip(name) for name in ("openai", "anthropic", "ollama"))
+    monkeypatch.setattr("localspec.server.events.KEEP_ALIVE_SECONDS", 0.05)
+    said = [{"role": "user", "content": "a"}]
+    gate = Gate()
+    with ExitStack() as stack:
+        server = stack.enter_context(serve_several(gate.opening))
+        one = stack.enter_context(openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0))
+        two = stack.enter_context(anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0))
+        three = ollama.Client(host=server.url)
+        stack.callback(three.close)
+
+        def of_openai() -> bool:
+            parts = list(one.chat.completions.create(model="red", messages=said, max_tokens=3, stream=True))
+            return parts[-1].choices[0].finish_reason is not None
+
+        def of_anthropic() -> bool:
+            with two.messages.stream(model="code", messages=said, max_tokens=3) as stream:
+                return stream.get_final_message().stop_reason is not None
+
+        def of_ollama() -> bool:
+            return bool(list(three.chat("blue", said, stream=True, options={"num_predict": 3}))[-1].done)
+
+        for ask_one in (of_openai, of_anthropic, of_ollama):  # each another model
+            gate.go_on.clear()
+            threading.Timer(0.5, gate.go_on.set).start()
+            assert ask_one()
+
+
+def test_a_stream_tells_how_far_its_model_is_loaded_where_it_is_asked(disk: Path) -> None:
+    gate = Gate()
+    body = chat("red", stream=True, stream_options={"localspec_rounds": True})
+    with serve_several(gate.opening) as server, server.connect() as sock:
+        sock.settimeout(60)
+        sock.sendall(post(body, "/v1/chat/completions"))
+        heard = b""
+        while b'"doing":"waiting","fraction":0.5' not in heard:
+            heard += sock.recv(4096)
+        gate.go_on.set()
+        while not heard.endswith(b"0\r\n\r\n"):
+            heard += sock.recv(4096)
+        names = [line[7:].decode().strip() for line in heard.splitlines() if line.startswith(b"event: ")]
+        assert names.index("localspec.round") > 0
+        assert set(names[: names.index("localspec.round")]) == {"localspec.loading"}
+        assert names == sorted(names)
+        assert b'"doing":"loaded","fraction":1.0' in heard
+        # One that is loaded says nothing of it, nor does a stream that does not ask.
+        assert b"localspec.loading" not in server.ask("POST", "/v1/chat/completions", body)[2]
+
+
+def test_a_stream_whose_model_cannot_be_loaded_has_a_status(disk: Path) -> None:
+    def text(*given: Any) -> LLM:
+        raise LocalspecError("no such thing")
+
+    with serve_several(replace(opening(), text=text)) as server:
+        status, message = refused(server, "/v1/chat/completions", chat("red", stream=True))
+        assert (status, "cannot be loaded" in message) == (500, True)
+        assert refused(server, "/api/chat", {"model": "red", "messages": [{"role": "user", "content": "hi"}]})[0] == 500
+
+
+def test_ollama_is_told_how_long_loading_took(disk: Path) -> None:
+    body = {"model": "red", "prompt": "hi", "stream": False, "options": {"num_predict": 4}}
+    with serve_several() as server:
+        first, second = ask(server, "/api/generate", body), ask(server, "/api/generate", body)
+        assert first["load_duration"] > second["load_duration"]
+        assert first["total_duration"] >= first["load_duration"]
 
 
 def test_a_client_that_leaves_while_a_model_is_loaded(disk: Path) -> None:

@@ -69,6 +69,17 @@ def test_models_are_chosen_loaded_unloaded_and_fetched(tab: Callable[..., Tab], 
     assert it.page.title() == "red · localspec"
     it.page.reload()
     it.until("() => document.getElementById('models-toggle').textContent === 'red'")
+    # On a narrow page its button stays reachable; a click elsewhere closes the list too.
+    usual = it.page.viewport_size
+    it.page.set_viewport_size({"width": 420, "height": 800})
+    it.page.click("#models-toggle")
+    assert it.page.is_visible("#models")
+    it.page.click("#models-toggle")
+    assert it.page.is_hidden("#models")
+    it.page.set_viewport_size(usual)
+    it.page.click("#models-toggle")
+    it.page.click("#engine")
+    assert it.page.is_hidden("#models")
     # Fetched, with a refusal first.
     it.page.click("#models-toggle")
     for name, until in (

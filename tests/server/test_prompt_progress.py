@@ -71,7 +71,7 @@ def test_streams_have_llama_servers_chunks_and_ours(server: Server, path: str, b
     prompts = [data["localspec"]["prompt"] for name, data in named if name == "localspec.prompt"]
     assert prompts[-1]["processed"] == prompts[-1]["total"]
     assert set(prompts[0]) == {
-        *("type", "total", "cached", "processed", "seconds", "tokens_per_second", "seconds_left"),
+        *("type", "reader", "total", "cached", "processed", "seconds", "tokens_per_second", "seconds_left"),
     }
     assert not any("prompt_progress" in data for _, data in named)
     # Who does not ask is told nothing.

@@ -219,16 +219,6 @@ def test_cases(name: str) -> None:
         assert calls_of(read_calls) == [tuple(call) for call in calls]
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("calls", [WEATHER, [("now", {})], BOTH, [*BOTH, ("weather", {"city": "{'", "days": -1})]])
-def test_every_way_of_writing_calls(name: str, calls: list[Call]) -> None:
-    text = FORMATS[name](calls)
-    for cuts in ([], singly(text)):
-        said, found = read(text, cuts)
-        assert said == ""
-        assert calls_of(found) == calls
-
-
 VALUES = {
     "city": st.text(st.characters(codec="utf-8", exclude_characters="\r"), max_size=8)
     | st.sampled_from(

@@ -79,7 +79,7 @@ def law_of(
     return largest_difference(plain_law(params, target, n), law_of_answers(patch, answer)), n_hits[0]
 
 
-@pytest.mark.parametrize(("n", "n_steps"), [(4, 1), (4, 2), (4, 3), (4, 6), (5, 4)])
+@pytest.mark.parametrize(("n", "n_steps"), [(4, 1), (4, 2), (4, 3), (4, 6)])
 def test_the_law_of_whole_answers_is_that_of_plain_sampling(
     tables: Tables, monkeypatch: pytest.MonkeyPatch, n: int, n_steps: int
 ) -> None:
@@ -139,14 +139,14 @@ def world(tiny: TinyFiles, tmp_path: Path, request: pytest.FixtureRequest) -> An
 
 
 def test_greedy_and_seeded_answers_equal_plain_ones(world: WorldAhead) -> None:
-    """400 answers, penalties, stop strings and budgets among them; drafts come in part from what was prepared."""
+    """160 answers, penalties, stop strings and budgets among them; drafts come in part from what was prepared."""
     rounds: list[Round] = []
-    for seed in range(200):
+    for seed in range(80):
         chain = world.rng.choice([SAMPLING, replace(SAMPLING, temperature=0.6, top_k=20), replace(SAMPLING, top_p=0.8)])
         rounds += world.compare(SamplingParams())
         rounds += world.compare(replace(chain, seed=seed))
     counts = [round_.ahead for round_ in rounds if round_.ahead is not None]
-    assert sum(count.hit for count in counts) > 100
+    assert sum(count.hit for count in counts) > 40
     assert any(round_.ahead and 0 < round_.ahead.taken < len(round_.draft) for round_ in rounds)
     assert any(round_.ahead and round_.ahead.taken and round_.verdict.n_accepted for round_ in rounds)
 

@@ -102,9 +102,9 @@ def check_that_it_branched(forest: Forest, n_answers: int) -> None:
 
 
 def test_greedy_answers_equal_plain_ones(forest: Forest) -> None:
-    for _ in range(200):
+    for _ in range(100):
         forest.compare(SamplingParams())
-    check_that_it_branched(forest, 200)
+    check_that_it_branched(forest, 100)
 
 
 def test_seeded_answers_equal_plain_ones(forest: Forest) -> None:

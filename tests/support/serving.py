@@ -125,11 +125,17 @@ def opening(**more: Any) -> Opening:
 
 @contextmanager
 def serve_several(
-    how: Opening | None = None, *, memory: int = 1 << 30, keep_alive: float | None = None, **settings: Any
+    how: Opening | None = None,
+    *,
+    memory: int = 1 << 30,
+    gpu_memory: int = 0,
+    keep_alive: float | None = None,
+    **settings: Any,
 ) -> Iterator[Server]:
     """Serve several models, by default all on the disk."""
     with listen("127.0.0.1", 0) as sock:
-        host = Host(ServerSettings(**settings), how or opening(), memory=memory, keep_alive=keep_alive)
+        budgets = {"memory": memory, "gpu_memory": gpu_memory}
+        host = Host(ServerSettings(**settings), how or opening(), **budgets, keep_alive=keep_alive)
         loops: list[asyncio.AbstractEventLoop] = []
         runner = Runner(host, on_start=lambda: loops.append(asyncio.get_running_loop()))
         with _running(runner, sock):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -84,10 +84,10 @@ def test_an_llm_answers_while_it_answers(tiny: TinyFiles, measured_home: Path) -
     with LLM(tiny.quick.target, draft=None, backend="reference", n_ctx=128, idle=False) as llm:
         decode = llm.inspect().context.decode
 
-        def held(tokens: Sequence[int], logits: Literal["all", "last", "none"] = "all") -> Forward:
+        def held(tokens: Sequence[int], logits: Literal["all", "last", "none"] = "all", *args: Any) -> Forward:
             if logits == "all" and next(n_rounds):
                 go_on.wait(60)
-            return decode(tokens, logits)
+            return decode(tokens, logits, *args)
 
         llm.inspect().context.decode = held  # type: ignore[method-assign]
         rounds = llm.rounds("la la la")

@@ -310,7 +310,8 @@ class Chat:
                     view.wait("reading")
                     for step in stream.steps():
                         if isinstance(step, PromptProgress):
-                            view.wait(f"reading {step}")
+                            if not record.rounds:  # later it is a draft model that reads, below text
+                                view.wait(f"reading {step}")
                             continue
                         stats.add(step)
                         record.rounds.append(step.as_event())

@@ -80,7 +80,7 @@ export const conversations = {
   export: async (id, format) => (await request(`${KEPT}/${id}?format=${format}`)).blob(),
 };
 
-/* Answers messages. Yields {prompt} (how far a long one is read), {round}, {reasoning}, {text}, {finish} and {stats, explanation}, as they come.
+/* Answers messages. Yields {loading} (how far the model is loaded), {prompt} (how far a long one is read), {round}, {reasoning}, {text}, {finish} and {stats, explanation}, as they come.
 
    settings: speculate, draftLength ("auto" or a number), think ("on" or "off"), temperature, topP, topK, minP,
    repeatPenalty, seed, maxTokens, prediction (a text that the answer is likely to repeat), resumed (the last message is the
@@ -115,6 +115,7 @@ export async function* answer(messages, settings, signal) {
     }
     const chunk = JSON.parse(data);
     if (chunk.error) throw new ApiError(chunk.error.message, 500, chunk.error.code);
+    if (chunk.localspec?.loading) yield {loading: chunk.localspec.loading};
     if (chunk.localspec?.prompt) yield {prompt: chunk.localspec.prompt};
     if (chunk.localspec?.round) yield {round: chunk.localspec.round};
     if (chunk.localspec?.stats) yield chunk.localspec;

@@ -2,7 +2,7 @@
 
 import {chooseModel, loadModel, models, pull, unloadModel} from "./api.js";
 import {allTabs} from "./browser.js";
-import {$, alertIn, element, percent, size} from "./words.js";
+import {$, alertIn, element, percent, progressed, size} from "./words.js";
 
 const POLL_MS = 1000; // while the list is open, or a model is being loaded
 
@@ -15,6 +15,9 @@ export class Picker {
     this.fetching = null; // the AbortController of the fetch that goes on
     this.timer = 0;
     $("models-toggle").addEventListener("click", () => this.open($("models").hidden));
+    document.addEventListener("pointerdown", ({target}) => {
+      if (!$("models").hidden && !target.closest("#models, #models-toggle")) this.open(false);
+    });
     $("models").addEventListener("keydown", (event) => {
       if (event.key !== "Escape") return;
       event.stopPropagation();
@@ -49,6 +52,7 @@ export class Picker {
 
   open(opened) {
     $("models").hidden = !opened;
+    $("models").style.top = `${$("models-toggle").getBoundingClientRect().bottom + 4}px`; // a narrow page has it in a second row
     $("models-toggle").setAttribute("aria-expanded", String(opened));
     if (opened) this.refresh().then(() => $("models").querySelector("[aria-pressed=true]")?.focus());
   }
@@ -67,7 +71,9 @@ export class Picker {
     const had = document.activeElement?.closest("#models")?.contains(document.activeElement) && document.activeElement.dataset.of;
     $("model-list").replaceChildren(...found.models.map((model) => this.row(model)));
     if (had) $("models").querySelector(`[data-of="${CSS.escape(had)}"]`)?.focus();
-    $("model-memory").textContent = `Loaded models take ${size(found.memory.taken)} of ${size(found.memory.limit)}.`;
+    const parts = [[found.memory, ""], [found.gpu_memory, " on the GPU"]].filter(([{limit}]) => limit);
+    const taken = parts.map(([{taken, limit}, where]) => `${size(taken)} of ${size(limit)}${where}`);
+    $("model-memory").textContent = `Loaded models take ${taken.join(", ")}.`;
     $("fetch-form").hidden = !found.fetches;
     $("fetch-names").replaceChildren(
       ...found.catalog.map((model) => element("option", {value: model.name}, `${size(model.size)}, ${fit(model)}`)),
@@ -145,6 +151,6 @@ const fit = (model) => (model.fits ? "fits" : "too big");
 
 function state(model) {
   if (model.state === "loaded") return "loaded";
-  if (model.state === "loading") return `${model.doing}${model.fraction === null ? "…" : ` ${percent(model.fraction)}`}`;
+  if (model.state === "loading") return progressed(model);
   return model.state === "unloading" ? "unloading…" : fit(model);
 }

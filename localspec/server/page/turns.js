@@ -4,7 +4,7 @@ import {Tally} from "./figures.js";
 import {composed, fileList} from "./files.js";
 import {ReadingText} from "./reading.js";
 import {AnswerText} from "./tokens.js";
-import {count, duration, element} from "./words.js";
+import {count, duration, element, progressed} from "./words.js";
 
 const ENDS = {
   length: "the answer reached its limit",
@@ -131,16 +131,23 @@ export class Turn {
   }
 
   /* Shows how far the prompt is read. */
-  readTo({total, cached, processed, tokens_per_second, seconds_left}) {
+  readTo({reader, total, cached, processed, tokens_per_second, seconds_left}) {
     const bar = element("progress", {max: total - cached, value: processed - cached, "aria-label": "Reading"});
-    const parts = [`reading ${processed.toLocaleString("en")} of ${count(total, "token")}`];
+    const parts = [`${reader === "draft" ? "draft model: " : ""}reading ${processed.toLocaleString("en")} of ${count(total, "token")}`];
     if (seconds_left !== null) {
       parts.push(`${Math.round(tokens_per_second).toLocaleString("en")} tok/s`, `${duration(Math.ceil(seconds_left))} left`);
     }
     this.line.replaceChildren(bar, parts.join(" · "));
   }
 
+  /* Shows how far the model is loaded. */
+  loadTo(loading) {
+    const waits = loading.doing === "waiting" ? "waiting to be loaded …" : progressed(loading);
+    this.line.textContent = loading.doing === "loaded" ? "reading …" : `${loading.model}: ${waits}`;
+  }
+
   take(event) {
+    if (event.loading) this.loadTo(event.loading);
     if (event.prompt) this.readTo(event.prompt);
     if (event.round) {
       this.tally.add(event.round);

@@ -31,6 +31,9 @@ export const drafterName = (name) => DRAFTERS[kind(name.split(":")[0])]?.[0] || 
 
 export const size = (bytes) => (bytes < 1e9 ? `${(bytes / 1e6).toFixed(0)} MB` : `${(bytes / 1e9).toFixed(1)} GB`);
 export const percent = (share) => `${(100 * share).toFixed(0)} %`;
+
+/* What is being done to load a model, and how much of it is done where that is known. */
+export const progressed = ({doing, fraction}) => `${doing}${fraction === null ? " …" : ` ${percent(fraction)}`}`;
 export const seconds = (ms) => `${(ms / 1000).toFixed(ms < 100_000 ? 2 : 0)} s`;
 export const decimal = (number, digits = 1) => number.toFixed(digits);
 export const times = (ratio) => `×${decimal(ratio, 2)}`;

@@ -48,12 +48,13 @@ class Plan:
         """In which order drafters are asked for the next token of the draft."""
         return sources
 
-    def more(self, source: str, pending: int = 0) -> int:
+    def more(self, source: str, pending: int = 0, held: float | None = None) -> int:
         """Whether one more step of a drafter is worth its time; asked before the step.
 
         Args:
             source: the drafter's name.
             pending: tokens it must decode for the step; 0 when a step costs no pass of a model.
+            held: confidence of a draft token that it has, and has not asked ``keep`` for: the step may change it.
 
         Returns:
             0 where it is not; else how many of the pending tokens to read before this is asked again for the rest.
@@ -122,6 +123,8 @@ class DrafterInfo:
     one_pass: bool = False  # a pass of its model makes all of a draft, and not one token of it
     rows_of_draft: bool = False  # that pass has a row for each draft token, and costs as many; else it is one size
     own_tokens: bool = False  # its model reads the text in tokens of its own vocabulary, not in the target's
+    as_text: bool = False  # its drafts are carried over as text: its likeliest tokens, never samples
+    passes: float = 1.0  # of its model that a draft token takes on average
     taps: tuple[str, ...] = ()  # hidden states of the target that ``process`` brings, see ``Context.hidden``
     n_states: int = 0  # of the last tokens of a prompt, after how many it wants those states
     rate: float | None = None  # share of places at which its first token is right, as far as its file says

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Sequence
+from functools import cache
 
 from localspec.backends.base import shared_prefix
 from localspec.model_files.vocab import Vocab
@@ -33,6 +34,7 @@ class Side:
 
     def __init__(self, vocab: Vocab, tokenize: Tokenize) -> None:
         self.vocab, self.tokenize = vocab, tokenize
+        self.bytes_of = cache(vocab.token_bytes)  # asked some forty times a round
 
     def tokens_of(self, text: bytes) -> list[int] | None:
         """Tokens whose bytes are ``text``, which is whole characters; None where the vocabulary has none."""
@@ -49,7 +51,7 @@ class Side:
 
     def spelled(self, tokens: Sequence[int]) -> bytes:
         """The bytes of tokens."""
-        return b"".join(map(self.vocab.token_bytes, tokens))
+        return b"".join(map(self.bytes_of, tokens))
 
 
 def partners(source: Vocab, other: Vocab) -> dict[int, int]:
@@ -115,7 +117,7 @@ class CarriedText:
         """
         spelled, ends, special = bytearray(), list[int](), None
         for at, token in enumerate(drafted):
-            piece = self._draft.vocab.token_bytes(token)
+            piece = self._draft.bytes_of(token)
             if not piece:
                 special = (self._to_target.get(token), at + 1)
                 break
@@ -130,14 +132,14 @@ class CarriedText:
             return []
         offset = len(self.pending)
         for token in tokens:
-            offset += len(self._target.vocab.token_bytes(token))
+            offset += len(self._target.bytes_of(token))
             found.append((token, bisect_right(ends, offset - 1) + 1))
         if special is not None and special[0] is not None and len(whole) == len(spelled) >= len(self.pending):
             found.append((special[0], special[1]))
         return found
 
     def _bytes_of(self, token: int) -> bytes:
-        piece = self._target.vocab.token_bytes(token)
+        piece = self._target.bytes_of(token)
         if piece:
             return piece.replace(bytes([MARK]), b"?")  # it is no character anyway
         return bytes([MARK]) if token in self._to_draft else b""
@@ -187,7 +189,7 @@ class CarriedText:
         ids = self._draft.tokens_of(text)
         if ids is not None:
             for token in ids:
-                start += len(self._draft.vocab.token_bytes(token))
+                start += len(self._draft.bytes_of(token))
                 self._ends.append(start)
         else:  # bytes that are no characters: the tokens stand for all of it together
             ids = list(self._draft.tokenize(text.decode("utf-8", "replace")))

@@ -34,7 +34,9 @@ class _OwnTokensDrafter(DraftModelDrafter):
         self._target = target
 
     def clone(self, context: Context | None) -> Drafter:
-        return type(self)(context or self.context, self._target, self.info.source)
+        other = type(self)(context or self.context, self._target, self.info.source)
+        other.info = self.info
+        return other
 
 
 class OtherVocabularyDrafter(_OwnTokensDrafter):
@@ -47,17 +49,26 @@ class OtherVocabularyDrafter(_OwnTokensDrafter):
     Its confidence in a token of the target is the product of the draft model's probabilities of the tokens it is made
     of, given those before. The last token of the text drafted so far is held back while another step is allowed: it
     may be the beginning of a longer one.
+
+    Args:
+        context, target, source: as above.
+        passes: see ``DrafterInfo``: tokens of the draft model for one of the target's in ordinary text.
     """
 
-    def __init__(self, context: Context, target: Model, source: str = "model") -> None:
+    def __init__(self, context: Context, target: Model, source: str = "model", passes: float = 1.0) -> None:
         super().__init__(context, target, source)
         draft = context.model
         self._carried = CarriedText(Side(target.vocab, target.tokenize), Side(draft.vocab, draft.tokenize))
+        self.info = replace(self.info, as_text=True, passes=passes)
 
     def _draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         source, found, drafted = self.info.source, list[DraftToken](), list[int]()
         reach = [1.0]  # the draft model's probability of all it drafted, by number of its tokens
         done = 0  # how many of them the tokens in ``found`` are made of
+
+        def confidence(n: int) -> float:
+            return reach[n] / reach[done] if reach[done] else 0.0
+
         ids = self._carried.follow(tokens)
         known = self._n_known(ids, plan) if ids else None
         if known is None:
@@ -74,16 +85,19 @@ class OtherVocabularyDrafter(_OwnTokensDrafter):
             if [token for token, _ in carried[: len(found)]] != [token.id for token in found]:
                 return found  # what is drafted now merges with what was drafted before
             can_go_on = best not in self.context.model.vocab.eog and self.context.n_free > 0
-            is_last = not (can_go_on and plan.room > len(carried) - len(found) and plan.more(source, 1))
-            for token, n in carried[len(found) : len(carried) if is_last else -1]:
-                confidence = reach[n] / reach[done] if reach[done] else 0.0
-                expected = plan.keep(source, confidence)
+            fresh = carried[len(found) :]
+            for token, n in fresh:
+                is_held = can_go_on and len(found) + 1 == len(carried) and plan.room > 1
+                if is_held and plan.more(source, 1, confidence(n)):
+                    break
+                expected = plan.keep(source, confidence(n))
                 if expected is None:
                     return found
-                found.append(DraftToken(token, source, confidence, None, expected))
+                found.append(DraftToken(token, source, confidence(n), None, expected))
                 done = n
-            if is_last:
-                return found
+            else:
+                if fresh or not (can_go_on and plan.more(source, 1)):
+                    return found
 
 
 class MappedTokensDrafter(_OwnTokensDrafter):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from localspec import LLM, LocalspecError, SamplingParams
+from localspec.backends.base import Forward
 from localspec.backends.llama import llama_cpp, staging
 from localspec.commands.files import inspect_command
 from localspec.engine.pair import Pair
@@ -82,9 +83,14 @@ def test_it_drafts_after_rejections_as_over_a_fresh_memory(files: Files) -> None
             used.head.new_context(256) as context,
         ):
             reader = FollowingHead(used.head, context, "head")
-            reader.process(tokens[:-1], target.decode(tokens[:-1]))
+            forward = target.decode(tokens[:-1])
+            reader.process(tokens[:-1], forward)
             reader.begin(tokens, target=target)
             mine, expected = proposed(used, tokens), proposed(reader, tokens)
+            other = FollowingHead(used.head, context, "head")
+            other.process(tokens[:-1], Forward(forward.logits, {taps[0]: 0 * forward.hidden[taps[0]]}))
+            other.begin(tokens, target=target)
+            different.append(proposed(other, tokens) != expected)
             other = FollowingHead(used.head, context, "head")
             with pair.target.new_context(256, hidden=taps) as elsewhere:
                 other.process(tokens[:-1], elsewhere.decode([5, *tokens[:-1]][:-1]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -26,7 +26,7 @@ class Recorder(Plan):
         self.worth, self.piece = worth, piece
         self.n_pieces = 0
 
-    def more(self, source: str, pending: int = 0) -> int:
+    def more(self, source: str, pending: int = 0, held: float | None = None) -> int:
         return min(pending, self.piece) if pending <= self.worth else 0
 
     def spent(self, source: str, n_tokens: int, ms: float) -> None:
@@ -54,9 +54,9 @@ def test_guesses_for_missed_tokens_are_judged_and_no_others(tiny: TinyFiles, mon
             drafter.accept(answer[:n])
             plan, n_rows, decode = Recorder(), [], context.decode
 
-            def counted(tokens: Sequence[int], logits: Literal["all", "last", "none"] = "all") -> Forward:
+            def counted(tokens: Sequence[int], logits: Literal["all", "last", "none"] = "all", *args: Any) -> Forward:
                 n_rows.append(len(tokens) if logits == "all" else 1)
-                return decode(tokens, logits)
+                return decode(tokens, logits, *args)
 
             with monkeypatch.context() as patch:
                 patch.setattr(context, "decode", counted)

@@ -14,7 +14,11 @@ import numpy.typing as npt
 import pytest
 
 from localspec import LLM, SamplingParams
+from localspec.controllers.acceptance import MOST_PROBABLE
+from localspec.controllers.auto import AutoController
 from localspec.engine.request import Reply
+from localspec.sampling.sampling import Noise
+from localspec.spec_decode.drafters.base import Plan, Proposer
 from tests.support.gguf_vocabs import TinyVocab, bpe_vocab, spm_vocab
 from tests.support.ggufs import Pair, Shape, llama_weights, perturbed, write_llama
 
@@ -143,11 +147,52 @@ def test_the_start_says_so_and_auto_stays_exact(pair: Pair) -> None:
     assert drafted == [each.token_ids for each in answers(pair.target, None, GREEDY)]
 
 
+class Stingy(Plan):
+    """A plan that lets a drafter look for one token only, and writes down what is asked."""
+
+    def __init__(self) -> None:
+        super().__init__(room=8)
+        self.held: list[float | None] = []
+
+    def more(self, source: str, pending: int = 0, held: float | None = None) -> int:
+        self.held.append(held)
+        return pending if held is None else 0
+
+
+def test_a_token_that_another_step_may_change_is_weighed_before_that_step(pair: Pair) -> None:
+    with LLM(pair.target, draft=[str(pair.draft)], backend="reference", n_ctx=256, idle=False) as llm:
+        (drafter,) = llm.inspect().state.drafters
+        for prompt in PROMPTS[:2]:
+            plan = Stingy()
+            (token,) = drafter.draft(llm.encode(prompt), plan, Proposer(GREEDY, Noise(0)))
+            assert plan.held == [None, token.prob]
+
+
+def test_what_is_expected_of_it_is_measured_apart_and_it_never_samples(pair: Pair, near_pair: Pair) -> None:
+    free = SamplingParams(temperature=0.8)
+    for files, as_text in ((pair, True), (near_pair, False)):
+        with LLM(files.target, draft=[str(files.draft)], backend="reference", n_ctx=256, idle=False) as llm:
+            (info,) = (drafter.info for drafter in llm.inspect().state.drafters)
+            controller = llm.inspect().state.controller("auto", free)
+        assert isinstance(controller, AutoController)
+        assert info.as_text == as_text
+        assert (controller.acceptance["model"].prior == MOST_PROBABLE) == (not as_text)
+        assert bool(controller.acceptance.sampled) == (not as_text)
+
+
 @pytest.mark.real
-@pytest.mark.parametrize("draft", ["smollm2-135m", "gemma3-270m"])
-def test_real_models(real_model: Callable[[str], Path], draft: str) -> None:
-    target, question = real_model("qwen2.5-coder-0.5b"), "Write a Python function that adds two numbers."
-    with LLM(target, draft=[str(real_model(draft))], backend="llama-cpp", n_ctx=512, idle=False) as llm:
+@pytest.mark.parametrize(
+    ("target", "draft"),
+    [
+        ("qwen2.5-coder-0.5b", "smollm2-135m"),
+        ("qwen2.5-coder-0.5b", "gemma3-270m"),
+        ("gemma3-270m", "smollm2-135m"),
+        ("smollm2-135m", "gemma3-270m"),
+    ],
+)
+def test_real_models(real_model: Callable[[str], Path], target: str, draft: str) -> None:
+    question = "Write a Python function that adds two numbers."
+    with LLM(real_model(target), draft=[str(real_model(draft))], backend="llama-cpp", n_ctx=512, idle=False) as llm:
         stats = llm.chat([{"role": "user", "content": question}], replace(GREEDY, max_tokens=48), draft_length=3).stats
     assert stats["num_accepted_tokens"] >= 8
 
