@@ -122,6 +122,14 @@ def line_of(error: Exception) -> str:
     return f"internal error, please report it: {kind}: {error} (LOCALSPEC_DEBUG=1 shows where)"
 
 
+def first_problem(error: Any) -> str:
+    """The first error of a pydantic ``ValidationError`` in one line: ``accepted of 0 of draft: …``."""
+    first = error.errors(include_url=False)[0]
+    where = " of ".join(map(str, reversed(first["loc"])))
+    message = first["msg"].partition(" or instance of ")[0]  # which names a class of ours
+    return " ".join(f"{where}: {message}".removeprefix(": ").split())
+
+
 MAX_COUNT = 1 << 31
 MAX_THREADS = 4096
 # JSON that is taken: how deep it is nested, how many objects and lists it has, how many digits a whole number has.

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,8 @@ MODEL and `--draft` take a name of the [catalogue](models.md), the path of a `.g
 `hf:OWNER/REPO/FILE.gguf`. The options mean the same in every command that has them. [The chat](chat.md) has commands of
 its own; [formats](formats.md) says what `--format events`, `--json` and saved files hold.
 
-| exit status | |
-|---|---|
-| 0 | done |
-| 1 | the work failed, or a check did not hold |
-| 2 | bad usage |
-| 130 | interrupted |
-| 141 | the reader of a pipe went away |
+The exit status is 0 (done), 1 (the work failed, or a check did not hold), 2 (bad usage), 130 (interrupted) or 141 (the
+reader of a pipe went away).
 
 What a command line leaves out is taken from the environment, else from [`config.toml`](formats.md#configtoml), which
 `localspec config set KEY VALUE` writes: `localspec config set ctx 16384`, `localspec config set serve.port 9000`.
@@ -114,11 +110,23 @@ def cli_page() -> str:
     pair = [record for record, names in shared.items() if names >= loaders]
     rest = [record for record in shared if record not in pair]
     who = ", ".join(f"`{name}`" for name in commands if name in loaders)
-    parts = [MADE, CLI, "\n## localspec\n", block(help_without([], [], root, context)), SHARED]
-    parts += [f"\nThe *pair options*, of {who}:\n", block(listed(context, pair))]
+    parts = [MADE, CLI, f"\n## localspec\n\n{told(root, context)}\n", block(listed(context, records(root, context)))]
+    parts += [SHARED, f"\nThe *pair options*, of {who}:\n", block(listed(context, pair))]
     parts += ["\nOthers, which commands below name:\n", block(listed(context, rest))]
-    for name, (command, inner) in commands.items():
-        parts += [f"\n## localspec {name}\n", block(help_without(pair, rest, command, inner))]
+    for name, command in root.commands.items():
+        parts.append(f"\n## localspec {name}\n")
+        own: list[Record] = []
+        if hasattr(command, "commands"):
+            parts.append(f"\n{told(command)}\n\n")
+        for each, inner in (found for words, found in commands.items() if words.split()[0] == name):
+            mine = records(each, inner)
+            also = ["the pair options"] * any(record in pair for record in mine)
+            also += [f"`{re.findall(r'--[^ ,]+|^[A-Z]+', record[0])[0]}`" for record in mine if record in rest]
+            member = "" if each is command else f"{inner.info_name} "
+            own += [(member + names, text) for names, text in mine if (names, text) not in (*pair, *rest)]
+            text = told(each, inner, also)
+            parts.append(f"\n{text}\n" if each is command else f"{textwrap.indent(text, '  ').replace(' ', '-', 1)}\n")
+        parts += [block(listed(context, own))] if own else []
     return "".join(parts)
 
 
@@ -139,27 +147,23 @@ def records(command: Any, context: Any) -> list[Record]:
 
 
 def listed(context: Any, rows: list[Record]) -> str:
-    formatter = context.make_formatter()
-    formatter.write_dl(rows, col_max=48)
-    return str(formatter.getvalue())
+    """Names and meanings in two columns, in the layout with the fewest lines."""
+    found = []
+    for widest in range(12, 52):
+        formatter = context.make_formatter()
+        formatter.write_dl(rows, col_max=widest)
+        found.append(str(formatter.getvalue()))
+    return min(found, key=lambda text: text.count("\n"))
 
 
-def help_without(pair: list[Record], rest: list[Record], command: Any, context: Any) -> str:
-    """What ``--help`` prints for a command, with shared options named only."""
-    formatter = context.make_formatter()
-    command.format_usage(context, formatter)
-    command.format_help_text(context, formatter)
-    mine = records(command, context)
-    own = [record for record in mine if record not in pair and record not in rest]
-    if own:
-        formatter.write_paragraph()
-        formatter.write_dl(own, col_max=48)
-    names = [re.findall(r"--[\w-]+|^[A-Z]+", record[0])[0] for record in mine if record in rest]
-    also = ["the pair options"] * any(record in pair for record in mine) + names
+def told(command: Any, context: Any = None, also: Sequence[str] = ()) -> str:
+    """What a command does, behind how it is called, and before the shared options that it has."""
+    texts = [" ".join((command.help or "").split())]
+    if context is not None:
+        texts.insert(0, f"`{' '.join([context.command_path, *command.collect_usage_pieces(context)])}`:")
     if also:
-        formatter.write_paragraph()
-        formatter.write_text(f"Also: {', '.join(also)}.")
-    return str(formatter.getvalue())
+        texts.append(f"Also {', '.join(also)}.")
+    return textwrap.fill(" ".join(texts), 118, break_on_hyphens=False)
 
 
 def block(text: str) -> str:

@@ -84,11 +84,11 @@ def _known_think(value: str) -> str:
 
 
 def _known_view(value: str | None) -> str | None:
-    from localspec.commands.chat.screen import FORMER_VIEWS, VIEWS
+    from localspec.commands.chat.screen import VIEWS
 
-    if value is not None and FORMER_VIEWS.get(value, value) not in VIEWS:
+    if value is not None and value not in VIEWS:
         raise typer.BadParameter(f"there is no view {value!r}; there are {', '.join(VIEWS)}")
-    return None if value is None else FORMER_VIEWS.get(value, value)
+    return value
 
 
 THINK = Option(

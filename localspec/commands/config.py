@@ -89,16 +89,12 @@ def settings(root: Any, common: Collection[str]) -> dict[str, Setting]:
     """Every key, in the order of the commands. ``common``: names of the parameters that commands share."""
     found: dict[str, Setting] = {}
     for name in root.commands:
-        for setting in _of_command(_context_of(root, name), common):
+        for setting in _of_command(root.commands[name].make_context(name, [], resilient_parsing=True), common):
             found.setdefault(setting.key, setting)
             if "." not in setting.key:  # a command's own table may hold it too
                 inner = f"{SAME_TABLE.get(name, name)}.{setting.key}"
                 found.setdefault(inner, Setting(inner, setting.parameter, setting.context))
     return dict(sorted(found.items(), key=lambda item: "." in item[0]))
-
-
-def _context_of(root: Any, name: str) -> Any:
-    return root.commands[name].make_context(name, [], resilient_parsing=True)
 
 
 def _of_command(context: Any, common: Collection[str]) -> Iterator[Setting]:
@@ -140,9 +136,7 @@ def read() -> dict[str, Any]:
     path = settings_file()
     try:
         return _dashed(tomllib.loads(_contents(path)))
-    except ValueError as error:
-        if isinstance(error, UsageError):
-            raise
+    except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path} is not used, it is not TOML: {error}") from None
 
 
@@ -245,9 +239,7 @@ def write(key: str, value: Any) -> None:
         data = tomlkit.dumps(document).encode()
         if found_in(_dashed(tomllib.loads(data.decode())), key) != value:
             raise UsageError(f"{path} cannot be changed; edit it by hand")
-    except (TOMLKitError, ValueError) as error:
-        if isinstance(error, UsageError):
-            raise
+    except (TOMLKitError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{path} cannot be changed, it is not TOML: {error}") from None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -113,13 +113,13 @@ def at_terminal() -> bool:
     return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
 
 
-def wants(entries: Sequence[Entry], more: str = "") -> bool:
-    """Ask whether models that are not on this disk are to be fetched; ``more`` names what else may be."""
-    return asked(entries, more) == "yes"
+def wants(entries: Sequence[Entry]) -> bool:
+    """Ask whether models that are not on this disk are to be fetched."""
+    return asked(entries) == "yes"
 
 
 def asked(entries: Sequence[Entry], more: str = "", larger: str = "") -> Literal["yes", "no", "larger"]:
-    """The same with a choice: ``larger`` describes a model that can be taken instead, by one key."""
+    """The same; ``more`` names what else may be fetched, ``larger`` a model that can be taken instead, by one key."""
     names, size = " and ".join(entry.name for entry in entries), sum(entry.bytes for entry in entries)
     one = len(entries) == 1
     minutes = f", {minutes_text(fetch_minutes(size))}"

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,17 +77,26 @@ def serve_command(
 ) -> int:
     """Serve until Ctrl-C (exit status 130) or SIGTERM (0). The one line on standard output is the URL, once clients are
     answered. One name is loaded at the start and stays; several, or all on the disk, are loaded when asked for."""
+    from localspec.backends.llama.embedding import pooling_of
+
     several = several or SeveralOptions()
     several.bytes, several.seconds  # noqa: B018 - refused before anything is fetched
     options.set_up_logging()
+    asked = options.corpora()
+    for corpus in settings.corpora:
+        options = options.with_corpus(corpus)
+    # What drafts for everybody is not for those alone who ask for it.
+    settings = replace(settings, corpora=[name for name in options.corpora() if name not in asked])
     if len(names) == 1 and several == SeveralOptions():
         options = replace(options, model=names[0])
         ensure_model(names[0], (), yes=options.yes)  # before its header is read
-        path = _embedding_file(names[0])
-        runner = _serve_chats(options, settings) if path is None else _serve_embeddings(path, options, settings)
+        path = Catalog.load().resolve(names[0])
+        with GGUFFile(path) as file:
+            makes_embeddings = pooling_of(file) is not None
+        runner = _serve_embeddings(path, options, settings) if makes_embeddings else _serve_chats(options, settings)
     else:
         runner = _serve_several(options, settings, names, several)
-    print("localspec: stopped", file=sys.stderr)
+    say("stopped")
     return INTERRUPTED if runner.signal == signal.SIGINT else 0
 
 
@@ -101,10 +110,6 @@ def _serve_several(
 
     for name in names:
         ensure_model(name, (), yes=options.yes)
-    asked = options.corpora()
-    for corpus in settings.corpora:
-        options = options.with_corpus(corpus)
-    settings = replace(settings, corpora=[name for name in options.corpora() if name not in asked])
     drafters = options.drafters()
 
     def text(file: ServedFile, plan: LoadPlan, report: Report, cancel: threading.Event) -> LLM:
@@ -166,39 +171,24 @@ def _serve_chats(options: RunOptions, settings: ServerSettings) -> Runner:
     from localspec.server.app import Runner, listen, url_of
     from localspec.server.hosting import Host
 
-    asked = options.corpora()
-    for corpus in settings.corpora:
-        options = options.with_corpus(corpus)
-    # What drafts for everybody is not for those alone who ask for it.
-    settings = replace(settings, corpora=[name for name in options.corpora() if name not in asked])
     options = replace(options, load=replace(options.load, parallel=settings.parallel))
     with listen(settings.host, settings.port) as sock, options.opened(tell=True) as llm:
         llm.prefix_cache_bytes = settings.prefix_cache << 20
         settings = replace(settings, params=options.params(llm.chat_defaults), system=options.system)
         url = url_of(sock)
         draft = " + ".join(llm.draft_names) or "none"
-        print(f"localspec: {llm.model_name} · {llm.backend_name} · draft: {draft}", file=sys.stderr)
+        say(f"{llm.model_name} · {llm.backend_name} · draft: {draft}")
         if not settings.local and (private := [name for name in llm.draft_names if copies_texts(name)]):
             why = "their texts are for this computer alone, and others reach this server"
-            print(f"localspec: not used for requests: {', '.join(private)}: {why}", file=sys.stderr)
+            say(f"not used for requests: {', '.join(private)}: {why}")
         if settings.parallel != 1:
             parallel = llm.parallel_info()
-            print(f"localspec: requests at a time: {parallel['parallel']} ({parallel['reason']})", file=sys.stderr)
-        apis = f"OpenAI's API at {url}/v1, Anthropic's and Ollama's at {url}"
-        print(f"localspec: chat page at {url}/, {apis} · Ctrl-C stops", file=sys.stderr)
+            say(f"requests at a time: {parallel['parallel']} ({parallel['reason']})")
+        say(f"chat page at {url}/, OpenAI's API at {url}/v1, Anthropic's and Ollama's at {url} · Ctrl-C stops")
         host = Host.of_one(llm, settings)
         runner = Runner(host, verbose=options.verbose, on_start=lambda: print(url, flush=True))
         runner.run(sockets=[sock])
     return runner
-
-
-def _embedding_file(model: str) -> Path | None:
-    """The file of a model, if it is one that makes embeddings."""
-    from localspec.backends.llama.embedding import pooling_of
-
-    path = Catalog.load().resolve(model)
-    with GGUFFile(path) as file:
-        return path if pooling_of(file) is not None else None
 
 
 def _embedder(path: Path, load: LoadOptions) -> EmbeddingModel:
@@ -213,10 +203,7 @@ def _serve_embeddings(path: Path, options: RunOptions, settings: ServerSettings)
     from localspec.server.app import Runner, listen, url_of
     from localspec.server.hosting import Host
 
-    with ExitStack() as stack:
-        sock = stack.enter_context(listen(settings.host, settings.port))
-        model = _embedder(path, options.load)
-        stack.callback(model.close)
+    with listen(settings.host, settings.port) as sock, closing(_embedder(path, options.load)) as model:
         url = url_of(sock)
         about = f"embeddings of {model.n_embd} numbers, of texts up to {model.n_ctx} tokens"
         say(f"{path.stem} · {model.backend} · {about}")

@@ -12,8 +12,9 @@ import math
 import re
 import secrets
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain, groupby
 from typing import Any
 from urllib.parse import unquote
 
@@ -148,16 +149,13 @@ WORD = re.compile(r"""[^\s,:;{}\[\]()<>"'`=]+""")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 _WORDS = {"true": "true", "True": "true", "TRUE": "true", "false": "false", "False": "false", "FALSE": "false",
           "null": "null", "None": "null"}  # fmt: skip
-_QUOTES = ('<|"|>', "<escape>")
-_PLAIN = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"""[^'"\\\x00-\x1f]+""")}
+_QUOTES = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
+_QUOTES |= {quote: re.compile(re.escape(quote)) for quote in ('<|"|>', "<escape>")}
+"""What a string is put between -> what may end it or, within one-character quotes, escape."""
 
 
 class NoCall(Exception):
-    """What was read so far is no call."""
-
-
-class EndOfText(NoCall):
-    """The answer is over in the midst of it."""
+    """What was read so far is no call, or the text ends within it."""
 
 
 class IncomingText:
@@ -187,10 +185,6 @@ class IncomingText:
     @property
     def n_left(self) -> int:
         return len(self._text) - self._at
-
-    def some(self, pattern: re.Pattern[str]) -> str:
-        match = pattern.match(self._text, self._at)
-        return self.take(match.end() - self._at) if match else ""
 
     def search(self, pattern: re.Pattern[str], partial: tuple[str, ...]) -> tuple[str, re.Match[str] | None]:
         """Read up to where a pattern is found, or to where it may yet be; the match itself is not read.
@@ -265,6 +259,19 @@ class IncomingText:
                 return ""
             yield
 
+    def colon(self) -> Reading:
+        yield from self.spaces()
+        if not (yield from self.one_of(":")):
+            raise NoCall
+        yield from self.spaces()
+
+    def separated(self, closer: str) -> Reading:
+        """Behind an item: read a comma, one too many as well, or see what ends the list."""
+        yield from self.spaces()
+        if not (yield from self.one_of(",")) and (yield from self.peek()) != closer:
+            raise NoCall
+        yield from self.spaces()
+
 
 def readings(text: str) -> Iterator[tuple[str, str]]:
     """What a text may be other than a string: kinds, and the value of each as JSON."""
@@ -281,14 +288,13 @@ def readings(text: str) -> Iterator[tuple[str, str]]:
         yield {"{": "object", "[": "array", '"': "quoted"}[word[0]], value
 
 
-def as_json(text: str, types: ArgumentTypes | None = None) -> str | None:
+def as_json(text: str, type_: ArgumentType | None = None) -> str | None:
     """A whole value as JSON; None if it is none."""
     source, found = IncomingText(), list[str]()
     source.feed(text, final=True)
-    types = types or UNTYPED
 
     def reading() -> Reading:
-        yield from read_value(source, found.append, types, types.root)
+        yield from read_value(source, found.append, type_ or UNTYPED)
         yield from source.spaces()
 
     try:
@@ -302,92 +308,63 @@ def as_json(text: str, types: ArgumentTypes | None = None) -> str | None:
 Put = Callable[[str], None]
 
 
-def read_value(source: IncomingText, put: Put, types: ArgumentTypes, schema: Schema, depth: int = 0) -> Reading:
-    """Read a value; its JSON goes out as it comes, of the types that a schema asks for.
+def read_value(source: IncomingText, put: Put, type_: ArgumentType, depth: int = 0) -> Reading:
+    """Read a value; its JSON goes out as it comes, of the type that is asked for.
 
     Raises:
-        NoCall: it is none.
-        EndOfText: the text ends within it.
+        NoCall: it is none, or the text ends within it.
     """
     first = yield from source.peek()
     if depth > MAX_DEPTH:
         raise NoCall
     if first == "{":
-        yield from _read_members(source, put, types, schema, depth)
+        yield from _read_members(source, put, type_, depth)
     elif first in ("[", "("):
-        yield from _read_items(source, put, types, schema, depth)
-    elif quote := (yield from read_quote(source)):
-        if types.takes_strings(schema):
+        yield from _read_items(source, put, type_, depth)
+    elif quote := (yield from source.one_of(*_QUOTES)):
+        if type_.takes_strings:
             put('"')
             yield from read_string(source, put, quote)
             put('"')
         else:
-            put(types.typed((yield from _whole_string(source, quote)), schema))
+            put(type_.typed((yield from _whole_string(source, quote))))
     elif word := (yield from source.run(WORD)):
-        put(types.literal(word, schema))
+        put(type_.literal(word))
     else:
-        raise NoCall if (yield from source.peek()) else EndOfText
-
-
-def _read_members(source: IncomingText, put: Put, types: ArgumentTypes, schema: Schema, depth: int) -> Reading:
-    put(source.take(1))
-    while not (yield from _closed(source, put, "}")):
-        key = yield from read_key(source)
-        put(json.dumps(key, ensure_ascii=False))
-        put((yield from source.spaces()))
-        if not (yield from source.one_of(":")):
-            raise NoCall
-        put(":")
-        put((yield from source.spaces()))
-        yield from read_value(source, put, types, types.member(schema, key), depth + 1)
-        if (yield from _closed(source, put, "}", ",")):
-            return
-
-
-def _read_items(source: IncomingText, put: Put, types: ArgumentTypes, schema: Schema, depth: int) -> Reading:
-    closer = "]" if source.take(1) == "[" else ")"
-    put("[")
-    while not (yield from _closed(source, put, closer)):
-        yield from read_value(source, put, types, types.item(schema), depth + 1)
-        if (yield from _closed(source, put, closer, ",")):
-            return
-
-
-def _closed(source: IncomingText, put: Put, closer: str, comma: str = "") -> Reading:
-    """Whether a list or object ends here; else a comma has to be read, where one is given. One too many is dropped."""
-    space = yield from source.spaces()
-    if comma and (yield from source.one_of(comma)):
-        after = yield from source.spaces()
-        if (yield from source.peek()) != closer:
-            put(space + comma + after)
-            return False
-        space += after
-    elif comma and (yield from source.peek()) not in (closer, ""):
         raise NoCall
-    put(space)
-    found = yield from source.one_of(closer)
-    if found:
-        put("}" if closer == "}" else "]")
-    elif not (yield from source.peek()):
-        raise EndOfText
-    return bool(found)
+
+
+def _read_members(source: IncomingText, put: Put, type_: ArgumentType, depth: int) -> Reading:
+    before = source.take(1)
+    yield from source.spaces()
+    while not (yield from source.one_of("}")):
+        key = yield from read_key(source)
+        put(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
+        yield from source.colon()
+        yield from read_value(source, put, type_.member(key), depth + 1)
+        yield from source.separated("}")
+        before = ", "
+    put("}" if before == ", " else "{}")
+
+
+def _read_items(source: IncomingText, put: Put, type_: ArgumentType, depth: int) -> Reading:
+    closer, before = ("]" if source.take(1) == "[" else ")"), "["
+    yield from source.spaces()
+    while not (yield from source.one_of(closer)):
+        put(before)
+        yield from read_value(source, put, type_.item, depth + 1)
+        yield from source.separated(closer)
+        before = ", "
+    put("]" if before == ", " else "[]")
 
 
 def read_key(source: IncomingText) -> Generator[None, None, str]:
-    if quote := (yield from read_quote(source)):
+    if quote := (yield from source.one_of(*_QUOTES)):
         return (yield from _whole_string(source, quote))
     word = yield from source.run(WORD)
     if not word:
-        raise NoCall if (yield from source.peek()) else EndOfText
+        raise NoCall
     return word
-
-
-def read_quote(source: IncomingText) -> Generator[None, None, str]:
-    """The quote that a string begins with; "" if none does."""
-    first = yield from source.peek()
-    if first == "<":
-        return (yield from source.one_of(*_QUOTES))
-    return source.take(1) if first in ('"', "'") else ""
 
 
 def _whole_string(source: IncomingText, quote: str) -> Generator[None, None, str]:
@@ -398,28 +375,26 @@ def _whole_string(source: IncomingText, quote: str) -> Generator[None, None, str
 
 
 def read_string(source: IncomingText, put: Put, quote: str) -> Reading:
-    """A string behind its quote, up to and without the other, written as JSON writes it within quotes."""
-    if quote not in _PLAIN:
-        yield from read_until(source, lambda text: put(escaped(text)), quote)
-        return
+    """A string behind its quote, up to and with the other, written as JSON writes it within quotes."""
     while True:
-        first = yield from source.peek()
-        if not first:
-            raise EndOfText
-        if plain := source.some(_PLAIN[quote]):
-            put(plain)
-        elif first == "\\":
-            put((yield from _escape(source)))
-        elif source.take(1) == quote:
+        before, found = source.search(_QUOTES[quote], (quote,))
+        if before:
+            put(escaped(before))
+        if found is None:
+            if not (yield from source.more()):
+                put(escaped(source.take(source.n_left)))
+                raise NoCall
+        elif found[0] == quote:
+            source.take(len(quote))
             return
         else:
-            put(escaped(first))
+            put((yield from _escape(source)))
 
 
 def _escape(source: IncomingText) -> Generator[None, None, str]:
     pair = yield from source.peek(2)
     if len(pair) < 2:
-        raise EndOfText
+        raise NoCall
     source.take(2)
     if pair[1] in '"\\/bfnrt':
         return pair
@@ -443,19 +418,6 @@ def escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def read_until(source: IncomingText, put: Put, closer: str) -> Reading:
-    """Pass on what comes before a text, and read that too."""
-    pattern, found = re.compile(re.escape(closer)), None
-    while found is None:
-        before, found = source.search(pattern, (closer,))
-        if before:
-            put(before)
-        if found is None and not (yield from source.more()):
-            put(source.take(source.n_left))
-            raise EndOfText
-    source.take(len(closer))
-
-
 def _overlap(text: str, marks: tuple[str, ...]) -> int:
     """Length of the longest end of the text that is a beginning of one of the marks."""
     firsts = {mark[0] for mark in marks}
@@ -473,49 +435,61 @@ Alternative = tuple[tuple[str, ...] | None, frozenset[str] | None]
 """Types, None is all, and values in the form of ``_comparable``, None is any."""
 
 
-class ArgumentTypes:
-    """The types of a tool's arguments by its JSON schema, for models that write arguments as plain text.
+class ArgumentType:
+    """What a tool's arguments, or a value in them, may be by its JSON schema, for models that write values as text.
 
     Without a schema, or where it says nothing, a value is what it looks like, else a string.
+
+    Args:
+        schema: of this value.
+        root: the schema that references are of; None: this one.
     """
 
-    def __init__(self, parameters: Schema) -> None:
-        self.root = parameters
-        # By the identity of a schema, all of which are parts of the root.
-        self._known: dict[int, list[Mapping[str, Any]]] = {}
-        self._allowed: dict[int, list[Alternative]] = {}
+    def __init__(self, schema: Schema, root: Schema = None) -> None:
+        self._schema = schema
+        self._root = schema if root is None else root
+        self._members: dict[str, ArgumentType] = {}
 
-    def member(self, schema: Schema, key: str) -> Schema:
-        """The schema of an object's member; None where none is known."""
-        for one in self._combined(schema):
+    def member(self, key: str) -> ArgumentType:
+        """An object's member."""
+        if key not in self._members:
+            self._members[key] = self._inner(self._member_schemas(key))
+        return self._members[key]
+
+    def _member_schemas(self, key: str) -> Iterator[Schema]:
+        for one in self._combined:
             properties = one.get("properties")
             if isinstance(properties, Mapping) and key in properties:
-                return properties[key]
+                yield properties[key]
             if isinstance(one.get("additionalProperties"), Mapping):
-                return one["additionalProperties"]
-        return None
+                yield one["additionalProperties"]
 
-    def item(self, schema: Schema) -> Schema:
-        """The schema of a list's items; None where none is known."""
-        return next((one["items"] for one in self._combined(schema) if isinstance(one.get("items"), Mapping)), None)
+    @cached_property
+    def item(self) -> ArgumentType:
+        """A list's items."""
+        return self._inner(one["items"] for one in self._combined if isinstance(one.get("items"), Mapping))
 
+    def _inner(self, schemas: Iterator[Schema]) -> ArgumentType:
+        schema = next(schemas, None)
+        return UNTYPED if schema is None else ArgumentType(schema, self._root)
+
+    @property
     def names(self) -> list[str]:
-        """The arguments that are declared, in their order."""
-        found: dict[str, None] = {}
-        for one in self._combined(self.root):
-            if isinstance(one.get("properties"), Mapping):
-                found |= dict.fromkeys(one["properties"])
-        return list(found)
+        """An object's members that are declared, in their order."""
+        declared = (one["properties"] for one in self._combined if isinstance(one.get("properties"), Mapping))
+        return list(dict.fromkeys(chain.from_iterable(declared)))
 
-    def takes_strings(self, schema: Schema) -> bool:
+    @property
+    def takes_strings(self) -> bool:
         """Whether a value that is written as a string is one."""
-        return any(kinds is None or "string" in kinds for kinds, _ in self._alternatives(schema))
+        return any(kinds is None or "string" in kinds for kinds, _ in self._alternatives)
 
-    def is_text(self, schema: Schema) -> bool:
+    @property
+    def is_text(self) -> bool:
         """Whether any text is a value as it is: nothing but strings is allowed, and any of them."""
-        return self._alternatives(schema) == [(("string",), None)]
+        return self._alternatives == [(("string",), None)]
 
-    def typed(self, text: str, schema: Schema) -> str:
+    def typed(self, text: str) -> str:
         """A value that was written as plain text, as JSON.
 
         The schema decides: where it asks for a string, ``007`` and ``true`` are strings. Null, lists and objects are
@@ -523,9 +497,8 @@ class ArgumentTypes:
         names first. What fits nothing is a string where there may be one, else what it looks like.
         """
         found = dict(readings(text))
-        alternatives = self._alternatives(schema)
         for first in (("null", "array", "object"), None):
-            for kinds, values in alternatives:
+            for kinds, values in self._alternatives:
                 for kind in kinds or (*found, "string"):
                     if first is not None and kind not in first:
                         continue
@@ -533,34 +506,30 @@ class ArgumentTypes:
                     if value is not None and _among(value, values):
                         return value
         seen = next(iter(found.values()), None)
-        return json.dumps(text, ensure_ascii=False) if seen is None or self.takes_strings(schema) else seen
+        return json.dumps(text, ensure_ascii=False) if seen is None or self.takes_strings else seen
 
-    def literal(self, word: str, schema: Schema) -> str:
+    def literal(self, word: str) -> str:
         """A value without quotes, as JSON: what it is, except where the schema asks for a string in its place."""
         found = dict(readings(word))
         if not found:
-            return self.typed(word, schema)
+            return self.typed(word)
         fits = any(
             _among(value, values)
-            for kinds, values in self._alternatives(schema)
+            for kinds, values in self._alternatives
             for kind, value in found.items()
             if kinds is None or kind in kinds
         )
-        asked = not fits and "null" not in found and self.takes_strings(schema)
+        asked = not fits and "null" not in found and self.takes_strings
         return json.dumps(word, ensure_ascii=False) if asked else next(iter(found.values()))
 
-    def _alternatives(self, schema: Schema) -> list[Alternative]:
-        found = self._allowed.get(id(schema))
-        if found is None:
-            found = self._allowed[id(schema)] = [_alternative(one) for one in self._combined(schema)]
-        return found
+    @cached_property
+    def _alternatives(self) -> list[Alternative]:
+        return [_alternative(one) for one in self._combined]
 
-    def _combined(self, schema: Schema) -> list[Mapping[str, Any]]:
+    @cached_property
+    def _combined(self) -> list[Mapping[str, Any]]:
         """The schemas that may apply to a value: references followed, ``anyOf`` and the like taken apart."""
-        known = self._known.get(id(schema))
-        if known is None:
-            known = self._known[id(schema)] = self._taken_apart(schema, 0, [MAX_STEPS])
-        return known
+        return self._taken_apart(self._schema, 0, [MAX_STEPS])
 
     def _taken_apart(self, schema: Schema, depth: int, left: list[int]) -> list[Mapping[str, Any]]:
         left[0] -= 1
@@ -583,7 +552,7 @@ class ArgumentTypes:
         return found or [{}]
 
     def _referred(self, reference: str) -> Schema:
-        found = self.root
+        found = self._root
         if not reference.startswith("#"):
             return None
         for part in reference[1:].split("/")[1:]:
@@ -597,9 +566,15 @@ class ArgumentTypes:
         return found
 
 
-UNTYPED = ArgumentTypes(None)
+UNTYPED = ArgumentType(None)
 
-_KINDS = ("string", "number", "integer", "boolean", "null", "array", "object")
+_KINDS: dict[type, tuple[str, ...]] = {
+    str: ("string",), bool: ("boolean",), int: ("integer", "number"), float: ("integer", "number"),
+    type(None): ("null",), list: ("array",), dict: ("object",),
+}  # fmt: skip
+"""Type of a value -> what a schema may call it."""
+
+_KNOWN = tuple(chain.from_iterable(_KINDS.values()))
 _SAYING = ("type", "enum", "const", "properties", "items", "additionalProperties")
 
 
@@ -608,19 +583,11 @@ def _alternative(schema: Mapping[str, Any]) -> Alternative:
     values = values if isinstance(values, list) else None
     kinds = schema.get("type")
     if kinds is None and values is not None:
-        kinds = list(dict.fromkeys(kind for value in values[:MAX_VALUES] for kind in _kinds_of(value)))
+        kinds = list(dict.fromkeys(kind for value in values[:MAX_VALUES] for kind in _KINDS.get(type(value), ())))
     kinds = [kinds] if isinstance(kinds, str) else kinds
-    known = tuple(kind for kind in kinds if kind in _KINDS) if isinstance(kinds, list) else ()
+    known = tuple(kind for kind in kinds if kind in _KNOWN) if isinstance(kinds, list) else ()
     is_short = values is not None and len(values) <= MAX_VALUES
     return known or None, frozenset(map(_comparable, values or ())) if is_short else None
-
-
-def _kinds_of(value: Any) -> tuple[str, ...]:
-    if isinstance(value, bool):
-        return ("boolean",)
-    if isinstance(value, int | float):
-        return ("integer", "number")
-    return {str: ("string",), type(None): ("null",), list: ("array",), dict: ("object",)}.get(type(value), ())
 
 
 _encoded = json.JSONEncoder(sort_keys=True).encode
@@ -696,7 +663,7 @@ class ToolCallReader:
 
     def __init__(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool = True) -> None:
         functions = [tool["function"] for tool in tools]
-        self._functions = {each["name"]: ArgumentTypes(each.get("parameters")) for each in functions}
+        self._functions = {each["name"]: ArgumentType(each.get("parameters")) for each in functions}
         self._parallel = parallel
         self._source = IncomingText()
         self._reading = self._read()
@@ -708,7 +675,7 @@ class ToolCallReader:
         # A call whose text may have to be given back: its pieces wait, and those of a list that is all or nothing.
         self._waiting: list[Piece] = []
         self._holding = False
-        self._n_before = 0, 0
+        self._settled = 0, 0  # calls begun and complete that stay whatever comes
         self._muted = False  # a call that is left out is being read
         self.n_calls = 0
         self.n_done = 0
@@ -738,7 +705,7 @@ class ToolCallReader:
     # -- text and calls in turns ---------------------------------------------------------------------------------------
 
     def _read(self) -> Reading:
-        self._source.record()
+        self._record()
         yield from self._try(self._answer_begins())
         while self._parallel or not self.n_done:
             opener = yield from self._next_mark()
@@ -753,10 +720,8 @@ class ToolCallReader:
         try:
             yield from reading
         except NoCall:
-            if self._holding:
-                self.n_calls, self.n_done = self._n_before
-            elif self._waiting:
-                self.n_calls -= 1
+            if self._waiting:
+                self.n_calls, self.n_done = self._settled
         self._waiting, self._holding, self._muted = [], False, False
         taken, self._source.taken = self._source.taken, None
         if self._parallel or not self.n_done:
@@ -780,7 +745,7 @@ class ToolCallReader:
             text, match = self._source.search(_OPENER, _OPENERS)
             self._say(text)
             if match:
-                self._source.record()
+                self._record()
                 return self._source.take(len(match[0]))
             if not (yield from self._source.more()):
                 self._say(self._source.take(self._source.n_left))
@@ -807,7 +772,7 @@ class ToolCallReader:
         if fence and self.n_calls:
             yield from source.spaces()
             if (yield from source.one_of("```")):
-                source.record()
+                self._record()
 
     def _marked(self, opener: str) -> Reading:
         """Calls behind a mark, and behind those that follow them at once."""
@@ -827,7 +792,7 @@ class ToolCallReader:
                     begun = bool(mark.each[0] and (yield from source.one_of(*mark.each[0])))
                 if not begun and self.n_calls > n_before:
                     if mark.closers and (yield from source.one_of(*mark.closers)):
-                        source.record()
+                        self._record()
                         return ""
                     if (yield from source.one_of(",", ";")):
                         continue
@@ -841,7 +806,7 @@ class ToolCallReader:
             if mark.each[1]:
                 yield from source.spaces()
                 if (yield from source.one_of(*mark.each[1])):
-                    source.record()
+                    self._record()
             begun = False
         return ""
 
@@ -869,7 +834,6 @@ class ToolCallReader:
         source, n_items = self._source, 0
         yield from source.spaces()
         self._holding = not mark.sure and (yield from source.peek()) != "{"
-        self._n_before = self.n_calls, self.n_done
         while not (yield from source.one_of("]")):
             if (yield from source.peek()) == "{":
                 yield from self._object(mark)
@@ -878,10 +842,7 @@ class ToolCallReader:
             n_items += 1
             if self.n_done and not (self._parallel or self._holding):
                 return
-            yield from source.spaces()
-            if not (yield from source.one_of(",")) and (yield from source.peek()) != "]":
-                raise NoCall if (yield from source.peek()) else EndOfText
-            yield from source.spaces()
+            yield from source.separated("]")
         if self._holding:
             following = yield from source.peek()
             if following.strip("`;") and not following.isspace():
@@ -889,17 +850,20 @@ class ToolCallReader:
             self._holding = False
             self._commit()
         if n_items:
-            source.record()
+            self._record()
 
     def _object(self, mark: Mark) -> Reading:
         """``{"name": …, "arguments": {…}}``, in any order, or as OpenAI writes it."""
         call = _Call()
         yield from self._members(mark, call)
-        if call.name is None or (mark is _BARE and not call.begun):
+        if call.name is None or (mark is _BARE and call.arguments is None):
             raise NoCall
         if not call.begun:
+            arguments = as_json(call.arguments or "{}", self._type(call.name))
+            if arguments is None:
+                raise NoCall
             self._start(call.name, mark)
-            self._give("{}")
+            self._give(arguments)
         self._done()
 
     def _members(self, mark: Mark, call: _Call) -> Reading:
@@ -907,31 +871,33 @@ class ToolCallReader:
         source.take(1)
         yield from source.spaces()
         while not (yield from source.one_of("}")):
-            if mark is _BARE and not call.begun:
-                key = yield from self._bare_key()
-            else:
-                key = yield from read_key(source)
-            yield from source.spaces()
-            if not (yield from source.one_of(":")):
-                raise NoCall
-            yield from source.spaces()
-            first = yield from source.peek()
-            if key == "function" and first == "{" and not call.nested:
+            key = yield from (self._bare_key() if mark is _BARE and not call.begun else read_key(source))
+            yield from source.colon()
+            is_object = (yield from source.peek()) == "{"
+            if key == "function" and is_object and not call.nested:
                 call.nested = True
                 yield from self._members(mark, call)
             elif key in _CALLED and call.name is None:
-                yield from self._object_name(mark, call)
-            elif call.name is None and first == "{" and key in self._functions and mark is not _BARE:
+                name = written_json((yield from self._value()))
+                if not isinstance(name, str) or not name:
+                    raise NoCall
+                call.name = self._function(name)
+                if not mark.sure and call.name not in self._functions:
+                    raise NoCall
+            elif call.name is None and is_object and key in self._functions and mark is not _BARE:
                 call.name = key  # Apertus: {name: {…}}
                 yield from self._given(mark, call)
-            elif key in _GIVEN and not call.begun:
+            elif key in _GIVEN and call.arguments is None:
                 yield from self._given(mark, call)
             else:
-                yield from read_value(source, lambda text: None, UNTYPED, None)
-            yield from source.spaces()
-            if not (yield from source.one_of(",")) and (yield from source.peek()) != "}":
-                raise NoCall if (yield from source.peek()) else EndOfText
-            yield from source.spaces()
+                yield from self._value()
+            yield from source.separated("}")
+
+    def _value(self) -> Generator[None, None, str]:
+        """A value as JSON, of whatever type it seems to be."""
+        found: list[str] = []
+        yield from read_value(self._source, found.append, UNTYPED)
+        return "".join(found)
 
     def _bare_key(self) -> Generator[None, None, str]:
         """A member's name, in what is no call as soon as there is another than calls have."""
@@ -941,45 +907,18 @@ class ToolCallReader:
             raise NoCall
         return key
 
-    def _object_name(self, mark: Mark, call: _Call) -> Reading:
-        found: list[str] = []
-        yield from read_value(self._source, found.append, UNTYPED, None)
-        name = written_json("".join(found))
-        if not isinstance(name, str) or not name:
-            raise NoCall
-        call.name = self._function(name)
-        if not mark.sure and call.name not in self._functions:
-            raise NoCall
-        if call.arguments is not None:
-            self._begin(mark, call)
-
     def _given(self, mark: Mark, call: _Call) -> Reading:
         """The arguments of an object: they go out as they come, if the name stood before them."""
-        if (yield from self._source.peek()) == "{" and call.name is not None:
-            call.begun = True
+        if call.name is not None and (yield from self._source.peek()) == "{":
+            call.begun, call.arguments = True, ""
             self._start(call.name, mark)
             yield from self._arguments(call.name)
             return
-        found: list[str] = []
-        yield from read_value(self._source, found.append, UNTYPED, None)
-        value = "".join(found)
-        if value.startswith('"'):
-            value = written_json(value)
-        call.arguments = "{}" if value.strip() in ("", "null") else value
-        if not call.arguments.lstrip().startswith("{"):
+        value = yield from self._value()
+        value = written_json(value) if value.startswith('"') else value
+        call.arguments = "{}" if value.strip() in ("", "null") else value.strip()
+        if not call.arguments.startswith("{"):
             raise NoCall
-        if call.name is not None:
-            self._begin(mark, call)
-
-    def _begin(self, mark: Mark, call: _Call) -> None:
-        assert call.name is not None
-        assert call.arguments is not None
-        arguments = as_json(call.arguments.strip(), self._types(call.name))
-        if arguments is None:
-            raise NoCall
-        call.begun = True
-        self._start(call.name, mark)
-        self._give(arguments)
 
     def _named(self, mark: Mark) -> Reading:
         source = self._source
@@ -994,9 +933,11 @@ class ToolCallReader:
         yield from source.spaces()
         sure = raw.startswith("call:") or mark is MARKS["[TOOL_CALLS]"]
         if mark.header:
-            sure = True
-            while (mark_in_header := (yield from self._in_header())) != mark.header:
-                if not mark_in_header:
+            sure, found = True, ""
+            while found != mark.header:
+                yield from source.run(_HEADER)
+                found = yield from source.one_of("<|constrain|>", "<|channel|>", mark.header)
+                if not found:
                     raise NoCall
         if (yield from source.one_of("[CALL_ID]")):
             yield from source.run(_IDENTIFIER)
@@ -1016,7 +957,7 @@ class ToolCallReader:
             if fence:
                 yield from source.spaces()
                 if (yield from source.one_of("```")):
-                    source.record()
+                    self._record()
         elif (yield from source.one_of("<arg_key>")):
             yield from self._tagged_arguments(mark, "<arg_key>", name, begun=True)
         elif name in self._functions and mark.closers and not self._cut and (yield from source.ahead(mark.closers)):
@@ -1026,37 +967,29 @@ class ToolCallReader:
         else:
             raise NoCall
 
-    def _in_header(self) -> Generator[None, None, str]:
-        yield from self._source.run(_HEADER)
-        return (yield from self._source.one_of("<|constrain|>", "<|channel|>", "<|message|>"))
-
     def _python(self, mark: Mark, name: str) -> Reading:
         """``name(key=value, …)`` behind its parenthesis."""
-        source, types = self._source, self._types(name)
+        source, type_ = self._source, self._type(name)
         if name not in self._functions:
             raise NoCall
         self._start(name, mark, early=mark.sure)
-        declared, n = types.names(), 0
+        declared, n = type_.names, 0
         yield from source.spaces()
         while not (yield from source.one_of(")")):
             word = yield from source.run(_IDENTIFIER)
             yield from source.spaces()
             named = word and (yield from source.one_of("="))
             if not named and n >= len(declared):
-                raise NoCall if (yield from source.peek()) else EndOfText
+                raise NoCall
             key = word if named else declared[n]
             self._give(f"{', ' if n else '{'}{json.dumps(key, ensure_ascii=False)}: ")
-            schema = types.member(types.root, key)
             yield from source.spaces()
             if word and not named:
-                self._give(types.literal(word + (yield from source.run(WORD)), schema))
+                self._give(type_.member(key).literal(word + (yield from source.run(WORD))))
             else:
-                yield from read_value(source, self._give, types, schema)
+                yield from read_value(source, self._give, type_.member(key))
             n += 1
-            yield from source.spaces()
-            if not (yield from source.one_of(",")) and (yield from source.peek()) != ")":
-                raise NoCall if (yield from source.peek()) else EndOfText
-            yield from source.spaces()
+            yield from source.separated(")")
         self._give("}" if n else "{}")
         self._done()
 
@@ -1075,20 +1008,20 @@ class ToolCallReader:
             self._done()
             yield from source.spaces()
             if (yield from source.one_of(TAGS[opener].ends)):
-                source.record()
+                self._record()
         else:
             yield from self._tagged_arguments(mark, opener, name)
 
     def _tagged_arguments(self, mark: Mark, opener: str, name: str, *, begun: bool = False) -> Reading:
         """Arguments between tags; ``begun``: what begins the first has been read."""
-        source, tags, types = self._source, TAGS[opener], self._types(name)
+        source, tags, type_ = self._source, TAGS[opener], self._type(name)
         n = 0
         while True:
             if not begun:
                 yield from source.spaces()
                 if not (yield from source.peek()):
                     if self._cut or not n:
-                        raise EndOfText
+                        raise NoCall
                     break
                 if (yield from source.one_of(tags.ends) if tags.ends else source.ahead(mark.closers)):
                     break
@@ -1098,30 +1031,29 @@ class ToolCallReader:
             key = (yield from source.run(_IN_TAG)).strip()
             attributes = yield from source.run(_ATTRIBUTES)
             if not key or not (yield from source.one_of(">", "</arg_key>")):
-                raise NoCall if (yield from source.peek()) else EndOfText
+                raise NoCall
             if tags.key == "<arg_key>":
                 yield from source.spaces()
                 if not (yield from source.one_of("<arg_value>")):
-                    raise NoCall if (yield from source.peek()) else EndOfText
+                    raise NoCall
             if not n:
                 self._start(name, mark)
             self._give(f"{', ' if n else '{'}{json.dumps(key, ensure_ascii=False)}: ")
             n += 1
-            schema = types.member(types.root, key)
-            if 'string="true"' in attributes or types.is_text(schema):
+            if 'string="true"' in attributes or type_.member(key).is_text:
                 self._give('"')
-                yield from self._tagged_value(mark, tags, types, lambda text: self._give(escaped(text)))
+                yield from self._tagged_value(mark, tags, type_.names, lambda text: self._give(escaped(text)))
                 self._give('"')
             else:
                 found: list[str] = []
-                yield from self._tagged_value(mark, tags, types, found.append)
-                self._give(types.typed("".join(found), schema))
+                yield from self._tagged_value(mark, tags, type_.names, found.append)
+                self._give(type_.member(key).typed("".join(found)))
         if not n:
             self._start(name, mark)
         self._give("}" if n else "{}")
         self._done()
 
-    def _tagged_value(self, mark: Mark, tags: Tags, types: ArgumentTypes, put: Put) -> Reading:
+    def _tagged_value(self, mark: Mark, tags: Tags, declared: Sequence[str], put: Put) -> Reading:
         """A value up to what ends it. The value itself may hold such a text: what follows an end has to fit."""
         source = self._source
         following = (tags.key, tags.ends) if tags.ends else (tags.key, *mark.closers)
@@ -1140,7 +1072,7 @@ class ToolCallReader:
                     rest = source.take(source.n_left)
                     if self._cut:
                         put(rest)
-                        raise EndOfText
+                        raise NoCall
                     put(rest.removesuffix("\n") if tags.lines else rest)
                     return
             elif match[0].endswith(tags.value_ends):
@@ -1149,7 +1081,7 @@ class ToolCallReader:
                     return
                 put(source.take(len(match[0])))
             else:
-                names = [f"{name}>" for name in types.names()]
+                names = [f"{name}>" for name in declared]
                 fits = (*mark.closers, *_OPENERS) if match[0].endswith(tags.ends) else names
                 if (yield from source.ahead(fits, len(match[0]))):
                     return
@@ -1160,12 +1092,11 @@ class ToolCallReader:
     def _function(self, raw: str) -> str:
         return raw if raw in self._functions else _AROUND_NAME.sub("", raw)
 
-    def _types(self, name: str) -> ArgumentTypes:
+    def _type(self, name: str) -> ArgumentType:
         return self._functions.get(name, UNTYPED)
 
     def _arguments(self, name: str) -> Reading:
-        types = self._types(name)
-        yield from read_value(self._source, self._give, types, types.root)
+        yield from read_value(self._source, self._give, self._type(name))
 
     def _start(self, name: str, mark: Mark, *, early: bool = True) -> None:
         """A call begins; ``early``: it is one, whatever comes."""
@@ -1186,6 +1117,11 @@ class ToolCallReader:
         if not self._muted:
             (self._pieces if self._source.taken is None else self._waiting).append(piece)
 
+    def _record(self) -> None:
+        """Calls until here stay; what follows may have to be given back."""
+        self._source.record()
+        self._settled = self.n_calls, self.n_done
+
     def _commit(self) -> None:
         if not self._holding:
             self._pieces += self._waiting
@@ -1196,7 +1132,7 @@ class ToolCallReader:
         self._muted = False
         self._commit()
         if not self._holding:
-            self._source.record()
+            self._record()
 
 
 @dataclass(slots=True)
@@ -1210,13 +1146,8 @@ class _Call:
 
 
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:
-    joined: list[Piece] = []
-    for kind, same in groupby(pieces, lambda piece: (type(piece), getattr(piece, "index", None))):
-        found = list(same)
-        if kind[0] is CallStart:
-            joined += found
-        elif kind[0] is TextPiece:
-            joined.append(TextPiece("".join(piece.text for piece in found)))  # type: ignore[union-attr]
-        else:
-            joined.append(CallArguments(kind[1], "".join(piece.text for piece in found)))  # type: ignore
-    return joined
+    """Text that follows text, and arguments those of the same call, as one piece."""
+    groups = groupby(pieces, lambda piece: (type(piece), getattr(piece, "index", None)))
+    found = (list(same) for _, same in groups)
+    return [same[0] if len(same) == 1 else replace(same[0], text="".join(each.text for each in same))  # type: ignore
+            for same in found]  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from localspec.errors import LocalspecError
+from localspec.errors import LocalspecError, first_problem
 from localspec.measuring.subject import Sample
 from localspec.model_files.catalog import short_name
 from localspec.system.terminal import on_one_line
@@ -214,6 +214,4 @@ def read_record(path: Path) -> Record:
     try:
         return TypeAdapter(Record).validate_json(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = " of ".join(map(str, (*reversed(first["loc"]), "the run")))
-        raise RecordError(f"{path} is damaged: {where}: {on_one_line(first['msg'])}") from None
+        raise RecordError(f"{path} is damaged: {on_one_line(first_problem(error))}") from None

@@ -671,7 +671,10 @@ def _line(figure: str, category: str, arm: str, a: Ratios, b: Ratios, level: flo
         a, b = {q: a[q] for q in shared}, {q: b[q] for q in shared}
 
     def found(level: float) -> Estimate | None:
-        return estimate(quotients(a, b), level) if paired else estimate_quotient(b, a, level)
+        if not paired:
+            return estimate_quotient(b, a, level)
+        # By question, every repeat of B over every repeat of A: their median estimates the quotient.
+        return estimate({question: [y / x for x in a[question] for y in b[question]] for question in a}, level)
 
     ratio, strict = found(LEVEL), found(level)
     assert ratio is not None
@@ -682,11 +685,6 @@ def _line(figure: str, category: str, arm: str, a: Ratios, b: Ratios, level: flo
     elif strict.low > 1 or strict.high < 1:
         verdict = f"B is {'higher' if strict.low > 1 else 'lower'}"
     return ComparedFigure(figure, category, arm, round(middle(a), 4), round(middle(b), 4), ratio, paired, verdict)
-
-
-def quotients(a: Ratios, b: Ratios) -> Ratios:
-    """By question, every repeat of B over every repeat of A; their median estimates the quotient."""
-    return {question: [y / x for x in a[question] for y in b[question]] for question in a}
 
 
 def _short(value: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import threading
@@ -175,8 +174,6 @@ def _files() -> list[Path]:
 
 # A chat in a file: a saved session with notes on how its answers came about.
 
-FORMER_FORMAT = "localspec-chat"  # ``format`` of the JSON documents that chats were before they were sessions
-
 
 @dataclass(slots=True)
 class AnswerRecord:
@@ -242,28 +239,7 @@ def read_text(file: BinaryIO, name: str) -> dict[str, Any] | None:
     """
     start = file.read(len(saved.MAGIC))
     file.seek(0)
-    if start == saved.MAGIC:
-        return saved.read_text(file, name)
-    try:
-        document = json.load(file) if start.startswith(b"{") else None
-    except (ValueError, RecursionError):
-        return None
-    if not (isinstance(document, dict) and document.get("format") == FORMER_FORMAT):
-        return None
-    if document.get("version") != 1:
-        raise SessionFileError(f"{name} is a saved chat of format version {document.get('version')!r:.20}, not 1")
-    try:
-        settings, turns = dict(document.get("settings") or {}), document["turns"]
-        system = document.get("system")
-        messages = [{"role": "system", "content": system}] if system else []
-        for turn in turns:
-            messages += [{"role": role, "content": turn[role]} for role in ("user", "assistant")]
-        answers = [{key: turn[key] for key in ("finish_reason", "rounds", "stats")} for turn in turns]
-        made_by = {key: document[key] for key in ("model", "draft", "backend") if key in document}
-    except (KeyError, TypeError, ValueError) as error:
-        raise SessionFileError(f"{name} is a saved chat, but damaged: {error}") from None
-    params = settings.pop("sampling", None)
-    return {"messages": messages, "params": params, "notes": {**made_by, **settings, "answers": answers}}
+    return saved.read_text(file, name) if start == saved.MAGIC else None
 
 
 class Chat:

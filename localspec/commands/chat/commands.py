@@ -31,7 +31,7 @@ from localspec.commands.chat.chat import (
     read_file,
     without_files,
 )
-from localspec.commands.chat.screen import FORMER_VIEWS, VIEWS, guessing, no_echo
+from localspec.commands.chat.screen import VIEWS, guessing, no_echo
 from localspec.commands.chat.typesetter import Style, code_blocks
 from localspec.engine.options import draft_specs, with_free
 from localspec.errors import UsageError, line_of, nearest
@@ -183,8 +183,7 @@ def go_on_with(chat: Chat, path: Path) -> None:
         SessionFileError, UsageError: it cannot be read; the chat stays as it was.
     """
     session, records = load(chat.llm, path)
-    view = FORMER_VIEWS.get(name := session.notes.get("view", chat.view), name)
-    if view not in VIEWS:
+    if (view := session.notes.get("view", chat.view)) not in VIEWS:
         raise UsageError(f"{path} is damaged: there is no view {view!r}")
     chat.llm.draft_length = session.notes.get("draft_length", chat.llm.draft_length)
     chat.session, chat.records, chat.view = session, records, view
@@ -355,7 +354,6 @@ def _help(chat: Chat, argument: str) -> None:
 
 
 def _view(chat: Chat, argument: str) -> None:
-    argument = FORMER_VIEWS.get(argument, argument)
     if argument and argument not in VIEWS:
         raise UsageError(f"no view {argument!r}: there are {', '.join(VIEWS)}")
     chat.view = argument or chat.view

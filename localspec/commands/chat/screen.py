@@ -55,7 +55,6 @@ def status_line(stats: Mapping[str, Any]) -> str:
 # Views of an answer while it is made; ``ReadingView`` is below.
 
 VIEWS = ("tokens", "reading", "rounds", "plain")
-FORMER_VIEWS = {"lane": "rounds"}  # former names, as saved chats have them -> present ones
 
 
 def guessing(drafters: Sequence[str], follows: str = "") -> str:

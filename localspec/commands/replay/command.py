@@ -4,114 +4,123 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from localspec.commands.chat.chat import read_text
-from localspec.errors import LocalspecError, SessionFileError, UsageError
+from localspec.errors import LocalspecError, SessionFileError, UsageError, first_problem, parse_json
 from localspec.report.renderers import STREAM, checked_output, write_output
 from localspec.report.svg import asset, policy, render
 from localspec.spec_decode.rounds import FinishReason, SpecStats, TokenKind
 from localspec.system.files import is_same_file
 from localspec.system.terminal import on_one_line, visible
 
-# JSON from an untrusted file, with the type of each field checked.
+# What an untrusted file may hold, field by field; a field that is null counts as missing.
 
-T = TypeVar("T")
 LARGEST = 10**12  # limit of figures: sums of these stay finite
-_REQUIRED: Any = object()
-_SPACE = re.compile(r"\s*")
-_KIND_NAMES = {str: "text", dict: "an object", list: "a list", bool: "true or false", int: "a whole number"}
+FOREIGN = "it is neither the output of generate --format events nor a saved chat"
+
+Shown = Annotated[str, AfterValidator(visible)]
+OneLine = Annotated[str, AfterValidator(on_one_line)]
+Figure = Annotated[float, Field(ge=0, le=LARGEST)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class Values(Iterator[Any]):
-    """The JSON values of a text, up to the first that cannot be read; ``line`` is the last one's, ``damage`` what ended
-    it early."""
+class _Stored(BaseModel):
+    model_config = ConfigDict(strict=True)
 
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._decode = json.JSONDecoder(parse_constant=_no_constant).raw_decode
-        self._at = 0
-        self._counted = 0
-        self.line = 1
-        self.damage = ""
-
-    def __next__(self) -> Any:
-        self._at = _SPACE.match(self._text, self._at).end()  # type: ignore[union-attr] # it matches nothing too
-        self.line += self._text.count("\n", self._counted, self._at)
-        self._counted = self._at
-        if self._at == len(self._text):
-            raise StopIteration
-        try:
-            value, self._at = self._decode(self._text, self._at)
-        except (ValueError, RecursionError):
-            whole = "\n" in self._text[self._at :]
-            self.damage = f"line {self.line} is damaged" if whole else f"it ends in the middle of line {self.line}"
-            raise StopIteration from None
-        return value
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
+class _DraftToken(_Stored):
+    id: int | None = None
+    text: Shown
+    source: OneLine
+    prob: Share | None = None
+    expected: Share | None = None
+    accepted: bool
+    parent: int | None = None  # index of the draft token before it, -1 for none; None: the one before it in the list
 
 
-# Each of the following raises ValueError; the message names the field.
+class _Emitted(_Stored):
+    id: int | None = None
+    text: str
+    kind: TokenKind
+    source: OneLine = ""
 
 
-def check(value: Any, kind: type, name: str) -> None:
-    # To Python, true is an int.
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ValueError(f"{name} is not {_KIND_NAMES[kind]}")
+class _Round(_Stored):
+    type: Literal["round"]
+    draft: list[_DraftToken]
+    emitted: list[_Emitted]
+    ms_draft: Figure = 0.0
+    ms_verify: Figure = 0.0
+    ms_other: Figure = 0.0
+    ms_verify_expected: Figure | None = None
+    tokens_expected: Figure | None = None
+    reason: Shown = ""
+
+    @model_validator(mode="after")
+    def _parents_come_first(self) -> Self:
+        for i, token in enumerate(self.draft):
+            if token.parent is not None and not -1 <= token.parent < i:
+                raise ValueError(f"draft token {i} comes after {token.parent}, which is not before it")
+        return self
+
+    def shown(self) -> dict[str, Any]:
+        """What the page draws."""
+        times = ("ms_draft", "ms_verify", "ms_other")
+        return self.model_dump(exclude={"type", *times}) | {"ms": [getattr(self, name) for name in times]}
 
 
-def get(value: Mapping[str, Any], name: str, kind: type[T], default: Any = _REQUIRED) -> T:
-    """A field of an object; ``default`` stands for a missing or null one."""
-    found = value.get(name)
-    if found is None:
-        if default is _REQUIRED:
-            raise ValueError(f"{name} is missing")
-        return default  # type: ignore[no-any-return]
-    check(found, kind, name)
-    return found  # type: ignore[no-any-return]
+class _Engine(_Stored):
+    model: OneLine = ""
+    draft: list[OneLine] = []
+    backend: OneLine = ""
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _Engine.model_fields}
 
 
-def entries(value: Mapping[str, Any], name: str, kind: type[T], default: Any = _REQUIRED) -> list[T]:
-    """A field that is a list of values of one type."""
-    found: list[T] = get(value, name, list, default)
-    for each in found:
-        check(each, kind, f"an entry of {name}")
-    return found
+class _Reply(_Engine):
+    text: str
+    token_ids: Any
+    finish_reason: FinishReason
+    stats: dict[str, Any] = {}
 
 
-def one_of(known: Sequence[str], value: Mapping[str, Any], name: str) -> str:
-    """A field that is one of a few words."""
-    found = get(value, name, str)
-    if found not in known:
-        raise ValueError(f"{name} is not one of {', '.join(known)}")
-    return found
+class _Message(_Stored):
+    role: str = ""
+    content: str
 
 
-def number(value: Mapping[str, Any], name: str, largest: float = LARGEST) -> float | None:
-    """A count, a share or a time; None if missing or null."""
-    found = value.get(name)
-    if found is None:
-        return None
-    # The comparison is false for NaN as well.
-    if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 <= found <= largest:
-        raise ValueError(f"{name} is not a number from 0 to {largest:g}")
-    return found
+class _Record(_Stored):
+    rounds: list[_Round]
+    finish_reason: FinishReason
+    stats: dict[str, Any] = {}
+
+
+class _Notes(_Engine):
+    answers: list[_Record] = []
+
+
+class _Chat(_Stored):
+    model: OneLine = ""
+    messages: list[_Message]
+    notes: _Notes = _Notes()
 
 
 # Recordings: answers with their rounds, from a file that may be cut short, damaged or foreign.
-
-KINDS = get_args(TokenKind)
-FINISH_REASONS = get_args(FinishReason)
-FOREIGN = "it is neither the output of generate --format events nor a saved chat"
 
 
 class RecordingError(LocalspecError):
@@ -165,128 +174,67 @@ def read(data: bytes) -> Recording:
 def _read_events(data: bytes) -> Recording:
     # PowerShell 5 writes `command > file` in UTF-16. Bytes that are no text become U+FFFD, which a string can hold.
     encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
-    values = Values(data.decode(encoding, "replace"))
     answers: list[Answer] = []
     rounds: list[dict[str, Any]] = []
     damage = ""
-    for value in values:
+    lines = data.decode(encoding, "replace").split("\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
-            if isinstance(value, dict) and "type" not in value and {"text", "token_ids"} <= value.keys():
-                answers.append(_reply(value, rounds))
-                rounds = []
-            elif _is_progress(value):
-                continue
-            elif _happened(round_ := _round(value)):
-                rounds.append(round_)
+            value = parse_json(line)
         except ValueError as error:
             if not (rounds or answers):
-                raise RecordingError(f"{FOREIGN}: {error}") from None
-            damage = f"line {values.line} is damaged: {error}"
+                raise RecordingError(f"{FOREIGN}: it {error}") from None
+            damage = f"line {number} is damaged" if number < len(lines) else f"it ends in the middle of line {number}"
             break
-    damage = damage or values.damage
-    if damage and not (rounds or answers):
-        raise RecordingError(f"{FOREIGN}: it is not JSON")
+        try:
+            if isinstance(value, dict) and "type" not in value and {"text", "token_ids"} <= value.keys():
+                reply = _Reply.model_validate(value)
+                text, stats = _settle(rounds, reply.text), _stats(rounds, reply.stats)
+                answers.append(Answer(rounds, text, reply.finish_reason, stats=stats, **reply.engine))
+                rounds = []
+            elif not (isinstance(value, dict) and value.get("type") == "prompt"):
+                rounds += _happened([_Round.model_validate(value)])
+        except ValidationError as error:
+            if not (rounds or answers):
+                raise RecordingError(f"{FOREIGN}: {first_problem(error)}") from None
+            damage = f"line {number} is damaged: {first_problem(error)}"
+            break
     if rounds:
         damage = damage or "it ends before the answer does"
         answers.append(Answer(rounds, text=_settle(rounds, None), stats=_stats(rounds, {})))
     return Recording(answers, damage)
 
 
-def _reply(value: Mapping[str, Any], rounds: list[dict[str, Any]]) -> Answer:
-    text = get(value, "text", str)
-    return Answer(
-        rounds,
-        text=_settle(rounds, text),
-        finish_reason=one_of(FINISH_REASONS, value, "finish_reason"),
-        stats=_stats(rounds, get(value, "stats", dict, {})),
-        **_engine(value),
-    )
-
-
 def _chat(text: Mapping[str, Any]) -> Recording:
     try:
-        said, notes = entries(text, "messages", dict), get(text, "notes", dict, {})
-        system = get(said.pop(0), "content", str) if said and said[0].get("role") == "system" else ""
-        engine = _engine({"model": text.get("model")} | notes)
-        answers = []
-        for question, answer, record in zip(said[::2], said[1::2], entries(notes, "answers", dict, []), strict=False):
-            rounds = [round_ for event in get(record, "rounds", list) if _happened(round_ := _round(event))]
+        chat, answers = _Chat.model_validate(text), []
+        system = chat.messages.pop(0).content if chat.messages and chat.messages[0].role == "system" else ""
+        engine = {"model": chat.model} | {name: value for name, value in chat.notes.engine.items() if value}
+        for question, answer, record in zip(chat.messages[::2], chat.messages[1::2], chat.notes.answers, strict=False):
+            rounds = _happened(record.rounds)
             answers.append(
                 Answer(
                     rounds,
-                    text=_settle(rounds, get(answer, "content", str)),
-                    finish_reason=one_of(FINISH_REASONS, record, "finish_reason"),
-                    prompt=visible(get(question, "content", str)),
+                    text=_settle(rounds, answer.content),
+                    finish_reason=record.finish_reason,
+                    prompt=visible(question.content),
                     system=visible(system) if system else None,
-                    stats=_stats(rounds, get(record, "stats", dict, {})),
+                    stats=_stats(rounds, record.stats),
                     **engine,
                 )
             )
-    except ValueError as error:
-        raise RecordingError(f"it is a saved chat, but damaged: {error}") from None
+    except ValidationError as error:
+        raise RecordingError(f"it is a saved chat, but damaged: {first_problem(error)}") from None
     if not answers:
         raise RecordingError("it is a saved chat without a turn")
     return Recording(answers)
 
 
-def _engine(value: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "model": on_one_line(get(value, "model", str, "")),
-        "draft": [on_one_line(name) for name in entries(value, "draft", str, [])],
-        "backend": on_one_line(get(value, "backend", str, "")),
-    }
-
-
-def _is_progress(event: Any) -> bool:
-    return isinstance(event, dict) and event.get("type") == "prompt"
-
-
-def _round(event: Any) -> dict[str, Any]:
-    """A checked copy of a round with what is shown of it; ``ValueError``: it is not a round."""
-    check(event, dict, "the value")
-    if event.get("type") != "round":
-        raise ValueError("it is not a round")
-    drafted = entries(event, "draft", dict)
-    return {
-        "draft": [
-            {
-                "id": get(token, "id", int, None),
-                "text": visible(get(token, "text", str)),
-                "source": on_one_line(get(token, "source", str)),
-                "prob": number(token, "prob", 1),
-                "expected": number(token, "expected", 1),
-                "accepted": get(token, "accepted", bool),
-                **({"parent": _parent(token, index)} if "parent" in token else {}),
-            }
-            for index, token in enumerate(drafted)
-        ],
-        "emitted": [
-            {
-                "id": get(token, "id", int, None),
-                "text": get(token, "text", str),
-                "kind": one_of(KINDS, token, "kind"),
-                "source": on_one_line(get(token, "source", str, "")),
-            }
-            for token in entries(event, "emitted", dict)
-        ],
-        "ms": [number(event, f"ms_{part}") or 0.0 for part in ("draft", "verify", "other")],
-        "ms_verify_expected": number(event, "ms_verify_expected"),
-        "tokens_expected": number(event, "tokens_expected"),
-        "reason": visible(get(event, "reason", str, "")),
-    }
-
-
-def _parent(token: Mapping[str, Any], index: int) -> int:
-    """Index of the draft token before this one."""
-    parent = get(token, "parent", int)
-    if not -1 <= parent < index:
-        raise ValueError(f"draft token {index} comes after {parent}, which is not before it")
-    return parent
-
-
-def _happened(round_: Mapping[str, Any]) -> bool:
-    """Whether a round has anything to show."""
-    return bool(round_["draft"] or round_["emitted"])
+def _happened(rounds: Iterable[_Round]) -> list[dict[str, Any]]:
+    """Those that have anything to show."""
+    return [each.shown() for each in rounds if each.draft or each.emitted]
 
 
 def _settle(rounds: Sequence[Mapping[str, Any]], text: str | None) -> str:
@@ -308,6 +256,8 @@ _UNCOUNTED = ("prompt_tokens", "cached_tokens", "time_to_first_token_s", "second
               "estimated_plain_tokens_per_second", "estimated_speedup")  # fmt: skip
 """Figures that rounds do not have."""
 
+_FIGURES = TypeAdapter(dict[str, Figure], config=ConfigDict(strict=True))
+
 
 def _stats(rounds: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> dict[str, Any]:
     """Figures of the page, counted from rounds if not given; see ``SpecStats``."""
@@ -323,7 +273,8 @@ def _stats(rounds: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> dic
         name: value for name, value in counted.as_dict().items() if value is None or isinstance(value, int | float)
     }
     figures |= dict.fromkeys(_UNCOUNTED)
-    figures |= {name: stated for name in figures if (stated := number(given, name)) is not None}
+    stated = _FIGURES.validate_python({name: given[name] for name in figures if given.get(name) is not None})
+    figures |= stated
     if not figures["num_draft_tokens"]:  # plain decoding: older recordings compare it with an estimate of itself
         figures["estimated_plain_tokens_per_second"] = figures["estimated_speedup"] = None
     return figures

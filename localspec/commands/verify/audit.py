@@ -348,10 +348,10 @@ class Audit:
             yield self._arm(groups[number % len(groups)], LENGTHS[number % len(LENGTHS)] or self.reach)
         for _ in range(1 if is_quick else 2):  # its answers take few passes, and there are many places for a rejection
             yield self._arm([self.adversary], self.reach)
-        yield self._arm([NearMisses(self.target.n_vocab)], 2)
+        yield self._arm([NearMisses(self.target.n_vocab, 2)], 2)
         if self.pair.context.can_branch and not (is_quick and number):
             # What is accepted lies in the branch, beside a chain that is always wrong.
-            beside = [NearMisses(self.target.n_vocab), self.beside]
+            beside = [NearMisses(self.target.n_vocab, 2), self.beside]
             yield AuditArm("branches", beside, FixedController(2, branches=self.reach))
 
     def _sampled_arms(self, number: int) -> Iterator[tuple[AuditArm, SamplingParams]]:

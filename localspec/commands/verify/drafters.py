@@ -119,9 +119,6 @@ class NearMisses(Adversary):
 
     info = DrafterInfo("near misses")
 
-    def __init__(self, n_vocab: int, reach: int = 2) -> None:
-        super().__init__(n_vocab, reach)
-
     def _script(self, tokens: Sequence[int]) -> list[int]:
         at = len(tokens) - self._n_prompt
         return [*self._second_best[at : at + 1], *self._answer[at + 1 :]][: self._reach]

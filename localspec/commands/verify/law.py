@@ -152,12 +152,6 @@ class Bets:
         }
 
 
-def expected_evidence(p: Distribution, q: Distribution) -> Mapping[str, float]:
-    """Mean evidence of one token [nats] if a suspicion about its draft token is true."""
-    laws = _suspected(p, q, None)
-    return {name: float((r * np.log(np.maximum(r, 1e-300) / p.probs)).sum()) for name, r in laws.items()}
-
-
 def _suspected(p: Distribution, q: Distribution | None, before: Distribution | None) -> Mapping[str, Probs]:
     """The token's law under each suspicion, on the support of p [n]; mass elsewhere is dropped."""
     probs = p.probs
@@ -222,8 +216,9 @@ class Window:
         """Evidence of a draw [nats] under the suspicion about the residual, which is the hardest to see."""
         total = 0.0
         for row, q in zip(self.rows, self.drafted(params), strict=False):
-            nats = expected_evidence(distribution(row, (), params), q)
-            total += max(value for name, value in nats.items() if name.startswith("no residual"))
+            p = distribution(row, (), params)
+            laws = (r for name, r in _suspected(p, q, None).items() if name.startswith("no residual"))
+            total += max(float((r * np.log(np.maximum(r, 1e-300) / p.probs)).sum()) for r in laws)
         return total
 
 

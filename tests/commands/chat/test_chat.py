@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 from dataclasses import replace
 from itertools import chain
@@ -103,27 +102,7 @@ def questions(it: Scripted) -> list[str]:
 # -- chats in files ----------------------------------------------------------------------------------------------------
 
 
-def former(**changes: Any) -> bytes:
-    """A chat as it was saved before chats were sessions."""
-    settings = {"sampling": {}, "draft_length": "auto", "view": "tokens"} | changes.pop("settings", {})
-    document = {"format": "localspec-chat", "version": 1, "model": "m", "draft": [], "backend": "b", "system": None}
-    return json.dumps(document | {"settings": settings, "turns": []} | changes).encode()
-
-
-TURN = {"user": "q é\x1b", "assistant": "a\n```\nb```", "finish_reason": "stop", "rounds": [], "stats": {}}
 RECORD = AnswerRecord("cancelled", [{"type": "round"}], {"num_rounds": 1})
-
-
-def test_a_chat_of_before_is_loaded(tmp_path: Path) -> None:
-    path = tmp_path / "chat.json"
-    settings = {"sampling": {"temperature": 0.5, "stop": ["\n\n"]}, "draft_length": 4, "view": "lane"}
-    path.write_bytes(former(settings=settings, system="be brief", turns=[TURN | {"rounds": [{"type": "round"}]}]))
-    it = Scripted()
-    it.do(f"/load {path}")
-    assert [m["content"] for m in it.chat.session.messages] == ["be brief", TURN["user"], TURN["assistant"]]
-    assert it.chat.records == [AnswerRecord("stop", [{"type": "round"}], {})]
-    assert (it.chat.params, it.chat.view) == (SamplingParams(temperature=0.5, stop=("\n\n",)), "rounds")
-    assert it.llm.draft_length == 4
 
 
 def test_a_session_that_a_program_saved_is_loaded(tmp_path: Path) -> None:
@@ -139,9 +118,6 @@ def test_a_session_that_a_program_saved_is_loaded(tmp_path: Path) -> None:
 
 DAMAGED: list[bytes | dict[str, Any]] = [
     b"", b"{", b"\xff\xfe", b"[" * 100_000, b"[]", b'{"format": "other"}',
-    former(version=2), former(turns=5), former(turns=[5]), former(turns=[TURN | {"user": 1}]),
-    former(turns=[{"user": "u"}]), former(system=7), former(settings={"sampling": {"temperature": -1}}),
-    former(settings={"sampling": {"magic": 1}}), former(settings={"draft_length": 9999}),
     {"answers": []}, {"answers": 5}, {"answers": [5]}, {"answers": [{"finish_reason": "odd"}]},
     {"answers": [{"rounds": [1]}]}, {"answers": [{"stats": []}]},
     {"draft_length": True}, {"draft_length": 9999}, {"view": "odd"},

@@ -26,7 +26,7 @@ HOSTILE = (
     "$scripts ${style} $policy",
     "javascript:window.hacked=3",
     '" onmouseover="window.hacked=4',
-    "&lt;b&gt; & \\u003c \u2028 \ud800",
+    "&lt;b&gt; & \\u003c \u2028",
 )
 
 
@@ -498,16 +498,13 @@ def test_hostile_text_stays_text(tab: Callable[[Path], Tab], tmp_path: Path) -> 
         a_round(emitted(text, "recovered", text), draft=[guess(text, False, text)], reason=text, type="round")
         for text in HOSTILE
     ]
-    document = {
-        "format": "localspec-chat", "version": 1, "model": HOSTILE[0], "draft": list(HOSTILE), "backend": HOSTILE[1],
-        "system": HOSTILE[1], "settings": {},
-        "turns": [{"user": "".join(HOSTILE), "assistant": "".join(HOSTILE), "finish_reason": "stop", "rounds": rounds,
-                   "stats": {}}] * 2,
-    }  # fmt: skip
+    turn = "".join(HOSTILE), "".join(HOSTILE), AnswerRecord("stop", rounds)
+    engine: dict[str, Any] = {"draft": list(HOSTILE), "backend": HOSTILE[1]}
+    chat = write_chat(tmp_path / "a.chat", turn, turn, system=HOSTILE[1], model=HOSTILE[0], **engine)
     path = tmp_path / "hostile.html"
-    path.write_text(replay_page(read(json.dumps(document).encode()), HOSTILE[0]), encoding="utf-8")
+    path.write_text(replay_page(read(chat.read_bytes()), HOSTILE[0]), encoding="utf-8")
     it = tab(path)
-    shown = [text.replace("\ud800", "\ufffd").replace("\u2028", "\n") for text in HOSTILE]
+    shown = [text.replace("\u2028", "\n") for text in HOSTILE]
     assert it.settled() == "".join(shown)
     for index in range(len(HOSTILE)):
         it.run("(index) => player.go(player.timeline.done(index))", index)
