@@ -17,6 +17,7 @@ import pytest
 
 from localspec.backends import native_build
 from localspec.backends.llama import ik_llama
+from localspec.backends.llama.ggml import digest
 from localspec.backends.registry import unavailable_reason
 from localspec.errors import EngineMismatch, EngineUnavailable
 from tests.conftest import TinyFiles
@@ -130,6 +131,19 @@ def test_what_is_not_whole_or_for_another_cpu_is_not_used(machine: Machine) -> N
         file.truncate(1 << 20)
     assert ik_llama.compiled_library() is None
     assert "is damaged or for another CPU" in machine.localspec("list").stdout
+
+
+def test_one_that_does_not_load_any_more_leaves_the_wheel_in_use(machine: Machine, tiny: TinyFiles) -> None:
+    """As where a library of the compiler's was removed."""
+    wheel = machine.engine(tiny)
+    native_build.build([], silent)
+    library = ik_llama.compiled_library()
+    assert library is not None
+    library.with_name(ik_llama.GGML).write_text("no library")
+    record = library.with_name(ik_llama.RECORD)
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"digest": digest(library.parent)}))
+    assert ik_llama.compiled_library() == library
+    assert machine.engine(tiny) == wheel
 
 
 def test_an_interrupted_build_goes_on_and_is_not_used_before(machine: Machine) -> None:

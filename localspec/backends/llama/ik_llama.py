@@ -191,13 +191,23 @@ def package_library() -> Path | None:
     return next((path for folder in folders if (path := Path(folder, "lib", LLAMA)).is_file()), None)
 
 
+def _loaded_ggml(library: Path | None) -> ctypes.CDLL | None:
+    base = (library or Path()).with_name(GGML)
+    return ctypes.CDLL(str(base)) if base.is_file() else None
+
+
 def _imported() -> tuple[Any, ctypes.CDLL | None]:
     """The package's module with its library loaded, and libggml."""
     chosen = os.environ.get(LIBRARY)
     path = Path(chosen) if chosen else compiled_library()
     # libggml is loaded ahead: a library that was compiled elsewhere does not know where to look for it.
-    base = (path or package_library() or Path()).with_name(GGML)
-    loaded = ctypes.CDLL(str(base)) if base.is_file() else None
+    try:
+        loaded = _loaded_ggml(path or package_library())
+    except OSError:  # what it needs of the compiler's is gone since
+        if chosen or path is None:
+            raise
+        path = None
+        loaded = _loaded_ggml(package_library())
     if path is not None:
         os.environ[LIBRARY] = str(path)
     try:
