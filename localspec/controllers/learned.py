@@ -14,9 +14,9 @@ from localspec.system.files import JsonStore, Key
 
 # What drafting may still cost: the time that it saved, a small grant, and a small share of all tokens.
 # Two bounds hold at once, both in plain tokens, so that a machine that slows down does not change them. Over all
-# answers of a process, drafting never costs more than it saved before, a grant and 0.75 % of the tokens. Within
-# one answer, drafts never cost more than a token and a few percent of its length, so that no single answer is
-# noticeably slower. Reading a prompt with a draft model is an investment with a bound of its own; see ``PrefillGate``.
+# answers of a process, drafting never costs more than it saved before, a grant and 0.75 % of the tokens. Within one
+# answer, drafts never cost more than two tokens and one percent of its length, so that no single answer is noticeably
+# slower. Reading a prompt with a draft model is an investment with a bound of its own; see ``PrefillGate``.
 
 # What may be lost before anything was saved, once per process: the reading of a short prompt is 1 to 5 tokens.
 GRANT = 6.0
