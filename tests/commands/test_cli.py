@@ -218,6 +218,9 @@ class Disk:
         self.fails = ""
         monkeypatch.setenv("LOCALSPEC_OFFLINE", "0")
         monkeypatch.setattr(files, "pull", self._pull)
+        monkeypatch.setattr(
+            "localspec.commands.options.larger_choice", lambda target: None
+        )  # by what fits this machine
         monkeypatch.setattr(Entry, "present", property(lambda entry: entry.name in self.present))
 
     def _pull(self, name: str) -> None:
@@ -241,6 +244,7 @@ def sit_down(monkeypatch: pytest.MonkeyPatch, typed: str) -> None:
 
 TARGET, DRAFT = (entry.name for entry in Catalog.load().default_pair())
 SMOL, HUB, BIG = "smollm2-135m", "hf:acme/tiny/tiny.gguf", "qwen2.5-coder-1.5b"
+BIGGEST = max(Catalog.load(), key=lambda name: Catalog.load()[name].bytes)
 SMOL_ASKED = f"{SMOL} is not here: 98.4 MB, about 1 min. Fetch it? [Y/n] "
 PAIR_ASKED = "1.61 GB, about 3 min. Fetch them?"
 BIG_ASKED = f"{BIG} and {DRAFT} are not here: {PAIR_ASKED}"
@@ -302,6 +306,20 @@ def test_what_is_asked_and_fetched(
     assert disk.pulled == pulled
     assert said in err
     assert ("[Y/n]" in err) == ("Fetch" in said or said == SPARING_ASKED)
+
+
+@pytest.mark.parametrize(("typed", "taken"), [("l\n", BIGGEST), ("\n", TARGET), ("what?\nL\n", BIGGEST)])
+def test_one_key_takes_the_larger_model_that_a_first_chat_offers(
+    typed: str, taken: str, disk: Disk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    offer = Catalog.load()[BIGGEST], f"{BIGGEST} instead"
+    monkeypatch.setattr("localspec.commands.options.larger_choice", lambda target: offer)
+    sit_down(monkeypatch, typed)
+    assert ensure_model(None, ["auto"], late=True) == taken
+    assert disk.pulled == [taken]
+    err = capsys.readouterr().err
+    assert f"l takes {BIGGEST} instead" in err
+    assert (f"from now on: localspec chat {BIGGEST}" in err) == (taken == BIGGEST)
 
 
 def test_a_draft_model_that_was_declined_is_not_offered_again(
