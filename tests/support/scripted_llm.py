@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
 
@@ -20,6 +21,11 @@ from localspec.engine.worker import Job
 from localspec.llm import Asking, Session, load
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Span, SpecStats, Verdict
+
+NO_PAIR = SimpleNamespace(
+    target=SimpleNamespace(engine="none", backend="none"), state=SimpleNamespace(times=None), draft_specs=[]
+)
+"""What is loaded: nothing that could decode."""
 
 Guess = tuple[str, str, bool]
 """Text, source, accepted."""
@@ -125,7 +131,7 @@ class ScriptedLLM(Asking[Any]):
         return [{"role": "user", "content": question}] if isinstance(question, str) else question
 
     def run(self, work: Callable[[Any], Any], *, conversation: Any = None) -> Any:
-        return work(None)
+        return work(NO_PAIR)
 
     def session(self, system: str | None = None, params: SamplingParams | None = None) -> Session:
         llm: Any = self
