@@ -236,8 +236,8 @@ class Script:
         # Logits of random weights have a deviation of about 1: so much is the logarithm of a row's sum of exponentials.
         level = np.log(context.model.n_vocab) + 0.5
 
-        def scripted(tokens: Sequence[int], logits: Literal["all", "last", "none"] = "all") -> Forward:
-            forward = decode(tokens, logits)
+        def scripted(tokens: Sequence[int], logits: Literal["all", "last", "none"] = "all", n_best: int = 0) -> Forward:
+            forward = decode(tokens, logits)  # all of them, whatever was asked for: they are changed below
             for i, row in enumerate(forward.logits, context.n_past - len(forward.logits) + 1):
                 ranks = self.ranks(i, drafts)
                 left = 1 - sum(ranks.values())

@@ -79,8 +79,8 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
 ]
 """Requests to all kinds of addresses; what is sampled has a seed."""
 
-VOLATILE = ("id", "created", "created_at", "total_duration", "prompt_eval_duration", "eval_duration", "timings",
-            "usage", "localspec", "tokens_cached", "output")  # fmt: skip
+VOLATILE = ("id", "created", "created_at", "total_duration", "load_duration", "prompt_eval_duration", "eval_duration",
+            "timings", "usage", "localspec", "tokens_cached", "output")  # fmt: skip
 
 
 def said(answer: bytes) -> dict[str, Any]:

@@ -116,7 +116,7 @@ class Clock(AtOnce):
         return future
 
     def pass_of(self, decode: Any, ms: float, *, is_target: bool) -> Any:
-        def timed(tokens: Any, logits: Any) -> Any:
+        def timed(tokens: Any, *args: Any) -> Any:
             if is_target:
                 self.now += (ms + self._n_steps * self.toll_ms) / 1e3
                 self._n_steps = 0
@@ -124,7 +124,7 @@ class Clock(AtOnce):
                 self._n_steps += 1
             else:
                 self.now += ms / 1e3
-            return decode(tokens, logits)
+            return decode(tokens, *args)
 
         return timed
 
