@@ -265,7 +265,7 @@ class Chat:
         self.leaving = False  # set by ``/quit``
         self.status = ""
         self.late: LateDraft | None = None
-        self._n_told = len(llm.warnings)
+        self.n_told = len(llm.warnings)
         self.loaded: Callable[[], None] = lambda: None  # clears the progress of a load that the chat asked for
 
     @property
@@ -431,7 +431,7 @@ class Chat:
     def show_news(self) -> None:
         """Show warnings and notes that came up in idle time."""
         warnings = self.llm.warnings
-        news, self._n_told = warnings[self._n_told :], len(warnings)
+        news, self.n_told = warnings[self.n_told :], len(warnings)
         if self.late is not None:
             news += self.late.notes
             self.late.notes = []
@@ -448,8 +448,10 @@ class Chat:
         return f"{coming}{who}/help"
 
 
-def header(llm: LLM, screen: ChatScreen, follows: str = "") -> None:
-    """Say what was loaded, which drafters guess and what their text looks like; ``follows`` is ``LateDraft.status``."""
+def header(llm: LLM, screen: ChatScreen, follows: str = "") -> int:
+    """Say what was loaded, which drafters guess and what their text looks like; ``follows`` is ``LateDraft.status``.
+
+    Returns how many of the LLM's warnings it showed: a draft model that is loaded meanwhile may add some."""
     memory = f" · {process_bytes() / 1e9:.1f} GB" if process_bytes() >= 5e7 else ""  # weights included
     screen.line(f"{llm.model_name} · {llm.backend_name} · context {llm.n_ctx}{memory}", Style.HEAD)
     screen.note(f"context: {llm.context_info()['reason']}")
@@ -457,9 +459,11 @@ def header(llm: LLM, screen: ChatScreen, follows: str = "") -> None:
     if legend := screen.legend(llm.draft_names, follows):
         print(legend, file=screen.file)
     offer = llm.run(lambda pair: compiled_offer_once(pair.target, pair.state.times))
-    for warning in [*llm.warnings, *base_model_notes(llm), *filter(None, [offer])]:
+    warnings = list(llm.warnings)
+    for warning in [*warnings, *base_model_notes(llm), *filter(None, [offer])]:
         screen.note(f"note: {warning}")
     screen.note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves")
+    return len(warnings)
 
 
 # A chat begins with the target and n-grams alone; head and draft model are loaded between requests. A missing draft

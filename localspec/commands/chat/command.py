@@ -141,7 +141,7 @@ def _lines() -> Iterator[str]:
 
 def _converse(chat: Chat, begin: Callable[[], None] | None = None, notes: Sequence[str] = ()) -> int:
     ask = _asker(chat)
-    header(chat.llm, chat.screen, chat.late.status if chat.late is not None else "")
+    chat.n_told = header(chat.llm, chat.screen, chat.late.status if chat.late is not None else "")
     for note in notes:
         chat.screen.note(f"note: {note}")
     if begin is not None:

@@ -205,6 +205,17 @@ def test_the_head_comes_before_the_draft_model_is_fetched(
     assert llm.draft_names == names(tiny, "head")
 
 
+def test_what_comes_up_before_the_chat_says_what_it_loaded_is_said_once(chat: Chat) -> None:
+    """As of a draft model that was left out while the chat began."""
+    chat.llm.run(lambda pair: pair.warnings.append("a draft is left out"))
+    chat.n_told = header(chat.llm, chat.screen)
+    chat.show_news()
+    assert shown(chat).count("note: a draft is left out") == 1
+    chat.llm.run(lambda pair: pair.warnings.append("another one"))
+    chat.show_news()
+    assert shown(chat).count("note: another one") == 1
+
+
 @pytest.mark.parametrize(
     ("with_head", "noisy", "others"), [(True, False, 0.0), (False, False, 0.0), (False, True, 0.4), (False, True, 0.0)]
 )
