@@ -240,8 +240,19 @@ def root(
     ctx: typer.Context,
     version: bool = Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
 ) -> None:
+    _help_without_command(ctx)
+
+
+def _help_without_command(ctx: typer.Context) -> None:
     if ctx.invoked_subcommand is None:
         print(ctx.get_help())
+
+
+def command_group(name: str, help_text: str) -> typer.Typer:
+    """A command that has commands of its own."""
+    group = typer.Typer(name=name, help=help_text)
+    group.callback(invoke_without_command=True)(_help_without_command)
+    return group
 
 
 def command(
@@ -699,15 +710,7 @@ def inspect(
 
 # ``localspec engine``
 
-engine_app = typer.Typer(
-    name="engine", help="ik-llama compiled for this CPU, with kernels that its wheel does without."
-)
-
-
-@engine_app.callback(invoke_without_command=True)
-def engine_(ctx: typer.Context) -> None:
-    if ctx.invoked_subcommand is None:
-        print(ctx.get_help())
+engine_app = command_group("engine", "ik-llama compiled for this CPU, with kernels that its wheel does without.")
 
 
 @command(group=engine_app)
@@ -745,9 +748,7 @@ app.add_typer(engine_app)
 
 # ``localspec config``
 
-config_app = typer.Typer(
-    name="config", help="Values of options in config.toml, for when the command line leaves them out."
-)
+config_app = command_group("config", "Values of options in config.toml, for when the command line leaves them out.")
 
 
 def _keys(incomplete: str) -> list[tuple[str, str]]:
@@ -775,12 +776,6 @@ KEY = Argument(
     help="An option without its dashes (ctx), or one of a single command (serve.port).",
     show_default=False,
 )
-
-
-@config_app.callback(invoke_without_command=True)
-def config_(ctx: typer.Context) -> None:
-    if ctx.invoked_subcommand is None:
-        print(ctx.get_help())
 
 
 @command(group=config_app)

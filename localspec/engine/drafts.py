@@ -188,7 +188,7 @@ class DraftMaker:
         models: list[DraftModel] = []
         for name in names:
             if not is_free(name):
-                models += self._model(name, models)
+                models += self._model(name, self._found(name), models)
         return free, _named(models, free)
 
     def _automatic(self) -> tuple[list[Drafter], list[DraftModel]]:
@@ -208,16 +208,16 @@ class DraftMaker:
 
     def _paying(self, name: str, free: Sequence[Drafter], others: Sequence[DraftModel]) -> list[DraftModel]:
         """What a name stands for, unless it was found to add too little to drafters that cost nothing here."""
+        stands_for = self._found(name)
+        path = stands_for[1].path
         if not self.loader.options.remember:
-            return self._model(name, others, any_vocabulary=False)
-        source, rest = _source_of(name, self.loader.warnings.append)
-        path = Path(rest) if source is None else source.find(rest, self.before.target).path
+            return self._model(name, stands_for, others, any_vocabulary=False)
         gains, key = JsonStore(home() / "gains", 1), self._gain_key(path)
         gain = (gains.get(key) or {}).get("gain", math.inf)
         if gain < LEAST_GAIN:
             self._leave_out(path, gain)
             return []
-        found = self._model(name, others, any_vocabulary=False)
+        found = self._model(name, stands_for, others, any_vocabulary=False)
         if not found or self.before.times.noisy or found[0].times.noisy:
             return found
         alone = replace(self.before, free=[*free], models=found, acceptance=self._acceptance_of(free, found))
@@ -253,16 +253,27 @@ class DraftMaker:
     def _go_without(self, error: LocalspecError) -> None:
         self.loader.warnings.append(f"{error}; drafting without it")
 
-    def _model(self, name: str, others: Sequence[DraftModel], *, any_vocabulary: bool = True) -> list[DraftModel]:
-        """What a name stands for; nothing if it is one of the others under another name."""
+    def _found(self, name: str) -> tuple[DraftSource | None, FoundDraft]:
+        """The kind of drafter that a name stands for, None for a draft model; and its file."""
         source, rest = _source_of(name, self.loader.warnings.append)
+        return source, FoundDraft(Path(rest), "") if source is None else source.find(rest, self.before.target)
+
+    def _model(
+        self,
+        name: str,
+        stands_for: tuple[DraftSource | None, FoundDraft],
+        others: Sequence[DraftModel],
+        *,
+        any_vocabulary: bool = True,
+    ) -> list[DraftModel]:
+        """What a name stands for, as ``_found`` says; nothing if it is one of the others under another name."""
+        source, found = stands_for
         if source is not None:
-            found = source.find(rest, self.before.target)
             alike = [each for each in others if kind_of(each.source) == source.name]
             if any(is_same_file(found.path, each.path) for each in alike):
                 return []
             return [self._from_plugin(source, source_of(source.name, len(alike)), found)]
-        path = Path(rest)
+        path = found.path
         mask = _mask_of(name, path)
         draft_models = [each for each in others if each.drafter.info.is_draft_model]
         if any(is_same_file(path, each.path) for each in draft_models):
