@@ -91,7 +91,7 @@ class PromptPieces:
             self._dearer[rows >= WIDE] = known * (seen / known) ** LEARNED
 
 
-LEAST_GAIN = 1.05  # Answers take turns where that is faster by this factor; less is noise
+TURNS_GAIN = 1.05  # Answers take turns where that is faster by this factor; less is noise
 
 
 # Prior of what a row pays for a cell, by where the weights are, in times of reading its keys and values at the speed at
@@ -172,10 +172,10 @@ class SharedPasses:
             return []
         rates = [self._best(drafts[:n])[0] for n in range(1, len(drafts) + 1)]
         n = len(drafts)
-        if max(rates) > LEAST_GAIN * rates[-1]:
+        if max(rates) > TURNS_GAIN * rates[-1]:
             n = rates.index(max(rates)) + 1
         plain = [self._best([()] * n)[0] for n in range(1, self.n_answers + 1)]
-        self._n_in_turn = plain.index(max(plain)) + 1 if max(plain) > LEAST_GAIN * plain[-1] else None
+        self._n_in_turn = plain.index(max(plain)) + 1 if max(plain) > TURNS_GAIN * plain[-1] else None
         rate, _ = self._best(drafts[:n])
         # With prompts in the pass its rows have another price, and a token is worth what it is without them.
         _, k = self._best(drafts[:n], n_reading, rate)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from localspec.backends.base import Context, Model, SequenceBatch
 from localspec.controllers.calibration import curve_key
+from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.learned import AcceptanceStore
 from localspec.engine.draft_sources import (
     DraftSource,
@@ -28,7 +29,7 @@ from localspec.model_files.catalog import Catalog
 from localspec.model_files.fingerprint import fingerprint
 from localspec.model_files.sources.base import size_text
 from localspec.prompts.questions import own_questions
-from localspec.spec_decode.drafters.base import Drafter
+from localspec.spec_decode.drafters.base import Drafter, DrafterInfo
 from localspec.spec_decode.drafters.corpus import BYTES_PER_BYTE, CorpusDrafter, CorpusIndex, PathSource
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.names import (
@@ -133,6 +134,19 @@ LEAST_GAIN = 1.03
 """What ``auto`` expects of a drafter that runs a model, over those that cost nothing alone: with less it is not loaded,
 and reads no prompt. Asked once calibration is undisturbed, and again where machine, engine or files are others."""
 
+STEP_OF_SIZE = 0.75
+"""A step of a draft model over a token of the target, by the sizes of their files: 0.28 to 0.31 where those are as 0.40
+to 1 (Qwen2.5-Coder 1.5B with its 0.5B, two machines)."""
+
+
+def gain_of_size(state: DecodingState, n_bytes: int) -> float:
+    """What a draft model that is not here yet would add (``DecodingState.gain_with``), by the size of its file and by
+    how often a small model of the target's family is right."""
+    share = STEP_OF_SIZE * n_bytes / state.target.size_bytes
+    times = PassTimes({width: share * ms for width, ms in state.times.curve.measured.items()})
+    unlearned = replace(state, acceptance=AcceptanceStore(None, {}))
+    return unlearned.gain_with(DrafterInfo("model", runs_model=True), times, N_PROMPT, N_ANSWER)
+
 
 @dataclass(slots=True)
 class DraftMaker:
@@ -221,7 +235,7 @@ class DraftMaker:
         if not found or self.before.times.noisy or found[0].times.noisy:
             return found
         alone = replace(self.before, free=[*free], models=found, acceptance=self._acceptance_of(free, found))
-        gain = alone.gain_of(found[0], N_PROMPT, N_ANSWER)
+        gain = alone.gain_with(found[0].drafter.info, found[0].times, N_PROMPT, N_ANSWER)
         gains.put(key, {"gain": round(gain, 3)})
         if gain >= LEAST_GAIN:
             return found

@@ -14,7 +14,7 @@ from localspec.backends.llama.ggml import Device, ggml_devices, metal_gpu, used_
 from localspec.backends.placement import Placement, Target, layout
 from localspec.backends.trust import ensure_batches, why_no_branches
 from localspec.controllers.auto import FLAT_ROW
-from localspec.controllers.batching import LEAST_GAIN, SharedPasses
+from localspec.controllers.batching import TURNS_GAIN, SharedPasses
 from localspec.controllers.cost_model import PassTimes, row_ms
 from localspec.engine.drafts import draft_files
 from localspec.engine.loading import Report
@@ -411,7 +411,7 @@ def choose_parallel(model: Model, times: PassTimes, n_ctx: int, available: int |
         return ParallelChoice(1, f"{room}, over half of the {available / 1e9:.2f} GB that are free")
     most = max(1, min(MOST, FULL_CONTEXTS * n_ctx // min(n_ctx, LEAST_CELLS)))
     rates = [_rate(times, model, n) for n in range(1, most + 1)]
-    if max(rates) < LEAST_GAIN * rates[0]:
+    if max(rates) < TURNS_GAIN * rates[0]:
         return ParallelChoice(1, "a pass over several takes as long here as theirs one after the other")
     n = next(i for i, rate in enumerate(rates, 1) if rate >= ENOUGH * max(rates))
     bound = f", and there is room for no more than {n}" if n == most < MOST else ""

@@ -101,14 +101,7 @@ def nominal_ms(times: PassTimes) -> float:
     return prefill + N_ANSWER * times(1) / best_speedup(ACCEPTANCE, TIMED_LENGTHS, times, STEP_SHARE * times(1))
 
 
-def draft_gain(times: PassTimes) -> float:
-    """How much sooner a nominal answer is there with a small draft model, which reads the prompt too, than plainly."""
-    prefill, answer = N_PROMPT * times(WIDE) / WIDE, N_ANSWER * times(1)
-    faster = best_speedup(ACCEPTANCE, TIMED_LENGTHS, times, STEP_SHARE * times(1))
-    return (prefill + answer) / ((1 + STEP_SHARE) * prefill + answer / faster)
-
-
-LEAST_GAIN = 1.05  # from which on a compiled engine is offered
+OFFERED_GAIN = 1.05  # from which on a compiled engine is offered
 
 
 def compiled_gain(model: Model, times: PassTimes) -> tuple[str, float, float] | None:
@@ -118,7 +111,7 @@ def compiled_gain(model: Model, times: PassTimes) -> tuple[str, float, float] | 
 
     Returns:
         The instruction set, and the lowest and the highest estimate of how many times as fast a nominal answer would
-        be; None where that is under ``LEAST_GAIN``, was not measured, or the curve is provisional.
+        be; None where that is under ``OFFERED_GAIN``, was not measured, or the curve is provisional.
     """
     if model.backend != "ik-llama" or model.capabilities.device != "cpu" or times.noisy:
         return None
@@ -129,7 +122,7 @@ def compiled_gain(model: Model, times: PassTimes) -> tuple[str, float, float] | 
     for ratios in map(Curve, NATIVE_TIMES.get(gain[0], ())):
         compiled = PassTimes({width: ms * ratios(width) for width, ms in now.items()})
         estimates.append(nominal_ms(PassTimes(now)) / nominal_ms(compiled))
-    return (gain[0], min(estimates), max(estimates)) if min(estimates, default=0.0) >= LEAST_GAIN else None
+    return (gain[0], min(estimates), max(estimates)) if min(estimates, default=0.0) >= OFFERED_GAIN else None
 
 
 def compiled_offer(model: Model, times: PassTimes) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,7 +22,7 @@ from localspec.engine.options import MAX_PARALLEL, DraftLength
 from localspec.errors import EngineMismatch, UnsupportedModel, UsageError
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.ahead import DraftAhead
-from localspec.spec_decode.drafters.base import Controller, Drafter
+from localspec.spec_decode.drafters.base import Controller, Drafter, DrafterInfo
 from localspec.spec_decode.drafters.names import NGRAM
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 
@@ -222,10 +222,20 @@ class DecodingState:
         drafters = self.usable if drafters is None else drafters
         if draft_length != "auto" or not drafters:
             return FixedController(0 if draft_length == "auto" else int(draft_length), target_times, drafters)
-        params = params or SamplingParams()
-        times: dict[str, PassCost] = {draft.source: draft.times for draft in self.models}
+        infos = [drafter.info for drafter in drafters]
+        draft_times: dict[str, PassCost] = {draft.source: draft.times for draft in self.models}
+        return self._auto(infos, draft_times, params or SamplingParams(), target_times, predicted, thinks)
 
-        infos = {drafter.info.source: drafter.info for drafter in drafters}
+    def _auto(
+        self,
+        drafters: Iterable[DrafterInfo],
+        draft_times: Mapping[str, PassCost],
+        params: SamplingParams,
+        target_times: PassCost,
+        predicted: bool = False,
+        thinks: bool = False,
+    ) -> AutoController:
+        infos = {info.source: info for info in drafters}
         samplers = {source: info for source, info in infos.items() if info.runs_model and not info.as_text}
 
         def tables(*, thinks: bool) -> Tables:
@@ -239,7 +249,7 @@ class DecodingState:
         longest = FEW_ROWS - 1 if self.target.capabilities.keeps_rows else MAX_DRAFT
         return AutoController(
             target_times,
-            {source: times[source] for source, info in infos.items() if info.runs_model},
+            {source: draft_times[source] for source, info in infos.items() if info.runs_model},
             *tables(thinks=False),
             longest,
             self.acceptance.budget,
@@ -251,15 +261,15 @@ class DecodingState:
             params=params,
         )
 
-    def gain_of(self, draft: DraftModel, n_prompt: int, n_answer: int) -> float:
+    def gain_with(self, drafter: DrafterInfo, times: PassTimes, n_prompt: int, n_answer: int) -> float:
         """What a drafter that runs a model adds to those that cost nothing, greedy or sampled, whichever is more: the
         expected time of an answer of so many tokens without it, over that with it."""
-        n_prompt = n_prompt if draft.drafter.info.reads_text else 0
+        infos = [*(each.info for each in self.free), drafter]
+        n_prompt = n_prompt if drafter.reads_text else 0
         gains = []
         for temperature in (0.0, 0.8):
-            controller = self.controller("auto", SamplingParams(temperature=temperature))
-            assert isinstance(controller, AutoController)
-            gains.append(controller.stopping.gain_over_copies(draft.source, n_prompt, n_answer))
+            auto = self._auto(infos, {drafter.source: times}, SamplingParams(temperature=temperature), self.times)
+            gains.append(auto.stopping.gain_over_copies(drafter.source, n_prompt, n_answer))
         return max(gains)
 
     def fork(self, sources: Collection[str] | None = None, *, own_contexts: bool = False) -> DecodingState:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from benchmarks.replay_traces import CURVES
 from localspec import LLM
 from localspec.controllers.calibration import curve_key, curves
 from localspec.controllers.cost_model import PassTimes
 from localspec.engine import loading
+from localspec.engine.drafts import LEAST_GAIN, gain_of_size
 from localspec.model_files.catalog import Catalog
 from tests.conftest import TinyFiles
 
@@ -75,3 +78,26 @@ def test_it_is_tried_again_where_the_machine_is_another(
     monkeypatch.setattr("localspec.controllers.calibration.cpu_name", lambda: "another CPU")
     calibrate(tiny, CHEAP)
     assert open_with(tiny)[0] == ["ngram", tiny.quick.draft.stem]
+
+
+@pytest.mark.parametrize(
+    ("curve", "share", "pays"),
+    [
+        (dict(CURVES["avx2"][0]), 0.4, True),  # as measured on two machines, with the default pair
+        (dict(CURVES["avx512"][0]), 0.4, False),
+        ({1: 100.0, 64: 100.0}, 0.4, True),  # further rows cost nothing, or as much as the first
+        ({1: 100.0, 64: 6400.0}, 0.4, False),
+        (dict(CURVES["avx512"][0]), 0.1, True),
+    ],
+)
+def test_what_a_draft_model_would_add_follows_from_the_targets_passes_and_the_files_sizes(
+    tiny: TinyFiles, curve: dict[int, float], share: float, pays: bool
+) -> None:
+    """The same estimate before it is fetched as once it is loaded: what is left out is not fetched."""
+    with LLM(tiny.quick.target, backend="reference", idle=False) as llm:
+
+        def gain(pair: Any) -> float:
+            state = replace(pair.state, times=PassTimes(curve))
+            return gain_of_size(state, round(share * pair.target.size_bytes))
+
+        assert (llm.run(gain) >= LEAST_GAIN) is pays

@@ -16,8 +16,8 @@ from localspec.commands.chat.screen import ChatScreen, guessing, no_echo, only_t
 from localspec.commands.chat.typesetter import Style
 from localspec.commands.options import RunOptions, ThinkOptions, base_model_notes
 from localspec.engine import saved
-from localspec.engine.drafts import found_drafts, plugin_drafts
-from localspec.engine.loading import compiled_offer_once, draft_gain
+from localspec.engine.drafts import LEAST_GAIN, found_drafts, gain_of_size, plugin_drafts
+from localspec.engine.loading import compiled_offer_once
 from localspec.errors import Cancelled, Closed, LocalspecError, SessionFileError, UsageError, line_of
 from localspec.llm import Session, from_text, to_text
 from localspec.model_files.catalog import short_name
@@ -534,10 +534,10 @@ class LateDraft:
         for seconds in ASKED_S:  # the first figures are rough, and better ones come while nothing is asked
             if not self._llm.run(lambda pair: pair.times.quick) or self._leaving.wait(seconds):
                 break
-        gain, times = self._llm.run(lambda pair: (draft_gain(pair.times), pair.times))
-        if gain > 1.0:
-            return True
         names, size = " ".join(entry.name for entry in self._missing), sum(entry.bytes for entry in self._missing)
+        gain, times = self._llm.run(lambda pair: (gain_of_size(pair.state, size), pair.times))
+        if gain >= LEAST_GAIN:
+            return True
         what, pull = f"The draft model ({size / 1e9:.1f} GB)", f"To get it anyway: localspec pull {names}"
         if times.noisy:
             when = "while other programs used the CPU" if times.others_share >= BUSY else "so far"

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.replay_traces import CURVES
 from localspec import LLM, SamplingParams
 from localspec.commands import files
 from localspec.commands.chat import chat as chat_module
@@ -20,9 +19,8 @@ from localspec.commands.chat.chat import Chat, LateDraft, header, may_be_drafted
 from localspec.commands.chat.commands import run_command
 from localspec.commands.chat.screen import ChatScreen
 from localspec.commands.options import RunOptions
-from localspec.controllers.cost_model import PassTimes
 from localspec.engine import drafts
-from localspec.engine.loading import draft_gain, giving_way
+from localspec.engine.loading import giving_way
 from localspec.engine.options import LoadOptions
 from localspec.engine.worker import Job
 from localspec.errors import Cancelled, DownloadError
@@ -50,7 +48,7 @@ def head_of(target: Path) -> None:
 @pytest.fixture
 def llm(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     monkeypatch.setattr(Catalog, "draft_for", lambda self, path: tiny.quick.draft)
-    monkeypatch.setattr(chat_module, "draft_gain", lambda times: 1.1)
+    monkeypatch.setattr(chat_module, "gain_of_size", lambda state, n_bytes: 1.1)
     monkeypatch.setattr(drafts, "LEAST_GAIN", 0.0)  # what passes cost here has no say in these tests
     with LLM(tiny.quick.target, "ngram", backend="reference", n_ctx=256) as loaded:
         yield loaded
@@ -231,7 +229,7 @@ def test_a_draft_model_that_would_add_nothing_is_not_fetched(
     fetched: list[Entry] = []
     monkeypatch.setattr(sources, "pull", lambda entry, **options: fetched.append(entry))
     monkeypatch.setattr(Catalog, "draft_for", lambda self, path: None)
-    monkeypatch.setattr(chat_module, "draft_gain", lambda times: 0.98 if times(1) > 0 else 2.0)
+    monkeypatch.setattr(chat_module, "gain_of_size", lambda state, n_bytes: 1.02)
     (note,) = finished(LateDraft(llm, [DRAFT])).notes
     assert (fetched, llm.draft_names) == ([], [*AUTOMATIC, "head"] if with_head else ["ngram"])
     said = [text in note for text in ("on this machine", "The next start looks again", "other programs")]
@@ -256,14 +254,6 @@ def test_a_remark_is_made_once_however_often_a_draft_is_loaded(tiny: TinyFiles) 
             llm.set_draft(["ngram", tiny.quick.target])
             llm.set_draft("ngram")
         assert ["is larger than the target" in warning for warning in llm.warnings] == [True]
-
-
-def test_what_a_draft_model_would_add_follows_from_the_targets_passes() -> None:
-    """As measured on two machines, and where rows cost nothing, or each as much as the first."""
-    gains = [draft_gain(PassTimes(dict(CURVES[name][0]))) for name in ("avx2", "avx512")]
-    assert gains[0] > 1 > gains[1]
-    assert draft_gain(PassTimes({1: 10.0, 64: 10.0})) > 1.3
-    assert draft_gain(PassTimes({1: 10.0, 64: 640.0})) < 1
 
 
 def test_a_head_alone_comes_too(llm: LLM, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
