@@ -2,9 +2,9 @@
 
     python -m benchmarks.pass_prediction BENCH.json ...
 
-The files come from ``localspec bench --json``. The passes of the arm ``auto``, in their order, begin with the calibrated
-curve of that run, or with one that is wrong as the rows of the table say. Printed is the mean error of the time expected
-of a pass before it was seen, |ln(ms / expected)|, of passes over several tokens and over one: with all corrections,
+The files come from ``localspec bench --json``. The passes of the arm ``auto``, in their order, begin with the curve of
+that run, or with one that is wrong as the rows of the table say. Printed is the mean error of the time expected of a
+pass before it was seen, |ln(ms / expected)|, of passes over several tokens and over one: with all corrections,
 without that of single widths, without that of further rows, and with one factor for all widths.
 """
 
