@@ -89,7 +89,7 @@ def check_tools() -> None:
 
 def build(
     models: Sequence[Path], report: Report, *, jobs: int | None = None, idle: bool = False
-) -> list[BuildComparison]:
+) -> tuple[list[BuildComparison], list[str]]:
     """Compile, compare with the wheel on each of ``models``, and from then on use it.
 
     Args:
@@ -97,9 +97,14 @@ def build(
         jobs: compilers at a time; None: one for each core.
         idle: give way to all other programs, and pause while they use the CPUs.
 
+    Returns:
+        What was found on the files that it computes as the wheel does; and of the others, in a line each, that it
+        contradicts itself: the check at the first load of a file (``trust``) finds such, and goes on without it.
+
     Raises:
         EngineUnavailable: there is no compiler, no source, or the build failed.
-        EngineMismatch: what was compiled computes something else than the wheel; it is not used.
+        EngineMismatch: what was compiled contradicts itself on each file, or the wheel alone on one, which no check
+            would find later; it is not used.
         KeyboardInterrupt: it was stopped; the next call goes on from there.
     """
     check_tools()
@@ -107,11 +112,19 @@ def build(
     with _alone():
         folder.mkdir(parents=True, exist_ok=True)
         lib = _compiled(folder, report, jobs or os.cpu_count() or 1, idle)
-        found = [compare(lib / ik_llama.LLAMA, path, report) for path in models]
+        found: list[BuildComparison] = []
+        contradicted: list[SelfContradiction] = []
+        for path in models:
+            try:
+                found.append(compare(lib / ik_llama.LLAMA, path, report))
+            except SelfContradiction as error:
+                contradicted.append(error)
+        if contradicted and not found:
+            raise contradicted[0]
         _put_in_place(lib, folder / "lib", found)
         for name in ("source", "out"):
             shutil.rmtree(folder / name, ignore_errors=True)
-    return found
+    return found, [str(error) for error in contradicted]
 
 
 @contextmanager
@@ -304,6 +317,10 @@ def _failure(what: str, log: Path) -> EngineUnavailable:
 # -- checking ----------------------------------------------------------------------------------------------------------
 
 
+class SelfContradiction(EngineMismatch):
+    """What was compiled computes a file's passes over several tokens differently from those over one."""
+
+
 @dataclass(frozen=True, slots=True)
 class BuildComparison:
     """What was compiled, against the wheel, on one file."""
@@ -347,7 +364,8 @@ def compare(library: Path, model: Path, report: Report) -> BuildComparison:
     """Run a file in both engines, a process each, and compare their logits and the time of their passes.
 
     Raises:
-        EngineMismatch: they differ by more than noise, or the compiled one contradicts itself.
+        SelfContradiction: the compiled one contradicts itself.
+        EngineMismatch: they differ by more than noise.
         EngineUnavailable: the compiled one does not load.
     """
     wheel = ik_llama.package_library()
@@ -358,11 +376,13 @@ def compare(library: Path, model: Path, report: Report) -> BuildComparison:
         both = [stack.enter_context(BuildProcess(each, model)) for each in (wheel, library)]
         logits = [each.logits() for each in both]
         found = agreement(*logits)
-        if not found.holds or not both[1].own_kl <= MAX_MEAN_KL:
-            worst = max(found.mean_kl, both[1].own_kl)
+        wrong = f"what was compiled computes {model.name} wrongly"
+        if not both[1].own_kl <= MAX_MEAN_KL:
+            raise SelfContradiction(f"{wrong} (batches differ from single tokens, KL {both[1].own_kl:.2g} nats)")
+        if not found.holds:
             raise EngineMismatch(
-                f"what was compiled computes {model.name} wrongly (KL {worst:.2g} nats), so it is not used; "
-                "localspec engine remove deletes it"
+                f"{wrong} (KL {found.mean_kl:.2g} nats from the wheel), so it is not used; localspec engine remove "
+                "deletes it"
             )
         times: list[dict[int, list[float]]] = [{width: [] for width in TIMED} for _ in both]
         for width, turns in TIMED.items():

@@ -42,13 +42,15 @@ def build_command(*, idle: bool, jobs: int | None, force: bool) -> int:
         _note("some 8 minutes on two cores")
     try:
         with Progress() as progress:
-            found = native_build.build(models, progress.report, jobs=jobs, idle=idle)
+            found, wrong = native_build.build(models, progress.report, jobs=jobs, idle=idle)
     except KeyboardInterrupt:
         _note("interrupted; what is compiled is kept, and localspec engine build goes on from there")
         return 130
     print("the engine compiled for this CPU is used from now on; localspec engine remove undoes it")
     for each in found:
         print(_said(each))
+    for line in wrong:
+        print(f"{line}: a repacked copy of it, or another engine, will be used for it")
     if not found:
         print("no model is on this disk yet: it is checked with each file at its first load, as every engine is")
     return 0
