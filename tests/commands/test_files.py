@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from filelock import FileLock
@@ -15,7 +16,6 @@ from localspec.commands import files
 from localspec.commands.files import list_command
 from localspec.heads.card import CurvePoint, Training
 from localspec.heads.file import engine_folder, heads_folder
-from localspec.heads.listing import inspect
 from localspec.model_files.catalog import Catalog, Entry, part_names
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.kv_memory import kv_shape
@@ -35,21 +35,16 @@ Out = pytest.CaptureFixture[str]
 
 
 def out(*arguments: str | Path) -> str:
-    """What a command prints that works."""
     result = localspec(*arguments)
     assert result.returncode == 0, result.stderr.decode()
     return result.stdout.decode()
 
 
 def someones(name: str, data: bytes) -> Path:
-    """A model that is here and in no catalogue."""
     path = models_dir() / "hf/acme/tiny" / name
     path.parent.mkdir(parents=True)
     path.write_bytes(data)
     return path
-
-
-# -- list -------------------------------------------------------------------------------------------------------------
 
 
 def test_list_as_json() -> None:
@@ -69,7 +64,6 @@ def test_list_as_json() -> None:
 
 
 def listed(*options: str) -> dict[str, str]:
-    """The lines by their first word."""
     return {line.split()[0]: line for line in out("list", *options).splitlines() if line}
 
 
@@ -96,28 +90,17 @@ def test_list_shows_what_is_here_and_all_with_what_fits(monkeypatch: pytest.Monk
             assert head in CATALOG[models[-1]].heads
 
 
-@pytest.mark.parametrize("everything", [False, True])
-def test_list_fits_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: Out, everything: bool) -> None:
+def test_list_shows_first_what_is_here_and_fits_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    for entry in CATALOG.values():
-        if entry.sha256:
-            put(entry)
-    assert list_command(everything=everything) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(len(line) for line in lines if not line.startswith("folder:")) <= 80
-
-
-def test_list_shows_first_what_is_here(capsys: Out) -> None:
     put(SMOL)
     put(CATALOG["gemma3-270m"])
-    assert list_command(everything=True) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines()[1:] if line and not line.startswith("  ")]
-    here = [" yes " in line for line in lines[: len(CATALOG)]]
+    for everything in (False, True):
+        assert list_command(everything=everything) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert max(len(line) for line in lines if not line.startswith("folder:")) <= 80
+    here = [" yes " in line for line in lines[1 : len(CATALOG)] if line and not line.startswith("  ")]
     assert (here[:2], any(here[2:])) == ([True, True], False)
-
-
-# -- rm ---------------------------------------------------------------------------------------------------------------
 
 
 def test_rm_removes_the_model_its_pieces_and_what_was_made_of_it() -> None:
@@ -144,9 +127,6 @@ def test_rm_leaves_a_model_alone_that_is_being_fetched() -> None:
         assert_one_line(localspec("rm", "smollm2-135m"), 1, "another process")
 
 
-# -- pull -------------------------------------------------------------------------------------------------------------
-
-
 def test_pull_prints_the_path_and_names_the_draft() -> None:
     target, draft = CATALOG["qwen2.5-coder-1.5b"], CATALOG["qwen2.5-coder-0.5b"]
     put(target)
@@ -170,22 +150,10 @@ def test_pull_finds_a_model_by_a_part_of_its_name() -> None:
 
 
 def test_pull_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(entry: Entry, **options: object) -> Path:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("localspec.model_files.sources.pull", interrupted)
+    monkeypatch.setattr("localspec.model_files.sources.pull", Mock(side_effect=KeyboardInterrupt))
     result = localspec("pull", "smollm2-135m")
     assert (result.returncode, result.stderr.count(b"\n")) == (130, 1)
     assert b"localspec pull smollm2-135m goes on from there" in result.stderr
-
-
-class Clock:
-    """A time that a test moves [s]."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_progress_without_a_terminal_is_a_line_every_tenth(capsys: Out) -> None:
@@ -200,10 +168,10 @@ def test_progress_without_a_terminal_is_a_line_every_tenth(capsys: Out) -> None:
 
 
 def test_progress_of_a_slow_download_is_a_line_a_minute_with_the_speed_of_late(capsys: Out) -> None:
-    clock = Clock()
-    with files.PullProgress(clock) as report:
+    now = [0.0]
+    with files.PullProgress(lambda: now[0]) as report:
         for second in range(3601):
-            clock.now = float(second)
+            now[0] = float(second)
             # 100 kB/s in the first half hour, a tenth of that afterwards.
             done = 100_000 * min(second, 1800) + 10_000 * max(0, second - 1800)
             report.watch("downloading x", done, 1_000_000_000)
@@ -218,19 +186,16 @@ def test_progress_on_a_terminal_is_a_line_that_goes_away(capsys: Out, monkeypatc
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "60")  # the figures are kept
     monkeypatch.setattr("localspec.system.terminal.INTERVAL", 0.0)  # every update is shown
-    clock = Clock()
-    with files.PullProgress(clock) as report:
+    now = [0.0]
+    with files.PullProgress(lambda: now[0]) as report:
         for second in (0, 10):
-            clock.now = float(second)
+            now[0] = float(second)
             report.watch("downloading qwen2.5-coder-1.5b-instruct-q4_k_m.gguf", second * 1_000_000, 20_000_000)
         report.say("a remark [not markup]")
         report.watch("putting x together", 0, 0)
     _, _, half, *rest = capsys.readouterr().err.split("\r\x1b[K")
     assert (half, len(half) < 60) == ("downloading qwen2.…: 10 MB of 20 MB, 1 MB/s, 10 s left 50%", True)
     assert rest == ["a remark [not markup]\n", "putting x together", ""]
-
-
-# -- inspect ----------------------------------------------------------------------------------------------------------
 
 
 def test_inspect(tiny: TinyFiles) -> None:
@@ -255,69 +220,33 @@ def test_what_cannot_be_inspected_or_answer(tmp_path: Path, tiny: TinyFiles) -> 
     assert_one_line(localspec("inspect", tmp_path / "none.gguf"), 2, "none.gguf")
     put(SMOL)  # zeros
     assert_one_line(localspec("inspect", "smollm2-135m"), 1, SMOL.path.name)
+    evil = ggufs.write_llama(tmp_path / "evil.gguf", extra={"general.license": "\x1b[2J\x07\nfree"})
+    assert not set(out("inspect", evil)) & {"\x1b", "\x07"}
     assert "embedding model" in out("inspect", tiny.embedding)
     assert "no weights" in out("inspect", tiny.tokenizer_only)
 
 
-def test_what_a_file_says_cannot_steer_the_terminal(tmp_path: Path) -> None:
-    path = ggufs.write_llama(tmp_path / "evil.gguf", extra={"general.license": "\x1b[2J\x07\nfree"})
-    assert not set(out("inspect", path)) & {"\x1b", "\x07"}
-
-
-def kv(path: Path) -> tuple[int, int, int]:
-    with GGUFFile(path) as file:
-        shape = kv_shape(file)
-    return shape.bytes(1000), shape.bytes(1000, only_window=True), sum(shape.windowed)
-
-
 def test_cache_memory_of_windows_and_states(tiny: TinyFiles) -> None:
-    full, windowed, n_windowed = kv(tiny.sliding)
     with GGUFFile(tiny.sliding) as file:
-        n_layer = file.field("block_count")
+        shape, n_layer = kv_shape(file), file.field("block_count")
         per_layer = file.field("attention.head_count_kv") * 2 * file.field("attention.key_length") * 2
-    assert full == n_layer * per_layer * 1000
-    assert n_windowed > 0
-    assert windowed == per_layer * ((n_layer - n_windowed) * 1000 + n_windowed * (32 + 256))
+    n_windowed = sum(shape.windowed)
+    assert (shape.bytes(1000), n_windowed > 0) == (n_layer * per_layer * 1000, True)
+    windowed = per_layer * ((n_layer - n_windowed) * 1000 + n_windowed * (32 + 256))
+    assert shape.bytes(1000, only_window=True) == windowed
     with GGUFFile(tiny.recurrent) as file:
         shape = kv_shape(file)
-    assert shape.recurrent
-    assert shape.bytes(1000) == 0
+    assert (shape.recurrent, shape.bytes(1000)) == (True, 0)
 
 
-@pytest.mark.real
-@pytest.mark.parametrize(
-    ("name", "per_token", "windowed"),
-    [("smollm2-135m", 30 * 3 * 64 * 2 * 2, 0), ("qwen2.5-coder-1.5b", 28 * 2 * 128 * 2 * 2, 0),
-     ("gemma3-270m", 18 * 1 * 256 * 2 * 2, 15)],
-)  # fmt: skip
-def test_cache_memory_of_real_models(
-    real_model: Callable[[str], Path], name: str, per_token: int, windowed: int
-) -> None:
-    facts = inspect(real_model(name))
-    assert facts["memory"]["kv_bytes_per_token"] == per_token
-    assert facts["memory"]["windowed_layers"] == windowed
-    assert facts["cannot_generate_text"] is None
-
-
-# -- heads ------------------------------------------------------------------------------------------------------------
-
-
-TRAINING = Training(
-    command="localspec distill smollm2-135m --minutes 3",
-    seed=7,
-    data_tokens=6300,
-    tokens_seen=20_000,
-    minutes=3.5,
-    machine="a CPU\x1b[31m with 2 cores",
-    versions={"localspec": "0.1.0", "numpy": "2.4"},
-    curve=tuple(CurvePoint(1000 * i, i / 2, {"code": (i / 100, i / 200), "chat": (0.3,)}) for i in range(1, 31)),
-    acceptance={"code": (0.52, 0.25), "chat": (0.3, 0.1)},
-)
+CURVE = tuple(CurvePoint(1000 * i, i / 2, {"code": (i / 100, i / 200), "chat": (0.3,)}) for i in range(1, 31))
+ACCEPTANCE = {"code": (0.52, 0.25), "chat": (0.3, 0.1)}
+COMMAND = "localspec distill smollm2-135m --minutes 3"
+TRAINING = Training(COMMAND, 7, 6300, 20_000, 3.5, "a CPU\x1b[31m", {"localspec": "0.1.0"}, CURVE, ACCEPTANCE)
 
 
 @pytest.fixture
 def head(tiny: TinyFiles) -> Path:
-    """A head where trained ones are kept."""
     heads_folder().mkdir(parents=True)
     return write_random_head(tiny.pair.target, heads_folder() / "tiny.gguf", n_out=100, training=TRAINING)
 
@@ -327,7 +256,7 @@ def test_inspect_prints_the_card_of_a_head(head: Path, tiny: TinyFiles, tmp_path
     lines = printed.splitlines()
     assert {
         "head for      tiny llama (llama, 4 layers of 128 channels)",
-        "made by       localspec distill smollm2-135m --minutes 3",
+        f"made by       {COMMAND}",
         "training      6,300 tokens of data, 20,000 seen, 4 minutes",
     } <= set(lines)
     assert "\x1b" not in printed
@@ -363,12 +292,8 @@ def test_list_shows_heads_and_says_which_are_damaged(head: Path, tiny: TinyFiles
     assert "HEAD OF ANOTHER MODEL" not in shown
 
 
-# -- pull --check -----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """A hub on this machine that has nothing yet."""
     server = Server()
     monkeypatch.delenv("LOCALSPEC_OFFLINE")
     monkeypatch.setenv("HF_ENDPOINT", server.url)
@@ -377,7 +302,6 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def offer(hub: Server, entry: Entry, n_bytes: int | None = None, digest: str | None = None) -> None:
-    """Let a hub have an entry's files, by what it says of them."""
     place, n_bytes = entry.sources[0], entry.bytes if n_bytes is None else n_bytes
     for name in part_names(place.get("file", entry.file)):
         path = f"/{place['repo']}/resolve/main/{name}"

@@ -10,7 +10,6 @@ import pytest
 
 from localspec.__main__ import run
 from localspec.commands.bench.record import read_record
-from localspec.commands.replay.command import read
 from tests.conftest import TinyFiles, open_backend
 from tests.support.ggufs import write_glm
 from tests.support.published_heads import write_dflash, write_eagle3
@@ -34,30 +33,6 @@ def published(request: pytest.FixtureRequest, tiny: TinyFiles, tmp_path_factory:
         return Published([str(write_glm(folder / "glm.gguf")), *options], "mtp", "mtp")
     write = write_eagle3 if request.param == "EAGLE-3" else write_dflash
     return Published([str(tiny.pair.target), *options], str(write(tiny.pair.target, folder / "head.gguf")), "head")
-
-
-def test_generate_and_replay_show_its_rounds(
-    published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The same text as without it; its draft tokens are in the events, and ``replay`` makes a page of them."""
-    asked = ["-p", "one two one two", "--max-tokens", "24", "--temperature", "0", "--format", "events"]
-    texts: list[str] = []
-    for draft in (["--draft", published.draft, "--draft-only", "--draft-length", "3"], ["--draft", "none"]):
-        assert run(["generate", *published.target, *draft, *asked]) == 0
-        texts.append(capsys.readouterr().out)
-    *rounds, reply = map(json.loads, texts[0].splitlines())
-    assert reply["token_ids"] == json.loads(texts[1].splitlines()[-1])["token_ids"]
-    drafted = [token for each in rounds for token in each["draft"]]
-    assert {token["source"] for token in drafted} == {published.source}
-    assert sum(token["accepted"] for token in drafted) == reply["stats"]["num_accepted_tokens"] > 0
-    assert reply["stats"]["by_source"][published.source]["num_draft_tokens"] == len(drafted)
-    events, page = tmp_path / "events.jsonl", tmp_path / "page.html"
-    events.write_text(texts[0], "utf-8")
-    (answer,) = read(events.read_bytes()).answers
-    sources = {token["source"] for each in answer.rounds for token in each["draft"]}
-    assert (sources, len(answer.rounds)) == ({published.source}, len(rounds))
-    assert run(["replay", str(events), "--html", str(page)]) == 0
-    assert f'"{published.source}"' in page.read_text("utf-8")
 
 
 def test_bench_measures_it_and_verify_audits_it(

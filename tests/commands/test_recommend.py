@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,16 +12,7 @@ import pytest
 from localspec.commands import files, options, recommend
 from localspec.commands.files import fetch_minutes
 from localspec.commands.options import ensure_model
-from localspec.commands.recommend import (
-    ENOUGH,
-    LARGE_GAIN,
-    REACHED,
-    SMALL_GAIN,
-    Candidate,
-    Reached,
-    candidates,
-    larger_than,
-)
+from localspec.commands.recommend import ENOUGH, LARGE_GAIN, REACHED, SMALL_GAIN, Candidate, candidates, larger_than
 from localspec.controllers.calibration import curves
 from localspec.controllers.cost_model import PassTimes
 from localspec.measuring import last_bench
@@ -32,6 +20,8 @@ from localspec.model_files.catalog import Catalog
 from localspec.model_files.fingerprint import fingerprint
 from localspec.system import machine
 from localspec.system.machine import SystemMemory, cpu_name
+from tests.commands.test_cli import sit_down
+from tests.model_files.test_catalog import put
 from tests.support import ggufs
 from tests.support.program import localspec
 
@@ -40,16 +30,11 @@ CATALOG = Catalog.load()
 DEFAULT = CATALOG.default_pair()[0]
 
 
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float | None], None]:
-    """Sets the memory that is free and its bandwidth [GB, GB/s]."""
-
-    def set_machine(free: float, bandwidth: float | None) -> None:
-        monkeypatch.setattr(machine, "read_memory", lambda: SystemMemory(64 * GB, round(free * GB)))
-        found = None if bandwidth is None else bandwidth * GB
-        monkeypatch.setattr(machine, "measure_bandwidth", lambda *args, **rest: found)
-
-    return set_machine
+def set_machine(monkeypatch: pytest.MonkeyPatch, free: float, bandwidth: float | None) -> None:
+    """Set the memory that is free and its bandwidth [GB, GB/s]."""
+    monkeypatch.setattr(machine, "read_memory", lambda: SystemMemory(64 * GB, round(free * GB)))
+    found = None if bandwidth is None else bandwidth * GB
+    monkeypatch.setattr(machine, "measure_bandwidth", lambda *args, **rest: found)
 
 
 @pytest.fixture
@@ -75,12 +60,8 @@ def test_what_fits_and_how_fast_it_would_be() -> None:
     for row in rows.values():
         assert row.answers == (row.fits and (row.tokens_per_second or 0) >= ENOUGH)
     assert not any(each.answers for each in found(64, None).values())
-
-
-def test_experts_are_those_that_the_notes_name() -> None:
     named = {entry.name for entry in CATALOG.values() if entry.note.startswith("mixture of experts")}
-    assert named == {entry.name for entry in CATALOG.values() if entry.active < 1}
-    assert all(0 < entry.active <= 1 for entry in CATALOG.values())
+    assert named == {entry.name for entry in CATALOG.values() if 0 < entry.active < 1}
 
 
 @pytest.mark.usefixtures("checked")
@@ -95,8 +76,8 @@ def test_the_largest_checked_model_that_is_fast_enough() -> None:
     assert largest(24, 10) is None
 
 
-def test_the_command(here: Callable[[float, float | None], None]) -> None:
-    here(16, 60)
+def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_machine(monkeypatch, 16, 60)
     done = localspec("recommend", "--json")
     rows = json.loads(done.stdout)["models"]
     assert rows
@@ -107,24 +88,18 @@ def test_the_command(here: Callable[[float, float | None], None]) -> None:
     row = next(line for line in lines if line.startswith("qwen3-32b "))
     assert row.split()[-2:] == ["too", "big"]
     assert "unchecked" in row
-    here(16, 0.001)
+    set_machine(monkeypatch, 16, 0.001)
     assert b"no model of the catalogue" in localspec("recommend").stdout
-    here(16, None)
+    set_machine(monkeypatch, 16, None)
     assert b"not known" in localspec("recommend", "--all").stdout
 
 
-def test_minutes_go_by_how_fast_the_last_one_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_minutes_go_by_how_fast_the_last_one_was(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fetch_minutes(600_000_000) == pytest.approx(1)
     seconds = iter((100.0, 120.0))
     entry = CATALOG["smollm2-135m"]
 
-    def arrive(*args: object, **rest: object) -> Path:
-        entry.path.parent.mkdir(parents=True, exist_ok=True)
-        with entry.path.open("wb") as file:
-            file.truncate(entry.bytes)
-        return entry.path
-
-    monkeypatch.setattr("localspec.model_files.sources.pull", arrive)
+    monkeypatch.setattr("localspec.model_files.sources.pull", lambda *args, **rest: put(entry))
     monkeypatch.setattr(files.time, "monotonic", lambda: next(seconds, 120.0))
     files.pull(entry.name)
     assert fetch_minutes(entry.bytes) == pytest.approx(20 / 60)
@@ -134,23 +109,19 @@ def test_minutes_go_by_how_fast_the_last_one_was(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("free", "typed", "model", "offered"),
     [
-        (24, "l\n", "qwen3-8b", True),
+        (24, "what?\nL\n", "qwen3-8b", True),
         (24, "\n", DEFAULT.name, True),
         (3.5, "l\n\n", DEFAULT.name, False),  # nothing larger is fast enough: l is no answer, and it is asked again
     ],
 )
 def test_a_first_chat_offers_what_else_would_fit(
-    here: Callable[[float, float | None], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    free: float, typed: str, model: str, offered: bool,
-) -> None:  # fmt: skip
-    here(free, 100 if offered else 10)
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, free: float, typed: str, model: str, offered: bool
+) -> None:
+    set_machine(monkeypatch, free, 100 if offered else 10)
     monkeypatch.delenv("LOCALSPEC_OFFLINE", raising=False)
     pulled: list[str] = []
     monkeypatch.setattr("localspec.commands.files.pull", pulled.append)
-    stdin = io.StringIO(typed)
-    monkeypatch.setattr(stdin, "isatty", lambda: True)
-    monkeypatch.setattr(sys, "stdin", stdin)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    sit_down(monkeypatch, typed)
     assert ensure_model(None, ["ngram"], late=True) == model
     said = capsys.readouterr().err
     assert pulled == [model]
@@ -159,25 +130,25 @@ def test_a_first_chat_offers_what_else_would_fit(
     assert (f"from now on: localspec chat {model}" in said) == (model != DEFAULT.name)
 
 
-def test_what_was_never_run_is_offered_as_that(here: Callable[[float, float | None], None]) -> None:
+def test_what_was_never_run_is_offered_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the catalogue as it is: no checked model is larger than the default."""
-    here(24, 100)
+    set_machine(monkeypatch, 24, 100)
     entry, line = options.larger_choice(DEFAULT) or pytest.fail("nothing was offered")
     assert entry.bytes > DEFAULT.bytes
     assert entry.name in line
     assert "never run by us, its size and digest are the hub's" in line
-    here(24, 1)
+    set_machine(monkeypatch, 24, 1)
     assert options.larger_choice(DEFAULT) is None
 
 
 @pytest.fixture
-def timed(here: Callable[[float, float | None], None]) -> Callable[..., None]:
+def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Has the default on the disk, with a pass over one token that took so long here [ms]."""
     DEFAULT.path.parent.mkdir(parents=True, exist_ok=True)
     ggufs.write_llama(DEFAULT.path, ggufs.Shape(n_layer=1), ggufs.bpe_vocab(300))
     with DEFAULT.path.open("r+b") as file:
         file.truncate(DEFAULT.bytes)
-    here(24, 40)
+    set_machine(monkeypatch, 24, 40)
 
     def take(ms: float, **more: Any) -> None:
         key = {"machine": cpu_name(), "engine": "an engine", "device": "cpu", "file": fingerprint(DEFAULT.path)}
@@ -188,7 +159,7 @@ def timed(here: Callable[[float, float | None], None]) -> Callable[..., None]:
 
 
 def test_what_was_measured_here_goes_before_what_is_assumed(timed: Callable[..., None]) -> None:
-    def rows() -> tuple[dict[str, Candidate], Reached]:
+    def rows() -> tuple[dict[str, Candidate], recommend.Reached]:
         listed, reached = recommend.look(lambda line: None)
         return {each.name: each for each in listed}, reached
 

@@ -15,7 +15,7 @@ from localspec.commands.chat.chat import Chat
 from localspec.commands.chat.commands import run_command
 from localspec.commands.chat.screen import ChatScreen, TokensView
 from localspec.commands.chat.typesetter import Style
-from localspec.spec_decode.rounds import Draft, EmittedToken, Round, Span, SpecStats, Verdict
+from localspec.spec_decode.rounds import SpecStats
 from tests.support.program import assert_one_line, localspec
 from tests.support.scripted_llm import ScriptedLLM, make_round, speak, think_round
 from tests.support.thinkers import write_thinker
@@ -41,19 +41,15 @@ def test_generate_prints_the_answer_and_its_json_has_both(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("folded", [False, True])
 def test_thinking_is_dim_or_folded_away(folded: bool) -> None:
-    file, nothing = io.StringIO(), Verdict(0, 0, "plain")
-    view = TokensView(file, SpecStats(), colour=True, folded=folded)
-    said = [("musing", "thinking"), ("</think>", "mark"), ("said", "answer")]
-    for i, (text, part) in enumerate(said):
-        token = EmittedToken(i, "plain", text=text, thinking=part != "answer")
-        spans = [Span(text, "plain", "target", part)]  # type: ignore[arg-type]
-        view.round(Round(i, Draft(), nothing, [token], 0.0, 0.0, spans=spans))
+    view = TokensView(file := io.StringIO(), SpecStats(), colour=True, folded=folded)
+    mark = think_round("</think>")
+    view.round(think_round("musing"))
+    view.round(replace(mark, spans=[replace(mark.spans[0], part="mark")]))
+    view.round(make_round(1, [], "said"))
     view.finish()
     shown = file.getvalue()
-    assert ((Style.THINKING.sgr(True) + "musing") in shown) is not folded
-    assert ("thinking, " in shown) is folded
-    assert "</think>" not in shown
-    assert "said" in shown
+    assert ((Style.THINKING.sgr(True) + "musing") in shown, "thinking, " in shown) == (not folded, folded)
+    assert ("</think>" in shown, "said" in shown) == (False, True)
 
 
 @pytest.mark.parametrize("view", ["tokens", "reading", "rounds", "plain"])
@@ -67,9 +63,8 @@ def test_the_chat_says_that_nothing_but_thoughts_came(view: str, folded: bool) -
     screen.folded = folded
     chat = Chat(script, screen, params=SamplingParams(), view=view)
     chat.ask("why?")
-    note = "no answer came after 1 token of thinking"
-    assert note in out.getvalue()
-    assert (f"{note}; /think show prints it" in out.getvalue()) is folded
+    assert "no answer came after 1 token of thinking" in out.getvalue()
+    assert ("; /think show prints it" in out.getvalue()) is folded
     chat.ask("why?")
     assert out.getvalue().count("no answer came") == 1
 

@@ -21,7 +21,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def section(title: str) -> list[tuple[str, str]]:
-    """The blocks of a section of CONTRIBUTING: language and text."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     _, _, rest = text.partition(f"\n## {title}\n")
     assert rest, title
@@ -47,19 +46,21 @@ class Copy:
         for language, text in section(title):
             for placeholder, value in values.items():
                 text = text.replace(placeholder, value)
-            {"python": self._write, "toml": self._append, "diff": self._edit, "sh": self._run}[language](text)
+            first, _, rest = text.partition("\n")
+            path = self.folder / first.removeprefix("# ")
+            if language == "python":
+                assert not path.exists()
+                path.write_text(rest, encoding="utf-8")
+            elif language == "toml":
+                path.write_text(f"{path.read_text(encoding='utf-8')}\n{rest}", encoding="utf-8")
+            elif language == "diff":
+                self._edit(text)
+            else:
+                for line in text.splitlines():
+                    program, *arguments = shlex.split(line)
+                    assert program == "python", line
+                    self.python(*arguments)
         return self
-
-    def _write(self, text: str) -> None:
-        first, _, rest = text.partition("\n")
-        path = self.folder / first.removeprefix("# ")
-        assert not path.exists()
-        path.write_text(rest, encoding="utf-8")
-
-    def _append(self, text: str) -> None:
-        first, _, rest = text.partition("\n")
-        with (self.folder / first.removeprefix("# ")).open("a", encoding="utf-8") as file:
-            file.write("\n" + rest)
 
     def _edit(self, text: str) -> None:
         for name, edit in re.findall(r"^--- (.*)\n((?:[ +-](?!-- ).*\n|\n)*)", text, re.MULTILINE):
@@ -71,17 +72,9 @@ class Copy:
             assert there.count(before) == 1, f"{name} has not, once:\n{before}"
             path.write_text(there.replace(before, after), encoding="utf-8")
 
-    def _run(self, text: str) -> None:
-        for line in text.splitlines():
-            program, *arguments = shlex.split(line)
-            assert program == "python", line
-            self.python(*arguments)
-
     def answer(self, model: str, *options: str) -> None:
-        """One answer as JSON."""
-        self.python(
-            "-m", "localspec", "generate", model, "-p", "la la la", "--max-tokens", "9", "--format", "json", *options
-        )
+        asked = ["-p", "la la la", "--max-tokens", "9", "--format", "json"]
+        self.python("-m", "localspec", "generate", model, *asked, *options)
 
     def python(self, *arguments: str) -> None:
         """Run Python in the copy; it has to end well."""

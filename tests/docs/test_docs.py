@@ -35,7 +35,6 @@ PAGES = sorted(
     {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/RESULTS.md"}
     | {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
 )
-OF_TODAY = [page for page in PAGES if page != "CHANGELOG.md"]
 FOLDERS = "localspec|tests|docs|benchmarks|examples|models|scripts"
 PIPS = {"--extra-index-url", "--force-reinstall", "--no-cache-dir", "--no-deps", "--no-binary", "--only-binary"}
 
@@ -45,7 +44,6 @@ def text_of(page: str) -> str:
 
 
 def blocks(page: str) -> list[str]:
-    """The Python blocks of a page."""
     return re.findall(r"^```python\n(.*?)^```", text_of(page), re.MULTILINE | re.DOTALL)
 
 
@@ -65,46 +63,36 @@ def links(page: str) -> list[str]:
     return [link for link in found if not re.match(r"https?:", link)]
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_link_leads_somewhere(page: str) -> None:
-    broken = []
-    for link in links(page):
-        name, _, anchor = link.partition("#")
-        path = (ROOT / page).parent / name if name else ROOT / page
-        if not path.exists() or (anchor and anchor not in anchors(path.read_text(encoding="utf-8"))):
-            broken.append(link)
-    assert not broken
-
-
-@pytest.mark.parametrize("page", OF_TODAY)
-def test_every_path_that_is_named_exists(page: str) -> None:
-    """Those with ``toy`` in them are the reader's, yet to be made."""
-    named = set(re.findall(rf"(?<![\w/.-])(?:{FOLDERS})/[\w./-]*[\w/]", text_of(page)))
-    assert not {path for path in named if "toy" not in path and not (ROOT / path).exists()}
-    modules = {path.name for folder in ("localspec", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")}
-    assert set(re.findall(r"`(\w+\.py)`", text_of(page))) <= modules
-
-
 @cache
 def known_options() -> set[str]:
     sources = [make_docs.cli_page(), *(path.read_text(encoding="utf-8") for path in ROOT.glob("benchmarks/*.py"))]
     return set(re.findall(r"--[a-z][a-z0-9-]+", "\n".join(sources))) | PIPS
 
 
-@pytest.mark.parametrize("page", sorted(set(OF_TODAY) - {"benchmarks/RESULTS.md"}))
-def test_every_option_that_is_named_exists(page: str) -> None:
-    assert not set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text_of(page))) - known_options()
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_somewhere_and_every_python_block_parses(page: str) -> None:
+    for link in links(page):
+        name, _, anchor = link.partition("#")
+        path = (ROOT / page).parent / name if name else ROOT / page
+        assert path.exists(), link
+        assert not anchor or anchor in anchors(path.read_text(encoding="utf-8")), link
+    for block in blocks(page):
+        ast.parse(block)
 
 
-@pytest.mark.parametrize("page", OF_TODAY)
-def test_every_make_target_that_is_named_exists(page: str) -> None:
+@pytest.mark.parametrize("page", sorted({*PAGES} - {"CHANGELOG.md"}))
+def test_everything_that_is_named_exists(page: str) -> None:
+    """Paths with ``toy`` in them are the reader's, yet to be made; RESULTS has options of other days."""
+    text = text_of(page)
+    named = set(re.findall(rf"(?<![\w/.-])(?:{FOLDERS})/[\w./-]*[\w/]", text))
+    assert not {path for path in named if "toy" not in path and not (ROOT / path).exists()}
+    modules = {path.name for folder in ("localspec", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")}
+    assert set(re.findall(r"`(\w+\.py)`", text)) <= modules
+    options = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)) - known_options()
+    assert not options or page == "benchmarks/RESULTS.md"
     targets = set(re.findall(r"^([a-z-]+):", text_of("Makefile"), re.MULTILINE))
-    assert set(re.findall(r"(?:`|^)make ([a-z-]+)", text_of(page), re.MULTILINE)) <= targets
-
-
-@pytest.mark.parametrize("page", OF_TODAY)
-def test_every_python_name_that_is_named_exists(page: str) -> None:
-    for name in set(re.findall(r"`(localspec(?:\.\w+){2,})", text_of(page))):
+    assert set(re.findall(r"(?:`|^)make ([a-z-]+)", text, re.MULTILINE)) <= targets
+    for name in set(re.findall(r"`(localspec(?:\.\w+){2,})", text)):
         pkgutil.resolve_name(name)
 
 
@@ -120,15 +108,12 @@ def test_every_slash_command_is_on_the_page_of_the_chat() -> None:
     assert {f"/view {view}" for view in VIEWS} <= set(re.findall(r"`(/view \w+)`", text_of("docs/chat.md")))
 
 
-def test_every_figure_is_on_the_page_of_formats() -> None:
+def test_every_figure_and_every_field_of_a_round_is_on_the_page_of_formats() -> None:
     _, _, stats = text_of("docs/formats.md").partition("\n## Stats\n")
     rows = re.findall(r"^\| (`.*?`(?:, `\w+`)*) \|", stats, re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(\w+)", row)}
     named |= {f"seconds{name}" for name in named if name.startswith("_")}
     assert {name for name in named if not name.startswith("_")} == set(SpecStats())
-
-
-def test_every_field_of_a_round_is_on_the_page_of_formats() -> None:
     rounds = text_of("docs/formats.md").partition("\n## Events\n")[2].partition("\n## ")[0]
     guess, token = DraftToken(1, "ngram", 0.5), EmittedToken(1, "accepted")
     event = Round(0, Draft([guess]), Verdict(1, 2, "bonus"), [token], 1.0, 1.0).as_event()
@@ -181,7 +166,6 @@ def test_no_page_lies_elsewhere() -> None:
     [("README.md", 130), ("docs/cli.md", 340), ("docs/heads.md", 160), ("benchmarks/RESULTS.md", 600)],
 )
 def test_pages_that_grow_stay_short(page: str, most: int) -> None:
-    """Details of measurements lie in ``benchmarks/results/``."""
     assert len(text_of(page).splitlines()) <= most
 
 
@@ -233,12 +217,6 @@ def test_every_benchmark_starts_and_is_on_its_page() -> None:
     assert found.returncode == 0, found.stderr
     assert re.findall(r"^ended (\S+) (.*)$", found.stdout, re.MULTILINE) == [("0", path) for path in paths]
     assert len(re.findall("^usage:", found.stdout, re.MULTILINE)) == len(paths)
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_every_python_block_parses(page: str) -> None:
-    for block in blocks(page):
-        ast.parse(block)
 
 
 def test_the_samples_run(tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

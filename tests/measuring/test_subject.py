@@ -11,8 +11,7 @@ import pytest
 
 from localspec import LLM, SamplingParams
 from localspec.engine.pair import Pair
-from localspec.errors import Cancelled
-from localspec.measuring.subject import PLAIN, Arm, Block, EngineUnderTest, Sample, measure, parse_arms, places
+from localspec.measuring.subject import Arm, Block, EngineUnderTest, Sample, measure, parse_arms, places
 from localspec.prompts.questions import Question
 from tests.conftest import TinyFiles
 from tests.support.heads import write_random_head
@@ -35,19 +34,10 @@ def subject(llm: LLM, request: pytest.FixtureRequest) -> Iterator[EngineUnderTes
     found.restore()
 
 
-def answers(subject: EngineUnderTest, repeat: int = 0) -> dict[str, Sample]:
-    block = Block(repeat, 0, QUESTION, ends_cycle=True)
+def answers(subject: EngineUnderTest) -> dict[str, Sample]:
+    block = Block(0, 0, QUESTION, ends_cycle=True)
     samples = measure(block, places([subject], block), PARAMS, 4 if subject.in_slices else 0)
     return {sample.arm: sample for sample in samples}
-
-
-def test_all_arms_answer_and_say_the_same(subject: EngineUnderTest) -> None:
-    found = answers(subject)
-    assert set(found) == {arm.name for arm in ARMS}
-    assert {sample.tokens for sample in found.values()} == {12}
-    assert len({sample.token_sha256 for sample in found.values()}) == 1
-    assert set(found["model:3"].by_source) == {"model"}
-    assert found["plain"].num_draft_tokens == 0
 
 
 def test_an_arm_begins_with_nothing_read_by_its_drafters(subject: EngineUnderTest) -> None:
@@ -66,15 +56,6 @@ def test_an_arm_begins_with_nothing_read_by_its_drafters(subject: EngineUnderTes
         assert read_by_target == len(asked.tokens) - 1
 
 
-def test_arms_learn_apart_and_forget(subject: EngineUnderTest) -> None:
-    first, second = answers(subject), answers(subject)
-    assert first["ngram:4"].judged
-    # What an arm learned shows in its predictions; a fresh start has those of the first time again.
-    assert [row[2] for row in first["ngram:4"].judged] != [row[2] for row in second["ngram:4"].judged]
-    subject.forget()
-    assert answers(subject)["ngram:4"].judged == first["ngram:4"].judged
-
-
 def test_the_pair_is_left_as_it_was(llm: LLM) -> None:
     before = llm.run(lambda pair: pair.state)
     subject = EngineUnderTest(llm, ARMS, threading.Event(), in_slices=True)
@@ -83,20 +64,6 @@ def test_the_pair_is_left_as_it_was(llm: LLM) -> None:
     subject.restore()
     assert llm.run(lambda pair: pair.state) is before
     assert llm.generate("a b c", SamplingParams(max_tokens=2)).text
-
-
-def test_a_stop_ends_a_question_as_a_whole(llm: LLM) -> None:
-    stop = threading.Event()
-    subject = EngineUnderTest(llm, [PLAIN], stop)
-    block = Block(0, 0, QUESTION, ends_cycle=True)
-    try:
-        with pytest.raises(Cancelled):
-            measure(block, places([subject], block), PARAMS, 4, lambda answer, fraction: stop.set())
-    finally:
-        subject.restore()
-
-
-# -- heads -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=[True, False], ids=["slices", "whole"])

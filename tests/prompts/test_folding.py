@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -58,32 +59,23 @@ def test_what_was_said_is_in_the_prompt(name: str, with_tools: bool) -> None:
     template, tools = ChatTemplate(TEMPLATES[name], "<s>", "</s>"), TOOLS if with_tools else None
     for kind, messages in CONVERSATIONS.items():
         prompt = prompt_of(template, messages, tools)
-        for text in texts_of(messages):
-            assert holds(prompt, text), (kind, text, prompt)
+        assert all(holds(prompt, text) for text in texts_of(messages)), (kind, prompt)
         assert not with_tools or "Reads a thermometer." in prompt, kind
-        assert "None" not in prompt, kind
-        assert "{'type': 'text'" not in prompt, kind
+        assert not re.search("None|{'type': 'text'", prompt), kind
         turns = [m for m in messages_for(messages) if m["role"] in ("user", "assistant") and not m.get("tool_calls")]
         assert is_in_order(prompt, [m["content"] for m in turns if m["content"] and kind != "unicode"]), (kind, prompt)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_what_a_template_prints_is_left_as_it_is(name: str) -> None:
+def test_what_a_template_prints_is_left_as_it_is_and_the_last_answer_is_gone_on_with(name: str) -> None:
     template = ChatTemplate(TEMPLATES[name], "<s>", "</s>")
     for kind, conversation in CONVERSATIONS.items():
-        messages = messages_for(conversation)
-        try:
+        messages, plain = messages_for(conversation), ""
+        with suppress(TemplateError):
             plain = template.render(messages)
-        except TemplateError:
-            continue
         calls = any(message.get("tool_calls") for message in messages)
-        if not calls and all(message["content"].strip() in plain for message in messages):
+        if plain and not calls and all(message["content"].strip() in plain for message in messages):
             assert prompt_of(template, messages, None) == plain, kind
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_the_last_answer_is_gone_on_with(name: str) -> None:
-    template = ChatTemplate(TEMPLATES[name], "<s>", "</s>")
     for kind in ("an answer last", "two answers"):
         messages = CONVERSATIONS[kind][:3]
         prompt = prompt_of(template, messages, None, continue_final_message=True, add_generation_prompt=False)
@@ -119,21 +111,17 @@ def test_what_no_template_way_can_say_is_refused() -> None:
         {"role": "assistant", "content": "x", "tool_calls": "calls"},
         {"role": "assistant", "content": "x", "tool_calls": [1, {"function": 5}, {}]},
         {"role": "assistant", "content": "x", "tool_calls": {"a": 1}},
-        {"role": "developer", "content": "x"},
-        {"role": "function", "name": "f", "content": "x"},
+        {"role": "developer", "content": "It is cold."},
+        {"role": "function", "name": "f", "content": "It is cold."},
     ],
 )
 def test_odd_messages_of_a_program_are_no_crash(message: Any) -> None:
     for name in ("zephyr", "qwen 2.5", "llama 3", "nemo"):
         with suppress(TemplateError, UsageError):
             folded(ChatTemplate(TEMPLATES[name], "<s>", "</s>"), [U, message, U], cast(Any, [1, {}, *TOOLS]), {})
-
-
-@pytest.mark.parametrize("role", ["developer", "function"])
-def test_roles_that_have_another_name_today(role: str) -> None:
-    template = ChatTemplate(TEMPLATES["qwen 2.5"], "<s>", "</s>")
-    put = folded(template, [U, {"role": role, "name": "look", "content": "It is cold."}, U], None, {})
-    assert "It is cold." in template.render(put.messages)
+    if message["role"] in ("developer", "function"):  # which have another name today
+        template = ChatTemplate(TEMPLATES["qwen 2.5"], "<s>", "</s>")
+        assert message["content"] in template.render(folded(template, [U, message, U], None, {}).messages)
 
 
 def test_results_in_any_order_stand_behind_their_calls() -> None:

@@ -1,7 +1,9 @@
-"""A program that is done ends with what it meant to say: no abort, no traceback, and in good time."""
+"""Programs that end with a model open, and those that fork: no abort, no traceback, no wait, and the parent goes on."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import subprocess
 import sys
 
@@ -9,7 +11,91 @@ import pytest
 
 from tests.conftest import TinyFiles, open_backend
 
-PROGRAM = """
+FORKING = """
+import asyncio, gc, multiprocessing, os, sys, threading
+from localspec import LLM, Closed, SamplingParams
+
+path, backend, *ways = sys.argv[1:]
+params = SamplingParams(max_tokens=3, ignore_eos=True)
+llm = LLM(path, draft=None, backend=backend, n_ctx=128)
+session = llm.session(params=params)
+expected = llm.generate("hi", params).token_ids
+held, entered = threading.Event(), threading.Event()
+
+def busy(pair):
+    entered.set()
+    held.wait(60)
+
+caller = threading.Thread(target=llm.run, args=(busy,))
+caller.start()
+entered.wait(60)
+waiting = llm.rounds("hi", params)
+
+async def ask():
+    await llm.agenerate("hi", params)
+
+def child():
+    global llm, session, waiting
+    refused = 0
+    for use in (
+        lambda: llm.generate("hi", params), lambda: llm.chat("hi"), lambda: list(llm.stream("hi")),
+        lambda: llm.logprobs("hi"), lambda: llm.set_draft(None), lambda: session.chat("hi"),
+        lambda: session.save("x.session"), lambda: asyncio.run(ask()), lambda: waiting.reply,
+    ):
+        try:
+            use()
+        except Closed as error:
+            assert "forked" in str(error) and chr(10) not in str(error)
+            refused += 1
+    assert llm.tokenize("hi") and llm.queue_length == 0 and not llm.busy
+    print(refused, "refused", flush=True)
+    if way == "close":
+        llm.close()
+    llm = session = waiting = None
+    gc.collect()
+    if way == "load":
+        with LLM(path, draft=None, backend=backend, n_ctx=128) as another:
+            assert another.generate("hi", params).token_ids == expected
+
+def forked():
+    pair = llm.inspect()
+    with pair.worker.queue._changed, pair.encoder._in_use.alone():  # as others may have them
+        pid = os.fork()
+    return pid
+
+statuses = []
+for way in ways:
+    if way == "multiprocessing":
+        process = multiprocessing.get_context("fork").Process(target=child)
+        process.start()
+        process.join()
+        statuses.append(process.exitcode)
+    elif (pid := forked()) == 0:
+        child()
+        sys.exit(0)
+    else:
+        statuses.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+held.set()
+caller.join()
+assert waiting.reply.token_ids == llm.generate("hi", params).token_ids == expected
+llm.close()
+print(*statuses)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.parametrize("backend", ["reference", "ik-llama", "llama-cpp", "mlx"])
+def test_an_llm_in_forked_children(tiny: TinyFiles, backend: str) -> None:
+    ways = ["close", "drop", *(["load"] if backend != "mlx" else [])]  # MLX is refused in a child
+    ways += ["multiprocessing"] if "fork" in multiprocessing.get_all_start_methods() else []
+    open_backend(backend)
+    command = [sys.executable, "-W", "ignore", "-c", FORKING, str(tiny.quick.target), backend, *ways]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    expected = "9 refused\n" * len(ways) + " ".join("0" for _ in ways) + "\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")
+
+
+ENDING = """
 import sys, threading
 from localspec import LLM, SamplingParams
 
@@ -29,6 +115,6 @@ def test_nobody_closed_the_model(tiny: TinyFiles, backend: str, way: str) -> Non
     """Left alone, MLX aborts one process in three."""
     open_backend(backend)
     for _ in range(4 if backend == "mlx" else 1):
-        command = [sys.executable, "-c", PROGRAM, str(tiny.quick.target), backend, way]
+        command = [sys.executable, "-c", ENDING, str(tiny.quick.target), backend, way]
         done = subprocess.run(command, capture_output=True, text=True, timeout=200)
         assert (done.returncode, done.stdout, done.stderr) == (0, "4\n", "")

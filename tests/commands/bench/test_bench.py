@@ -37,7 +37,6 @@ DRAFTED = {
 
 
 def answer(question: str, arm: str, speed: float, repeat: int = 0, category: str = "code", **changes: object) -> Sample:
-    """An answer of 10 tokens at a speed."""
     sample = Sample(
         question=question, category=category, backend="reference", arm=arm, repeat=repeat, order=0, started=0.0,
         prompt_tokens=5, tokens=10, token_sha256="a", finish_reason="length", num_rounds=10, num_draft_tokens=0,
@@ -57,7 +56,7 @@ def sitting(**changes: object) -> Sitting:
     return replace(Sitting(0.0, 1.0, "0", "3", "c"), **changes)
 
 
-def run_of(samples: list[Sample], **changes: object) -> Record:
+def run_of(samples: list[Sample], **changes: Any) -> Record:
     usual = {"machine": {"cpu": "x", "cores": 2}, "settings": SETTINGS, "engines": [engine()], "sessions": [sitting()],
              "ended": "complete", "samples": samples}  # fmt: skip
     return Record(**(usual | changes))
@@ -71,16 +70,11 @@ def run_at(speeds: Sequence[float], mode: str = "default", **drafted: object) ->
 
 
 def row_of(record: Record, category: str = "all") -> Row:
-    row = analyse(record).row(category, "reference", "auto")
-    assert row is not None
-    return row
+    return analyse(record).row(category, "reference", "auto")
 
 
 def text_of(record: Record) -> str:
     return markdown(bench_report(record, analyse(record)))
-
-
-# -- what is asked for -------------------------------------------------------------------------------------------------
 
 
 def test_a_quick_run_asks_for_answers_that_it_has_time_for() -> None:
@@ -112,18 +106,11 @@ def test_a_resumed_run_is_measured_as_before_but_for_what_is_asked_besides() -> 
     assert (other.mode.name, other.mode.minutes, other.mode.max_tokens) == ("quick", 1.0, then.max_tokens)
 
 
-# -- figures and verdicts ----------------------------------------------------------------------------------------------
-
-
-def test_calibration_error_by_hand() -> None:
+def test_calibration_error_by_hand_and_wilson_s_interval_by_the_textbook() -> None:
     found = reliability([(0.25, True), (0.25, False), (0.85, True), (0.85, True), (1.0, True)])
-    assert found is not None
     assert [(each.low, each.n, each.observed) for each in found.bins] == [(0.2, 2, 0.5), (0.8, 2, 1.0), (0.9, 1, 1.0)]
     assert found.expected_calibration_error == pytest.approx((2 * 0.25 + 2 * 0.15 + 0) / 5)
     assert reliability([]) is None
-
-
-def test_wilson_is_the_textbook_s() -> None:
     assert wilson(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
     assert (wilson(0, 10)[0], wilson(0, 0)) == (0.0, (0.0, 1.0))
 
@@ -136,11 +123,9 @@ def test_speedups_divide_by_plain_of_the_same_question_and_repeat() -> None:
         answer("c", "auto", 99.0, category="chat"),  # nothing to compare it with
     ])  # fmt: skip
     row, chat = row_of(record), row_of(record, "chat").speedup
-    assert row.speedup is not None
     assert row.speedup.median == pytest.approx(statistics.median([statistics.median([2.0, 1.0]), 0.5]))
     assert (row.speedup.n, row.n_slower, row.worst_question, row.worst_speedup) == (2, 1, "b", 0.5)
     assert row.tokens_per_second.median == pytest.approx(20.0)
-    assert chat is not None
     assert (chat.median, chat.low) == (0.5, None)
 
 
@@ -157,14 +142,6 @@ def test_counts_add_up_over_answers() -> None:
     assert [each.rate for each in row.by_position] == [1.0, 0.5]
     assert (row.by_source["ngram"].drafted, row.by_source["ngram"].accepted) == (12, 10)
     assert (row.n_same, row.n_compared) == (1, 2)
-
-
-def test_the_report_says_how_it_was_sampled() -> None:
-    sampling = {"temperature": 0.8, "top_k": 40, "stop": ["END", "|"]}
-    text = text_of(replace(run_at([2.0], **DRAFTED), settings=replace(SETTINGS, sampling=sampling)))
-    assert "temperature 0.8, top-k 40, stop ['END', '|']" in text
-    assert "greedy" not in text
-    assert "auto: one question is too few for a verdict." in text
 
 
 FASTER, SLOWER, ALIKE = [1.2 + i / 100 for i in range(8)], [0.8 + i / 100 for i in range(8)], [0.97, 1.02] * 4
@@ -194,7 +171,11 @@ def test_no_figure_stands_without_a_verdict(
     assert ("bad" in styles) == (status == "fail")
 
 
-def test_few_questions_are_said_and_what_gives_a_verdict() -> None:
+def test_the_report_says_how_it_was_sampled_and_for_few_questions_what_gives_a_verdict() -> None:
+    sampling = {"temperature": 0.8, "top_k": 40, "stop": ["END", "|"]}
+    text = text_of(replace(run_at([2.0], **DRAFTED), settings=replace(SETTINGS, sampling=sampling)))
+    assert "temperature 0.8, top-k 40, stop ['END', '|']" in text
+    assert "auto: one question is too few for a verdict." in text
     for mode, said in (("quick", True), ("default", False)):
         text = text_of(run_at(FASTER[:5], mode, **DRAFTED))
         assert ("Run without --quick for a verdict." in text) == said
@@ -234,23 +215,19 @@ def test_a_table_keeps_plain_speed_at_80_columns_and_an_axis_half_and_twice_of_i
     assert {"×0.5", "×2"} <= set(re.findall(r"×[0-9.]+", speedup_plot(record, analyse(record)).svg()))
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"samples": {"others_share": 0.5}}, "The machine was busy"),
+def test_what_makes_figures_doubtful_is_said() -> None:
+    samples = [answer(str(i), arm, 10.0, started=float(i)) for i in range(9) for arm in ("plain", "auto")]
+    assert not analyse(run_of(samples)).remarks
+    for changes, said in (
+        ({"samples": [replace(sample, others_share=0.5) for sample in samples]}, "The machine was busy"),
         ({"sessions": [sitting(throttled=True)]}, "by heat"),
         ({"sessions": [sitting(on_battery=True)]}, "battery"),
         ({"sessions": [sitting(slow_clock="it is")]}, "slow"),
         ({"ended": "interrupted"}, "interrupted"),
         ({"skipped": ["x", "y"]}, "2 questions (x, y)"),
-    ],
-)
-def test_what_makes_figures_doubtful_is_said(changes: dict[str, Any], said: str) -> None:
-    samples = [answer(str(i), arm, 10.0, started=float(i)) for i in range(9) for arm in ("plain", "auto")]
-    assert not analyse(run_of(samples)).remarks
-    samples = [replace(sample, **changes.get("samples", {})) for sample in samples]
-    (remark,) = analyse(run_of(**({"samples": samples} | {k: v for k, v in changes.items() if k != "samples"}))).remarks
-    assert said in remark
+    ):
+        (remark,) = analyse(run_of(**({"samples": samples} | changes))).remarks
+        assert said in remark
 
 
 def test_a_machine_that_slows_down_is_noticed_by_plain_s_own_speed() -> None:
@@ -261,9 +238,6 @@ def test_a_machine_that_slows_down_is_noticed_by_plain_s_own_speed() -> None:
     assert any("slower in the last third" in remark for remark in results.remarks)
     steady = [answer(str(i), "plain", 10.0 + 0.1 * (i % 2), started=float(i)) for i in range(12)]
     assert not analyse(run_of(steady)).remarks
-
-
-# -- comparing ---------------------------------------------------------------------------------------------------------
 
 
 def noisy(rng: np.random.Generator, faster: float, n: int = 24, machine: float = 1.0) -> Record:
@@ -286,11 +260,8 @@ def test_two_runs_that_do_not_differ_get_no_verdict() -> None:
 def test_a_difference_is_found_where_it_is() -> None:
     rng = np.random.default_rng(4)
     lines = comparison(noisy(rng, 1.0), noisy(rng, 1.2, machine=0.5), ("a", "b")).lines
-    for figure, arm, verdict, ratio in (
-        ("speed-up", "auto", "B is higher", 1.2),
-        ("tok/s", "plain", "B is lower", 0.5),
-    ):
-        (line,) = (each for each in lines if (each.figure, each.category, each.arm) == (figure, "all", arm))
+    for figure, verdict, ratio in (("speed-up", "B is higher", 1.2), ("tok/s", "B is lower", 0.5)):
+        line = next(each for each in lines if (each.figure, each.category) == (figure, "all"))
         assert (line.verdict, line.paired) == (verdict, True)
         assert line.ratio.median == pytest.approx(ratio, rel=0.05)
     swapped = comparison(noisy(rng, 1.2), noisy(rng, 1.0), ("a", "b"))
@@ -305,8 +276,7 @@ def test_few_or_other_questions_are_told_apart() -> None:
     b = replace(b, samples=[replace(s, question=f"other {s.question}") for s in b.samples])
     apart = comparison(a, b, ("a", "b"))
     assert not any(line.paired for line in apart.lines)
-    better = next(line for line in apart.lines if (line.figure, line.category) == ("speed-up", "all"))
-    assert better.verdict == "B is higher"
+    assert next(line for line in apart.lines if line.figure == "speed-up").verdict == "B is higher"
     with pytest.raises(UsageError, match="in common"):
         comparison(a, replace(b, samples=[replace(s, category="another") for s in b.samples]), ("a", "b"))
 

@@ -107,9 +107,8 @@ def test_it_fits_the_window_in_both_schemes_and_opens_by_keyboard(
         assert page.locator("details[open]", has_text="chat: q1").locator("svg").is_visible()
 
 
-@pytest.mark.parametrize("text", HOSTILE)
-def test_names_are_shown_and_not_obeyed(text: str, tmp_path: Path, browser: Any) -> None:
-    text = text.replace("\ud800", "")
+def test_names_are_shown_and_not_obeyed(tmp_path: Path, browser: Any) -> None:
+    text = " ".join(HOSTILE)
     with opened(browser, write(tmp_path / "run.html", record(text))) as page:
         assert page.evaluate("window.hacked") is None
         assert page.locator("script, img, textarea").count() == 0

@@ -8,7 +8,7 @@ import shutil
 import sys
 import typing
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -40,8 +40,6 @@ def _brief_load(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Bench:
-    """Runs the command in this process."""
-
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
 
@@ -80,7 +78,6 @@ def write_questions(path: Path, n: int = N_QUESTIONS, turns: Sequence[str] = ())
 
 @pytest.fixture(scope="module")
 def pair(tiny: TinyFiles) -> list[str]:
-    """The command line's part that names the models."""
     return [str(tiny.quick.target), "--draft", "ngram", "--draft", str(tiny.quick.draft), "--backend", "reference"]
 
 
@@ -105,9 +102,6 @@ def measured(made: Path) -> Record:
     return read_record(made / "run.json")
 
 
-# -- what is measured --------------------------------------------------------------------------------------------------
-
-
 def test_every_arm_answers_every_question_in_every_repeat_once(measured: Record) -> None:
     wanted = {(str(q), "reference", arm, r) for q in range(N_QUESTIONS) for arm in ARMS for r in range(N_REPEATS)}
     assert Counter(sample.key for sample in measured.samples) == Counter(wanted)
@@ -120,7 +114,9 @@ def test_tokens_are_those_of_the_rounds_and_all_arms_say_the_same(measured: Reco
     for sample in measured.samples:
         assert sum(row[5] for row in sample.rounds) == sample.tokens <= N_TOKENS
         assert len(sample.rounds) == sample.num_rounds
-        assert sum(row[3] for row in sample.rounds) == sample.num_draft_tokens == sum(sample.drafted_per_position)
+        assert sum(row[3] for row in sample.rounds) == sample.num_draft_tokens
+        branches = sample.num_draft_tokens - sum(sample.drafted_per_position)  # they share positions
+        assert (branches >= 0) if sample.arm == "auto" else (branches == 0)
         # Accepted guesses were all judged, and at most one more a round.
         right = sum(judged[3] for judged in sample.judged)
         assert sum(row[4] for row in sample.rounds) == sample.num_accepted_tokens == right
@@ -133,7 +129,6 @@ def test_tokens_are_those_of_the_rounds_and_all_arms_say_the_same(measured: Reco
 
 def test_doctor_can_say_afterwards_how_much_faster_auto_was(measured: Record, pair: list[str]) -> None:
     found = last_bench(Path(pair[0]), measured.engines[0].version)
-    assert found is not None
     rows = [row for row in analyse(measured).rows if row.arm == "auto"]
     assert found.speedups == {row.category: round(row.speedup.median, 3) for row in rows if row.speedup}
     assert set(found.speedups) == {"all", "code", "chat"}
@@ -171,17 +166,6 @@ def test_an_arm_is_the_same_alone_among_others_and_in_slices(
         other = before[sample["question"], sample["backend"], sample["arm"], sample["repeat"]]
         assert sample["token_sha256"] == other.token_sha256
         assert [row[3:] for row in sample["rounds"]] == [row[3:] for row in other.rounds]
-
-
-def test_without_memory_for_more_caches_whole_answers_take_turns(
-    pair: list[str], made: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("localspec.measuring.subject.read_memory", lambda: machine.SystemMemory(1 << 30, 1 << 10))
-    found = bench.json(*pair, "--prompts", made / "questions.jsonl", *QUICKLY)
-    assert found["settings"]["slice_tokens"] == 0
-
-
-# -- what is written and shown -----------------------------------------------------------------------------------------
 
 
 def test_the_file_is_what_the_documentation_says_and_is_read_as_it_was_written(made: Path, measured: Record) -> None:
@@ -246,13 +230,18 @@ def test_a_run_does_not_differ_from_itself(made: Path, bench: Bench, tmp_path: P
     assert {line["verdict"] for line in found["lines"]} == {"no difference can be told", "too few questions"}
 
 
-# -- modes and settings ------------------------------------------------------------------------------------------------
+@pytest.fixture
+def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localspec.measuring.subject.read_memory", lambda: machine.SystemMemory(1 << 30, 1 << 10))
 
 
+@pytest.mark.usefixtures("no_memory")
 def test_the_budget_ends_a_run_after_the_first_question(pair: list[str], made: Path, bench: Bench) -> None:
-    stored = bench.json(*pair, "--quick", "--minutes", 0.0001, "--max-tokens", 4, "--prompts", made / "questions.jsonl")
-    assert (stored["ended"], len(stored["samples"])) == ("time", 2)
+    asked = ["--prompts", made / "questions.jsonl", "--category", "chat", "--max-tokens", 4]
+    stored = bench.json(*pair, "--quick", "--minutes", 0.0001, *asked)
+    assert (stored["ended"], [sample["category"] for sample in stored["samples"]]) == ("time", ["chat"] * 2)
     assert stored["engines"][0]["passes_measured"] == "before"
+    assert stored["settings"]["slice_tokens"] == 0  # without memory for more caches, whole answers take turns
 
 
 def test_narrow_intervals_end_a_run(pair: list[str], made: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,9 +301,6 @@ def test_engines_run_side_by_side(tiny: TinyFiles, tmp_path: Path, bench: Bench)
     ]
 
 
-# -- Ctrl-C and resuming -----------------------------------------------------------------------------------------------
-
-
 def test_ctrl_c_prints_and_keeps_what_is_done_and_it_can_be_resumed(
     pair: list[str], tmp_path: Path, bench: Bench
 ) -> None:
@@ -353,32 +339,21 @@ def test_ctrl_c_before_anything_is_measured_leaves_nothing(pair: list[str], tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_complete_run_has_nothing_to_resume(made: Path, tmp_path: Path, bench: Bench) -> None:
-    again = shutil.copy(made / "run.json", tmp_path / "run.json")
+def test_a_complete_run_and_another_one_are_not_resumed(made: Path, tmp_path: Path, bench: Bench) -> None:
+    again, before = shutil.copy(made / "run.json", tmp_path / "run.json"), read_record(made / "run.json")
+    for arguments, said in (
+        ("--max-tokens 5", "max tokens 20, now 5"),
+        ("--arm auto,2", "arms"),
+        ("--draft ngram", "no drafter 'model'"),
+        ("--temperature 1.0", "sampling"),
+        ("--category code", "categories"),
+        ("--set report", "questions"),
+        ("--ctx 64", "now [64]"),
+    ):
+        assert said in bench.refused("--resume", again, *arguments.split())
+        assert again.read_bytes() == (made / "run.json").read_bytes()
     assert bench("--resume", again, "--repeats", N_REPEATS)[0] == 0
-    found = read_record(Path(again))
-    assert (found.samples, found.ended) == (read_record(made / "run.json").samples, "complete")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--max-tokens", "5"], "max tokens 20, now 5"),
-        (["--arm", "auto,2"], "arms"),
-        (["--draft", "ngram"], "no drafter 'model'"),
-        (["--temperature", "1.0"], "sampling"),
-        (["--category", "code"], "categories"),
-        (["--set", "report"], "questions"),
-        (["--ctx", "64"], "now [64]"),
-    ],
-)
-def test_another_run_is_not_resumed(arguments: list[str], said: str, made: Path, tmp_path: Path, bench: Bench) -> None:
-    stored = shutil.copy(made / "run.json", tmp_path / "run.json")
-    assert said in bench.refused("--resume", stored, *arguments)
-    assert (tmp_path / "run.json").read_bytes() == (made / "run.json").read_bytes()
-
-
-# -- bad input ---------------------------------------------------------------------------------------------------------
+    assert (read_record(again).samples, read_record(again).ended) == (before.samples, "complete")
 
 
 def test_a_damaged_file_is_one_line(made: Path, tmp_path: Path, bench: Bench) -> None:
@@ -412,60 +387,38 @@ def test_a_damaged_file_is_one_line(made: Path, tmp_path: Path, bench: Bench) ->
     assert "damaged.json" in bench.refused("compare", made / "run.json", path)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--arm", "automatic"], "no arm 'automatic'"),
-        (["--arm", "model:99"], "1..64"),
-        (["--category", "cooking"], "no category 'cooking'"),
-        (["--set", "all"], "--set must be report or tuning"),
-        (["--prompts", "nothing.jsonl"], "cannot read nothing.jsonl"),
-        (["--prompts", "x.jsonl", "--set", "report"], "cannot be combined with --prompts"),
-        (["--quick", "--full"], "--quick and --full cannot be combined"),
-        (["--minutes", "0"], "--minutes"),
-        (["--minutes", "nan"], "--minutes"),
-        (["--repeats", "0"], "--repeats"),
-        (["--html", "-"], "--html needs a file"),
-        (["--json", "-", "--markdown", "-"], "two outputs"),
-        (["--json", "no/such/folder.json"], "no folder"),
-        (["--backend", "fast"], "unknown backend 'fast'"),
-        (["second-model"], "one model at a time"),
-    ],
-)
-def test_bad_usage_is_one_line_before_anything_takes_time(
-    arguments: list[str], said: str, tiny: TinyFiles, bench: Bench
-) -> None:
-    line = bench.refused(tiny.quick.target, "--draft", "none", *arguments)
-    assert (line[0], said in line) == ("2", True), line
+BAD_USAGE = {
+    "--arm automatic": "no arm 'automatic'",
+    "--arm model:99": "1..64",
+    "--category cooking": "no category 'cooking'",
+    "--set all": "--set must be report or tuning",
+    "--prompts nothing.jsonl": "cannot read nothing.jsonl",
+    "--prompts x.jsonl --set report": "cannot be combined with --prompts",
+    "--quick --full": "--quick and --full cannot be combined",
+    "--minutes nan": "--minutes",
+    "--repeats 0": "--repeats",
+    "--html -": "--html needs a file",
+    "--json - --markdown -": "two outputs",
+    "--json no/such/folder.json": "no folder",
+    "--backend fast": "unknown backend 'fast'",
+    "second-model": "one model at a time",
+}
 
 
-@pytest.mark.parametrize("words", [["show"], ["show", "a", "b"], ["compare", "a"], ["compare"]])
-def test_show_and_compare_say_how_many_files_they_take(words: list[str], bench: Bench) -> None:
-    assert f"2: localspec: bench {words[0]} takes" in bench.refused(*words)
+def test_bad_usage_is_one_line_before_anything_takes_time(tiny: TinyFiles, bench: Bench) -> None:
+    for arguments, said in BAD_USAGE.items():
+        line = bench.refused(tiny.quick.target, "--draft", "none", *arguments.split())
+        assert (line[0], said in line) == ("2", True), line
 
 
-def test_a_drafter_that_is_not_there_is_named(tiny: TinyFiles, made: Path, bench: Bench) -> None:
-    common = [tiny.quick.target, "--backend", "reference", "--prompts", made / "questions.jsonl"]
+def test_what_is_not_there_is_named_and_files_that_are_there_stay(made: Path, pair: list[str], bench: Bench) -> None:
+    for words in (["show"], ["show", "a", "b"], ["compare", "a"], ["compare"]):
+        assert f"2: localspec: bench {words[0]} takes" in bench.refused(*words)
+    common = [pair[0], "--backend", "reference", "--prompts", made / "questions.jsonl"]
     assert "no drafter 'model' is loaded (ngram)" in bench.refused(*common, "--draft", "ngram", "--arm", "model:2")
     assert "--arm auto needs a drafter" in bench.refused(*common, "--draft", "none")
-
-
-def test_files_that_are_there_stay(made: Path, pair: list[str], bench: Bench) -> None:
     before, html = (made / "run.json").read_bytes(), ("show", made / "run.json", "--html", made / "run.html")
     assert "--resume goes on with it" in bench.refused(*pair, "--json", made / "run.json")
     assert "use --force to overwrite it" in bench.refused(*html)
     assert (made / "run.json").read_bytes() == before
     assert bench(*html, "--force")[0] == 0
-
-
-@pytest.mark.real
-@pytest.mark.slow
-def test_a_real_pair(real_model: Callable[[str], Path], tmp_path: Path, bench: Bench) -> None:
-    status, out, _ = bench(
-        real_model("smollm2-135m"), "--draft", "ngram", "--quick", "--minutes", 0.5, "--category", "edit,code",
-        "--json", tmp_path / "run.json", "--html", tmp_path / "run.html",
-    )  # fmt: skip
-    assert (status, "auto against plain" in out) == (0, True)
-    found = read_record(tmp_path / "run.json")
-    assert {sample.category for sample in found.samples} == {"edit", "code"}
-    assert all(sample.seconds_prompt > 0 for sample in found.samples)

@@ -16,10 +16,7 @@ from tests.support.tmux import Tmux
 
 
 class ChatTerminal(Tmux):
-    """A terminal with a chat in it."""
-
     def ready(self) -> str:
-        """The screen with the first prompt."""
         return self.wait("· /help")
 
     def answered(self, line: str, n: int) -> str:
@@ -71,13 +68,8 @@ def open_chat(tmp_path: Path, tiny: TinyFiles) -> Iterator[Open]:
             "--draft-length", "3", "--backend", "reference", "--temperature", "0", "--max-tokens", "30", *options,
         ]  # fmt: skip
         if scripted is not None:
-            command = [
-                sys.executable,
-                "-m",
-                "tests.support.scripted_llm",
-                str(scripted),
-                *([str(gate)] if gate else []),
-            ]
+            pace = [str(scripted), *([str(gate)] if gate else [])]
+            command = [sys.executable, "-m", "tests.support.scripted_llm", *pace]
         environment = {"PYTHONPATH": str(Path(__file__).parents[3]), **(env or {})}
         terminals.append(ChatTerminal(command or [*PROGRAM, *arguments], tmp_path, environment, columns, lines))
         return terminals[-1]

@@ -11,30 +11,12 @@ from typing import Any
 
 import pytest
 
+from localspec.commands.chat import screen
 from localspec.commands.chat.chat import AnswerRecord, Chat
-from localspec.commands.chat.commands import (
-    COMMANDS,
-    GROUPS,
-    NOISE,
-    complete,
-    histogram,
-    is_command,
-    named,
-    run_command,
-    verdict,
-)
-from localspec.commands.chat.screen import (
-    ChatScreen,
-    TextView,
-    guessing,
-    plain_parts,
-    round_parts,
-    rows_of,
-    status_line,
-)
+from localspec.commands.chat.commands import COMMANDS, GROUPS, NOISE, complete, is_command, named, run_command, verdict
+from localspec.commands.chat.screen import ChatScreen, TextView, plain_parts, round_parts, rows_of, status_line
 from localspec.commands.chat.typesetter import Style, token_style
 from localspec.errors import PromptTooLong
-from localspec.model_files.catalog import short_name
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.rounds import Draft, Round, SpecStats
 from localspec.system.terminal import width
@@ -51,20 +33,17 @@ class Scripted:
         llm: Any = self.llm
         self.chat = Chat(llm, ChatScreen(self._out, self._errors, plain=True), params=SamplingParams())
 
-    def run(self, line: str) -> bool:
-        return run_command(self.chat, line)
-
     def do(self, *lines: str) -> str:
         """Run commands that work; what the last one printed, and its remarks."""
         for line in lines:
             self._read()
-            assert self.run(line), (line, self.errors)
+            assert run_command(self.chat, line), (line, self.errors)
         return self._read()
 
     def fail(self, line: str) -> str:
         """Run a command that fails; its error, which is one line."""
         self._read()
-        assert not self.run(line)
+        assert not run_command(self.chat, line)
         said = self._read()
         assert said.count("\n") == 1
         return said
@@ -72,13 +51,8 @@ class Scripted:
     def _read(self) -> str:
         return self.out + self.errors
 
-    @property
-    def out(self) -> str:
-        return _drain(self._out)
-
-    @property
-    def errors(self) -> str:
-        return _drain(self._errors)
+    out = property(lambda self: _drain(self._out))
+    errors = property(lambda self: _drain(self._errors))
 
     def said(self, role: str) -> list[str]:
         return [message["content"] for message in self.chat.session.messages if message["role"] == role]
@@ -95,13 +69,6 @@ def _drain(file: io.StringIO) -> str:
     return text
 
 
-def questions(it: Scripted) -> list[str]:
-    return it.said("user")
-
-
-# -- chats in files ----------------------------------------------------------------------------------------------------
-
-
 RECORD = AnswerRecord("cancelled", [{"type": "round"}], {"num_rounds": 1})
 
 
@@ -111,7 +78,7 @@ def test_a_session_that_a_program_saved_is_loaded(tmp_path: Path) -> None:
     session.rounds("q").reply  # noqa: B018
     session.save(tmp_path / "a.session", memory=False)
     it.do(f"/load {tmp_path / 'a.session'}")
-    assert (questions(it), it.chat.records, it.chat.params.top_k) == (["q"], [AnswerRecord()], 7)
+    assert (it.said("user"), it.chat.records, it.chat.params.top_k) == (["q"], [AnswerRecord()], 7)
     it.do("/undo")
     assert it.chat.records == []
 
@@ -177,9 +144,6 @@ def test_a_file_is_not_silently_written_over(tmp_path: Path) -> None:
     assert (path.read_bytes(), foreign.read_text()) == (before, "print()")
 
 
-# -- what the model sees, and what is kept of it -----------------------------------------------------------------------
-
-
 def test_the_model_sees_the_conversation_so_far(isolated_home: Path) -> None:
     it = Scripted("a1", "a2", "a3", "a4", "a\x1b[31mb")
     it.chat.keep_in = isolated_home / "chats" / "a.chat"
@@ -213,9 +177,9 @@ def test_a_second_ctrl_c_keeps_what_was_shown_and_no_more(monkeypatch: pytest.Mo
         patch.setattr(TextView, "round", interrupt_twice)
         with pytest.raises(KeyboardInterrupt):
             it.chat.ask("q1")
-    assert (questions(it), it.said("assistant"), len(it.chat.records)) == (["q1"], ["".join(shown)], 1)
+    assert (it.said("user"), it.said("assistant"), len(it.chat.records)) == (["q1"], ["".join(shown)], 1)
     assert it.chat.ask("q2")
-    assert questions(it) == ["q1", "q2"]
+    assert it.said("user") == ["q1", "q2"]
 
 
 @pytest.mark.parametrize(
@@ -237,12 +201,12 @@ def test_an_error_is_one_line_and_loses_nothing(error: Exception, said: str, mon
         patch.setattr(it.llm, "job", fail)
         patch.setattr(it.llm, "explain", fail)
         assert not it.chat.ask("q2")
-        it.run("/retry")
+        run_command(it.chat, "/retry")
         assert it.errors.count(f"localspec: {said}") == 2
         assert said in it.fail("/why")
-    assert (questions(it), len(it.chat.records)) == (["q1"], 1)
+    assert (it.said("user"), len(it.chat.records)) == (["q1"], 1)
     it.do("/retry")  # the question that failed
-    assert questions(it) == ["q1", "q2"]
+    assert it.said("user") == ["q1", "q2"]
 
 
 def broken(text: str) -> list[Round]:
@@ -285,9 +249,6 @@ def test_an_answer_that_fails_in_the_middle_is_kept_and_marked(tmp_path: Path, m
     assert it.said("assistant") == ["whole"]
 
 
-# -- races -------------------------------------------------------------------------------------------------------------
-
-
 def test_both_sides_of_a_race_are_asked_alike_and_take_turns() -> None:
     it = Scripted("same words here")
     it.chat.asked = {"think": "off", "thinking_budget": 9}
@@ -306,54 +267,38 @@ def test_both_sides_of_a_race_are_asked_alike_and_take_turns() -> None:
     assert (first.count("same words here"), "same text: all" in first, len(it.chat.records)) == (2, True, 1)
 
 
-@pytest.mark.parametrize(
-    ("plain", "guessed", "said"),
-    [
+def test_a_race_says_where_the_answers_part() -> None:
+    for plain, guessed, said in (
         ("a b c d e f", "a b c X e f", "first difference at token 4: plain '<"),
         ("a b c d e f ", "a b c ", "equal for 3 tokens, then one of them ended"),
-    ],
-)
-def test_a_race_says_where_the_answers_part(plain: str, guessed: str, said: str) -> None:
-    it = Scripted("a b c d e f")
-    it.chat.ask("q")
-    it.llm.answers = [speak(plain), speak(guessed)]
-    assert said in it.do("/race")
-
-
-def test_a_race_without_guesses_is_run_once_and_is_noise() -> None:
-    it = Scripted()
+    ):
+        it = Scripted("a b c d e f")
+        it.chat.ask("q")
+        it.llm.answers = [speak(plain), speak(guessed)]
+        assert said in it.do("/race")
     it.llm.answers = [[make_round(0, [], "a "), make_round(1, [], "b", "stop")]]
-    it.chat.ask("q")
-    assert f"\n{NOISE}\n" in it.do("/race")
-    assert len(it.llm.options) == 3
+    it.chat.ask("another")
+    n_before = len(it.llm.options)
+    assert f"\n{NOISE}\n" in it.do("/race")  # nothing was guessed: run once, and the difference is noise
+    assert len(it.llm.options) == n_before + 2
 
 
-@pytest.mark.parametrize(
-    ("ratios", "others", "said"),
-    [
+def test_the_verdict_of_a_race() -> None:
+    stats = {"completion_tokens": 90, "num_accepted_tokens": 70, "num_draft_tokens": 88}
+    for ratios, others, said in (
         ([None], 0.9, NOISE),
         ([1.42, 1.31], 0.01, "With guesses: ×1.31 to ×1.42 of plain; 70 of 88 guesses right."),
-        ([0.8, 0.9], 0.0, "With guesses: ×0.80 to ×0.90 of plain; 70 of 88 guesses right."),
         ([0.9, 1.2], 0.0, "No verdict: two races, in both orders, gave ×0.90 to ×1.20 of plain with guesses; 70 of 88"),
         ([1.3, 1.4], 0.34, "Other programs used 34 % of the CPUs meanwhile"),
         ([1.3, None], 0.0, "With guesses: ×1.30 of plain, once;"),
-    ],
-)
-def test_the_verdict_of_a_race(ratios: list[float | None], others: float, said: str) -> None:
-    stats = {"completion_tokens": 90, "num_accepted_tokens": 70, "num_draft_tokens": 88}
-    assert said in verdict(ratios, stats, others)
-    assert "no tokens" in verdict(ratios, stats | {"completion_tokens": 0}, others)
-
-
-# -- commands ----------------------------------------------------------------------------------------------------------
-
-
-def test_nothing_to_undo_retry_race_or_count() -> None:
-    for line in ("/undo", "/retry", "/race", "/stats"):
-        Scripted().fail(line)
+    ):
+        assert said in verdict(ratios, stats, others)
+        assert "no tokens" in verdict(ratios, stats | {"completion_tokens": 0}, others)
 
 
 def test_settings() -> None:
+    for line in ("/undo", "/retry", "/race", "/stats", "/view oops"):  # there is nothing to do it with
+        Scripted().fail(line)
     it = Scripted()
     shown = it.do("/set top_k 40", "/set seed none", r"/set stop \n\n", "/set")
     assert {"seed none", r"stop '\n\n'"} <= set(shown.splitlines())
@@ -366,14 +311,9 @@ def test_settings() -> None:
     assert it.chat.params.top_k == 40
 
 
-NAMES = {
-    **{"clear": "new", "reset": "new", "exit": "quit", "bye": "quit", "q": "quit", "?": "help"},
-    **{"vi": "view", "h": "help", "un": "undo", "by": "quit", "cl": "new"},
-}
-
-
 def test_other_names_and_beginnings_of_commands() -> None:
-    assert {typed: named(typed) for typed in NAMES} == NAMES
+    for name, others in {"new": "clear reset cl", "quit": "exit bye q by", "help": "? h", "view": "vi"}.items():
+        assert {named(typed) for typed in others.split()} == {name}
     it = Scripted()
     for typed in ("s", "e", "", "nonsense", "viewer"):  # none, or several
         it.fail(f"/{typed}")
@@ -382,12 +322,11 @@ def test_other_names_and_beginnings_of_commands() -> None:
     assert (is_command("/usr/bin/env is a path"), is_command("/view rounds")) == (False, True)
 
 
-@pytest.mark.parametrize("line", ["exit", "quit", "/exit", "/bye", "/q", "/quit"])
-def test_a_word_that_leaves_is_no_question(line: str) -> None:
-    it = Scripted()
-    it.do(line)
-    assert it.chat.leaving
-    assert (is_command(line), is_command(f" {line}")) == (True, False)
+def test_a_word_that_leaves_is_no_question() -> None:
+    for line in ("exit", "quit", "/exit", "/bye", "/q", "/quit"):
+        it = Scripted()
+        it.do(line)
+        assert (it.chat.leaving, is_command(line), is_command(f" {line}")) == (True, True, False)
 
 
 def test_completion() -> None:
@@ -404,9 +343,6 @@ def test_help_is_in_groups_that_fit_a_small_screen() -> None:
     assert all(any(f"/{name} " in line for line in chain(*shown.values())) for name in COMMANDS)
     assert shown[""][0].startswith("  /new ")
     assert it.do("/help race").count("\n") == 1
-
-
-# -- what is shown -----------------------------------------------------------------------------------------------------
 
 
 def text_of(rows: list[list[tuple[str, Style]]]) -> list[str]:
@@ -439,9 +375,6 @@ def test_plain_rounds_in_a_row_share_a_line_with_all_of_their_text() -> None:
     assert any(row.endswith("end↵") for row in rows)
     assert " ".join(rows).replace("↵", "").split()[4:] == "".join(words).split()
     assert max(map(width, rows)) <= 60
-
-
-def test_the_rounds_view_has_an_answer_once() -> None:
     it = Scripted()
     it.llm.answers = [[*(make_round(i, [], f"plain{i} ") for i in range(40)), *speak("a b c d e f")]]
     it.do("/view rounds")
@@ -464,67 +397,38 @@ def test_the_status_of_an_answer() -> None:
         stats.add(make_round(i, [("a", "model", True)], "x"))
     assert stats["estimated_speedup"] is None  # there is no plain round to compare with
     assert re.fullmatch(r"[\d.]+ tok/s · 4 of 4 guesses right", status_line(stats.as_dict()))
+    both = SpecStats.total([stats, stats])
+    assert (both["num_draft_tokens"], both["acceptance_rate"], both["accepted_per_position"]) == (8, 1, [8])
+    assert both["tokens_per_second"] == pytest.approx(stats["tokens_per_second"])
 
 
-@pytest.mark.parametrize(
-    ("names", "follows", "said"),
-    [
-        ([], "", "Guessing is off."),
-        (["ngram"], "loading the draft model", "Guessing by copying from the text; loading the draft model."),
-        (["ngram", "corpus:~/src"], "", "Guessing by copying from the text and copying from ~/src."),
-        (["head", "qwen2.5-coder-0.5b-instruct-q4_k_m"], "", "Guessing by head and qwen2.5-coder-0.5b."),
-    ],
-)
-def test_who_guesses_is_one_sentence(names: list[str], follows: str, said: str) -> None:
-    assert guessing(names, follows) == said
+def test_who_guesses_is_one_sentence() -> None:
+    for names, said in (
+        ([], "Guessing is off"),
+        (["ngram", "corpus:~/src"], "Guessing by copying from the text and copying from ~/src"),
+        (["head", "qwen2.5-coder-0.5b-instruct-q4_k_m"], "Guessing by head and qwen2.5-coder-0.5b"),
+        (["SmolLM2-135M-Instruct.Q4_1", "Item-Editor"], "Guessing by SmolLM2-135M and Item-Editor"),
+    ):
+        assert (screen.guessing(names), screen.guessing(names, "loading")) == (f"{said}.", f"{said}; loading.")
 
 
-def test_short_name() -> None:
-    names = {"SmolLM2-135M-Instruct.Q4_1": "SmolLM2-135M", "gemma-3-270m-q4_k_m": "gemma-3-270m", "ngram": "ngram"}
-    names["Item-Editor"] = "Item-Editor"
-    assert {name: short_name(name) for name in names} == names
-
-
-def test_totals_use_the_same_denominators() -> None:
-    it = Scripted("one two three four five six seven")
-    it.chat.ask("a")
-    it.chat.ask("b")
-    single, both = it.chat.records[0].stats, SpecStats.total(record.stats for record in it.chat.records)
-    assert both["completion_tokens"] == 2 * single["completion_tokens"]
-    assert both["acceptance_rate"] == single["acceptance_rate"]
-    assert both["accepted_per_position"] == [2 * n for n in single["accepted_per_position"]]
-    for name in ("tokens_per_second", "estimated_plain_tokens_per_second"):
-        assert both[name] == pytest.approx(single[name])
-    bars = histogram(both["drafted_per_position"], both["accepted_per_position"])
-    assert len(bars) == len(both["drafted_per_position"])
-    assert "100%" in bars[0]
-
-
-@pytest.mark.parametrize(
-    ("drafters", "follows", "shown"),
-    [
+@pytest.mark.parametrize("columns", [24, 50, 80])
+def test_the_legend_has_the_kinds_in_use_and_is_broken_between_them(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown_on = ChatScreen(plain=True)
+    shown_on.ansi = True
+    assert shown_on.legend([]) == ""
+    for drafters, follows, shown in (
         (["ngram", "early-exit:2"], "", {"by head", "copied"}),
         (["ngram", "head-of-state"], "", {"guessed by draft model", "copied"}),
-        (["ngram"], "", {"copied"}),
         (["ngram"], "loading the draft model", {"guessed by draft model", "copied"}),
         (["corpus:x", "head", "m"], "", {"guessed by draft model", "by head", "from your files"}),
-    ],
-)
-def test_the_legend_has_the_kinds_in_use_and_is_broken_between_them(
-    drafters: list[str], follows: str, shown: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    screen = ChatScreen(plain=True)
-    screen.ansi = True
-    assert screen.legend([]) == ""
-    for columns in (24, 34, 50, 80):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        rows = re.sub("\x1b\\[[0-9;]*m", "", screen.legend(drafters, follows)).split("\n")
-        assert all(width(row) <= columns for row in rows)
+    ):
+        rows = re.sub("\x1b\\[[0-9;]*m", "", shown_on.legend(drafters, follows)).split("\n")
+        assert max(map(width, rows)) <= columns
         kinds = [kind.strip() for row in rows for kind in row.split("·") if kind.strip()]
         assert ({*kinds[:-2]}, kinds[-2:]) == (shown, ["wrong guess", "the model's own"])
-
-
-def test_tokens_have_the_style_of_their_source() -> None:
     styles = [token_style("accepted", source) for source in ("model", "ngram", "head", "early-exit")]
-    assert len({*styles}) == 3
-    assert token_style("bonus", "head") is Style.TARGET
+    assert (len({*styles}), token_style("bonus", "head")) == (3, Style.TARGET)

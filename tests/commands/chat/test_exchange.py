@@ -14,23 +14,19 @@ from localspec.commands.chat import chat as chat_module
 from localspec.commands.chat.chat import AttachedFile, with_files, without_files
 from localspec.commands.chat.prompt import is_open, unquoted
 from tests.commands.chat.conftest import Open, is_at_empty_prompt
-from tests.commands.chat.test_chat import Scripted, questions
+from tests.commands.chat.test_chat import Scripted
 from tests.conftest import TinyFiles
 from tests.support.program import localspec
 from tests.support.saved_chats import saved_turns
-from tests.support.scripted_llm import think_round
+from tests.support.scripted_llm import speak, think_round
 
 pytestmark = pytest.mark.usefixtures("measured_home")
 
 
 def script(path: Path, lines: str) -> Path:
-    """An executable file."""
     path.write_text(f"#!/bin/sh\n{lines}\n")
     path.chmod(0o755)
     return path
-
-
-# -- files -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_file_goes_with_the_next_message_and_its_path_is_completed(
@@ -63,8 +59,8 @@ def test_a_file_is_what_ngrams_draft_from_unless_they_are_left_out(tmp_path: Pat
         it.do("/retry")
         it.chat.say("thanks")
         assert [options["prediction"] for options in it.llm.options[-3:]] == [expected, expected, None]
-        assert questions(it)[-1] == "thanks"
-        assert questions(it)[-2].endswith("print(1)\n```\n\nchange it")
+        *_, changed, last = it.said("user")
+        assert (last, changed.endswith("print(1)\n```\n\nchange it")) == ("thanks", True)
 
 
 def test_files_that_cannot_go_are_one_line_and_those_that_wait_stay(tmp_path: Path) -> None:
@@ -81,10 +77,7 @@ def test_files_that_cannot_go_are_one_line_and_those_that_wait_stay(tmp_path: Pa
     ):
         if data is not None:
             (tmp_path / name).write_bytes(data)
-        if said:
-            assert said in it.fail(f"/file {tmp_path / name}")
-        else:
-            it.do(f"/file {tmp_path / name}")
+        assert said in (it.fail if said else it.do)(f"/file {tmp_path / name}")
     it.llm.job = None  # type: ignore[assignment, method-assign] # whatever is asked fails
     assert not it.chat.say("question")
     assert [file.path for file in it.chat.attached] == [good]  # it waits for an answer
@@ -92,15 +85,11 @@ def test_files_that_cannot_go_are_one_line_and_those_that_wait_stay(tmp_path: Pa
     assert it.chat.attached == []
 
 
-def test_a_fence_holds_a_file_with_fences() -> None:
+def test_a_fence_holds_a_file_with_fences_and_the_question_is_shown_with_their_names() -> None:
     text = with_files("q", [AttachedFile(Path("a.md"), "````\nx\n````")])
     assert text == "a.md:\n`````md\n````\nx\n````\n`````\n\nq"
-    # The question is shown with their names.
     files = [AttachedFile(Path("a b.md"), "```\nx\n```\n\ny:\n"), AttachedFile(Path("c"), "1")]
     assert without_files(with_files("a.py:\n```\nq\n```", files)) == "[a b.md] [c] a.py:\n```\nq\n```"
-
-
-# -- the editor --------------------------------------------------------------------------------------------------------
 
 
 def test_a_message_from_the_editor(open_chat: Open, tmp_path: Path) -> None:
@@ -134,27 +123,11 @@ def test_a_message_from_the_editor(open_chat: Open, tmp_path: Path) -> None:
     assert re.search(r"[^-]\becho\b", screen.split("\necho ", 1)[1])
 
 
-# -- several lines ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "still_open", "message"),
-    [
-        ("plain", False, "plain"),
-        ('"""', True, '"""'),
-        ('""""', True, '""""'),
-        ('"""a', True, '"""a'),
-        ('"""a\nb"""', False, " a\nb"),
-        ('"""\na\n"""  ', False, " a"),
-        ('""""""', False, " "),
-        ('say """x"""', False, 'say """x"""'),
-    ],
-)
-def test_quotes(text: str, still_open: bool, message: str) -> None:
-    assert (is_open(text), unquoted(text)) == (still_open, message)
-
-
-# -- the clipboard -----------------------------------------------------------------------------------------------------
+def test_quotes() -> None:
+    assert all(is_open(text) and unquoted(text) == text for text in ('"""', '""""', '"""a'))
+    whole = {'"""a\nb"""': " a\nb", '"""\na\n"""  ': " a", '""""""': " ", 'say """x"""': 'say """x"""'}
+    assert {text: unquoted(text) for text in whole} == whole
+    assert not any(map(is_open, whole))
 
 
 @pytest.mark.parametrize("way", ["tmux", "OSC 52"])
@@ -174,15 +147,11 @@ def test_an_answer_and_its_code_are_copied(open_chat: Open, way: str) -> None:
     terminal.type("/copy 2", "/copy takes a number from 1 to 1")
 
 
-def test_an_answer_that_was_only_thought_is_not_copied() -> None:
-    it = Scripted()
-    it.llm.answers = [[replace(think_round("hm"), finish_reason="length")]]
-    assert it.chat.say("q")
-    assert "there is no answer to copy yet" in it.fail("/copy")
-
-
 def test_copying_with_the_desk_s_tool_and_without_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    it = Scripted("words to copy")
+    it = Scripted()
+    it.llm.answers = [[replace(think_round("hm"), finish_reason="length")], speak("words to copy")]
+    it.chat.say("q")
+    assert "there is no answer to copy yet" in it.fail("/copy")  # it was only thought
     it.chat.say("q")
     for name in ("DISPLAY", "TMUX", "SSH_CONNECTION"):
         monkeypatch.delenv(name, raising=False)
@@ -197,11 +166,7 @@ def test_copying_with_the_desk_s_tool_and_without_any(tmp_path: Path, monkeypatc
     assert "no tool for it was found" in it.fail("/copy")
 
 
-# -- conversations of earlier days -------------------------------------------------------------------------------------
-
-
 def kept_chat(home: Path, name: str, *said: str) -> Scripted:
-    """A chat that is kept in that file."""
     it = Scripted("an answer")
     it.chat.keep_in = home / "chats" / f"{name}.chat"
     for question in said:
@@ -211,8 +176,7 @@ def kept_chat(home: Path, name: str, *said: str) -> Scripted:
 
 def test_a_conversation_is_gone_on_with(open_chat: Open, isolated_home: Path) -> None:
     first = open_chat("--max-tokens", "4", "--continue")
-    first.ready()
-    assert "no saved conversation yet" in first.screen()
+    assert "no saved conversation yet" in first.ready()
     first.answered("first question", 1)
     first.leave()
     (kept,) = (isolated_home / "chats").iterdir()
@@ -224,8 +188,7 @@ def test_a_conversation_is_gone_on_with(open_chat: Open, isolated_home: Path) ->
     assert [turn["user"] for turn in saved_turns(kept)] == ["first question", "second question"]
     second.type("/undo", "undone")
     assert [turn["user"] for turn in saved_turns(kept)] == ["first question"]
-    screen = second.type("/sessions", "1 turn  first question")
-    assert re.search(r"^\*  1  \d{4}-\d\d-\d\d \d\d:\d\d     1 turn  first question$", screen, re.MULTILINE)
+    assert re.search(r"\n\*  1  \d{4}-\d\d-\d\d \d\d:\d\d     1 turn  first", second.type("/sessions", "1 turn  first"))
 
 
 def test_the_last_conversations_are_listed_and_chosen(isolated_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +214,6 @@ def test_only_the_latest_conversations_are_kept(isolated_home: Path, monkeypatch
     for i in range(5):
         it = kept_chat(isolated_home, str(i), f"question {i}")
         path = it.chat.keep_in
-        assert path is not None
         os.utime(path, (i, i))
         it.chat.keep_at(path)
         it.chat.say("again")  # the present one takes no other's place twice
@@ -281,7 +243,6 @@ def test_what_is_kept_waits_for_no_engine_and_costs_no_answer(
     it = kept_chat(isolated_home, "a")
     monkeypatch.setattr(it.llm, "run", None)  # where a draft model may be loading
     assert it.chat.say("question")
-    assert it.chat.keep_in is not None
     assert len(saved_turns(it.chat.keep_in)) == 1
     shutil.rmtree(isolated_home / "chats")
     (isolated_home / "chats").write_text("a file in the folder's place")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 import shutil
 import threading
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from localspec.commands.chat.commands import run_command
 from localspec.commands.chat.screen import ChatScreen
 from localspec.commands.options import RunOptions
 from localspec.engine import drafts
-from localspec.engine.loading import giving_way
 from localspec.engine.options import LoadOptions
 from localspec.engine.worker import Job
 from localspec.errors import Cancelled, DownloadError
@@ -29,10 +27,8 @@ from localspec.model_files import sources
 from localspec.model_files.catalog import Catalog, Entry
 from localspec.spec_decode.drafters.names import AUTOMATIC
 from tests.conftest import TinyFiles, open_backend
-from tests.support.ggufs import write_glm, write_hybrid
 from tests.support.heads import write_random_head
-from tests.support.mtp_ggufs import write_apart
-from tests.support.published_heads import write_dflash, write_eagle3
+from tests.support.published_heads import write_eagle3
 
 SOON = 60.0
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -40,7 +36,6 @@ DRAFT = Entry("some-draft", "some-draft.gguf", bytes=100)
 
 
 def head_of(target: Path) -> None:
-    """Have a trained head where such are kept."""
     heads_folder().mkdir(parents=True)
     write_random_head(target, heads_folder() / "a-head.gguf")
 
@@ -59,10 +54,8 @@ def chat(llm: LLM) -> Chat:
     return Chat(llm, ChatScreen(io.StringIO(), io.StringIO(), plain=True), params=GREEDY)
 
 
-def shown(chat: Chat) -> str:
-    out: Any = chat.screen.file
-    errors: Any = chat.screen.errors
-    return str(out.getvalue() + errors.getvalue())
+def shown(chat: Any) -> str:
+    return str(chat.screen.file.getvalue() + chat.screen.errors.getvalue())
 
 
 def names(tiny: TinyFiles, *heads: str) -> list[str]:
@@ -70,19 +63,11 @@ def names(tiny: TinyFiles, *heads: str) -> list[str]:
 
 
 def finished(late: LateDraft) -> LateDraft:
-    assert late.wait(SOON)
-    assert late.status == ""
+    assert (late.wait(SOON), late.status) == (True, "")
     return late
 
 
-def test_it_is_loaded_and_joins(llm: LLM, tiny: TinyFiles) -> None:
-    changes: list[str] = []
-    assert may_be_drafted_for(llm)
-    late = finished(LateDraft(llm, [], lambda: changes.append("changed")))
-    assert (llm.draft_names, late.notes, bool(changes)) == (names(tiny), [], True)
-
-
-def test_what_is_asked_goes_first(llm: LLM, tiny: TinyFiles) -> None:
+def test_what_is_asked_goes_first_and_then_it_joins(llm: LLM, tiny: TinyFiles) -> None:
     entered, go_on = threading.Event(), threading.Event()
 
     def hold(job: Job) -> None:
@@ -91,21 +76,13 @@ def test_what_is_asked_goes_first(llm: LLM, tiny: TinyFiles) -> None:
 
     llm.inspect().worker.queue.put(Job(hold, lambda item: None))
     assert entered.wait(SOON)
-    late = LateDraft(llm, [])
+    changes: list[str] = []
+    late = LateDraft(llm, [], lambda: changes.append("changed"))
     stream = llm.rounds("x", GREEDY)
     go_on.set()
     assert len(stream.reply.token_ids) == 8
     finished(late)
-    assert llm.draft_names == names(tiny)
-
-
-def test_loading_gives_way() -> None:
-    stopped = [False]
-    report = giving_way(lambda: stopped[0])
-    report("loading", 0.5)
-    stopped[0] = True
-    with pytest.raises(Cancelled):
-        report("loading", 0.6)
+    assert (llm.draft_names, late.notes, bool(changes)) == (names(tiny), [], True)
 
 
 class Fetching:
@@ -165,12 +142,15 @@ def test_leaving_or_choosing_a_draft_breaks_it_off(
 def test_what_came_up_meanwhile_is_said_once_at_the_next_prompt(
     llm: LLM, chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What came up before the header is said there: of a draft model that was left out while the chat began."""
+    llm.inspect().warnings.append("a draft is left out")
+    chat.n_told = header(llm, chat.screen)
     Fetching(monkeypatch, DownloadError("no source")).go_on.set()
     chat.late = finished(LateDraft(llm, [DRAFT]))
-    llm.inspect().warnings.append("something was found")
+    llm.inspect().warnings.append("another one")
     chat.show_news()
     chat.show_news()
-    for said in ("going on without a draft model: no source", "something was found"):
+    for said in ("going on without a draft model: no source", "note: a draft is left out", "note: another one"):
         assert shown(chat).count(said) == 1
     assert chat.ask("x")
 
@@ -192,26 +172,17 @@ def test_only_the_target_is_fetched_before_the_prompt(monkeypatch: pytest.Monkey
 def test_the_head_comes_before_the_draft_model_is_fetched(
     llm: LLM, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head_of(tiny.quick.target)
     fetching = Fetching(monkeypatch)
     monkeypatch.setattr(Catalog, "draft_for", lambda self, path: tiny.quick.draft if fetching.go_on.is_set() else None)
+    assert not may_be_drafted_for(llm)
+    head_of(tiny.quick.target)
+    assert may_be_drafted_for(llm)
     late = LateDraft(llm, [DRAFT])
     assert fetching.half.wait(SOON)
     assert llm.draft_names == [*AUTOMATIC, "head"]
     fetching.go_on.set()
     finished(late)
     assert llm.draft_names == names(tiny, "head")
-
-
-def test_what_comes_up_before_the_chat_says_what_it_loaded_is_said_once(chat: Chat) -> None:
-    """As of a draft model that was left out while the chat began."""
-    chat.llm.run(lambda pair: pair.warnings.append("a draft is left out"))
-    chat.n_told = header(chat.llm, chat.screen)
-    chat.show_news()
-    assert shown(chat).count("note: a draft is left out") == 1
-    chat.llm.run(lambda pair: pair.warnings.append("another one"))
-    chat.show_news()
-    assert shown(chat).count("note: another one") == 1
 
 
 @pytest.mark.parametrize(
@@ -256,59 +227,21 @@ def test_a_remark_is_made_once_however_often_a_draft_is_loaded(tiny: TinyFiles) 
         assert ["is larger than the target" in warning for warning in llm.warnings] == [True]
 
 
-def test_a_head_alone_comes_too(llm: LLM, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Catalog, "draft_for", lambda self, path: None)
-    assert not may_be_drafted_for(llm)
-    head_of(tiny.quick.target)
-    assert may_be_drafted_for(llm)
-    finished(LateDraft(llm, []))
-    assert llm.draft_names == [*AUTOMATIC, "head"]
-
-
-def mtp_target(tiny: TinyFiles, folder: Path) -> tuple[Path, list[str]]:
-    return write_glm(folder / "glm.gguf"), ["mtp"]
-
-
-def with_head(write: Callable[[Path, Path], Path], tiny: TinyFiles, folder: Path) -> tuple[Path, list[str]]:
-    target = Path(shutil.copy(tiny.pair.target, folder / "target.gguf"))
-    write(target, folder / "head.gguf")
-    return target, ["head"]
-
-
-def with_mtp_beside(tiny: TinyFiles, folder: Path) -> tuple[Path, list[str]]:
-    (folder / "elsewhere").mkdir()
-    whole = write_hybrid(folder / "elsewhere/whole.gguf", residual=0.3, mtp=1)
-    return write_apart(whole, folder / "trunk.gguf", folder / "mtp.gguf")[0], ["head"]
-
-
-@pytest.mark.parametrize(
-    "make", [mtp_target, partial(with_head, write_eagle3), partial(with_head, write_dflash), with_mtp_beside]
-)
-def test_what_models_are_published_with_comes_without_being_asked_for(
-    tiny: TinyFiles,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    make: Callable[[TinyFiles, Path], tuple[Path, list[str]]],
+def test_a_head_beside_the_target_comes_without_being_asked_for(
+    tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where no draft model and no trained head is there too; and before a draft model is fetched."""
+    """Where no draft model and no trained head is there too; of every kind: drafters/test_published_heads.py."""
     monkeypatch.setattr(drafts, "LEAST_GAIN", 0.0)
     open_backend("llama-cpp")
-    target, found = make(tiny, tmp_path)
+    target = Path(shutil.copy(tiny.pair.target, tmp_path / "target.gguf"))
+    write_eagle3(target, tmp_path / "head.gguf")
     with LLM(target, "ngram", backend="llama-cpp", n_ctx=256, idle=False) as loaded:
         assert may_be_drafted_for(loaded)
         late = finished(LateDraft(loaded, []))
-        assert (loaded.draft_names, late.notes) == ([*AUTOMATIC, *found], [])
+        assert (loaded.draft_names, late.notes) == ([*AUTOMATIC, "head"], [])
 
 
-@pytest.mark.parametrize(
-    ("options", "may"),
-    [
-        (RunOptions(), True),
-        (RunOptions(draft_length="3"), False),
-        (RunOptions(draft=("ngram",)), False),
-        (RunOptions(draft=("some.gguf",)), False),
-        (RunOptions(load=LoadOptions(idle=False)), False),
-    ],
-)
-def test_what_was_asked_for_is_there_from_the_first_token(options: RunOptions, may: bool) -> None:
-    assert options.draft_may_come_late == may
+def test_what_was_asked_for_is_there_from_the_first_token() -> None:
+    assert RunOptions().draft_may_come_late
+    for asked in ({"draft_length": "3"}, {"draft": ("some.gguf",)}, {"load": LoadOptions(idle=False)}):
+        assert not RunOptions(**asked).draft_may_come_late

@@ -19,7 +19,8 @@ LONG_TEXT = "la lo li lu " * 120
 
 def test_generate_has_an_event_for_each_piece_and_replay_steps_over_them(tiny: TinyFiles, tmp_path: Path) -> None:
     options = [tiny.quick.target, "--draft", "none", "--backend", "reference", "--ctx", "2048", "--max-tokens", "3"]
-    done = localspec("generate", *options, "-p", LONG_TEXT, "--raw", "--format", "events")
+    asked = ["generate", *options, "-p", LONG_TEXT, "--raw", "--format", "events"]
+    done = localspec(*asked)
     assert (done.returncode, b"reading" in done.stderr) == (0, False)  # no terminal, no line
     *events, _ = map(json.loads, done.stdout.splitlines())
     kinds = [event["type"] for event in events]
@@ -27,11 +28,7 @@ def test_generate_has_an_event_for_each_piece_and_replay_steps_over_them(tiny: T
     assert kinds.count("prompt") > 3
     (recording := tmp_path / "recording").write_bytes(done.stdout)
     assert localspec("replay", recording, "--html", tmp_path / "page.html").returncode == 0
-    out, errors = interrupted(
-        "call localspec.spec_decode.rounds:PromptProgress.as_event",
-        ["generate", *options, "-p", LONG_TEXT, "--raw", "--format", "events"],
-        count=2,
-    )
+    out, errors = interrupted("call localspec.spec_decode.rounds:PromptProgress.as_event", asked, count=2)
     *events, answer = map(json.loads, out.splitlines())
     assert {event["type"] for event in events} == {"prompt"}
     assert (answer["finish_reason"], answer["token_ids"], errors[-1]) == ("cancelled", [], "localspec: interrupted")
@@ -57,12 +54,7 @@ main(sys.argv[2:])
 
 
 @pytest.mark.parametrize("command", ["chat", "generate"])
-def test_a_terminal_shows_it_and_ctrl_c_ends_it(
-    open_chat: Open,
-    tiny: TinyFiles,
-    tmp_path: Path,
-    command: str,
-) -> None:
+def test_a_terminal_shows_it_and_ctrl_c_ends_it(open_chat: Open, tiny: TinyFiles, tmp_path: Path, command: str) -> None:
     gate, text = tmp_path / "gate", tmp_path / "long.txt"
     text.write_text(LONG_TEXT)
     options = [str(tiny.quick.target), "--draft", "none", "--backend", "reference", "--ctx", "4096"]

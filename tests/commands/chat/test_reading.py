@@ -63,7 +63,6 @@ class Terminal(Emulator):
         self.update()
 
     def say(self, text: str) -> list[str]:
-        """Stream a piece."""
         return self.show(make_round(0, [], text))
 
     def show(self, round_: Round) -> list[str]:
@@ -115,11 +114,9 @@ def test_what_is_printed_stays_and_the_end_is_the_text_rendered_at_once(
 
 def test_the_status_is_below_and_the_text_above_it_is_all_there(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal(60, 20, monkeypatch)
-    shown = terminal.say("A paragraph with **bo")
-    assert [line for line in shown if line][:1] == ["A paragraph with **bo"]
-    assert "nothing guessed" in [line for line in shown if line][1]
-    shown = terminal.say("ld** words")
-    assert [line for line in shown if line][:1] == ["A paragraph with bold words"]
+    for piece, text in (("A **bo", "A **bo"), ("ld** word", "A bold word")):
+        first, second = filter(None, terminal.say(piece))
+        assert (first, "nothing guessed" in second) == (text, True)
 
 
 def test_code_longer_than_the_screen_can_be_scrolled_back_to_while_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,9 +125,8 @@ def test_code_longer_than_the_screen_can_be_scrolled_back_to_while_it_comes(monk
     for piece in pieces("```python\n" + CODE + "\n", seed=1):
         shown = terminal.say(piece)
         assert terminal.screen.cursor.y <= 11
-    text = "\n".join(shown)
-    assert [int(number) for number in re.findall(r"^line_(\d+)", text, re.MULTILINE)] == list(range(40))
-    assert shown[0] == "── 1 python ──"
+    numbers = re.findall(r"^line_(\d+)", "\n".join(shown), re.MULTILINE)
+    assert (shown[0], numbers) == ("── 1 python ──", [*map(str, range(40))])
 
 
 def test_a_window_that_is_resized_gets_whole_lines_of_the_new_width(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,16 +197,13 @@ def test_thinking_is_dim_text_above_the_answer(columns: int, lines: int, monkeyp
     assert thought.count("\n\n") == 1
 
 
-def test_folded_thinking_is_counted_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folded_thinking_is_counted_and_goes_and_what_was_stopped_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal(60, 10, monkeypatch, folded=True)
     for i in range(3):
         shown = terminal.show(think_round("secret\n\nthoughts "))
         assert shown[0] == f"thinking, {i + 1} tokens …"
     assert terminal.say("Said.")[0] == "Said."
     assert [line for line in terminal.finish() if line] == ["Said."]
-
-
-def test_what_is_left_of_thinking_that_was_stopped_and_of_no_words(monkeypatch: pytest.MonkeyPatch) -> None:
     for round_, left in ((think_round("half a"), ["half a"]), (make_round(0, [], "\n \n"), [])):
         terminal = Terminal(60, 10, monkeypatch)
         terminal.show(round_)

@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,9 +18,6 @@ from tests.support.scripted_llm import DEMO
 from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("measured_home")
-
-
-# -- an ordinary chat --------------------------------------------------------------------------------------------------
 
 
 def test_a_chat_from_start_to_end(open_chat: Open, tiny: TinyFiles) -> None:
@@ -63,7 +59,6 @@ def test_rejected_guesses_appear_struck_through_and_are_gone_afterwards(
     terminal.type("hello")
     seen = terminal.wait("WRONG", escapes=True)
     before = re.search(r"((?:\x1b\[[0-9;:]*m)+)WRONG", seen)
-    assert before is not None
     assert "9" in re.findall(r"\d+", before[1])  # struck through
     (tmp_path / "gate").touch()
     terminal.wait(lambda s: "émigré naïve 🙂 too." in s and s.rstrip().endswith("guesses right"))
@@ -74,22 +69,6 @@ def test_rejected_guesses_appear_struck_through_and_are_gone_afterwards(
     colours = re.findall(r"\x1b\[(?:[0-9;]*;)?3[1-7]m", coloured)
     assert bool(colours) is not bool(env)
     assert "\x1b[1m" in coloured  # the draft's tokens are bold, with colours or without
-
-
-def test_views(open_chat: Open) -> None:
-    terminal = open_chat()
-    terminal.ready()
-    terminal.type("/view rounds")
-    screen = terminal.answered("hello there", 1)
-    lanes = re.findall(r"^ +\d+ +(\d)/3 model +\d+\+ *\d+ ms  [✓✗].*$", screen, re.MULTILINE)
-    assert len(lanes) > 5
-    assert set(lanes) & {"0", "1", "2"}
-    assert all(len(line) <= 80 for line in screen.splitlines())
-    terminal.type("/view plain")
-    terminal.answered("hello there", 2)
-    plain = terminal.screen(escapes=True).split("/view plain")[1]
-    assert "\x1b[32m" not in plain.split("hello there")[1].split("[cut short")[0]
-    terminal.type("/view oops", "no view 'oops'")
 
 
 @pytest.mark.parametrize(("columns", "lines"), [(80, 40), (34, 10)])
@@ -112,13 +91,12 @@ def test_the_reading_view(open_chat: Open, tmp_path: Path, columns: int, lines: 
 
 
 def test_commands_that_change_the_chat(open_chat: Open, tmp_path: Path, tiny: TinyFiles) -> None:
+    """Those that an engine has a say in; the others are tested over a script."""
     terminal, draft = open_chat(), tiny.pair.draft
     terminal.ready()
     terminal.answered("first question", 1)
-    terminal.answered("second question", 2)
-    terminal.type("/undo", "undone: second question")
     terminal.saved()
-    terminal.answered("/retry", 3)
+    terminal.answered("/retry", 2)
     both = "Guessing by copying from the text and pair-draft."
     for line, said in (
         ("/draft ngram", "Guessing by copying from the text."),
@@ -126,10 +104,7 @@ def test_commands_that_change_the_chat(open_chat: Open, tmp_path: Path, tiny: Ti
         (f"/draft {draft} only", "\nGuessing by pair-draft.\n"),
         (f"/draft {draft}", lambda s: s.count(both) == 2),
         ("/draft none", "Guessing is off."),
-        ("/length auto", "guesses at a time: auto"),
         ("/set max_tokens 3", "max_tokens 3"),
-        ("/system You are terse.", "system prompt: You are terse."),
-        ("/sett", "did you mean /set?"),
         ("third", "[cut short: max_tokens is 3;"),
     ):
         screen = terminal.type(line, said)
@@ -137,9 +112,6 @@ def test_commands_that_change_the_chat(open_chat: Open, tmp_path: Path, tiny: Ti
     screen = terminal.type(f"/load {tmp_path / 'a.chat'}", "loaded 1 turn")
     assert "> first question" in screen.split("loaded 1 turn")[1]
     terminal.type("/quit", "EXIT 0")
-
-
-# -- the keyboard ------------------------------------------------------------------------------------------------------
 
 
 def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(open_chat: Open, tmp_path: Path) -> None:
@@ -189,7 +161,6 @@ def test_while_the_model_loads(open_chat: Open, tmp_path: Path, tiny: TinyFiles,
         terminal.keys("C-c")
         screen = terminal.wait("EXIT 130")
         assert screen.split("EXIT")[0].strip().splitlines()[-1] == "localspec: interrupted"
-        assert "Traceback" not in screen
         return
     terminal.paste("one\n/quit\nthree" + " words" * 1000)  # more than a line may have where the terminal edits lines
     terminal.keys("-l", "!")
@@ -235,11 +206,9 @@ def test_nothing_runs_over_the_edge(open_chat: Open, columns: int) -> None:
     assert not re.search(r"\n ", prose)
     assert " ".join(prose.split()).startswith("a function that reverses a list. It walks from both ends towards")
     assert "宽字符也必须保持可读，不能在行尾被切成两半" in "".join(screen.split())
-    wanted = (
-        "localspec: no command /nonsense: /help lists the commands (start the line with a space to send it as text)"
-    )
     screen = terminal.type("/nonsense", "as text)" if columns < 40 else "send it as text)")
-    assert " ".join(screen[screen.rindex("localspec:") :].split()).startswith(wanted)
+    error = " ".join(screen[screen.rindex("localspec:") :].split())
+    assert error.startswith("localspec: no command /nonsense: /help lists the commands (start the line with a space to")
 
 
 def test_several_lines_history_and_completion(open_chat: Open, isolated_home: Path) -> None:
@@ -272,9 +241,6 @@ def test_several_lines_history_and_completion(open_chat: Open, isolated_home: Pa
     assert (history.stat().st_mode & 0o077, "/help is" in history.read_text()) == (0, True)
 
 
-# -- lesser terminals, and none ----------------------------------------------------------------------------------------
-
-
 def test_a_dumb_terminal(open_chat: Open, tmp_path: Path) -> None:
     scripted = shlex.join([sys.executable, "-m", "tests.support.scripted_llm", "0"])
     terminal = open_chat(command=["script", "-qc", scripted, str(tmp_path / "log")], env={"TERM": "dumb"})
@@ -297,34 +263,18 @@ def test_piped_each_line_is_a_turn(tiny: TinyFiles) -> None:
     assert not any(part in result.stdout.replace(first, b"") for part in (b"> ", b"\x1b[", b"cut short"))
 
 
-@pytest.mark.parametrize(
-    ("options", "lines", "status", "said"),
-    [
+def test_piped_what_goes_wrong_is_a_line(tiny: TinyFiles) -> None:
+    """And the chat goes on: of two lines the second is answered."""
+    fixed = ["chat", tiny.pair.target, "--draft", "none", "--backend", "reference", "--temperature", "0"]
+    for options, lines, status, said in (
         ("--ctx 64 --max-tokens 4", b"word " * 60 + b"\nhi", 1, "localspec: the prompt has"),
         ("--ctx 40 --max-tokens 1000", b"hi", 0, "[cut short: the context of 40 tokens is full"),
         ("", b"", 0, ""),
-    ],
-)
-def test_piped_what_goes_wrong_is_a_line(tiny: TinyFiles, options: str, lines: bytes, status: int, said: str) -> None:
-    """And the chat goes on: of two lines the second is answered."""
-    fixed = ["--draft", "none", "--backend", "reference", "--temperature", "0"]
-    result = localspec("chat", tiny.pair.target, *fixed, *options.split(), stdin=lines)
-    errors = [line for line in result.stderr.decode().splitlines() if line.startswith(("localspec", "["))]
-    assert (result.returncode, bool(result.stdout)) == (status, bool(lines))
-    assert [line.startswith(said) for line in errors].count(True) == bool(said)
-
-
-@pytest.mark.real
-@pytest.mark.slow
-def test_the_real_pair(open_chat: Open, real_model: Any) -> None:
-    target, draft = real_model("qwen2.5-coder-1.5b"), real_model("qwen2.5-coder-0.5b")
-    command = [*PROGRAM, "chat", str(target), "--draft", str(draft), "--draft", "ngram", "--draft-length", "4"]
-    terminal = open_chat(command=[*command, "--temperature", "0", "--max-tokens", "60"])
-    terminal.ready()
-    question = "Write a Python function that adds two numbers."
-    terminal.type(question, lambda s: "```python" in s and ("[cut short" in s or s.count("```") == 2))
-    terminal.type("/race", "of plain")
-    terminal.leave()
+    ):
+        result = localspec(*fixed, *options.split(), stdin=lines)
+        errors = [line for line in result.stderr.decode().splitlines() if line.startswith(("localspec", "["))]
+        assert (result.returncode, bool(result.stdout)) == (status, bool(lines))
+        assert [line.startswith(said) for line in errors].count(True) == bool(said)
 
 
 def test_standard_error_is_free_of_engine_noise(tiny: TinyFiles) -> None:

@@ -1,4 +1,4 @@
-"""What is remembered between chats: a file that people edit too."""
+"""What is remembered between chats: settings, in a file that people edit too, and the project of a folder."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 
 from localspec.commands import config
+from localspec.commands.chat.chat import kept_project, with_project
+from localspec.commands.options import RunOptions
+from localspec.errors import UsageError
 from tests.commands.chat.conftest import Open
 from tests.commands.chat.test_chat import Scripted
+from tests.conftest import TinyFiles
+from tests.support.program import localspec
 
 pytestmark = pytest.mark.usefixtures("measured_home")
 
@@ -31,21 +36,9 @@ def test_view_and_system_prompt_are_remembered(open_chat: Open, isolated_home: P
     assert config.read() == {"chat": {"view": "rounds"}}
 
 
-def test_a_pipe_remembers_nothing() -> None:
-    assert "later" not in Scripted().do("/view plain")
-    assert not config.settings_file().exists()
-
-
-def test_a_view_that_cannot_be_kept_holds_for_this_chat() -> None:
-    config.settings_file().write_text("view = ")
-    it = Scripted()
-    it.chat.remembers = True
-    assert "only for this chat" in it.do("/view plain")
-    assert it.chat.view == "plain"
-    assert config.settings_file().read_text() == "view = "
-
-
 def test_the_usual_system_prompt_is_that_of_all_commands() -> None:
+    assert "later" not in Scripted().do("/view plain")
+    assert not config.settings_file().exists()  # a pipe remembers nothing
     config.settings_file().write_text("system = 'Be kind.'\n[chat]\nsystem = 'Be brief.'\n")
     it = Scripted()
     it.chat.remembers = True
@@ -53,9 +46,56 @@ def test_the_usual_system_prompt_is_that_of_all_commands() -> None:
     assert config.read() == {"system": "Be kind."}
 
 
-def test_what_cannot_be_written_is_a_line() -> None:
-    config.settings_file().mkdir(parents=True)
-    it = Scripted()
+def test_what_cannot_be_kept_holds_for_this_chat() -> None:
+    it, path = Scripted(), config.settings_file()
     it.chat.remembers = True
+    path.write_text("view = ")
+    assert "only for this chat" in it.do("/view plain")
+    assert (it.chat.view, path.read_text()) == ("plain", "view = ")
+    path.unlink()
+    path.mkdir()
     assert "only for this chat: cannot read" in it.do("/system be brief")
     assert it.chat.session.system == "be brief"
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("project", "here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "project"
+
+
+def test_a_project_is_kept_for_the_folder(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, spec = RunOptions(), f"corpus:{project}"
+    assert with_project(plain, None) is plain
+    named = with_project(plain, "../project")
+    assert named.drafters() == ["auto", spec]
+    assert with_project(plain, None).drafters() == ["auto", spec]
+    assert with_project(RunOptions(draft=["ngram"]), None).drafters() == ["ngram", spec]
+    assert with_project(RunOptions(draft=["none"]), None).drafters() == []  # what was asked for goes before
+    assert named.draft_may_come_late == RunOptions().draft_may_come_late
+    monkeypatch.chdir("../there")
+    assert with_project(plain, None) is plain
+    monkeypatch.chdir("../here")
+    project.rename(project.with_name("moved"))
+    assert with_project(plain, None) is plain
+    project.with_name("moved").rename(project)
+    assert with_project(plain, "none") is plain
+    assert kept_project() is None
+    with pytest.raises(UsageError, match="project missing: No such file"):
+        with_project(plain, "missing")
+
+
+def test_in_a_chat(tiny: TinyFiles, project: Path) -> None:
+    (project / "a.txt").write_text("some text of mine\n")
+    options = ["--draft", "ngram", "--backend", "reference", "--max-tokens", "4", "--no-idle"]
+    lines = [f"/project {project}", "hi", "/project", "/project missing", "/draft", "/project none", "/project"]
+    done = localspec("chat", tiny.quick.target, *options, stdin="\n".join(lines).encode())
+    said = done.stderr.decode().splitlines()
+    guessing = f"Guessing by copying from the text and copying from {project}."
+    project_lines = [f"project: {project}. {guessing}"] * 2 + ["project: none. Guessing by copying from the text."] * 2
+    assert [line for line in said if line.startswith("project: ")] == project_lines
+    assert guessing in said
+    assert any(line.startswith("localspec: project missing: No such file") for line in said)
+    assert kept_project() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -87,32 +88,16 @@ def test_prose_keeps_its_words_whole_and_in_order(columns: int, seed: int) -> No
     stream(paper.setter, " ".join(words), seed)
     text = paper.text()
     assert text.split() == words
-    assert all(width(line) <= columns for line in text.split("\n"))
-    assert all(not line.startswith(" ") for line in text.split("\n"))
+    assert all(width(line) <= columns and not line.startswith(" ") for line in text.split("\n"))
 
 
 def test_a_word_longer_than_a_row_is_the_terminal_s_to_break() -> None:
     """So that an address can be copied: no line ends in it."""
     paper, address = Paper(columns=20), "http://example.com/" + "x" * 40
-    stream(paper.setter, f"see {address} there\n", seed=1)
-    assert "".join(paper.text().split()) == f"see{address}there"
-    paper = Paper(columns=20)
     paper.setter.write(f"see {address} there")
     paper.setter.finish()
     assert address in paper.file.getvalue()
-
-
-def test_a_tail_is_seen_and_then_gone() -> None:
-    paper = Paper()
-    paper.setter.write("kept ")
-    paper.setter.tail([("wrong guess", Style.REJECTED), (" right", Style.TARGET)], "the status")
-    assert paper.update()[:2] == ["kept wrong guess right", "the status"]
-    row = paper.screen.buffer[0]
-    assert [row[x].strikethrough for x in (4, 5, 15, 17)] == [False, True, True, False]
-    assert (paper.screen.cursor.x, paper.screen.cursor.y) == (0, 0)
-    paper.setter.write("right")
-    paper.setter.finish()
-    assert paper.text() == "kept right"
+    assert "".join(paper.text().split()) == f"see{address}there"
 
 
 @pytest.mark.parametrize(
@@ -146,9 +131,7 @@ def test_control_characters_never_reach_the_terminal() -> None:
     paper.setter.write("a\x1b]0;owned\x07b\x9b31mc\r\x08\x7f\u202ed")
     paper.setter.tail([("\x1b[2J\n", Style.REJECTED)], "\x1b[H")
     text = paper.file.getvalue()
-    assert "\x1b]" not in text
-    assert "\x1b[2J" not in text
-    assert not set("\x07\x9b\x08\x7f\u202e") & set(text)
+    assert not re.search("\x1b\\]|\x1b\\[2J|[\x07\x9b\x08\x7f\u202e]", text)
     assert "a␛]0;owned␇b\ufffd31mc␍␈␡\ufffdd" in text
 
 
@@ -159,7 +142,7 @@ def test_every_source_has_its_own_colour_and_its_own_attribute() -> None:
     assert not any(code in style.sgr(colour=False) for style in Style for code in ("31", "32", "34", "36"))
 
 
-def test_view_shows_the_rejected_guess_in_place_of_what_replaced_it() -> None:
+def test_the_rejected_guess_is_seen_in_place_of_what_replaced_it_and_branches_apart() -> None:
     terminal = Emulator()
     view, cells = TokensView(terminal.file, SpecStats(), colour=True), terminal.screen.buffer[0]
     view.round(make_round(0, [("one ", "model", True), ("two ", "model", False)], "three "))
@@ -171,9 +154,6 @@ def test_view_shows_the_rejected_guess_in_place_of_what_replaced_it() -> None:
     view.round(make_round(2, [("six", "ngram", False)], "!", finish="stop"))
     view.finish()
     assert terminal.text() == "one three four five!"
-
-
-def test_view_shows_rejected_branches_apart() -> None:
     terminal = Emulator()
     view = TokensView(terminal.file, SpecStats(), colour=True)
     round_ = make_round(0, [("one ", "model", True), ("two", "model", False), ("2", "model", False)], "three ")

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localspec.__main__ import run
 from localspec.commands.distill import command
 from localspec.commands.distill.command import RunDisplay, finished_report, sparkline, unfinished_report
 from localspec.heads.card import CurvePoint, HeadCard, TargetFacts, Training
@@ -21,12 +20,12 @@ from localspec.heads.training.run_folder import RunProgress
 from localspec.report.renderers import html, markdown
 from tests.conftest import TinyFiles
 from tests.support.interrupting import interrupted
+from tests.support.program import PROGRAM, assert_one_line, localspec
 from tests.support.tmux import Tmux
 from tests.support.waiting import PATIENCE
 
 pytest.importorskip("jax", reason="heads are trained with JAX")
 
-PROGRAM = [sys.executable, "-m", "localspec"]
 CURVE = tuple(
     CurvePoint(1000 * i, float(i), {"all": (0.1 * i, 0.05 * i, 0.01 * i), "own": (0.1 * i, 0.05 * i, 0.01 * i)})
     for i in range(7)
@@ -34,7 +33,6 @@ CURVE = tuple(
 
 
 def made(gain: float | None, folder: Path) -> Distilled:
-    """As a run leaves it."""
     target = TargetFacts("f" * 32, "a <b> target", "llama", 64, 3, 300, "v")
     training = Training(
         "localspec distill 'a <b>'", 7, 5000, 6000, 12.5, "a CPU", {"numpy": "2"}, CURVE, CURVE[-1].acceptance
@@ -47,16 +45,7 @@ def made(gain: float | None, folder: Path) -> Distilled:
 
 
 def plain(text: str) -> str:
-    """Markdown, with nothing escaped."""
     return text.replace("\\", "").replace("&lt;", "<").replace("&gt;", ">")
-
-
-def assert_one_line(capsys: pytest.CaptureFixture[str], *parts: str) -> None:
-    said = capsys.readouterr()
-    (line,) = [line for line in said.err.splitlines() if line.startswith("localspec: ")]
-    assert "internal error" not in said.err
-    assert said.out == ""
-    assert all(part in line for part in parts)
 
 
 @pytest.mark.parametrize(
@@ -78,13 +67,9 @@ def test_the_report_says_what_the_head_is_worth(tmp_path: Path, gain: float | No
     assert "25.0 tokens per second with the head, 10.0 without it, 20.0 plain" in text or gain != 1.25
     assert "localspec distill 'a <b>'" in plain(text)
     assert "<model>" not in page
-    assert "6,000 tokens: 0.600" in page  # a point of the curve
-
-
-def test_the_page_of_a_run_that_goes_on_has_its_curve(tmp_path: Path) -> None:
-    page = html(unfinished_report("model", RunProgress("training", "the head learns", curve=CURVE, tokens_seen=6000)))
-    assert "6,000 tokens: 0.600" in page
-    assert "not finished" in page
+    goes_on = html(unfinished_report("m", RunProgress("training", "the head learns", curve=CURVE, tokens_seen=6000)))
+    assert "not finished" in goes_on
+    assert all("6,000 tokens: 0.600" in each for each in (page, goes_on))  # a point of the curve
 
 
 def test_where_nobody_watches_there_are_plain_lines() -> None:
@@ -101,62 +86,38 @@ def test_where_nobody_watches_there_are_plain_lines() -> None:
     assert lines[2].endswith("1,000 learned from; 60 s left; right at 0.10 0.05 0.01")
     assert lines[3].startswith("waiting: a chat or server answers")
     assert "\x1b" not in out.getvalue()
+    assert (sparkline([0.0, 0.5, 1.0, 2.0], 80), sparkline([0.5] * 100, 10)) == (" ▄██", "▄" * 10)
 
 
-def test_a_curve_of_characters() -> None:
-    assert sparkline([0.0, 0.5, 1.0, 2.0], 80) == " ▄██"
-    assert sparkline([0.5] * 100, 10) == "▄" * 10
-
-
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        (("--minutes", "0"), ("minutes must be over 0",)),
-        (("--prompts", "/nowhere"), ("--prompts /nowhere", "no such file")),
-        (("--begin-with", "/nowhere"), ("cannot begin with the head /nowhere",)),
-        (("--text", "/nowhere"), ("--text /nowhere", "no such file or folder")),
-        (("--html", "-"), ("--html needs a file",)),
-        (("--html", "/nowhere/page.html"), ("there is no folder",)),
-    ],
-)
-def test_bad_input_is_one_line(
-    tiny: TinyFiles, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], parts: tuple[str, ...]
-) -> None:
+def test_bad_input_is_one_line(tiny: TinyFiles, tmp_path: Path) -> None:
     """What tests/training/test_distill.py has of the function is not repeated here."""
-    assert run(["distill", str(tiny.quick.target), *arguments]) == 2
-    assert_one_line(capsys, *parts)
-
-
-def test_a_file_that_is_no_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value, *parts in (
+        ("--minutes", "0", "minutes must be over 0"),
+        ("--prompts", "/nowhere", "--prompts /nowhere", "no such file"),
+        ("--begin-with", "/nowhere", "cannot begin with the head /nowhere"),
+        ("--text", "/nowhere", "--text /nowhere", "no such file or folder"),
+        ("--html", "-", "--html needs a file"),
+        ("--html", "/nowhere/page.html", "there is no folder"),
+    ):
+        assert_one_line(localspec("distill", tiny.quick.target, name, value), 2, *parts)
     (tmp_path / "no.gguf").write_bytes(b"GGUF" + bytes(100))
-    for name, status in ((str(tmp_path / "no.gguf"), 1), ("nothing-by-this-name", 2)):
-        assert run(["distill", name]) == status
-        assert_one_line(capsys, Path(name).name)
+    for model, status in ((tmp_path / "no.gguf", 1), (Path("nothing-by-this-name"), 2)):
+        assert_one_line(localspec("distill", model), status, model.name)
 
 
-@pytest.mark.parametrize(
-    ("at", "more"),
-    [
-        ("call localspec.engine.loading:Loader.load", []),
-        ("call localspec.heads.training.examples:ExampleMaker.step", ["--kind", "medusa"]),
-    ],
-)
-def test_ctrl_c_says_how_to_go_on(tiny: TinyFiles, at: str, more: list[str]) -> None:
-    arguments = ["distill", str(tiny.quick.target), *more, "--minutes", "500", "--backend", "reference"]
-    out, errors = interrupted(at, arguments)
-    assert out == b""
-    assert errors[-1] == f"localspec: stopped; resume with: localspec {' '.join(arguments)} --resume"
-    out, errors = interrupted(at, [*arguments, "--resume"])
-    assert errors[-1].endswith("--resume")
+LOADING, MAKING = "localspec.engine.loading:Loader.load", "localspec.heads.training.examples:ExampleMaker.step"
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no program can be told to end there")
-@pytest.mark.parametrize("by", ["SIGTERM", "SIGHUP"])
-def test_a_run_that_is_told_to_end_says_how_to_go_on(tiny: TinyFiles, by: str) -> None:
-    """As a job of a system that ends it, or of a terminal that is closed."""
-    arguments = ["distill", str(tiny.quick.target), "--minutes", "500", "--backend", "reference"]
-    _, errors = interrupted("call localspec.heads.training.examples:ExampleMaker.step", arguments, by=by)
-    assert errors[-1] == f"localspec: stopped; resume with: localspec {' '.join(arguments)} --resume"
+@pytest.mark.parametrize(("at", "by"), [(LOADING, "INT"), (MAKING, "INT"), (MAKING, "TERM"), (MAKING, "HUP")])
+def test_a_run_that_is_told_to_end_says_how_to_go_on(tiny: TinyFiles, at: str, by: str) -> None:
+    """By Ctrl-C, by a system that ends its jobs, or by a terminal that is closed."""
+    if sys.platform == "win32" and by != "INT":
+        pytest.skip("no program can be told to end there")
+    arguments = ["distill", str(tiny.quick.target), "--kind", "medusa", "--minutes", "500", "--backend", "reference"]
+    out, errors = interrupted(f"call {at}", arguments, by=f"SIG{by}")
+    assert (out, errors[-1]) == (b"", f"localspec: stopped; resume with: localspec {' '.join(arguments)} --resume")
+    if (at, by) == (MAKING, "INT"):
+        assert interrupted(f"call {at}", [*arguments, "--resume"])[1][-1].endswith("--resume")
 
 
 def test_without_a_terminal_the_end_says_what_came_of_it(
@@ -188,22 +149,17 @@ def test_a_terminal_shows_a_curve_and_ctrl_c_leaves_it_clean(
     terminal = Tmux(command, tmp_path, {"LOCALSPEC_HOME": str(isolated_home)}, columns=100)
     try:
         terminal.wait("the model writes examples")
-        screen = terminal.wait("texts of")
-        assert "min left" in screen
+        assert "min left" in terminal.wait("texts of")
         terminal.keys("C-c")
-        screen = terminal.wait("EXIT")
+        screen = terminal.wait("EXIT 130")
     finally:
         terminal.close()
-    assert "EXIT 130" in screen
-    lines = [line for line in screen.splitlines() if line.strip()]
-    assert any(line.startswith("localspec: stopped; resume with: localspec distill") for line in lines)
-    assert not any("the model writes examples" in line for line in lines)
+    assert "\nlocalspec: stopped; resume with: localspec distill" in f"\n{screen}"
+    assert "the model writes examples" not in screen
 
 
 def test_without_jax_it_says_what_to_install() -> None:
     code = "import sys; sys.modules['jax'] = None; from localspec.__main__ import main; main(sys.argv[1:])"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "distill", "smollm2-135m"], capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert done.returncode == 1
-    assert done.stderr == "localspec: training a head needs JAX: pip install 'localspec[distill]'\n"
+    command = [sys.executable, "-c", code, "distill", "smollm2-135m"]
+    done = subprocess.run(command, capture_output=True, timeout=PATIENCE)
+    assert_one_line(done, 1, "training a head needs JAX: pip install 'localspec[distill]'")

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from localspec.__main__ import run
 from localspec.commands.chat.chat import AnswerRecord
 from localspec.commands.replay.command import Recording, RecordingError, read, replay_command, replay_page
 from localspec.errors import UsageError
 from localspec.system.terminal import visible
 from tests.commands.test_generate import generate
 from tests.conftest import TinyFiles
-from tests.support.program import localspec
+from tests.support.program import assert_one_line, localspec
 from tests.support.saved_chats import write_chat
 
 EVENTS = Path(__file__).parents[2] / "data" / "replay-events.jsonl"
@@ -49,17 +49,13 @@ def texts(recording: Recording) -> list[str]:
     return ["".join(token["text"] for r in answer.rounds for token in r["emitted"]) for answer in recording.answers]
 
 
-# -- reading -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_recording_is_read_whole() -> None:
     *rounds, reply = map(json.loads, EVENTS.read_text("utf-8").splitlines())
     recording = read(EVENTS.read_bytes())
     (answer,) = recording.answers
-    assert recording.damage == ""
-    assert texts(recording) == [reply["text"]]
-    assert (answer.model, answer.draft, answer.backend) == (reply["model"], reply["draft"], reply["backend"])
-    assert answer.finish_reason == reply["finish_reason"]
+    assert (recording.damage, texts(recording)) == ("", [reply["text"]])
+    for name in ("model", "draft", "backend", "finish_reason"):
+        assert getattr(answer, name) == reply[name]
     for mine, theirs in zip(answer.rounds, rounds, strict=True):
         assert mine["draft"] == [{"parent": None} | token for token in theirs["draft"]]
         assert mine["emitted"] == theirs["emitted"]
@@ -88,9 +84,8 @@ def test_a_file_cut_short_opens_as_far_as_it_goes(share: float) -> None:
     data = data[: int(len(data) * share)].rstrip(b"\n}")
     n_whole = data.count(b"\n")
     recording = read(data)
-    assert len(recording.answers[0].rounds) == n_whole
     assert recording.damage == f"it ends in the middle of line {n_whole + 1}"
-    assert recording.answers[0].finish_reason is None
+    assert (len(recording.answers[0].rounds), recording.answers[0].finish_reason) == (n_whole, None)
 
 
 @pytest.mark.parametrize("bad", [b"\x00\xff\n", b"{}\n", b"null\n", b'{"type": "round"}\n', b'{"type": "round" "}\n'])
@@ -153,7 +148,6 @@ FOREIGN = "neither the output of generate --format events nor a saved chat"
         (b"", "it is empty"),
         (b" \n\n", "it is empty"),
         (b"\x7fELF\x02\x01\x01\x00" + bytes(200), FOREIGN),
-        (b"GGUF\x03\x00\x00\x00", FOREIGN),
         (b"hello\n", FOREIGN),
         (b'{"id": "code-1", "prompt": "Say hello."}\n', FOREIGN),
         (b'[{"type": "round"}]', FOREIGN),
@@ -166,7 +160,6 @@ FOREIGN = "neither the output of generate --format events nor a saved chat"
         (events(a_round(emitted("a"), ms_verify=1e300)), f"{FOREIGN}: ms_verify: "),
         (events(a_round(emitted("a"), ms_verify=10**400)), f"{FOREIGN}: it has a number of 401 digits"),
         (events(a_round(emitted("a"), ms_verify=-1)), f"{FOREIGN}: ms_verify: "),
-        (events(a_round(emitted("a"), ms_verify=True)), f"{FOREIGN}: ms_verify: "),
         (events(a_round(emitted("a"), ms_verify="1")), f"{FOREIGN}: ms_verify: "),
         (events(a_round(emitted("a", "guessed"))), "kind of 0 of emitted: "),
         (events(a_round(draft=[guess("a", True) | {"prob": 1.5}])), "prob of 0 of draft: "),
@@ -195,33 +188,22 @@ def test_a_saved_chat_that_is_none_is_refused(tmp_path: Path) -> None:
             read(path.read_bytes())
 
 
-# -- the command -------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
-    path = tmp_path / "run.jsonl"
-    path.write_bytes(EVENTS.read_bytes())
-    return path
+    return Path(shutil.copy(EVENTS, tmp_path / "run.jsonl"))
 
 
 def is_page(data: bytes) -> bool:
     return data.startswith(b"<!doctype html>") and data.rstrip().endswith(b"</html>")
 
 
-def test_the_page_lands_beside_the_file_and_its_path_is_printed(
-    recorded: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert replay_command(str(recorded)) == 0
-    out, err = capsys.readouterr()
-    assert out == f"{recorded.with_suffix('.html')}\n"
-    assert err == ""
-    assert is_page(recorded.with_suffix(".html").read_bytes())
+def test_the_page_lands_beside_the_file_for_this_user_alone_and_its_path_is_printed(recorded: Path) -> None:
+    """How files are written, links among them, is tested in tests/system/test_files.py."""
+    out, done = recorded.with_suffix(".html"), localspec("replay", recorded)
+    assert (done.returncode, done.stdout.decode(), done.stderr) == (0, f"{out}\n", b"")
+    assert is_page(out.read_bytes())
+    assert os.name == "nt" or stat.S_IMODE(out.stat().st_mode) == 0o600
     assert sorted(path.name for path in recorded.parent.iterdir() if path.is_file()) == ["run.html", "run.jsonl"]
-
-
-def test_a_page_is_replaced_only_by_force(recorded: Path) -> None:
-    out = recorded.with_name("out.html")
     out.write_text("mine")
     with pytest.raises(UsageError, match="--force"):
         replay_command(str(recorded), str(out))
@@ -230,30 +212,12 @@ def test_a_page_is_replaced_only_by_force(recorded: Path) -> None:
     assert is_page(out.read_bytes())
 
 
-def test_the_recording_itself_is_never_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "run.html"
-    path.write_bytes(EVENTS.read_bytes())
-    for html in (None, str(path), str(tmp_path / "." / "run.html")):
+def test_the_recording_itself_is_never_replaced(recorded: Path) -> None:
+    path = recorded.rename(recorded.with_name("run.html"))
+    for html in (None, str(path), str(path.parent / "." / "run.html")):
         with pytest.raises(UsageError, match="is the recording itself"):
             replay_command(str(path), html, force=True)
     assert path.read_bytes() == EVENTS.read_bytes()
-
-
-@pytest.mark.skipif(os.name == "nt", reason="POSIX file modes and links")
-def test_a_page_is_readable_by_this_user_alone_and_a_link_stays_a_link(recorded: Path) -> None:
-    before = os.umask(0o022)
-    try:
-        replay_command(str(recorded))
-    finally:
-        os.umask(before)
-    out = recorded.with_suffix(".html")
-    assert stat.S_IMODE(out.stat().st_mode) == 0o600
-    link = recorded.with_name("link.html")
-    link.symlink_to(out)
-    out.write_text("old")
-    replay_command(str(recorded), str(link), force=True)
-    assert link.is_symlink()
-    assert is_page(out.read_bytes())
 
 
 def test_standard_input_and_output() -> None:
@@ -263,9 +227,10 @@ def test_standard_input_and_output() -> None:
         assert page.stdout.decode() == replay_page(read(EVENTS.read_bytes()), "")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "reason"),
-    [
+def test_errors_are_one_line(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(recorded.parent)
+    Path("foreign").write_bytes(b"\x00\x01\x1b[2J")
+    for arguments, status, reason in (
         (["none.jsonl"], 1, "cannot replay none.jsonl: No such file"),
         (["."], 1, "cannot replay .: "),
         ([""], 1, "cannot replay : "),
@@ -273,32 +238,16 @@ def test_standard_input_and_output() -> None:
         (["run.jsonl", "--html", "."], 2, "is a folder"),
         (["run.jsonl", "--html", "no/x.html"], 2, "there is no folder"),
         ([], 2, "FILE"),
-    ],
-)
-def test_errors_are_one_line(
-    recorded: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    status: int,
-    reason: str,
-) -> None:
-    monkeypatch.chdir(recorded.parent)
-    Path("foreign").write_bytes(b"\x00\x01\x1b[2J")
-    assert run(["replay", *arguments]) == status
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("localspec: ")
-    assert err.count("\n") == 1
-    assert reason in err
+    ):
+        assert_one_line(localspec("replay", *arguments), status, reason)
 
 
-def test_a_recording_in_part_is_shown_with_a_remark(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recording_in_part_is_shown_with_a_remark(recorded: Path) -> None:
     recorded.write_bytes(EVENTS.read_bytes()[:3000])
-    assert run(["replay", str(recorded)]) == 0
-    out, err = capsys.readouterr()
-    assert is_page(Path(out.strip()).read_bytes())
-    assert err.startswith(f"localspec: {recorded} is shown only in part: it ends in the middle of line")
+    done = localspec("replay", recorded)
+    assert is_page(Path(done.stdout.decode().strip()).read_bytes())
+    said = f"localspec: {recorded} is shown only in part: it ends in the middle of line"
+    assert (done.returncode, done.stderr.decode().startswith(said)) == (0, True)
 
 
 def test_what_generate_prints_can_be_replayed(tiny: TinyFiles) -> None:

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from localspec import LLM, SamplingParams
-from localspec.__main__ import run
 from localspec.backends.base import Context, Forward, Piece, SequenceBatch
 from localspec.backends.llama import model as model_module
 from localspec.backends.llama.model import LlamaContext
@@ -41,6 +40,7 @@ from tests.conftest import TinyFiles, open_backend
 from tests.support.endless import write_endless
 from tests.support.heads import write_random_head
 from tests.support.interrupting import interrupted
+from tests.support.program import localspec
 from tests.support.thinkers import thinking_pair
 
 pytestmark = pytest.mark.usefixtures("in_warm_home")
@@ -96,16 +96,10 @@ def found(report: AuditResult) -> set[str]:
     return {defect.kind for defect in report.defects}
 
 
-# -- healthy pairs -----------------------------------------------------------------------------------------------------
-
-
 def test_the_reference_is_equal_to_the_bit(tiny: TinyFiles) -> None:
     report = audited(tiny, "reference")
     assert found(report) == set()
     assert (report.noise["bound"], report.largest_deviation, report.ties) == (0.0, 0.0, [])
-    assert report.memory is not None
-    assert report.sensitivity is not None
-    assert report.decoding_law is not None
     assert (report.memory["bitwise"], report.sensitivity["found"], report.decoding_law["tokens"]) == (True, 1.0, 40)
     everything = {arm.arm: arm for arm in report.arms}
     adversary, branches = everything["adversary ×16"], everything["branches"]
@@ -119,7 +113,6 @@ def test_fast_engines_stay_under_their_noise(tiny: TinyFiles, fast_backend: Any)
     report = audited(tiny, fast_backend.name)
     assert found(report) == set(), report.verdict
     assert report.largest_deviation <= report.noise["bound"] or report.rechecked["explained"]
-    assert report.sensitivity is not None
     assert report.sensitivity["found"] > 0.9
 
 
@@ -169,25 +162,18 @@ def test_a_target_alone_is_audited_too(tiny: TinyFiles) -> None:
     assert {arm.arm for arm in report.arms if not arm.sampled} == arms
 
 
-@pytest.mark.parametrize("backend", ["reference", "llama-cpp"])  # ik-llama: below, where contexts take branches
-def test_heads_are_audited_too(tiny: TinyFiles, backend: str) -> None:
-    report = audited(tiny, backend, "heads", replace(SMALL, n_prompts=3, n_tokens=16))
-    assert found(report) == set(), report.verdict
-    drafted = {arm.arm: arm.drafted for arm in report.arms}
-    assert drafted["head ×8"] > 0
-    assert drafted["hot early-exit ×3"] > 0
-    assert report.decoding_law is not None
-
-
-def test_contexts_that_take_branches_round_in_their_own_way(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["reference", "llama-cpp", "ik-llama"])
+def test_heads_are_audited_too(tiny: TinyFiles, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ik-llama in contexts that take branches, which round in their own way."""
     monkeypatch.setattr("localspec.engine.fit.FLAT_ROW", 1e9)
-    with opened(tiny, "ik-llama", "heads") as llm:
-        assert llm.inspect().context.can_branch
+    with opened(tiny, backend, "heads") as llm:
+        assert backend != "ik-llama" or llm.inspect().context.can_branch
         report = audit(llm, replace(SMALL, n_prompts=3, n_tokens=16))
     assert found(report) == set(), report.verdict
+    drafted = {arm.arm: arm.drafted for arm in report.arms}
+    assert min(drafted["head ×8"], drafted["hot early-exit ×3"]) > 0
+    assert report.decoding_law is not None
 
-
-# -- seeded defects: of the memory -------------------------------------------------------------------------------------
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -227,11 +213,6 @@ def stale_row(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Context, "truncate", sloppy)
 
 
-def rows_left_in_the_engine(patch: pytest.MonkeyPatch) -> None:
-    """The engine is never told of a rollback."""
-    patch.setattr(LlamaContext, "_truncate", lambda self, n: None)
-
-
 def a_trace(patch: pytest.MonkeyPatch) -> None:
     """Rejected guesses move later logits by a millionth: far under any noise bound."""
     original = LlamaContext._decode
@@ -264,18 +245,15 @@ def wrong_wide_rows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LlamaContext, "_decode", shifted)
 
 
-def state_not_put_back(patch: pytest.MonkeyPatch) -> None:
-    """A saved state comes back in the books only."""
-    patch.setattr(LlamaContext, "_import", lambda self, state: None)
+def never(owner: Any, name: str) -> Patch:
+    """What an engine is asked for is not done."""
+    return lambda patch: patch.setattr(owner, name, lambda *given: None)
 
 
-def branch_kept_wrongly(patch: pytest.MonkeyPatch) -> None:
-    """The rows of the rejected chain stay where those of the accepted branch belong."""
-    patch.setattr(ReferenceContext, "_keep", lambda self, path: None)
-
-
-def checkpoint_not_restored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(model_module, "restore_recurrent", lambda *arguments: None)
+rows_left_in_the_engine = never(LlamaContext, "_truncate")
+state_not_put_back = never(LlamaContext, "_import")
+branch_kept_wrongly = never(ReferenceContext, "_keep")
+checkpoint_not_restored = never(model_module, "restore_recurrent")
 
 
 @pytest.mark.parametrize(
@@ -304,8 +282,6 @@ def test_a_defect_of_the_memory_is_found(
         report = audit(llm, replace(NO_LAW, n_prompts=3 if models == "heads" else 1))
     assert found(report) & kinds
 
-
-# -- seeded defects: of verification and drafting ----------------------------------------------------------------------
 
 VERIFY = verification.verify
 
@@ -446,9 +422,6 @@ def test_the_law_is_tested_through_the_whole_decoder(
     assert ("samples of drafters" in arms) == (defect is lying_draft)
 
 
-# -- what drafters draw ------------------------------------------------------------------------------------------------
-
-
 def test_a_drafter_that_throws_samples_away_is_found(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bias that ``drafters/base.py`` warns of; verification itself is right.
 
@@ -463,7 +436,6 @@ def test_a_drafter_that_throws_samples_away_is_found(tiny: TinyFiles, monkeypatc
         monkeypatch.setattr(draft_model, "proposed", dropping)
         report = audit(llm, replace(NO_LAW, n_prompts=5, n_tokens=48))
     assert [defect.arm for defect in report.defects] == ["samples of drafters"], report.verdict
-    assert report.samples is not None
     assert report.samples["drawn"] > report.samples["sent"]
 
 
@@ -482,24 +454,18 @@ def drawn_and_sent(n: int, seed: int, keeps: Callable[[float, float], bool]) -> 
 @pytest.mark.parametrize("least", [0.05, 0.3])
 def test_samples_left_out_for_their_probability_are_found(least: float) -> None:
     """With 150 draws, of whatever seed among five."""
-    games = [drawn_and_sent(150, seed, lambda prob, chance: prob >= least) for seed in range(5)]
-    assert all(samples.rejected for samples in games)
-
-
-# -- thinking ----------------------------------------------------------------------------------------------------------
+    assert all(drawn_and_sent(150, seed, lambda prob, chance: prob >= least).rejected for seed in range(5))
 
 
 @pytest.fixture
 def thinker(tmp_path: Path) -> Iterator[LLM]:
     with LLM(thinking_pair(tmp_path, "deepseek").target, draft="ngram", backend="reference", n_ctx=2048) as llm:
-        assert llm.thinking is not None
         yield llm
 
 
 def test_budgets_for_thinking_are_audited(thinker: LLM) -> None:
     report = audit(thinker, NO_LAW)
     assert found(report) == set(), report.verdict
-    assert report.thinking is not None
     assert report.thinking["closed"] > 0
 
 
@@ -509,9 +475,6 @@ def test_guesses_dropped_behind_the_opening_of_a_block_are_found(thinker: LLM, m
     report = audit(thinker, NO_LAW)
     assert "decision" in found(report)
     assert any("tokens of thinking" in defect.arm for defect in report.defects)
-
-
-# -- several answers at a time -----------------------------------------------------------------------------------------
 
 
 def several_audited(tiny: TinyFiles, backend: str, spoil: Callable[[], None] = lambda: None) -> list[str]:
@@ -524,8 +487,7 @@ def several_audited(tiny: TinyFiles, backend: str, spoil: Callable[[], None] = l
         figures, defects, _ = audit_several(llm, prompts, 16, [3, 8], lambda: False, lambda what: None)
     assert figures.sequences == 3
     if figures.bound is not None:  # the audit came to its end
-        assert figures.answers == 8
-        assert figures.drafted > 0
+        assert (figures.answers, figures.drafted > 0) == (8, True)
     return [defect.kind for defect in defects]
 
 
@@ -552,9 +514,6 @@ def test_rows_of_another_answer_are_found(tiny: TinyFiles, backend: str, monkeyp
     assert "row" in several_audited(tiny, backend, spoil)
 
 
-# -- the statistics ----------------------------------------------------------------------------------------------------
-
-
 def bets_on(draw: Callable[[Distribution, Distribution, Noise], int], n: int, seed: int) -> Bets:
     """Bets on tokens of a target's laws over 30 tokens, where drafts have laws that are alike but not the same."""
     bets, before, params = Bets(), None, SamplingParams(temperature=1.0)
@@ -568,17 +527,13 @@ def bets_on(draw: Callable[[Distribution, Distribution, Noise], int], n: int, se
     return bets
 
 
-@pytest.mark.parametrize(
-    "game",
-    [
+def test_what_is_fair_gives_no_evidence() -> None:
+    """Ville: a stake reaches 20 with probability under 1/20; of 100 games at most 15 may (false alarm 1e-4)."""
+    for game in (  # samples left out by chance, and tokens of their law
         lambda seed: drawn_and_sent(150, seed, lambda prob, chance: chance < 0.6),
         lambda seed: bets_on(lambda p, q, noise: p.sample(noise, 0), 30, seed),
-    ],
-    ids=["samples left out by chance", "tokens of their law"],
-)
-def test_what_is_fair_gives_no_evidence(game: Callable[[int], DrawnSamples | Bets]) -> None:
-    """Ville: a stake reaches 20 with probability under 1/20; of 100 games at most 15 may (false alarm 1e-4)."""
-    assert sum(game(seed).evidence > math.log(20) for seed in range(100)) <= 15
+    ):
+        assert sum(game(seed).evidence > math.log(20) for seed in range(100)) <= 15
 
 
 def test_a_defect_gives_the_evidence_that_was_promised() -> None:
@@ -588,19 +543,14 @@ def test_a_defect_gives_the_evidence_that_was_promised() -> None:
         return (q if noise.uniform(0, 5) < 0.5 else p).sample(noise, 0)
 
     bets = bets_on(followed, 1500, 1)
-    assert bets.rejected
-    assert bets.strongest == SUSPICIONS["followed (sampled)"]
+    assert (bets.rejected, bets.strongest) == (True, SUSPICIONS["followed (sampled)"])
     bettor = bets._bettors["followed (sampled)"]
     assert abs(bettor.log_stake - bettor.expected) < 4 * math.sqrt(bettor.variance)
     assert bets.power()["followed (sampled)"] > 0.99
     assert bets_on(followed, 10, 1).power()["followed (sampled)"] < 0.5
-
-
-def test_an_impossible_token_is_proof() -> None:
-    bets = Bets()
+    bets = Bets()  # an impossible token is proof
     bets.observe(Distribution(np.array([1, 2]), np.array([0.5, 0.5])), 3, None, None)
-    assert bets.rejected
-    assert bets.figures()["evidence_nats"] is None
+    assert (bets.rejected, bets.figures()["evidence_nats"]) == (True, None)
 
 
 @pytest.mark.parametrize("law", ["exponential", "normal"])
@@ -646,9 +596,6 @@ def test_the_adversary_rejects_at_every_position() -> None:
     assert {n for n, whole in firsts if whole} == set(range(17))
 
 
-# -- the command -------------------------------------------------------------------------------------------------------
-
-
 Verify = Callable[..., tuple[int, str, str]]
 FIELDS = (
     "format version lossless verdict interrupted model backend engine draft exact settings seconds noise arms memory "
@@ -657,13 +604,14 @@ FIELDS = (
 
 
 @pytest.fixture
-def verify(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Verify:
-    """Runs the command in this process: exit status, standard output, standard error."""
+def verify(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> Verify:
+    """Exit status, standard output, standard error."""
     monkeypatch.setattr("localspec.commands.verify.command.QUICK_DRAWS", 20)
-    pair = ["verify", str(tiny.quick.target), "--draft", "ngram", "--draft", str(tiny.quick.draft)]
+    options = ["--draft", "ngram", "--draft", tiny.quick.draft, "--backend", "reference", "--quick"]
 
     def call(*arguments: str) -> tuple[int, str, str]:
-        return run([*pair, "--backend", "reference", "--quick", *arguments]), *capsys.readouterr()
+        done = localspec("verify", tiny.quick.target, *options, *arguments)
+        return done.returncode, done.stdout.decode(), done.stderr.decode()
 
     return call
 
@@ -712,24 +660,14 @@ def test_ctrl_c_prints_what_was_checked(tmp_path: Path) -> None:
     line = ["verify", model, "--backend", "reference", "--ctx", "4000", "--draft", "ngram", "--json"]
     out, _ = interrupted("said prompt 2", line)
     report = json.loads(out)
-    assert report["interrupted"] is True
-    assert report["lossless"] is None
+    assert (report["interrupted"], report["lossless"], bool(report["arms"])) == (True, None, True)
     assert report["verdict"].startswith("interrupted; no defect so far: ")
-    assert report["arms"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        (["--prompts", "0"], "--prompts"),
-        (["--max-tokens", "3"], "--max-tokens"),
-        (["--ctx", "64"], "--ctx"),
-        (["--draft-length", "x"], "draft length"),
-    ],
-)
-def test_bad_usage(verify: Verify, arguments: list[str], part: str) -> None:
-    status, out, errors = verify(*arguments)
-    assert (status, out, part in errors.splitlines()[-1]) == (2, "", True), errors
+def test_bad_usage(verify: Verify) -> None:
+    for name, value in (("--prompts", "0"), ("--max-tokens", "3"), ("--ctx", "64")):
+        status, out, errors = verify(name, value)
+        assert (status, out, name in errors.splitlines()[-1]) == (2, "", True), errors
 
 
 @pytest.mark.real

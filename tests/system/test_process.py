@@ -1,4 +1,4 @@
-"""Work that nobody waits for steps aside while another process of ours answers, and only then."""
+"""Work that nobody waits for steps aside while another process of ours answers; a lock that many share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -17,8 +17,9 @@ import pytest
 from localspec import LLM
 from localspec.backends.base import Forward
 from localspec.system import process as process_module
-from localspec.system.process import Courtesy, another_answers, answering
+from localspec.system.process import Courtesy, SharedLock, another_answers, answering
 from tests.conftest import TinyFiles
+from tests.support.waiting import PATIENCE, wait_until
 
 ANSWERING = """
 import sys
@@ -37,15 +38,12 @@ def another_process() -> Iterator[subprocess.Popen[str]]:
     """One that answers until it is told a line."""
     command = [sys.executable, "-c", ANSWERING]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "now\n"
         yield process
         process.kill()
 
 
 def tell(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    assert process.stdout is not None
     process.stdin.write("\n")
     process.stdin.flush()
     assert process.stdout.readline() == "done\n"
@@ -129,3 +127,35 @@ def test_courtesy_waits_until_it_was_quiet_for_a_while(isolated_home: Path, monk
         assert not looks
     assert heard == [True, False]
     assert courtesy.seconds > process_module.QUIET_SECONDS
+
+
+def test_many_share_a_lock_and_who_wants_it_alone_goes_before_later_ones() -> None:
+    lock, order = SharedLock(), list[str]()
+    leave = threading.Event()
+    met = threading.Barrier(3)
+
+    def share() -> None:
+        with lock.shared():
+            met.wait(PATIENCE)  # all are within it at once
+            assert leave.wait(PATIENCE)
+            order.append("shared")
+
+    def take(held: AbstractContextManager[None], name: str) -> None:
+        with held:
+            order.append(name)
+
+    sharing = [threading.Thread(target=share) for _ in range(2)]
+    for thread in sharing:
+        thread.start()
+    met.wait(PATIENCE)
+    wanting = threading.Thread(target=take, args=(lock.alone(), "alone"))
+    wanting.start()
+    wait_until(lambda: lock._n_alone, "it waits to have it alone")
+    later = threading.Thread(target=take, args=(lock.shared(), "later"))
+    later.start()
+    assert order == []
+    leave.set()
+    for thread in (*sharing, wanting, later):
+        thread.join(PATIENCE)
+    assert order == ["shared", "shared", "alone", "later"]
+    take(lock.alone(), "again")
