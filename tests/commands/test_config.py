@@ -36,20 +36,16 @@ def answer(*arguments: str | Path) -> dict[str, Any]:
     return dict(json.loads(result.stdout))
 
 
-CHANGES = [
-    ("", 'view = "plain"\n'),
-    ("# mine\nview = 'rounds' # so\n[chat]\nview = 'x'\n", "# mine\nview = \"plain\" # so\n[chat]\nview = 'x'\n"),
-    ("[a]\nb = 1", 'view = "plain"\n\n[a]\nb = 1'),
-    ("system = 'x'", "system = 'x'\nview = \"plain\"\n"),
-    ('"view" = """\\\n  rounds"""\nother = [\n1]\n', '"view" = "plain"\nother = [\n1]\n'),
-    ("views = 'x'\n", "views = 'x'\nview = \"plain\"\n"),
-    ('system = """\nview = 1\n"""\nview="rounds"\n', 'system = """\nview = 1\n"""\nview="plain"\n'),
-]
-"""Files, and what they are once the view is set."""
-
-
 def test_the_rest_of_the_file_stays() -> None:
-    for text, wanted in CHANGES:
+    for text, wanted in (
+        ("", 'view = "plain"\n'),
+        ("# mine\nview = 'rounds' # so\n[chat]\nview = 'x'\n", "# mine\nview = \"plain\" # so\n[chat]\nview = 'x'\n"),
+        ("[a]\nb = 1", 'view = "plain"\n\n[a]\nb = 1'),
+        ("system = 'x'", "system = 'x'\nview = \"plain\"\n"),
+        ('"view" = """\\\n  rounds"""\nother = [\n1]\n', '"view" = "plain"\nother = [\n1]\n'),
+        ("views = 'x'\n", "views = 'x'\nview = \"plain\"\n"),
+        ('system = """\nview = 1\n"""\nview="rounds"\n', 'system = """\nview = 1\n"""\nview="plain"\n'),
+    ):
         path = written(text)
         config.write("view", "plain")
         assert (path.read_text(), path.stat().st_mode & 0o077) == (wanted, 0)
@@ -90,27 +86,24 @@ def test_set_get_unset_list_and_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [name in everything for name in ("serve.port  ", "kv-cache  ", "chat.ctx")] == [True, True, False]
 
 
-BAD = {
-    "view oops": "there is no view 'oops'",
-    "veiw plain": "did you mean view?",
-    "port 9000": "did you mean serve.port?",
-    "serve.port x": "serve.port: ",
-    "serve.port 70000": "serve.port: ",
-    "serve.parallel many": "serve.parallel: ",
-    "serve.allow-origin here": "--allow-origin must be like",
-    "ctx 1 2": "ctx takes one value, not 2",
-    "idle perhaps": "idle must be true or false",
-    "top-p 7": "top-p: ",
-    "draft-length many": "draft-length: ",
-    "think maybe": "must be one of",
-    "model nosuch": "there is no model 'nosuch'",
-    "generate.json-schema x": "there is no setting",
-    "rm.names x": "there is no setting",
-}
-
-
 def test_a_bad_key_or_value_is_not_written() -> None:
-    for line, said in BAD.items():
+    for line, said in {
+        "view oops": "there is no view 'oops'",
+        "veiw plain": "did you mean view?",
+        "port 9000": "did you mean serve.port?",
+        "serve.port x": "serve.port: ",
+        "serve.port 70000": "serve.port: ",
+        "serve.parallel many": "serve.parallel: ",
+        "serve.allow-origin here": "--allow-origin must be like",
+        "ctx 1 2": "ctx takes one value, not 2",
+        "idle perhaps": "idle must be true or false",
+        "top-p 7": "top-p: ",
+        "draft-length many": "draft-length: ",
+        "think maybe": "must be one of",
+        "model nosuch": "there is no model 'nosuch'",
+        "generate.json-schema x": "there is no setting",
+        "rm.names x": "there is no setting",
+    }.items():
         assert_one_line(localspec("config", "set", *line.split()), 2, said)
         assert not config.settings_file().exists()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -141,24 +140,15 @@ def test_what_was_never_run_is_offered_as_that(monkeypatch: pytest.MonkeyPatch) 
     assert options.larger_choice(DEFAULT) is None
 
 
-@pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Has the default on the disk, with a pass over one token that took so long here [ms]."""
-    DEFAULT.path.parent.mkdir(parents=True, exist_ok=True)
+def test_what_was_measured_here_goes_before_what_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    DEFAULT.path.parent.mkdir(parents=True)
     ggufs.write_llama(DEFAULT.path, ggufs.Shape(n_layer=1), ggufs.bpe_vocab(300))
     with DEFAULT.path.open("r+b") as file:
         file.truncate(DEFAULT.bytes)
     set_machine(monkeypatch, 24, 40)
+    key = {"machine": cpu_name(), "engine": "an engine", "device": "cpu", "file": fingerprint(DEFAULT.path)}
+    key |= {"threads": "2", "kv": "f16"}
 
-    def take(ms: float, **more: Any) -> None:
-        key = {"machine": cpu_name(), "engine": "an engine", "device": "cpu", "file": fingerprint(DEFAULT.path)}
-        key |= {"threads": "2", "kv": "f16"}
-        curves().put(key, PassTimes({1: ms, 2: 1.1 * ms}, **more))
-
-    return take
-
-
-def test_what_was_measured_here_goes_before_what_is_assumed(timed: Callable[..., None]) -> None:
     def rows() -> tuple[dict[str, Candidate], recommend.Reached]:
         listed, reached = recommend.look(lambda line: None)
         return {each.name: each for each in listed}, reached
@@ -166,21 +156,20 @@ def test_what_was_measured_here_goes_before_what_is_assumed(timed: Callable[...,
     other = "qwen2.5-coder-3b"
     assumed, reached = rows()
     assert (reached.share, reached.measured_with) == (REACHED, None)
-    timed(31.0, noisy=True)
+    curves().put(key, PassTimes({1: 31.0, 2: 34.0}, noisy=True))
     assert rows() == (assumed, reached)  # a provisional time counts for nothing
-    timed(1e3 * DEFAULT.bytes / (0.8 * 40 * GB))
+    ms = 1e3 * DEFAULT.bytes / (0.8 * 40 * GB)
+    curves().put(key, PassTimes({1: ms, 2: 1.1 * ms}))
     listed, reached = rows()
     assert (reached.share, reached.measured_with) == (pytest.approx(0.8, rel=1e-4), DEFAULT.name)
-    rates = [each[other].tokens_per_second or 0.0 for each in (assumed, listed)]
-    assert rates[1] / rates[0] == pytest.approx(0.8 / REACHED, rel=0.02)
+    assert listed[other].tokens_per_second / assumed[other].tokens_per_second == pytest.approx(0.8 / REACHED, rel=0.02)
     own = listed[DEFAULT.name]
     assert own.tokens_per_second == pytest.approx(SMALL_GAIN * 0.8 * 40 * GB / DEFAULT.bytes, abs=0.06)
     assert not own.measured  # its gain is assumed
-    lines = localspec("recommend", "--all").stdout.decode().splitlines()
-    assert any(f"80% of the memory's bandwidth (measured here with {DEFAULT.name})" in line for line in lines)
-    last_bench.remember(
-        DEFAULT.path, "an engine", {"drafters": [], "speedups": {"all": 1.5}, "n_questions": 9, "n_guesses": 9}
-    )
+    said = localspec("recommend", "--all").stdout.decode()
+    assert f"80% of the memory's bandwidth (measured here with {DEFAULT.name})" in said
+    measured = {"drafters": [], "speedups": {"all": 1.5}, "n_questions": 9, "n_guesses": 9}
+    last_bench.remember(DEFAULT.path, "an engine", measured)
     own = rows()[0][DEFAULT.name]
     assert own.measured
     assert own.tokens_per_second == pytest.approx(1.5 * 0.8 * 40 * GB / DEFAULT.bytes, abs=0.06)

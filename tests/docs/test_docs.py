@@ -162,8 +162,7 @@ def test_no_page_lies_elsewhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "most"),
-    [("README.md", 130), ("docs/cli.md", 340), ("docs/heads.md", 160), ("benchmarks/RESULTS.md", 600)],
+    ("page", "most"), [("README.md", 130), ("docs/cli.md", 340), ("docs/heads.md", 160), ("benchmarks/RESULTS.md", 600)]
 )
 def test_pages_that_grow_stay_short(page: str, most: int) -> None:
     assert len(text_of(page).splitlines()) <= most

@@ -29,8 +29,7 @@ CHAT = [
 ]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"x": ["ä", 1, None, True]}}}]
 
-FILE = Path(__file__).parents[1] / "data" / "sandbox_templates.toml"
-DATA = tomllib.loads(FILE.read_text(encoding="utf-8"))
+DATA = tomllib.loads((Path(__file__).parents[1] / "data/sandbox_templates.toml").read_text(encoding="utf-8"))
 STYLES: dict[str, str] = {"chatml": CHATML} | DATA["styles"]
 OUTSIDE: list[str] = DATA["outside"]["sources"]
 ENDLESS: dict[str, str] = DATA["endless"] | {

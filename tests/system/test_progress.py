@@ -9,11 +9,6 @@ import pytest
 from localspec.system.terminal import Progress
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def test_where_nobody_watches_each_remark_is_one_line() -> None:
     file = io.StringIO()
     with Progress(file) as progress:
@@ -29,7 +24,8 @@ def test_where_nobody_watches_each_remark_is_one_line() -> None:
 def test_on_a_terminal_it_is_one_line_that_is_gone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "20")
-    file = Terminal()
+    file = io.StringIO()
+    file.isatty = lambda: True  # type: ignore[method-assign]
     with Progress(file) as progress:
         progress.report("loading " + "x" * 50, 0.25)
         progress.report("loading " + "x" * 50, 1.0)

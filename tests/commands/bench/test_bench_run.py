@@ -17,7 +17,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from localspec.__main__ import run
 from localspec.commands.bench import runner
 from localspec.commands.bench.record import Record, read_record, to_json
 from localspec.commands.bench.results import Results, analyse
@@ -25,6 +24,7 @@ from localspec.measuring.last_bench import last_bench
 from localspec.system import machine
 from tests.conftest import TinyFiles, open_backend
 from tests.support.interrupting import self_interrupting
+from tests.support.program import localspec
 from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("in_warm_home")
@@ -39,32 +39,25 @@ def _brief_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "busy_share", lambda: busy(0.02))
 
 
-class Bench:
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-
-    def __call__(self, *arguments: object) -> tuple[int, str, str]:
-        """Exit status, standard output, standard error."""
-        self._capsys.readouterr()
-        status = run(["bench", *map(str, arguments)])
-        return status, *self._capsys.readouterr()
-
-    def json(self, *arguments: object) -> Any:
-        status, out, errors = self(*arguments, "--json", "-")
-        assert status == 0, errors
-        return json.loads(out)
-
-    def refused(self, *arguments: object) -> str:
-        """The one line that says why."""
-        status, out, errors = self(*arguments)
-        (line,) = [line for line in errors.splitlines() if line.startswith("localspec: ")]
-        assert (status in (1, 2), out) == (True, ""), errors
-        return f"{status}: {line}"
+def bench(*arguments: object) -> tuple[int, str, str]:
+    """Exit status, standard output, standard error."""
+    done = localspec("bench", *map(str, arguments))
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
 
 
-@pytest.fixture
-def bench(capsys: pytest.CaptureFixture[str]) -> Bench:
-    return Bench(capsys)
+def measure(*arguments: object) -> Any:
+    """The record that a run writes."""
+    status, out, errors = bench(*arguments, "--json", "-")
+    assert status == 0, errors
+    return json.loads(out)
+
+
+def refused(*arguments: object) -> str:
+    """The one line that says why."""
+    status, out, errors = bench(*arguments)
+    (line,) = [line for line in errors.splitlines() if line.startswith("localspec: ")]
+    assert (status in (1, 2), out) == (True, ""), errors
+    return f"{status}: {line}"
 
 
 def write_questions(path: Path, n: int = N_QUESTIONS, turns: Sequence[str] = ()) -> Path:
@@ -89,11 +82,8 @@ def made(pair: list[str], tmp_path_factory: pytest.TempPathFactory, warm_home: P
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCALSPEC_HOME", str(warm_home))
         out = [f"--{kind}={folder / f'run.{kind}'}" for kind in ("json", "markdown", "html", "svg")]
-        status = run(
-            ["bench", *pair, "--prompts", str(questions), "--arm", ",".join(ARMS[1:]), "--repeats", str(N_REPEATS),
-             "--max-tokens", str(N_TOKENS), "--slice", "4", "--minutes", "60", *out]
-        )  # fmt: skip
-    assert status == 0
+        asked = ["--prompts", questions, "--arm", ",".join(ARMS[1:]), "--repeats", N_REPEATS, "--max-tokens", N_TOKENS]
+        assert bench(*pair, *asked, "--slice", 4, "--minutes", 60, *out)[0] == 0
     return folder
 
 
@@ -149,23 +139,20 @@ def test_only_an_arm_s_own_drafters_guess_and_every_repeat_starts_anew(measured:
     assert len({row[2] for q in range(N_QUESTIONS) for row in judged[str(q), 0]}) > 1, "it learned in between"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "slices"),
-    [(["--arm", "ngram:4", "--repeats", N_REPEATS], 4), (["--arm", "ngram:4,model:3", "--slice", 0], 0)],
-    ids=["alone", "whole answers"],
-)
-def test_an_arm_is_the_same_alone_among_others_and_in_slices(
-    measured: Record, made: Path, pair: list[str], bench: Bench, arguments: list[object], slices: int
-) -> None:
+def test_an_arm_is_the_same_alone_among_others_and_in_slices(measured: Record, made: Path, pair: list[str]) -> None:
     """Neither other arms nor whose contexts they are change the drafts of a fixed arm, token for token."""
-    usual = ["--prompts", made / "questions.jsonl", "--max-tokens", N_TOKENS, "--minutes", 60, "--repeats", 1]
-    found = bench.json(*pair, *usual, *arguments)
-    assert (measured.settings.slice_tokens, found["settings"]["slice_tokens"]) == (4, slices)
+    usual = ["--prompts", made / "questions.jsonl", "--max-tokens", N_TOKENS, "--minutes", 60]
     before = {sample.key: sample for sample in measured.samples}
-    for sample in found["samples"]:
-        other = before[sample["question"], sample["backend"], sample["arm"], sample["repeat"]]
-        assert sample["token_sha256"] == other.token_sha256
-        assert [row[3:] for row in sample["rounds"]] == [row[3:] for row in other.rounds]
+    for arguments, slices in (
+        (["--arm", "ngram:4", "--repeats", N_REPEATS], 4),
+        (["--arm", "ngram:4,model:3", "--repeats", 1, "--slice", 0], 0),
+    ):
+        found = measure(*pair, *usual, *arguments)
+        assert (measured.settings.slice_tokens, found["settings"]["slice_tokens"]) == (4, slices)
+        for sample in found["samples"]:
+            other = before[sample["question"], sample["backend"], sample["arm"], sample["repeat"]]
+            assert sample["token_sha256"] == other.token_sha256
+            assert [row[3:] for row in sample["rounds"]] == [row[3:] for row in other.rounds]
 
 
 def test_the_file_is_what_the_documentation_says_and_is_read_as_it_was_written(made: Path, measured: Record) -> None:
@@ -189,7 +176,7 @@ def test_the_file_is_what_the_documentation_says_and_is_read_as_it_was_written(m
     assert (len(digests), {len(each) for each in digests}) == (2, {64})
 
 
-def test_a_file_of_before_still_loads(measured: Record, made: Path, tmp_path: Path, bench: Bench) -> None:
+def test_a_file_of_before_still_loads(measured: Record, made: Path, tmp_path: Path) -> None:
     """Fields that are no longer measured are left aside: it can be shown, compared and resumed."""
     stored = json.loads((made / "run.json").read_text(encoding="utf-8"))
     for sample in stored["samples"]:
@@ -202,7 +189,7 @@ def test_a_file_of_before_still_loads(measured: Record, made: Path, tmp_path: Pa
     assert bench("compare", path, made / "run.json")[0] == 0
 
 
-def test_a_run_is_shown_again_in_every_form(made: Path, bench: Bench) -> None:
+def test_a_run_is_shown_again_in_every_form(made: Path) -> None:
     status, out, errors = bench("show", made / "run.json")
     assert (status, errors, max(map(len, out.splitlines())) <= 80) == (0, "", True)
     for part in ("auto against plain", "model:3 against plain", "Break-even", "by position", "first token", "slower"):
@@ -210,7 +197,7 @@ def test_a_run_is_shown_again_in_every_form(made: Path, bench: Bench) -> None:
     assert not {"…", "\x1b"} & set(out.replace("qwen", ""))
     _, out, _ = bench("show", made / "run.json", "--markdown", "-")
     assert out == (made / "run.markdown").read_text(encoding="utf-8")
-    assert bench.json("show", made / "run.json") == json.loads((made / "run.json").read_text(encoding="utf-8"))
+    assert measure("show", made / "run.json") == json.loads((made / "run.json").read_text(encoding="utf-8"))
     root = ElementTree.fromstring((made / "run.svg").read_text(encoding="utf-8"))
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     words = " ".join("".join(each.itertext()) for each in root.iter() if each.tag.endswith("text"))
@@ -218,7 +205,7 @@ def test_a_run_is_shown_again_in_every_form(made: Path, bench: Bench) -> None:
         assert part in words
 
 
-def test_a_run_does_not_differ_from_itself(made: Path, bench: Bench, tmp_path: Path) -> None:
+def test_a_run_does_not_differ_from_itself(made: Path, tmp_path: Path) -> None:
     same = ("compare", made / "run.json", made / "run.json")
     status, out, _ = bench(*same)
     assert (status, max(map(len, out.splitlines())) <= 80, "B is" in out) == (0, True, False)
@@ -230,41 +217,34 @@ def test_a_run_does_not_differ_from_itself(made: Path, bench: Bench, tmp_path: P
     assert {line["verdict"] for line in found["lines"]} == {"no difference can be told", "too few questions"}
 
 
-@pytest.fixture
-def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_ends_a_run(pair: list[str], made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localspec.measuring.subject.read_memory", lambda: machine.SystemMemory(1 << 30, 1 << 10))
-
-
-@pytest.mark.usefixtures("no_memory")
-def test_the_budget_ends_a_run_after_the_first_question(pair: list[str], made: Path, bench: Bench) -> None:
     asked = ["--prompts", made / "questions.jsonl", "--category", "chat", "--max-tokens", 4]
-    stored = bench.json(*pair, "--quick", "--minutes", 0.0001, *asked)
+    stored = measure(*pair, "--quick", "--minutes", 0.0001, *asked)
     assert (stored["ended"], [sample["category"] for sample in stored["samples"]]) == ("time", ["chat"] * 2)
     assert stored["engines"][0]["passes_measured"] == "before"
     assert stored["settings"]["slice_tokens"] == 0  # without memory for more caches, whole answers take turns
 
 
-def test_narrow_intervals_end_a_run(pair: list[str], made: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_narrow_intervals_end_a_run(pair: list[str], made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a tolerance that any interval meets: as soon as there is one, at the end of a cycle of categories."""
     monkeypatch.setattr(runner, "DEFAULT", replace(runner.DEFAULT, tolerance=1e9))
-    stored = bench.json(*pair, "--prompts", write_questions(made / "many.jsonl", 26), "--max-tokens", 2)
+    stored = measure(*pair, "--prompts", write_questions(made / "many.jsonl", 26), "--max-tokens", 2)
     # Of 99.9 %, which takes 11 questions, and half of the questions are for that.
     assert (stored["ended"], len(stored["samples"])) == ("tight", 2 * 22)
 
 
-def test_earlier_turns_are_answered_before_the_last_is_timed(pair: list[str], tmp_path: Path, bench: Bench) -> None:
+def test_earlier_turns_are_answered_before_the_last_is_timed(pair: list[str], tmp_path: Path) -> None:
     single, double = (
-        {sample["prompt_tokens"] for sample in bench.json(*pair, "--prompts", path, *QUICKLY)["samples"]}
+        {sample["prompt_tokens"] for sample in measure(*pair, "--prompts", path, *QUICKLY)["samples"]}
         for path in (write_questions(tmp_path / "1.jsonl", 2), write_questions(tmp_path / "2.jsonl", 2, ["and a b?"]))
     )
     assert min(double) > max(single)
 
 
-def test_with_a_seed_all_arms_draw_the_same(pair: list[str], made: Path, bench: Bench) -> None:
-    stored = bench.json(
-        *pair, "--prompts", made / "questions.jsonl", "--max-tokens", 8, "--repeats", 2, "--temperature", 1.0,
-        "--seed", 3, "--arm", "auto,2",
-    )  # fmt: skip
+def test_with_a_seed_all_arms_draw_the_same(pair: list[str], made: Path) -> None:
+    drawn = ["--temperature", 1.0, "--seed", 3, "--arm", "auto,2", "--max-tokens", 8, "--repeats", 2]
+    stored = measure(*pair, "--prompts", made / "questions.jsonl", *drawn)
     assert stored["settings"]["sampling"] == {"temperature": 1.0, "seed": 3, "top_k": 40}
     texts: dict[tuple[str, int], set[str]] = {}
     for sample in stored["samples"]:
@@ -273,22 +253,20 @@ def test_with_a_seed_all_arms_draw_the_same(pair: list[str], made: Path, bench: 
     assert texts["0", 0] != texts["0", 1], "each repeat draws anew"
 
 
-def test_questions_that_do_not_fit_are_left_out_and_said(pair: list[str], tmp_path: Path, bench: Bench) -> None:
+def test_questions_that_do_not_fit_are_left_out_and_said(pair: list[str], tmp_path: Path) -> None:
     rows = [{"question_id": i, "category": "c", "turns": ["a b " * (5 if i else 400)]} for i in range(3)]
     questions = tmp_path / "q.jsonl"
     questions.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    stored = bench.json(*pair, "--prompts", questions, *QUICKLY, "--ctx", 128)
+    stored = measure(*pair, "--prompts", questions, *QUICKLY, "--ctx", 128)
     assert stored["skipped"] == ["0"]
     assert {sample["question"] for sample in stored["samples"]} == {"1", "2"}
-    assert "no question fits" in bench.refused(*pair, "--prompts", questions, *QUICKLY, "--ctx", 16)
+    assert "no question fits" in refused(*pair, "--prompts", questions, *QUICKLY, "--ctx", 16)
 
 
-def test_engines_run_side_by_side(tiny: TinyFiles, tmp_path: Path, bench: Bench) -> None:
+def test_engines_run_side_by_side(tiny: TinyFiles, tmp_path: Path) -> None:
     open_backend("ik-llama")
-    status, out, _ = bench(
-        tiny.pair.target, "--draft", "ngram", "--backend", "reference,ik-llama", "--prompts",
-        write_questions(tmp_path / "q.jsonl", 2), *QUICKLY, "--json", tmp_path / "run.json",
-    )  # fmt: skip
+    asked = ["--prompts", write_questions(tmp_path / "q.jsonl", 2), *QUICKLY, "--json", tmp_path / "run.json"]
+    status, out, _ = bench(tiny.pair.target, "--draft", "ngram", "--backend", "reference,ik-llama", *asked)
     assert (status, "ik-llama auto against plain" in out) == (0, True)
     found = read_record(tmp_path / "run.json")
     assert found.settings.backends == ["reference", "ik-llama"]
@@ -301,9 +279,7 @@ def test_engines_run_side_by_side(tiny: TinyFiles, tmp_path: Path, bench: Bench)
     ]
 
 
-def test_ctrl_c_prints_and_keeps_what_is_done_and_it_can_be_resumed(
-    pair: list[str], tmp_path: Path, bench: Bench
-) -> None:
+def test_ctrl_c_prints_and_keeps_what_is_done_and_it_can_be_resumed(pair: list[str], tmp_path: Path) -> None:
     pexpect = pytest.importorskip("pexpect")
     questions, stored = write_questions(tmp_path / "q.jsonl", 40), tmp_path / "run.json"
     arguments = ["-m", "localspec", "bench", *pair, "--prompts", str(questions), "--max-tokens", "300", "--ignore-eos",
@@ -339,7 +315,7 @@ def test_ctrl_c_before_anything_is_measured_leaves_nothing(pair: list[str], tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_complete_run_and_another_one_are_not_resumed(made: Path, tmp_path: Path, bench: Bench) -> None:
+def test_a_complete_run_and_another_one_are_not_resumed(made: Path, tmp_path: Path) -> None:
     again, before = shutil.copy(made / "run.json", tmp_path / "run.json"), read_record(made / "run.json")
     for arguments, said in (
         ("--max-tokens 5", "max tokens 20, now 5"),
@@ -350,13 +326,13 @@ def test_a_complete_run_and_another_one_are_not_resumed(made: Path, tmp_path: Pa
         ("--set report", "questions"),
         ("--ctx 64", "now [64]"),
     ):
-        assert said in bench.refused("--resume", again, *arguments.split())
+        assert said in refused("--resume", again, *arguments.split())
         assert again.read_bytes() == (made / "run.json").read_bytes()
     assert bench("--resume", again, "--repeats", N_REPEATS)[0] == 0
     assert (read_record(again).samples, read_record(again).ended) == (before.samples, "complete")
 
 
-def test_a_damaged_file_is_one_line(made: Path, tmp_path: Path, bench: Bench) -> None:
+def test_a_damaged_file_is_one_line(made: Path, tmp_path: Path) -> None:
     text = (made / "run.json").read_text(encoding="utf-8")
     stored, path = json.loads(text), tmp_path / "damaged.json"
     good = stored["samples"][0]
@@ -381,44 +357,41 @@ def test_a_damaged_file_is_one_line(made: Path, tmp_path: Path, bench: Bench) ->
         (stored | {"engines": []}, "is damaged: "),
     ):
         path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
-        assert said in bench.refused("show", path)
-    assert "No such file" in bench.refused("show", tmp_path / "missing.json")
-    assert "Is a directory" in bench.refused("show", tmp_path)
-    assert "damaged.json" in bench.refused("compare", made / "run.json", path)
+        assert said in refused("show", path)
+    assert "No such file" in refused("show", tmp_path / "missing.json")
+    assert "Is a directory" in refused("show", tmp_path)
+    assert "damaged.json" in refused("compare", made / "run.json", path)
 
 
-BAD_USAGE = {
-    "--arm automatic": "no arm 'automatic'",
-    "--arm model:99": "1..64",
-    "--category cooking": "no category 'cooking'",
-    "--set all": "--set must be report or tuning",
-    "--prompts nothing.jsonl": "cannot read nothing.jsonl",
-    "--prompts x.jsonl --set report": "cannot be combined with --prompts",
-    "--quick --full": "--quick and --full cannot be combined",
-    "--minutes nan": "--minutes",
-    "--repeats 0": "--repeats",
-    "--html -": "--html needs a file",
-    "--json - --markdown -": "two outputs",
-    "--json no/such/folder.json": "no folder",
-    "--backend fast": "unknown backend 'fast'",
-    "second-model": "one model at a time",
-}
-
-
-def test_bad_usage_is_one_line_before_anything_takes_time(tiny: TinyFiles, bench: Bench) -> None:
-    for arguments, said in BAD_USAGE.items():
-        line = bench.refused(tiny.quick.target, "--draft", "none", *arguments.split())
+def test_bad_usage_is_one_line_before_anything_takes_time(tiny: TinyFiles) -> None:
+    for arguments, said in {
+        "--arm automatic": "no arm 'automatic'",
+        "--arm model:99": "1..64",
+        "--category cooking": "no category 'cooking'",
+        "--set all": "--set must be report or tuning",
+        "--prompts nothing.jsonl": "cannot read nothing.jsonl",
+        "--prompts x.jsonl --set report": "cannot be combined with --prompts",
+        "--quick --full": "--quick and --full cannot be combined",
+        "--minutes nan": "--minutes",
+        "--repeats 0": "--repeats",
+        "--html -": "--html needs a file",
+        "--json - --markdown -": "two outputs",
+        "--json no/such/folder.json": "no folder",
+        "--backend fast": "unknown backend 'fast'",
+        "second-model": "one model at a time",
+    }.items():
+        line = refused(tiny.quick.target, "--draft", "none", *arguments.split())
         assert (line[0], said in line) == ("2", True), line
 
 
-def test_what_is_not_there_is_named_and_files_that_are_there_stay(made: Path, pair: list[str], bench: Bench) -> None:
+def test_what_is_not_there_is_named_and_files_that_are_there_stay(made: Path, pair: list[str]) -> None:
     for words in (["show"], ["show", "a", "b"], ["compare", "a"], ["compare"]):
-        assert f"2: localspec: bench {words[0]} takes" in bench.refused(*words)
+        assert f"2: localspec: bench {words[0]} takes" in refused(*words)
     common = [pair[0], "--backend", "reference", "--prompts", made / "questions.jsonl"]
-    assert "no drafter 'model' is loaded (ngram)" in bench.refused(*common, "--draft", "ngram", "--arm", "model:2")
-    assert "--arm auto needs a drafter" in bench.refused(*common, "--draft", "none")
+    assert "no drafter 'model' is loaded (ngram)" in refused(*common, "--draft", "ngram", "--arm", "model:2")
+    assert "--arm auto needs a drafter" in refused(*common, "--draft", "none")
     before, html = (made / "run.json").read_bytes(), ("show", made / "run.json", "--html", made / "run.html")
-    assert "--resume goes on with it" in bench.refused(*pair, "--json", made / "run.json")
-    assert "use --force to overwrite it" in bench.refused(*html)
+    assert "--resume goes on with it" in refused(*pair, "--json", made / "run.json")
+    assert "use --force to overwrite it" in refused(*html)
     assert (made / "run.json").read_bytes() == before
     assert bench(*html, "--force")[0] == 0

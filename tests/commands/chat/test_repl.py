@@ -193,7 +193,7 @@ def test_words_stay_whole_while_the_window_changes(open_chat: Open) -> None:
     assert screen.split("> hello")[1].split("```")[0].split() == DEMO.split("```")[0].split()
 
 
-@pytest.mark.parametrize("columns", [30, 47, 80])
+@pytest.mark.parametrize("columns", [30, 80])
 def test_nothing_runs_over_the_edge(open_chat: Open, columns: int) -> None:
     """Questions, answers and errors are broken between words."""
     terminal = open_chat(scripted=0.0, columns=columns)

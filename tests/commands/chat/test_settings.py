@@ -18,21 +18,18 @@ from tests.support.program import localspec
 pytestmark = pytest.mark.usefixtures("measured_home")
 
 
-def test_view_and_system_prompt_are_remembered(open_chat: Open, isolated_home: Path) -> None:
-    first = open_chat("--max-tokens", "4")
-    first.ready()
-    first.type("/view rounds", "view: rounds (also in later chats)")
-    first.type("/system Be brief.", "system prompt: Be brief. (also in later chats)")
-    first.leave()
-    second = open_chat("--max-tokens", "4")
-    assert "note: system prompt, as remembered: Be brief." in second.ready()
-    second.type("hello", "/3 model")  # a round's line
-    second.type("/system", "system prompt: Be brief.")
-    third = open_chat("--system", "Be long.")
-    assert "as remembered" not in third.ready()
-    third.type("/system none", "system prompt: none (also in later chats)")
+def test_view_and_system_prompt_are_remembered(open_chat: Open) -> None:
+    it = Scripted()
+    it.chat.remembers = True
+    for line in ("/view rounds", "/system Be brief."):
+        assert "(also in later chats)" in it.do(line)
+    assert config.read() == {"chat": {"view": "rounds", "system": "Be brief."}}
+    later = open_chat("--max-tokens", "4")
+    assert "note: system prompt, as remembered: Be brief." in later.ready()
+    later.type("hello", "/3 model")  # a round's line
+    later.type("/system none", "system prompt: none (also in later chats)")
     assert config.read() == {"chat": {"view": "rounds", "system": ""}}
-    third.type("/system default", lambda s: s.count("(also in later chats)") == 2)
+    later.type("/system default", lambda s: s.count("(also in later chats)") == 2)
     assert config.read() == {"chat": {"view": "rounds"}}
 
 

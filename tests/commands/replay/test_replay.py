@@ -128,10 +128,7 @@ def test_an_answer_ends_before_its_stop_string() -> None:
 
 def test_a_saved_chat_has_its_turns(tmp_path: Path) -> None:
     rounds = [a_round(emitted("a", "accepted", "ngram"), draft=[guess("a", True, "ngram")], type="round")]
-    turns = [
-        ("q1", "a", AnswerRecord("stop", rounds, {"prompt_tokens": 7})),
-        ("q2", "said", AnswerRecord("cancelled")),
-    ]
+    turns = [("q1", "a", AnswerRecord("stop", rounds, {"prompt_tokens": 7})), ("q2", "said", AnswerRecord("cancelled"))]
     path = write_chat(tmp_path / "a.chat", *turns, system="be brief", draft=["ngram"], backend="b")
     one, two = read(path.read_bytes()).answers
     assert (one.prompt, one.system, one.finish_reason, one.stats["prompt_tokens"]) == ("q1", "be brief", "stop", 7)
