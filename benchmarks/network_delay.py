@@ -36,7 +36,7 @@ from typing import Any
 
 from localspec import LLM, EngineError, Placement, SamplingParams
 from localspec.backends.llama.rpc import ask
-from localspec.engine.options import DraftLength, checked_length
+from localspec.engine.request import DraftLength, checked_length
 from localspec.system.files import home
 from localspec.system.machine import cpu_name
 

@@ -12,8 +12,7 @@ from localspec._version import __version__
 
 if TYPE_CHECKING:
     from localspec.backends.placement import Placement
-    from localspec.engine.options import RequestOptions
-    from localspec.engine.request import AsyncRoundStream, Reply, RoundStream
+    from localspec.engine.request import AsyncRoundStream, Reply, RequestOptions, RoundStream
     from localspec.errors import (
         Cancelled,
         Closed,
@@ -78,9 +77,8 @@ __all__ = [
 
 _HOMES = {
     "LLM": "localspec.llm",
-    "RequestOptions": "localspec.engine.options",
     "Placement": "localspec.backends.placement",
-    **dict.fromkeys(("AsyncRoundStream", "Reply", "RoundStream"), "localspec.engine.request"),
+    **dict.fromkeys(("AsyncRoundStream", "Reply", "RequestOptions", "RoundStream"), "localspec.engine.request"),
     **dict.fromkeys(
         ("Draft", "DraftToken", "EmittedToken", "Round", "Span", "SpecStats", "Verdict"), "localspec.spec_decode.rounds"
     ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import numbers
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -19,19 +18,23 @@ from localspec.engine.answer import answer, never_ran, score
 from localspec.engine.loading import Report, giving_way
 from localspec.engine.options import (
     PREFIX_CACHE_BYTES,
-    DraftLength,
     LoadOptions,
-    RequestOptions,
     checked_bound,
-    checked_length,
     checked_loading,
-    checked_params,
     checked_spec,
     draft_specs,
-    split_options,
 )
 from localspec.engine.pair import Pair
-from localspec.engine.request import AnswerRequest, AsyncRoundStream, Reply, RoundStream
+from localspec.engine.request import (
+    AsyncRoundStream,
+    DraftLength,
+    Reply,
+    Request,
+    RequestOptions,
+    RoundStream,
+    checked_length,
+    split_options,
+)
 from localspec.engine.saved import SavedContext, restore_contexts, save_contexts
 from localspec.engine.scheduler import serve_batch
 from localspec.engine.worker import Job, Result, Turns, Worker, on_mains
@@ -189,8 +192,7 @@ class Session(Asking[str]):
     ) -> None:
         if system is not None and not isinstance(system, str):
             raise UsageError(f"system must be a text, not {type(system).__name__}")
-        if params is not None:
-            checked_params(params)
+        split_options(params, {})
         self._llm = llm
         self._conversation = object()
         self.params = params
@@ -322,20 +324,13 @@ def load(llm: LLM, path: str | Path, *, memory: bool = True) -> Session:
 def _params_as_json(params: SamplingParams | None) -> dict[str, Any] | None:
     if params is None:
         return None
-    default = SamplingParams()
-    values = {f.name: _plain(getattr(params, f.name)) for f in fields(params)}
+    default, values = SamplingParams(), {field.name: getattr(params, field.name) for field in fields(params)}
     changed = {name: value for name, value in values.items() if value != getattr(default, name)}
     if "logit_bias" in changed:
-        changed["logit_bias"] = {str(token): _plain(bias) for token, bias in params.logit_bias.items()}
+        changed["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
     if "stop" in changed:
         changed["stop"] = list(params.stop)
     return changed
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, numbers.Integral):
-        return value if isinstance(value, bool) else int(value)
-    return float(value) if isinstance(value, numbers.Real) else value
 
 
 def _params_from_json(values: dict[str, Any] | None) -> SamplingParams | None:
@@ -421,17 +416,18 @@ class LLM(Asking[Prompt]):
         cancel = checked_loading(progress, cancel)
         self._progress: Report = progress or (lambda what, fraction: None)
         self.draft_length = draft_length
-        engines, sizes = (backend, draft_backend), (n_ctx, n_threads, n_gpu_layers)
-        place = Placement() if placement is None else placement
         options = LoadOptions(
-            *engines,
-            *sizes,
+            backend,
+            draft_backend,
+            n_ctx,
+            n_threads,
+            n_gpu_layers,
             kv_cache_type,
             light_draft,
             remember,
             prefix_cache_bytes,
             idle,
-            place,
+            Placement() if placement is None else placement,
             parallel,
             prompt_cache_bytes,
         )
@@ -443,7 +439,7 @@ class LLM(Asking[Prompt]):
         self._worker = Worker(bound, on_mains if options.idle else None)
         pair = self._pair = self._load(path, drafts, options, cancel)
         self.backend_name, self.engine = pair.target.backend, pair.target.engine
-        self.n_ctx, self._pair.encoder, self.template = pair.context.n_ctx, pair.encoder, pair.encoder.template
+        pair.name, self.n_ctx, self.template = self.model_name, pair.context.n_ctx, pair.encoder.template
         serve_batch(pair)
         # Neither the worker nor this holds on to the LLM: dropped without close(), it gives its memory back too.
         self._finalizer = weakref.finalize(self, self._worker.close, pair.close, cancel=True, wait=False)
@@ -650,7 +646,7 @@ class LLM(Asking[Prompt]):
         single_line: bool,
         options: RequestOptions,
     ) -> Job:
-        params, rest = split_options(SamplingParams(max_tokens=FILL_TOKENS) if params is None else params, **options)
+        params, rest = split_options(SamplingParams(max_tokens=FILL_TOKENS) if params is None else params, options)
         if single_line:
             params = replace(params, stop=[*params.stop, "\n"])
         prompt = self.fill_prompt(prefix, suffix, files, name=name, max_tokens=params.max_tokens)
@@ -894,14 +890,14 @@ class LLM(Asking[Prompt]):
         **options: Unpack[RequestOptions],
     ) -> Job:
         """See ``Asking.job``; a question that is a function is called when its turn comes."""
-        params, rest = split_options(params, **options)
+        pair, (params, rest) = self._pair, split_options(params, options)
         queued = {name: rest.pop(name) for name in ("deadline", "conversation", "priority") if name in rest}
-        pair, length = self._pair, self._draft_length
-        request = AnswerRequest.checked(question, params, pair.encoder, length, self.model_name, **rest)
+        if rest.get("draft_length") is None:
+            rest["draft_length"] = self._draft_length
         return Job(
-            lambda job: answer(request, pair, job),
-            abandoned=lambda job: never_ran(request, job, pair),
-            request=request,
+            lambda job: answer(pair, job),
+            abandoned=lambda job: never_ran(pair, job),
+            request=Request(pair.encoder, question, params, **rest),
             submit=self._worker.queue.put,
             **queued,
         )
@@ -909,7 +905,7 @@ class LLM(Asking[Prompt]):
     def _scoring(self, prompt: Prompt, top: int, deadline: float | None, conversation: Hashable | None) -> Job:
         pair, n_top = self._pair, checked_top(top)
         return Job(
-            lambda job: score(pair.encoder.encode(prompt), n_top, pair, job),
+            lambda job: score(pair, pair.encoder.encode(prompt), n_top, job),
             deadline=deadline,
             conversation=conversation,
             submit=self._worker.queue.put,

@@ -31,7 +31,7 @@ from localspec import (
     UsageError,
 )
 from localspec.engine import answer as answer_module
-from localspec.engine.options import SamplingOptions
+from localspec.engine.request import SamplingOptions
 from localspec.engine.worker import FairQueue, Job, Worker
 from localspec.spec_decode.rounds import SpecStats
 from tests.conftest import TinyFiles

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from localspec.backends.llama.ggml import engine_log
 from localspec.backends.placement import Placement, read_shares
 from localspec.engine.loading import Report
-from localspec.engine.options import DraftLength, LoadOptions, checked_length, draft_specs, with_free
+from localspec.engine.options import LoadOptions, draft_specs, with_free
+from localspec.engine.request import DraftLength, checked_length
 from localspec.errors import MAX_COUNT, DownloadError, ModelFileError, UsageError, check_text, checked_whole
 from localspec.heads.sources import found_heads
 from localspec.model_files.catalog import Catalog, Entry, short_name

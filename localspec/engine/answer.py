@@ -9,18 +9,18 @@ from functools import partial
 
 from localspec.backends.base import Context, Forward
 from localspec.controllers.batching import ShareOfPass
-from localspec.engine.options import DraftLength
 from localspec.engine.pair import Pair, prepare_corpora
-from localspec.engine.request import AnswerRequest, Reply
+from localspec.engine.request import DraftLength, Reply, Request
 from localspec.engine.state import DecodingState
 from localspec.engine.worker import Job
 from localspec.errors import Cancelled, PromptTooLong, UsageError
+from localspec.prompts.prompts import is_messages
 from localspec.sampling.constraint import constraint_for
 from localspec.sampling.sampling import SamplingParams, ScoredToken, token_logprobs
 from localspec.spec_decode.decoder import PREFILL_CHUNK, SpeculativeDecoder, TargetPass
 from localspec.spec_decode.detokenizer import TextAssembler, ThinkingReader
 from localspec.spec_decode.drafters.grammar import GrammarDrafter
-from localspec.spec_decode.overlapping import RoundOverlap, before_pass
+from localspec.spec_decode.overlapping import RoundOverlap
 from localspec.spec_decode.rounds import FinishReason, PromptProgress, Round, SpecStats
 
 SHARED_CHUNK = 1024
@@ -38,13 +38,12 @@ class OpenAnswer:
     ``tokens`` says. ``Cancelled`` from any of the three ends the answer early.
 
     Args:
-        asked: what ``AnswerRequest.read`` returned.
-        deliver: takes every round, and how far a long prompt is read: before them, by draft models later too.
-        cancelled: whether to stop; also asked inside of long passes, such as a draft model's first reading.
-        started: when its turn came, by ``time.perf_counter``.
-        on_prefilled: gets the number of cached prompt tokens, once the prompt is read.
+        job: has the request; is given every round, and how far a long prompt is read: before them, by draft models
+            later too. It is asked whether to stop, also inside of long passes, such as a draft model's first reading.
+        asked: what ``Request.read`` returned.
         shared: what its share of a pass costs; None: it has passes of its own.
         overlaps: whether rounds may be handed on within the next pass, see ``RoundOverlap``.
+        on_prefilled: gets the number of cached prompt tokens, once the prompt is read.
 
     Raises:
         LocalspecError: it cannot be begun; the pair is ready for the next one.
@@ -54,21 +53,20 @@ class OpenAnswer:
         self,
         pair: Pair,
         state: DecodingState,
-        request: AnswerRequest,
+        job: Job,
         asked: tuple[list[int], ThinkingReader | None],
-        deliver: Callable[[Round | PromptProgress], None],
-        cancelled: Callable[[], bool],
-        started: float = 0.0,
-        on_prefilled: Callable[[int], None] = lambda n_cached: None,
+        *,
         shared: ShareOfPass | None = None,
         overlaps: bool = False,
+        on_prefilled: Callable[[int], None] = lambda n_cached: None,
     ) -> None:
         pair.check_usable()
-        self._pair, self._shared, self._request, (self._prompt, thinking) = pair, shared, request, asked
-        self._deliver, self._cancelled, self._on_prefilled, self._started = deliver, cancelled, on_prefilled, started
-        chosen = state.drafters_for(request.drafters, request.prediction)
+        request: Request = job.request
+        self._pair, self._job, self._request, self._shared = pair, job, request, shared
+        (self._prompt, thinking), self._on_prefilled = asked, on_prefilled
         params, vocab, predicted = request.params, pair.target.vocab, bool(request.prediction)
-        self._constraint = constraint_for(params, vocab)
+        chosen = state.drafters_for(request.drafters, predicted=predicted)
+        self._constraint = constraint_for(params, vocab) if params.constrained else None
         if self._constraint is not None and chosen:
             chosen = [GrammarDrafter(self._constraint, pair.target.tokenize), *chosen]
         self._controller = state.controller(
@@ -80,56 +78,59 @@ class OpenAnswer:
         # No drafting ahead where passes are shared, as ends of drafts may be left out.
         target, ahead = state.context, state.drafting_ahead if shared is None else None
         overlaps = overlaps and target.overlaps and ahead is None
-        lost = partial(pair.lose_drafter, state)
-        self._decoder = SpeculativeDecoder(target, chosen, self._controller, lost, ahead, learns_later=overlaps)
         models = [each for each in state.models if each.drafter in chosen]
         self._drafts = [each.context for each in models if each.drafter.info.reads_text]
-        self._overlap = RoundOverlap([target, *self._drafts], self._hand_on) if overlaps else None
+        overlap = RoundOverlap([target, *self._drafts], self._hand_on) if overlaps else None
+        lost = partial(pair.lose_drafter, state)
+        self.decoder = SpeculativeDecoder(target, chosen, self._controller, lost, ahead, overlap)
         self._conversation = list(self._prompt)
         self._last = request.draft_length, self._controller
         pair.conversation, pair.last = self._conversation, self._last
         named = vocab.named(params.stop) if params.stop else None
-        self._text = TextAssembler(vocab, [*params.stop, *request.end_marks], thinking, named)
+        # A function makes a session's messages.
+        is_chat = request.think is not None or callable(request.prompt) or is_messages(request.prompt)
+        end_marks = request.encoder.end_marks if is_chat else ()
+        self._text = TextAssembler(vocab, [*params.stop, *end_marks], thinking, named)
         self._stats, self._rounds, self._is_open = SpecStats(), list[Round](), False
         self._stats.prompt_tokens = len(self._prompt)
         self._stack = ExitStack()
         with ExitStack() as stack:
             stack.enter_context(pair.prefix_cache.conversation(target, self._drafts, self._conversation))
-            target.interrupted = cancelled  # long passes can be broken off
+            target.interrupted = job.stopped  # long passes can be broken off
             for context in self._drafts:
                 context.interrupted = self._watched(context)
             for context in (target, *self._drafts):
                 stack.callback(setattr, context, "interrupted", None)
-            self._stats.cached_tokens = self._decoder.read(
+            self._stats.cached_tokens = self.decoder.read(
                 self._prompt, PREFILL_CHUNK if shared is None else SHARED_CHUNK
             )
-            self._tells = len(self._decoder.unread) >= LONG_PROMPT
+            self._tells = len(self.decoder.unread) >= LONG_PROMPT
             self._reading_since = time.perf_counter()
             self.tell_read()
             self._stack = stack.pop_all()
 
     def propose(self) -> TargetPass | None:
         """The rows of its next pass of the target; None where it has ended, or is cancelled."""
-        decoder = self._decoder
+        decoder = self.decoder
         if not self._is_open:
-            if decoder.unread and not self._cancelled():
+            if decoder.unread and not self._job.stopped():
                 return decoder.propose()
             self._is_open = True
-            self._stats.seconds_prompt = time.perf_counter() - self._started
+            self._stats.seconds_prompt = time.perf_counter() - self._job.started
             self._on_prefilled(self._stats.cached_tokens)
-            asked = self._request
-            decoder.start(self._prompt, asked.params, self._text, asked.n_logprobs, self._constraint, asked.prediction)
-        if decoder.finish_reason is not None or self._cancelled():
+            asked, prediction = self._request, self._request.prediction or ()
+            decoder.start(self._prompt, asked.params, self._text, asked.logprobs, self._constraint, prediction)
+        if decoder.finish_reason is not None or self._job.stopped():
             return None
         return decoder.propose()
 
     def tell_read(self, n_fed: int = 0) -> None:
         """Say how far a long prompt is read; ``n_fed``: tokens of the proposed pass that the target has had already."""
         if self._tells:
-            left = len(self._decoder.unread) - n_fed
+            left = len(self.decoder.unread) - n_fed
             read = len(self._prompt) - left - bool(left)  # the last token is read by the answer's first pass
             seconds = time.perf_counter() - self._reading_since
-            self._deliver(PromptProgress(len(self._prompt), self._stats.cached_tokens, read, seconds))
+            self._job.give(PromptProgress(len(self._prompt), self._stats.cached_tokens, read, seconds))
 
     def _watched(self, draft: Context) -> Callable[[], bool]:
         """What a draft model asks between pieces of a long text: whether to stop. It tells how far it has read."""
@@ -141,72 +142,62 @@ class OpenAnswer:
             n, total = draft.n_past, len(self._conversation)
             if first is None or first.total != total or n <= first.processed:  # another reading
                 since, first = time.perf_counter(), PromptProgress(total, n, n, 0.0, "draft")
-            self._deliver(PromptProgress(total, first.cached, n, time.perf_counter() - since, "draft"))
-            return self._cancelled()
+            self._job.give(PromptProgress(total, first.cached, n, time.perf_counter() - since, "draft"))
+            return self._job.stopped()
 
         return interrupted
 
-    def decode(self, rows: TargetPass) -> Forward:
-        """Run its next pass for it alone."""
-        if self._overlap is None:
-            return self._decoder.decode(rows)
-        before_pass(self._decoder.target)
-        try:
-            return self._decoder.decode(rows)
-        finally:
-            self._overlap.settle()
-
     def commit(self, forward: Forward) -> None:
         """Take what the pass returned; its round is delivered, where passes overlap within the next one."""
-        round_ = self._decoder.commit(forward)
+        round_ = self.decoder.commit(forward)
         if round_ is None:
             self.tell_read()
             return
         self._conversation += [token.id for token in round_.emitted]
-        if self._overlap is not None:
-            self._overlap.hold(round_)
+        if self.decoder.overlap is not None:
+            self.decoder.overlap.hold(round_)
         else:
             self._show(round_)
 
     def _hand_on(self, round_: Round) -> None:
-        self._decoder.learn(round_)
+        self.decoder.learn(round_)
         self._show(round_)
 
     def _show(self, round_: Round) -> None:
         if self._stats.time_to_first_token_s is None:
-            self._stats.time_to_first_token_s = time.perf_counter() - self._started
+            self._stats.time_to_first_token_s = time.perf_counter() - self._job.started
         round_.draft_texts = [self._pair.target.vocab.display(token) for token in round_.draft.ids]
         self._stats.add(round_)
         self._rounds.append(round_)
-        self._deliver(round_)
+        self._job.give(round_)
 
     def close(self) -> None:
         """Leave the contexts; safe to call twice."""
         try:
-            if self._overlap is not None:
-                self._overlap.settle()
+            if self.decoder.overlap is not None:
+                self.decoder.overlap.settle()
         finally:
-            self._decoder.close()
+            self.decoder.close()
             self._stack.close()
 
     def finish(self) -> None:
         """After ``close``, of an answer that did not fail: deliver what was held back of its text."""
-        if self._decoder.finish_reason is None:
+        if self.decoder.finish_reason is None:
             # What was held back is verified too, and nothing follows any more that could make a stop string of it.
             spans = self._text.finish()
             if spans or self._text.stopped:
                 self._show(Round.of_rest(len(self._rounds), spans, "stop" if self._text.stopped else "cancelled"))
         if self._request.keep_tokens is not None:
             self._conversation = list(self._prompt[: self._request.keep_tokens])
-            for context in (self._decoder.target, *self._drafts):
+            for context in (self.decoder.target, *self._drafts):
                 self._pair.prefix_cache.cut(context, self._conversation)
         # Others may have begun since this one did.
         self._pair.conversation, self._pair.last = self._conversation, self._last
 
-    def reply(self, job: Job) -> Reply:
+    def reply(self) -> Reply:
         """The whole, after ``close``; what was held back is delivered first."""
         self.finish()
-        stats, pair, shared, rounds = self._stats, self._pair, self._shared, self._rounds
+        stats, pair, job, shared, rounds = self._stats, self._pair, self._job, self._shared, self._rounds
         times = pair.state.times
         widths = [round_.width for round_ in rounds if round_.emitted]
         if shared is not None and shared.has_company:
@@ -225,7 +216,7 @@ class OpenAnswer:
             [token.id for token in tokens],
             finish,
             stats,
-            self._request.model_name,
+            pair.name,
             pair.draft_names,
             pair.target.backend,
             cancelled_by=job.cancelled_by if finish == "cancelled" else None,
@@ -245,18 +236,18 @@ def rounds(
     cancelled: Callable[[], bool],
 ) -> Iterator[Round]:
     """Prefill and decode with all drafters; see ``OpenAnswer``."""
-    request = AnswerRequest(prompt, params, draft_length, n_logprobs=None, model_name="")
     made: list[Round] = []
-    asked = (list(prompt), None)
 
     def keep(step: Round | PromptProgress) -> None:
         if isinstance(step, Round):
             made.append(step)
 
-    answer = OpenAnswer(pair, pair.state, request, asked, keep, cancelled, on_prefilled=on_prefilled)
+    request = Request(pair.encoder, prompt, params, draft_length)
+    job = Job(lambda job: None, keep, request=request, told_to_stop=cancelled)
+    answer = OpenAnswer(pair, pair.state, job, (list(prompt), None), on_prefilled=on_prefilled)
     with closing(answer), suppress(Cancelled):
         while (rows := answer.propose()) is not None:
-            answer.commit(answer.decode(rows))
+            answer.commit(answer.decoder.decode(rows))
             yield from made
             made.clear()
     answer.finish()
@@ -267,13 +258,13 @@ SCORING_CHUNK = 64
 """Tokens scored in one pass; a row of logits each, up to a megabyte for the largest vocabularies."""
 
 
-def never_ran(request: AnswerRequest, job: Job, pair: Pair) -> Reply:
+def never_ran(pair: Pair, job: Job) -> Reply:
     return Reply(
         "",
         [],
         "cancelled",
         SpecStats(),
-        request.model_name,
+        pair.name,
         pair.draft_names,
         pair.target.backend,
         cancelled_by=job.cancelled_by,
@@ -281,21 +272,21 @@ def never_ran(request: AnswerRequest, job: Job, pair: Pair) -> Reply:
     )
 
 
-def answer(request: AnswerRequest, pair: Pair, job: Job) -> Reply:
-    """Answer a request alone, giving every Round to the job as it happens."""
-    asked = request.read(pair.encoder, pair.state.context.n_ctx)
-    making = OpenAnswer(pair, pair.state, request, asked, job.give, job.stopped, job.started, overlaps=True)
+def answer(pair: Pair, job: Job) -> Reply:
+    """Answer a job's request alone, giving it every Round as it happens."""
+    asked = job.request.read(pair.state.context.n_ctx)
+    making = OpenAnswer(pair, pair.state, job, asked, overlaps=True)
     with closing(making), suppress(Cancelled):
         while True:
             with pair.worker.turns.one():
                 rows = making.propose()
                 if rows is None:
                     break
-                making.commit(making.decode(rows))
-    return making.reply(job)
+                making.commit(making.decoder.decode(rows))
+    return making.reply()
 
 
-def score(tokens: Sequence[int], n_top: int, pair: Pair, job: Job) -> list[ScoredToken]:
+def score(pair: Pair, tokens: Sequence[int], n_top: int, job: Job) -> list[ScoredToken]:
     """How probable the target finds each token after those before it.
 
     Raises:

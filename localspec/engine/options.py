@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 from localspec.backends import check_name
 from localspec.backends.placement import Placement, check_engine
-from localspec.controllers.fixed import FixedController
 from localspec.engine.draft_sources import draft_source, is_free
 from localspec.errors import (
     KV_CACHE_TYPES,
@@ -19,12 +18,10 @@ from localspec.errors import (
     MAX_THREADS,
     UsageError,
     checked_whole,
-    did_you_mean,
     is_whole,
     listed,
     shown,
 )
-from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.drafters.names import AUTOMATIC, CORPUS, PARD, is_corpus
 from localspec.spec_decode.drafters.pard import file_and_mask
 from localspec.system.plugins import DRAFTERS, offered
@@ -101,10 +98,6 @@ def checked_parallel(value: Any) -> int | str:
 
 # Arguments that callers of the Python API give; each check raises ``UsageError`` with one line.
 
-DraftLength = int | str
-"""``auto``, or a number of tokens."""
-
-
 MAX_CORPORA = 8
 """Each is searched apart: some 20 µs for a draft token."""
 
@@ -169,18 +162,6 @@ def _check_parts(name: str) -> None:
         source.check(rest)
 
 
-def checked_length(value: Any) -> DraftLength:
-    if isinstance(value, str) and value == "auto":
-        return value
-    try:
-        length = int(value) if isinstance(value, str) or is_whole(value) else None
-    except ValueError:
-        length = None
-    if length is None:
-        raise UsageError(f"the draft length must be auto or a number, not {shown(value)}")
-    return FixedController(length).length
-
-
 def checked_loading(progress: Any, cancel: Any) -> threading.Event:
     if progress is not None and not callable(progress):
         raise UsageError(f"progress must be a function, not {shown(progress)}")
@@ -191,73 +172,3 @@ def checked_loading(progress: Any, cancel: Any) -> threading.Event:
 
 def checked_bound(value: Any) -> int | None:
     return None if value is None else checked_whole("max_queue", value, 0)
-
-
-# -- of a request ------------------------------------------------------------------------------------------------
-
-
-class SamplingOptions(TypedDict, total=False):
-    """The fields of ``SamplingParams``, as keywords of a request."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repeat_penalty: float
-    repeat_last_n: int
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: Mapping[int, float]
-    seed: int | None
-    max_tokens: int | None
-    stop: str | Sequence[str]
-    ignore_eos: bool
-    response_format: Mapping[str, Any] | None
-    grammar: str | None
-
-
-class RequestOptions(SamplingOptions, total=False):
-    """The keywords of a request; ``Asking.rounds`` explains them."""
-
-    speculate: bool
-    draft_length: DraftLength | None
-    drafters: str | Iterable[str] | None
-    prediction: str | Sequence[int] | None
-    think: str | None
-    thinking_budget: int | None
-    deadline: float | None
-    conversation: Hashable | None
-    priority: int
-    logprobs: int | None
-    keep_tokens: int | None
-
-
-def split_options(
-    params: SamplingParams | None, **options: Unpack[RequestOptions]
-) -> tuple[SamplingParams, dict[str, Any]]:
-    """The sampling parameters of a request, those given by keyword over ``params``, and its other options."""
-    for name in options:
-        if name not in REQUEST_OPTIONS:
-            raise UsageError(f"there is no option {name!r}{did_you_mean(name, REQUEST_OPTIONS)}")
-    sampling: dict[str, Any] = {name: value for name, value in options.items() if name in SAMPLING}
-    rest = {name: value for name, value in options.items() if name not in SAMPLING}
-    return replace(checked_params(params), **sampling), rest
-
-
-REQUEST_OPTIONS = tuple(RequestOptions.__annotations__)
-SAMPLING = frozenset(field.name for field in fields(SamplingParams))
-
-
-def checked_params(params: SamplingParams | None) -> SamplingParams:
-    if params is not None and not isinstance(params, SamplingParams):
-        raise UsageError(f"params must be SamplingParams, not {type(params).__name__}")
-    return SamplingParams() if params is None else params
-
-
-def drafter_names(names: str | Iterable[str]) -> list[str]:
-    several = listed(names)
-    several = [names] if several is None else several
-    for name in several:
-        if not isinstance(name, str):
-            raise UsageError(f"drafters must be names of drafters, not {shown(name)}")
-    return several

@@ -19,8 +19,9 @@ from localspec.controllers.learned import AcceptanceStore
 from localspec.engine.drafts import DraftMaker
 from localspec.engine.fit import MOST, ContextChoice, context_of, layers_for, open_memory
 from localspec.engine.loading import Loader, Remarks, Report, compared, engines_comparing, giving_way
-from localspec.engine.options import DraftLength, LoadOptions
+from localspec.engine.options import LoadOptions
 from localspec.engine.prefix_cache import PassCounts, PrefixCache
+from localspec.engine.request import DraftLength
 from localspec.engine.state import DecodingState, DraftModel
 from localspec.engine.stored_prompts import PromptStore, StoringPrompts
 from localspec.engine.worker import PREPARATION, STORING, Stopped, Worker
@@ -230,6 +231,7 @@ class Pair:
     """A target, its drafters, and what was learned about their cost and acceptance; owned by ``worker``'s thread.
 
     Attributes:
+        name: what replies call the target.
         loader: loads further models with the same options.
         warnings: one-line remarks from loading, and from idle time, that a user should see.
         context_choice: the context's size, and why.
@@ -244,7 +246,7 @@ class Pair:
     """
 
     def __init__(self, path: Path, draft: Sequence[str], options: LoadOptions, report: Report, worker: Worker) -> None:
-        self.options = options
+        self.name, self.options = path.name, options
         self.worker = worker
         self.warnings: list[str] = Remarks()
         self.loader = Loader(options, self.warnings)

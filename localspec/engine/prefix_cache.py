@@ -111,20 +111,20 @@ class PrefixCache:
             return
         held = self.held(context)
         n_held = shared_prefix(held, prompt)
-        n_known = max([n_held, *(_usable(entry, prompt) for entry in self._of(context))])
+        n_known = max([n_held, *(usable(entry.context, entry.tokens, prompt) for entry in self._of(context))])
         found = self._stored(context, prompt, n_known) if self._stored is not None else None
         if found is not None and self._take(context, *found):
             return
         if not self._max_bytes:
             return
-        best = max(self._of(context), key=lambda entry: _usable(entry, prompt), default=None)
-        if best is None or _usable(best, prompt) < n_held + MIN_TOKENS:
+        best = max(self._of(context), key=lambda entry: usable(entry.context, entry.tokens, prompt), default=None)
+        if best is None or usable(best.context, best.tokens, prompt) < n_held + MIN_TOKENS:
             if len(held) - n_held >= MIN_TOKENS:
                 self.put_aside(context)
             return
         best.used = next(self._clock)
         self.put_aside(context)
-        if len(best.tokens) - _usable(best, prompt) < MIN_TOKENS:
+        if len(best.tokens) - usable(best.context, best.tokens, prompt) < MIN_TOKENS:
             self._remove(best)  # the context will hold it, and more
         try:
             self.restore(context, best.tokens, best.state)
@@ -161,7 +161,7 @@ class PrefixCache:
             return None
         shared = [self._n_settled(batch[i], prompt) for i in range(batch.n_sequences)]
         best = max(range(batch.n_sequences), key=shared.__getitem__)
-        aside = max((_usable(entry, prompt) for entry in self._of(context)), default=0)
+        aside = max((usable(entry.context, entry.tokens, prompt) for entry in self._of(context)), default=0)
         is_most = shared[best] >= shared[number] + MIN_TOKENS and shared[best] + MIN_TOKENS > aside
         return (best, shared[best]) if is_most else None
 
@@ -176,7 +176,7 @@ class PrefixCache:
         if len(held) < MIN_TOKENS or not context.model.capabilities.saves_state:
             return
         for entry in self._of(context):
-            if len(held) - _usable(entry, held) < MIN_TOKENS:
+            if len(held) - usable(entry.context, entry.tokens, held) < MIN_TOKENS:
                 entry.used = next(self._clock)  # all but a few tokens of it are here already
                 return
         n_bytes = context.state_bytes
@@ -305,10 +305,6 @@ def usable(context: Context, tokens: Sequence[int], prompt: Sequence[int]) -> in
 
 def can_be_cut(context: Context) -> bool:
     return context.model.capabilities.rollback == "exact"
-
-
-def _usable(entry: CachedContext, prompt: Sequence[int]) -> int:
-    return usable(entry.context, entry.tokens, prompt)
 
 
 # What the rows of passes that answers shared were for.

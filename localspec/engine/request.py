@@ -1,4 +1,4 @@
-"""What is asked of a pair."""
+"""A request: what is asked of a pair, checked; and what it gives back, while it runs and when it is done."""
 
 from __future__ import annotations
 
@@ -6,80 +6,142 @@ import asyncio
 import os
 import queue
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import Any, TypedDict
 
-from localspec.engine.options import DraftLength, checked_length, drafter_names
+from localspec.controllers.fixed import FixedController
 from localspec.engine.worker import CancelledBy, Job, JobState
-from localspec.errors import Closed, UsageError, checked_whole, shown
+from localspec.errors import Closed, UsageError, checked_whole, did_you_mean, is_whole, listed, shown
 from localspec.prompts.prompts import Prompt, PromptEncoder, is_messages
-from localspec.sampling.grammar import grammar_of
 from localspec.sampling.sampling import SamplingParams, checked_top
 from localspec.spec_decode.detokenizer import ThinkingReader
 from localspec.spec_decode.rounds import EmittedToken, FinishReason, PromptProgress, Round, SpecStats
 from localspec.system.process import REFUSAL
 
 
+DraftLength = int | str
+"""``auto``, or a number of tokens."""
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of ``SamplingParams``, as keywords of a request."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repeat_penalty: float
+    repeat_last_n: int
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int | None
+    max_tokens: int | None
+    stop: str | Sequence[str]
+    ignore_eos: bool
+    response_format: Mapping[str, Any] | None
+    grammar: str | None
+
+
+class RequestOptions(SamplingOptions, total=False):
+    """The keywords of a request; ``Asking.rounds`` explains them."""
+
+    speculate: bool
+    draft_length: DraftLength | None
+    drafters: str | Iterable[str] | None
+    prediction: str | Sequence[int] | None
+    think: str | None
+    thinking_budget: int | None
+    deadline: float | None
+    conversation: Hashable | None
+    priority: int
+    logprobs: int | None
+    keep_tokens: int | None
+
+
+REQUEST_OPTIONS = tuple(RequestOptions.__annotations__)
+SAMPLING = frozenset(field.name for field in fields(SamplingParams))
+
+
+def split_options(
+    params: SamplingParams | None, options: Mapping[str, Any]
+) -> tuple[SamplingParams, dict[str, Any]]:
+    """The sampling parameters of a request, those given by keyword over ``params``, and its other options.
+
+    Raises:
+        UsageError: there is no such option, or a parameter makes no sense.
+    """
+    for name in options:
+        if name not in REQUEST_OPTIONS:
+            raise UsageError(f"there is no option {name!r}{did_you_mean(name, REQUEST_OPTIONS)}")
+    if not isinstance(params, SamplingParams | None):
+        raise UsageError(f"params must be SamplingParams, not {type(params).__name__}")
+    sampling: dict[str, Any] = {name: value for name, value in options.items() if name in SAMPLING}
+    rest = {name: value for name, value in options.items() if name not in SAMPLING}
+    return replace(params or SamplingParams(), **sampling), rest
+
+
+def checked_length(value: Any) -> DraftLength:
+    if isinstance(value, str) and value == "auto":
+        return value
+    try:
+        length = int(value) if isinstance(value, str) or is_whole(value) else None
+    except ValueError:
+        length = None
+    if length is None:
+        raise UsageError(f"the draft length must be auto or a number, not {shown(value)}")
+    return FixedController(length).length
+
+
 @dataclass(frozen=True, slots=True)
-class AnswerRequest:
-    """What is asked of a pair; see ``Asking.rounds``.
+class Request:
+    """What is asked of a pair, with the options that ``Asking.rounds`` explains, checked.
 
     Attributes:
+        encoder: makes tokens of the prompt.
         prompt: text, messages or token ids; or what makes them when the request's turn comes.
-        draft_length: ``auto``, or a number of tokens; 0 decodes plainly.
-        model_name: what the reply calls the target.
-        end_marks: texts that end the answer besides ``params.stop``, see ``PromptEncoder``.
+        draft_length: ``auto``, or a number of tokens; 0, to which ``speculate=False`` sets it, decodes plainly.
+        prediction: a text, or token ids, which it becomes.
+
+    Raises:
+        UsageError: an option makes no sense.
     """
 
+    encoder: PromptEncoder
     prompt: Prompt | Callable[[], Prompt]
     params: SamplingParams
-    draft_length: DraftLength
-    n_logprobs: int | None
-    model_name: str
+    draft_length: DraftLength = "auto"
+    speculate: bool = True
     drafters: Sequence[str] | None = None
-    prediction: Sequence[int] = ()
-    keep_tokens: int | None = None
+    prediction: Sequence[int] | None = None
     think: str | None = None
     thinking_budget: int | None = None
-    end_marks: Sequence[str] = ()
+    logprobs: int | None = None
+    keep_tokens: int | None = None
 
-    @classmethod
-    def checked(
-        cls,
-        prompt: Prompt | Callable[[], Prompt],
-        params: SamplingParams,
-        encoder: PromptEncoder,
-        default_length: DraftLength,
-        model_name: str,
-        *,
-        speculate: bool = True,
-        draft_length: DraftLength | None = None,
-        logprobs: int | None = None,
-        drafters: Sequence[str] | None = None,
-        prediction: str | Sequence[int] | None = None,
-        keep_tokens: int | None = None,
-        think: str | None = None,
-        thinking_budget: int | None = None,
-    ) -> AnswerRequest:
-        """A request of the options that ``Asking.rounds`` explains. Raises ``UsageError``."""
-        length = default_length if draft_length is None else checked_length(draft_length)
-        is_chat = think is not None or callable(prompt) or is_messages(prompt)  # a function makes a session's messages
-        return cls(
-            prompt=prompt,
-            params=params,
-            draft_length=length if speculate else 0,
-            n_logprobs=None if logprobs is None else checked_top(logprobs),
-            model_name=model_name,
-            drafters=None if drafters is None else drafter_names(drafters),
-            prediction=() if prediction is None else encoder.ids("prediction", prediction),
-            keep_tokens=None if keep_tokens is None else checked_whole("keep_tokens", keep_tokens, 0),
-            think=None if think is None else encoder.checked_think(think),
-            thinking_budget=None if thinking_budget is None else checked_whole("thinking_budget", thinking_budget, 0),
-            end_marks=encoder.end_marks if is_chat else (),
-        )
+    def __post_init__(self) -> None:
+        put = partial(object.__setattr__, self)
+        length = checked_length(self.draft_length)
+        put("draft_length", length if self.speculate else 0)
+        if self.drafters is not None:
+            several = listed(self.drafters)
+            put("drafters", [self.drafters] if several is None else several)
+            for name in self.drafters:
+                if not isinstance(name, str):
+                    raise UsageError(f"drafters must be names of drafters, not {shown(name)}")
+        if self.prediction is not None:
+            put("prediction", self.encoder.ids("prediction", self.prediction))
+        if self.think is not None:
+            self.encoder.checked_think(self.think)
+        if self.logprobs is not None:
+            put("logprobs", checked_top(self.logprobs))
+        for name in ("thinking_budget", "keep_tokens"):
+            if getattr(self, name) is not None:
+                put(name, checked_whole(name, getattr(self, name), 0))
 
-    def read(self, encoder: PromptEncoder, room: int | None = None) -> tuple[list[int], ThinkingReader | None]:
+    def read(self, room: int | None = None) -> tuple[list[int], ThinkingReader | None]:
         """The prompt's tokens, and what tells thinking and answer apart; None where the model is not known to think.
 
         ``room``: see ``PromptEncoder.encode``.
@@ -87,9 +149,9 @@ class AnswerRequest:
         Raises:
             UsageError, TemplateError: the prompt cannot be.
         """
+        encoder, think = self.encoder, self.think or "auto"
         prompt = self.prompt() if callable(self.prompt) else self.prompt
-        think = self.think or "auto"
-        if grammar_of(self.params.response_format, self.params.grammar) is not None:
+        if self.params.constrained:
             if think not in ("auto", "off"):
                 raise UsageError("constrained output cannot be combined with thinking: leave out one of them")
             think = "off"
@@ -155,12 +217,9 @@ class Reply:
 
 
 class _Stream:
-    """Reads a job that is queued here: it gives ``Round`` and ``PromptProgress``, if it makes any, and then itself."""
+    """Reads a job, which it queues: that gives ``Round`` and ``PromptProgress``, if it makes any, and then itself."""
 
-    def __init__(self, job: Job, deliver: Callable[[Any], Any]) -> None:
-        self._job = job
-        job.deliver = deliver
-        job.submit(job)
+    _job: Job
 
     @property
     def state(self) -> JobState:
@@ -181,8 +240,9 @@ class RoundStream(_Stream, Iterator[Round]):
     """
 
     def __init__(self, job: Job) -> None:
-        self._items = queue.SimpleQueue[Any]()
-        super().__init__(job, self._items.put)
+        self._job, self._items = job, queue.SimpleQueue[Any]()
+        job.deliver = self._items.put
+        job.submit(job)
 
     def __iter__(self) -> RoundStream:
         return self
@@ -242,7 +302,9 @@ class AsyncRoundStream(_Stream, AsyncIterator[Round]):
     def __init__(self, job: Job) -> None:
         loop = asyncio.get_running_loop()
         items = self._items = asyncio.Queue[Any]()
-        super().__init__(job, lambda item: loop.call_soon_threadsafe(items.put_nowait, item))
+        self._job = job
+        job.deliver = lambda item: loop.call_soon_threadsafe(items.put_nowait, item)
+        job.submit(job)
         late = None if job.ends_at is None else max(0.0, job.ends_at - time.monotonic())
         self._timer = None if late is None else loop.call_later(late, job.cancel, "deadline")
 

@@ -42,7 +42,7 @@ class Slot:
     """A request from when its turn has come to its reply.
 
     Attributes:
-        asked: what ``AnswerRequest.read`` returned.
+        asked: what ``Request.read`` returned.
         needs: tokens reserved for it, its prompt included.
         making: its answer, once it has begun.
         sequence: of the memory, in which its answer is; None before it has begun.
@@ -318,7 +318,7 @@ class Scheduler:
             self._running.append(job)
         try:
             if job.start():
-                asked = job.request.read(self._pair.encoder, self._pair.context.n_ctx)
+                asked = job.request.read(self._pair.state.context.n_ctx)
                 self._slots.append(Slot(job, asked, self._memory.needs(asked[0], job.request.params.max_tokens)))
             else:
                 self._end(job, None)  # cancelled, or too late
@@ -364,9 +364,7 @@ class Scheduler:
             try:
                 memory.make_room_for(prompt, sequence)
                 state, shared = memory.state_of(sequence), ShareOfPass(memory.passes)
-                slot.making = OpenAnswer(
-                    self._pair, state, job.request, slot.asked, job.give, job.stopped, job.started, shared=shared
-                )
+                slot.making = OpenAnswer(self._pair, state, job, slot.asked, shared=shared)
                 undo.callback(slot.making.close)
                 memory.put_idle_aside()  # not before: the answer may begin with what one of them holds
             except BaseException as error:
@@ -380,7 +378,7 @@ class Scheduler:
     def _finish(self, slot: Slot) -> None:
         try:
             slot.making.close()
-            reply = slot.making.reply(slot.job)
+            reply = slot.making.reply()
         except BaseException as error:
             self._leave(slot, error)
         else:
@@ -397,12 +395,12 @@ class Scheduler:
         if result is not None:
             job.end(result)
         self._running.remove(job)
-        self._queue.release(job)
+        self._queue.release(job.conversation)
 
     def _drop_cancelled(self) -> None:
         for slot in [slot for slot in self._slots if slot.job.stopped()]:
             if slot.sequence is None:
-                self._leave(slot, never_ran(slot.job.request, slot.job, self._pair))
+                self._leave(slot, never_ran(self._pair, slot.job))
             else:
                 self._finish(slot)
 

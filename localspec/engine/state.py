@@ -18,7 +18,8 @@ from localspec.controllers.calibration import PassKind
 from localspec.controllers.cost_model import PassCost, PassTimes
 from localspec.controllers.fixed import FixedController
 from localspec.controllers.learned import AcceptanceStore
-from localspec.engine.options import MAX_PARALLEL, DraftLength
+from localspec.engine.options import MAX_PARALLEL
+from localspec.engine.request import DraftLength
 from localspec.errors import EngineMismatch, UnsupportedModel, UsageError
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.ahead import DraftAhead
@@ -185,8 +186,8 @@ class DecodingState:
             draft.source: draft.name for draft in self.models
         }
 
-    def drafters_for(self, names: Sequence[str] | None, prediction: Sequence[int]) -> list[Drafter]:
-        """The drafters of one request: of these names, or all; n-grams too where there is a prediction.
+    def drafters_for(self, names: Sequence[str] | None, *, predicted: bool = False) -> list[Drafter]:
+        """The drafters of one request: of these names, or all; n-grams too where the answer is ``predicted``.
 
         Raises:
             UsageError: no such drafter is loaded.
@@ -196,7 +197,7 @@ class DecodingState:
         if unknown:
             raise UsageError(f"no drafter {unknown[0]!r} is loaded; there is {', '.join(called.values()) or 'none'}")
         chosen = [each for each in self.usable if names is None or called[each.info.source] in names]
-        if prediction and not any(drafter.info.source == NGRAM for drafter in chosen) and (chosen or names is None):
+        if predicted and not any(drafter.info.source == NGRAM for drafter in chosen) and (chosen or names is None):
             chosen.insert(0, NgramDrafter())
         return chosen
 

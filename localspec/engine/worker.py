@@ -190,6 +190,7 @@ class Job(Future[Any]):
         conversation, deadline, priority: see ``Asking.rounds``.
         request: what it is about, if it may share passes with others; None: it runs alone.
         submit: queues it, for a stream that reads what it gives.
+        told_to_stop: what else stops it, besides its caller and its deadline; polled.
 
     Attributes:
         settle: is called with the job at its end, before it is delivered.
@@ -215,6 +216,7 @@ class Job(Future[Any]):
         priority: int = 0,
         request: Any = None,
         submit: Callable[[Job], None] = lambda job: None,
+        told_to_stop: Stopped = lambda: False,
     ) -> None:
         super().__init__()
         try:
@@ -238,7 +240,7 @@ class Job(Future[Any]):
         self.refused: BaseException | None = None
         self.process = os.getpid()
         self._work: Callable[[Job], Any] | None = work
-        self.deliver, self.submit, self._abandoned = deliver, submit, abandoned
+        self.deliver, self.submit, self._abandoned, self._told_to_stop = deliver, submit, abandoned, told_to_stop
         self.settle: Callable[[Job], None] = lambda job: None
 
     @property
@@ -302,6 +304,8 @@ class Job(Future[Any]):
 
     def stopped(self) -> bool:
         """Whether the work should end: polled by the work itself."""
+        if self.cancelled_by is None and self._told_to_stop():
+            self.cancelled_by = "caller"
         if self.cancelled_by is None and self.ends_at is not None and time.monotonic() >= self.ends_at:
             self.cancelled_by = "deadline"
         return self.cancelled_by is not None
@@ -379,7 +383,8 @@ class FairQueue:
                 for conversation, jobs in self._conversations.items()
             }
             self._conversations = {conversation: jobs for conversation, jobs in alive.items() if jobs}
-            self.wake()
+            self._at_rest = False
+            self._changed.notify_all()
 
     def get(self, pause: Callable[[], tuple[float | None, bool]] = lambda: (None, True)) -> Job | None:
         """The next job, once there is one; None when the queue is closed and empty, or ``IdleWork.pause`` is over."""
@@ -387,7 +392,7 @@ class FairQueue:
             while True:
                 seconds, at_rest = pause()  # before the look at what came: it is long enough for something to come
                 for conversation in list(self._served):
-                    self._release(conversation)
+                    self.release(conversation)
                 job = self._pop()
                 if job is not None or self.closed or seconds == 0:
                     return job
@@ -401,10 +406,12 @@ class FairQueue:
         with self._changed:
             return self._pop(lambda job: job.request is not None and (above is None or job.priority > above))
 
-    def release(self, job: Job) -> None:
-        """A job that was taken is over: its conversation may be served again, after those that came meanwhile."""
+    def release(self, conversation: Hashable) -> None:
+        """A conversation's job is over: it may be served again, after those that came meanwhile."""
         with self._changed:
-            self._release(job.conversation)
+            self._served.discard(conversation)
+            if conversation in self._conversations:
+                self._conversations[conversation] = self._conversations.pop(conversation)
 
     def _pop(self, fits: Callable[[Job], bool] = lambda job: True) -> Job | None:
         heads = [jobs[0] for conversation, jobs in self._conversations.items() if conversation not in self._served]
@@ -417,11 +424,6 @@ class FairQueue:
             del self._conversations[job.conversation]
         self._served.add(job.conversation)
         return job
-
-    def _release(self, conversation: Hashable) -> None:
-        self._served.discard(conversation)
-        if conversation in self._conversations:
-            self._conversations[conversation] = self._conversations.pop(conversation)
 
     def wake(self) -> None:
         """Have ``get`` ask its ``pause`` again."""

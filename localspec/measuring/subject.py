@@ -22,9 +22,8 @@ from typing import Any
 from localspec.backends.base import Context, ContextState, FloatArray, shared_prefix
 from localspec.engine.answer import rounds
 from localspec.engine.draft_sources import is_free
-from localspec.engine.options import DraftLength
 from localspec.engine.pair import Pair
-from localspec.engine.request import Reply
+from localspec.engine.request import DraftLength, Reply
 from localspec.engine.state import DecodingState, taps_of
 from localspec.errors import Cancelled, EngineError, ModelFileError, PromptTooLong, UsageError
 from localspec.llm import LLM

@@ -446,6 +446,12 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
+    def constrained(self) -> bool:
+        """Whether a schema or a grammar says what the answer may be."""
+        form = self.response_format
+        return self.grammar is not None or (form is not None and form.get("type") != "text")
+
+    @property
     def edits_logits(self) -> bool:
         """Whether bias or penalties change the logits before anything else."""
         return bool(self.logit_bias) or (

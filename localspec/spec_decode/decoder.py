@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from localspec.spec_decode.ahead import DraftAhead
 from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.drafters.base import Controller, Drafter
 from localspec.spec_decode.drafters.group import DrafterGroup
+from localspec.spec_decode.overlapping import RoundOverlap
 from localspec.spec_decode.proposer import Proposer
 from localspec.spec_decode.rounds import Draft, EmittedToken, FinishReason, Round, Span, TokenKind, Verdict
 from localspec.spec_decode.verification import Rows, verify
@@ -71,12 +72,14 @@ class SpeculativeDecoder:
         drafters: in the order in which they were loaded.
         lost: takes a drafter that failed, and why; the answer goes on without it.
         ahead: drafts while the target verifies; None drafts in the ordinary order. For one answer at a time.
-        learns_later: leaves it to the caller to ``learn`` from each round.
+        overlap: holds rounds until the next pass has begun; who hands them on then has to ``learn`` from them too.
 
     Attributes:
         taps: the hidden states of the target that the drafters read.
-        finish_reason: why the answer ended; None until it does.
         unread: what the next passes read of the prompt.
+        tokens: everything settled, the prompt included.
+        budget: tokens that may still be emitted.
+        finish_reason: why the answer ended; None until it does.
 
     Raises:
         UsageError: the target's context does not return the hidden states that a drafter reads.
@@ -89,10 +92,9 @@ class SpeculativeDecoder:
         controller: Controller,
         lost: Callable[[Drafter, str], None] = lambda drafter, why: None,
         ahead: DraftAhead | None = None,
-        *,
-        learns_later: bool = False,
+        overlap: RoundOverlap | None = None,
     ) -> None:
-        self.ahead = ahead
+        self.ahead, self.overlap = ahead, overlap
         self.target = target
         self.group = DrafterGroup(drafters, self._without)
         self.taps = {tap for drafter in drafters for tap in drafter.info.taps}
@@ -101,13 +103,21 @@ class SpeculativeDecoder:
                 f"the target's context was not made to return {sorted(missing)[0]!r}, which a drafter reads"
             )
         self.controller = controller
-        self.finish_reason: FinishReason | None = None
         self.unread: Sequence[int] = ()
+        self.tokens: list[int] = []
+        self.budget = 0
+        self.finish_reason: FinishReason | None = None
         self._lost = lost
-        self._learns_later = learns_later
         self._failed: set[str] = set()
         self._n_chunk = PREFILL_CHUNK
-        self._answer: _Answer | None = None
+        self._is_open = False
+        self._ahead: DraftAhead | None = None  # of this answer: a grammar's state follows one text only
+        # Of the round under way: what its pass verifies, if it does; whether the draft's end may be left out; else the
+        # tokens that close a thinking block.
+        self._verified: Draft | None = None
+        self._gives_way = False
+        self._forced: Sequence[int] = ()
+        self._started = self._drafted = 0.0
 
     def _without(self, drafter: Drafter, why: str) -> None:
         self._failed.add(drafter.info.source)
@@ -145,23 +155,26 @@ class SpeculativeDecoder:
             self.close()
 
     def decode(self, rows: TargetPass) -> Forward:
-        """Run one pass of the target for this answer alone; meanwhile, where that is done, the next draft is made."""
-        answer, target = self._answer, self.target
-        draft = None if answer is None else answer.draft
-        ahead = answer.ahead.preparing(answer.tokens, draft) if answer and answer.ahead and draft is not None else None
-        with ahead or nullcontext():
+        """Run one pass of the target for this answer alone; meanwhile, where that is done, the next draft is made, or
+        the round before is handed on."""
+        meanwhile: AbstractContextManager[None] = nullcontext()
+        if self.overlap is not None:
+            meanwhile = self.overlap.within(self.target)
+        elif self._ahead is not None and self._verified is not None:
+            meanwhile = self._ahead.preparing(self.tokens, self._verified)
+        with meanwhile:
             if rows.parents is not None:
-                return target.decode_tree(rows.tokens, rows.parents)
-            return target.decode(rows.tokens, rows.logits, rows.n_best)
+                return self.target.decode_tree(rows.tokens, rows.parents)
+            return self.target.decode(rows.tokens, rows.logits, rows.n_best)
 
     def close(self) -> None:
         """The answer is over, or broken off: what is not settled leaves the target's memory. Safe to call twice."""
         if self.ahead is not None:
             self.ahead.close()
-        if self._answer is not None:
+        if self._is_open:
             with suppress(LocalspecError):
-                self.target.truncate(min(self.target.n_past, len(self._answer.tokens) - 1))
-            self._answer = None
+                self.target.truncate(min(self.target.n_past, len(self.tokens) - 1))
+            self._is_open = False
 
     # -- what any loop is made of ------------------------------------------------------------------------------------
 
@@ -183,7 +196,8 @@ class SpeculativeDecoder:
                 "answer included; shorten it, or take a larger context: --ctx N, in Python n_ctx=N"
             )
         n_cached = self.target.reuse(prompt[:-1])
-        self.unread, self._n_chunk, self._answer = prompt[n_cached:-1], n_chunk, None
+        self.unread, self._n_chunk = prompt[n_cached:-1], n_chunk
+        self._is_open, self._verified = False, None
         return n_cached
 
     def start(
@@ -204,28 +218,21 @@ class SpeculativeDecoder:
             constraint: the grammar that the answer follows, at its beginning.
             prediction: a text that the answer is likely to repeat.
         """
-        target, tokens, noise = self.target, list(prompt), Noise(params.seed)
-        end_tokens = frozenset() if params.ignore_eos else target.model.vocab.eog
-        takes_rows = constraint is not None or n_logprobs is not None
-        answer = self._answer = _Answer(
-            tokens=tokens,
-            params=params,
-            noise=noise,
-            proposer=Proposer(params, noise, constraint, target.model.n_vocab),
-            text=text,
-            end_tokens=end_tokens,
-            draft_ends=end_tokens if text.thinking is None else end_tokens | text.thinking.draft_ends,
-            budget=min(params.max_tokens or target.n_ctx, target.n_ctx - len(tokens)),
-            constraint=constraint,
-            n_logprobs=n_logprobs,
-            n_best=0 if takes_rows else params.n_best,
-            ahead=self.ahead if constraint is None else None,  # a grammar's state follows one text only
-        )
-        self.unread, self.finish_reason = (), None
+        target, self.tokens, self._noise = self.target, list(prompt), Noise(params.seed)
+        self.unread, self.finish_reason, self._n_rounds = (), None, 0
+        self.budget = min(params.max_tokens or target.n_ctx, target.n_ctx - len(prompt))
+        self._is_open, self._verified, self._ahead = True, None, self.ahead if constraint is None else None
+        self._params, self._text, self._n_logprobs, self._constraint = params, text, n_logprobs, constraint
+        # How many of the largest logits of a row do for verification; 0: it takes whole rows.
+        self._n_best = 0 if constraint is not None or n_logprobs is not None else params.n_best
+        self._proposer = Proposer(params, self._noise, constraint, target.model.n_vocab)
+        self._end_tokens: frozenset[int] = frozenset() if params.ignore_eos else target.model.vocab.eog
+        # No draft goes on behind these.
+        self._draft_ends = self._end_tokens if text.thinking is None else self._end_tokens | text.thinking.draft_ends
         for drafter in self.group.drafters:
-            drafter.begin(tokens, prediction=prediction, target=target)
-        if answer.ahead is not None:
-            answer.ahead.begin(self.group, answer.proposer, answer.draft_ends)
+            drafter.begin(self.tokens, prediction=prediction, target=target)
+        if self._ahead is not None:
+            self._ahead.begin(self.group, self._proposer, self._draft_ends)
 
     def propose(self) -> TargetPass:
         """What the next pass is over: a chunk of the prompt, or the last settled token and the draft, whose token i is
@@ -234,23 +241,21 @@ class SpeculativeDecoder:
             n = min(self._n_chunk, len(self.unread))
             n_after = len(self.unread) - n
             # These states come with logits only: of the prompt's last token there is one for the first draft.
-            has_late_tap = not self.taps.isdisjoint((NORM, layer_name(self.target.model.n_layers - 1)))
-            return TargetPass(self.unread[:n], "last" if has_late_tap and not n_after else "none", n_after=n_after)
-        answer = self._answer
-        assert answer is not None
-        thinking = answer.text.thinking
-        answer.forced = [] if thinking is None else thinking.forced[: answer.budget]
-        answer.started, answer.draft = time.perf_counter(), None
-        if answer.forced:
-            answer.drafted = answer.started
-            return TargetPass([answer.tokens[-1], *answer.forced[:-1]])
-        draft = answer.draft = self._draft(answer)
-        answer.drafted = time.perf_counter()
+            late_taps = self.taps and self.taps & {NORM, layer_name(self.target.model.n_layers - 1)}
+            return TargetPass(self.unread[:n], "last" if late_taps and not n_after else "none", n_after=n_after)
+        thinking, last = self._text.thinking, self.tokens[-1]
+        self._forced = [] if thinking is None else thinking.forced[: self.budget]
+        self._started, self._verified = time.perf_counter(), None
+        if self._forced:
+            self._drafted = self._started
+            return TargetPass([last, *self._forced[:-1]])
+        draft = self._verified = self._draft()
+        self._drafted = time.perf_counter()
         return TargetPass(
-            [answer.tokens[-1], *draft.ids],
+            [last, *draft.ids],
             parents=[-1, *(parent + 1 for parent in draft.parents)] if draft.branches else None,
-            draft=draft if answer.gives_way and not draft.branches else None,
-            n_best=answer.n_best,
+            draft=draft if self._gives_way and not draft.branches else None,
+            n_best=self._n_best,
         )
 
     def commit(self, forward: Forward) -> Round | None:
@@ -266,21 +271,19 @@ class SpeculativeDecoder:
             for drafter in self.group.drafters:
                 drafter.process(chunk, forward)
             return None
-        answer = self._answer
-        assert answer is not None
-        n_settled, budget = len(answer.tokens), answer.budget
+        n_settled, budget = len(self.tokens), self.budget
         try:
-            round_ = self._round(answer, forward)
+            round_ = self._round(forward)
         except BaseException as error:
-            del answer.tokens[n_settled:]
-            answer.budget = budget
+            del self.tokens[n_settled:]
+            self.budget = budget
             with suppress(LocalspecError):
                 self.target.truncate(min(self.target.n_past, n_settled - 1))
             if isinstance(error, NotNumbers):
                 model = self.target.model
                 raise EngineError(f"{model.engine} computes logits of {model.path.name} that are not numbers") from None
             raise
-        answer.n_rounds, self.finish_reason = answer.n_rounds + 1, round_.finish_reason
+        self._n_rounds, self.finish_reason = self._n_rounds + 1, round_.finish_reason
         return round_
 
     def learn(self, round_: Round) -> None:
@@ -289,43 +292,43 @@ class SpeculativeDecoder:
 
     # -- the parts of a round ----------------------------------------------------------------------------------------
 
-    def _draft(self, answer: _Answer) -> Draft:
+    def _draft(self) -> Draft:
         """What the drafters propose, as far as the controller lets them; empty is plain decoding."""
-        thinking, ahead, n_past = answer.text.thinking, answer.ahead, self.target.n_past
-        room, hidden = answer.budget - 1, {} if ahead is None else ahead.hidden
+        thinking, ahead, n_past = self._text.thinking, self._ahead, self.target.n_past
+        room, hidden = self.budget - 1, {} if ahead is None else ahead.hidden
         room = room if thinking is None else int(min(room, thinking.room))  # no round may overrun either budget
         thinks = thinking is not None and thinking.inside
         plan = self.controller.plan(room, n_past, thinks=thinks, hidden=hidden, lost=self._failed)
-        answer.gives_way = plan.gives_way
+        self._gives_way = plan.gives_way
         try:
             if ahead is not None:
-                return ahead.draft(answer.tokens, plan)
-            may_branch = self.target.can_branch and answer.constraint is None
+                return ahead.draft(self.tokens, plan)
+            may_branch = self.target.can_branch and self._constraint is None
             branching = plan.branching() if may_branch else None
-            return self.group.draft(answer.tokens, plan, answer.proposer, answer.draft_ends, branching)
+            return self.group.draft(self.tokens, plan, self._proposer, self._draft_ends, branching)
         finally:
             if self.target.n_past > n_past:  # a drafter decoded in it
                 self.target.truncate(n_past)
 
-    def _round(self, answer: _Answer, forward: Forward) -> Round:
+    def _round(self, forward: Forward) -> Round:
         """Accept or reject the draft, take back what was rejected, emit the rest, learn.
 
         Tokens that close a thinking block are read as accepted ones, and teach nothing.
         """
         verified = time.perf_counter()
-        target, tokens, forced = self.target, answer.tokens, answer.forced
+        target, tokens, forced = self.target, self.tokens, self._forced
         replays = target.model.capabilities.rollback == "replay"
         if forced:
             draft, verdict, read = Draft(), Verdict(0, forced[-1], "forced"), [tokens[-1], *forced[:-1]]
             judged: list[VerifiedToken] = [(token, "forced", "target") for token in forced]
         else:
-            assert answer.draft is not None
-            draft = answer.draft
+            assert self._verified is not None
+            draft = self._verified
             if len(forward) <= len(draft):  # the rest gave way to rows of other answers
                 draft = Draft(draft[: len(forward) - 1])
-            params, constraint, rows = answer.params, answer.constraint, forward.logits
+            params, constraint, rows = self._params, self._constraint, forward.logits
             judging: Rows = rows if constraint is None else constraint.rows(rows, draft.ids, params)
-            verdict = verify(draft, judging, tokens, params, answer.noise, forward.ids)
+            verdict = verify(draft, judging, tokens, params, self._noise, forward.ids)
             read = [tokens[-1], *draft.ids]
             judged = [(draft[i].id, "accepted", draft[i].source) for i in verdict.accepted]
             judged.append((verdict.next_token, verdict.kind, "target"))
@@ -338,11 +341,11 @@ class SpeculativeDecoder:
         for drafter in self.group.drafters:
             drafter.process(read, forward)
         # A replay would overwrite the rows that log-probabilities are read from.
-        rows = forward.logits.copy() if replays and answer.n_logprobs is not None else forward.logits
+        rows = forward.logits.copy() if replays and self._n_logprobs is not None else forward.logits
         rejecting = time.perf_counter()
         target.truncate(len(tokens) + len(judged) - 1)  # rejected draft tokens leave the target's memory
         replayed = time.perf_counter() - rejecting if replays else 0.0  # by another pass, which the width cost too
-        emitted, spans, finish = answer.emit(judged, rows)
+        emitted, spans, finish = self._emit(judged, rows)
         settled = [token.id for token in emitted]
         tokens += settled
         if target.n_past >= len(tokens):  # the answer ended within the draft
@@ -350,50 +353,26 @@ class SpeculativeDecoder:
         for drafter in self.group.drafters:
             drafter.accept(settled)
         round_ = Round(
-            index=answer.n_rounds,
+            index=self._n_rounds,
             draft=draft,
             verdict=verdict,
             emitted=emitted,
-            ms_draft=(answer.drafted - answer.started) * 1e3,
-            ms_verify=(verified - answer.drafted + replayed) * 1e3,
+            ms_draft=(self._drafted - self._started) * 1e3,
+            ms_verify=(verified - self._drafted + replayed) * 1e3,
             n_past=len(tokens) - len(settled) - 1,
             spans=spans,
             reason="the thinking budget was spent, so the block was closed" if forced else "",
             finish_reason=finish,
-            ahead=None if answer.ahead is None or forced else answer.ahead.count,
+            ahead=None if self._ahead is None or forced else self._ahead.count,
         )
         if not forced:
             self.controller.observe(round_, row)
-            if not self._learns_later:
+            if self.overlap is None:
                 self.controller.learn(round_)
         round_.ms_other = (time.perf_counter() - verified - replayed) * 1e3
         return round_
 
-
-@dataclass(slots=True)
-class _Answer:
-    """The answer that is being made; arguments as for ``start``."""
-
-    tokens: list[int]  # everything settled, the prompt included
-    params: SamplingParams
-    noise: Noise
-    proposer: Proposer
-    text: TextAssembler
-    end_tokens: frozenset[int]
-    draft_ends: frozenset[int]  # tokens that no draft goes on behind
-    budget: int  # tokens that may still be emitted
-    constraint: Constraint | None
-    n_logprobs: int | None
-    n_best: int  # how many of the largest logits of a row do for verification; 0: it takes whole rows
-    ahead: DraftAhead | None
-    n_rounds: int = 0
-    draft: Draft | None = None  # what the round's pass verifies, if it does
-    gives_way: bool = False  # whether the draft's end may be left out
-    forced: Sequence[int] = ()  # the tokens that close a thinking block, where that is this round's pass
-    started: float = 0.0
-    drafted: float = 0.0
-
-    def emit(
+    def _emit(
         self, verified: Sequence[VerifiedToken], rows: Rows
     ) -> tuple[list[EmittedToken], list[Span], FinishReason | None]:
         """Verified tokens, each with its row: emitted, the text that may be shown, and why the answer ends."""
@@ -401,18 +380,18 @@ class _Answer:
         spans: list[Span] = []
         for i, (token, kind, source) in enumerate(verified):
             self.budget -= 1
-            is_end = token in self.end_tokens
+            is_end = token in self._end_tokens
             if not is_end:
-                spans += self.text.push(token, kind, source)
-            is_whole = self.constraint.settle(token) if self.constraint and kind != "forced" else False
-            logprobs = None if self.n_logprobs is None else token_logprobs(rows[i], token, self.n_logprobs)
-            text, thinks = ("", False) if is_end else (self.text.token_text, self.text.token_thinks)
+                spans += self._text.push(token, kind, source)
+            is_whole = self._constraint.settle(token) if self._constraint and kind != "forced" else False
+            logprobs = None if self._n_logprobs is None else token_logprobs(rows[i], token, self._n_logprobs)
+            text, thinks = ("", False) if is_end else (self._text.token_text, self._text.token_thinks)
             emitted.append(EmittedToken(token, kind, source, text, logprobs, thinks))
-            if is_end or is_whole or self.text.stopped or self.budget <= 0:
-                spans += self.text.finish()
+            if is_end or is_whole or self._text.stopped or self.budget <= 0:
+                spans += self._text.finish()
                 # A stop string that was complete, while a longer one might still have come, ends the answer after all.
-                return emitted, spans, "stop" if is_end or is_whole or self.text.stopped else "length"
-            if kind != "forced" and self.text.thinking is not None and self.text.thinking.forced:
+                return emitted, spans, "stop" if is_end or is_whole or self._text.stopped else "length"
+            if kind != "forced" and self._text.thinking is not None and self._text.thinking.forced:
                 # A block was opened, which ends a draft. At most the target's own token is dropped here, and a forced
                 # one takes its place: no position is judged twice, which without a seed would take the same noise.
                 break

@@ -6,7 +6,8 @@ A variant of the loop for one answer: what a finished round leaves to be done is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from localspec.backends.base import Context
 from localspec.spec_decode.rounds import Round
@@ -27,6 +28,16 @@ class RoundOverlap:
         for context in self._contexts:
             context.meanwhile = self._release
 
+    @contextmanager
+    def within(self, context: Context) -> Iterator[None]:
+        """Within the block a context runs a pass, and the round is handed on, at the latest when it is over."""
+        if not context.overlaps:  # its caller has to wait, so that is done now
+            self._release()
+        try:
+            yield
+        finally:
+            self.settle()
+
     def settle(self) -> None:
         """Hand on the round that is held, if it still is; what handing on raised is raised here, not in a pass."""
         self._release()
@@ -44,8 +55,3 @@ class RoundOverlap:
         except BaseException as error:
             self._error = error
 
-
-def before_pass(context: Context) -> None:
-    """A context is about to compute: where its caller has to wait, what would be done meanwhile is done now."""
-    if context.meanwhile is not None and not context.overlaps:
-        context.meanwhile()

@@ -280,10 +280,10 @@ def test_two_files_of_one_name_are_told_apart(tiny: TinyFiles, tmp_path: Path) -
         shutil.copy(pair.draft, file)
     with LLM(pair.target, draft=[*files, "ngram"], backend="reference", n_ctx=64, draft_length=2) as llm:
         assert llm.draft_names == ["ngram", "a/draft", "b/draft", f"{tmp_path.name}/ngram"]
-        every = {drafter.info.source for drafter in llm.inspect().state.drafters_for(None, ())}
+        every = {drafter.info.source for drafter in llm.inspect().state.drafters_for(None)}
         assert every == {"ngram", "model", "model2", "model3"}
         for name, source in zip(llm.draft_names, ["ngram", "model", "model2", "model3"], strict=True):
-            (one,) = llm.inspect().state.drafters_for([name], ())
+            (one,) = llm.inspect().state.drafters_for([name])
             assert one.info.source == source
         reply = llm.generate([5, 6], SHORT, drafters=["b/draft"])
         assert set(reply.stats["by_source"]) == {"model2"}

@@ -23,7 +23,7 @@ from localspec.commands.chat.chat import Chat
 from localspec.commands.chat.screen import ChatScreen
 from localspec.commands.replay.command import read
 from localspec.engine.answer import answer
-from localspec.engine.request import AnswerRequest
+from localspec.engine.request import Request
 from localspec.engine.worker import Job
 from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.rounds import Round
@@ -128,10 +128,10 @@ def test_answers_of_a_model_wherever_they_end(llm: LLM, data: st.DataObject) -> 
         if len(rounds) == give_up_after:
             job.cancel()
 
-    request = AnswerRequest(prompt, params, length, None, "tiny")
-    job = Job(lambda job: answer(request, llm.inspect(), job), deliver)
+    pair = llm.inspect()
+    job = Job(lambda job: answer(pair, job), deliver, request=Request(pair.encoder, prompt, params, length))
     with late_after(10**9 if looks is None else looks):
-        llm.inspect().worker.call(job.run)
+        pair.worker.call(job.run)
     check(llm, params, rounds, ended[0])
 
 

@@ -29,7 +29,7 @@ from localspec.engine import drafts as drafts_module
 from localspec.engine import fit as fit_module
 from localspec.engine import state as state_module
 from localspec.engine.pair import Pair
-from localspec.engine.request import AnswerRequest, RoundStream
+from localspec.engine.request import Request, RoundStream
 from localspec.llm import Session
 from localspec.sampling.constraint import constraint_for
 from localspec.sampling.sampling import Noise, distribution, edit_logits
@@ -476,7 +476,7 @@ def check_text(plain: LLM, asked: Asked) -> None:
 
 def _read(llm: LLM, prompt: Any, params: SamplingParams, options: dict[str, Any]) -> Any:
     """The tokens of a prompt, and what tells thinking apart in the answer."""
-    return AnswerRequest.checked(prompt, params, llm.inspect().encoder, 0, "", **options).read(llm.inspect().encoder)
+    return Request(llm.inspect().encoder, prompt, params, **options).read()
 
 
 def _groups(asks: Sequence[Ask]) -> list[list[Ask]]:

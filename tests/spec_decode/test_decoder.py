@@ -77,17 +77,16 @@ def test_a_round_that_fails_leaves_tokens_and_memory_as_they_were(
         decoder.prefill(prompt, lambda: False)
         expected = tokens_of(list(decoder.rounds(prompt, params, TextAssembler(model.vocab))))
         decoder.prefill(prompt, lambda: False)
-        decoder.start(prompt, params, TextAssembler(model.vocab))
+        text = TextAssembler(model.vocab)
+        decoder.start(prompt, params, text)
         said: list[int] = []
         for _ in range(4):
             round_ = decoder.commit(decoder.decode(decoder.propose()))
             assert round_ is not None
             said += [token.id for token in round_.emitted]
-        answer = decoder._answer
-        assert answer is not None
-        before, budget = list(decoder.target.tokens), answer.budget
+        before, budget = list(decoder.target.tokens), decoder.budget
         forward = decoder.decode(decoder.propose())
-        owner: Any = {"emit": answer.text, "truncate": decoder.target}.get(where)
+        owner: Any = {"emit": text, "truncate": decoder.target}.get(where)
         if owner is None:
             owner = decoder.controller if hasattr(decoder.controller, where) else decoder.group.drafters[0]
         truncate = decoder.target.truncate
@@ -98,8 +97,8 @@ def test_a_round_that_fails_leaves_tokens_and_memory_as_they_were(
                 patch.setattr(owner, where, lambda n: next(calls)(n))
             with pytest.raises(Broken):
                 decoder.commit(forward)
-        assert [*prompt, *said] == answer.tokens
-        assert (decoder.target.tokens, answer.budget) == (before, budget)
+        assert [*prompt, *said] == decoder.tokens
+        assert (decoder.target.tokens, decoder.budget) == (before, budget)
         decoder.close()
         decoder.prefill(prompt, lambda: False)
         assert tokens_of(list(decoder.rounds(prompt, params, TextAssembler(model.vocab)))) == expected

@@ -15,8 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
 
-from localspec.engine.options import checked_length
-from localspec.engine.request import Reply
+from localspec.engine.request import Reply, checked_length
 from localspec.engine.worker import Job
 from localspec.llm import Asking, Session, load
 from localspec.sampling.sampling import SamplingParams

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from localspec.backends.base import FEW_ROWS, Context, Forward, Wanted
 from localspec.errors import ContextFull, EngineError
 from localspec.spec_decode.drafters.base import Drafter, DrafterFailed, DrafterInfo, Plan, Proposer, proposed
-from localspec.spec_decode.overlapping import before_pass
 from localspec.spec_decode.rounds import DraftToken
 
 # Counterfactual draft tokens scored when a draft model catches up. Each takes a row of its output head. Set by hand.
@@ -96,8 +95,10 @@ class DraftModelDrafter(Drafter):
         return forward
 
     def _decode(self, tokens: Sequence[int], rows: Wanted) -> Forward:
-        before_pass(self.context)
-        return self.context.decode(tokens, rows, self._n_best)
+        context = self.context
+        if context.meanwhile is not None and not context.overlaps:  # its caller has to wait, so that is done now
+            context.meanwhile()
+        return context.decode(tokens, rows, self._n_best)
 
     def begin(self, tokens: Sequence[int], *, prediction: Sequence[int] = (), target: Context | None = None) -> None:
         self._n_prompt = self._n_settled = len(tokens)

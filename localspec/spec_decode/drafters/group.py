@@ -39,31 +39,25 @@ class DrafterGroup:
         (``ahead``), what drafts from its states waits.
         """
         settled = len(tokens)
+        draft, is_over = Draft(), False
         proposer.rivals = None if branching is None else {}
         try:
-            draft = self._chain(tokens, plan, proposer, end_tokens, ahead)
+            while plan.room > 0 and not is_over:
+                for drafter in self._in_order(tokens, plan, ahead):
+                    if found := self._ask(drafter, tokens, plan, proposer):
+                        break
+                else:
+                    break
+                for token in found:
+                    draft.append(token)
+                    tokens.append(token.id)
+                    if is_over := proposer.extend(token.id) or token.id in end_tokens:
+                        break
             if branching is not None and draft:
                 del tokens[settled:]
                 self._branch(draft, tokens, branching, proposer, end_tokens)
         finally:
             del tokens[settled:]
-        return draft
-
-    def _chain(
-        self, tokens: list[int], plan: Plan, proposer: Proposer, end_tokens: frozenset[int], ahead: bool
-    ) -> Draft:
-        draft = Draft()
-        while plan.room > 0:
-            for drafter in self._in_order(tokens, plan, ahead):
-                if found := self._ask(drafter, tokens, plan, proposer):
-                    break
-            else:
-                break
-            for token in found:
-                draft.append(token)
-                tokens.append(token.id)
-                if proposer.extend(token.id) or token.id in end_tokens:
-                    return draft
         return draft
 
     def _branch(
