@@ -127,10 +127,11 @@ class Request:
         put("draft_length", length if self.speculate else 0)
         if self.drafters is not None:
             several = listed(self.drafters)
-            put("drafters", [self.drafters] if several is None else several)
-            for name in self.drafters:
+            names: list[Any] = [self.drafters] if several is None else several
+            for name in names:
                 if not isinstance(name, str):
                     raise UsageError(f"drafters must be names of drafters, not {shown(name)}")
+            put("drafters", names)
         if self.prediction is not None:
             put("prediction", self.encoder.ids("prediction", self.prediction))
         if self.think is not None:

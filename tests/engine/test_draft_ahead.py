@@ -80,17 +80,6 @@ def test_another_draft_is_another_choice(files: tuple[Path, Path], apart: LLM) -
     assert apart.generate("one two", PARAMS, draft_length=3).stats["num_ahead_tokens"] > 0
 
 
-def test_a_request_that_is_dropped_leaves_the_pair_ready(apart: LLM) -> None:
-    wanted = apart.generate("one two", PARAMS, draft_length=3).token_ids
-    for n in (1, 2, 5):
-        stream = apart.rounds("one two", PARAMS, draft_length=3)
-        for _ in range(n):
-            next(stream)
-        stream.close()
-        assert stream.reply.finish_reason == "cancelled"
-        assert apart.generate("one two", PARAMS, draft_length=3).token_ids == wanted
-
-
 def test_two_contexts_of_a_real_engine_work_at_once(
     tiny: TinyFiles, fast_backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:

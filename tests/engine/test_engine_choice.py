@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +25,6 @@ from localspec.engine.loading import (
     ordered,
 )
 from localspec.engine.options import LoadOptions
-from localspec.system.files import JsonStore, home
 from localspec.system.steps import exhaust
 from tests.conftest import TinyFiles
 from tests.support.machines import Machine, TimedContext
@@ -235,16 +233,6 @@ def test_what_is_said_of_it_is_said_once_and_names_the_way_back(
         f"Engine for {tiny.bpe.name}: llama-cpp (measured faster on {found.day}; localspec doctor --calibrate measures "
         "again, --backend ik-llama overrides)"
     ]
-
-
-def test_choices_of_earlier_versions_are_forgotten(tiny: TinyFiles) -> None:
-    """They rested on one curve each, whatever else ran."""
-    forget(tiny.bpe, OPTIONS)
-    (stored,) = (home() / "engines").iterdir()
-    JsonStore(stored.parent, 1).put(
-        json.loads(stored.read_text())["key"], {"ms": {USUAL: 30_000.0, OTHER: 10_000.0}, "told": True}
-    )
-    assert order(tiny.bpe) == NAMES
 
 
 AVX2 = b"AVX = 1 | AVX2 = 1 | AVX512 = 0 | FMA = 1 | "

@@ -59,16 +59,6 @@ def sources_of(reply: Any) -> set[str]:
 # What is said.
 
 
-@pytest.mark.parametrize("draft", ["head", "early-exit", "auto"])
-def test_the_text_does_not_depend_on_it(tiny: TinyFiles, head: Path, draft: str) -> None:
-    with open_llm(tiny, draft) as llm:
-        assert llm.warnings == []
-        for params in (GREEDY, SEEDED):  # engines: ``test_any_drafter``
-            reply = llm.generate("one two one two", params)
-            assert reply.token_ids == says(llm, params=params, speculate=False)
-            assert ("head" if draft == "auto" else draft.partition(":")[0]) in sources_of(reply)
-
-
 def test_two_heads_draft_beside_each_other(tiny: TinyFiles, head: Path, tmp_path: Path) -> None:
     other = write_random_head(tiny.pair.target, tmp_path / "other.gguf", "parallel", taps=("norm",))
     with open_llm(tiny, ["head", f"head:{head}", f"head:{other}"]) as llm:
@@ -126,34 +116,6 @@ def test_other_conversations_are_brought_back_to_a_context_that_was_replaced(tin
         assert llm.cache_info()["entries"] > 0
         contexts = llm.run(lambda pair: {entry.context for entry in pair.prefix_cache._entries})
         assert contexts == {llm.run(lambda pair: pair.context)}  # nothing of heads is put aside
-
-
-def test_a_session_goes_on_with_a_head(tiny: TinyFiles, head: Path, tmp_path: Path, engine: str) -> None:
-    path = tmp_path / "chat.session"
-    params = SamplingParams(max_tokens=12, ignore_eos=True)
-    with open_llm(tiny, "head", engine, n_ctx=512) as llm:
-        session = llm.session()
-        session.chat("hello", params)
-        session.save(path)
-        expected = session.chat("and on", params, speculate=False).token_ids
-    with open_llm(tiny, "head", engine, n_ctx=512) as llm:
-        session = llm.load_session(path)
-        assert session.notice is None
-        reply = session.chat("and on", params)
-        assert reply.token_ids == expected
-        assert reply.stats["by_source"]["head"]["num_draft_tokens"] > 0
-
-
-def test_an_answer_that_is_broken_off_leaves_all_as_it_should_be(tiny: TinyFiles, head: Path) -> None:
-    with open_llm(tiny, ["head", "early-exit:1"]) as llm:
-        plain = says(llm, speculate=False)
-        for n in (1, 2, 5):
-            stream = llm.rounds("one two one two", GREEDY)
-            for _ in range(n):
-                next(stream)
-            stream.close()
-            assert says(llm) == plain
-        assert says(llm, "three " * 60) == says(llm, "three " * 60, speculate=False)
 
 
 # Heads that fail, or are not there.

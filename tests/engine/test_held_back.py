@@ -82,21 +82,6 @@ def check(llm: LLM, params: SamplingParams, rounds: Sequence[Round], reply: Repl
         assert rounds[-1].finish_reason in (reply.finish_reason, None)
 
 
-@given(pieces_of(st.one_of(TEXTS.map(str.encode), st.binary(max_size=30))), st.data())
-def test_pieces_and_rest_are_the_answer_wherever_it_breaks_off(pieces: list[bytes], data: st.DataObject) -> None:
-    whole = b"".join(pieces).decode("utf-8", "replace")
-    cuts = st.tuples(st.integers(0, len(whole)), st.integers(1, 5)).map(lambda at: whole[at[0] : sum(at)])
-    stop = [text for text in data.draw(st.lists(st.one_of(cuts, cuts.map(lambda s: s + "a")), max_size=4)) if text]
-    end = data.draw(st.integers(0, len(pieces)))
-    assembler, text = TextAssembler(Pieces(pieces), stop), ""
-    for i in range(end):
-        text += "".join(span.text for span in assembler.push(i, "plain", "target"))
-        if assembler.stopped:
-            break
-    text += "".join(span.text for span in assembler.finish())
-    assert (text, assembler.stopped) == cut_at_stop(b"".join(pieces[:end]).decode("utf-8", "replace"), stop)
-
-
 @settings(deadline=None)  # of the test framework; a loaded machine takes its time
 @given(st.data())
 def test_answers_of_a_model_wherever_they_end(llm: LLM, data: st.DataObject) -> None:

@@ -56,13 +56,6 @@ class Holding:
         raise Cancelled("stopped")
 
 
-def test_steps_are_taken_while_nothing_waits_and_then_the_thread_rests(worker: Worker) -> None:
-    log: list[str] = []
-    worker.when_idle(steps(5, log))
-    assert worker.wait_idle(SOON)
-    assert log == ["step"] * 5
-
-
 def test_priorities(worker: Worker) -> None:
     log: list[str] = []
 
@@ -203,17 +196,6 @@ def test_the_battery_is_asked_about_now_and_then(
 # An LLM.
 
 
-def test_an_answer_stops_idle_work_and_idle_work_counts_as_no_request(tiny: TinyFiles) -> None:
-    with LLM(tiny.quick.target, draft=None, backend="reference", n_ctx=256) as llm:
-        assert llm.wait_idle(SOON)
-        holding = Holding()
-        llm.inspect().worker.when_idle(holding)
-        assert holding.entered.wait(SOON)
-        assert (llm.busy, llm.queue_length) == (False, 0)
-        assert llm.generate("x", SamplingParams(max_tokens=4, ignore_eos=True)).stats["completion_tokens"] == 4
-    assert holding.left.is_set()
-
-
 def test_a_dropped_llm_with_idle_work_is_collected(tiny: TinyFiles) -> None:
     llm = LLM(tiny.quick.target, draft=None, backend="reference", n_ctx=256)
     holding = Holding()
@@ -226,15 +208,6 @@ def test_a_dropped_llm_with_idle_work_is_collected(tiny: TinyFiles) -> None:
     thread.join(SOON)
     assert not thread.is_alive()
     assert context.closed
-
-
-def test_idle_work_can_be_declined(tiny: TinyFiles) -> None:
-    with LLM(tiny.quick.target, draft=None, backend="reference", n_ctx=256, idle=False) as llm:
-        log: list[str] = []
-        llm.inspect().worker.when_idle(steps(1, log))
-        llm.generate("x", SamplingParams(max_tokens=1))
-        assert llm.wait_idle(SOON)
-    assert log == []
 
 
 ENDING = """

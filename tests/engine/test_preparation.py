@@ -329,23 +329,6 @@ def test_a_quick_curve_is_used_until_there_is_a_better_one(tmp_path: Path) -> No
     assert known(1) == 3.0
 
 
-def test_steps_are_exhausted_or_ended_by_what_a_tick_raises() -> None:
-    log: list[str] = []
-
-    def work() -> Steps[int]:
-        try:
-            yield
-            yield
-            return 7
-        finally:
-            log.append("ended")
-
-    assert exhaust(work()) == 7
-    with pytest.raises(KeyError):
-        exhaust(work(), lambda: {}["x"])
-    assert log == ["ended", "ended"]
-
-
 def test_a_load_that_gives_way_blames_no_engine_and_tries_no_other(tiny: TinyFiles) -> None:
     """As when a question comes while the chat's draft model is being loaded."""
     seen: list[str] = []

@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 
 from localspec import LLM, SamplingParams
-from localspec.backends.base import Context, Forward, shared_prefix
+from localspec.backends.base import shared_prefix
 from localspec.engine.pair import DRAFT_PIECE, TARGET_PIECE, ReadAhead
 from tests.conftest import TinyFiles
+from tests.support.contexts import watch_passes
 
 pytestmark = pytest.mark.usefixtures("measured_home")
 
 SOON = 60.0
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 SYSTEM = {"role": "system", "content": "You are terse, and you like boats, harbours, lanterns and crates of oranges."}
-
-
-def widths(llm: LLM, context: Context, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """From now on, how many tokens every pass of a context takes."""
-    found: list[int] = []
-    decode = context.decode
-
-    def counted(tokens: Sequence[int], *args: Any) -> Forward:
-        found.append(len(tokens))
-        return decode(tokens, *args)
-
-    monkeypatch.setattr(context, "decode", counted)
-    return found
 
 
 def test_a_draft_model_has_read_the_conversation_when_the_next_turn_comes(
@@ -44,7 +29,7 @@ def test_a_draft_model_has_read_the_conversation_when_the_next_turn_comes(
         assert llm.wait_idle(SOON)
         said = llm.tokenize("the cat sat on the mat and", add_special=True) + first.token_ids
         assert draft.tokens == said
-        seen = widths(llm, draft, monkeypatch)
+        seen = watch_passes(draft, monkeypatch)
         more = llm.generate(said + llm.tokenize(" so"), PARAMS)
         assert max(seen) <= 3  # the new words, and what a fully accepted draft leaves
     with LLM(tiny.pair.target, None, backend="reference", n_ctx=512) as plain:
@@ -87,7 +72,7 @@ def test_no_step_reads_more_than_one_piece_and_none_once_a_request_waits(
 
         def read() -> list[int]:
             draft.truncate(0)
-            seen = widths(llm, draft, monkeypatch)
+            seen = watch_passes(draft, monkeypatch)
             assert task(lambda: True)
             assert not seen
             while task(lambda: False):

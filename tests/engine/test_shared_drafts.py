@@ -21,6 +21,7 @@ from localspec.sampling.sampling import Noise
 from localspec.spec_decode.drafters.base import Plan
 from localspec.spec_decode.proposer import Proposer
 from tests.conftest import TinyFiles
+from tests.support.contexts import watch_passes
 from tests.support.enumeration import law_of_two
 from tests.support.heads import write_random_head
 from tests.support.memory import check_only_conversations_are_held, passes_of, shared_memories
@@ -108,33 +109,6 @@ def test_each_drafts_and_says_what_it_does_alone(llm: LLM, alone: list[Reply], m
     assert llm.warnings == []
 
 
-def test_who_comes_and_goes_changes_nobody_elses_drafts(llm: LLM, alone: list[Reply]) -> None:
-    """Conversations that go on, end midway and give their place to others."""
-
-    def client(seed: int) -> None:
-        for n in range(8):
-            text, params, options = asked((3 * seed + n) % 16)
-            stream = llm.rounds(text, params, **options)
-            if n % 3 == 1:
-                next(stream, None)
-                stream.close()
-            elif n % 3 == 2:
-                first = stream.reply.text
-                llm.generate(text + first + " and", params, **options)
-
-    threads = [threading.Thread(target=client, args=(seed,)) for seed in range(3)]
-    for thread in threads:
-        thread.start()
-    # Where a head's memory begins depends on what was read before it; what a draft model says does not.
-    replies = [llm.generate(text, params, **options) for text, params, options in map(asked, range(16))]
-    for thread in threads:
-        thread.join()
-    assert [reply.token_ids for reply in replies] == [reply.token_ids for reply in alone]
-    assert llm.warnings == []
-
-    llm.run(check_only_conversations_are_held)
-
-
 def test_the_law_of_free_draws_with_neighbours(llm: LLM) -> None:
     """Chi-squared over two tokens of three likely ones each, n = 400; false alarms under 1e-4 (8 degrees: 31.8)."""
     prompt = llm.tokenize("la la lo la la lo la")
@@ -191,15 +165,7 @@ def test_rows_go_to_the_draft_tokens_that_are_worth_most(drafted: LLM, monkeypat
 def test_a_draft_model_reads_a_long_prompt_in_pieces(drafted: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batching_module, "STALL", 0.5)
     expect(drafted, Known({1: 10.0, 64: 10.5}), Known({1: 0.2, 200: 30.0}))
-    context = drafted.inspect().state.models[0].context
-    read: list[int] = []
-    decode = context.decode
-
-    def recorded(tokens: Sequence[int], *args: Any) -> Forward:
-        read.append(len(tokens))
-        return decode(tokens, *args)
-
-    monkeypatch.setattr(context, "decode", recorded)
+    read = watch_passes(drafted.inspect().state.models[0].context, monkeypatch)
     reply = drafted.generate("lo " * 55, SamplingParams(max_tokens=24, ignore_eos=True))
     assert reply.stats["num_draft_tokens"] > 0
     assert sum(read) > 110

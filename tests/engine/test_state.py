@@ -49,17 +49,6 @@ def test_work_runs_on_the_engines_thread_while_no_request_runs(llm: LLM) -> None
         llm.run(lambda pair: None)
 
 
-def test_the_state_names_what_decodes(llm: LLM, tiny: TinyFiles) -> None:
-    state = llm.run(lambda pair: pair.state)
-    assert [drafter.info.source for drafter in state.drafters] == ["ngram", "model"] == list(state.names)
-    assert [drafter.info.runs_model for drafter in state.drafters] == [False, True]
-    assert [drafter.info.copies for drafter in state.drafters] == [True, False]
-    assert state.target.path == tiny.pair.target
-    (draft,) = state.models
-    assert (draft.path, draft.source) == (tiny.pair.draft, "model")
-    assert state.contexts == [state.context, draft.context]
-
-
 def test_what_a_fork_learns_stays_in_it(llm: LLM) -> None:
     def compare(pair: Pair) -> None:
         before = pair.state
@@ -74,24 +63,6 @@ def test_what_a_fork_learns_stays_in_it(llm: LLM) -> None:
         assert known == (before.times.scale, before.models[0].times.scale, before.acceptance.budget.as_dict())
 
     llm.run(compare)
-
-
-def test_a_fork_has_the_drafters_that_were_asked_for(llm: LLM) -> None:
-    def names(*sources: str) -> list[str]:
-        def use(pair: Pair) -> list[str]:
-            before = pair.state
-            pair.use(before.fork(sources))
-            found = pair.draft_names
-            pair.use(before)
-            return found
-
-        return llm.run(use)
-
-    before = llm.draft_names
-    assert names("ngram") == ["ngram"]
-    assert names("model") == before[1:]
-    assert names() == []
-    assert llm.draft_names == before
 
 
 def test_forks_with_their_own_contexts_answer_in_turns(llm: LLM) -> None:
