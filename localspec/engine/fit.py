@@ -405,7 +405,9 @@ def choose_parallel(model: Model, times: PassTimes, n_ctx: int, available: int |
     if not model.capabilities.keeps_kv_type:
         kept = f"{model.backend} keeps values of several conversations in 16 bits"
         return ParallelChoice(1, f"{kept}, and a {model.kv_type} cache was asked for")
-    needed = _batch_bytes(model, n_ctx)
+    with GGUFFile(model.path) as file:
+        kv_type = model.kv_type if model.kv_type in KV_VALUE_BYTES else "f16"
+        needed = kv_shape(file).bytes(N_CONTEXTS * n_ctx, kv_type)
     if available is not None and needed > MEMORY_SHARE * available:
         room = f"{N_CONTEXTS} contexts of {n_ctx:,} tokens take {needed / 1e9:.2f} GB"
         return ParallelChoice(1, f"{room}, over half of the {available / 1e9:.2f} GB that are free")
@@ -424,8 +426,3 @@ def _rate(times: PassTimes, model: Model, n: int) -> float:
     shared = SharedPasses(times, model.capabilities.device)
     shared.n_cells = CELLS_EACH if model.capabilities.own_cells else n * CELLS_EACH
     return n / shared.with_overhead(n, n)
-
-
-def _batch_bytes(model: Model, n_ctx: int) -> int:
-    with GGUFFile(model.path) as file:
-        return kv_shape(file).bytes(N_CONTEXTS * n_ctx, model.kv_type if model.kv_type in KV_VALUE_BYTES else "f16")

@@ -542,14 +542,11 @@ class Worker:
         self._last = self._last or last
         self.queue.close()
         if cancel:
-            self.cancel_all()
+            for job in [*self.queue.waiting(), *self.running]:
+                job.cancel()
         if wait and threading.current_thread() is not self._thread:
             while self._thread.is_alive():
                 self._thread.join(timeout=1.0)
-
-    def cancel_all(self) -> None:
-        for job in [*self.queue.waiting(), *self.running]:
-            job.cancel()
 
     def _run(self) -> None:
         while True:
