@@ -108,7 +108,7 @@ def test_the_next_job_has_the_highest_priority_of_idle_conversations() -> None:
         fair.put(each)
     assert fair.get() is jobs[1]
     assert [fair.take() for _ in range(5)] == [jobs[3], jobs[0], jobs[2], jobs[4], None]  # x2 comes after x1
-    fair.release(jobs[0])
+    fair.release(jobs[0].conversation)
     assert fair.take(above=9) is None
     assert fair.take() is later
 
