@@ -146,6 +146,7 @@ class DecodingState:
         drafting_ahead: drafts while the target verifies; None where that is not done.
         batch: the memory that the context is a sequence of, where several answers share passes.
         failed: sources of drafters that have failed, and are not asked any more.
+        names: source -> what people call the drafter.
     """
 
     context: Context
@@ -156,6 +157,11 @@ class DecodingState:
     drafting_ahead: DraftAhead | None = None
     batch: SequenceBatch | None = None
     failed: set[str] = field(default_factory=set)
+    names: dict[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.names = {each.info.source: each.info.name for each in self.free}
+        self.names |= {each.source: each.name for each in self.models}
 
     @property
     def target(self) -> Model:
@@ -179,24 +185,17 @@ class DecodingState:
     def usable(self) -> list[Drafter]:
         return [each for each in self.drafters if each.info.source not in self.failed]
 
-    @property
-    def names(self) -> dict[str, str]:
-        """Source -> what people call the drafter."""
-        return {drafter.info.source: drafter.info.name for drafter in self.free} | {
-            draft.source: draft.name for draft in self.models
-        }
-
     def drafters_for(self, names: Sequence[str] | None, *, predicted: bool = False) -> list[Drafter]:
         """The drafters of one request: of these names, or all; n-grams too where the answer is ``predicted``.
 
         Raises:
             UsageError: no such drafter is loaded.
         """
-        called = self.names
-        unknown = [name for name in names or () if name not in called.values()]
+        known = list(self.names.values())
+        unknown = [name for name in names or () if name not in known]
         if unknown:
-            raise UsageError(f"no drafter {unknown[0]!r} is loaded; there is {', '.join(called.values()) or 'none'}")
-        chosen = [each for each in self.usable if names is None or called[each.info.source] in names]
+            raise UsageError(f"no drafter {unknown[0]!r} is loaded; there is {', '.join(known) or 'none'}")
+        chosen = [each for each in self.usable if names is None or self.names[each.info.source] in names]
         if predicted and not any(drafter.info.source == NGRAM for drafter in chosen) and (chosen or names is None):
             chosen.insert(0, NgramDrafter())
         return chosen
