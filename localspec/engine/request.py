@@ -20,7 +20,6 @@ from localspec.spec_decode.detokenizer import ThinkingReader
 from localspec.spec_decode.rounds import EmittedToken, FinishReason, PromptProgress, Round, SpecStats
 from localspec.system.process import REFUSAL
 
-
 DraftLength = int | str
 """``auto``, or a number of tokens."""
 
@@ -65,9 +64,7 @@ REQUEST_OPTIONS = tuple(RequestOptions.__annotations__)
 SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 
 
-def split_options(
-    params: SamplingParams | None, options: Mapping[str, Any]
-) -> tuple[SamplingParams, dict[str, Any]]:
+def split_options(params: SamplingParams | None, options: Mapping[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:
     """The sampling parameters of a request, those given by keyword over ``params``, and its other options.
 
     Raises:

@@ -54,4 +54,3 @@ class RoundOverlap:
                 self._hand_on(round_)
         except BaseException as error:
             self._error = error
-

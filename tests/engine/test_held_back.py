@@ -25,11 +25,10 @@ from localspec.commands.replay.command import read
 from localspec.engine.answer import answer
 from localspec.engine.request import Request
 from localspec.engine.worker import Job
-from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.rounds import Round
 from localspec.system.terminal import visible
 from tests.conftest import TinyFiles
-from tests.spec_decode.test_detokenizer import TEXTS, Pieces, cut_at_stop, pieces_of
+from tests.spec_decode.test_detokenizer import cut_at_stop
 from tests.support.serving import serve
 
 FREE = SamplingParams(max_tokens=40, ignore_eos=True)

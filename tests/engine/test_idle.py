@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from localspec import LLM, SamplingParams
+from localspec import LLM
 from localspec.engine import worker as worker_module
 from localspec.engine.worker import ASK_AGAIN_S, IdleWork, Job, Stopped, Worker, on_mains
 from localspec.errors import Cancelled, EngineError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from tests.conftest import TinyFiles
 from tests.support.contexts import watch_passes
 from tests.support.enumeration import law_of_two
 from tests.support.heads import write_random_head
-from tests.support.memory import check_only_conversations_are_held, passes_of, shared_memories
+from tests.support.memory import passes_of, shared_memories
 from tests.support.waiting import Brake
 
 N_CTX = 192
