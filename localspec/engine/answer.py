@@ -180,24 +180,21 @@ class OpenAnswer:
             self.decoder.close()
             self._stack.close()
 
-    def finish(self) -> None:
-        """After ``close``, of an answer that did not fail: deliver what was held back of its text."""
+    def reply(self) -> Reply:
+        """The whole, after ``close``, of an answer that did not fail; what was held back of its text is delivered
+        first."""
+        stats, pair, job, shared, rounds = self._stats, self._pair, self._job, self._shared, self._rounds
         if self.decoder.finish_reason is None:
             # What was held back is verified too, and nothing follows any more that could make a stop string of it.
             spans = self._text.finish()
             if spans or self._text.stopped:
-                self._show(Round.of_rest(len(self._rounds), spans, "stop" if self._text.stopped else "cancelled"))
+                self._show(Round.of_rest(len(rounds), spans, "stop" if self._text.stopped else "cancelled"))
         if self._request.keep_tokens is not None:
             self._conversation = list(self._prompt[: self._request.keep_tokens])
             for context in (self.decoder.target, *self._drafts):
-                self._pair.prefix_cache.cut(context, self._conversation)
+                pair.prefix_cache.cut(context, self._conversation)
         # Others may have begun since this one did.
-        self._pair.conversation, self._pair.last = self._conversation, self._last
-
-    def reply(self) -> Reply:
-        """The whole, after ``close``; what was held back is delivered first."""
-        self.finish()
-        stats, pair, job, shared, rounds = self._stats, self._pair, self._job, self._shared, self._rounds
+        pair.conversation, pair.last = self._conversation, self._last
         times = pair.state.times
         widths = [round_.width for round_ in rounds if round_.emitted]
         if shared is not None and shared.has_company:
@@ -250,7 +247,7 @@ def rounds(
             answer.commit(answer.decoder.decode(rows))
             yield from made
             made.clear()
-    answer.finish()
+    answer.reply()
     yield from made
 
 

@@ -193,22 +193,6 @@ def test_load_throughout_is_no_ground_for_a_choice_and_it_is_measured_again(
     assert order(tiny.bpe) == NAMES
 
 
-def test_the_wide_pass_of_25_november(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both passes over 64 tokens of the usual engine took twice as long as bench read prompts; nobody was seen."""
-    seen: list[int] = []
-    machine = machines(monkeypatch)
-
-    def longer(n: int, width: int) -> float:
-        if width == WIDE and machine[0].slower == 1.0:
-            seen.append(n)
-            return 12.0 if len(seen) <= 2 else 1.0
-        return 1.0
-
-    found = compare(tiny.bpe, monkeypatch, 1.1, longer)
-    assert not found.prefers(OTHER, USUAL)
-    assert order(tiny.bpe) == NAMES
-
-
 def test_both_curves_are_kept(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     compare(tiny.bpe, monkeypatch, 0.5)
     for name, slower in ((USUAL, 1.0), (OTHER, 0.5)):

@@ -5,13 +5,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
 
 from localspec import LLM, LocalspecError, SamplingParams
-from localspec.backends.base import FloatArray, Forward
 from localspec.controllers.acceptance import GREEDY as GREEDY_PRIOR
 from localspec.controllers.acceptance import MOST_PROBABLE, SAMPLE, Prior, SourceAcceptance, of_a_head
 from localspec.controllers.calibration import curve_key, curves
@@ -119,30 +118,6 @@ def test_other_conversations_are_brought_back_to_a_context_that_was_replaced(tin
 
 
 # Heads that fail, or are not there.
-
-
-def test_a_head_whose_engine_fails_is_done_without(
-    tiny: TinyFiles, head: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with open_llm(tiny, ["ngram", "head"]) as llm:
-        plain = says(llm, speculate=False)
-        (loaded,) = llm.run(lambda pair: pair.state.models)
-        real, left = loaded.context._decode_floats, [5]
-
-        def failing(rows: FloatArray, tokens: Sequence[int], logits: Literal["all", "last", "none"]) -> Forward:
-            left[0] -= 1
-            if left[0] < 0:
-                raise EngineError("out of memory")
-            return real(rows, tokens, logits)
-
-        monkeypatch.setattr(loaded.context, "_decode_floats", failing)
-        assert says(llm) == plain
-        assert llm.draft_names == ["ngram"]
-        assert llm.warnings == [f"the draft {head} is not used any more: it failed: out of memory"]
-        left[0] = 10**9
-        llm.set_draft(["ngram", "head"])
-        assert llm.draft_names == ["ngram", "head"]
-        assert says(llm) == plain
 
 
 def test_auto_takes_a_head_of_either_kind(tiny: TinyFiles, measured_home: Path, tmp_path: Path) -> None:

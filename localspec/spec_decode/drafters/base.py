@@ -143,7 +143,7 @@ class DrafterInfo:
 
         What decodes states of the target cannot read a text without it, and starts anew after a gap.
         """
-        return self.is_draft_model and not self.own_tokens
+        return self.runs_model and not self.taps and not self.own_tokens
 
 
 class Drafter(ABC):
