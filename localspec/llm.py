@@ -36,7 +36,7 @@ from localspec.engine.request import (
     split_options,
 )
 from localspec.engine.saved import SavedContext, restore_contexts, save_contexts
-from localspec.engine.scheduler import serve_batch
+from localspec.engine.scheduler import Scheduler
 from localspec.engine.worker import Job, Result, Turns, Worker, on_mains
 from localspec.errors import Cancelled, Closed, SessionFileError, UsageError, checked_whole
 from localspec.model_files.catalog import Catalog
@@ -440,7 +440,8 @@ class LLM(Asking[Prompt]):
         pair = self._pair = self._load(path, drafts, options, cancel)
         self.backend_name, self.engine = pair.target.backend, pair.target.engine
         pair.name, self.n_ctx, self.template = self.model_name, pair.context.n_ctx, pair.encoder.template
-        serve_batch(pair)
+        if pair.parallel.n > 1:
+            self._worker.batch, self._worker.queue.at_once = Scheduler(pair).run, pair.parallel.n
         # Neither the worker nor this holds on to the LLM: dropped without close(), it gives its memory back too.
         self._finalizer = weakref.finalize(self, self._worker.close, pair.close, cancel=True, wait=False)
         self._finalizer.atexit = False

@@ -184,7 +184,7 @@ class DraftMaker:
         except LocalspecError as error:
             if not is_automatic or not any(draft.drafter.info.taps for draft in models):
                 raise
-            self._go_without(error)
+            self.loader.warnings.append(f"{error}; drafting without it")
             for draft in models:
                 if draft.drafter.info.taps:
                     draft.close()
@@ -217,7 +217,7 @@ class DraftMaker:
                 from_plugin = draft_source(name.partition(":")[0]) is not None
                 if not from_plugin and not isinstance(error, VocabularyMismatch):
                     raise
-                self._go_without(error)
+                self.loader.warnings.append(f"{error}; drafting without it")
         return free, _named(models, free)
 
     def _paying(self, name: str, free: Sequence[Drafter], others: Sequence[DraftModel]) -> list[DraftModel]:
@@ -263,9 +263,6 @@ class DraftMaker:
             if all(index.folder != other.index.folder for other in drafters):
                 drafters.append(CorpusDrafter(index, source_of(CORPUS, len(drafters)), name))
         return drafters
-
-    def _go_without(self, error: LocalspecError) -> None:
-        self.loader.warnings.append(f"{error}; drafting without it")
 
     def _found(self, name: str) -> tuple[DraftSource | None, FoundDraft]:
         """The kind of drafter that a name stands for, None for a draft model; and its file."""

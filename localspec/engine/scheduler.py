@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -272,11 +272,6 @@ class SharedMemory:
         return sum(self.held(slot) for slot in slots) // max(1, len(slots))
 
 
-def serve_batch(pair: Pair) -> None:
-    if pair.parallel.n > 1:
-        pair.worker.batch, pair.worker.queue.at_once = Scheduler(pair).run, pair.parallel.n
-
-
 class Scheduler:
     """Answers several requests at a time, on the worker's thread."""
 
@@ -359,21 +354,21 @@ class Scheduler:
         job, memory, prompt = slot.job, self._memory, slot.asked[0]
         sequence = memory.take(prompt)
         self._slots.remove(slot)
-        with ExitStack() as undo:
-            undo.callback(memory.leave, sequence)
+        try:
+            memory.make_room_for(prompt, sequence)
+            state, shared = memory.state_of(sequence), ShareOfPass(memory.passes)
+            slot.making = OpenAnswer(self._pair, state, job, slot.asked, shared=shared)
             try:
-                memory.make_room_for(prompt, sequence)
-                state, shared = memory.state_of(sequence), ShareOfPass(memory.passes)
-                slot.making = OpenAnswer(self._pair, state, job, slot.asked, shared=shared)
-                undo.callback(slot.making.close)
                 memory.put_idle_aside()  # not before: the answer may begin with what one of them holds
-            except BaseException as error:
-                undo.close()
-                self._end(job, error)
-            else:
-                undo.pop_all()  # it is closed when it is over
-                slot.sequence = sequence
-                self._slots.append(slot)
+            except BaseException:
+                slot.making.close()
+                raise
+        except BaseException as error:
+            memory.leave(sequence)
+            self._end(job, error)
+        else:
+            slot.sequence = sequence
+            self._slots.append(slot)
 
     def _finish(self, slot: Slot) -> None:
         try:

@@ -49,7 +49,10 @@ class DraftModelDrafter(Drafter):
         started = time.perf_counter()
         # What it would have drafted for the last settled tokens, read only now, shows how it is doing here.
         n_counterfactual = min(self._n_settled - max(known, self._n_prompt - 1) - 1, MAX_COUNTERFACTUAL)
-        forward = self._read(tokens, known, n_counterfactual if n - known > 2 else 0, plan, proposer)
+        if n - known > 2 and n_counterfactual > 0:
+            forward = self._catch_up(tokens, known, n_counterfactual, plan, proposer)
+        else:
+            forward = self._decode(tokens[known:], "last")
         ids = None if forward.ids is None else forward.ids[-1]
         confidence = proposer.confidence(forward.logits[-1], tokens, ids=ids)
         plan.spent(source, n - known, (time.perf_counter() - started) * 1e3)
@@ -74,13 +77,11 @@ class DraftModelDrafter(Drafter):
             known += piece
         return known
 
-    def _read(
+    def _catch_up(
         self, tokens: Sequence[int], known: int, n_counterfactual: int, plan: Plan, proposer: Proposer
     ) -> Forward:
         """Decode ``tokens[known:]``, the logits after the last being last; on the way, score a counterfactual draft
         token for each of the last ``n_counterfactual`` settled ones."""
-        if n_counterfactual <= 0:
-            return self._decode(tokens[known:], "last")
         first = self._n_settled - n_counterfactual - 1  # its logits predict the first token to be judged
         if first > known:
             self._decode(tokens[known:first], "none")
