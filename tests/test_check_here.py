@@ -112,9 +112,6 @@ def test_ctrl_c_keeps_what_was_done_and_the_next_run_goes_on(tmp_path: Path) -> 
     assert [(each["name"], each["status"]) for each in kept] == [("first", "done"), ("long", "interrupted")]
 
 
-# -- check_here --------------------------------------------------------------------------------------------------------
-
-
 def test_any_python_can_read_them() -> None:
     for name in ("check_here", "stages"):
         ast.parse((ROOT / f"scripts/{name}.py").read_text(encoding="utf-8"), feature_version=(3, 7))

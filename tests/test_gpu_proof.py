@@ -115,7 +115,7 @@ def test_stages_on_tiny_files_then_more_from_where_it_was_left(tmp_path: Path) -
     first, page = run(*(word for name in before for word in ("--only", name)))
     assert set(first) == set(before)
     assert "nothing here says anything about a GPU" in page
-    assert set(first["passes-qwen2.5-0.5b"]["ms_all_rows"]) == {"1", "2", "3", "4", "5", "6", "8"}  # type: ignore[index]
+    assert set(first["passes-qwen2.5-0.5b"]["ms_all_rows"]) == {"1", "2", "3", "4", "5", "6", "8"}
     nothing_new, page = run("--only", "contract", "--minutes", "0.2")
     assert nothing_new == first
     assert "no time left (0.2 of about 2 minutes were left)" in page
@@ -131,12 +131,12 @@ def test_stages_on_tiny_files_then_more_from_where_it_was_left(tmp_path: Path) -
                     "qwen2.5-7b on cpu, 0.5B on cpu"):  # fmt: skip
         assert heading in page
     assert "while the device computes: for none." in page  # there is none
-    assert second["rounds-qwen2.5-7b"]["ms_to_begin"] > 0  # type: ignore[index, operator]
+    assert second["rounds-qwen2.5-7b"]["ms_to_begin"] > 0
     for kind in ("plain_greedy", "drafted_greedy"):
-        assert second["rounds-qwen2.5-7b"][kind]["ms_own"] > 0  # type: ignore[index, call-overload]
+        assert second["rounds-qwen2.5-7b"][kind]["ms_own"] > 0
     ahead = second["ahead-qwen2.5-7b"]
-    assert ahead["counts"]["ordinary"]["prepared"] == 0  # type: ignore[index, call-overload]
-    counts = ahead["counts"]["ahead"]  # type: ignore[index, call-overload]
+    assert ahead["counts"]["ordinary"]["prepared"] == 0
+    counts = ahead["counts"]["ahead"]
     assert 0 <= counts["taken"] <= counts["prepared"]
     # Four in five are right, and those after a wrong one lost.
     assert 0.5 < counts["accepted"] / counts["drafted"] < 0.9

@@ -105,4 +105,4 @@ def test_a_model_that_cannot_says_so(tiny: TinyFiles, monkeypatch: pytest.Monkey
         with pytest.raises(UsageError, match=r"no fill-in-the-middle tokens.*coder model"):
             llm.fill("a", "b")
         with pytest.raises(UsageError, match="params must be"):
-            llm.fill("a", "b", {"max_tokens": 3})  # type: ignore[arg-type]
+            llm.fill("a", "b", {"max_tokens": 3})

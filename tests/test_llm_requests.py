@@ -69,9 +69,6 @@ class Gate:
         self._open.set()
 
 
-# The queue.
-
-
 def waiting(name: str, order: list[str], priority: int = 0, *, alone: bool = False) -> Job:
     """A job of the conversation that its first letter names."""
     request = None if alone else name
@@ -245,7 +242,7 @@ def test_a_full_queue_refuses_and_says_so(llm: LLM) -> None:
     assert not llm.busy
     for bound in (-1, 1.5, True):
         with pytest.raises(UsageError, match="max_queue"):
-            llm.max_queue = bound  # type: ignore[assignment]
+            llm.max_queue = bound
 
 
 def test_turns_between_conversations_of_an_llm(llm: LLM) -> None:
@@ -264,9 +261,6 @@ def test_turns_between_conversations_of_an_llm(llm: LLM) -> None:
         for stream in streams:
             assert len(stream.reply.token_ids) == 24
     assert order == ["a1", "b1", "a2", "b2", "a3"]
-
-
-# Cancelling.
 
 
 def test_a_request_cancelled_in_the_queue_never_runs(llm: LLM) -> None:
@@ -322,7 +316,7 @@ def test_a_deadline_in_an_answer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> N
     assert llm.generate("hello", GREEDY, deadline=3600.0).cancelled_by is None
     for deadline in (0, -1, math.nan, math.inf, True, "3"):
         with pytest.raises(UsageError, match="deadline"):
-            llm.rounds("x", GREEDY, deadline=deadline)  # type: ignore[arg-type]
+            llm.rounds("x", GREEDY, deadline=deadline)
 
 
 def test_prefill_is_interruptible(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,9 +362,6 @@ def test_a_draft_models_first_reading_is_interruptible(llm: LLM, monkeypatch: py
     assert reply.stats["num_draft_tokens"] > 0
 
 
-# Log-probabilities.
-
-
 def solo_logprobs(llm: LLM, tokens: list[int]) -> np.ndarray[Any, Any]:
     """log softmax [n_tokens, n_vocab] in float64, from one-token passes of a fresh context."""
     with llm.inspect().target.new_context(512) as context:
@@ -396,7 +387,6 @@ def test_logprobs_of_an_answer_are_the_targets_own(llm: LLM, params: SamplingPar
     if draft_length:
         assert {token.kind for token in reply.tokens} > {"accepted"}
     for token, row in zip(reply.tokens, wanted, strict=False):
-        assert token.logprobs is not None
         assert token.logprobs.logprob == pytest.approx(row[token.id], abs=1e-5)
         assert [i for i, _ in token.logprobs.top] == list(np.argsort(-row, kind="stable")[:3])
         assert [p for _, p in token.logprobs.top] == pytest.approx(np.sort(row)[::-1][:3].tolist(), abs=1e-5)
@@ -437,9 +427,6 @@ def test_scoring_a_text(llm: LLM) -> None:
     with pytest.raises(PromptTooLong):
         llm.logprobs([5] * 600)
     assert llm.generate("hello", GREEDY).token_ids == expected
-
-
-# Tokens, prompts, closing.
 
 
 def test_counting_tokens_does_not_wait_for_the_queue(llm: LLM) -> None:
@@ -502,9 +489,6 @@ def test_a_dropped_llm_is_collected_and_its_thread_ends(tiny: TinyFiles) -> None
     assert context.closed
 
 
-# Loading.
-
-
 def test_a_load_is_cancelled_from_any_thread(tiny: TinyFiles) -> None:
     cancel = threading.Event()
     said: list[str] = []
@@ -545,9 +529,6 @@ def test_loading_in_asyncio(tiny: TinyFiles) -> None:
     wait_until(lambda: threading.active_count() <= before)
 
 
-# Options of a request.
-
-
 def test_sampling_parameters_are_keywords_too(llm: LLM) -> None:
     drawn = SamplingParams(temperature=1.0, seed=5, max_tokens=12, ignore_eos=True)
     wanted = llm.generate("la la la", drawn).token_ids
@@ -579,7 +560,7 @@ def test_an_unknown_option_names_the_one_that_is_meant(llm: LLM, given: str, mea
             ask("Hello", **{given: 1})
         assert str(raised.value) == line
     with pytest.raises(UsageError, match="there is no option"):
-        list(llm.stream("Hello", **{given: 1}))  # type: ignore[misc]
+        list(llm.stream("Hello", **{given: 1}))
 
 
 def test_the_keywords_are_all_there_are() -> None:

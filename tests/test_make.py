@@ -160,14 +160,9 @@ def test_what_cannot_be_built_is_left_out(checkout: Checkout) -> None:
     assert (tests / ".installed").exists()
 
 
-# -- without running it ------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def script() -> ModuleType:
     spec = importlib.util.spec_from_file_location("make_script", ROOT / "scripts/make.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -49,9 +49,6 @@ def any_llm(request: pytest.FixtureRequest, tiny: TinyFiles) -> Iterator[LLM]:
         yield loaded
 
 
-# The prefix cache.
-
-
 def test_going_back_to_a_conversation_reads_nothing_again(any_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = any_llm
     sessions = [llm.session(system=f"{LONG_TEXT} You are number {i}.") for i in range(4)]
@@ -156,9 +153,6 @@ def test_a_memory_that_cannot_be_cut_is_used_only_whole(tiny: TinyFiles) -> None
         assert np.abs(context.decode(tokens[60:61], "last").logits - wanted).max() < 0.05
 
 
-# Sessions.
-
-
 def test_a_session_remembers(llm: LLM) -> None:
     session = llm.session("Be brief.", GREEDY)
     first = session.chat("hello")
@@ -175,7 +169,7 @@ def test_a_session_remembers(llm: LLM) -> None:
     assert session.undo()
     assert not session.undo()
     with pytest.raises(UsageError, match="asked with a text"):
-        session.chat([{"role": "user", "content": "x"}])  # type: ignore[arg-type]
+        session.chat([{"role": "user", "content": "x"}])
     with pytest.raises(UsageError, match="conversation"):
         session.chat("x", conversation="other")
 
@@ -209,7 +203,7 @@ def test_what_was_cancelled_counts_as_far_as_it_was_said(llm: LLM) -> None:
 
 def test_messages_may_be_any_sequence(llm: LLM) -> None:
     session = llm.session(params=GREEDY)
-    session.messages = ({"role": "system", "content": "terse"},)  # type: ignore[assignment]
+    session.messages = ({"role": "system", "content": "terse"},)
     text = session.chat("hello").text
     assert [message["content"] for message in session.messages] == ["terse", "hello", text]
     mine: list[dict[str, Any]] = []
@@ -218,7 +212,7 @@ def test_messages_may_be_any_sequence(llm: LLM) -> None:
     assert session.messages is mine
     assert len(mine) == 2
     with pytest.raises(TypeError):
-        session.messages = 5  # type: ignore[assignment]
+        session.messages = 5
 
 
 def test_an_answer_that_cannot_be_kept_is_an_error_and_the_next_is_answered(llm: LLM) -> None:
@@ -231,9 +225,6 @@ def test_an_answer_that_cannot_be_kept_is_an_error_and_the_next_is_answered(llm:
     with pytest.raises(ValueError, match="nothing can be added"):
         session.chat("hello")
     assert llm.generate("hello", GREEDY).token_ids
-
-
-# Files.
 
 
 @pytest.fixture
@@ -296,12 +287,11 @@ def test_parameters_survive(llm: LLM, tmp_path: Path) -> None:
     session.save(tmp_path / "empty.session")
     loaded = llm.load_session(tmp_path / "empty.session")
     assert (loaded.messages, loaded.notice) == ([], None)
-    assert loaded.params is not None
     assert dict(loaded.params.logit_bias) == {5: -3.5}
     assert list(loaded.params.stop) == ["\n\n", "END"]
     assert (loaded.params.temperature, loaded.params.seed, loaded.params.max_tokens) == (0.5, 7, 9)
     biases: Any = {5: np.float32(0.5), np.int64(6): -math.inf}
-    session.params = SamplingParams(temperature=np.float32(0.5), seed=np.int64(7), logit_bias=biases)  # type: ignore[arg-type]
+    session.params = SamplingParams(temperature=np.float32(0.5), seed=np.int64(7), logit_bias=biases)
     session.save(tmp_path / "numpy.session")
     assert llm.load_session(tmp_path / "numpy.session").params == SamplingParams(
         temperature=0.5, seed=7, logit_bias={5: 0.5, 6: -math.inf}
@@ -333,7 +323,6 @@ def test_a_model_that_shares_its_first_part_does_not_take_over_the_memory(tmp_pa
         session.save(tmp_path / "saved")
     with LLM(other, **options) as llm:
         session = llm.load_session(tmp_path / "saved")
-        assert session.notice is not None
         assert "will be read again" in session.notice
         got = session.chat("go on", GREEDY)
         llm.prefix_cache_bytes = 0
@@ -385,11 +374,9 @@ def test_damaged_and_truncated_files(tiny: TinyFiles, saved: Path) -> None:
 
         for size in (0, 5, header - 3, header + 50, text_end - 1):
             found = outcome(data[:size])
-            assert found is not None
             assert "not a saved session" in found or "damaged" in found
         for size in (text_end, text_end + 100, len(data) - 1):
             found = outcome(data[:size])
-            assert found is not None
             assert "will be read again" in found
         for _ in range(12):
             at = rng.randrange(len(data))
@@ -447,7 +434,6 @@ def write_text(path: Path, text: dict[str, Any], rest: bytes = b"") -> None:
 def test_a_file_of_another_model_is_read_again_from_its_text(tiny: TinyFiles, saved: Path) -> None:
     with LLM(tiny.bpe, draft=None, backend="reference", n_ctx=1024) as llm:
         session = llm.load_session(saved)
-        assert session.notice is not None
         assert "quick" in session.notice
         assert "tiny-bpe" in session.notice
         reply = session.chat("and then")
@@ -511,7 +497,6 @@ def test_killing_the_process_while_it_saves_loses_nothing(tiny: TinyFiles, tmp_p
         for at_step, after_saves in ((1, 0), (2, 0), (3, 0), (0, 1), (0, 3)):
             command = [sys.executable, "-c", SAVER, str(tiny.quick.target), str(path), str(at_step), str(tmp_path)]
             with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-                assert process.stdout is not None
                 reported = [int(process.stdout.readline()) for _ in range(after_saves)]
                 if not at_step:
                     process.send_signal(signal.SIGKILL)
@@ -528,9 +513,6 @@ def test_killing_the_process_while_it_saves_loses_nothing(tiny: TinyFiles, tmp_p
     with load(tiny, draft=None) as llm:
         llm.session().save(path)
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
-
-
-# Real models.
 
 
 def talk(llm: LLM, i: int, turns: int, *, alone: bool) -> tuple[list[list[int]], list[int]]:

@@ -48,7 +48,7 @@ def endless(tmp_path_factory: pytest.TempPathFactory, module_home: Path) -> Iter
             time.sleep(0.01)
             return decode(*args, **options)
 
-        loaded.inspect().context.decode = slowly  # type: ignore[method-assign]
+        loaded.inspect().context.decode = slowly
         yield running
 
 

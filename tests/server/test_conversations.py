@@ -40,9 +40,6 @@ def ask(server: Server, method: str, path: str = "", body: Any = None, **headers
     return status, json.loads(answer) if answer[:1] in (b"{", b"[") else answer.decode()
 
 
-# -- the API -----------------------------------------------------------------------------------------------------------
-
-
 def test_one_is_kept_listed_changed_exported_and_deleted(server: Server) -> None:
     status, made = ask(server, "POST", body=content())
     assert (status, made["revision"], made["title"]) == (201, 1, "A title")
@@ -164,9 +161,6 @@ def test_other_sites_and_other_computers_may_not_read_them(server: Server, llm: 
     with serve(llm, api_key="key", host="0.0.0.0") as open_to_others:
         status, refused = ask(open_to_others, "GET", Authorization="Bearer key")
         assert (status, refused["error"]["code"]) == (403, "not_loopback")
-
-
-# -- the store ---------------------------------------------------------------------------------------------------------
 
 
 def kept(said: str = "hello") -> dict[str, Any]:

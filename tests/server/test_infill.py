@@ -72,9 +72,6 @@ def says(text: str) -> dict[str, Any]:
     return {"grammar": f"root ::= {json.dumps(text)}", "n_predict": 200}
 
 
-# -- what is said ------------------------------------------------------------------------------------------------------
-
-
 def test_a_suggestion_is_the_library_s(llm: LLM, server: Server) -> None:
     """Greedy, though the server's chats are not: samplers with ``infill`` leave no choice by chance."""
     params = SamplingParams(max_tokens=24, top_k=40, top_p=0.9)
@@ -227,9 +224,6 @@ def test_windows_without_a_slot_are_told_apart_by_their_text() -> None:
     assert windows.joined(None, far[14:]) == far[14:]
 
 
-# -- a newer request ---------------------------------------------------------------------------------------------------
-
-
 def begun(server: Server, **changes: Any) -> tuple[threading.Thread, list[tuple[int, dict[str, Any]]]]:
     """A request that runs, and where its answer will be."""
     answers: list[tuple[int, dict[str, Any]]] = []
@@ -314,9 +308,6 @@ def test_an_editor_that_hangs_up_frees_the_engine(server: Server) -> None:
     assert infill(server)["stop"] is True
 
 
-# -- what makes no sense -----------------------------------------------------------------------------------------------
-
-
 def test_temperature_counts_where_it_is_a_sampler() -> None:
     def temperature(**changes: Any) -> float:
         body = VIM | {"temperature": 0.7} | changes
@@ -342,18 +333,13 @@ def test_a_model_that_cannot_says_so(tiny: TinyFiles, monkeypatch: pytest.Monkey
         assert status == 200  # nothing to fill in: as OpenAI's own
 
 
-# -- suffix ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_suffix_by_openai_s_package(llm: LLM, server: Server) -> None:
     expected = llm.fill(BEFORE, BEHIND, SamplingParams(max_tokens=16))
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
         ask: Any = {"model": llm.model_name, "prompt": BEFORE, "suffix": BEHIND, "max_tokens": 16, "temperature": 0}
         found = client.completions.create(**ask, extra_body={"localspec": {"draft_length": 4}})
         assert found.choices[0].text == expected.text
-        assert found.usage is not None
         assert found.usage.prompt_tokens == expected.stats["prompt_tokens"]
-        assert found.usage.completion_tokens_details is not None
         assert found.usage.completion_tokens_details.accepted_prediction_tokens
         pieces = [chunk.choices[0].text for chunk in client.completions.create(**ask, stream=True)]
         assert "".join(pieces) == expected.text

@@ -91,9 +91,6 @@ def test_what_asks_for_nothing_passes(kind: str, change: dict[str, Any]) -> None
     asked(kind, change)
 
 
-# -- values ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", REQUESTS)
 def test_seed_minus_one_is_a_fresh_one(kind: str) -> None:
     change: dict[str, Any] = {"seed": -1}
@@ -217,9 +214,6 @@ def test_items_of_responses() -> None:
     ]
     assert [message["content"] for message in messages[3:]] == ["seven", "No.", "Be kind."]
     assert messages[1]["reasoning_content"] == "Hm."
-
-
-# -- the clients' own types, and the documentation ---------------------------------------------------------------------
 
 
 def _types() -> list[tuple[type[Body], str, str]]:

@@ -73,7 +73,6 @@ def loaded(server: Server) -> list[str]:
 
 def needs(server: Server, name: str) -> int:
     model = server.host.named(name)
-    assert model is not None
     return model.needed
 
 
@@ -81,8 +80,6 @@ def needs(server: Server, name: str) -> int:
 def held(server: Server, name: str) -> Iterator[None]:
     """While a request uses a model."""
     model, loop = server.host.named(name), server.loop
-    assert model is not None
-    assert loop is not None
     release = asyncio.run_coroutine_threadsafe(server.host.take(model), loop).result()
     try:
         yield
@@ -275,14 +272,14 @@ def test_what_does_not_fit_beside_what_answers_waits(disk: Path, monkeypatch: py
 
         with held(server, "red"):
             first = one("blue")
-            wait_until(lambda: server.host.named("blue").n_waiting == 1, "it waits")  # type: ignore[union-attr]
+            wait_until(lambda: server.host.named("blue").n_waiting == 1, "it waits")
             assert loaded(server) == ["red"]
             # At first, what is loaded goes on answering; then its requests come after the one that waits.
             one("red").join()
             assert answers == ["red"]
             monkeypatch.setattr(hosting, "GRACE_S", 0.0)
             last = one("red")
-            wait_until(lambda: server.host.named("red").n_waiting == 1, "it waits too")  # type: ignore[union-attr]
+            wait_until(lambda: server.host.named("red").n_waiting == 1, "it waits too")
         for thread in (first, last):
             thread.join()
         assert answers == ["red", "blue", "red"]
@@ -293,13 +290,11 @@ def test_where_memory_is_short_a_model_is_loaded_with_less(disk: Path) -> None:
     how = opening(parallel=True)
     with serve_several(how, prefix_cache=0) as server:
         model = server.host.named("red")
-        assert model is not None
         assert (model.plan.parallel, model.plan.drafts) == (True, True)
         most = model.needed
     for memory in (most, most - 1):
         with serve_several(how, prefix_cache=0, memory=memory) as server:
             model = server.host.named("red")
-            assert model is not None
             assert model.plan.parallel is (memory == most)
             ask(server, "/v1/chat/completions", chat("red"))
             assert 0 < model.taken <= memory
@@ -352,7 +347,7 @@ def test_too_many_that_wait_are_turned_away(disk: Path) -> None:
         threads = [threading.Thread(target=ask, args=(server, "/v1/chat/completions", chat("red"))) for _ in range(2)]
         for thread in threads:
             thread.start()
-        wait_until(lambda: server.host.named("red").n_waiting == 2, "they wait")  # type: ignore[union-attr]
+        wait_until(lambda: server.host.named("red").n_waiting == 2, "they wait")
         status, message = refused(server, "/v1/chat/completions", chat("red"))
         assert (status, message) == (429, "2 requests wait for a model already")
         gate.go_on.set()
@@ -466,7 +461,6 @@ def test_a_client_that_leaves_while_a_model_is_loaded(disk: Path) -> None:
                 sock.sendall(post(chat("red", stream=True)))
                 assert gate.begun.wait(60)
             model = server.host.named("red")
-            assert model is not None
             wait_until(lambda model=model: model.n_waiting == 0, "it has left")
             assert model.state == "loading"
             if wanted:  # another is asked for: what nobody waits for gives way
@@ -511,7 +505,7 @@ def test_the_server_ends_while_a_model_is_loaded(disk: Path) -> None:
         assert gate.begun.wait(60)
     thread.join()  # the server has stopped, and did not wait for the gate
     assert answers == [503]
-    assert server.host.named("red").service is None  # type: ignore[union-attr]
+    assert server.host.named("red").service is None
 
 
 def test_models_are_fetched_and_deleted(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -560,7 +554,7 @@ def test_rounds_of_two_models_alternate(disk: Path) -> None:
                 time.sleep(0.002)  # so that the other asks for its turn meanwhile
                 return found
 
-            llm.inspect().context.decode = counted  # type: ignore[method-assign]
+            llm.inspect().context.decode = counted
             both.wait()
             llm.generate("a", max_tokens=60, ignore_eos=True)
 

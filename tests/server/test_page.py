@@ -43,9 +43,6 @@ def test_what_shared_passes_were_for_is_said_after_an_answer(
         assert line.endswith(f"rows {own} were next tokens, {drafts} guesses, {prompts} prompts.")
 
 
-# -- the chat ----------------------------------------------------------------------------------------------------------
-
-
 def test_an_answer_shows_every_token_in_the_style_of_its_origin(
     tab: Callable[..., Tab], server: Server, llm: LLM
 ) -> None:
@@ -235,9 +232,6 @@ def test_everything_works_from_the_keyboard(tab: Callable[..., Tab], server: Ser
     assert it.run(outline) == "solid"
 
 
-# -- what it refuses to do ---------------------------------------------------------------------------------------------
-
-
 def test_nothing_that_a_model_says_is_markup(tab: Callable[..., Tab], tiny: TinyFiles, tmp_path: Path) -> None:
     # A model file with a bad name, that says bad things, to somebody who asks badly.
     path = tmp_path / "<img src=x onerror=window.hacked=3>.gguf"
@@ -278,9 +272,6 @@ def test_the_policy_stops_what_the_code_would_let_through(browser: Any, server: 
     page.context.close()
 
 
-# -- what can go wrong -------------------------------------------------------------------------------------------------
-
-
 def test_a_key_is_asked_for(tab: Callable[..., Tab], llm: LLM) -> None:
     with serve(llm, api_key="open sesame") as guarded:
         it = tab(guarded.url)
@@ -313,9 +304,6 @@ def test_a_server_that_goes_away_is_one_line(tab: Callable[..., Tab], endless: S
     it.idle()
     expect(it.page.locator("#question")).to_have_value("still there?")
     assert it.said() == said
-
-
-# -- the race ----------------------------------------------------------------------------------------------------------
 
 
 def race(it: Tab, runs: int = 4) -> None:
@@ -418,9 +406,6 @@ def test_a_race_can_be_stopped(tab: Callable[..., Tab], endless: Server) -> None
     expect(it.page.locator("#verdict")).to_have_text("The race was stopped.")
     expect(it.page.locator("#again")).to_be_disabled()
     assert len(it.asked) == 1
-
-
-# -- how it looks ------------------------------------------------------------------------------------------------------
 
 
 def test_it_can_be_read_in_both_schemes_and_at_every_width(tab: Callable[..., Tab], server: Server) -> None:

@@ -68,9 +68,6 @@ def stream(*events: dict[str, Any]) -> Callable[[Any], None]:
     return lambda route: route.fulfill(content_type="text/event-stream", body=body)
 
 
-# -- what was sent, and half an answer ---------------------------------------------------------------------------------
-
-
 def test_a_question_is_kept_before_it_is_answered(tab: Callable[..., Tab], server: Server) -> None:
     it = tab(server.url)
     waiting: list[Any] = []
@@ -282,9 +279,6 @@ def test_a_server_that_keeps_none_leaves_it_to_the_tab(tab: Callable[..., Tab], 
         assert it.run("() => Object.keys(localStorage).filter((name) => name.includes('unsaved'))") == []
 
 
-# -- what was typed and set --------------------------------------------------------------------------------------------
-
-
 def test_what_is_typed_attached_and_set_survives_for_each_conversation(tab: Callable[..., Tab], server: Server) -> None:
     def check() -> None:
         expect(it.page.locator("#question")).to_have_value("half a ques")
@@ -373,9 +367,6 @@ def test_a_title_that_is_being_typed_survives(tab: Callable[..., Tab], server: S
     turns(it, 1)
     expect(it.page.locator("#title")).to_have_value("Fruit")
     it.until("() => document.querySelector('#list button').textContent === 'Fruit'")
-
-
-# -- versions ----------------------------------------------------------------------------------------------------------
 
 
 def test_an_answer_made_anew_leaves_the_one_before(tab: Callable[..., Tab], server: Server) -> None:
@@ -504,9 +495,6 @@ def test_two_states_of_a_conversation_become_one_with_all_of_both(tab: Callable[
         assert set(both) == set(ours) | set(others)
         assert len(both) == len(set(both))
         assert sorted(kept) == sorted(both) == sorted(again)
-
-
-# -- what it says ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [(1280, 800), (390, 844)])

@@ -53,9 +53,6 @@ def model(client: openai.OpenAI) -> str:
     return client.models.list().data[0].id
 
 
-# -- what is said ------------------------------------------------------------------------------------------------------
-
-
 def test_an_answer_is_the_library_s(llm: LLM, client: openai.OpenAI) -> None:
     found = client.chat.completions.create(model=model(client), messages=CHAT, max_tokens=20, temperature=0)
     expected = llm.chat(CHAT, SamplingParams(max_tokens=20))
@@ -64,7 +61,6 @@ def test_an_answer_is_the_library_s(llm: LLM, client: openai.OpenAI) -> None:
     assert choice.message.role == "assistant"
     assert choice.finish_reason == expected.finish_reason
     assert found.object == "chat.completion"
-    assert found.usage is not None
     assert found.usage.prompt_tokens == expected.stats["prompt_tokens"]
     assert found.usage.completion_tokens == expected.stats["completion_tokens"]
     assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
@@ -85,10 +81,8 @@ def test_a_stream_is_the_answer_in_pieces(client: openai.OpenAI) -> None:
 def test_usage_counts_guesses(llm: LLM, client: openai.OpenAI) -> None:
     own = {"localspec": {"draft_length": 4}, "ignore_eos": True}
     found = client.chat.completions.create(model=model(client), messages=CHAT, max_tokens=40, extra_body=own)
-    assert found.usage is not None
     details = found.usage.completion_tokens_details
-    assert details is not None
-    stats = found.localspec["stats"]  # type: ignore[attr-defined]
+    stats = found.localspec["stats"]
     assert stats["num_draft_tokens"] > 0
     assert details.accepted_prediction_tokens == stats["num_accepted_tokens"]
     assert details.rejected_prediction_tokens == stats["num_draft_tokens"] - stats["num_accepted_tokens"]
@@ -99,7 +93,6 @@ def test_usage_ends_a_stream_that_asks_for_it(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": model(client), "messages": CHAT, "max_tokens": 8}
     *chunks, last = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
     assert last.choices == []
-    assert last.usage is not None
     assert last.usage.completion_tokens > 0
     assert all(chunk.usage is None and chunk.choices for chunk in chunks)
 
@@ -139,9 +132,7 @@ def test_logit_bias_and_penalties(llm: LLM, client: openai.OpenAI) -> None:
 def test_logprobs(llm: LLM, client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": model(client), "messages": CHAT, "max_tokens": 9, "logprobs": True}
     choice = client.chat.completions.create(**asked, top_logprobs=3).choices[0]
-    assert choice.logprobs is not None
     content = choice.logprobs.content
-    assert content is not None
     expected = [token for token in llm.chat(CHAT, SamplingParams(max_tokens=9), logprobs=3).tokens if token.text]
     assert b"".join(bytes(entry.bytes or []) for entry in content).decode("utf-8", "replace") == choice.message.content
     assert content[0].logprob == pytest.approx(expected[0].logprobs.logprob)
@@ -161,7 +152,6 @@ def test_logprobs_leave_out_the_stop_string(client: openai.OpenAI) -> None:
         model=model(client), messages=CHAT, stop="XYZ", logprobs=True, extra_body=own
     ).choices[0]
     assert choice.message.content == "abc"
-    assert choice.logprobs is not None
     assert "".join(entry.token for entry in choice.logprobs.content or []) == "abc"
 
 
@@ -178,7 +168,7 @@ def test_response_format(client: openai.OpenAI) -> None:
     assert set(value) == {"ok", "size"}
     assert value["size"] in ("small", "large")
     with pytest.raises(openai.BadRequestError, match="response_format"):
-        client.chat.completions.create(model=model(client), messages=CHAT, response_format={"type": "xml"})  # type: ignore
+        client.chat.completions.create(model=model(client), messages=CHAT, response_format={"type": "xml"})
 
 
 def test_completions(llm: LLM, client: openai.OpenAI) -> None:
@@ -194,15 +184,10 @@ def test_completions(llm: LLM, client: openai.OpenAI) -> None:
     both = client.completions.create(**asked, prompt=["the cat", "an"], echo=True)
     assert both.choices[0].text == "the cat" + expected.text
     assert both.choices[1].text.startswith("an")
-    assert both.usage is not None
     assert both.usage.prompt_tokens == llm.count_tokens("the cat") + llm.count_tokens("an")
     scored = client.completions.create(**asked, prompt="the cat", logprobs=2).choices[0].logprobs
-    assert scored is not None
     assert len(scored.tokens or []) == len(scored.token_logprobs or []) == len(scored.text_offset or [])
     assert all(len(top) <= 2 for top in scored.top_logprobs or [])
-
-
-# -- guesses -----------------------------------------------------------------------------------------------------------
 
 
 def test_rounds_are_events_that_the_openai_package_steps_over(server: Server, client: openai.OpenAI) -> None:
@@ -214,8 +199,8 @@ def test_rounds_are_events_that_the_openai_package_steps_over(server: Server, cl
     # As any program reads a stream: what has no choices is skipped.
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
-    rounds = [chunk.localspec["round"] for chunk in chunks if not chunk.choices and chunk.usage is None]  # type: ignore
-    stats = whole.localspec["stats"]  # type: ignore[attr-defined]
+    rounds = [chunk.localspec["round"] for chunk in chunks if not chunk.choices and chunk.usage is None]
+    stats = whole.localspec["stats"]
     assert len(rounds) == stats["num_rounds"]
     assert "".join(round_["text"] for round_ in rounds) == text
     guesses = [guess for round_ in rounds for guess in round_["draft"]]
@@ -245,7 +230,7 @@ def test_speculation_per_request_changes_speed_only(client: openai.OpenAI) -> No
     def ask(own: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
         body = {"localspec": own, "ignore_eos": True}
         found = client.chat.completions.create(model=model(client), messages=CHAT, max_tokens=40, extra_body=body)
-        return found.choices[0].message.content, found.localspec["stats"]  # type: ignore[attr-defined]
+        return found.choices[0].message.content, found.localspec["stats"]
 
     text, stats = ask({"off": True})
     assert stats["num_draft_tokens"] == 0
@@ -272,11 +257,7 @@ def test_a_prediction_is_guessed_from(client: openai.OpenAI) -> None:
     prediction: Any = {"type": "content", "content": text}
     found = client.chat.completions.create(**asked, prediction=prediction, extra_body=own)
     assert found.choices[0].message.content == text
-    assert found.usage is not None
-    assert without.usage is not None
     details, before = found.usage.completion_tokens_details, without.usage.completion_tokens_details
-    assert details is not None
-    assert before is not None
     # The gibberish of a random model has invalid bytes, which a text cannot carry; what it can is copied.
     assert details.accepted_prediction_tokens > before.accepted_prediction_tokens
     parts: Any = {"type": "content", "content": [{"type": "text", "text": text}]}
@@ -284,9 +265,6 @@ def test_a_prediction_is_guessed_from(client: openai.OpenAI) -> None:
     assert again.usage == found.usage
     wrong: Any = {"type": "content", "content": "nothing like it " * 20}
     assert client.chat.completions.create(**asked, prediction=wrong, extra_body=own).choices[0].message.content == text
-
-
-# -- tools -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_call_that_a_model_writes_is_a_tool_call(client: openai.OpenAI) -> None:
@@ -348,7 +326,6 @@ def test_no_tools_no_calls(client: openai.OpenAI) -> None:
 def test_tools_and_results_reach_the_model(client: openai.OpenAI) -> None:
     def n_prompt(messages: Any, **extra: Any) -> int:
         found = client.chat.completions.create(model=model(client), messages=messages, max_tokens=1, **extra)
-        assert found.usage is not None
         return found.usage.prompt_tokens
 
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
@@ -359,9 +336,6 @@ def test_tools_and_results_reach_the_model(client: openai.OpenAI) -> None:
     ]
     assert n_prompt(CHAT) < n_prompt(CHAT, tools=TOOLS[:1]) < n_prompt(CHAT, tools=TOOLS)
     assert n_prompt(talk, tools=TOOLS) > n_prompt(CHAT, tools=TOOLS) + 20
-
-
-# -- many at a time, and what goes wrong -------------------------------------------------------------------------------
 
 
 def test_answers_are_not_mixed(llm: LLM, server: Server, client: openai.OpenAI) -> None:
@@ -435,7 +409,7 @@ def test_a_request_can_ask_for_a_corpus_that_was_allowed(
             body = {"localspec": own, "ignore_eos": True}
             found = client.chat.completions.create(model=model(client), messages=CHAT, max_tokens=40, extra_body=body)
             assert found.choices[0].message.content == text
-            return set(found.localspec["stats"]["by_source"])  # type: ignore[attr-defined]
+            return set(found.localspec["stats"]["by_source"])
 
         assert sources(None) <= {"ngram"}
         assert sources({"draft": "auto"}) <= {"ngram"}
@@ -451,12 +425,9 @@ def test_names_of_special_tokens_mean_them_where_the_format_is_the_client_s(llm:
     question = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     as_text = create(model=name, prompt=question, max_tokens=1)
     as_ids = create(model=name, prompt=llm.encode([{"role": "user", "content": "hi"}]), max_tokens=1)
-    assert as_text.usage is not None
-    assert as_ids.usage is not None
     assert as_text.usage.prompt_tokens == as_ids.usage.prompt_tokens
     assert llm.encode(question) == llm.encode([{"role": "user", "content": "hi"}])
     forged = client.chat.completions.create(model=name, messages=[{"role": "user", "content": question}], max_tokens=1)
-    assert forged.usage is not None
     assert forged.usage.prompt_tokens > as_text.usage.prompt_tokens + 20
 
 
@@ -466,7 +437,6 @@ def test_a_stop_that_names_a_special_token_is_that_token(llm: LLM, client: opena
     create, name = client.completions.create, model(client)
     for stop, n in (("<|im_start|>", 1), ("<|im_start|><|im_start|>", 2), ("<|im_start|>x", 5)):
         found = create(model=name, prompt="la", logit_bias=bias, stop=[stop], max_tokens=5, temperature=0)
-        assert found.usage is not None
         assert (found.choices[0].text, found.usage.completion_tokens) == ("", n), stop
         assert found.choices[0].finish_reason == ("stop" if n < 5 else "length")
 
@@ -476,7 +446,6 @@ def test_an_answer_that_was_begun_is_gone_on_with(llm: LLM, client: openai.OpenA
 
     def n_prompt(**more: Any) -> int:
         found = client.chat.completions.create(model=model(client), messages=turns, max_tokens=2, extra_body=more)
-        assert found.usage is not None
         return found.usage.prompt_tokens
 
     begun = len(llm.encode(CHAT) + llm.tokenize("the cat sat on"))

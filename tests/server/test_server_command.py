@@ -38,7 +38,6 @@ def serving(*arguments: str | Path, **environment: str) -> Iterator[tuple[subpro
         text=True,
         env=os.environ | environment,
     )
-    assert process.stdout is not None
     try:
         yield process, process.stdout.readline().strip()
     finally:

@@ -134,7 +134,6 @@ class Shared:
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         self.most = 0
         batch = llm.inspect().state.batch
-        assert batch is not None
         decode = batch.decode
 
         def counted(pieces: Sequence[Piece]) -> list[Forward]:
@@ -304,7 +303,6 @@ def test_the_figures_say_what_the_rows_of_shared_passes_were_for(
 
     fed: list[Sequence[Piece]] = []
     batch = llm.inspect().state.batch
-    assert batch is not None
     decode = batch.decode
 
     def recorded(pieces: Sequence[Piece]) -> list[Forward]:

@@ -217,9 +217,6 @@ def read_metrics(text: str) -> dict[str, float]:
     return samples
 
 
-# -- messages on their way to the template -----------------------------------------------------------------------------
-
-
 def prompt_of(template: ChatTemplate, messages: list[Any], tools: list[Any] | None = None) -> str:
     """What the model reads."""
     put = folded(template, messages_for(messages), tools, {})

@@ -48,9 +48,6 @@ def status_of(answer: bytes) -> int:
     return int(answer.split(b" ", 2)[1])
 
 
-# -- clients that leave ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_the_engine(server: Server, llm: LLM, stream: bool) -> None:
     with Brake(llm, after=5) as brake:
@@ -103,9 +100,6 @@ def test_a_half_closed_connection_counts_as_gone(server: Server, llm: LLM) -> No
         assert read_all(sock) == b""
 
 
-# -- clients that are slow ---------------------------------------------------------------------------------------------
-
-
 def test_a_head_that_does_not_come_is_given_up(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ServerProtocol, "head_seconds", 0.3)
     with closing(server.connect()) as silent, closing(server.connect()) as dripping:
@@ -153,9 +147,6 @@ def test_a_client_that_waits_long_is_given_signs_of_life(
         first.close()
         brake.release()
         assert b"data: [DONE]" in read_all(second)
-
-
-# -- clients that send what they should not ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -227,9 +218,6 @@ def test_all_bodies_together_are_bounded(llm: LLM) -> None:
         for sock in held:
             sock.close()
         wait_until(lambda: other.host.bodies.n_held == 0)
-
-
-# -- too many ----------------------------------------------------------------------------------------------------------
 
 
 def test_two_hundred_clients_at_once(server: Server, llm: LLM) -> None:

@@ -35,9 +35,6 @@ P = json.dumps(PARIS)
 WEATHER: list[Call] = [("weather", PARIS)]
 BOTH: list[Call] = [*WEATHER, ("now", {})]
 
-# -- ways of writing calls ---------------------------------------------------------------------------------------------
-
-
 def raw(value: Any) -> str:
     """A value between tags, as templates print it."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -387,9 +384,6 @@ def test_values_that_have_a_type_get_another_only_where_the_schema_asks_for_it(
     for one in written:
         found = arguments_of(one, schema)["x"]
         assert (found, type(found)) == (value, type(value)), one
-
-
-# -- as it comes -------------------------------------------------------------------------------------------------------
 
 
 def test_arguments_are_streamed_as_they_come() -> None:

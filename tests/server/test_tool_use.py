@@ -58,9 +58,6 @@ def says(text: str) -> dict[str, str]:
     return {"grammar": f"root ::= {json.dumps(text)}"}
 
 
-# -- a schema holds the answer -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("choice", ["auto", None])
 def test_an_answer_that_follows_a_schema_is_the_answer(server: Server, choice: str | None) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "p", "schema": FIXED, "strict": True}}
@@ -171,7 +168,6 @@ def test_a_schema_that_cannot_be_followed_gives_way_for_its_own_tool_only() -> N
     template, look_ahead = ChatTemplate(None), {"type": "object", "properties": {"x": {"pattern": "(?=a)"}}}
     use = ToolUse([tool(PERSON), tool(look_ahead, "strange")], required=True)
     _, params = forced_call(template, use, SamplingParams())
-    assert params.response_format is not None
     kept, given_up = params.response_format["json_schema"]["schema"]["anyOf"]
     assert kept["properties"]["arguments"] == {"$ref": "#/$defs/0"}
     assert given_up["properties"]["arguments"] == {"type": "object"}
