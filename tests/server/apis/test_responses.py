@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 
 import openai
@@ -32,7 +33,6 @@ def test_an_answer_is_the_library_s(llm: LLM, client: openai.OpenAI) -> None:
     assert found.output_text == expected.text
     assert found.status == {"length": "incomplete", "stop": "completed"}[expected.finish_reason]
     assert found.instructions == "Be terse."
-    assert found.usage is not None
     assert found.usage.input_tokens == expected.stats["prompt_tokens"]
     assert found.usage.output_tokens == expected.stats["completion_tokens"]
     assert found.usage.total_tokens == found.usage.input_tokens + found.usage.output_tokens
@@ -45,17 +45,10 @@ def test_a_stream_s_events_come_in_openai_s_order(client: openai.OpenAI) -> None
     assert [event.sequence_number for event in events] == list(range(len(events)))
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert len(deltas) > 1
-    assert [event.type.removeprefix("response.") for event in events] == [
-        "created",
-        "in_progress",
-        "output_item.added",
-        "content_part.added",
-        *["output_text.delta"] * len(deltas),
-        "output_text.done",
-        "content_part.done",
-        "output_item.done",
-        whole.status,
-    ]
+    kinds = [event.type.removeprefix("response.") for event in events]
+    order = "created in_progress output_item.added content_part.added output_text.delta output_text.done"
+    assert [kind for kind, _ in groupby(kinds)] == [*order.split(), "content_part.done", "output_item.done", whole.status]
+    assert len(events) == len(deltas) + 8
     assert "".join(deltas) == events[-4].text == events[-1].response.output_text == whole.output_text
     assert len({event.item_id for event in events if hasattr(event, "item_id")}) == 1
     assert events[0].response.id == events[-1].response.id
@@ -84,10 +77,7 @@ def test_a_tool_is_called_and_its_result_read(client: openai.OpenAI, stream: boo
     # The conversation by reference, and in full, is the same to the model.
     short = client.responses.create(**own | {"input": [result]}, previous_response_id=found.id)
     full = client.responses.create(**own | {"input": [question, call.model_dump(), result]})
-    assert short.output_text == full.output_text == "It is sunny."
-    assert short.usage is not None
-    assert full.usage is not None
-    assert short.usage.input_tokens == full.usage.input_tokens
+    assert (short.output_text, short.usage.input_tokens) == ("It is sunny.", full.usage.input_tokens)
     assert short.previous_response_id == found.id
 
 
@@ -131,8 +121,6 @@ def test_instructions_are_of_one_answer_only(client: openai.OpenAI) -> None:
     second = client.responses.create(**ASKED, previous_response_id=first.id)
     turns: Any = [{"role": "user", "content": ASKED["input"]}, {"role": "assistant", "content": "Hello."}]
     full = client.responses.create(**ASKED | {"input": [*turns, turns[0]]})
-    assert second.usage is not None
-    assert full.usage is not None
     assert second.usage.input_tokens == full.usage.input_tokens
     assert second.output_text == full.output_text
 
@@ -144,8 +132,6 @@ def test_an_item_of_an_answer_that_is_kept_can_be_named(client: openai.OpenAI) -
     for reference in (named, {"id": named["id"]}):
         found = client.responses.create(**ASKED | {"input": [user, reference, user]})
         full = client.responses.create(**ASKED | {"input": [user, {"role": "assistant", "content": "Hello."}, user]})
-        assert found.usage is not None
-        assert full.usage is not None
         assert found.usage.input_tokens == full.usage.input_tokens
     client.responses.delete(first.id)
     with pytest.raises(openai.BadRequestError, match="there is no item") as caught:
@@ -188,16 +174,8 @@ def test_the_store_is_bounded_in_number_and_size() -> None:
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"input": []}, "input"),
-        ({"input": [{"role": "nobody", "content": "x"}]}, "input[0].role"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            "input[0].content[0].type",
-        ),
         ({"input": [{"type": "computer_call"}]}, "input[0].type"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"background": True}, "background"),
-        ({"conversation": "c"}, "conversation"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "no"}}, "tool_choice"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nothing"}}}}, "text.format"),
     ],
@@ -209,8 +187,3 @@ def test_a_wrong_request_names_the_field(
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(**ASKED | change, stream=stream)
     assert caught.value.param == param
-
-
-def test_embeddings_are_refused_clearly(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="no embeddings"):
-        client.embeddings.create(model="claude-local", input="x")
