@@ -31,7 +31,7 @@ from tests.support import ggufs
 from tests.support.contexts import watch_passes
 from tests.support.embedders import write_bert
 from tests.support.gguf_vocabs import fim_vocab
-from tests.support.serving import Server, opening, post, serve, serve_several
+from tests.support.serving import Server, asking, opening, post, serve, serve_several
 from tests.support.standin import Server as Hub
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -369,8 +369,7 @@ def test_too_many_that_wait_are_turned_away(disk: Path) -> None:
 def test_streams_live_while_a_model_is_loaded(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localspec.server.events.KEEP_ALIVE_SECONDS", 0.05)
     signs = {"/v1/messages": b"event: ping\n", "/api/chat": b"  ", "/api/generate": b"  "}
-    asked = [(path, body) for path, body in requests_of("red", False, False, "hi", 4) if body["stream"]]
-    for path, body in asked:
+    for path, body in requests_of("red", "hi", 4)[1::2]:
         gate = Gate()
         with serve_several(gate.opening) as server, server.connect() as sock:
             sock.sendall(post(body, path))
@@ -434,7 +433,7 @@ def test_a_load_that_fails_is_one_error_and_the_next_works(disk: Path) -> None:
     whole = (disk / "red.gguf").read_bytes()
     with serve_several() as server:
         (disk / "red.gguf").write_bytes(whole[: len(whole) // 2])
-        for path, body in requests_of("red", False, False, "a", 2):
+        for path, body in requests_of("red", "a", 2):
             status, message = refused(server, path, body)
             assert status >= 400
             assert ("red.gguf" in message, "\n" in message) == (True, False)
@@ -507,22 +506,9 @@ def said_by(answer: bytes) -> str:
     return found
 
 
-def requests_of(model: str, fills: bool, embeds: bool, text: str, n: int) -> list[tuple[str, dict[str, Any]]]:
+def requests_of(model: str, text: str, n: int, fills: bool = False) -> list[tuple[str, dict[str, Any]]]:
     """A request of every API that a model can answer, in both forms."""
-    if embeds:
-        return [("/api/embed", {"model": model, "input": text})]
-    said = [{"role": "user", "content": text}]
-    own = {"num_predict": n, "seed": 1}
-    found: list[tuple[str, dict[str, Any]]] = [
-        ("/v1/chat/completions", {"messages": said, "max_tokens": n, "seed": 1}),
-        ("/v1/completions", {"prompt": text, "max_tokens": n, "seed": 1}),
-        ("/v1/messages", {"messages": said, "max_tokens": n}),
-        ("/v1/responses", {"input": text, "max_output_tokens": n}),
-        ("/api/chat", {"messages": said, "options": own}),
-        ("/api/generate", {"prompt": text, "options": own}),
-    ]
-    if fills:
-        found.append(("/infill", {"input_prefix": text, "input_suffix": "b", "n_predict": n}))
+    found = [(path, body) for path, body in asking(text, n, seed=1).items() if fills or path != "/infill"]
     return [(path, body | {"model": model, "stream": stream}) for path, body in found for stream in (False, True)]
 
 
@@ -579,10 +565,8 @@ def test_mixed_requests_are_answered_as_by_each_model_alone(disk: Path) -> None:
     for name in ("blue", "code", "red"):
         file = hosting.ServedFile.read(str(disk / f"{name}.gguf"))
         with how.text(file, ALONE, lambda what, fraction: None, threading.Event()) as llm, serve(llm) as server:
-            asked = [
-                each for text in ("hi", "the cat sat") for each in requests_of(name, name == "code", False, text, 6)
-            ]
-            expected += alone(server, asked)
+            for text in ("hi", "the cat sat"):
+                expected += alone(server, requests_of(name, text, 6, name == "code"))
     if unavailable_reason("llama-cpp") is None:
         path = write_bert(disk / "bert.gguf")
         model = EmbeddingModel(path)
@@ -639,23 +623,23 @@ def test_200_mixed_requests_of_real_models_within_2_gb(real_disk: list[str]) -> 
             how.text(file, replace(ALONE, n_ctx=2048), lambda what, fraction: None, threading.Event()) as llm,
             serve(llm) as server,
         ):
-            asked = requests_of(file.name, file.fills(), False, "Name a river.", 5)
-            expected += alone(server, asked)
-    before, stopped, resident = process_bytes(), threading.Event(), [0]
+            expected += alone(server, requests_of(file.name, "Name a river.", 5, file.fills()))
+    before, stopped = process_bytes(), threading.Event()
 
-    def watch() -> None:
+    def watched() -> int:
+        """The most memory that the process had."""
+        found = 0
         while not stopped.wait(0.05):
-            resident.append(process_bytes())
+            found = max(found, process_bytes())
+        return found
 
-    watching = threading.Thread(target=watch)
-    with serve_several(how, memory=2_000_000_000, keep_alive=2.0, queue=64) as server:
-        watching.start()
+    with ThreadPoolExecutor() as pool, serve_several(how, memory=2_000_000_000, keep_alive=2.0, queue=64) as server:
+        watching = pool.submit(watched)
         try:
             answered, most = many_requests(server, expected, 200)
         finally:
             stopped.set()
-            watching.join()
         assert answered > 160
         assert most <= 2_000_000_000
-        assert max(resident) - before <= 2_000_000_000  # and what they were counted with is what they took
+        assert watching.result() - before <= 2_000_000_000  # and what they were counted with is what they took
         wait_until(lambda: loaded(server) == [], "all are unloaded in the end")
