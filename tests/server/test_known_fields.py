@@ -93,11 +93,9 @@ def test_what_asks_for_nothing_passes(kind: str, change: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("kind", REQUESTS)
 def test_seed_minus_one_is_a_fresh_one(kind: str) -> None:
-    change: dict[str, Any] = {"seed": -1}
-    found = asked(kind, {"options": change} if kind.startswith("ollama") else change)
-    assert found.options.params.seed is None  # not the server's own 5
-    again = asked(kind, {"options": {"seed": 7}} if kind.startswith("ollama") else {"seed": 7})
-    assert again.options.params.seed == 7
+    for given, seed in ((-1, None), (7, 7)):  # not the server's own 5
+        change = {"options": {"seed": given}} if kind.startswith("ollama") else {"seed": given}
+        assert asked(kind, change).options.params.seed == seed
 
 
 def test_the_newer_name_of_a_bound_goes_first() -> None:
@@ -110,29 +108,16 @@ def test_the_newer_name_of_a_bound_goes_first() -> None:
         assert asked("chat", change).options.params.max_tokens == bound
 
 
-@pytest.mark.parametrize(
-    ("effort", "think"),
-    {
-        "none": "off",
-        "minimal": "low",
-        "low": "low",
-        "medium": "medium",
-        "high": "high",
-        "xhigh": "high",
-        "max": "high",
-    }.items(),
-)
-def test_efforts(effort: str, think: str) -> None:
-    for kind, change in (
-        ("chat", {"reasoning_effort": effort}),
-        ("chat", {"chat_template_kwargs": {"reasoning_effort": effort}}),
-        ("responses", {"reasoning": {"effort": effort}}),
-    ):
-        assert asked(kind, change, THINKER).options.think == think
-        assert asked(kind, change).options.think == "auto"  # clients send them to any model
-    if effort not in ("none", "minimal"):
-        assert asked("messages", {"output_config": {"effort": effort}}, THINKER).options.think == think
-        assert asked("ollama chat", {"think": effort}, THINKER).options.think == think
+def test_efforts() -> None:
+    efforts = {"none": "off", "minimal": "low", "xhigh": "high", "max": "high"}
+    for effort, think in (efforts | {level: level for level in ("low", "medium", "high")}).items():
+        asking = [("chat", {"reasoning_effort": effort}), ("responses", {"reasoning": {"effort": effort}})]
+        asking.append(("chat", {"chat_template_kwargs": {"reasoning_effort": effort}}))
+        if effort not in ("none", "minimal"):
+            asking += [("messages", {"output_config": {"effort": effort}}), ("ollama chat", {"think": effort})]
+        for kind, change in asking:
+            assert asked(kind, change, THINKER).options.think == think
+            assert kind == "ollama chat" or asked(kind, change).options.think == "auto"  # they are sent to any model
 
 
 def test_variables_of_the_template_are_passed_on() -> None:
@@ -168,11 +153,8 @@ def test_what_an_answer_said_is_its_content() -> None:
     ):
         (found,) = asked("chat", {"messages": [{"role": "assistant"} | message]}).messages
         assert (found["content"], found["reasoning_content"]) == (content, thought)
-    tool = {
-        "role": "tool",
-        "tool_call_id": "c",
-        "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
-    }
+    texts = [{"type": "text", "text": text} for text in "ab"]
+    tool = {"role": "tool", "tool_call_id": "c", "content": texts}
     assert asked("chat", {"messages": [USER, tool]}).messages[1]["content"] == "ab"
 
 
@@ -190,30 +172,19 @@ def test_only_some_of_the_tools_may_be_allowed() -> None:
 
 
 def test_items_of_responses() -> None:
+    summary = [{"type": "summary_text", "text": "Hm."}]
     items = [
         USER,
-        {
-            "type": "reasoning",
-            "id": "rs_1",
-            "summary": [{"type": "summary_text", "text": "Hm."}],
-            "encrypted_content": "x",
-        },
+        {"type": "reasoning", "id": "rs_1", "summary": summary, "encrypted_content": "x"},
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "id": "fc_1", "status": "completed"},
         {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "seven"}]},
         {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}], "id": "msg_1"},
         {"role": "developer", "content": "Be kind."},
     ]
-    messages = asked("responses", {"input": items}).messages
-    assert [message["role"] for message in messages] == [
-        "user",
-        "assistant",
-        "assistant",
-        "tool",
-        "assistant",
-        "system",
-    ]
-    assert [message["content"] for message in messages[3:]] == ["seven", "No.", "Be kind."]
-    assert messages[1]["reasoning_content"] == "Hm."
+    _, thought, call, *said = asked("responses", {"input": items}).messages
+    assert (thought["reasoning_content"], call["role"], call["tool_calls"][0]["id"]) == ("Hm.", "assistant", "c")
+    found = [(message["role"], message["content"]) for message in said]
+    assert found == [("tool", "seven"), ("assistant", "No."), ("system", "Be kind.")]
 
 
 def _types() -> list[tuple[type[Body], str, str]]:
@@ -283,34 +254,27 @@ def _types() -> list[tuple[type[Body], str, str]]:
         (anthropic.Thinking, blocks, "ThinkingConfigEnabledParam"),
         (anthropic.Thinking, blocks, "ThinkingConfigAdaptiveParam"),
         (anthropic.OutputFormat, blocks, "JSONOutputFormatParam"),
+        (ollama.OllamaChatBody, "ollama._types", "ChatRequest"),
+        (ollama.OllamaGenerateBody, "ollama._types", "GenerateRequest"),
+        (embeddings.OllamaEmbedBody, "ollama._types", "EmbedRequest"),
+        (embeddings.OllamaEmbeddingsBody, "ollama._types", "EmbeddingsRequest"),
+        (models.OllamaShowBody, "ollama._types", "ShowRequest"),
+        (models.OllamaPullBody, "ollama._types", "PullRequest"),
+        (ollama.OllamaOptions, "ollama._types", "Options"),
+        (ollama.OllamaMessage, "ollama._types", "Message"),
+        (requests.Tool, "ollama._types", "Tool"),
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("body", "module", "name"), [pytest.param(*row, id=row[2]) for row in _types()])
-def test_all_that_openai_s_and_anthropic_s_packages_can_send_is_known(body: type[Body], module: str, name: str) -> None:
+def test_all_that_the_apis_own_packages_can_send_is_known(body: type[Body], module: str, name: str) -> None:
     package = pytest.importorskip(module)
     if not hasattr(package, name):
         pytest.skip(f"this version of the package has no {name}")
-    sent = set(get_type_hints(getattr(package, name)))
+    kind = getattr(package, name)
+    sent = set(getattr(kind, "model_fields", None) or get_type_hints(kind))
     assert sent
     assert sent - set(body.KNOWN.names) == set()
-
-
-def test_all_that_ollama_s_package_can_send_is_known() -> None:
-    types = pytest.importorskip("ollama._types")
-    for body, model in (
-        (ollama.OllamaChatBody, types.ChatRequest),
-        (ollama.OllamaGenerateBody, types.GenerateRequest),
-        (embeddings.OllamaEmbedBody, types.EmbedRequest),
-        (embeddings.OllamaEmbeddingsBody, types.EmbeddingsRequest),
-        (models.OllamaShowBody, types.ShowRequest),
-        (models.OllamaPullBody, types.PullRequest),
-        (ollama.OllamaOptions, types.Options),
-        (ollama.OllamaMessage, types.Message),
-        (requests.Tool, types.Tool),
-        (requests.CalledFunction, types.Message.ToolCall.Function),
-    ):
-        assert set(model.model_fields) - set(body.KNOWN.names) == set(), model
 
 
 def _bodies(kind: type[Body] = Body) -> set[type[Body]]:
@@ -336,12 +300,9 @@ def test_a_value_that_asks_for_nothing_is_of_a_field_that_is_known() -> None:
 # -- anything at all ---------------------------------------------------------------------------------------------------
 
 _NAMES = sorted({name for body in _bodies() for name in body.KNOWN.names})
+_PLAIN = st.none() | st.booleans() | st.integers(-3, 40) | st.floats()
 _VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-3, 40)
-    | st.floats()
-    | st.sampled_from(["", "x", "auto", "text", "function"]),
+    _PLAIN | st.sampled_from(["", "x", "auto", "text", "function"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(_NAMES), inner, max_size=4),
     max_leaves=8,
 )

@@ -34,10 +34,9 @@ def test_what_is_said_holds() -> None:
     body |= {"max_tokens": 3, "localspec": {"draft": ["small"], "draft_length": 3}, "user": "x", "store": True}
     asked = read(ChatBody, body).asked(SERVED).options
     assert 0 < asked.params.top_p < 1e-6
-    expected = SamplingParams(
-        temperature=0, top_p=asked.params.top_p, top_k=0, min_p=0.1, seed=5, stop=("x",), max_tokens=3,
-        repeat_penalty=1.1, presence_penalty=1, frequency_penalty=-1, logit_bias={7: -100.0},
-    )  # fmt: skip
+    said = {"temperature": 0, "top_p": asked.params.top_p, "top_k": 0, "min_p": 0.1, "seed": 5, "stop": ("x",)}
+    said |= {"repeat_penalty": 1.1, "presence_penalty": 1, "frequency_penalty": -1, "logit_bias": {7: -100.0}}
+    expected = SamplingParams(**said, max_tokens=3)
     assert (asked.params, asked.drafters, asked.draft_length) == (expected, ("small",), 3)
     for off in ({"off": True, "draft": "small"}, {"draft": "none"}):
         assert read(ChatBody, {"messages": CHAT, "localspec": off}).asked(SERVED).options.drafters == ()

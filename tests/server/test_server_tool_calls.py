@@ -216,24 +216,17 @@ def test_cases(name: str) -> None:
         assert calls_of(read_calls) == [tuple(call) for call in calls]
 
 
+ODD = ["007", "12", "true", "null", "</tool_call>", '"quoted" } ]', "it's", "\\n \\ \n", "<parameter="]
 VALUES = {
-    "city": st.text(st.characters(codec="utf-8", exclude_characters="\r"), max_size=8)
-    | st.sampled_from(
-        ["007", "12", "true", "null", "</tool_call>", '"quoted" } ]', "it's", "\\n \\ \n", "<parameter="]
-    ),
+    "city": st.text(st.characters(codec="utf-8", exclude_characters="\r"), max_size=8) | st.sampled_from(ODD),
     "days": st.integers(-(10**6), 10**18),
     "exact": st.booleans(),
     "places": st.lists(st.sampled_from(["a", "1", "it's", 'b "c"', "ü"]), max_size=3),
     "near": st.fixed_dictionaries({"zip": st.sampled_from(["01234", "x"])}),
     "note": st.none() | st.sampled_from(["n", "a b"]),
 }
-CALLS = st.lists(
-    st.one_of(
-        st.just(("now", {})), st.fixed_dictionaries({}, optional=VALUES).map(lambda arguments: ("weather", arguments))
-    ),
-    min_size=1,
-    max_size=3,
-)
+WEATHERS = st.fixed_dictionaries({}, optional=VALUES).map(lambda arguments: ("weather", arguments))
+CALLS = st.lists(st.just(("now", {})) | WEATHERS, min_size=1, max_size=3)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -272,7 +265,13 @@ def is_json(text: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("text", TABLES["texts"])
+# Clients parse arguments as a JSON object: what is none stays text, behind a sure mark too.
+NO_OBJECTS = ['"hello"', "5", "[1]", "true", '"{not JSON"', '"[1]"']
+ORDERS = ['{"name": "weather", "arguments": %s}', '{"arguments": %s, "name": "weather"}']
+NO_CALLS = [f"<tool_call>\n{order % value}\n</tool_call>" for order in ORDERS for value in NO_OBJECTS]
+
+
+@pytest.mark.parametrize("text", [*TABLES["texts"], *NO_CALLS])
 def test_what_is_no_call_is_text(text: str) -> None:
     for cuts in ([], singly(text)):
         assert read(text, cuts) == (text, [])
@@ -346,9 +345,6 @@ def test_a_schema_of_many_values_is_read_once(kind: str, n: int) -> None:
     few, many = (n_steps(reading(written(n_items), 10, tools)) for n_items in (1, 5))
     assert few < 200_000
     assert many < few + 20_000
-    assert arguments_of("[TOOL_CALLS]f[ARGS]" + json.dumps({"x": [3, n]}), parameters["properties"]["x"]) == {
-        "x": [3, n]
-    }
 
 
 # -- types -------------------------------------------------------------------------------------------------------------
@@ -386,54 +382,41 @@ def test_values_that_have_a_type_get_another_only_where_the_schema_asks_for_it(
         assert (found, type(found)) == (value, type(value)), one
 
 
-def test_arguments_are_streamed_as_they_come() -> None:
-    for before, after in (('<tool_call>\n{"name": "weather", "arguments": ', "}"), ("[TOOL_CALLS]weather[ARGS]", "")):
-        reader = ToolCallReader(TOOLS)
-        pieces = reader.push(before + '{"city": "Par')
-        assert [type(piece) for piece in pieces] == [CallStart, CallArguments]
-        assert pieces[1] == CallArguments(0, '{"city": "Par')
-        assert reader.push('is"') == [CallArguments(0, 'is"')]
-        assert reader.n_done == 0
-        reader.push("}" + after)
-        assert reader.n_done == 1
+STREAMS: dict[str, list[tuple[str, str]]] = {
+    "text while no call can begin": [("Hello there", "Hello there"), (" <tool", ""), ("s are", " <tools are")],
+    "an object that cannot be a call": [('{"answ', '{"answ')],
+    "arguments behind a mark": [
+        ('<tool_call>\n{"name": "weather", "arguments": {"city": "Par', '>weather{"city": "Par'), ('is"', 'is"'),
+    ],
+    "arguments behind a name": [('[TOOL_CALLS]weather[ARGS]{"city": "Par', '>weather{"city": "Par'), ('is"', 'is"')],
+    "strings between tags": [
+        ('<tool_call>\n<function=weather>\n<parameter=city>\nParis "', '>weather{"city": "Paris \\"'),
+        ("\n", ""),
+        ("in spring</par", "\\nin spring"),
+        ("ameter>\n</function>", '"}'),
+    ],
+    "a bare call once its tool is known": [
+        ('{"name": "weather", "arguments": ', ""),
+        ('{"city": "P', '>weather{"city": "P'),
+    ],
+}
+"""What comes, and what is given at once: ``>`` begins a call."""
 
 
-def test_strings_between_tags_are_streamed_as_they_come() -> None:
+@pytest.mark.parametrize("name", STREAMS)
+def test_what_is_sure_is_given_at_once(name: str) -> None:
     reader = ToolCallReader(TOOLS)
-    pieces = reader.push('<tool_call>\n<function=weather>\n<parameter=city>\nParis "')
-    assert pieces[1:] == [CallArguments(0, '{"city": "Paris \\"')]
-    assert reader.push("\n") == []
-    assert reader.push("in spring</par") == [CallArguments(0, "\\nin spring")]
-    assert reader.push("ameter>\n</function>") == [CallArguments(0, '"}')]
+    for text, given in STREAMS[name]:
+        pieces = reader.push(text)
+        assert "".join(f">{piece.name}" if isinstance(piece, CallStart) else piece.text for piece in pieces) == given
+    assert reader.n_done == 0 or name == "strings between tags"
 
 
-def test_a_bare_call_is_streamed_once_its_tool_is_known() -> None:
-    reader = ToolCallReader(TOOLS)
-    assert reader.push('{"name": "weather", "arguments": ') == []
-    assert reader.push('{"city": "P')[1:] == [CallArguments(0, '{"city": "P')]
-
-
-def test_a_call_cut_by_the_budget_keeps_what_was_said() -> None:
-    said, calls = read('<tool_call>\n{"name": "weather", "arguments": {"city": "Pa', [])
-    assert (said, calls) == ("", [("weather", '{"city": "Pa')])
-
-
-def test_an_answer_that_ends_by_itself_completes_what_has_no_end() -> None:
+def test_what_has_no_end_is_completed_unless_the_budget_cut_it() -> None:
     text = "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n"
     assert read(text, [])[1] == [("weather", '{"city": "Paris"}')]
     assert read(text, [], cut=True)[1] == [("weather", '{"city": "Paris\\n')]
-
-
-def test_text_streams_while_no_call_can_begin() -> None:
-    reader = ToolCallReader(TOOLS)
-    assert reader.push("Hello there") == [TextPiece("Hello there")]
-    assert reader.push(" <tool") == []
-    assert reader.push("s are nice") == [TextPiece(" <tools are nice")]
-
-
-def test_a_bare_object_is_released_as_soon_as_it_cannot_be_a_call() -> None:
-    reader = ToolCallReader(TOOLS)
-    assert reader.push('{"answ') == [TextPiece('{"answ')]
+    assert read('<tool_call>{"name": "weather", "arguments": {"city": "Pa', [])[1] == [("weather", '{"city": "Pa')]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -464,18 +447,3 @@ def test_damaged_calls_are_read_alike_however_they_are_cut() -> None:
         assert read(text, singly(text), **options) == (said, calls)
         if not calls:
             assert said == text
-
-
-@pytest.mark.parametrize("value", ['"hello"', "5", "[1]", "true", '"{not JSON"', '"[1]"'])
-@pytest.mark.parametrize(
-    "order", ['{{"name": "{name}", "arguments": {value}}}', '{{"arguments": {value}, "name": "{name}"}}']
-)
-def test_arguments_that_are_no_object_make_no_call(value: str, order: str) -> None:
-    """Clients parse arguments as a JSON object: what is none stays text, behind a sure mark too."""
-    name = TOOLS[0]["function"]["name"]
-    text = f"<tool_call>\n{order.format(name=name, value=value)}\n</tool_call>"
-    for step in (1, 7, len(text)):
-        reader = ToolCallReader(TOOLS)
-        pieces = [each for i in range(0, len(text), step) for each in reader.push(text[i : i + step])] + reader.finish()
-        assert reader.n_calls == 0
-        assert "".join(each.text for each in pieces if isinstance(each, TextPiece)) == text
