@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -91,16 +92,17 @@ def test_answers_do_not_depend_on_the_cache(tiny: TinyFiles) -> None:
 
 def test_the_bound_holds_and_the_least_recently_used_goes_first(tiny: TinyFiles) -> None:
     with load(tiny, draft=None) as llm:
-        one = llm.inspect().context
         prompts = [llm.encode(f"{i} {LONG_TEXT}") for i in range(4)]
         llm.generate(prompts[0], SamplingParams(max_tokens=1))
-        size = one.state_bytes
+        size = llm.inspect().context.state_bytes
+        one = SamplingParams(max_tokens=1)
         for i in (1, 0, 1, 0):  # what is in use is not kept twice
-            llm.generate(prompts[i], SamplingParams(max_tokens=1))
+            llm.generate(prompts[i], one)
             assert llm.cache_info()["entries"] == 1
+
         llm.prefix_cache_bytes = int(2.5 * size)
         for i in (1, 2, 0, 3, 0):  # 0 is used again before 3 needs room, so 1 goes
-            reply = llm.generate(prompts[i], SamplingParams(max_tokens=1))
+            reply = llm.generate(prompts[i], one)
             assert llm.cache_info()["bytes"] <= 2.5 * size
         assert reply.stats["cached_tokens"] == len(prompts[0]) - 1
         assert llm.cache_info()["evictions"] >= 1
@@ -124,15 +126,11 @@ def test_a_branch_keeps_its_trunk(llm: LLM) -> None:
 
 
 def test_a_conversation_that_goes_on_replaces_what_it_was(llm: LLM) -> None:
-    cache, context = PrefixCache(1 << 24), llm.inspect().context
-    prompt = llm.encode(LONG_TEXT)
+    prompt, one = llm.encode(LONG_TEXT), SamplingParams(max_tokens=1)
     for n in (40, 80, 120):
-        context.reuse(prompt[:n])
-        context.decode(prompt[context.n_past : n], "none")
-        cache.put_aside(context)
-        cache.put_aside(context)
-    assert cache.info()["entries"] == 1
-    assert cache.n_bytes == context.state_bytes
+        for asked in (prompt[:n], "something else"):
+            llm.generate(asked, one)
+        assert llm.cache_info()["entries"] == 1
 
 
 def test_a_memory_that_cannot_be_cut_is_used_only_whole(tiny: TinyFiles) -> None:
@@ -170,8 +168,26 @@ def test_a_session_remembers(llm: LLM) -> None:
     assert not session.undo()
     with pytest.raises(UsageError, match="asked with a text"):
         session.chat([{"role": "user", "content": "x"}])
-    with pytest.raises(UsageError, match="conversation"):
-        session.chat("x", conversation="other")
+    # Its messages may be any sequence; one that cannot be added to is an error, and the next question is answered.
+    session.messages = ({"role": "system", "content": "terse"},)
+    text = session.chat("hello").text
+    assert [message["content"] for message in session.messages] == ["terse", "hello", text]
+    mine: list[dict[str, Any]] = []
+    session.messages = mine
+    session.chat("hello")
+    assert session.messages is mine
+    assert len(mine) == 2
+    with pytest.raises(TypeError):
+        session.messages = 5
+    session.messages = Fixed()
+    with pytest.raises(ValueError, match="nothing can be added"):
+        session.chat("hello")
+    assert llm.generate("hello", GREEDY).token_ids
+
+
+class Fixed(list[Any]):
+    def __iadd__(self, other: Any) -> Any:
+        raise ValueError("nothing can be added")
 
 
 def test_questions_asked_at_once_are_answered_one_after_the_other(llm: LLM) -> None:
@@ -201,32 +217,6 @@ def test_what_was_cancelled_counts_as_far_as_it_was_said(llm: LLM) -> None:
     assert len(session.messages) == 2
 
 
-def test_messages_may_be_any_sequence(llm: LLM) -> None:
-    session = llm.session(params=GREEDY)
-    session.messages = ({"role": "system", "content": "terse"},)
-    text = session.chat("hello").text
-    assert [message["content"] for message in session.messages] == ["terse", "hello", text]
-    mine: list[dict[str, Any]] = []
-    session.messages = mine
-    session.chat("hello")
-    assert session.messages is mine
-    assert len(mine) == 2
-    with pytest.raises(TypeError):
-        session.messages = 5
-
-
-def test_an_answer_that_cannot_be_kept_is_an_error_and_the_next_is_answered(llm: LLM) -> None:
-    class Fixed(list[Any]):
-        def __iadd__(self, other: Any) -> Any:
-            raise ValueError("nothing can be added")
-
-    session = llm.session(params=GREEDY)
-    session.messages = Fixed()
-    with pytest.raises(ValueError, match="nothing can be added"):
-        session.chat("hello")
-    assert llm.generate("hello", GREEDY).token_ids
-
-
 @pytest.fixture
 def saved(tiny: TinyFiles, tmp_path: Path) -> Path:
     """A session of two turns, saved by a pair that is closed again."""
@@ -240,32 +230,39 @@ def saved(tiny: TinyFiles, tmp_path: Path) -> Path:
     return path
 
 
-def test_a_saved_session_goes_on_without_reading(tiny: TinyFiles, tmp_path: Path, monkeypatch: Any) -> None:
-    for backend in ("reference", "ik-llama", "llama-cpp"):
-        open_backend(backend)
-        path = tmp_path / f"{backend}.session"
-        with load(tiny, backend) as llm:
-            session = llm.session(LONG_TEXT, GREEDY)
-            session.chat("hello", draft_length=3)
-            session.save(path)
-            messages = list(session.messages)
-            expected = session.chat("and then", draft_length=3)
-        with load(tiny, backend) as llm:
-            llm.session("somebody else").chat("x", GREEDY)
-            session = llm.load_session(path)
-            assert session.notice is None
-            assert session.messages == messages
-            assert session.params == GREEDY
-            target, draft = (
-                watch_passes(llm.inspect().context, monkeypatch),
-                watch_passes(draft_context(llm), monkeypatch),
-            )
-            reply = session.chat("and then", draft_length=3)
-            assert reply.token_ids == expected.token_ids
-            assert reply.stats["cached_tokens"] == expected.stats["cached_tokens"]
-            new = reply.stats["prompt_tokens"] - reply.stats["cached_tokens"]
-            assert max(target) <= max(new, 4)
-            assert max(draft) <= new + 8
+@pytest.mark.parametrize("backend", ["reference", "ik-llama", "llama-cpp"])
+def test_a_saved_session_goes_on_without_reading(
+    tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    open_backend(backend)
+    path = tmp_path / "chat.session"
+    with load(tiny, backend) as llm:
+        session = llm.session(LONG_TEXT, GREEDY)
+        session.chat("hello", draft_length=3)
+        session.save(path)
+        messages = list(session.messages)
+        expected = session.chat("and then", draft_length=3)
+    with load(tiny, backend) as llm:
+        llm.session("somebody else").chat("x", GREEDY)
+        session = llm.load_session(path)
+        assert (session.notice, session.messages, session.params) == (None, messages, GREEDY)
+        target, draft = (watch_passes(each, monkeypatch) for each in (llm.inspect().context, draft_context(llm)))
+        reply = session.chat("and then", draft_length=3)
+        assert reply.token_ids == expected.token_ids
+        assert reply.stats["cached_tokens"] == expected.stats["cached_tokens"]
+        new = reply.stats["prompt_tokens"] - reply.stats["cached_tokens"]
+        assert max(target) <= max(new, 4)
+        assert max(draft) <= new + 8
+
+
+def test_parameters_survive(llm: LLM, tmp_path: Path) -> None:
+    biases: Any = {5: np.float32(-3.5), np.int64(6): -math.inf}
+    drawn: Any = {"temperature": np.float32(0.5), "seed": np.int64(7), "stop": ["\n\n", "END"], "max_tokens": 9}
+    llm.session(params=SamplingParams(**drawn, logit_bias=biases)).save(tmp_path / "empty.session")
+    loaded = llm.load_session(tmp_path / "empty.session")
+    assert (loaded.messages, loaded.notice, list(loaded.params.stop)) == ([], None, ["\n\n", "END"])
+    expected = SamplingParams(temperature=0.5, seed=7, max_tokens=9, logit_bias={5: -3.5, 6: -math.inf})
+    assert replace(loaded.params, stop=()) == expected
 
 
 def test_nothing_of_another_conversation_is_in_the_file(tiny: TinyFiles, saved: Path) -> None:
@@ -279,23 +276,6 @@ def test_nothing_of_another_conversation_is_in_the_file(tiny: TinyFiles, saved: 
     data = saved.read_bytes()
     assert b"what is in between" not in data
     assert b"go on" in data
-
-
-def test_parameters_survive(llm: LLM, tmp_path: Path) -> None:
-    params = SamplingParams(temperature=0.5, seed=7, stop=["\n\n", "END"], logit_bias={5: -3.5}, max_tokens=9)
-    session = llm.session(params=params)
-    session.save(tmp_path / "empty.session")
-    loaded = llm.load_session(tmp_path / "empty.session")
-    assert (loaded.messages, loaded.notice) == ([], None)
-    assert dict(loaded.params.logit_bias) == {5: -3.5}
-    assert list(loaded.params.stop) == ["\n\n", "END"]
-    assert (loaded.params.temperature, loaded.params.seed, loaded.params.max_tokens) == (0.5, 7, 9)
-    biases: Any = {5: np.float32(0.5), np.int64(6): -math.inf}
-    session.params = SamplingParams(temperature=np.float32(0.5), seed=np.int64(7), logit_bias=biases)
-    session.save(tmp_path / "numpy.session")
-    assert llm.load_session(tmp_path / "numpy.session").params == SamplingParams(
-        temperature=0.5, seed=7, logit_bias={5: 0.5, 6: -math.inf}
-    )
 
 
 def check_goes_on(llm: LLM, path: Path, expected: list[int]) -> str | None:
@@ -376,8 +356,7 @@ def test_damaged_and_truncated_files(tiny: TinyFiles, saved: Path) -> None:
             found = outcome(data[:size])
             assert "not a saved session" in found or "damaged" in found
         for size in (text_end, text_end + 100, len(data) - 1):
-            found = outcome(data[:size])
-            assert "will be read again" in found
+            assert "will be read again" in outcome(data[:size])
         for _ in range(12):
             at = rng.randrange(len(data))
             flipped = bytearray(data)
@@ -385,12 +364,10 @@ def test_damaged_and_truncated_files(tiny: TinyFiles, saved: Path) -> None:
             assert outcome(bytes(flipped)) is not None, f"byte {at}"
         assert outcome(data + b"more") is None
         for foreign in (b"PK\x03\x04", b"{}", b"localspec-session 2\n" + data[20:], b"\0" * 4096):
-            found = outcome(foreign)
-            assert found is not None
-        saved.unlink()
-        assert "cannot read" in str(check_goes_on(llm, saved, expected))
-        saved.mkdir()
-        assert "cannot read" in str(check_goes_on(llm, saved, expected))
+            assert outcome(foreign) is not None
+        for remove in (saved.unlink, saved.mkdir):
+            remove()
+            assert "cannot read" in str(check_goes_on(llm, saved, expected))
 
 
 def test_hostile_lists_of_arrays(tiny: TinyFiles, saved: Path) -> None:
@@ -401,19 +378,10 @@ def test_hostile_lists_of_arrays(tiny: TinyFiles, saved: Path) -> None:
     with load(tiny) as llm:
         expected = llm.load_session(saved).chat("and then", draft_length=3).token_ids
         llm.prefix_cache_bytes = 0
-        for array, memory in (
-            ({"shape": [1 << 50]}, {}),
-            ({"shape": [1 << 62, 1 << 62, 4]}, {}),
-            ({"shape": [-1, 4]}, {}),
-            ({"shape": [10**30]}, {}),
-            ({"dtype": "O"}, {}),
-            ({"dtype": "no such type"}, {}),
-            ({"name": "other"}, {}),
-            ({}, {"arrays": None}),
-            ({}, {"tokens": ["x"]}),
-            ({}, {"tokens": [5] * 5000}),
-            ({}, {"maker": 7}),
-        ):
+        arrays_ = [{"shape": shape} for shape in ([1 << 50], [1 << 62, 1 << 62, 4], [-1, 4], [10**30])]
+        arrays_ += [{"dtype": "O"}, {"dtype": "no such type"}, {"name": "other"}]
+        memories = [{"arrays": None}, {"tokens": ["x"]}, {"tokens": [5] * 5000}, {"maker": 7}]
+        for array, memory in [*((each, {}) for each in arrays_), *(({}, each) for each in memories)]:
             changed = json.loads(json.dumps(text))
             changed["memories"][0]["arrays"][0].update(array)
             changed["memories"][0].update(memory)
@@ -434,8 +402,7 @@ def write_text(path: Path, text: dict[str, Any], rest: bytes = b"") -> None:
 def test_a_file_of_another_model_is_read_again_from_its_text(tiny: TinyFiles, saved: Path) -> None:
     with LLM(tiny.bpe, draft=None, backend="reference", n_ctx=1024) as llm:
         session = llm.load_session(saved)
-        assert "quick" in session.notice
-        assert "tiny-bpe" in session.notice
+        assert ("quick" in session.notice, "tiny-bpe" in session.notice) == (True, True)
         reply = session.chat("and then")
         assert reply.stats["cached_tokens"] == 0
         expected = llm.chat([*session.messages[:-2], {"role": "user", "content": "and then"}], GREEDY)
@@ -458,10 +425,10 @@ def test_what_cannot_be_written_is_refused_and_nothing_is_lost(llm: LLM, tmp_pat
     session.params = SamplingParams(stop=["\ud800"])
     with pytest.raises(SessionFileError, match="not JSON"):
         session.save(tmp_path / "x.session")
-    assert sorted(os.listdir(tmp_path)) == sorted([*folder, "thesis.txt"])
     llm.close()
     with pytest.raises(Closed):
         session.save(tmp_path / "late.session")
+    assert sorted(os.listdir(tmp_path)) == sorted([*folder, "thesis.txt"])
 
 
 SAVER = """

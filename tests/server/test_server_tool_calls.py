@@ -409,7 +409,7 @@ def test_what_is_sure_is_given_at_once(name: str) -> None:
     for text, given in STREAMS[name]:
         pieces = reader.push(text)
         assert "".join(f">{piece.name}" if isinstance(piece, CallStart) else piece.text for piece in pieces) == given
-    assert reader.n_done == 0 or name == "strings between tags"
+
 
 
 def test_what_has_no_end_is_completed_unless_the_budget_cut_it() -> None:
