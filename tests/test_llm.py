@@ -20,15 +20,15 @@ GREEDY = SamplingParams(max_tokens=48, ignore_eos=True)
 CHAT = [{"role": "user", "content": "Say something."}]
 
 
-@pytest.fixture(params=["reference", "ik-llama", "llama-cpp"])
-def llm(request: pytest.FixtureRequest, tiny: TinyFiles, measured_home: Path) -> Iterator[LLM]:
+@pytest.fixture(scope="module", params=["reference", "ik-llama", "llama-cpp"])
+def llm(request: pytest.FixtureRequest, tiny: TinyFiles, module_home: Path) -> Iterator[LLM]:
     open_backend(request.param)
     with LLM(tiny.pair.target, draft=["ngram", tiny.pair.draft], backend=request.param, n_ctx=512) as loaded:
         yield loaded
 
 
-@pytest.fixture
-def reference_llm(tiny: TinyFiles, measured_home: Path) -> Iterator[LLM]:
+@pytest.fixture(scope="module")
+def reference_llm(tiny: TinyFiles, module_home: Path) -> Iterator[LLM]:
     with LLM(tiny.pair.target, draft=["ngram", tiny.pair.draft], backend="reference", n_ctx=512) as loaded:
         yield loaded
 
@@ -61,9 +61,8 @@ def test_stream_and_rounds_give_the_same_text(llm: LLM) -> None:
     assert seen[-1].finish_reason == "length"
     for round_ in seen:
         assert len(round_.draft_texts) == len(round_.draft)
-        assert [t.id for t in round_.emitted[: round_.verdict.n_accepted]] == round_.draft.ids[
-            : min(round_.verdict.n_accepted, len(round_.emitted))
-        ]
+        accepted = [token.id for token in round_.emitted[: round_.verdict.n_accepted]]
+        assert accepted == round_.draft.ids[: len(accepted)]
 
 
 def test_the_second_turn_decodes_only_what_is_new_in_both_contexts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,28 +102,10 @@ def test_dropping_a_generator_stops_the_engine(reference_llm: LLM) -> None:
         assert brake.n_passes == 6
 
 
-def test_an_error_in_a_request_leaves_the_next_one_alone(llm: LLM) -> None:
-    expected = llm.generate("hello", GREEDY, speculate=False).token_ids
-    with pytest.raises(PromptTooLong, match="512"):
-        llm.generate("hello " * 600, GREEDY)
-    with pytest.raises(UsageError, match="role"):
-        llm.chat([{"content": "x"}], GREEDY)
-    assert llm.generate("hello", GREEDY, speculate=False).token_ids == expected
-
-
 def test_a_full_context_ends_with_length(llm: LLM) -> None:
     reply = llm.generate("a b c d e f g", SamplingParams(ignore_eos=True), draft_length=6)
     assert reply.finish_reason == "length"
     assert len(reply.token_ids) + reply.stats["prompt_tokens"] == 512
-
-
-def test_stop_strings_never_reach_the_text(reference_llm: LLM) -> None:
-    plain = reference_llm.generate("the cat", GREEDY, speculate=False).text
-    stop = plain[20:23]
-    for length in (1, 4, 7):
-        reply = reference_llm.generate("the cat", SamplingParams(max_tokens=48, stop=[stop]), draft_length=length)
-        assert reply.text == plain[: plain.index(stop)]
-        assert reply.finish_reason == "stop"
 
 
 def test_asyncio(reference_llm: LLM) -> None:
