@@ -72,7 +72,9 @@ def test_random_files_are_computed_rightly(name: str, engine: str, shapes: Modul
 
 def test_a_slim_archive_lacks_what_compiling_needs_not(proof: ModuleType, tmp_path: Path) -> None:
     kept = ["CMakeLists.txt", "llama_cpp/__init__.py"]
-    kept += [f"vendor/llama.cpp/{name}" for name in ("CMakeLists.txt", "src/models/x.cpp", ".git", "ggml/src/ggml-cuda/x.cu")]
+    kept += [
+        f"vendor/llama.cpp/{name}" for name in ("CMakeLists.txt", "src/models/x.cpp", ".git", "ggml/src/ggml-cuda/x.cu")
+    ]
     left_out = ["tests/x", ".git/x", "vendor/llama.cpp/models/x", "vendor/llama.cpp/tools/ui/x"]
     with tarfile.open(tmp_path / "whole.tar.gz", "w:gz") as packed:
         for name in (*kept, *left_out):
@@ -115,7 +117,9 @@ def test_stages_on_tiny_files_then_more_from_where_it_was_left(tmp_path: Path) -
     assert set(second) == {*first, *names}
     assert (tmp_path / "work/models/random-qwen2.5-7b.gguf").stat().st_mtime_ns == written
     assert second["passes-qwen2.5-0.5b"] == first["passes-qwen2.5-0.5b"]
-    headings = "qwen3-30b-a3b, 0.0 GB, last; qwen2.5-7b, drafted, sampled; qwen3-30b-a3b, 8; qwen2.5-7b on cpu, 0.5B on cpu"
+    headings = (
+        "qwen3-30b-a3b, 0.0 GB, last; qwen2.5-7b, drafted, sampled; qwen3-30b-a3b, 8; qwen2.5-7b on cpu, 0.5B on cpu"
+    )
     assert [heading for heading in headings.split("; ") if heading not in page] == []
     assert "while the device computes: for none." in page  # there is none
     rounds, ahead = second["rounds-qwen2.5-7b"], second["ahead-qwen2.5-7b"]["counts"]

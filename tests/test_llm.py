@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from localspec import LLM, ModelFileError, PromptTooLong, Round, SamplingParams, UsageError
+from localspec import LLM, ModelFileError, Round, SamplingParams
 from localspec.controllers.cost_model import Curve
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from tests.conftest import TinyFiles, open_backend

@@ -30,7 +30,6 @@ from localspec import (
     SamplingParams,
     UsageError,
 )
-
 from localspec.engine.options import SamplingOptions
 from localspec.engine.worker import FairQueue, Job, Worker
 from localspec.spec_decode.rounds import SpecStats

@@ -26,12 +26,21 @@ BEFORE, TYPED, BEHIND = "def area(r):\n" * 12, "    return the ", "\n\nprint(are
 EXTRA = [{"text": "he re in an\n", "time": [1, 2], "filename": "b.py"}]
 VIM: dict[str, Any] = {
     **{"input_prefix": BEFORE, "input_suffix": BEHIND, "input_extra": EXTRA, "prompt": TYPED, "id_slot": 0},
-    **{"samplers": ["top_k", "top_p", "infill"], "top_k": 40, "top_p": 0.90, "n_predict": 24, "stop": [], "n_indent": 0},
+    **{
+        "samplers": ["top_k", "top_p", "infill"],
+        "top_k": 40,
+        "top_p": 0.90,
+        "n_predict": 24,
+        "stop": [],
+        "n_indent": 0,
+    },
     **{"stream": False, "cache_prompt": True, "t_max_prompt_ms": 500, "t_max_predict_ms": 0, "model": ""},
 }
 """What llama.vim sends after a key stroke."""
 
-TIMINGS = [f"timings/{what}_{name}" for what in ("prompt", "predicted") for name in ("n", "ms", "per_token_ms", "per_second")]
+TIMINGS = [
+    f"timings/{what}_{name}" for what in ("prompt", "predicted") for name in ("n", "ms", "per_token_ms", "per_second")
+]
 VIM_FIELDS = ["content", *TIMINGS, "truncated", "tokens_cached"]
 ENDLESS = {"n_predict": 900, "ignore_eos": True, "localspec": {"off": True}}
 

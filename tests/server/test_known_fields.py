@@ -93,8 +93,8 @@ def test_what_asks_for_nothing_passes(kind: str, change: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("kind", REQUESTS)
 def test_seed_minus_one_is_a_fresh_one(kind: str) -> None:
-    for given, seed in ((-1, None), (7, 7)):  # not the server's own 5
-        change = {"options": {"seed": given}} if kind.startswith("ollama") else {"seed": given}
+    for number, seed in ((-1, None), (7, 7)):  # not the server's own 5
+        change = {"options": {"seed": number}} if kind.startswith("ollama") else {"seed": number}
         assert asked(kind, change).options.params.seed == seed
 
 

@@ -268,17 +268,16 @@ def test_what_does_not_fit_beside_what_answers_waits(disk: Path, monkeypatch: py
         def one(model: str) -> None:
             answers.append(ask(server, "/v1/chat/completions", chat(model))["model"])
 
-        with ThreadPoolExecutor() as pool:
-            with held(server, "red"):
-                pool.submit(one, "blue")
-                wait_until(lambda: blue.n_waiting == 1, "it waits")
-                assert loaded(server) == ["red"]
-                # At first, what is loaded goes on answering; then its requests come after the one that waits.
-                pool.submit(one, "red").result()
-                assert answers == ["red"]
-                monkeypatch.setattr(hosting, "GRACE_S", 0.0)
-                pool.submit(one, "red")
-                wait_until(lambda: red.n_waiting == 1, "it waits too")
+        with ThreadPoolExecutor() as pool, held(server, "red"):
+            pool.submit(one, "blue")
+            wait_until(lambda: blue.n_waiting == 1, "it waits")
+            assert loaded(server) == ["red"]
+            # At first, what is loaded goes on answering; then its requests come after the one that waits.
+            pool.submit(one, "red").result()
+            assert answers == ["red"]
+            monkeypatch.setattr(hosting, "GRACE_S", 0.0)
+            pool.submit(one, "red")
+            wait_until(lambda: red.n_waiting == 1, "it waits too")
         assert answers == ["red", "blue", "red"]
         assert server.host.room >= 0
 

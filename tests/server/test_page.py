@@ -60,7 +60,9 @@ def test_an_answer_shows_every_token_in_the_style_of_its_origin(
             good = token["kind"] == "accepted"
             look = f"token {token['kind']}" + (f" {slots[token['source']]}" if good else "")
             said_of[good].append(("SPAN", look, token["text"]))
-        wrong = [guess["text"].replace("\n", "↵").replace("\t", "⇥") for guess in round_["draft"] if not guess["accepted"]]
+        wrong = [
+            guess["text"].replace("\n", "↵").replace("\t", "⇥") for guess in round_["draft"] if not guess["accepted"]
+        ]
         entries = said_of[True] + [("DEL", "token rejected", text) for text in wrong] + said_of[False]
         expected += [entry for entry in entries if entry[2]]
         kinds |= {entry[1] for entry in entries}

@@ -169,8 +169,6 @@ def test_a_dropped_file_becomes_part_of_the_message_and_a_prediction(
     assert it.asked[-1]["messages"][0] == sent["messages"][0]
 
 
-
-
 def test_no_file_that_is_dropped_anywhere_takes_the_page_s_place(tab: Callable[..., Tab], server: Server) -> None:
     it = tab(server.url)
     for n, where in enumerate(("header", "#conversations", "#settings", "#talk"), 1):

@@ -76,7 +76,10 @@ no_sigint = pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT to a c
     ("number", "status", "parallel"), [(signal.SIGTERM, 0, 1), pytest.param(signal.SIGINT, 130, 2, marks=no_sigint)]
 )
 def test_it_serves_until_it_is_told_to_stop(tiny: TinyFiles, number: int, status: int, parallel: int) -> None:
-    with serving(tiny.quick.target, "--ctx", "1024", "--parallel", str(parallel)) as (process, url), ExitStack() as all_:
+    with (
+        serving(tiny.quick.target, "--ctx", "1024", "--parallel", str(parallel)) as (process, url),
+        ExitStack() as all_,
+    ):
         for _ in range(parallel):  # all of them are being answered when it is told
             sock = all_.enter_context(connected(url))
             sock.sendall(post(CHAT | {"stream": True, "max_tokens": 900, "ignore_eos": True, "n": 16}))
@@ -165,7 +168,6 @@ def test_ctrl_c_while_a_model_is_loaded(tiny: TinyFiles) -> None:
             sock.sendall(post(CHAT))
             time.sleep(seconds)
             ended(process, signal.SIGINT, 130)
-
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")

@@ -35,6 +35,7 @@ P = json.dumps(PARIS)
 WEATHER: list[Call] = [("weather", PARIS)]
 BOTH: list[Call] = [*WEATHER, ("now", {})]
 
+
 def raw(value: Any) -> str:
     """A value between tags, as templates print it."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -386,7 +387,8 @@ STREAMS: dict[str, list[tuple[str, str]]] = {
     "text while no call can begin": [("Hello there", "Hello there"), (" <tool", ""), ("s are", " <tools are")],
     "an object that cannot be a call": [('{"answ', '{"answ')],
     "arguments behind a mark": [
-        ('<tool_call>\n{"name": "weather", "arguments": {"city": "Par', '>weather{"city": "Par'), ('is"', 'is"'),
+        ('<tool_call>\n{"name": "weather", "arguments": {"city": "Par', '>weather{"city": "Par'),
+        ('is"', 'is"'),
     ],
     "arguments behind a name": [('[TOOL_CALLS]weather[ARGS]{"city": "Par', '>weather{"city": "Par'), ('is"', 'is"')],
     "strings between tags": [
@@ -406,10 +408,9 @@ STREAMS: dict[str, list[tuple[str, str]]] = {
 @pytest.mark.parametrize("name", STREAMS)
 def test_what_is_sure_is_given_at_once(name: str) -> None:
     reader = ToolCallReader(TOOLS)
-    for text, given in STREAMS[name]:
+    for text, at_once in STREAMS[name]:
         pieces = reader.push(text)
-        assert "".join(f">{piece.name}" if isinstance(piece, CallStart) else piece.text for piece in pieces) == given
-
+        assert "".join(f">{piece.name}" if isinstance(piece, CallStart) else piece.text for piece in pieces) == at_once
 
 
 def test_what_has_no_end_is_completed_unless_the_budget_cut_it() -> None:

@@ -95,7 +95,14 @@ KEPT = {"input": SLOW, "max_output_tokens": 1}
     ids=["tokens", "template", "large body", "grammar", "what was said before"],
 )
 def test_others_are_answered_meanwhile(
-    server: Server, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, is_slow: Any, body: Any, n: int, at_a_time: int
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    place: Any,
+    name: str,
+    is_slow: Any,
+    body: Any,
+    n: int,
+    at_a_time: int,
 ) -> None:
     pytest.importorskip("llguidance")
     held = Held()

@@ -97,9 +97,10 @@ def test_text_and_calls_keep_their_order_where_an_answer_has_blocks(server: Serv
 # -- forms of calls, through a server ----------------------------------------------------------------------------------
 
 
-
 def test_a_call_that_the_budget_cuts_is_not_made_whole(server: Server) -> None:
-    text = "<tool_call>\n<function=weather>\n<parameter=city>\nParis, and so on\n</parameter>\n</function>\n</tool_call>"
+    text = (
+        "<tool_call>\n<function=weather>\n<parameter=city>\nParis, and so on\n</parameter>\n</function>\n</tool_call>"
+    )
     city = {"type": "object", "properties": {"city": {"type": "string"}}}
     found = chat(server, tools=[tool(city, "weather")], **says(text), max_tokens=len(text) // 2)
     for call in found["message"].get("tool_calls", ()):

@@ -104,17 +104,18 @@ def test_a_wrong_request_is_one_clear_error(client: openai.OpenAI, change: dict[
 
 
 def test_a_key_is_asked_for(model: EmbeddingModel) -> None:
-    with serve_embeddings(model, api_key="secret") as url:
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0, timeout=PATIENCE) as client:
-            assert client.embeddings.create(model="", input="a").data
-            with pytest.raises(openai.AuthenticationError):
-                client.with_options(api_key="wrong").embeddings.create(model="", input="a")
+    with (
+        serve_embeddings(model, api_key="secret") as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0, timeout=PATIENCE) as client,
+    ):
+        assert client.embeddings.create(model="", input="a").data
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="wrong").embeddings.create(model="", input="a")
 
 
 def test_the_command_tells_such_files_by_themselves(model: EmbeddingModel) -> None:
     command = [sys.executable, "-m", "localspec", "serve", str(model.path), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-
         url = process.stdout.readline().strip()
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=PATIENCE) as client:
             assert len(client.embeddings.create(model="", input="a dog").data[0].embedding) == N_EMBD

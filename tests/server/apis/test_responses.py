@@ -47,7 +47,12 @@ def test_a_stream_s_events_come_in_openai_s_order(client: openai.OpenAI) -> None
     assert len(deltas) > 1
     kinds = [event.type.removeprefix("response.") for event in events]
     order = "created in_progress output_item.added content_part.added output_text.delta output_text.done"
-    assert [kind for kind, _ in groupby(kinds)] == [*order.split(), "content_part.done", "output_item.done", whole.status]
+    assert [kind for kind, _ in groupby(kinds)] == [
+        *order.split(),
+        "content_part.done",
+        "output_item.done",
+        whole.status,
+    ]
     assert len(events) == len(deltas) + 8
     assert "".join(deltas) == events[-4].text == events[-1].response.output_text == whole.output_text
     assert len({event.item_id for event in events if hasattr(event, "item_id")}) == 1
