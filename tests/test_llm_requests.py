@@ -73,29 +73,6 @@ def waiting(name: str, order: list[str], priority: int = 0) -> Job:
     return Job(lambda job: order.append(name), print, conversation=name[0], priority=priority, request=name)
 
 
-@pytest.mark.parametrize(
-    ("before", "meanwhile", "order"),
-    [
-        ("a1 a2 a3 a4 b1 b2 c1", "", "a1 b1 c1 a2 b2 a3 a4"),
-        ("a1 a2 a3", "b1 a4", "a1 b1 a2 a3 a4"),
-        ("d1 c1 b1 a1", "e1", "d1 c1 b1 a1 e1"),
-    ],
-)
-def test_conversations_take_turns(before: str, meanwhile: str, order: str) -> None:
-    """What comes while a conversation is served goes before its next job."""
-    fair, ran = FairQueue(), list[str]()
-    for name in before.split():
-        fair.put(waiting(name, ran))
-    served = fair.get()
-    for name in meanwhile.split():
-        fair.put(waiting(name, ran))
-    fair.close()
-    while served is not None:
-        served.run()
-        served = fair.get()
-    assert " ".join(ran) == order
-
-
 def test_the_next_job_has_the_highest_priority_of_idle_conversations() -> None:
     fair, jobs = FairQueue(), [waiting(f"{name}1", [], n) for name, n in zip("xycde", (0, 9, 0, 1, -1), strict=True)]
     later = waiting("x2", [], 9)
@@ -236,13 +213,21 @@ def test_a_full_queue_refuses_and_says_so(llm: LLM) -> None:
 
 
 def test_turns_between_conversations_of_an_llm(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, sizes = Gate(llm), watch_passes(llm.inspect().context, monkeypatch)
-    one = SamplingParams(max_tokens=1)
-    asked = [(12, "a"), (13, "a"), (14, "a"), (22, "b"), (23, "b")]  # tokens of the prompt, conversation
-    streams = [llm.rounds([n] * n, one, conversation=name, speculate=False) for n, name in asked]
+    """What comes while a conversation is served goes before its next request."""
+
+    def ask(n: int, conversation: str) -> None:
+        one = SamplingParams(max_tokens=1)
+        streams.append(llm.rounds([n] * n, one, conversation=conversation, speculate=False))
+
+    gate, streams = Gate(llm), list[RoundStream]()
+    context = llm.inspect().context
+    sizes = watch_passes(context, monkeypatch, after=lambda n: ask(32, "c") if n == 1 else None)
+    for n, conversation in ((12, "a"), (13, "a"), (14, "a"), (22, "b"), (23, "b")):
+        ask(n, conversation)
     gate.open()
-    assert all(stream.reply.token_ids for stream in streams)
-    assert sizes == [12, 22, 13, 23, 14]
+    for stream in streams:
+        assert stream.reply.token_ids
+    assert sizes == [12, 22, 32, 13, 23, 14]
 
 
 def test_a_request_cancelled_in_the_queue_never_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
