@@ -19,33 +19,23 @@ from tests.conftest import TinyFiles
 from tests.support.serving import Server, asking, serve
 
 KEY, SITE = "sesame", "https://notes.example"
-HEADERS: dict[str, dict[str, str]] = {
-    "program": {},
-    "own page": {"Origin": "http://127.0.0.1:{port}", "Sec-Fetch-Site": "same-origin"},
-    "proxied": {"X-Forwarded-For": "192.0.2.7"},
-    "another name": {"Host": "box.lan"},
-    "another computer": {"Authorization": f"Bearer {KEY}"},
-    "site": {"Origin": SITE, "Sec-Fetch-Site": "cross-site"},
-    "site with the key": {"Origin": SITE, "Authorization": f"Bearer {KEY}"},
-    "keyless": {},
-    "keyless site": {"Origin": SITE},
-    "foreign page": {"Origin": "https://evil.example"},
-    "rebound": {"Host": "evil.example"},
+WHO: dict[str, tuple[Kind | None, dict[str, str]]] = {
+    "program": (Kind.LOCAL, {}),
+    "own page": (Kind.LOCAL, {"Origin": "http://127.0.0.1:{port}", "Sec-Fetch-Site": "same-origin"}),
+    "proxied": (Kind.REMOTE, {"X-Forwarded-For": "192.0.2.7"}),
+    "another name": (Kind.REMOTE, {"Host": "box.lan"}),
+    "another computer": (Kind.REMOTE, {"Authorization": f"Bearer {KEY}"}),
+    "site": (Kind.SITE, {"Origin": SITE, "Sec-Fetch-Site": "cross-site"}),
+    "site with the key": (Kind.SITE, {"Origin": SITE, "Authorization": f"Bearer {KEY}"}),
+    "keyless": (Kind.KEYLESS, {}),
+    "keyless site": (Kind.KEYLESS, {"Origin": SITE}),
+    "foreign page": (None, {"Origin": "https://evil.example"}),
+    "rebound": (None, {"Host": "evil.example"}),
 }
 WITH_KEY = ("another computer", "site with the key", "keyless", "keyless site")
 """Those that ask a server that listens to other computers; the others ask one that listens on this one alone."""
 
-KINDS = {
-    "program": Kind.LOCAL,
-    "own page": Kind.LOCAL,
-    "proxied": Kind.REMOTE,
-    "another name": Kind.REMOTE,
-    "another computer": Kind.REMOTE,
-    "site": Kind.SITE,
-    "site with the key": Kind.SITE,
-    "keyless": Kind.KEYLESS,
-    "keyless site": Kind.KEYLESS,
-}
+KINDS = {who: kind for who, (kind, _) in WHO.items() if kind is not None}
 
 CHAT = [{"role": "user", "content": "say something"}]
 OURS = {"ignore_eos": True, "localspec": {"draft_length": 4}, "seed": 1}
@@ -69,7 +59,7 @@ class House:
 
     def ask(self, who: str, method: str, path: str, body: Any = None) -> tuple[int, dict[str, str], bytes]:
         server = self.remote if who in WITH_KEY else self.local
-        headers = {name: value.format(port=server.port) for name, value in HEADERS[who].items()}
+        headers = {name: value.format(port=server.port) for name, value in WHO[who][1].items()}
         return server.ask(method, path, body, headers)
 
 
@@ -117,12 +107,12 @@ def test_only_this_computer_reads_texts_and_only_the_page_needs_no_key(house: Ho
     assert {path for path, answered in kinds.items() if answered == {Kind.LOCAL, Kind.REMOTE}} == {"/metrics"}
 
 
-@pytest.mark.parametrize("who", HEADERS)
+@pytest.mark.parametrize("who", WHO)
 def test_who_is_answered(house: House, who: str) -> None:
     for method, path, kinds in asked_at(house):
         status, headers, answer = house.ask(who, method, filled(path), body_for(method, path))
         what = (method, path, status, answer[:200])
-        if who in ("foreign page", "rebound"):
+        if who not in KINDS:
             assert status == 403, what
             assert "access-control-allow-origin" not in headers
         elif KINDS[who] in kinds:

@@ -102,21 +102,8 @@ class _Friend(SimpleHTTPRequestHandler):
         return
 
 
-SDK_HEADERS = {
-    "authorization": "Bearer k",
-    "x-api-key": "k",
-    "content-type": "application/json",
-    "anthropic-version": "2023-06-01",
-    "anthropic-beta": "tools-2024-04-04",
-    "anthropic-dangerous-direct-browser-access": "true",
-    "x-stainless-lang": "js",
-    "x-stainless-retry-count": "0",
-    "openai-organization": "org",
-    "dangerously-allow-browser": "true",
-    "http-referer": "https://notes.example",
-    "x-title": "Notes",
-    "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
-}
+SDK_HEADERS = {"authorization": "Bearer k", "x-api-key": "k", "content-type": "application/json"}
+SDK_HEADERS |= {"anthropic-version": "2023-06-01", "x-stainless-lang": "js", "http-referer": "https://notes.example"}
 """What the clients of OpenAI and Anthropic for JavaScript send from a page, and what others add."""
 
 

@@ -17,6 +17,7 @@ from localspec.server.tool_calls import MARKS, CallArguments, CallStart, TextPie
 from tests.support.steps import n_steps
 
 Call = tuple[str, dict[str, Any]]
+Writer = Callable[[str, dict[str, Any]], str]
 
 TYPES: dict[str, Any] = {
     "city": {"type": "string"},
@@ -41,7 +42,7 @@ def raw(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def joined(before: str, each: Callable[[str, dict[str, Any]], str], between: str, after: str) -> Callable[..., str]:
+def joined(before: str, each: Writer, between: str, after: str) -> Callable[..., str]:
     return lambda calls: before + between.join(each(name, arguments) for name, arguments in calls) + after
 
 
@@ -49,37 +50,37 @@ def json_call(name: str, arguments: dict[str, Any], key: str = "arguments", call
     return json.dumps({called: name, key: arguments}, ensure_ascii=False)
 
 
-def tagged(name: str, arguments: dict[str, Any]) -> str:
-    said = "".join(f"<parameter={key}>\n{raw(value)}\n</parameter>\n" for key, value in arguments.items())
-    return f"<function={name}>\n{said}</function>"
+def around(before: str, between: str, after: str) -> Writer:
+    """A name and its arguments as JSON, with marks around them."""
+    return lambda name, arguments: f"{before}{name}{between}{json.dumps(arguments)}{after}"
 
 
-def invoked(name: str, arguments: dict[str, Any]) -> str:
-    said = "".join(f'<parameter name="{key}">{raw(value)}</parameter>\n' for key, value in arguments.items())
-    return f'<invoke name="{name}">\n{said}</invoke>\n'
+def tags(before: str, parameter: str, after: str) -> Writer:
+    """Values between tags: ``{0}`` is the name, ``{1}`` the value, ``{2}`` whether that is a string."""
+
+    def written(name: str, arguments: dict[str, Any]) -> str:
+        said = [(key, raw(value), str(isinstance(value, str)).lower()) for key, value in arguments.items()]
+        return before.format(name) + "".join(parameter.format(*each) for each in said) + after
+
+    return written
 
 
-def dsml(name: str, arguments: dict[str, Any]) -> str:
-    said = "".join(
-        f'<｜DSML｜parameter name="{key}" string="{str(isinstance(value, str)).lower()}">{raw(value)}'
-        "</｜DSML｜parameter>\n"
-        for key, value in arguments.items()
-    )
-    return f'<｜DSML｜invoke name="{name}">\n{said}</｜DSML｜invoke>\n'
-
-
-def glm(name: str, arguments: dict[str, Any]) -> str:
-    said = "".join(
-        f"<arg_key>{key}</arg_key>\n<arg_value>{raw(value)}</arg_value>\n" for key, value in arguments.items()
-    )
-    return f"<tool_call>{name}\n{said}</tool_call>"
+TAGGED = tags("<function={}>\n", "<parameter={}>\n{}\n</parameter>\n", "</function>")
+INVOKED = tags('<invoke name="{}">\n', '<parameter name="{}">{}</parameter>\n', "</invoke>\n")
+DSML = tags(
+    '<｜DSML｜invoke name="{}">\n',
+    '<｜DSML｜parameter name="{0}" string="{2}">{1}</｜DSML｜parameter>\n',
+    "</｜DSML｜invoke>\n",
+)
+GLM = tags("<tool_call>{}\n", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n", "</tool_call>")
+CALLED, SEPARATED, ENDED = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 
 
 def python(name: str, arguments: dict[str, Any]) -> str:
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
 
-def gemma(quote: str) -> Callable[[Any], str]:
+def gemma(before: str, quote: str, after: str) -> Writer:
     def written(value: Any) -> str:
         if isinstance(value, dict):
             return "{" + ",".join(f"{key}:{written(item)}" for key, item in value.items()) + "}"
@@ -87,56 +88,48 @@ def gemma(quote: str) -> Callable[[Any], str]:
             return "[" + ",".join(map(written, value)) + "]"
         return f"{quote}{value}{quote}" if isinstance(value, str) else json.dumps(value)
 
-    return written
+    return lambda name, arguments: f"{before}call:{name}{written(arguments)}{after}"
 
 
-def r1(name: str, arguments: dict[str, Any]) -> str:
-    return (
-        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{json.dumps(arguments)}\n```<｜tool▁call▁end｜>"
-    )
+def llama(name: str, arguments: dict[str, Any]) -> str:
+    return json_call(name, arguments, "parameters")
 
+
+def command_r(name: str, arguments: dict[str, Any]) -> str:
+    return json_call(name, arguments, "parameters", "tool_name")
+
+
+GPT_OSS = " <|constrain|>json<|message|>"
+KIMI = around("<|tool_call_begin|>functions.", ":0<|tool_call_argument_begin|>", "<|tool_call_end|>")
 
 FORMATS: dict[str, Callable[[list[Call]], str]] = {
     "Hermes": joined("", lambda *call: f"<tool_call>\n{json_call(*call)}\n</tool_call>", "\n", ""),
     "SmolLM2": joined("<tool_call>[", json_call, ", ", "]</tool_call>"),
-    "Qwen3-Coder": joined("", lambda *call: f"<tool_call>\n{tagged(*call)}\n</tool_call>", "\n", ""),
-    "Qwen3-Coder without the outer mark": joined("", tagged, "\n", "\n</tool_call>"),
-    "Seed-OSS": joined("<seed:tool_call>\n", tagged, "\n", "\n</seed:tool_call>"),
-    "Functionary": joined("", lambda name, args: f"<function={name}>{json.dumps(args)}</function>", "", ""),
-    "Llama 3": joined("", lambda name, args: json_call(name, args, "parameters"), "; ", ""),
-    "Llama 3, marked": joined("<|python_tag|>", lambda name, args: json_call(name, args, "parameters"), "; ", ""),
+    "Qwen3-Coder": joined("", lambda *call: f"<tool_call>\n{TAGGED(*call)}\n</tool_call>", "\n", ""),
+    "Qwen3-Coder without the outer mark": joined("", TAGGED, "\n", "\n</tool_call>"),
+    "Seed-OSS": joined("<seed:tool_call>\n", TAGGED, "\n", "\n</seed:tool_call>"),
+    "Functionary": joined("", around("<function=", ">", "</function>"), "", ""),
+    "Llama 3": joined("", llama, "; ", ""),
+    "Llama 3, marked": joined("<|python_tag|>", llama, "; ", ""),
     "Llama 4": joined("<|python_start|>[", python, ", ", "]<|python_end|>"),
     "Llama 3.2, in Python's notation": joined("[", python, ", ", "]"),
     "Gemma 3": joined("```tool_code\n", python, "\n", "\n```"),
     "Olmo 3": joined("<function_calls>\n", python, "\n", "\n</function_calls>"),
     "LFM2": joined("<|tool_call_start|>[", python, ", ", "]<|tool_call_end|>"),
     "Mistral, a list": joined("[TOOL_CALLS][", json_call, ", ", "]"),
-    "Mistral": joined("", lambda name, args: f"[TOOL_CALLS]{name}[ARGS]{json.dumps(args)}", "", ""),
-    "Mistral with ids": joined("", lambda n, a: f"[TOOL_CALLS]{n}[CALL_ID]a1b2c3[ARGS]{json.dumps(a)}", "", ""),
-    "DeepSeek R1": joined("<｜tool▁calls▁begin｜>", r1, "\n", "<｜tool▁calls▁end｜>"),
-    "DeepSeek V3.1": joined(
+    "Mistral": joined("", around("[TOOL_CALLS]", "[ARGS]", ""), "", ""),
+    "Mistral with ids": joined("", around("[TOOL_CALLS]", "[CALL_ID]a1b2c3[ARGS]", ""), "", ""),
+    "DeepSeek R1": joined(
         "<｜tool▁calls▁begin｜>",
-        lambda name, args: f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json.dumps(args)}<｜tool▁call▁end｜>",
-        "",
-        "<｜tool▁calls▁end｜>",
+        around(f"{CALLED}function{SEPARATED}", "\n```json\n", f"\n```{ENDED}"),
+        *("\n", "<｜tool▁calls▁end｜>"),
     ),
-    "DeepSeek V3.2": joined("<｜DSML｜function_calls>\n", dsml, "", "</｜DSML｜function_calls>"),
-    "GLM-4.5": joined("", glm, "\n", ""),
-    "gpt-oss": joined(
-        "",
-        lambda name, args: f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{json.dumps(args)}",
-        "<|call|>",
-        "",
-    ),
-    "Gemma 4": joined(
-        "", lambda name, args: f"<|tool_call>call:{name}{gemma('<|' + chr(34) + '|>')(args)}<tool_call|>", "", ""
-    ),
-    "FunctionGemma": joined(
-        "",
-        lambda name, args: f"<start_function_call>call:{name}{gemma('<escape>')(args)}<end_function_call>",
-        "",
-        "",
-    ),
+    "DeepSeek V3.1": joined("<｜tool▁calls▁begin｜>", around(CALLED, SEPARATED, ENDED), "", "<｜tool▁calls▁end｜>"),
+    "DeepSeek V3.2": joined("<｜DSML｜function_calls>\n", DSML, "", "</｜DSML｜function_calls>"),
+    "GLM-4.5": joined("", GLM, "\n", ""),
+    "gpt-oss": joined("", around("<|channel|>commentary to=functions.", GPT_OSS, ""), "<|call|>", ""),
+    "Gemma 4": joined("", gemma("<|tool_call>", '<|"|>', "<tool_call|>"), "", ""),
+    "FunctionGemma": joined("", gemma("<start_function_call>", "<escape>", "<end_function_call>"), "", ""),
     "Granite": joined("<|tool_call|>[", json_call, ", ", "]"),
     "Phi-4-mini": joined("<|tool_call|>[", json_call, ", ", "]<|/tool_call|>"),
     "Command-R7B": joined(
@@ -145,18 +138,9 @@ FORMATS: dict[str, Callable[[list[Call]], str]] = {
         ",\n",
         "\n]<|END_ACTION|>",
     ),
-    "Command-R": joined(
-        "Action: ```json\n[\n", lambda name, args: json_call(name, args, "parameters", "tool_name"), ",\n", "\n]\n```"
-    ),
-    "Kimi K2": joined(
-        "<|tool_calls_section_begin|>",
-        lambda name, args: (
-            f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{json.dumps(args)}<|tool_call_end|>"
-        ),
-        "",
-        "<|tool_calls_section_end|>",
-    ),
-    "MiniMax M2": joined("<minimax:tool_call>\n", invoked, "", "</minimax:tool_call>"),
+    "Command-R": joined("Action: ```json\n[\n", command_r, ",\n", "\n]\n```"),
+    "Kimi K2": joined("<|tool_calls_section_begin|>", KIMI, "", "<|tool_calls_section_end|>"),
+    "MiniMax M2": joined("<minimax:tool_call>\n", INVOKED, "", "</minimax:tool_call>"),
     "Nemotron": joined("<TOOLCALL>[", json_call, ", ", "]</TOOLCALL>"),
     "Apertus": joined("<|tools_prefix|>[", lambda name, args: json.dumps({name: args}), ", ", "]<|tools_suffix|>"),
     "InternLM": joined("<|action_start|><|plugin|>", json_call, "\n", "<|action_end|>"),
