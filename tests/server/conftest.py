@@ -13,11 +13,17 @@ import pytest
 
 from localspec import LLM
 from localspec.engine.worker import Job
+from localspec.system.files import models_dir
 from tests.conftest import TinyFiles
+from tests.support import ggufs
 from tests.support.browsing import PATIENCE, WIDE
 from tests.support.endless import N_CTX, write_endless
+from tests.support.gguf_vocabs import fim_vocab
 from tests.support.serving import Server, serve
+from tests.support.standin import Server as Hub
 from tests.support.tabs import Tab
+
+SHAPE = ggufs.Shape(n_layer=2, n_embd=32, n_head=2, n_head_kv=1, n_ff=32, residual=0.4)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +56,28 @@ def endless(tmp_path_factory: pytest.TempPathFactory, module_home: Path) -> Iter
 
         loaded.inspect().context.decode = slowly
         yield running
+
+
+@pytest.fixture
+def disk(measured_home: Path) -> Path:
+    """Three models that continue text, of which ``code`` fills in."""
+    folder = models_dir() / "hf/acme/tiny"
+    folder.mkdir(parents=True)
+    ggufs.write_llama(folder / "blue.gguf", SHAPE, ggufs.bpe_vocab(300), seed=1)
+    ggufs.write_llama(folder / "code.gguf", SHAPE, fim_vocab(), seed=2)
+    ggufs.write_llama(folder / "red.gguf", SHAPE, ggufs.bpe_vocab(300), seed=3)
+    return folder
+
+
+@pytest.fixture
+def hub(disk: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """Where ``green`` can be had, which is the same as ``blue``."""
+    server = Hub()
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    monkeypatch.delenv("LOCALSPEC_OFFLINE")
+    server.files["/acme/more/resolve/main/green.gguf"] = (disk / "blue.gguf").read_bytes()
+    yield server
+    server.close()
 
 
 @pytest.fixture

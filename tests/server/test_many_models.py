@@ -27,30 +27,17 @@ from localspec.server import hosting
 from localspec.server.http import read_keep_alive
 from localspec.system.files import models_dir
 from localspec.system.machine import process_bytes
+from tests.server.conftest import SHAPE
 from tests.support import ggufs
 from tests.support.contexts import watch_passes
 from tests.support.embedders import write_bert
-from tests.support.gguf_vocabs import fim_vocab
 from tests.support.serving import Server, asking, opening, post, serve, serve_several
 from tests.support.standin import Server as Hub
 from tests.support.waiting import PATIENCE, wait_until
 
-SHAPE = ggufs.Shape(n_layer=2, n_embd=32, n_head=2, n_head_kv=1, n_ff=32, residual=0.4)
-FOLDER = "hf/acme/tiny"
 ALONE = hosting.LoadPlan(512, 0, drafts=False, parallel=False, needed=0)
 
 needs_embedder = pytest.mark.skipif(unavailable_reason("llama-cpp") is not None, reason="no llama-cpp here")
-
-
-@pytest.fixture
-def disk(measured_home: Path) -> Path:
-    """Three models that continue text, of which ``code`` fills in."""
-    folder = models_dir() / FOLDER
-    folder.mkdir(parents=True)
-    ggufs.write_llama(folder / "blue.gguf", SHAPE, ggufs.bpe_vocab(300), seed=1)
-    ggufs.write_llama(folder / "code.gguf", SHAPE, fim_vocab(), seed=2)
-    ggufs.write_llama(folder / "red.gguf", SHAPE, ggufs.bpe_vocab(300), seed=3)
-    return folder
 
 
 def chat(model: str, text: str = "hi", n: int = 8, **more: Any) -> dict[str, Any]:
@@ -293,17 +280,6 @@ def test_where_memory_is_short_a_model_is_loaded_with_less(disk: Path) -> None:
             assert model.plan.parallel is (memory == most)
             ask(server, "/v1/chat/completions", chat("red"))
             assert 0 < model.taken <= memory
-
-
-@pytest.fixture
-def hub(disk: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """Where ``green`` can be had, which is the same as ``blue``."""
-    server = Hub()
-    monkeypatch.setenv("HF_ENDPOINT", server.url)
-    monkeypatch.delenv("LOCALSPEC_OFFLINE")
-    server.files["/acme/more/resolve/main/green.gguf"] = (disk / "blue.gguf").read_bytes()
-    yield server
-    server.close()
 
 
 def test_the_packages_of_three_apis(disk: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

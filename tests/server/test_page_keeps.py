@@ -42,8 +42,10 @@ def answers(it: Tab) -> list[str]:
     return it.run("() => [...document.querySelectorAll('.turn')].map((it) => it.turn.text)")
 
 
-def version(it: Tab) -> str:
-    return it.page.locator(".turn").last.locator(".versions [role=status]").text_content()
+def shows(it: Tab, *texts: str, version: str = "") -> None:
+    """Wait until these answers are there, the last one in this version."""
+    status = it.page.locator(".turn").last.locator(".versions [role=status]")
+    wait_until(lambda: answers(it) == [*texts] and (not version or status.text_content() == version), "as they were")
 
 
 def begin(it: Tab, question: str, n: int = 8) -> None:
@@ -264,7 +266,7 @@ def test_what_is_typed_attached_and_set_survives_for_each_conversation(tab: Call
         expect(it.page.locator("#question")).to_have_value("half a ques")
         assert it.page.locator("#attached li").text_content().startswith("a.py")
         expect(it.page.get_by_label("to be changed")).not_to_be_checked()
-        for name, value in (fields | {"draft-length": "3"}).items():
+        for name, value in (fields | {"draft-length": "3", "title": "Fruit"}).items():
             assert it.page.input_value(f"#{name}") == value, name
         expect(it.page.locator("#rejects")).not_to_be_checked()
 
@@ -279,8 +281,10 @@ def test_what_is_typed_attached_and_set_survives_for_each_conversation(tab: Call
     it.page.set_input_files("#file", {"name": "a.py", "mimeType": "text/plain", "buffer": b"x = 1\n"})
     it.page.get_by_label("to be changed").uncheck()
     it.page.fill("#question", "half a ques")
+    it.page.fill("#title", "Fruit")  # and not Enter
     it.reload(1)
     check()
+    it.saved("Fruit")
     it.press("Alt+n")
     it.turns(0)
     expect(it.page.locator("#question")).to_have_value("")
@@ -332,16 +336,6 @@ def test_a_question_that_is_being_edited_survives(tab: Callable[..., Tab], serve
     assert box.count() == 0
 
 
-def test_a_title_that_is_being_typed_survives(tab: Callable[..., Tab], server: Server) -> None:
-    it = tab(server.url)
-    it.ask("first")
-    expect(it.page.locator("#list li")).to_have_count(1)
-    it.page.fill("#title", "Fruit")  # and not Enter
-    it.reload(1)
-    expect(it.page.locator("#title")).to_have_value("Fruit")
-    it.until("() => document.querySelector('#list button').textContent === 'Fruit'")
-
-
 def test_an_answer_made_anew_leaves_the_one_before(tab: Callable[..., Tab], server: Server) -> None:
     it = tab(server.url)
     again = it.page.get_by_role("button", name="Regenerate the answer")
@@ -354,24 +348,24 @@ def test_an_answer_made_anew_leaves_the_one_before(tab: Callable[..., Tab], serv
             it.until("(words) => document.querySelector('.turn').turn.text === words", words)
             it.idle()
             assert it.asked[-1]["messages"] == it.asked[0]["messages"]
-    wait_until(lambda: version(it) == "3/3", "the version")
+    shows(it, "three", version="3/3")
     it.click("Undo")
-    wait_until(lambda: (answers(it), version(it)) == (["two"], "2/3"), "the version")
+    shows(it, "two", version="2/3")
     it.click("Earlier version")
     it.page.route(ANSWERS, streamed(said("four"), said("", "stop")))
     it.ask("and then?")  # follows the first answer
     it.reload(2)
-    wait_until(lambda: answers(it) == ["one", "four"], "as they were")
+    shows(it, "one", "four")
     first = it.page.locator(".turn").first
     assert first.locator("[role=status]").text_content() == "1/3"
-    first.get_by_role("button", name="Later version").click()
-    first.get_by_role("button", name="Later version").click()
-    wait_until(lambda: answers(it) == ["three"], "as they were")
+    for _ in range(2):
+        first.get_by_role("button", name="Later version").click()
+    shows(it, "three")
     it.reload(1)
-    wait_until(lambda: (answers(it), version(it)) == (["three"], "3/3"), "the version")
+    shows(it, "three", version="3/3")
     for _ in range(2):
         it.click("Earlier version")
-    wait_until(lambda: answers(it) == ["one", "four"], "as they were")
+    shows(it, "one", "four")
     found = json.loads(server.ask("GET", f"{CONVERSATIONS}?q=three")[2])["data"]
     assert len(found) == 1  # a search finds what stands in another version
 
@@ -389,24 +383,20 @@ def test_a_stopped_answer_takes_nothing_away(tab: Callable[..., Tab], endless: S
     it.page.wait_for_selector("#stop:enabled")
     it.press("Escape")  # before a word has come: the old answer is back
     it.idle()
-    wait_until(lambda: answers(it) == [first], "as they were")
+    shows(it, first)
     expect(it.page.locator(".versions:not([hidden])")).to_have_count(0)
     it.page.unroute(ANSWERS)
-    again.click()
-    it.until("() => document.querySelector('.turn').turn.text.length > 8")
-    it.press("Escape")
-    it.idle()
-    wait_until(lambda: version(it) == "2/2", "the version")
-    it.reload(1)
-    it.click("Earlier version")
-    wait_until(lambda: answers(it) == [first], "as they were")
-    again.click()  # and where the connection breaks off in the middle
-    it.until("() => document.querySelector('.turn').turn.text.length > 8")
-    it.reload(1)
-    wait_until(lambda: version(it) == "3/3", "the version")
-    it.click("Earlier version")
-    it.click("Earlier version")
-    wait_until(lambda: answers(it) == [first], "as they were")
+    for breaks_off, n in ((False, 2), (True, 3)):
+        again.click()
+        it.until("() => document.querySelector('.turn').turn.text.length > 8")
+        if not breaks_off:
+            it.press("Escape")
+            it.idle()
+        it.reload(1)
+        expect(it.page.locator(".versions [role=status]")).to_have_text(f"{n}/{n}")
+        for _ in range(n - 1):
+            it.click("Earlier version")
+        shows(it, first)
 
 
 def test_an_edited_question_leaves_all_that_followed(tab: Callable[..., Tab], server: Server) -> None:
@@ -433,7 +423,7 @@ def test_an_edited_question_leaves_all_that_followed(tab: Callable[..., Tab], se
     it.press("Escape")
     it.click("Undo")
     expect(it.page.locator(QUESTIONS)).to_have_text(["one", "two", "three"])
-    wait_until(lambda: answers(it) == before, "as they were")
+    shows(it, *before)
     it.reload(3)
     it.page.locator(".turn").nth(1).get_by_role("button", name="Later version").click()
     expect(it.page.locator(QUESTIONS)).to_have_text(["one", "zwei"])
