@@ -160,6 +160,13 @@ def test_rejected_guesses_can_be_hidden_and_are_never_copied(tab: Callable[..., 
     expect(it.page.locator("#legend .rejected")).to_be_visible()
     it.page.get_by_label("Show rejected guesses").check()
     assert rejected.first.is_visible()
+    # Which view is shown is kept.
+    it.press("Alt+t")
+    expect(it.page.locator(".reading")).to_be_visible()
+    expect(it.page.locator(".answer")).to_be_hidden()
+    it.press("Alt+t")
+    it.reload(1)
+    expect(it.page.locator("#token-view")).to_be_checked()
 
 
 def test_stop_by_click_and_key(tab: Callable[..., Tab], endless: Server) -> None:

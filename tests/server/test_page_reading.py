@@ -202,23 +202,6 @@ def test_code_and_answers_can_be_copied(tab: Callable[..., Tab], answering: Serv
     assert it.run(clipboard) == ANSWER
 
 
-def test_the_token_view_is_switched_while_an_answer_comes_and_is_kept(
-    tab: Callable[..., Tab], answering: Server
-) -> None:
-    it = tab(answering.url)
-    it.page.get_by_label("Tokens", exact=True).check()
-    it.ask("say it")
-    expect(it.page.locator(".answer")).to_be_visible()
-    expect(it.page.locator(".reading")).to_be_hidden()
-    assert it.page.locator(".answer .token").count() > 20
-    it.press("Alt+t")
-    expect(it.page.locator(".reading h3")).to_be_visible()
-    it.press("Alt+t")
-    it.page.reload()
-    it.until("() => document.querySelectorAll('.turn').length")
-    expect(it.page.locator("#token-view")).to_be_checked()
-
-
 def test_the_libraries_are_as_published() -> None:
     """Digests of the files in npm's archives that vendor/README.md names."""
     folder = Path(localspec.server.__file__).parent / "page" / "vendor"
