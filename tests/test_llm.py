@@ -13,7 +13,6 @@ from localspec import LLM, ModelFileError, Round, SamplingParams
 from localspec.controllers.cost_model import Curve
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from tests.conftest import TinyFiles, open_backend
-from tests.support.contexts import watch_passes
 from tests.support.waiting import Brake
 
 GREEDY = SamplingParams(max_tokens=48, ignore_eos=True)
@@ -63,20 +62,6 @@ def test_stream_and_rounds_give_the_same_text(llm: LLM) -> None:
         assert len(round_.draft_texts) == len(round_.draft)
         accepted = [token.id for token in round_.emitted[: round_.verdict.n_accepted]]
         assert accepted == round_.draft.ids[: len(accepted)]
-
-
-def test_the_second_turn_decodes_only_what_is_new_in_both_contexts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = llm.chat(CHAT, GREEDY, draft_length=4)
-    messages = [*CHAT, {"role": "assistant", "content": first.text}, {"role": "user", "content": "Go on."}]
-    n_draft = draft_context(llm).n_past
-    assert n_draft > 0
-    decoded = watch_passes(draft_context(llm), monkeypatch)
-    second = llm.chat(messages, SamplingParams(max_tokens=1), draft_length=4)
-    shared = second.stats["cached_tokens"]
-    assert shared >= first.stats["prompt_tokens"] - 1
-    second = llm.chat(messages, SamplingParams(max_tokens=8, ignore_eos=True), draft_length=4)
-    assert second.stats["cached_tokens"] == second.stats["prompt_tokens"] - 1
-    assert max(decoded) <= second.stats["prompt_tokens"] - min(n_draft, first.stats["prompt_tokens"]) + 4
 
 
 def test_closing_a_stream_stops_the_engine_and_the_next_call_works(llm: LLM) -> None:
@@ -195,19 +180,3 @@ def test_nothing_is_drafted_behind_an_end_token(tiny: TinyFiles) -> None:
         assert rounds[-1].finish_reason == "stop"
         for round_ in rounds:
             assert end not in round_.draft.ids[:-1]
-
-
-def test_the_estimate_of_plain_speed_follows_this_answers_own_passes(tiny: TinyFiles) -> None:
-    """Whatever was calibrated; and without drafts an answer is plain decoding, which nothing is estimated of."""
-    with LLM(tiny.pair.target, "ngram", backend="reference", n_ctx=256) as llm:
-        llm.inspect().times.curve = Curve({1: 1e5})
-        params = SamplingParams(max_tokens=12, ignore_eos=True)
-        stats = llm.generate("the cat", params, speculate=False).stats
-        assert stats["estimated_plain_tokens_per_second"] is stats["estimated_speedup"] is None
-        stream = llm.rounds("the cat", params, draft_length=3, prediction=llm.generate("the cat", params).token_ids[5:])
-        with stream:
-            own = sorted(round_.ms_verify for round_ in stream if not round_.draft)
-        stats = stream.reply.stats
-        assert stats["num_draft_tokens"]
-        assert len(own) >= 3
-        assert stats["estimated_plain_tokens_per_second"] == pytest.approx(1e3 / own[(len(own) - 1) // 2])

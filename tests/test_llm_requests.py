@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import math
 import random
 import re
 import threading
@@ -35,8 +34,7 @@ from localspec.engine.worker import FairQueue, Job, Worker
 from localspec.spec_decode.rounds import SpecStats
 from tests.conftest import TinyFiles
 from tests.support.contexts import watch_passes
-from tests.support.waiting import PATIENCE, Brake, Clock, wait_until
-from tests.test_llm import draft_context
+from tests.support.waiting import PATIENCE, Brake, wait_until
 
 pytestmark = pytest.mark.usefixtures("measured_home")
 
@@ -262,60 +260,7 @@ def test_a_deadline_in_the_queue(llm: LLM) -> None:
             llm.logprobs("late", deadline=0.1)
     finally:
         gate.open()
-
-
-def test_a_deadline_in_an_answer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = llm.generate("hello", GREEDY, speculate=False).token_ids
-    whole = llm.generate("endless", LONG, speculate=False).token_ids
-    clock, context = Clock(), llm.inspect().context
-    monkeypatch.setattr("localspec.engine.worker.time", clock)
-    passes = watch_passes(context, monkeypatch, before=lambda n: clock.forward(3600) if n == 10 else None)
-    reply = llm.generate("endless", LONG, deadline=3000, speculate=False)
-    monkeypatch.undo()
-    assert (reply.finish_reason, reply.cancelled_by) == ("cancelled", "deadline")
-    assert len(passes) == 10
-    assert 0 < len(reply.token_ids) <= 10
-    assert reply.token_ids == whole[: len(reply.token_ids)]
-    assert llm.generate("hello", GREEDY, speculate=False).token_ids == expected
     assert llm.generate("hello", GREEDY, deadline=3600.0).cancelled_by is None
-    for deadline in (0, -1, math.nan, math.inf, True, "3"):
-        with pytest.raises(UsageError, match="deadline"):
-            llm.rounds("x", GREEDY, deadline=deadline)
-
-
-def test_prefill_is_interruptible(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The target reads a prompt in pieces; the second is where the caller gives up."""
-    prompt, few = [5 + i % 200 for i in range(480)], replace(GREEDY, max_tokens=8)
-    llm.prefix_cache_bytes = 0
-    expected = llm.generate(prompt, few, speculate=False).token_ids
-    llm.generate("something else", GREEDY)
-    stream: Any = None
-    sizes = watch_passes(llm.inspect().context, monkeypatch, after=lambda n: stream.close() if n == 2 else None)
-    gate = Gate(llm)
-    stream = llm.rounds(prompt, LONG)
-    gate.open()
-    assert (stream.reply.finish_reason, stream.reply.token_ids) == ("cancelled", [])
-    assert sum(sizes) < 300
-    monkeypatch.undo()
-    again = llm.generate(prompt, few, speculate=False)
-    assert (again.token_ids, again.stats["cached_tokens"]) == (expected, sum(sizes))
-    llm.prefix_cache_bytes = 1 << 24
-
-
-def test_a_draft_models_first_reading_is_interruptible(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft model reads a whole prompt in one call; the engine still stops between two pieces of it."""
-    prompt, few = [5 + (i * 7) % 200 for i in range(490)], replace(GREEDY, max_tokens=8)
-    expected = llm.generate(prompt, few, speculate=False).token_ids
-    llm.generate("something else", GREEDY, draft_length=2)
-    stream: Any = None
-    sizes = watch_passes(draft_context(llm), monkeypatch, before=lambda n: stream.close())
-    gate = Gate(llm)
-    stream = llm.rounds(prompt, LONG, draft_length=3)
-    gate.open()
-    assert (stream.reply.finish_reason, sizes) == ("cancelled", [256])
-    monkeypatch.undo()
-    reply = llm.generate(prompt, few, draft_length=3)
-    assert (reply.token_ids, reply.stats["num_draft_tokens"] > 0) == (expected, True)
 
 
 def solo_logprobs(llm: LLM, tokens: list[int]) -> np.ndarray[Any, Any]:
@@ -393,14 +338,6 @@ def test_counting_tokens_does_not_wait_for_the_queue(llm: LLM) -> None:
         assert llm.token_text(10**6) == "<1000000>"
     finally:
         gate.open()
-
-
-def test_token_ids_are_a_prompt(llm: LLM) -> None:
-    messages = [{"role": "user", "content": "hello"}]
-    tokens = llm.encode(messages)
-    assert llm.generate(tokens, GREEDY).token_ids == llm.chat(messages, GREEDY).token_ids
-    with pytest.raises(UsageError, match="token ids"):
-        llm.generate([10**9, 1], GREEDY)
 
 
 def test_close_can_cancel(tiny: TinyFiles) -> None:

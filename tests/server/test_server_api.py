@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -106,13 +105,6 @@ def test_stop_and_budget(ask: Callable[..., Any]) -> None:
     assert ask(max_completion_tokens=3, extra_body=says(text)).choices[0].finish_reason == "length"
 
 
-def test_logit_bias_and_penalties(llm: LLM, ask: Callable[..., Any]) -> None:
-    (token,) = llm.tokenize("A")
-    assert ask(max_tokens=5, logit_bias={str(token): 100}).choices[0].message.content == "AAAAA"
-    penal = ask(max_tokens=5, logit_bias={str(token): 5}, frequency_penalty=2)
-    assert penal.choices[0].message.content != "AAAAA"
-
-
 def test_logprobs(llm: LLM, ask: Callable[..., Any]) -> None:
     asked: dict[str, Any] = {"max_tokens": 9, "logprobs": True, "top_logprobs": 3}
     choice = ask(**asked).choices[0]
@@ -128,12 +120,6 @@ def test_logprobs(llm: LLM, ask: Callable[..., Any]) -> None:
     assert streamed == [entry.token for entry in content]
     choice = ask(stop="XYZ", logprobs=True, extra_body=says("abcXYZdef")).choices[0]
     assert choice.message.content == "abc" == "".join(entry.token for entry in choice.logprobs.content)
-
-
-def test_response_format(ask: Callable[..., Any]) -> None:
-    form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
-    value = json.loads(ask(response_format=form).choices[0].message.content)
-    assert value in ({"city": "Rome"}, {"city": "Oslo"})
 
 
 def test_completions(llm: LLM, client: openai.OpenAI) -> None:
@@ -250,18 +236,6 @@ def test_tool_calls_stream(client: openai.OpenAI, ask: Callable[..., Any]) -> No
     assert found == [("weather", {"city": "Rome"}), ("population", {"city": "Rome"})]
 
 
-def test_a_call_can_be_forced_from_any_model(ask: Callable[..., Any]) -> None:
-    for choice, names in (
-        ("required", {"weather", "population"}),
-        ({"type": "function", "function": {"name": "population"}}, {"population"}),
-    ):
-        found = ask(tools=TOOLS, max_tokens=200, tool_choice=choice).choices[0]
-        assert found.finish_reason == "tool_calls"
-        (call,) = found.message.tool_calls
-        assert call.function.name in names
-        assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
-
-
 def test_tools_and_results_reach_the_model(ask: Callable[..., Any]) -> None:
     def n_prompt(messages: Any, **extra: Any) -> int:
         return ask(messages=messages, max_tokens=1, **extra).usage.prompt_tokens
@@ -271,19 +245,6 @@ def test_tools_and_results_reach_the_model(ask: Callable[..., Any]) -> None:
     talk.append({"role": "tool", "tool_call_id": "c1", "content": "It rains."})
     assert n_prompt(CHAT) < n_prompt(CHAT, tools=TOOLS[:1]) < n_prompt(CHAT, tools=TOOLS)
     assert n_prompt(talk, tools=TOOLS) > n_prompt(CHAT, tools=TOOLS) + 20
-
-
-def test_answers_are_not_mixed(llm: LLM, server: Server) -> None:
-    prompts = [f"the {word} of" for word in ("cat", "dog", "sea", "man", "sun", "tree", "end", "day")] * 3
-    expected = {prompt: llm.generate(prompt, SamplingParams(max_tokens=12)).text for prompt in prompts}
-
-    async def ask_all() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as asking:
-            create = asking.completions.create
-            answers = [create(model="", prompt=prompt, max_tokens=12, temperature=0) for prompt in prompts]
-            return [found.choices[0].text for found in await asyncio.gather(*answers)]
-
-    assert asyncio.run(ask_all()) == [expected[prompt] for prompt in prompts]
 
 
 LONG: Any = [{"role": "user", "content": "word " * 3000}]
@@ -364,14 +325,3 @@ def test_a_stop_that_names_a_special_token_is_that_token(llm: LLM, client: opena
         found = client.completions.create(**asked, stop=[stop])
         assert (found.choices[0].text, found.usage.completion_tokens) == ("", n), stop
         assert found.choices[0].finish_reason == ("stop" if n < 5 else "length")
-
-
-def test_an_answer_that_was_begun_is_gone_on_with(llm: LLM, ask: Callable[..., Any]) -> None:
-    turns: Any = [*CHAT, {"role": "assistant", "content": "the cat sat on"}]
-
-    def n_prompt(**more: Any) -> int:
-        return ask(messages=turns, max_tokens=2, extra_body=more).usage.prompt_tokens
-
-    begun = len(llm.encode(CHAT) + llm.tokenize("the cat sat on"))
-    assert n_prompt(continue_final_message=True, add_generation_prompt=False) == begun
-    assert begun < n_prompt(add_generation_prompt=False) < n_prompt()

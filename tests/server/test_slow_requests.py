@@ -181,15 +181,10 @@ def test_biases_and_metadata_are_bounded(server: Server) -> None:
         assert (status, json.loads(answer)["error"]["param"]) == (400, name)
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"$ref": "#"},
-        {"allOf": [{"$ref": "#"}]},
-        {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
-        {"type": "object", "properties": {f"p{i}": {} for i in range(2000)}},
-    ],
-)
+CIRCLE = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+
+
+@pytest.mark.parametrize("schema", [{"$ref": "#"}, {"allOf": [{"$ref": "#"}]}, CIRCLE])
 def test_a_schema_that_no_answer_can_follow_is_400(server: Server, schema: dict[str, Any]) -> None:
     pytest.importorskip("llguidance")
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
