@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from tests.support.endless import N_CTX, write_endless
 from tests.support.gguf_vocabs import fim_vocab
 from tests.support.serving import Server, serve
 from tests.support.standin import Server as Hub
-from tests.support.tabs import Tab
+from tests.support.tabs import Tab, Tabs
 
 SHAPE = ggufs.Shape(n_layer=2, n_embd=32, n_head=2, n_head_kv=1, n_ff=32, residual=0.4)
 
@@ -108,7 +108,7 @@ def slow_down(tab: Tab, times: float, latency: float) -> None:
 
 
 @pytest.fixture
-def tab(browser: Any) -> Iterator[Callable[..., Tab]]:
+def tab(browser: Any) -> Iterator[Tabs]:
     """Opens tabs; at the end, none of them has reached for another server or complained."""
     with ExitStack() as stack:
         tabs: list[tuple[Tab, str]] = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from localspec.heads import FROM_STATES
 from tests.conftest import TinyFiles
 from tests.support.browsing import CONTRAST
 from tests.support.serving import Server, serve
-from tests.support.tabs import Tab, expect
+from tests.support.tabs import Tab, Tabs, expect
 
 LOAD: dict[str, Any] = {"draft": ["ngram", "model"], "n_ctx": 1024}
 
@@ -24,9 +23,7 @@ QUESTION = "a"
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>&lt;b&gt;\u2028${hacked}"
 
 
-def test_what_shared_passes_were_for_is_said_after_an_answer(
-    tab: Callable[..., Tab], tiny: TinyFiles, module_home: Path
-) -> None:
+def test_what_shared_passes_were_for_is_said_after_an_answer(tab: Tabs, tiny: TinyFiles, module_home: Path) -> None:
     with LLM(tiny.quick.target, "ngram", backend="reference", n_ctx=1024, parallel=2) as llm, serve(llm) as running:
         it = tab(running.url)
         it.ask(QUESTION)
@@ -42,9 +39,7 @@ def test_what_shared_passes_were_for_is_said_after_an_answer(
         assert shares == [int(100 * (n / n_rows) + 0.5) for n in passes["rows"].values()]
 
 
-def test_an_answer_shows_every_token_in_the_style_of_its_origin(
-    tab: Callable[..., Tab], server: Server, llm: LLM
-) -> None:
+def test_an_answer_shows_every_token_in_the_style_of_its_origin(tab: Tabs, server: Server, llm: LLM) -> None:
     it = tab(server.url)
     expect(it.page.locator("#engine")).to_contain_text(llm.model_name)
     it.page.select_option("#draft-length", "4")
@@ -88,7 +83,7 @@ def test_an_answer_shows_every_token_in_the_style_of_its_origin(
     assert it.page.locator("#strip .wrong").count() > 0
 
 
-def test_every_drafter_has_a_name_and_a_style_of_the_legend(tab: Callable[..., Tab], server: Server) -> None:
+def test_every_drafter_has_a_name_and_a_style_of_the_legend(tab: Tabs, server: Server) -> None:
     it = tab(server.url)
     kinds = ["model", "grammar", "corpus", "ngram", *FROM_STATES]
     script = """async (sources) => {
@@ -106,7 +101,7 @@ def test_every_drafter_has_a_name_and_a_style_of_the_legend(tab: Callable[..., T
         expect(it.page.locator(f"#legend .accepted.s{slot}")).to_have_count(1)
 
 
-def test_a_conversation_and_its_settings_reach_the_server(tab: Callable[..., Tab], server: Server) -> None:
+def test_a_conversation_and_its_settings_reach_the_server(tab: Tabs, server: Server) -> None:
     it = tab(server.url)
     first = it.ask("hello")
     it.page.locator("#speculation").click()
@@ -142,7 +137,7 @@ def test_a_conversation_and_its_settings_reach_the_server(tab: Callable[..., Tab
     assert "max_tokens" not in three
 
 
-def test_rejected_guesses_can_be_hidden_and_are_never_copied(tab: Callable[..., Tab], server: Server) -> None:
+def test_rejected_guesses_can_be_hidden_and_are_never_copied(tab: Tabs, server: Server) -> None:
     it = tab(server.url)
     it.page.select_option("#draft-length", "4")
     said = it.ask(QUESTION)
@@ -169,7 +164,7 @@ def test_rejected_guesses_can_be_hidden_and_are_never_copied(tab: Callable[..., 
     expect(it.page.locator("#token-view")).to_be_checked()
 
 
-def test_stop_by_click_and_key(tab: Callable[..., Tab], endless: Server) -> None:
+def test_stop_by_click_and_key(tab: Tabs, endless: Server) -> None:
     it = tab(endless.url)
     for stop in (lambda: it.click("Stop"), lambda: it.press("Escape")):
         it.say("go on")
@@ -189,7 +184,7 @@ def test_stop_by_click_and_key(tab: Callable[..., Tab], endless: Server) -> None
     assert it.asked[1]["messages"][1]["content"]
 
 
-def test_everything_works_from_the_keyboard(tab: Callable[..., Tab], server: Server) -> None:
+def test_everything_works_from_the_keyboard(tab: Tabs, server: Server) -> None:
     it = tab(server.url)
     focused = "() => document.activeElement.id"
     assert it.run(focused) == "question"
@@ -227,7 +222,7 @@ def test_everything_works_from_the_keyboard(tab: Callable[..., Tab], server: Ser
     assert it.run(outline) == "solid"
 
 
-def test_nothing_that_a_model_says_is_markup(tab: Callable[..., Tab], tiny: TinyFiles, tmp_path: Path) -> None:
+def test_nothing_that_a_model_says_is_markup(tab: Tabs, tiny: TinyFiles, tmp_path: Path) -> None:
     # A model file with a bad name, that says bad things, to somebody who asks badly.
     path = tmp_path / "<img src=x onerror=window.hacked=3>.gguf"
     shutil.copy(tiny.quick.target, path)
@@ -271,9 +266,7 @@ def race(it: Tab, runs: int = 4) -> None:
     it.page.wait_for_selector("#start:enabled")
 
 
-def test_the_race_is_one_after_the_other_and_ends_with_a_verdict(
-    tab: Callable[..., Tab], server: Server, llm: LLM
-) -> None:
+def test_the_race_is_one_after_the_other_and_ends_with_a_verdict(tab: Tabs, server: Server, llm: LLM) -> None:
     it = tab(server.url)
     it.page.select_option("#draft-length", "4")
     it.page.click("#race-tab")
@@ -314,7 +307,7 @@ def test_the_race_is_one_after_the_other_and_ends_with_a_verdict(
     assert racers["speculative"].locator(".text").evaluate(shown) == reply.text
 
 
-def test_a_race_without_guesses_is_no_comparison(tab: Callable[..., Tab], tiny: TinyFiles, module_home: Path) -> None:
+def test_a_race_without_guesses_is_no_comparison(tab: Tabs, tiny: TinyFiles, module_home: Path) -> None:
     with LLM(tiny.quick.target, None, backend="reference", n_ctx=1024) as llm, serve(llm) as server:
         it = tab(server.url)
         expect(it.page.locator("#engine")).to_contain_text("no guesses")
@@ -327,7 +320,7 @@ def test_a_race_without_guesses_is_no_comparison(tab: Callable[..., Tab], tiny: 
         expect(it.page.locator(".racer-figures", has_text="plain, ")).to_have_count(2)
 
 
-def test_a_race_says_that_others_used_the_cpu(tab: Callable[..., Tab], server: Server) -> None:
+def test_a_race_says_that_others_used_the_cpu(tab: Tabs, server: Server) -> None:
     """The server counts; here its counters are replaced, so that no machine's load decides."""
     it = tab(server.url)
     used = iter(((10.0, 0.0, 0.0), (20.0, 9.0, 1.0)))  # of two CPUs for 10 s, 1 s by the server and 8 by others
@@ -345,7 +338,7 @@ def test_a_race_says_that_others_used_the_cpu(tab: Callable[..., Tab], server: S
     expect(it.page.locator("#verdict")).to_contain_text("used 40 % of the CPU meanwhile")
 
 
-def test_a_race_can_be_stopped(tab: Callable[..., Tab], endless: Server) -> None:
+def test_a_race_can_be_stopped(tab: Tabs, endless: Server) -> None:
     it = tab(endless.url)
     it.page.click("#race-tab")
     it.page.click("#start")
@@ -358,7 +351,7 @@ def test_a_race_can_be_stopped(tab: Callable[..., Tab], endless: Server) -> None
     assert len(it.asked) == 1
 
 
-def test_it_can_be_read_in_both_schemes_and_at_every_width(tab: Callable[..., Tab], server: Server) -> None:
+def test_it_can_be_read_in_both_schemes_and_at_every_width(tab: Tabs, server: Server) -> None:
     it = tab(server.url)
     assert it.run(NAMELESS) == []
     it.page.select_option("#draft-length", "4")

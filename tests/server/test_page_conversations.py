@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from localspec import LLM, SamplingParams
 from tests.support.browsing import WIDE
 from tests.support.documents import write_docx, write_pdf
 from tests.support.serving import Server, serve
-from tests.support.tabs import Tab, expect, said, streamed
+from tests.support.tabs import Tabs, expect, said, streamed
 from tests.support.thinkers import write_thinker
 
 QUESTIONS = ".question > p"
@@ -49,7 +49,7 @@ def server(llm: LLM) -> Iterator[Server]:
         yield running
 
 
-def test_conversations_survive_a_restart_of_the_server(tab: Callable[..., Tab], llm: LLM) -> None:
+def test_conversations_survive_a_restart_of_the_server(tab: Tabs, llm: LLM) -> None:
     with serve(llm) as first:
         it = tab(first.url)
         it.page.fill("#system", "Be brief.")
@@ -74,7 +74,7 @@ def test_conversations_survive_a_restart_of_the_server(tab: Callable[..., Tab], 
         it.saved("one question", "another")
 
 
-def test_find_rename_export_delete_and_undo(tab: Callable[..., Tab], server: Server) -> None:
+def test_find_rename_export_delete_and_undo(tab: Tabs, server: Server) -> None:
     it = tab(server.url, accept_downloads=True)
     said = it.ask("about apples")
     it.saved("about apples")
@@ -118,7 +118,7 @@ def test_find_rename_export_delete_and_undo(tab: Callable[..., Tab], server: Ser
     expect(it.page.locator("#deleted")).to_be_hidden()
 
 
-def test_thoughts_are_kept_where_the_answer_then_fails(tab: Callable[..., Tab], server: Server) -> None:
+def test_thoughts_are_kept_where_the_answer_then_fails(tab: Tabs, server: Server) -> None:
     thought = {"choices": [{"index": 0, "delta": {"reasoning_content": "Let me see."}, "finish_reason": None}]}
     it = tab(server.url)
     it.page.route("**/v1/chat/completions", streamed(thought, {"error": {"message": "the engine broke"}}))
@@ -139,9 +139,7 @@ DROP = """([where, name, text]) => {
 """Drops a file; whether what the browser would do with it is prevented."""
 
 
-def test_a_dropped_file_becomes_part_of_the_message_and_a_prediction(
-    tab: Callable[..., Tab], server: Server, tmp_path: Path
-) -> None:
+def test_a_dropped_file_becomes_part_of_the_message_and_a_prediction(tab: Tabs, server: Server, tmp_path: Path) -> None:
     it = tab(server.url)
     code = "def f():\n    return '''```'''\n"
     (tmp_path / "a.py").write_text(code)
@@ -169,7 +167,7 @@ def test_a_dropped_file_becomes_part_of_the_message_and_a_prediction(
     assert it.asked[-1]["messages"][0] == sent["messages"][0]
 
 
-def test_no_file_that_is_dropped_anywhere_takes_the_page_s_place(tab: Callable[..., Tab], server: Server) -> None:
+def test_no_file_that_is_dropped_anywhere_takes_the_page_s_place(tab: Tabs, server: Server) -> None:
     it = tab(server.url)
     for n, where in enumerate(("header", "#conversations", "#settings", "#talk"), 1):
         assert it.run(DROP, [where, f"{n}.py", "x = 1"]) == [True, True]
@@ -181,7 +179,7 @@ def test_no_file_that_is_dropped_anywhere_takes_the_page_s_place(tab: Callable[.
     expect(it.page.locator(".dropping")).to_have_count(0)
 
 
-def test_two_tabs_lose_nothing(tab: Callable[..., Tab], server: Server) -> None:
+def test_two_tabs_lose_nothing(tab: Tabs, server: Server) -> None:
     one = tab(server.url)
     one.ask("begin")
     one.saved("begin")
@@ -203,7 +201,7 @@ def test_two_tabs_lose_nothing(tab: Callable[..., Tab], server: Server) -> None:
     expect(one.page.locator(QUESTIONS)).to_have_text(["begin", "from one"])
 
 
-def test_thinking_is_folded_and_not_sent_back(tab: Callable[..., Tab], shared_home: Path, tmp_path: Path) -> None:
+def test_thinking_is_folded_and_not_sent_back(tab: Tabs, shared_home: Path, tmp_path: Path) -> None:
     budget = 12
 
     def budgeted(route: Any) -> None:  # this model would think until its context is full
@@ -253,7 +251,7 @@ APPEARING = """() => {
 
 
 @pytest.mark.skipif(not Path(AXE).is_file() or not AXE, reason="axe-core is not here: LOCALSPEC_TEST_AXE=axe.min.js")
-def test_axe_finds_nothing(tab: Callable[..., Tab], llm: LLM) -> None:
+def test_axe_finds_nothing(tab: Tabs, llm: LLM) -> None:
     with serve(llm, params=SamplingParams(grammar=f"root ::= {json.dumps(TABLE)}")) as server:
         it = tab(server.url)
         it.page.set_input_files("#file", {"name": "a.py", "mimeType": "text/plain", "buffer": b"x = 1\n"})
@@ -281,7 +279,7 @@ def test_axe_finds_nothing(tab: Callable[..., Tab], llm: LLM) -> None:
                 it.page.set_viewport_size(WIDE)
 
 
-def test_exported_conversations_are_imported(tab: Callable[..., Tab], server: Server, tmp_path: Path) -> None:
+def test_exported_conversations_are_imported(tab: Tabs, server: Server, tmp_path: Path) -> None:
     def export() -> dict[str, Any]:
         with it.page.expect_download() as download:
             it.click("Export as JSON")
@@ -320,7 +318,7 @@ def test_exported_conversations_are_imported(tab: Callable[..., Tab], server: Se
     expect(it.page.locator("#chat-alert")).to_contain_text("Fruit.json is not imported: ")
 
 
-def test_pdf_and_word_files_are_read_by_the_server(tab: Callable[..., Tab], server: Server, tmp_path: Path) -> None:
+def test_pdf_and_word_files_are_read_by_the_server(tab: Tabs, server: Server, tmp_path: Path) -> None:
     write_pdf(tmp_path / "paper.pdf", ["The first page.", "The second."])
     write_docx(tmp_path / "letter.DOCX")
     (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.7 nothing")

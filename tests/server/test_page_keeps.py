@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 
 from localspec import LLM
 from tests.support.serving import Server, serve
-from tests.support.tabs import Tab, expect, said, streamed
+from tests.support.tabs import Tab, Tabs, expect, said, streamed
 from tests.support.waiting import wait_until
 
 CONVERSATIONS = "/v1/localspec/conversations"
@@ -54,7 +54,7 @@ def begin(it: Tab, question: str, n: int = 8) -> None:
     it.until("(n) => (document.querySelector('.turn:last-of-type')?.turn.text || '').length > n", n)
 
 
-def test_a_question_is_kept_before_it_is_answered(tab: Callable[..., Tab], server: Server) -> None:
+def test_a_question_is_kept_before_it_is_answered(tab: Tabs, server: Server) -> None:
     it = tab(server.url)
     waiting: list[Any] = []
     it.page.route(ANSWERS, lambda route: waiting.append(route))  # which is never answered
@@ -67,9 +67,7 @@ def test_a_question_is_kept_before_it_is_answered(tab: Callable[..., Tab], serve
     expect(it.page.locator(".turn-figures")).to_contain_text("broken off")
 
 
-def test_a_question_is_answered_where_it_was_asked_before_the_list_is_there(
-    tab: Callable[..., Tab], server: Server
-) -> None:
+def test_a_question_is_answered_where_it_was_asked_before_the_list_is_there(tab: Tabs, server: Server) -> None:
     it = tab(server.url)
     held: list[Any] = []
 
@@ -109,7 +107,7 @@ def test_a_question_is_answered_where_it_was_asked_before_the_list_is_there(
     it.until("() => !location.hash")
 
 
-def test_a_reload_in_the_middle_keeps_the_question_and_the_part(tab: Callable[..., Tab], endless: Server) -> None:
+def test_a_reload_in_the_middle_keeps_the_question_and_the_part(tab: Tabs, endless: Server) -> None:
     it = tab(endless.url)
     with it.page.expect_response(lambda response: response.request.method == "PUT"):
         begin(it, "go on")
@@ -134,7 +132,7 @@ def test_a_reload_in_the_middle_keeps_the_question_and_the_part(tab: Callable[..
     assert len(on_disk(endless)) == 1
 
 
-def test_a_page_that_goes_keeps_the_part_before_it_is_gone(tab: Callable[..., Tab], endless: Server) -> None:
+def test_a_page_that_goes_keeps_the_part_before_it_is_gone(tab: Tabs, endless: Server) -> None:
     """At once, in the browser: a request of a page that goes may never be sent."""
     it = tab(endless.url)
     begin(it, "go on until you go")
@@ -152,9 +150,7 @@ def test_a_page_that_goes_keeps_the_part_before_it_is_gone(tab: Callable[..., Ta
     it.idle()
 
 
-def test_a_server_that_dies_in_an_answer_gets_it_when_it_is_back(
-    tab: Callable[..., Tab], endless: Server, module_home: Path
-) -> None:
+def test_a_server_that_dies_in_an_answer_gets_it_when_it_is_back(tab: Tabs, endless: Server, module_home: Path) -> None:
     llm = endless.service.llm
     with serve(llm) as first:
         it = tab(first.url)
@@ -179,7 +175,7 @@ def test_a_server_that_dies_in_an_answer_gets_it_when_it_is_back(
         expect(it.page.get_by_role("button", name="Continue the answer")).to_be_visible()
 
 
-def test_what_a_server_never_took_survives_its_death_and_the_page_s(tab: Callable[..., Tab], llm: LLM) -> None:
+def test_what_a_server_never_took_survives_its_death_and_the_page_s(tab: Tabs, llm: LLM) -> None:
     held = "() => Object.keys(localStorage).filter((name) => name.includes('unsaved'))"
     with serve(llm) as first:
         it = tab(first.url)
@@ -199,7 +195,7 @@ def test_what_a_server_never_took_survives_its_death_and_the_page_s(tab: Callabl
         assert other.evaluate(held) == []
 
 
-def test_what_the_server_refuses_to_keep_is_kept_in_the_browser(tab: Callable[..., Tab], server: Server) -> None:
+def test_what_the_server_refuses_to_keep_is_kept_in_the_browser(tab: Tabs, server: Server) -> None:
     full = {"error": {"message": "1000 conversations are kept, which is the most; delete some", "code": "x"}}
     it = tab(server.url)
     it.page.route(
@@ -214,7 +210,7 @@ def test_what_the_server_refuses_to_keep_is_kept_in_the_browser(tab: Callable[..
     wait_until(lambda: len(on_disk(server)) == 1, "there is room again")
 
 
-def test_an_answer_whose_reply_was_lost_is_not_kept_twice(tab: Callable[..., Tab], server: Server) -> None:
+def test_an_answer_whose_reply_was_lost_is_not_kept_twice(tab: Tabs, server: Server) -> None:
     """The server has saved it, and the page never heard of that."""
     it = tab(server.url)
     lost = []
@@ -233,7 +229,7 @@ def test_an_answer_whose_reply_was_lost_is_not_kept_twice(tab: Callable[..., Tab
     assert on_disk(server)[0][0].get("versions") is None
 
 
-def test_a_server_that_keeps_none_leaves_it_to_the_tab(tab: Callable[..., Tab], llm: LLM) -> None:
+def test_a_server_that_keeps_none_leaves_it_to_the_tab(tab: Tabs, llm: LLM) -> None:
     with serve(llm, host="0.0.0.0", api_key="key") as server:
         it = tab(server.url)
         assert it.run("() => document.activeElement.id") == "key"
@@ -261,7 +257,7 @@ def test_a_server_that_keeps_none_leaves_it_to_the_tab(tab: Callable[..., Tab], 
         assert it.run("() => Object.keys(localStorage).filter((name) => name.includes('unsaved'))") == []
 
 
-def test_what_is_typed_attached_and_set_survives_for_each_conversation(tab: Callable[..., Tab], server: Server) -> None:
+def test_what_is_typed_attached_and_set_survives_for_each_conversation(tab: Tabs, server: Server) -> None:
     def check() -> None:
         expect(it.page.locator("#question")).to_have_value("half a ques")
         assert it.page.locator("#attached li").text_content().startswith("a.py")
@@ -316,7 +312,7 @@ def test_what_is_typed_attached_and_set_survives_for_each_conversation(tab: Call
     expect(it.page.locator("#race-prompt")).to_have_value("my own")
 
 
-def test_a_question_that_is_being_edited_survives(tab: Callable[..., Tab], server: Server) -> None:
+def test_a_question_that_is_being_edited_survives(tab: Tabs, server: Server) -> None:
     it = tab(server.url)
     it.ask("first")
     it.ask("second")
@@ -336,7 +332,7 @@ def test_a_question_that_is_being_edited_survives(tab: Callable[..., Tab], serve
     assert box.count() == 0
 
 
-def test_an_answer_made_anew_leaves_the_one_before(tab: Callable[..., Tab], server: Server) -> None:
+def test_an_answer_made_anew_leaves_the_one_before(tab: Tabs, server: Server) -> None:
     it = tab(server.url)
     again = it.page.get_by_role("button", name="Regenerate the answer")
     for words in ("one", "two", "three"):
@@ -370,7 +366,7 @@ def test_an_answer_made_anew_leaves_the_one_before(tab: Callable[..., Tab], serv
     assert len(found) == 1  # a search finds what stands in another version
 
 
-def test_a_stopped_answer_takes_nothing_away(tab: Callable[..., Tab], endless: Server) -> None:
+def test_a_stopped_answer_takes_nothing_away(tab: Tabs, endless: Server) -> None:
     it = tab(endless.url)
     begin(it, "go on")
     it.press("Escape")
@@ -399,7 +395,7 @@ def test_a_stopped_answer_takes_nothing_away(tab: Callable[..., Tab], endless: S
         shows(it, first)
 
 
-def test_an_edited_question_leaves_all_that_followed(tab: Callable[..., Tab], server: Server) -> None:
+def test_an_edited_question_leaves_all_that_followed(tab: Tabs, server: Server) -> None:
     it = tab(server.url)
     for question in ("one", "two", "three"):
         it.page.route(ANSWERS, streamed(said(f"said to {question}", "stop")))
@@ -441,7 +437,7 @@ MERGED = """async ([mine, theirs]) => {
 }"""
 
 
-def test_two_states_of_a_conversation_become_one_with_all_of_both(tab: Callable[..., Tab], server: Server) -> None:
+def test_two_states_of_a_conversation_become_one_with_all_of_both(tab: Tabs, server: Server) -> None:
     def of(*turns_: Any) -> list[dict[str, Any]]:
         messages = []
         for question, answer, *versions in turns_:
@@ -468,9 +464,7 @@ def test_two_states_of_a_conversation_become_one_with_all_of_both(tab: Callable[
 
 
 @pytest.mark.parametrize("size", [(1280, 800), (390, 844)])
-def test_the_buttons_of_an_answer_are_in_sight_when_it_ends(
-    tab: Callable[..., Tab], server: Server, size: tuple[int, int]
-) -> None:
+def test_the_buttons_of_an_answer_are_in_sight_when_it_ends(tab: Tabs, server: Server, size: tuple[int, int]) -> None:
     it = tab(server.url, viewport={"width": size[0], "height": size[1]})
     words = "\n\n".join(f"Paragraph {n}." for n in range(40))
     it.page.route(ANSWERS, streamed(said(words), said("", "stop")))
@@ -486,7 +480,7 @@ def test_the_buttons_of_an_answer_are_in_sight_when_it_ends(
     expect(it.page.locator("#chat-alert")).to_be_visible()  # that the connection broke off: it takes room of the talk
 
 
-def test_a_number_out_of_range_is_not_sent(tab: Callable[..., Tab], server: Server) -> None:
+def test_a_number_out_of_range_is_not_sent(tab: Tabs, server: Server) -> None:
     it = tab(server.url)
     for name, value, rule in (
         ("temperature", "9", "Temperature must be a number from 0 to 2."),
@@ -510,7 +504,7 @@ def test_a_number_out_of_range_is_not_sent(tab: Callable[..., Tab], server: Serv
     assert [body["temperature"] for body in it.asked] == [0.55]
 
 
-def test_what_to_do_is_said_where_a_question_does_not_fit(tab: Callable[..., Tab], server: Server) -> None:
+def test_what_to_do_is_said_where_a_question_does_not_fit(tab: Tabs, server: Server) -> None:
     it = tab(server.url)
     it.page.set_input_files("#file", {"name": "a.py", "mimeType": "text/plain", "buffer": b"x = 1\n" * 1500})
     it.say("what is it?")
@@ -525,7 +519,7 @@ def test_what_to_do_is_said_where_a_question_does_not_fit(tab: Callable[..., Tab
     expect(it.page.locator("#attached li")).to_have_count(1)
 
 
-def test_a_phone_has_buttons_for_fingers(tab: Callable[..., Tab], server: Server) -> None:
+def test_a_phone_has_buttons_for_fingers(tab: Tabs, server: Server) -> None:
     it = tab(server.url, viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
     welcome = it.page.inner_text("#welcome")
     assert ("drop a text" in welcome, "add a text, PDF or Word file" in welcome) == (False, True)
@@ -587,7 +581,7 @@ WORK = """async (units) => {
 }"""
 
 
-def test_markdown_takes_work_that_grows_with_its_length(tab: Callable[..., Tab], server: Server) -> None:
+def test_markdown_takes_work_that_grows_with_its_length(tab: Tabs, server: Server) -> None:
     """Work is counted, not timed: twice the text is about twice the work, whatever the text repeats."""
     it = tab(server.url)
     units = ["\\(", "\\( ", "\n", "\\[\n", "$$\n", "a\n\\[\n", "- \\[\n", "> \\[\n", "\n\\[\nx", "[\\("]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from tests.server.conftest import SHAPE
 from tests.support import ggufs
 from tests.support.serving import Server, opening, serve_several
 from tests.support.standin import Server as Hub
-from tests.support.tabs import Tab, expect
+from tests.support.tabs import Tab, Tabs, expect
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def row(it: Tab, name: str) -> str:
     return found
 
 
-def test_models_are_chosen_loaded_unloaded_and_fetched(tab: Callable[..., Tab], server: Server, hub: Hub) -> None:
+def test_models_are_chosen_loaded_unloaded_and_fetched(tab: Tabs, server: Server, hub: Hub) -> None:
     it = tab(server.url)
     assert it.page.inner_text("#models-toggle") == "blue"
     assert it.page.inner_text("#engine") == "loaded with the next question"

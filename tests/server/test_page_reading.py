@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 import localspec.server
 from localspec import LLM, SamplingParams
 from tests.support.serving import Server, serve
-from tests.support.tabs import Tab, expect
+from tests.support.tabs import Tabs, expect
 
 LOAD: dict[str, Any] = {"n_ctx": 4096}
 
@@ -81,7 +81,7 @@ def answering(llm: LLM) -> Iterator[Server]:
         yield running
 
 
-def test_markdown_is_read_as_it_is_meant(tab: Callable[..., Tab], answering: Server) -> None:
+def test_markdown_is_read_as_it_is_meant(tab: Tabs, answering: Server) -> None:
     it = tab(answering.url)
     assert it.ask("say it") == ANSWER  # the view of tokens has the text as it was said
     part = it.page.locator(".turn .reading")
@@ -108,7 +108,7 @@ def test_markdown_is_read_as_it_is_meant(tab: Callable[..., Tab], answering: Ser
     assert part.locator("p").last.text_content() == "from $5 to $10."
 
 
-def test_a_hostile_answer_gets_nowhere(tab: Callable[..., Tab], llm: LLM) -> None:
+def test_a_hostile_answer_gets_nowhere(tab: Tabs, llm: LLM) -> None:
     with saying(llm, HOSTILE) as server:
         it = tab(server.url)  # which also sees that nothing else was asked for, and that no script of it ran
         it.ask("attack")
@@ -132,7 +132,7 @@ def test_a_hostile_answer_gets_nowhere(tab: Callable[..., Tab], llm: LLM) -> Non
         expect(it.page.locator(".reading :is(img, script, iframe, style)")).to_have_count(0)
 
 
-def test_what_stands_stays_while_more_comes(tab: Callable[..., Tab], llm: LLM) -> None:
+def test_what_stands_stays_while_more_comes(tab: Tabs, llm: LLM) -> None:
     """No node of a block that is complete is ever replaced, and no block turns into another kind."""
     text = ANSWER + "\n" + "\n\n".join(f"Paragraph {i} of **many**." for i in range(30))
     with saying(llm, text) as server:
@@ -175,7 +175,7 @@ STEADY = """async (text) => {
 }"""
 
 
-def test_character_by_character_it_comes_to_the_same(tab: Callable[..., Tab], llm: LLM) -> None:
+def test_character_by_character_it_comes_to_the_same(tab: Tabs, llm: LLM) -> None:
     """However a text is cut: what is drawn bit by bit is what is drawn at once, and nothing changes its kind."""
     with saying(llm, "x") as server:
         it = tab(server.url)
@@ -188,7 +188,7 @@ def test_character_by_character_it_comes_to_the_same(tab: Callable[..., Tab], ll
                 assert changes == []
 
 
-def test_code_and_answers_can_be_copied(tab: Callable[..., Tab], answering: Server) -> None:
+def test_code_and_answers_can_be_copied(tab: Tabs, answering: Server) -> None:
     it = tab(answering.url)
     it.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     it.ask("say it")
@@ -227,7 +227,7 @@ $\\def\\a{\\a\\a}\\a$, \\(\\includegraphics{https://evil.example/x.png}\\)
 """
 
 
-def test_formulas_are_set_and_what_is_none_stays_as_written(tab: Callable[..., Tab], llm: LLM) -> None:
+def test_formulas_are_set_and_what_is_none_stays_as_written(tab: Tabs, llm: LLM) -> None:
     with saying(llm, FORMULAS) as server:
         it = tab(server.url)
         it.ask("say it")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from localspec import LLM
 from localspec.engine.answer import LONG_PROMPT
 from tests.conftest import TinyFiles
 from tests.support.serving import Server, asking, post, serve
-from tests.support.tabs import Tab
+from tests.support.tabs import Tabs
 from tests.support.waiting import Brake, wait_until
 
 LONG_TEXT = "la lo li lu " * 120
@@ -79,9 +79,7 @@ def test_a_client_that_leaves_ends_the_reading(server: Server, llm: LLM) -> None
         assert brake.n_passes <= 4
 
 
-def test_the_page_shows_it_until_the_answer_begins(
-    tab: Callable[..., Tab], tiny: TinyFiles, isolated_home: Path
-) -> None:
+def test_the_page_shows_it_until_the_answer_begins(tab: Tabs, tiny: TinyFiles, isolated_home: Path) -> None:
     with LLM(tiny.quick.target, "ngram", backend="reference", n_ctx=4096) as llm, serve(llm) as running:
         it = tab(running.url)
         with Brake(llm, after=2) as brake:

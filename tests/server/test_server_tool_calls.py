@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -238,16 +238,12 @@ def test_what_the_budget_cuts_is_read_alike_and_never_made_whole(name: str) -> N
         assert (said, found) == read(text[:end], singly(text[:end]), cut=True)
         for (called, arguments), (meant, whole) in zip(found, BOTH, strict=False):
             assert called == meant
-            # Whole or no JSON: nobody runs a tool with half of what it was to get.
-            assert arguments == json.dumps(whole) or not is_json(arguments) or json.loads(arguments) == whole
-
-
-def is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
+            with suppress(ValueError):  # whole or no JSON: nobody runs a tool with half of what it was to get
+                assert json.loads(arguments) == whole
+    text = FORMATS[name]([*WEATHER, *BOTH])
+    for cuts in ([], singly(text)):  # and where one call is wanted, one is read
+        said, found = read(text, cuts, parallel=False)
+        assert (said, calls_of(found)) == ("", WEATHER)
 
 
 # Clients parse arguments as a JSON object: what is none stays text, behind a sure mark too.
@@ -266,13 +262,25 @@ _SCRAPS = [*MARKS, "</tool_call>", '{"name": "', "weather", "now", '"arguments":
 _SCRAPS += ["[ARGS]", "<arg_key>", "</arg_key>", "```", *"[]\"',:}\n x\\=1"]
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.lists(st.sampled_from(_SCRAPS), max_size=14).map("".join), st.data())
-def test_no_text_is_lost_and_cuts_never_matter(text: str, data: st.DataObject) -> None:
+@st.composite
+def damaged(draw: st.DrawFn) -> str:
+    """Calls of any form with other scraps in the place of some characters."""
+    text = FORMATS[draw(st.sampled_from([*FORMATS]))](BOTH)
+    for _ in range(draw(st.integers(1, 3))):
+        start, size = draw(st.integers(0, len(text))), draw(st.integers(0, 6))
+        text = text[:start] + draw(st.sampled_from(["", *_SCRAPS])) + text[start + size :]
+    return text
+
+
+@settings(max_examples=350, deadline=None)
+@given(
+    st.lists(st.sampled_from(_SCRAPS), max_size=14).map("".join) | damaged(), st.booleans(), st.booleans(), st.data()
+)
+def test_no_text_is_lost_and_cuts_never_matter(text: str, parallel: bool, cut: bool, data: st.DataObject) -> None:
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
-    said, calls = read(text, [])
-    assert read(text, cuts) == (said, calls)
-    assert read(text, singly(text)) == (said, calls)
+    said, calls = read(text, [], parallel=parallel, cut=cut)
+    assert read(text, cuts, parallel=parallel, cut=cut) == (said, calls)
+    assert read(text, singly(text), parallel=parallel, cut=cut) == (said, calls)
     if not calls:
         assert said == text
 
@@ -404,31 +412,9 @@ def test_what_has_no_end_is_completed_unless_the_budget_cut_it() -> None:
     assert read('<tool_call>{"name": "weather", "arguments": {"city": "Pa', [])[1] == [("weather", '{"city": "Pa')]
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_one_call_is_read_where_one_is_wanted(name: str) -> None:
-    text = FORMATS[name]([*WEATHER, *BOTH])
-    for cuts in ([], singly(text)):
-        said, calls = read(text, cuts, parallel=False)
-        assert (said, calls_of(calls)) == ("", WEATHER)
-
-
 def test_what_may_be_a_call_waits_for_so_long_only() -> None:
     text = '{"arguments": {"city": "' + "x" * 150_000
     for size in (1000, len(text)):
         reader = ToolCallReader(TOOLS)
         pieces = [piece for i in range(0, len(text), size) for piece in reader.push(text[i : i + size])]
         assert "".join(piece.text for piece in pieces if isinstance(piece, TextPiece)) == text
-
-
-def test_damaged_calls_are_read_alike_however_they_are_cut() -> None:
-    rng, names = random.Random(1), list(FORMATS)
-    for _ in range(200):
-        text = FORMATS[rng.choice(names)](BOTH)
-        for _ in range(rng.randint(1, 3)):
-            start = rng.randrange(len(text) + 1)
-            text = text[:start] + rng.choice(["", *_SCRAPS]) + text[start + rng.randint(0, 6) :]
-        options = {"parallel": rng.random() < 0.8, "cut": rng.random() < 0.3}
-        said, calls = read(text, [], **options)
-        assert read(text, singly(text), **options) == (said, calls)
-        if not calls:
-            assert said == text

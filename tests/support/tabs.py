@@ -108,3 +108,7 @@ class Tab:
             "() => [...document.querySelectorAll('.turn:last-of-type .answer .token:not(.rejected)')]"
             ".map((token) => token.textContent).join('')"
         )
+
+
+Tabs = Callable[..., Tab]
+"""Opens tabs at an address, with the options of a browser's context."""
