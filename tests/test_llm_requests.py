@@ -66,31 +66,14 @@ class Gate:
         self._open.set()
 
 
-def waiting(name: str, order: list[str], priority: int = 0) -> Job:
-    """A job of the conversation that its first letter names."""
-    return Job(lambda job: order.append(name), print, conversation=name[0], priority=priority, request=name)
-
-
-def test_the_next_job_has_the_highest_priority_of_idle_conversations() -> None:
-    fair, jobs = FairQueue(), [waiting(f"{name}1", [], n) for name, n in zip("xycde", (0, 9, 0, 1, -1), strict=True)]
-    later = waiting("x2", [], 9)
-    for each in (*jobs, later):
-        fair.put(each)
-    assert fair.get() is jobs[1]
-    assert [fair.take() for _ in range(5)] == [jobs[3], jobs[0], jobs[2], jobs[4], None]  # x2 comes after x1
-    fair.release(jobs[0])
-    assert fair.take(above=9) is None
-    assert fair.take() is later
-
-
 @pytest.mark.parametrize("is_served", [False, True])
 def test_cancelled_jobs_do_not_pile_up(is_served: bool) -> None:
     fair, kept = FairQueue(max_waiting=2), list[weakref.ref[Job]]()
     if is_served:
-        fair.put(waiting("x", []))
+        fair.put(Job(print, print, conversation="x"))
         assert fair.get() is not None
     for _ in range(100):
-        late = waiting("x", [])
+        late = Job(print, print, conversation="x")
         fair.put(late)
         late.cancel()
         kept.append(weakref.ref(late))
@@ -99,10 +82,17 @@ def test_cancelled_jobs_do_not_pile_up(is_served: bool) -> None:
     assert sum(each() is not None for each in kept) <= 2
 
 
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    made = Worker()
+    yield made
+    made.close()
+
+
 @pytest.mark.parametrize("kind", [MemoryError, SystemExit, KeyboardInterrupt, asyncio.CancelledError])
-def test_the_worker_outlives_whatever_delivery_raises(kind: type[BaseException]) -> None:
+def test_the_worker_outlives_whatever_delivery_raises(worker: Worker, kind: type[BaseException]) -> None:
     """What is given meanwhile stops the work."""
-    worker, seen = Worker(), list[bool]()
+    seen: list[bool] = []
 
     def work(job: Job) -> str:
         seen.append(job.stopped())
@@ -113,26 +103,22 @@ def test_the_worker_outlives_whatever_delivery_raises(kind: type[BaseException])
     def nobody(item: Any) -> None:
         raise kind("not here")
 
-    try:
-        job = Job(work, nobody)
-        worker.queue.put(job)
-        assert worker.call(lambda: 5) == 5
-        with pytest.raises(kind):
-            job.reply()
-        assert seen == [False, True]
-    finally:
-        worker.close()
+    job = Job(work, nobody)
+    worker.queue.put(job)
+    assert worker.call(lambda: 5) == 5
+    with pytest.raises(kind):
+        job.reply()
+    assert seen == [False, True]
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_what_is_made_for_a_request_that_never_ran_may_fail(llm: LLM, late: bool) -> None:
+def test_what_is_made_for_a_request_that_never_ran_may_fail(worker: Worker, late: bool) -> None:
     got: list[Any] = []
     job = Job(lambda job: "ran", got.append, abandoned=lambda job: {}["gone"], deadline=1e-9 if late else None)
     if not late:
         job.cancel()
-    llm.inspect().worker.queue.put(job)
-    assert llm.inspect().worker.call(lambda: 5) == 5
-    assert got == [job]
+    worker.queue.put(job)
+    assert (worker.call(lambda: 5), got) == (5, [job])
     with pytest.raises(KeyError):
         job.reply()
 
@@ -157,7 +143,7 @@ def test_all_that_a_worker_ends_with_is_done() -> None:
     assert done == [1, 2]
 
 
-def test_who_claims_a_job_first_answers_for_it() -> None:
+def test_who_claims_a_job_first_answers_for_it(worker: Worker) -> None:
     """Exactly one side does, and it is delivered once."""
     given: list[Job] = []
 
@@ -171,19 +157,15 @@ def test_who_claims_a_job_first_answers_for_it() -> None:
         each.cancel()
     assert given == [cancelled, done, late]
     assert [each.reply() for each in given] == ["caller", "ran", "deadline"]
-    worker = Worker()
-    try:
-        for trial in range(300):  # cancelled at the very moment it starts
-            one = job()
-            worker.queue.put(one)
-            if trial % 3:
-                time.sleep(random.Random(trial).random() * 1e-4)
-            one.cancel()
-            worker.call(lambda: None)
-            assert one.reply() in ("ran", "caller")
-            assert given.count(one) == 1
-    finally:
-        worker.close()
+    for trial in range(300):  # cancelled at the very moment it starts
+        one = job()
+        worker.queue.put(one)
+        if trial % 3:
+            time.sleep(random.Random(trial).random() * 1e-4)
+        one.cancel()
+        worker.call(lambda: None)
+        assert one.reply() in ("ran", "caller")
+        assert given.count(one) == 1
 
 
 def test_a_full_queue_refuses_and_says_so(llm: LLM) -> None:
