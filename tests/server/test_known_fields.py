@@ -17,7 +17,7 @@ from localspec import SamplingParams
 from localspec.server import anthropic, embeddings, infill, models, ollama, openai, requests, responses
 from localspec.server.bodies import UNREAD, Body, read
 from localspec.server.http import ApiError
-from localspec.server.requests import ApiBody, ServedModel
+from localspec.server.requests import MAX_BIASES, MAX_STOP, MAX_STOPS, ApiBody, ServedModel
 
 SERVED = ServedModel(SamplingParams(temperature=0.7, max_tokens=99, seed=5), ["ngram"], 1000)
 THINKER = ServedModel(SamplingParams(), ["ngram"], 1000, thinks=True)
@@ -96,6 +96,24 @@ def test_seed_minus_one_is_a_fresh_one(kind: str) -> None:
     for number, seed in ((-1, None), (7, 7)):  # not the server's own 5
         change = {"options": {"seed": number}} if kind.startswith("ollama") else {"seed": number}
         assert asked(kind, change).options.params.seed == seed
+
+
+@pytest.mark.parametrize("kind", ["chat", "completions", "messages", "ollama chat"])
+def test_stop_strings_are_bounded(kind: str) -> None:
+    def change(stops: list[str]) -> dict[str, Any]:
+        given = {"stop_sequences" if kind == "messages" else "stop": stops}
+        return {"options": given} if kind == "ollama chat" else given
+
+    asked(kind, change(["a" * MAX_STOP] * MAX_STOPS))
+    for stops in (["a" * (MAX_STOP + 1)], ["x"] * (MAX_STOPS + 1)):
+        assert "stop" in str(refusal(kind, change(stops)).param)
+
+
+def test_biases_and_metadata_are_bounded() -> None:
+    asked("responses", {"metadata": {f"{i:064}": "x" * 512 for i in range(16)}})
+    for metadata in ({"a": "x" * 513}, {"a" * 65: "x"}, {str(i): "x" for i in range(17)}, {"a": {"b": [1]}}):
+        assert refusal("responses", {"metadata": metadata}).param == "metadata"
+    assert refusal("chat", {"logit_bias": {str(i): -1 for i in range(MAX_BIASES + 1)}}).param == "logit_bias"
 
 
 def test_the_newer_name_of_a_bound_goes_first() -> None:

@@ -181,16 +181,6 @@ def test_a_strict_tool_is_refused_in_every_api(server: Server) -> None:
         assert (status, b"the tool strange is strict, but" in answer) == (400, True), answer
 
 
-def test_names_of_tools(server: Server) -> None:
-    longest = "mcp__" + "x" * 123
-    found = chat(server, tools=[tool(FIXED["properties"]["arguments"], longest)], tool_choice="required")
-    assert found["message"]["tool_calls"][0]["function"]["name"] == longest
-    for name in ("x" * 129, "a b", ""):
-        status, answer = ask(server, "/v1/chat/completions", messages=CHAT, tools=[tool(name=name)])
-        assert status == 400
-        assert "1 to 128 letters, digits, _ . and -" in answer["error"]["message"]
-
-
 def test_without_the_library_the_answer_says_what_to_install(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     schema = {"type": "object", "title": "seen by no test"}

@@ -86,34 +86,6 @@ def test_a_tool_is_called_and_its_result_read(client: openai.OpenAI, stream: boo
     assert short.previous_response_id == found.id
 
 
-def test_an_agent_s_whole_conversation(client: openai.OpenAI) -> None:
-    """In the shape in which Codex sends it: all of it each time, with what only OpenAI's servers understand."""
-
-    def message(role: str, text: str, kind: str = "input_text") -> dict[str, Any]:
-        return {"type": "message", "id": "msg_1", "role": role, "content": [{"type": kind, "text": text}]}
-
-    begin = [message("developer", "You code."), message("developer", "Skills."), message("user", "The weather?")]
-    agents = {"type": "namespace", "name": "agents", "description": "Agents.", "tools": TOOLS}
-    asked: Any = {"model": "claude-local", "store": False, "include": ["reasoning.encrypted_content"]}
-    asked |= {"reasoning": {"summary": "auto"}, "tool_choice": "auto", "parallel_tool_calls": True}
-    asked |= {"tools": [*TOOLS, agents, {"type": "web_search", "external_web_access": False}]}
-    own = {"prompt_cache_key": "k", "client_metadata": {"thread": "t"}}
-    found = client.responses.create(**asked, input=begin, extra_body=own | says(f"I look.\n{CALL}"))
-    said, call = found.output
-    assert (said.type, call.type) == ("message", "function_call")
-    output = [{"type": "input_text", "text": "sunny"}]
-    turn: Any = [
-        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": None},
-        message("assistant", found.output_text, "output_text"),
-        {"type": "function_call", "name": "weather", "arguments": call.arguments, "call_id": call.call_id},
-        {"type": "function_call_output", "call_id": call.call_id, "output": output},
-    ]
-    events: list[Any] = list(
-        client.responses.create(**asked, input=[*begin, *turn], stream=True, extra_body=own | says("It is sunny."))
-    )
-    assert events[-1].response.output_text == "It is sunny."
-
-
 def test_choice_of_tools_and_form(client: openai.OpenAI) -> None:
     (call,) = client.responses.create(**ASKED, tools=TOOLS, tool_choice={"type": "function", "name": "weather"}).output
     assert call.type == "function_call"
