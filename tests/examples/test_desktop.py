@@ -9,7 +9,6 @@ import operator
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from localspec import LLM
 from tests.conftest import TinyFiles
 from tests.support.endless import write_endless
 from tests.support.scripted_llm import make_round
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, wait_until
 
 pytest.importorskip("PySide6.QtWidgets", reason="PySide6 (the extra 'desktop') is not here", exc_type=ImportError)
 
@@ -56,11 +55,8 @@ def chat(app: Any) -> Iterator[Any]:
 
 def until(condition: Callable[[], Any], what: str = "") -> None:
     """Let the window live until something is so."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"still not: {what or condition}"
-        QtWidgets.QApplication.processEvents()
-        time.sleep(0.005)  # QTest.qWait keeps the GIL while it waits, and the model's threads from running
+    # QTest.qWait keeps the GIL while it waits, and the model's threads from running.
+    wait_until(lambda: QtWidgets.QApplication.processEvents() or condition(), what)
 
 
 @pytest.fixture

@@ -59,6 +59,12 @@ def endless(tmp_path_factory: pytest.TempPathFactory, module_home: Path) -> Iter
 
 
 @pytest.fixture
+def it(tab: Tabs, server: Server) -> Tab:
+    """A tab with the page of the module's server."""
+    return tab(server.url)
+
+
+@pytest.fixture
 def disk(measured_home: Path) -> Path:
     """Three models that continue text, of which ``code`` fills in."""
     folder = models_dir() / "hf/acme/tiny"

@@ -39,8 +39,7 @@ def test_what_shared_passes_were_for_is_said_after_an_answer(tab: Tabs, tiny: Ti
         assert shares == [int(100 * (n / n_rows) + 0.5) for n in passes["rows"].values()]
 
 
-def test_an_answer_shows_every_token_in_the_style_of_its_origin(tab: Tabs, server: Server, llm: LLM) -> None:
-    it = tab(server.url)
+def test_an_answer_shows_every_token_in_the_style_of_its_origin(it: Tab, llm: LLM) -> None:
     expect(it.page.locator("#engine")).to_contain_text(llm.model_name)
     it.page.select_option("#draft-length", "4")
     said = it.ask(QUESTION)
@@ -83,8 +82,7 @@ def test_an_answer_shows_every_token_in_the_style_of_its_origin(tab: Tabs, serve
     assert it.page.locator("#strip .wrong").count() > 0
 
 
-def test_every_drafter_has_a_name_and_a_style_of_the_legend(tab: Tabs, server: Server) -> None:
-    it = tab(server.url)
+def test_every_drafter_has_a_name_and_a_style_of_the_legend(it: Tab) -> None:
     kinds = ["model", "grammar", "corpus", "ngram", *FROM_STATES]
     script = """async (sources) => {
         const {slot, sourceName} = await import("/page/words.js");
@@ -101,8 +99,7 @@ def test_every_drafter_has_a_name_and_a_style_of_the_legend(tab: Tabs, server: S
         expect(it.page.locator(f"#legend .accepted.s{slot}")).to_have_count(1)
 
 
-def test_a_conversation_and_its_settings_reach_the_server(tab: Tabs, server: Server) -> None:
-    it = tab(server.url)
+def test_a_conversation_and_its_settings_reach_the_server(it: Tab) -> None:
     first = it.ask("hello")
     it.page.locator("#speculation").click()
     expect(it.page.locator("#draft-length")).to_be_disabled()
@@ -137,8 +134,7 @@ def test_a_conversation_and_its_settings_reach_the_server(tab: Tabs, server: Ser
     assert "max_tokens" not in three
 
 
-def test_rejected_guesses_can_be_hidden_and_are_never_copied(tab: Tabs, server: Server) -> None:
-    it = tab(server.url)
+def test_rejected_guesses_can_be_hidden_and_are_never_copied(it: Tab) -> None:
     it.page.select_option("#draft-length", "4")
     said = it.ask(QUESTION)
     rejected = it.page.locator(".answer .rejected")
@@ -184,8 +180,7 @@ def test_stop_by_click_and_key(tab: Tabs, endless: Server) -> None:
     assert it.asked[1]["messages"][1]["content"]
 
 
-def test_everything_works_from_the_keyboard(tab: Tabs, server: Server) -> None:
-    it = tab(server.url)
+def test_everything_works_from_the_keyboard(it: Tab) -> None:
     focused = "() => document.activeElement.id"
     assert it.run(focused) == "question"
     it.page.keyboard.type("one")
@@ -266,8 +261,7 @@ def race(it: Tab, runs: int = 4) -> None:
     it.page.wait_for_selector("#start:enabled")
 
 
-def test_the_race_is_one_after_the_other_and_ends_with_a_verdict(tab: Tabs, server: Server, llm: LLM) -> None:
-    it = tab(server.url)
+def test_the_race_is_one_after_the_other_and_ends_with_a_verdict(it: Tab, llm: LLM) -> None:
     it.page.select_option("#draft-length", "4")
     it.page.click("#race-tab")
     it.page.fill("#race-prompt", QUESTION)
@@ -320,9 +314,8 @@ def test_a_race_without_guesses_is_no_comparison(tab: Tabs, tiny: TinyFiles, mod
         expect(it.page.locator(".racer-figures", has_text="plain, ")).to_have_count(2)
 
 
-def test_a_race_says_that_others_used_the_cpu(tab: Tabs, server: Server) -> None:
+def test_a_race_says_that_others_used_the_cpu(it: Tab, server: Server) -> None:
     """The server counts; here its counters are replaced, so that no machine's load decides."""
-    it = tab(server.url)
     used = iter(((10.0, 0.0, 0.0), (20.0, 9.0, 1.0)))  # of two CPUs for 10 s, 1 s by the server and 8 by others
 
     def counters(route: Any) -> None:
@@ -351,8 +344,7 @@ def test_a_race_can_be_stopped(tab: Tabs, endless: Server) -> None:
     assert len(it.asked) == 1
 
 
-def test_it_can_be_read_in_both_schemes_and_at_every_width(tab: Tabs, server: Server) -> None:
-    it = tab(server.url)
+def test_it_can_be_read_in_both_schemes_and_at_every_width(it: Tab) -> None:
     assert it.run(NAMELESS) == []
     it.page.select_option("#draft-length", "4")
     it.ask(QUESTION)

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from localspec import LLM, SamplingParams
+from tests.server.test_page_reading import ANSWER
 from tests.support.browsing import WIDE
 from tests.support.documents import write_docx, write_pdf
 from tests.support.serving import Server, serve
-from tests.support.tabs import Tabs, expect, said, streamed
+from tests.support.tabs import Tab, Tabs, expect, said, streamed
 from tests.support.thinkers import write_thinker
 
 QUESTIONS = ".question > p"
@@ -23,24 +24,6 @@ LOAD: dict[str, Any] = {"draft": ["ngram", "model"]}
 
 AXE = os.environ.get("LOCALSPEC_TEST_AXE", "")
 """axe.min.js of npm's axe-core; .ci/run fetches it where there is an npm."""
-
-TABLE = """\
-## Two ways
-
-1. `sum`, see [the manual](https://docs.example/sum)
-2. a loop
-
-```python
-def total(numbers):  # slow
-    return sum(numbers)
-```
-
-| way | steps |
-|-----|------:|
-| sum | 1 |
-
-> The sum is $n(n+1)/2$.
-"""
 
 
 @pytest.fixture
@@ -118,9 +101,8 @@ def test_find_rename_export_delete_and_undo(tab: Tabs, server: Server) -> None:
     expect(it.page.locator("#deleted")).to_be_hidden()
 
 
-def test_thoughts_are_kept_where_the_answer_then_fails(tab: Tabs, server: Server) -> None:
+def test_thoughts_are_kept_where_the_answer_then_fails(it: Tab) -> None:
     thought = {"choices": [{"index": 0, "delta": {"reasoning_content": "Let me see."}, "finish_reason": None}]}
-    it = tab(server.url)
     it.page.route("**/v1/chat/completions", streamed(thought, {"error": {"message": "the engine broke"}}))
     it.ask("why?")
     expect(it.page.locator("#chat-alert")).to_have_text("the engine broke")
@@ -139,8 +121,7 @@ DROP = """([where, name, text]) => {
 """Drops a file; whether what the browser would do with it is prevented."""
 
 
-def test_a_dropped_file_becomes_part_of_the_message_and_a_prediction(tab: Tabs, server: Server, tmp_path: Path) -> None:
-    it = tab(server.url)
+def test_a_dropped_file_becomes_part_of_the_message_and_a_prediction(it: Tab, tmp_path: Path) -> None:
     code = "def f():\n    return '''```'''\n"
     (tmp_path / "a.py").write_text(code)
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\x00\xff")
@@ -167,8 +148,7 @@ def test_a_dropped_file_becomes_part_of_the_message_and_a_prediction(tab: Tabs, 
     assert it.asked[-1]["messages"][0] == sent["messages"][0]
 
 
-def test_no_file_that_is_dropped_anywhere_takes_the_page_s_place(tab: Tabs, server: Server) -> None:
-    it = tab(server.url)
+def test_no_file_that_is_dropped_anywhere_takes_the_page_s_place(it: Tab) -> None:
     for n, where in enumerate(("header", "#conversations", "#settings", "#talk"), 1):
         assert it.run(DROP, [where, f"{n}.py", "x = 1"]) == [True, True]
         expect(it.page.locator("#attached li")).to_have_count(n)
@@ -252,7 +232,7 @@ APPEARING = """() => {
 
 @pytest.mark.skipif(not Path(AXE).is_file() or not AXE, reason="axe-core is not here: LOCALSPEC_TEST_AXE=axe.min.js")
 def test_axe_finds_nothing(tab: Tabs, llm: LLM) -> None:
-    with serve(llm, params=SamplingParams(grammar=f"root ::= {json.dumps(TABLE)}")) as server:
+    with serve(llm, params=SamplingParams(grammar=f"root ::= {json.dumps(ANSWER)}")) as server:
         it = tab(server.url)
         it.page.set_input_files("#file", {"name": "a.py", "mimeType": "text/plain", "buffer": b"x = 1\n"})
         it.ask("say it")
@@ -318,11 +298,10 @@ def test_exported_conversations_are_imported(tab: Tabs, server: Server, tmp_path
     expect(it.page.locator("#chat-alert")).to_contain_text("Fruit.json is not imported: ")
 
 
-def test_pdf_and_word_files_are_read_by_the_server(tab: Tabs, server: Server, tmp_path: Path) -> None:
+def test_pdf_and_word_files_are_read_by_the_server(it: Tab, tmp_path: Path) -> None:
     write_pdf(tmp_path / "paper.pdf", ["The first page.", "The second."])
     write_docx(tmp_path / "letter.DOCX")
     (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.7 nothing")
-    it = tab(server.url)
     it.page.set_input_files("#file", [tmp_path / name for name in ("paper.pdf", "broken.pdf", "letter.DOCX")])
     expect(it.page.locator("#attached li")).to_have_count(2)
     expect(it.page.locator("#chat-alert")).to_have_text("broken.pdf cannot be read: it is damaged, or no PDF file")

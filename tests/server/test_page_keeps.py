@@ -54,8 +54,7 @@ def begin(it: Tab, question: str, n: int = 8) -> None:
     it.until("(n) => (document.querySelector('.turn:last-of-type')?.turn.text || '').length > n", n)
 
 
-def test_a_question_is_kept_before_it_is_answered(tab: Tabs, server: Server) -> None:
-    it = tab(server.url)
+def test_a_question_is_kept_before_it_is_answered(it: Tab, server: Server) -> None:
     waiting: list[Any] = []
     it.page.route(ANSWERS, lambda route: waiting.append(route))  # which is never answered
     it.say("what is this?")
@@ -67,8 +66,7 @@ def test_a_question_is_kept_before_it_is_answered(tab: Tabs, server: Server) -> 
     expect(it.page.locator(".turn-figures")).to_contain_text("broken off")
 
 
-def test_a_question_is_answered_where_it_was_asked_before_the_list_is_there(tab: Tabs, server: Server) -> None:
-    it = tab(server.url)
+def test_a_question_is_answered_where_it_was_asked_before_the_list_is_there(it: Tab) -> None:
     held: list[Any] = []
 
     def release() -> None:
@@ -195,9 +193,8 @@ def test_what_a_server_never_took_survives_its_death_and_the_page_s(tab: Tabs, l
         assert other.evaluate(held) == []
 
 
-def test_what_the_server_refuses_to_keep_is_kept_in_the_browser(tab: Tabs, server: Server) -> None:
+def test_what_the_server_refuses_to_keep_is_kept_in_the_browser(it: Tab, server: Server) -> None:
     full = {"error": {"message": "1000 conversations are kept, which is the most; delete some", "code": "x"}}
-    it = tab(server.url)
     it.page.route(
         KEPT,
         lambda route: route.fulfill(status=507, json=full) if route.request.method == "POST" else route.continue_(),
@@ -210,9 +207,8 @@ def test_what_the_server_refuses_to_keep_is_kept_in_the_browser(tab: Tabs, serve
     wait_until(lambda: len(on_disk(server)) == 1, "there is room again")
 
 
-def test_an_answer_whose_reply_was_lost_is_not_kept_twice(tab: Tabs, server: Server) -> None:
+def test_an_answer_whose_reply_was_lost_is_not_kept_twice(it: Tab, server: Server) -> None:
     """The server has saved it, and the page never heard of that."""
-    it = tab(server.url)
     lost = []
 
     def lose(route: Any) -> None:
@@ -257,7 +253,7 @@ def test_a_server_that_keeps_none_leaves_it_to_the_tab(tab: Tabs, llm: LLM) -> N
         assert it.run("() => Object.keys(localStorage).filter((name) => name.includes('unsaved'))") == []
 
 
-def test_what_is_typed_attached_and_set_survives_for_each_conversation(tab: Tabs, server: Server) -> None:
+def test_what_is_typed_attached_and_set_survives_for_each_conversation(it: Tab) -> None:
     def check() -> None:
         expect(it.page.locator("#question")).to_have_value("half a ques")
         assert it.page.locator("#attached li").text_content().startswith("a.py")
@@ -266,7 +262,6 @@ def test_what_is_typed_attached_and_set_survives_for_each_conversation(tab: Tabs
             assert it.page.input_value(f"#{name}") == value, name
         expect(it.page.locator("#rejects")).not_to_be_checked()
 
-    it = tab(server.url)
     fields = {"temperature": "0.75", "max-tokens": "77", "system": "Be brief.", "seed": "7"}
     it.ask("first")
     it.page.get_by_text("More sampling").click()
@@ -312,8 +307,7 @@ def test_what_is_typed_attached_and_set_survives_for_each_conversation(tab: Tabs
     expect(it.page.locator("#race-prompt")).to_have_value("my own")
 
 
-def test_a_question_that_is_being_edited_survives(tab: Tabs, server: Server) -> None:
-    it = tab(server.url)
+def test_a_question_that_is_being_edited_survives(it: Tab) -> None:
     it.ask("first")
     it.ask("second")
     it.page.get_by_role("button", name="Edit the question").first.click()
@@ -332,8 +326,7 @@ def test_a_question_that_is_being_edited_survives(tab: Tabs, server: Server) -> 
     assert box.count() == 0
 
 
-def test_an_answer_made_anew_leaves_the_one_before(tab: Tabs, server: Server) -> None:
-    it = tab(server.url)
+def test_an_answer_made_anew_leaves_the_one_before(it: Tab, server: Server) -> None:
     again = it.page.get_by_role("button", name="Regenerate the answer")
     for words in ("one", "two", "three"):
         it.page.route(ANSWERS, streamed(said(words), said("", "stop")))
@@ -395,8 +388,7 @@ def test_a_stopped_answer_takes_nothing_away(tab: Tabs, endless: Server) -> None
         shows(it, first)
 
 
-def test_an_edited_question_leaves_all_that_followed(tab: Tabs, server: Server) -> None:
-    it = tab(server.url)
+def test_an_edited_question_leaves_all_that_followed(it: Tab) -> None:
     for question in ("one", "two", "three"):
         it.page.route(ANSWERS, streamed(said(f"said to {question}", "stop")))
         it.ask(question)
@@ -437,7 +429,7 @@ MERGED = """async ([mine, theirs]) => {
 }"""
 
 
-def test_two_states_of_a_conversation_become_one_with_all_of_both(tab: Tabs, server: Server) -> None:
+def test_two_states_of_a_conversation_become_one_with_all_of_both(it: Tab) -> None:
     def of(*turns_: Any) -> list[dict[str, Any]]:
         messages = []
         for question, answer, *versions in turns_:
@@ -446,7 +438,6 @@ def test_two_states_of_a_conversation_become_one_with_all_of_both(tab: Tabs, ser
                 messages[-2] |= {"versions": [of(*each) for each in versions], "version": 0}
         return messages
 
-    it = tab(server.url)
     cases = [
         (of(("a", "1")), of(("a", "1"), ("b", "2"))),
         (of(("a", "1"), ("c", "3")), of(("a", "1"), ("b", "2"))),
@@ -480,8 +471,7 @@ def test_the_buttons_of_an_answer_are_in_sight_when_it_ends(tab: Tabs, server: S
     expect(it.page.locator("#chat-alert")).to_be_visible()  # that the connection broke off: it takes room of the talk
 
 
-def test_a_number_out_of_range_is_not_sent(tab: Tabs, server: Server) -> None:
-    it = tab(server.url)
+def test_a_number_out_of_range_is_not_sent(it: Tab) -> None:
     for name, value, rule in (
         ("temperature", "9", "Temperature must be a number from 0 to 2."),
         ("max-tokens", "1.5", "Longest answer must be a whole number from 1 to 100,000."),
@@ -504,8 +494,7 @@ def test_a_number_out_of_range_is_not_sent(tab: Tabs, server: Server) -> None:
     assert [body["temperature"] for body in it.asked] == [0.55]
 
 
-def test_what_to_do_is_said_where_a_question_does_not_fit(tab: Tabs, server: Server) -> None:
-    it = tab(server.url)
+def test_what_to_do_is_said_where_a_question_does_not_fit(it: Tab, server: Server) -> None:
     it.page.set_input_files("#file", {"name": "a.py", "mimeType": "text/plain", "buffer": b"x = 1\n" * 1500})
     it.say("what is it?")
     expect(it.page.locator("#chat-alert")).to_contain_text("remove the file, or start the server with --ctx")
@@ -581,9 +570,8 @@ WORK = """async (units) => {
 }"""
 
 
-def test_markdown_takes_work_that_grows_with_its_length(tab: Tabs, server: Server) -> None:
+def test_markdown_takes_work_that_grows_with_its_length(it: Tab) -> None:
     """Work is counted, not timed: twice the text is about twice the work, whatever the text repeats."""
-    it = tab(server.url)
     units = ["\\(", "\\( ", "\n", "\\[\n", "$$\n", "a\n\\[\n", "- \\[\n", "> \\[\n", "\n\\[\nx", "[\\("]
     units += ["[", "](", "![", "\n\n|", "\n ", "| ", "$", "`", "*", "$a\n", "x\n\n"]
     for unit, costs in it.run(WORK, units):

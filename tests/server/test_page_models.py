@@ -11,7 +11,7 @@ from tests.server.conftest import SHAPE
 from tests.support import ggufs
 from tests.support.serving import Server, opening, serve_several
 from tests.support.standin import Server as Hub
-from tests.support.tabs import Tab, Tabs, expect
+from tests.support.tabs import Tab, expect
 
 
 @pytest.fixture
@@ -27,8 +27,7 @@ def row(it: Tab, name: str) -> str:
     return found
 
 
-def test_models_are_chosen_loaded_unloaded_and_fetched(tab: Tabs, server: Server, hub: Hub) -> None:
-    it = tab(server.url)
+def test_models_are_chosen_loaded_unloaded_and_fetched(it: Tab, hub: Hub) -> None:
     assert it.page.inner_text("#models-toggle") == "blue"
     assert it.page.inner_text("#engine") == "loaded with the next question"
     it.page.click("#models-toggle")

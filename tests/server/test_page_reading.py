@@ -35,6 +35,8 @@ def f(x):  # <b>
 1. one
 2. two
 
+> A quote.
+
 The root is \\(a_1 * b_2 * c\\), or
 
 $$
