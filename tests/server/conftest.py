@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from localspec import LLM
@@ -41,6 +42,12 @@ def server(request: pytest.FixtureRequest, llm: LLM) -> Iterator[Server]:
     """A server with the settings of the module's ``SERVE``."""
     with serve(llm, **getattr(request.module, "SERVE", {})) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=240) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,6 @@ def opened(server: Server) -> openai.OpenAI:
 
 def asking(client: openai.OpenAI) -> Callable[..., Any]:
     return lambda **asked: client.chat.completions.create(**{"model": "", "messages": CHAT} | asked)
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with opened(server) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
@@ -13,17 +12,9 @@ import pytest
 from localspec import LLM, SamplingParams
 from localspec.server.service import ResponseStore, StoredResponse
 from tests.server.apis.conftest import CALL, SCHEMA, says
-from tests.support.serving import Server
-from tests.support.waiting import PATIENCE
 
 ASKED: Any = {"model": "claude-local", "input": "Say something.", "max_output_tokens": 100}
 TOOLS: Any = [{"type": "function", "name": "weather", "description": "The weather.", "parameters": SCHEMA}]
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as made:
-        yield made
 
 
 def test_an_answer_is_the_library_s(llm: LLM, client: openai.OpenAI) -> None:

@@ -37,12 +37,6 @@ def opens(server: Server) -> bool:
     return server.service.llm.model_name == "deepseek"
 
 
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as made:
-        yield made
-
-
 def ask(client: openai.OpenAI, extra: dict[str, Any] | None = None, **options: Any) -> Any:
     given: Any = {"model": "", "messages": [QUESTION], "max_tokens": MAX_TOKENS} | options
     return client.chat.completions.create(**given, extra_body=SEED | {"thinking_budget": BUDGET} | (extra or {}))
