@@ -16,7 +16,7 @@ from localspec import LLM
 from localspec.engine.worker import Job
 from localspec.system.files import models_dir
 from tests.conftest import TinyFiles
-from tests.support import ggufs
+from tests.support import ggufs, waiting
 from tests.support.browsing import PATIENCE, WIDE
 from tests.support.endless import N_CTX, write_endless
 from tests.support.gguf_vocabs import fim_vocab
@@ -46,7 +46,7 @@ def server(request: pytest.FixtureRequest, llm: LLM) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=240) as made:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=waiting.PATIENCE) as made:
         yield made
 
 
