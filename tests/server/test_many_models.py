@@ -22,7 +22,6 @@ from localspec import LLM
 from localspec.backends.llama.embedding import EmbeddingModel
 from localspec.backends.registry import unavailable_reason
 from localspec.engine.worker import Turns
-from localspec.errors import LocalspecError
 from localspec.server import hosting
 from localspec.server.http import read_keep_alive
 from localspec.system.files import models_dir
@@ -371,16 +370,6 @@ def test_a_stream_tells_how_far_its_model_is_loaded_where_it_is_asked(disk: Path
         assert b'"doing":"loaded","fraction":1.0' in said
         # One that is loaded says nothing of it, nor does a stream that does not ask.
         assert b"localspec.loading" not in server.ask("POST", "/v1/chat/completions", body)[2]
-
-
-def test_a_stream_whose_model_cannot_be_loaded_has_a_status(disk: Path) -> None:
-    def text(*given: Any) -> LLM:
-        raise LocalspecError("no such thing")
-
-    with serve_several(replace(opening(), text=text)) as server:
-        status, message = refused(server, "/v1/chat/completions", chat("red", stream=True))
-        assert (status, "cannot be loaded" in message) == (500, True)
-        assert refused(server, "/api/chat", {"model": "red", "messages": [{"role": "user", "content": "hi"}]})[0] == 500
 
 
 def test_a_client_that_leaves_while_a_model_is_loaded(disk: Path) -> None:

@@ -140,7 +140,12 @@ def test_stats_metrics_and_health(server: Server) -> None:
     assert found["queue"] == {"running": False, "waiting": 0, "limit": 32}
     status, headers, text = server.ask("GET", "/metrics")
     assert (status, headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
-    samples = read_metrics(text.decode())
+    lines = text.decode().splitlines()
+    families = tuple(line.split(" ")[2] for line in lines if line.startswith("# TYPE "))
+    written = [line.rpartition(" ") for line in lines if not line.startswith("#")]
+    samples = {name: float(value) for name, _, value in written}
+    assert len(samples) == len(written)
+    assert all(name.startswith(families) for name in samples)
     assert samples["localspec_completion_tokens_total"] == totals["completion_tokens"]
     assert samples['localspec_draft_tokens_total{source="ngram"}'] == totals["num_draft_tokens"]
     assert samples['localspec_requests_total{endpoint="chat",outcome="answered"}'] > 0
@@ -148,22 +153,6 @@ def test_stats_metrics_and_health(server: Server) -> None:
     assert buckets == sorted(buckets)
     assert buckets[-1] == samples["localspec_request_seconds_count"]
     assert json.loads(server.ask("GET", "/health")[2]) == {"status": "ok"}
-
-
-def read_metrics(text: str) -> dict[str, float]:
-    """Prometheus' text format, strictly: every sample belongs to a family that was declared before it."""
-    samples: dict[str, float] = {}
-    family = ""
-    for line in text.splitlines():
-        if line.startswith("# TYPE "):
-            _, _, family, kind = line.split(" ")
-            assert kind in ("counter", "gauge", "histogram")
-        elif not line.startswith("# HELP "):
-            name, _, value = line.rpartition(" ")
-            assert name.startswith(family)
-            assert name not in samples
-            samples[name] = float(value)
-    return samples
 
 
 def test_the_server_s_system_prompt_is_for_chats_without_one() -> None:
