@@ -60,7 +60,7 @@ def until(condition: Callable[[], Any], what: str = "") -> None:
 
 
 @pytest.fixture
-def window(chat: Any) -> Iterator[Callable[..., Any]]:
+def window(chat: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Opens windows; at the end each is closed, and its engine with it."""
     opened: list[Any] = []
     errors: list[BaseException] = []
@@ -76,17 +76,14 @@ def window(chat: Any) -> Iterator[Callable[..., Any]]:
             until(lambda: made.state != "loading", "loaded")
         return made
 
-    hook = sys.excepthook
-    sys.excepthook = lambda kind, error, trace: errors.append(error)  # PySide6 prints what a slot raises, and goes on
-    try:
-        yield new
-        for each in opened:
-            each.close()
-            each.deleteLater()
-            assert not each.engine._thread.is_alive()
-        QtCore.QCoreApplication.sendPostedEvents(None, QtCore.QEvent.Type.DeferredDelete)
-    finally:
-        sys.excepthook = hook
+    # PySide6 prints what a slot raises, and goes on.
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: errors.append(error))
+    yield new
+    for each in opened:
+        each.close()
+        each.deleteLater()
+        assert not each.engine._thread.is_alive()
+    QtCore.QCoreApplication.sendPostedEvents(None, QtCore.QEvent.Type.DeferredDelete)
     assert errors == []
 
 
