@@ -207,7 +207,8 @@ def test_turns_between_conversations_of_an_llm(llm: LLM, monkeypatch: pytest.Mon
     gate.open()
     for stream in streams:
         assert stream.reply.token_ids
-    assert sizes[:6] == [12, 22, 32, 13, 23, 14]
+    prompts = [size + 1 for size in sizes if size > 1]  # whose last token is read alone
+    assert prompts[:6] == [12, 22, 32, 13, 23, 14]
 
 
 def test_a_request_cancelled_in_the_queue_never_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
