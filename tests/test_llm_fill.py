@@ -10,7 +10,6 @@ import pytest
 
 from localspec import LLM, SamplingParams, UsageError
 from tests.conftest import TinyFiles
-from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("measured_home")
 
@@ -53,6 +52,8 @@ def test_where_nothing_is_said_an_answer_is_short(llm: LLM) -> None:
     assert len(llm.fill("x", "y").token_ids) <= 128
     with pytest.raises(UsageError, match="there is nothing to fill in from"):
         llm.fill("")
+    with pytest.raises(UsageError, match="params must be"):
+        llm.fill("a", "b", {"max_tokens": 3})
 
 
 @pytest.mark.parametrize("draft_length", [0, 4])
@@ -66,43 +67,3 @@ def test_the_next_key_stroke_reads_what_is_new(llm: LLM, draft_length: int) -> N
         assert reply.stats["cached_tokens"] >= prompt.n_before - 6
         assert reply.stats["cached_tokens"] > first.stats["prompt_tokens"] // 3
     assert llm.cache_info()["stored"] == stored  # nothing was copied aside for it
-
-
-def test_another_conversation_and_back(llm: LLM) -> None:
-    llm.fill(BEFORE, BEHIND, GREEDY)
-    llm.generate("an on the in " * 20, GREEDY)
-    back = llm.fill(BEFORE + "x", BEHIND, GREEDY)
-    assert back.stats["cached_tokens"] > 50
-
-
-def test_files_are_read_before_anything_is_typed(llm: LLM) -> None:
-    llm.generate("an on the in " * 20, GREEDY)
-    files = {"b.py": "he re in an on " * 20}
-    prompt = llm.fill_prompt("", "", files)
-    llm.read_ahead(prompt)
-    assert llm.wait_idle(60)
-    reply = llm.fill(BEFORE, BEHIND, GREEDY, context_files=files)
-    assert reply.stats["cached_tokens"] == prompt.n_before
-
-
-def test_the_newer_one_need_not_wait_for_the_older(llm: LLM) -> None:
-    async def typing() -> None:
-        older = asyncio.ensure_future(llm.afill(BEFORE, BEHIND, SamplingParams(max_tokens=500, ignore_eos=True)))
-        while not llm.busy:
-            await asyncio.sleep(0.001)
-        older.cancel()
-        newer = await llm.afill(BEFORE + "a", BEHIND, GREEDY)
-        assert newer.finish_reason in ("stop", "length")
-        with pytest.raises(asyncio.CancelledError):
-            await older
-
-    asyncio.run(typing())
-    wait_until(lambda: not llm.busy, "it stops")
-
-
-def test_a_model_that_cannot_says_so(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    with LLM(tiny.quick.target, draft=None, backend="reference", n_ctx=256) as llm:
-        with pytest.raises(UsageError, match=r"no fill-in-the-middle tokens.*coder model"):
-            llm.fill("a", "b")
-        with pytest.raises(UsageError, match="params must be"):
-            llm.fill("a", "b", {"max_tokens": 3})  # type: ignore[arg-type]

@@ -61,41 +61,20 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]
         yield opened
 
 
-def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
-    names = set(wheel.namelist())
-    kinds = {
-        ".py",
-        ".typed",
-        ".html",
-        ".css",
-        ".js",
-        ".mjs",
-        ".svg",
-        ".json",
-        ".jsonl",
-        ".md",
-        ".toml",
-        ".txt",
-        ".woff2",
-    }
+KINDS = ".py .typed .html .css .js .mjs .svg .json .jsonl .md .toml .txt .woff2"
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    names, info = set(wheel.namelist()), f"localspec-{localspec.__version__}.dist-info"
     found = [path for path in (ROOT / "localspec").rglob("*") if path.is_file() and path.suffix != ".pyc"]
-    assert {path.suffix for path in found if path.name != "LICENSE"} == kinds
+    assert {path.suffix for path in found if path.name != "LICENSE"} == set(KINDS.split())
     assert {path.relative_to(ROOT).as_posix() for path in found} <= names
-    assert {name.split("/")[0] for name in names} == {"localspec", f"localspec-{localspec.__version__}.dist-info"}
-
-
-def test_wheel_holds_the_catalogue_and_the_licence(wheel: zipfile.ZipFile) -> None:
+    assert {name.split("/")[0] for name in names} == {"localspec", info}
     assert wheel.read("localspec/catalog.toml") == (ROOT / "models/catalog.toml").read_bytes()
-    info = f"localspec-{localspec.__version__}.dist-info"
     assert wheel.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
     assert b"localspec = localspec.__main__:main" in wheel.read(f"{info}/entry_points.txt")
-
-
-def test_the_catalogue_is_found_in_an_installed_wheel(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
-    wheel.extractall(tmp_path)
-    code = (
-        "from localspec.model_files.catalog import Catalog; import localspec; print(localspec.__file__); Catalog.load()"
-    )
+    wheel.extractall(tmp_path)  # where the catalogue is found, too
+    code = "from localspec.model_files import catalog; catalog.Catalog.load(); print(catalog.__file__)"
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-P", "-c", code]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
@@ -115,71 +94,47 @@ def test_public_names() -> None:
         localspec.nothing  # noqa: B018 - the access is the test
 
 
-def test_exactly_one_engine_is_required_everywhere() -> None:
-    engines = [Requirement(line) for line in project()["dependencies"] if "llama" in line]
-    assert {engine.name for engine in engines} == {"ik-llama-cpp-python", "llama-cpp-python"}
-    # Where ik-llama-cpp-python 0.1.5 has wheels: manylinux_2_28 x86_64 and aarch64, macosx_11_0_arm64, win_amd64.
-    with_wheel = {("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64"), ("win32", "AMD64")}
-    systems = ("linux", "darwin", "win32", "freebsd14")
-    machines = ("x86_64", "aarch64", "arm64", "AMD64", "ARM64", "armv7l", "riscv64", "ppc64le")
-    for system, machine, python in itertools.product(systems, machines, ("cpython", "pypy")):
-        environment = {"sys_platform": system, "platform_machine": machine, "implementation_name": python}
-        chosen = [engine.name for engine in engines if engine.marker and engine.marker.evaluate(environment)]
-        fits = (system, machine) in with_wheel and python == "cpython"
-        assert chosen == ["ik-llama-cpp-python" if fits else "llama-cpp-python"], environment
+SYSTEMS = ("linux", "darwin", "win32", "freebsd14")
+MACHINES = ("x86_64", "aarch64", "arm64", "AMD64", "ARM64", "armv7l", "riscv64", "ppc64le")
 
 
-def test_json_answers_need_no_extra_where_there_is_a_wheel() -> None:
-    (line,) = [line for line in project()["dependencies"] if line.startswith("llguidance")]
-    required = Requirement(line)
+def required(lines: list[str], among: set[str]) -> dict[tuple[str, str, str], set[str]]:
+    """By system, machine and kind of Python, which of these requirements hold there, with their extras."""
+    parsed = [each for each in map(Requirement, lines) if each.name in among]
+    assert {each.name for each in parsed} == among
+    found = {}
+    for place in itertools.product(SYSTEMS, MACHINES, ("cpython", "pypy")):
+        environment = dict(zip(("sys_platform", "platform_machine", "implementation_name"), place, strict=True))
+        holding = [each for each in parsed if each.marker is None or each.marker.evaluate(environment)]
+        found[place] = {each.name + "".join(f"[{extra}]" for extra in each.extras) for each in holding}
+    return found
+
+
+def test_what_is_required_has_wheels_where_it_is_required() -> None:
+    """MLX is also resolved by hand, for macOS 14 on arm64 and Python 3.11 to 3.13, with wheels alone."""
+    depends, extras = project()["dependencies"], project()["optional-dependencies"]
+    mlx = {"mlx", "mlx-lm", "tokenizers"}
+    # ik-llama-cpp-python 0.1.5: manylinux_2_28 x86_64 and aarch64, macosx_11_0_arm64, win_amd64.
+    with_engine = {("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64"), ("win32", "AMD64")}
     # llguidance 1.9.1: manylinux_2_31 x86_64 and aarch64, macosx arm64 and x86_64, win_amd64 and win_arm64; abi3.
-    with_wheel = {("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64"), ("darwin", "x86_64")}
-    with_wheel |= {("win32", "AMD64"), ("win32", "ARM64")}
-    machines = ("x86_64", "aarch64", "arm64", "AMD64", "ARM64", "armv7l", "riscv64", "ppc64le")
-    systems = ("linux", "darwin", "win32", "freebsd14")
-    for system, machine, python in itertools.product(systems, machines, ("cpython", "pypy")):
-        environment = {"sys_platform": system, "platform_machine": machine, "implementation_name": python}
-        fits = (system, machine) in with_wheel and python == "cpython"
-        assert required.marker is not None
-        assert required.marker.evaluate(environment) == fits, environment
-    (extra,) = map(Requirement, project()["optional-dependencies"]["structured"])
-    assert (extra.name, extra.specifier, extra.marker) == (required.name, required.specifier, None)
-
-
-def test_apples_gpu_needs_no_second_install() -> None:
-    """Also resolved by hand, for macOS 14 on arm64 and Python 3.11 to 3.13, with wheels alone."""
-    needed = {"mlx", "mlx-lm", "tokenizers"}
-    required = [Requirement(line) for line in project()["dependencies"] if Requirement(line).name in needed]
-    assert {each.name for each in required} == needed
-    extra = {each.name: each for each in map(Requirement, project()["optional-dependencies"]["mlx"]) if not each.extras}
-    for system, machine, python in itertools.product(
-        ("linux", "darwin", "win32"), ("x86_64", "aarch64", "arm64", "AMD64"), ("cpython", "pypy")
-    ):
-        environment = {"sys_platform": system, "platform_machine": machine, "implementation_name": python}
-        fits = (system, machine, python) == ("darwin", "arm64", "cpython")
-        for each in required:
-            assert each.marker is not None
-            assert each.marker.evaluate(environment) == fits, environment
-            assert each.specifier == extra[each.name].specifier
-
-
-def test_the_mlx_extra_asks_for_mlx_where_there_are_builds_and_for_nothing_elsewhere() -> None:
-    requirements = [Requirement(line) for line in project()["optional-dependencies"]["mlx"]]
-    # Wheels: macOS 14 arm64 with Metal; manylinux_2_35 x86_64 and aarch64 for the CPU, by the extra of that name.
-    wanted = {
-        ("darwin", "arm64"): {"mlx", "mlx-lm", "tokenizers"},
-        ("linux", "x86_64"): {"mlx[cpu]", "mlx-lm", "tokenizers"},
-        ("linux", "aarch64"): {"mlx[cpu]", "mlx-lm", "tokenizers"},
-    }
-    for system, machine in itertools.product(("linux", "darwin", "win32"), ("x86_64", "aarch64", "arm64", "AMD64")):
-        environment = {"sys_platform": system, "platform_machine": machine}
-        chosen = {
-            each.name + "".join(f"[{extra}]" for extra in each.extras)
-            for each in requirements
-            if each.marker and each.marker.evaluate(environment)
-        }
-        assert chosen == wanted.get((system, machine), set()), environment
-    (everything,) = (Requirement(line) for line in project()["optional-dependencies"]["all"])
+    with_grammars = with_engine | {("darwin", "x86_64"), ("win32", "ARM64")}
+    # MLX: macOS 14 arm64 with Metal; manylinux_2_35 x86_64 and aarch64 for the CPU, by the extra of that name.
+    with_mlx = {("darwin", "arm64"): mlx} | {("linux", each): {*mlx, "mlx[cpu]"} - {"mlx"} for each in MACHINES[:2]}
+    engines, grammars = {"ik-llama-cpp-python", "llama-cpp-python"}, {"llguidance"}
+    chosen, forms, metal = (required(depends, names) for names in (engines, grammars, mlx))
+    extra = required(extras["mlx"], mlx)
+    for system, machine, python in chosen:
+        place, fits = (system, machine, python), python == "cpython"
+        at = (system, machine)
+        assert chosen[place] == {"ik-llama-cpp-python" if fits and at in with_engine else "llama-cpp-python"}, place
+        assert forms[place] == (grammars if fits and at in with_grammars else set()), place
+        assert metal[place] == (mlx if fits and at == ("darwin", "arm64") else set()), place
+        assert extra[place] == with_mlx.get(at, set()), place
+    # What an extra asks for is what is asked for without it.
+    plain = {each.name: each.specifier for each in map(Requirement, depends)}
+    for each in map(Requirement, [*extras["structured"], *extras["mlx"]]):
+        assert each.extras or each.specifier == plain[each.name]
+    (everything,) = map(Requirement, extras["all"])
     assert everything.extras >= {"mlx", "llama-cpp"}
 
 

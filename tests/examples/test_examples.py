@@ -92,6 +92,6 @@ def test_openai_client_on_a_real_model(
     with LLM(real_model("qwen2.5-coder-0.5b"), draft="ngram") as llm, serve(llm) as server:
         assert example("openai_client").main(server.url) == 0
     out = capsys.readouterr().out
-    accepted = int(re.search(r"with a prediction: .* guesses: (\d+) accepted", out)[1])  # type: ignore[index]
+    accepted = int(re.search(r"with a prediction: .* guesses: (\d+) accepted", out)[1])
     # Most of the edit is the text that was predicted, though not its first words.
     assert accepted > 10

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from localspec import LLM
 from localspec.engine.worker import Job
+from localspec.system.files import models_dir
 from tests.conftest import TinyFiles
+from tests.support import ggufs, waiting
 from tests.support.browsing import PATIENCE, WIDE
 from tests.support.endless import N_CTX, write_endless
+from tests.support.gguf_vocabs import fim_vocab
 from tests.support.serving import Server, serve
-from tests.support.tabs import Tab
+from tests.support.standin import Server as Hub
+from tests.support.tabs import Tab, Tabs
+
+SHAPE = ggufs.Shape(n_layer=2, n_embd=32, n_head=2, n_head_kv=1, n_ff=32, residual=0.4)
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +45,12 @@ def server(request: pytest.FixtureRequest, llm: LLM) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=waiting.PATIENCE) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory, module_home: Path) -> Iterator[Server]:
     """A server whose model does not stop by itself, and takes its time."""
     path = write_endless(tmp_path_factory.mktemp("endless") / "endless.gguf")
@@ -48,8 +61,36 @@ def endless(tmp_path_factory: pytest.TempPathFactory, module_home: Path) -> Iter
             time.sleep(0.01)
             return decode(*args, **options)
 
-        loaded.inspect().context.decode = slowly  # type: ignore[method-assign]
+        loaded.inspect().context.decode = slowly
         yield running
+
+
+@pytest.fixture
+def it(tab: Tabs, server: Server) -> Tab:
+    """A tab with the page of the module's server."""
+    return tab(server.url)
+
+
+@pytest.fixture
+def disk(measured_home: Path) -> Path:
+    """Three models that continue text, of which ``code`` fills in."""
+    folder = models_dir() / "hf/acme/tiny"
+    folder.mkdir(parents=True)
+    ggufs.write_llama(folder / "blue.gguf", SHAPE, ggufs.bpe_vocab(300), seed=1)
+    ggufs.write_llama(folder / "code.gguf", SHAPE, fim_vocab(), seed=2)
+    ggufs.write_llama(folder / "red.gguf", SHAPE, ggufs.bpe_vocab(300), seed=3)
+    return folder
+
+
+@pytest.fixture
+def hub(disk: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """Where ``green`` can be had, which is the same as ``blue``."""
+    server = Hub()
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    monkeypatch.delenv("LOCALSPEC_OFFLINE")
+    server.files["/acme/more/resolve/main/green.gguf"] = (disk / "blue.gguf").read_bytes()
+    yield server
+    server.close()
 
 
 @pytest.fixture
@@ -80,7 +121,7 @@ def slow_down(tab: Tab, times: float, latency: float) -> None:
 
 
 @pytest.fixture
-def tab(browser: Any) -> Iterator[Callable[..., Tab]]:
+def tab(browser: Any) -> Iterator[Tabs]:
     """Opens tabs; at the end, none of them has reached for another server or complained."""
     with ExitStack() as stack:
         tabs: list[tuple[Tab, str]] = []

@@ -16,54 +16,35 @@ from localspec.server.access import ALL, Client, Kind, public_names
 from localspec.server.app import addresses
 from localspec.server.infill import Slots, Windows
 from tests.conftest import TinyFiles
-from tests.support.serving import Server, serve
+from tests.support.serving import Server, asking, serve
 
 KEY, SITE = "sesame", "https://notes.example"
-HEADERS: dict[str, dict[str, str]] = {
-    "program": {},
-    "own page": {"Origin": "http://127.0.0.1:{port}", "Sec-Fetch-Site": "same-origin"},
-    "proxied": {"X-Forwarded-For": "192.0.2.7"},
-    "another name": {"Host": "box.lan"},
-    "another computer": {"Authorization": f"Bearer {KEY}"},
-    "site": {"Origin": SITE, "Sec-Fetch-Site": "cross-site"},
-    "site with the key": {"Origin": SITE, "Authorization": f"Bearer {KEY}"},
-    "keyless": {},
-    "keyless site": {"Origin": SITE},
-    "foreign page": {"Origin": "https://evil.example"},
-    "rebound": {"Host": "evil.example"},
+WHO: dict[str, tuple[Kind | None, dict[str, str]]] = {
+    "program": (Kind.LOCAL, {}),
+    "own page": (Kind.LOCAL, {"Origin": "http://127.0.0.1:{port}", "Sec-Fetch-Site": "same-origin"}),
+    "proxied": (Kind.REMOTE, {"X-Forwarded-For": "192.0.2.7"}),
+    "another name": (Kind.REMOTE, {"Host": "box.lan"}),
+    "another computer": (Kind.REMOTE, {"Authorization": f"Bearer {KEY}"}),
+    "site": (Kind.SITE, {"Origin": SITE, "Sec-Fetch-Site": "cross-site"}),
+    "site with the key": (Kind.SITE, {"Origin": SITE, "Authorization": f"Bearer {KEY}"}),
+    "keyless": (Kind.KEYLESS, {}),
+    "keyless site": (Kind.KEYLESS, {"Origin": SITE}),
+    "foreign page": (None, {"Origin": "https://evil.example"}),
+    "rebound": (None, {"Host": "evil.example"}),
 }
 WITH_KEY = ("another computer", "site with the key", "keyless", "keyless site")
 """Those that ask a server that listens to other computers; the others ask one that listens on this one alone."""
 
-KINDS = {
-    "program": Kind.LOCAL,
-    "own page": Kind.LOCAL,
-    "proxied": Kind.REMOTE,
-    "another name": Kind.REMOTE,
-    "another computer": Kind.REMOTE,
-    "site": Kind.SITE,
-    "site with the key": Kind.SITE,
-    "keyless": Kind.KEYLESS,
-    "keyless site": Kind.KEYLESS,
-}
+KINDS = {who: kind for who, (kind, _) in WHO.items() if kind is not None}
 
 CHAT = [{"role": "user", "content": "say something"}]
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": CHAT},
-    "/v1/completions": {"prompt": "say something"},
-    "/v1/responses": {"input": "say something"},
-    "/v1/messages": {"messages": CHAT},
-    "/v1/messages/count_tokens": {"messages": CHAT},
-    "/api/chat": {"messages": CHAT, "stream": False},
-    "/api/generate": {"prompt": "say something", "stream": False},
-    "/infill": {"input_prefix": "say", "input_suffix": "something"},
+OURS = {"ignore_eos": True, "localspec": {"draft_length": 4}, "seed": 1}
+BODIES = {path: body | {"stream": False} for path, body in asking("say something", 4, **OURS).items()} | {
+    "/v1/messages/count_tokens": {"messages": CHAT} | OURS,
     "/api/show": {"name": ""},
     "/v1/localspec/conversations": {"messages": [{"role": "user", "content": "kept"}]},
     "/models/load": {"model": ""},
 }
-OURS = {"ignore_eos": True, "localspec": {"draft_length": 4}, "seed": 1}
-FEW = {"/v1/responses": "max_output_tokens", "/infill": "n_predict"}
-"""What each calls the length of an answer, if not ``max_tokens``."""
 
 
 class House:
@@ -78,7 +59,7 @@ class House:
 
     def ask(self, who: str, method: str, path: str, body: Any = None) -> tuple[int, dict[str, str], bytes]:
         server = self.remote if who in WITH_KEY else self.local
-        headers = {name: value.format(port=server.port) for name, value in HEADERS[who].items()}
+        headers = {name: value.format(port=server.port) for name, value in WHO[who][1].items()}
         return server.ask(method, path, body, headers)
 
 
@@ -114,36 +95,24 @@ def filled(path: str) -> str:
 
 
 def body_for(method: str, path: str) -> Any:
-    if method not in ("POST", "PUT"):
-        return None
-    if path not in BODIES:
-        return {"messages": CHAT, "revision": 99}
-    own: dict[str, Any] = OURS | {FEW.get(path, "max_tokens"): 4}
-    if path.startswith("/api/"):
-        own = {"options": OURS | {"num_predict": 4}}
-    if path.endswith("/count_tokens"):
-        own = OURS
-    return BODIES[path] | ({} if path.endswith(("/show", "/conversations", "/load")) else own)
+    return BODIES.get(path, {"messages": CHAT, "revision": 99}) if method in ("POST", "PUT") else None
 
 
 def test_only_this_computer_reads_texts_and_only_the_page_needs_no_key(house: House) -> None:
     kinds = {path: set(kinds) for _, path, kinds in asked_at(house)}
-    assert {path for path, answered in kinds.items() if Kind.KEYLESS in answered} == {
-        "/",
-        "/page/{path:path}",
-        "/health",
-    }
+    keyless = {path for path, answered in kinds.items() if Kind.KEYLESS in answered}
+    assert keyless == {"/", "/page/{path:path}", "/health"}
     private = {"/v1/localspec/conversations", "/v1/localspec/conversations/{id}", "/api/pull", "/api/delete"}
     assert {path for path, answered in kinds.items() if answered == {Kind.LOCAL}} == private
     assert {path for path, answered in kinds.items() if answered == {Kind.LOCAL, Kind.REMOTE}} == {"/metrics"}
 
 
-@pytest.mark.parametrize("who", HEADERS)
+@pytest.mark.parametrize("who", WHO)
 def test_who_is_answered(house: House, who: str) -> None:
     for method, path, kinds in asked_at(house):
         status, headers, answer = house.ask(who, method, filled(path), body_for(method, path))
         what = (method, path, status, answer[:200])
-        if who in ("foreign page", "rebound"):
+        if who not in KINDS:
             assert status == 403, what
             assert "access-control-allow-origin" not in headers
         elif KINDS[who] in kinds:
@@ -204,14 +173,12 @@ def test_an_answer_that_is_kept_is_for_who_asked_for_it(house: House) -> None:
         name, item = json.loads(answer)["id"], json.loads(answer)["output"][0]["id"]
         for other, status in others.items():
             assert house.ask(other, "GET", f"/v1/responses/{name}")[0] == status, (who, other)
-            more = {"input": "go on", "previous_response_id": name, "max_output_tokens": 1}
-            found, _, answer = house.ask(other, "POST", "/v1/responses", more)
-            assert found == (200 if status == 200 else 400), (who, other)
-            more = {"input": [{"type": "item_reference", "id": item}, *CHAT], "max_output_tokens": 1}
-            found, _, answer = house.ask(other, "POST", "/v1/responses", more)
-            assert found == (200 if status == 200 else 400), (who, other, answer)
-        refused = [other for other, status in others.items() if status != 200]
-        assert all(house.ask(other, "DELETE", f"/v1/responses/{name}")[0] == 404 for other in refused)
+            by_id = {"input": "go on", "previous_response_id": name}
+            for body in (by_id, {"input": [{"type": "item_reference", "id": item}, *CHAT]}):
+                found, _, answer = house.ask(other, "POST", "/v1/responses", body | {"max_output_tokens": 1})
+                assert found == (200 if status == 200 else 400), (who, other, answer)
+            if status != 200:
+                assert house.ask(other, "DELETE", f"/v1/responses/{name}")[0] == 404
         assert house.ask(who, "DELETE", f"/v1/responses/{name}")[0] == 200
 
 
@@ -221,12 +188,10 @@ def test_how_much_of_a_prompt_was_known_is_not_for_a_site(house: House, monkeypa
     prompt = "the vault code is zebra quartz nineteen, " * 3
     house.ask("program", "POST", "/v1/completions", {"prompt": prompt, "max_tokens": 1})
     for who, cached in (("program", True), ("site", False)):
-        _, _, answer = house.ask(who, "POST", "/v1/completions", {"prompt": prompt, "max_tokens": 1})
-        whole = json.loads(answer)
+        whole = json.loads(house.ask(who, "POST", "/v1/completions", {"prompt": prompt, "max_tokens": 1})[2])
         assert (whole["usage"]["prompt_tokens_details"]["cached_tokens"] > 0) == cached
         assert (whole["localspec"]["stats"]["cached_tokens"] > 0) == cached
-        _, _, answer = house.ask(who, "GET", "/v1/localspec/stats")
-        stats = json.loads(answer)
+        stats = json.loads(house.ask(who, "GET", "/v1/localspec/stats")[2])
         assert ("totals" in stats, "prefix_cache" in stats, "passes" in stats["parallel"]) == (cached, cached, cached)
 
 
@@ -243,12 +208,5 @@ def test_a_window_of_an_editor_is_its_own(house: House) -> None:
 
 def test_names_have_no_folders() -> None:
     loaded = ["ngram", "a/draft", "b/draft", "corpus:/srv/acme", "corpus:chats", "corpus:C:\\acme\\x", "corpus"]
-    assert public_names(loaded) == {
-        "ngram": "ngram",
-        "draft": "a/draft",
-        "draft-2": "b/draft",
-        "corpus": "corpus:/srv/acme",
-        "corpus:chats": "corpus:chats",
-        "corpus3": "corpus:C:\\acme\\x",
-        "corpus4": "corpus",
-    }
+    shown = "ngram draft draft-2 corpus corpus:chats corpus3 corpus4"
+    assert public_names(loaded) == dict(zip(shown.split(), loaded, strict=True))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from localspec.heads import FROM_STATES
 from tests.conftest import TinyFiles
 from tests.support.browsing import CONTRAST
 from tests.support.serving import Server, serve
-from tests.support.tabs import Tab, expect
+from tests.support.tabs import Tab, Tabs, expect
 
 LOAD: dict[str, Any] = {"draft": ["ngram", "model"], "n_ctx": 1024}
 
@@ -24,32 +23,23 @@ QUESTION = "a"
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>&lt;b&gt;\u2028${hacked}"
 
 
-def test_what_shared_passes_were_for_is_said_after_an_answer(
-    tab: Callable[..., Tab], tiny: TinyFiles, module_home: Path
-) -> None:
+def test_what_shared_passes_were_for_is_said_after_an_answer(tab: Tabs, tiny: TinyFiles, module_home: Path) -> None:
     with LLM(tiny.quick.target, "ngram", backend="reference", n_ctx=1024, parallel=2) as llm, serve(llm) as running:
         it = tab(running.url)
         it.ask(QUESTION)
         it.until("() => document.getElementById('shared').textContent")
         passes = llm.parallel_info()["passes"]
-        expect(it.page.locator("#shared")).to_have_text("Shared with other chats: on average 1.0 answers at once.")
+        expect(it.page.locator("#shared")).to_contain_text("on average 1.0 answers at once")
         expect(it.page.locator("#shared-details")).to_be_hidden()
         it.page.get_by_text("Details").click()
-        line = it.page.inner_text("#shared-details")
-        assert line.startswith(f"{passes['passes']} passes of the model since the server started;")
+        n, *shares = map(int, re.findall(r"(\d+)(?= passes| %)", it.page.inner_text("#shared-details")))
+        assert n == passes["passes"]
         n_rows = sum(passes["rows"].values())
         # The page rounds a half upwards; Python's format would round it to the even number.
-        own, drafts, prompts = (f"{int(100 * (n / n_rows) + 0.5)} %" for n in passes["rows"].values())
-        assert line.endswith(f"rows {own} were next tokens, {drafts} guesses, {prompts} prompts.")
+        assert shares == [int(100 * (n / n_rows) + 0.5) for n in passes["rows"].values()]
 
 
-# -- the chat ----------------------------------------------------------------------------------------------------------
-
-
-def test_an_answer_shows_every_token_in_the_style_of_its_origin(
-    tab: Callable[..., Tab], server: Server, llm: LLM
-) -> None:
-    it = tab(server.url)
+def test_an_answer_shows_every_token_in_the_style_of_its_origin(it: Tab, llm: LLM) -> None:
     expect(it.page.locator("#engine")).to_contain_text(llm.model_name)
     it.page.select_option("#draft-length", "4")
     said = it.ask(QUESTION)
@@ -59,19 +49,17 @@ def test_an_answer_shows_every_token_in_the_style_of_its_origin(
     rounds = [round_.as_event() for round_ in stream]
     slots = {"model": "s0", "ngram": "s1"}
     for round_ in rounds:
-        good = [
-            ("SPAN", f"token accepted {slots[t['source']]}", t["text"])
-            for t in round_["emitted"]
-            if t["kind"] == "accepted"
+        said_of = {True: [], False: []}
+        for token in round_["emitted"]:
+            good = token["kind"] == "accepted"
+            look = f"token {token['kind']}" + (f" {slots[token['source']]}" if good else "")
+            said_of[good].append(("SPAN", look, token["text"]))
+        wrong = [
+            guess["text"].replace("\n", "↵").replace("\t", "⇥") for guess in round_["draft"] if not guess["accepted"]
         ]
-        bad = [
-            ("DEL", "token rejected", g["text"].replace("\n", "↵").replace("\t", "⇥"))
-            for g in round_["draft"]
-            if not g["accepted"]
-        ]
-        own = [("SPAN", f"token {t['kind']}", t["text"]) for t in round_["emitted"] if t["kind"] != "accepted"]
-        expected += [entry for entry in good + bad + own if entry[2]]
-        kinds |= {entry[1] for entry in good + bad + own}
+        entries = said_of[True] + [("DEL", "token rejected", text) for text in wrong] + said_of[False]
+        expected += [entry for entry in entries if entry[2]]
+        kinds |= {entry[1] for entry in entries}
     rest = stream.reply.text[len("".join(t["text"] for round_ in rounds for t in round_["emitted"])) :]
     expected += [("SPAN", "token plain", rest)] if rest else []  # the answer may end in half of a character
     assert kinds >= {"token accepted s0", "token rejected", "token recovered", "token bonus"}
@@ -86,17 +74,15 @@ def test_an_answer_shows_every_token_in_the_style_of_its_origin(
     expect(it.page.locator("#acceptance")).to_have_text(right)
     expect(it.page.locator("#length")).to_have_text(f"{stats['mean_acceptance_length']:.2f}")
     assert float(it.page.text_content("#speed")) > 0
-    faster = it.page.text_content("#faster")
-    assert re.fullmatch(r"×\d+\.\d\d|unknown", faster)  # of its own times, not of those of the reply above
+    faster = it.page.text_content("#faster")  # of its own times, not of those of the reply above
     figures = it.page.text_content(".turn-figures")
     assert f"{right} guesses right" in figures
-    assert (faster in figures) == faster.startswith("×")
+    assert faster == "unknown" or (faster.startswith("×") and faster in figures)
     expect(it.page.locator("#strip > i")).to_have_count(min(72, len(rounds)))
     assert it.page.locator("#strip .wrong").count() > 0
 
 
-def test_every_drafter_has_a_name_and_a_style_of_the_legend(tab: Callable[..., Tab], server: Server) -> None:
-    it = tab(server.url)
+def test_every_drafter_has_a_name_and_a_style_of_the_legend(it: Tab) -> None:
     kinds = ["model", "grammar", "corpus", "ngram", *FROM_STATES]
     script = """async (sources) => {
         const {slot, sourceName} = await import("/page/words.js");
@@ -113,8 +99,7 @@ def test_every_drafter_has_a_name_and_a_style_of_the_legend(tab: Callable[..., T
         expect(it.page.locator(f"#legend .accepted.s{slot}")).to_have_count(1)
 
 
-def test_a_conversation_and_its_settings_reach_the_server(tab: Callable[..., Tab], server: Server) -> None:
-    it = tab(server.url)
+def test_a_conversation_and_its_settings_reach_the_server(it: Tab) -> None:
     first = it.ask("hello")
     it.page.locator("#speculation").click()
     expect(it.page.locator("#draft-length")).to_be_disabled()
@@ -127,35 +112,29 @@ def test_a_conversation_and_its_settings_reach_the_server(tab: Callable[..., Tab
     it.ask("go on")
     expect(it.page.locator("#acceptance")).to_have_text("none made")
     expect(it.page.locator("#faster")).to_have_text("plain")  # nothing is estimated where nothing was guessed
-    assert re.fullmatch(
-        r"plain, [\d.]+ tok/s", it.page.text_content(".turn:last-of-type .turn-figures").split(" · ")[0]
-    )
+    assert it.page.text_content(".turn:last-of-type .turn-figures").startswith("plain, ")
     expect(it.page.locator(".turn:last-of-type .answer .token:not(.plain)")).to_have_count(0)
     it.page.locator("#speculation").click()
     it.page.select_option("#draft-length", "3")
     it.page.fill("#max-tokens", "")
-    it.page.get_by_role("button", name="New chat").click()
+    it.click("New chat")
     expect(it.page.locator(".turn")).to_have_count(0)
     it.page.fill("#question", "tell me")
-    it.page.get_by_role("button", name="Send").click()
+    it.click("Send")
     it.until("() => document.querySelectorAll('.turn').length")
     it.idle()
     one, two, three = it.asked
-    assert one["messages"] == [{"role": "user", "content": "hello"}]
-    assert one["localspec"] == {"draft_length": "auto"}
-    assert one["max_tokens"] == 1024
+    hello = {"role": "user", "content": "hello"}
+    assert (one["messages"], one["localspec"], one["max_tokens"]) == ([hello], {"draft_length": "auto"}, 1024)
     assert "temperature" not in one
-    assert [message["content"] for message in two["messages"]] == ["hello", first, "go on"]
-    assert [message["role"] for message in two["messages"]] == ["user", "assistant", "user"]
+    assert two["messages"] == [hello, {"role": "assistant", "content": first}, hello | {"content": "go on"}]
     assert (two["localspec"], two["temperature"], two["max_tokens"]) == ({"off": True}, 0.5, 7)
     assert {name: two[name.replace("-", "_")] for name in more} == {name: float(value) for name, value in more.items()}
-    assert three["messages"] == [{"role": "user", "content": "tell me"}]
-    assert three["localspec"] == {"draft_length": 3}
+    assert (three["messages"], three["localspec"]) == ([hello | {"content": "tell me"}], {"draft_length": 3})
     assert "max_tokens" not in three
 
 
-def test_rejected_guesses_can_be_hidden_and_are_never_copied(tab: Callable[..., Tab], server: Server) -> None:
-    it = tab(server.url)
+def test_rejected_guesses_can_be_hidden_and_are_never_copied(it: Tab) -> None:
     it.page.select_option("#draft-length", "4")
     said = it.ask(QUESTION)
     rejected = it.page.locator(".answer .rejected")
@@ -172,11 +151,18 @@ def test_rejected_guesses_can_be_hidden_and_are_never_copied(tab: Callable[..., 
     expect(it.page.locator("#legend .rejected")).to_be_visible()
     it.page.get_by_label("Show rejected guesses").check()
     assert rejected.first.is_visible()
+    # Which view is shown is kept.
+    it.press("Alt+t")
+    expect(it.page.locator(".reading")).to_be_visible()
+    expect(it.page.locator(".answer")).to_be_hidden()
+    it.press("Alt+t")
+    it.reload(1)
+    expect(it.page.locator("#token-view")).to_be_checked()
 
 
-def test_stop_by_click_and_key(tab: Callable[..., Tab], endless: Server) -> None:
+def test_stop_by_click_and_key(tab: Tabs, endless: Server) -> None:
     it = tab(endless.url)
-    for stop in (lambda: it.page.get_by_role("button", name="Stop").click(), lambda: it.press("Escape")):
+    for stop in (lambda: it.click("Stop"), lambda: it.press("Escape")):
         it.say("go on")
         it.until("() => document.querySelectorAll('.turn:last-of-type .answer .token').length > 5")
         expect(it.page.locator("#send")).to_be_disabled()
@@ -190,15 +176,11 @@ def test_stop_by_click_and_key(tab: Callable[..., Tab], endless: Server) -> None
         assert it.page.text_content(".turn:last-of-type .turn-figures").endswith("stopped")
         expect(it.page.locator("#talk")).to_have_attribute("aria-busy", "false")
     # What was said until then is part of the conversation.
-    first, second = it.asked
-    assert second["messages"][1]["role"] == "assistant"
-    assert second["messages"][1]["content"]
-    assert len(first["messages"]) == 1
-    assert len(second["messages"]) == 3
+    assert [message["role"] for message in it.asked[1]["messages"]] == ["user", "assistant", "user"]
+    assert it.asked[1]["messages"][1]["content"]
 
 
-def test_everything_works_from_the_keyboard(tab: Callable[..., Tab], server: Server) -> None:
-    it = tab(server.url)
+def test_everything_works_from_the_keyboard(it: Tab) -> None:
     focused = "() => document.activeElement.id"
     assert it.run(focused) == "question"
     it.page.keyboard.type("one")
@@ -235,10 +217,7 @@ def test_everything_works_from_the_keyboard(tab: Callable[..., Tab], server: Ser
     assert it.run(outline) == "solid"
 
 
-# -- what it refuses to do ---------------------------------------------------------------------------------------------
-
-
-def test_nothing_that_a_model_says_is_markup(tab: Callable[..., Tab], tiny: TinyFiles, tmp_path: Path) -> None:
+def test_nothing_that_a_model_says_is_markup(tab: Tabs, tiny: TinyFiles, tmp_path: Path) -> None:
     # A model file with a bad name, that says bad things, to somebody who asks badly.
     path = tmp_path / "<img src=x onerror=window.hacked=3>.gguf"
     shutil.copy(tiny.quick.target, path)
@@ -260,62 +239,18 @@ def test_nothing_that_a_model_says_is_markup(tab: Callable[..., Tab], tiny: Tiny
 def test_the_policy_stops_what_the_code_would_let_through(browser: Any, server: Server) -> None:
     page = browser.new_context().new_page()  # not a tab: the browser reports each refusal on the console
     page.goto(server.url)
-    assert (
-        page.evaluate(
-            """() => { try { document.body.innerHTML = "<p>x</p>"; return "let through"; }
-                catch (error) { return error.name; } }"""
-        )
-        == "TypeError"
+    found = page.evaluate(
+        """async () => {
+            const style = document.createElement("style");
+            style.textContent = "body{}";
+            document.head.append(style);
+            const refused = async (action) => { try { return await action(); } catch (error) { return error.name; } };
+            const markup = await refused(() => { document.body.innerHTML = "<p>x</p>"; });
+            return [markup, await refused(() => fetch("https://example.org/")), style.sheet];
+        }"""
     )
-    page.evaluate(
-        "() => { const s = document.createElement('style'); s.textContent = 'body{}'; document.head.append(s); }"
-    )
-    assert page.evaluate("() => document.querySelector('head > style').sheet") is None
-    assert (
-        page.evaluate("() => fetch('https://example.org/').then(() => 'let through', (error) => error.name)")
-        == "TypeError"
-    )
+    assert found == ["TypeError", "TypeError", None]
     page.context.close()
-
-
-# -- what can go wrong -------------------------------------------------------------------------------------------------
-
-
-def test_a_key_is_asked_for(tab: Callable[..., Tab], llm: LLM) -> None:
-    with serve(llm, api_key="open sesame") as guarded:
-        it = tab(guarded.url)
-        expect(it.page.locator("#key-form")).to_be_visible()
-        assert it.run("() => document.activeElement.id") == "key"
-        it.page.keyboard.type("wrong")
-        it.press("Enter")
-        it.page.wait_for_selector("#chat-alert:not([hidden])")
-        assert "does not take that key" in it.page.text_content("#chat-alert")
-        it.page.fill("#key", "open sesame")
-        it.press("Enter")
-        it.page.wait_for_selector("#key-form", state="hidden")
-        expect(it.page.locator("#chat-alert")).to_be_hidden()
-        it.ask("hello")
-        assert it.page.locator(".answer .token").count() > 0
-
-
-def test_a_server_that_goes_away_is_one_line(tab: Callable[..., Tab], endless: Server) -> None:
-    with serve(endless.service.llm) as mortal:
-        it = tab(mortal.url)
-        it.say("go on")
-        it.until("() => document.querySelectorAll('.answer .token').length > 3")
-        mortal.runner.stop()
-        it.idle()
-        expect(it.page.locator("#chat-alert")).to_be_visible()
-        said = it.said()
-        assert said  # what had come stays
-    it.say("still there?")
-    it.until("() => document.getElementById('chat-alert').textContent.includes('does not answer')")
-    it.idle()
-    expect(it.page.locator("#question")).to_have_value("still there?")
-    assert it.said() == said
-
-
-# -- the race ----------------------------------------------------------------------------------------------------------
 
 
 def race(it: Tab, runs: int = 4) -> None:
@@ -326,10 +261,7 @@ def race(it: Tab, runs: int = 4) -> None:
     it.page.wait_for_selector("#start:enabled")
 
 
-def test_the_race_is_one_after_the_other_and_ends_with_a_verdict(
-    tab: Callable[..., Tab], server: Server, llm: LLM
-) -> None:
-    it = tab(server.url)
+def test_the_race_is_one_after_the_other_and_ends_with_a_verdict(it: Tab, llm: LLM) -> None:
     it.page.select_option("#draft-length", "4")
     it.page.click("#race-tab")
     it.page.fill("#race-prompt", QUESTION)
@@ -349,18 +281,13 @@ def test_the_race_is_one_after_the_other_and_ends_with_a_verdict(
     reply = llm.chat([{"role": "user", "content": QUESTION}], SamplingParams())
     racers = {name: it.page.locator(f"#{name}-racer") for name in ("plain", "speculative")}
     shown = "(box) => [...box.querySelectorAll('.token:not(.rejected)')].map((t) => t.textContent).join('')"
+    places = {"plain": "ran first, second turn", "speculative": "ran second, second turn"}
     for name, racer in racers.items():
         assert racer.locator(".text").evaluate(shown) == reply.text
         assert racer.locator(".clock").text_content().endswith(" ✓")
         assert f"{len(reply.token_ids)} tokens" in racer.locator(".racer-figures").text_content()
         assert racer.locator(".runner").evaluate("(runner) => runner.style.width") == "100%"
-        assert (
-            racer.locator(".place").text_content()
-            == {
-                "plain": "ran first, second turn",
-                "speculative": "ran second, second turn",
-            }[name]
-        )
+        assert racer.locator(".place").text_content() == places[name]
     assert racers["plain"].locator(".rejected").count() == 0
     assert racers["speculative"].locator(".rejected").count() > 0
     verdict = it.page.text_content("#verdict")
@@ -368,13 +295,13 @@ def test_the_race_is_one_after_the_other_and_ends_with_a_verdict(
     assert verdict.count("×") in (2, 3)  # both turns are shown, and where they agree what they come to
     assert re.search(r"by turn,? .*×\d+\.\d\d and ×\d+\.\d\d", verdict)
     # Watching again asks for nothing, and ends as it ended.
-    it.page.get_by_role("button", name="Watch again").click()
+    it.click("Watch again")
     it.page.wait_for_selector("#start:enabled")
     assert len(it.asked) == 8
     assert racers["speculative"].locator(".text").evaluate(shown) == reply.text
 
 
-def test_a_race_without_guesses_is_no_comparison(tab: Callable[..., Tab], tiny: TinyFiles, module_home: Path) -> None:
+def test_a_race_without_guesses_is_no_comparison(tab: Tabs, tiny: TinyFiles, module_home: Path) -> None:
     with LLM(tiny.quick.target, None, backend="reference", n_ctx=1024) as llm, serve(llm) as server:
         it = tab(server.url)
         expect(it.page.locator("#engine")).to_contain_text("no guesses")
@@ -387,27 +314,24 @@ def test_a_race_without_guesses_is_no_comparison(tab: Callable[..., Tab], tiny: 
         expect(it.page.locator(".racer-figures", has_text="plain, ")).to_have_count(2)
 
 
-def test_a_race_says_that_others_used_the_cpu(tab: Callable[..., Tab], server: Server) -> None:
+def test_a_race_says_that_others_used_the_cpu(it: Tab, server: Server) -> None:
     """The server counts; here its counters are replaced, so that no machine's load decides."""
-    it = tab(server.url)
     used = iter(((10.0, 0.0, 0.0), (20.0, 9.0, 1.0)))  # of two CPUs for 10 s, 1 s by the server and 8 by others
 
     def counters(route: Any) -> None:
-        at, busy, own = next(used)
         stats = json.loads(server.ask("GET", "/v1/localspec/stats")[2])
         assert set(stats["cpu"]) == {"at", "busy", "own", "n_cpus"}
-        route.fulfill(json=stats | {"cpu": {"at": at, "busy": busy, "own": own, "n_cpus": 2}})
+        stats["cpu"] = dict(zip(("at", "busy", "own"), next(used), strict=True)) | {"n_cpus": 2}
+        route.fulfill(json=stats)
 
     it.page.route("**/v1/localspec/stats", counters)
     it.page.click("#race-tab")
     it.page.fill("#race-prompt", QUESTION)
     race(it, runs=2)
-    expect(it.page.locator("#verdict")).to_contain_text(
-        "Other programs, this browser among them, used 40 % of the CPU meanwhile"
-    )
+    expect(it.page.locator("#verdict")).to_contain_text("used 40 % of the CPU meanwhile")
 
 
-def test_a_race_can_be_stopped(tab: Callable[..., Tab], endless: Server) -> None:
+def test_a_race_can_be_stopped(tab: Tabs, endless: Server) -> None:
     it = tab(endless.url)
     it.page.click("#race-tab")
     it.page.click("#start")
@@ -420,11 +344,8 @@ def test_a_race_can_be_stopped(tab: Callable[..., Tab], endless: Server) -> None
     assert len(it.asked) == 1
 
 
-# -- how it looks ------------------------------------------------------------------------------------------------------
-
-
-def test_it_can_be_read_in_both_schemes_and_at_every_width(tab: Callable[..., Tab], server: Server) -> None:
-    it = tab(server.url)
+def test_it_can_be_read_in_both_schemes_and_at_every_width(it: Tab) -> None:
+    assert it.run(NAMELESS) == []
     it.page.select_option("#draft-length", "4")
     it.ask(QUESTION)
     it.page.fill("#question", "x" * 1500)  # makes an alert appear
@@ -447,32 +368,14 @@ def test_it_can_be_read_in_both_schemes_and_at_every_width(tab: Callable[..., Ta
     assert pictures[0] != pictures[1]
 
 
+NAMELESS = """() => [...document.querySelectorAll("button, input, select, textarea, [role=region], [role=tabpanel]")]
+    .filter((it) => !(it.textContent.trim() && it.tagName === "BUTTON") && !(it.labels && it.labels.length)
+        && !it.getAttribute("aria-label") && !it.getAttribute("aria-labelledby")).map((it) => it.outerHTML)"""
+"""Controls without a name."""
+
 SPILLING = """() => [...document.querySelectorAll(".racer > *, main > section > *")].filter((it) => {
     const inner = it.getBoundingClientRect(), outer = it.parentElement.getBoundingClientRect();
     return inner.height && getComputedStyle(it.parentElement).overflowY === "visible"
         && (inner.bottom > outer.bottom + 1 || inner.right > outer.right + 1);
 }).map((it) => it.className || it.id)"""
 """What lies outside of what it is in, where that does not scroll."""
-
-
-def test_settings_fold_away_on_a_narrow_screen(tab: Callable[..., Tab], server: Server) -> None:
-    it = tab(server.url, viewport={"width": 390, "height": 800})
-    toggle = it.page.get_by_role("button", name="Settings")
-    expect(it.page.locator("#draft-length")).to_be_hidden()
-    assert toggle.get_attribute("aria-expanded") == "false"
-    toggle.click()
-    expect(it.page.locator("#draft-length")).to_be_visible()
-    assert toggle.get_attribute("aria-expanded") == "true"
-    toggle.click()
-    it.ask("hello")
-    expect(it.page.locator("#question")).to_be_visible()
-
-
-def test_every_control_has_a_name(tab: Callable[..., Tab], server: Server) -> None:
-    it = tab(server.url)
-    nameless = it.run(
-        """() => [...document.querySelectorAll("button, input, select, textarea, [role=region], [role=tabpanel]")]
-            .filter((it) => !(it.textContent.trim() && it.tagName === "BUTTON") && !(it.labels && it.labels.length)
-                && !it.getAttribute("aria-label") && !it.getAttribute("aria-labelledby")).map((it) => it.outerHTML)"""
-    )
-    assert nameless == []

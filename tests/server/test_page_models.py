@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from localspec.system.files import models_dir
+from tests.server.conftest import SHAPE
 from tests.support import ggufs
 from tests.support.serving import Server, opening, serve_several
 from tests.support.standin import Server as Hub
-from tests.support.tabs import Tab
-
-SHAPE = ggufs.Shape(n_layer=2, n_embd=32, n_head=2, n_head_kv=1, n_ff=32, residual=0.4)
+from tests.support.tabs import Tab, expect
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    server = Hub()
-    monkeypatch.setenv("HF_ENDPOINT", server.url)
-    monkeypatch.delenv("LOCALSPEC_OFFLINE")
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def server(measured_home: Path, hub: Hub) -> Iterator[Server]:
-    """Two models, of which ``wide`` needs more than all may take."""
-    folder = models_dir() / "hf/acme/tiny"
-    folder.mkdir(parents=True)
-    ggufs.write_llama(folder / "blue.gguf", SHAPE, ggufs.bpe_vocab(300), seed=1)
-    ggufs.write_llama(folder / "red.gguf", SHAPE, ggufs.bpe_vocab(300), seed=3)
-    ggufs.write_llama(folder / "wide.gguf", SHAPE, ggufs.bpe_vocab(4000), seed=3)
-    hub.files["/acme/more/resolve/main/green.gguf"] = (folder / "blue.gguf").read_bytes()
+def server(disk: Path, hub: Hub) -> Iterator[Server]:
+    """Models of which ``wide`` needs more than all may take."""
+    ggufs.write_llama(disk / "wide.gguf", SHAPE, ggufs.bpe_vocab(4000), seed=3)
     with serve_several(opening(), memory=3_000_000, prefix_cache=0) as running:
         yield running
 
@@ -43,12 +27,11 @@ def row(it: Tab, name: str) -> str:
     return found
 
 
-def test_models_are_chosen_loaded_unloaded_and_fetched(tab: Callable[..., Tab], server: Server, hub: Hub) -> None:
-    it = tab(server.url)
+def test_models_are_chosen_loaded_unloaded_and_fetched(it: Tab, hub: Hub) -> None:
     assert it.page.inner_text("#models-toggle") == "blue"
     assert it.page.inner_text("#engine") == "loaded with the next question"
     it.page.click("#models-toggle")
-    it.until("() => document.querySelectorAll('#model-list li').length === 3")
+    expect(it.page.locator("#model-list li")).to_have_count(4)
     assert [word in row(it, "blue") for word in ("fits", "loaded", "too big")] == [True, False, False]
     assert "too big" in row(it, "wide")
     assert it.page.is_disabled("[data-of='act wide']")
@@ -60,7 +43,7 @@ def test_models_are_chosen_loaded_unloaded_and_fetched(tab: Callable[..., Tab], 
     it.until("() => !document.querySelector('li.loaded')")
     # Another one answers, also in the next tab.
     it.page.click("[data-of='name red']")
-    it.until("() => document.getElementById('models-toggle').textContent === 'red'")
+    expect(it.page.locator("#models-toggle")).to_have_text("red")
     it.press("Escape")
     assert it.page.is_hidden("#models")
     it.ask("a")
@@ -68,30 +51,25 @@ def test_models_are_chosen_loaded_unloaded_and_fetched(tab: Callable[..., Tab], 
     it.until("() => document.getElementById('engine').textContent.startsWith('loaded · reference')")
     assert it.page.title() == "red · localspec"
     it.page.reload()
-    it.until("() => document.getElementById('models-toggle').textContent === 'red'")
+    expect(it.page.locator("#models-toggle")).to_have_text("red")
     # On a narrow page its button stays reachable; a click elsewhere closes the list too.
     usual = it.page.viewport_size
     it.page.set_viewport_size({"width": 420, "height": 800})
-    it.page.click("#models-toggle")
-    assert it.page.is_visible("#models")
-    it.page.click("#models-toggle")
-    assert it.page.is_hidden("#models")
+    for shown in (True, False, True):
+        it.page.click("#models-toggle")
+        assert it.page.is_visible("#models") == shown
     it.page.set_viewport_size(usual)
-    it.page.click("#models-toggle")
     it.page.click("#engine")
     assert it.page.is_hidden("#models")
     # Fetched, with a refusal first.
     it.page.click("#models-toggle")
-    for name, until in (
-        ("hf:acme/more/none.gguf", "() => !document.getElementById('models-alert').hidden"),
-        ("hf:acme/more/green.gguf", "() => document.querySelectorAll('#model-list li').length === 4"),
-    ):
-        it.page.fill("#fetch-name", name)
+    for name, alert, n in (("none", True, 4), ("green", False, 5)):
+        it.page.fill("#fetch-name", f"hf:acme/more/{name}.gguf")
         it.page.click("#fetch-form button")
-        it.until(until)
-    assert it.page.is_hidden("#models-alert")
+        expect(it.page.locator("#models-alert")).to_be_visible(visible=alert)
+        expect(it.page.locator("#model-list li")).to_have_count(n)
     it.page.click("[data-of='name green']")
-    it.until("() => document.getElementById('models-toggle').textContent === 'green'")
+    expect(it.page.locator("#models-toggle")).to_have_text("green")
     # One that is fetched can be stopped.
     hub.files["/acme/more/resolve/main/slow.gguf"] = bytes(1 << 20)
     hub.hold_after = 1 << 18

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 import localspec.server
 from localspec import LLM, SamplingParams
 from tests.support.serving import Server, serve
-from tests.support.tabs import Tab, expect
+from tests.support.tabs import Tabs, expect
 
 LOAD: dict[str, Any] = {"n_ctx": 4096}
 
@@ -34,6 +34,8 @@ def f(x):  # <b>
 
 1. one
 2. two
+
+> A quote.
 
 The root is \\(a_1 * b_2 * c\\), or
 
@@ -81,7 +83,7 @@ def answering(llm: LLM) -> Iterator[Server]:
         yield running
 
 
-def test_markdown_is_read_as_it_is_meant(tab: Callable[..., Tab], answering: Server) -> None:
+def test_markdown_is_read_as_it_is_meant(tab: Tabs, answering: Server) -> None:
     it = tab(answering.url)
     assert it.ask("say it") == ANSWER  # the view of tokens has the text as it was said
     part = it.page.locator(".turn .reading")
@@ -98,8 +100,7 @@ def test_markdown_is_read_as_it_is_meant(tab: Callable[..., Tab], answering: Ser
     colour = "(code) => getComputedStyle(code.querySelector('.hl-keyword')).color !== getComputedStyle(code).color"
     assert code.evaluate(colour)
     assert part.locator("th, td").all_text_contents() == ["name", "n", "a", "1"]
-    right = part.locator("td").last.evaluate("(cell) => getComputedStyle(cell).textAlign")
-    assert right == "right"
+    assert part.locator("td").last.evaluate("(cell) => getComputedStyle(cell).textAlign") == "right"
     assert part.locator("ol > li").all_text_contents() == ["one", "two"]
     assert part.locator("span.maths").evaluate_all("found => found.map((one) => one.title)") == [
         "a_1 * b_2 * c", "x_1 = \\frac{a}{b}\n- 1",
@@ -109,7 +110,7 @@ def test_markdown_is_read_as_it_is_meant(tab: Callable[..., Tab], answering: Ser
     assert part.locator("p").last.text_content() == "from $5 to $10."
 
 
-def test_a_hostile_answer_gets_nowhere(tab: Callable[..., Tab], llm: LLM) -> None:
+def test_a_hostile_answer_gets_nowhere(tab: Tabs, llm: LLM) -> None:
     with saying(llm, HOSTILE) as server:
         it = tab(server.url)  # which also sees that nothing else was asked for, and that no script of it ran
         it.ask("attack")
@@ -119,20 +120,13 @@ def test_a_hostile_answer_gets_nowhere(tab: Callable[..., Tab], llm: LLM) -> Non
         tags = set(it.run("() => [...document.querySelectorAll('.reading *')].map((it) => it.tagName)"))
         known = "A BUTTON CODE DIV P PRE SPAN TABLE TBODY TD TH THEAD TR math mi mo mn mrow mspace mstyle mtext"
         assert tags <= set(known.split())
-        shown = it.run(
-            "() => [...document.querySelectorAll('.reading a')].map((a) => [a.href, a.title, a.target, a.rel])"
-        )
-        assert {entry[0].split("/")[2] for entry in shown} <= {"evil.example", "127.0.0.1:1"}
-        for href, title, target, rel in shown:
+        links = "() => [...document.querySelectorAll('.reading a')].map((a) => [a.href, a.title, a.target, a.rel])"
+        for href, title, target, rel in it.run(links):
+            assert href.split("/")[2] in ("evil.example", "127.0.0.1:1")
             assert href == title  # where it leads can be read
             assert (target, rel) == ("_blank", "noopener noreferrer nofollow")
         text = it.page.locator(".reading").text_content()
-        for said in (
-            "[click](javascript:window.hacked=4)",
-            "<script>window.hacked = 1</script>",
-            "image: secret",
-            "<iframe src=https://evil.example>",
-        ):
+        for said in ("[click](javascript:window.hacked=4)", "<script>window.hacked = 1</script>", "image: secret"):
             assert said in text
         it.page.locator(".reading .no-link", has_text="there").click()
         it.page.reload()  # and again as it is read from the disk
@@ -140,7 +134,7 @@ def test_a_hostile_answer_gets_nowhere(tab: Callable[..., Tab], llm: LLM) -> Non
         expect(it.page.locator(".reading :is(img, script, iframe, style)")).to_have_count(0)
 
 
-def test_what_stands_stays_while_more_comes(tab: Callable[..., Tab], llm: LLM) -> None:
+def test_what_stands_stays_while_more_comes(tab: Tabs, llm: LLM) -> None:
     """No node of a block that is complete is ever replaced, and no block turns into another kind."""
     text = ANSWER + "\n" + "\n\n".join(f"Paragraph {i} of **many**." for i in range(30))
     with saying(llm, text) as server:
@@ -183,7 +177,7 @@ STEADY = """async (text) => {
 }"""
 
 
-def test_character_by_character_it_comes_to_the_same(tab: Callable[..., Tab], llm: LLM) -> None:
+def test_character_by_character_it_comes_to_the_same(tab: Tabs, llm: LLM) -> None:
     """However a text is cut: what is drawn bit by bit is what is drawn at once, and nothing changes its kind."""
     with saying(llm, "x") as server:
         it = tab(server.url)
@@ -196,7 +190,7 @@ def test_character_by_character_it_comes_to_the_same(tab: Callable[..., Tab], ll
                 assert changes == []
 
 
-def test_code_and_answers_can_be_copied(tab: Callable[..., Tab], answering: Server) -> None:
+def test_code_and_answers_can_be_copied(tab: Tabs, answering: Server) -> None:
     it = tab(answering.url)
     it.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     it.ask("say it")
@@ -205,26 +199,9 @@ def test_code_and_answers_can_be_copied(tab: Callable[..., Tab], answering: Serv
     it.press("Enter")
     it.page.get_by_text("Copied").wait_for()
     assert it.run(clipboard) == 'def f(x):  # <b>\n    return "one" * 2'
-    it.page.get_by_role("button", name="Copy the answer").click()
+    it.click("Copy the answer")
     it.page.locator(".copy-answer", has_text="Copied").wait_for()
     assert it.run(clipboard) == ANSWER
-
-
-def test_the_token_view_is_switched_while_an_answer_comes_and_is_kept(
-    tab: Callable[..., Tab], answering: Server
-) -> None:
-    it = tab(answering.url)
-    it.page.get_by_label("Tokens", exact=True).check()
-    it.ask("say it")
-    expect(it.page.locator(".answer")).to_be_visible()
-    expect(it.page.locator(".reading")).to_be_hidden()
-    assert it.page.locator(".answer .token").count() > 20
-    it.press("Alt+t")
-    expect(it.page.locator(".reading h3")).to_be_visible()
-    it.press("Alt+t")
-    it.page.reload()
-    it.until("() => document.querySelectorAll('.turn').length")
-    expect(it.page.locator("#token-view")).to_be_checked()
 
 
 def test_the_libraries_are_as_published() -> None:
@@ -252,7 +229,7 @@ $\\def\\a{\\a\\a}\\a$, \\(\\includegraphics{https://evil.example/x.png}\\)
 """
 
 
-def test_formulas_are_set_and_what_is_none_stays_as_written(tab: Callable[..., Tab], llm: LLM) -> None:
+def test_formulas_are_set_and_what_is_none_stays_as_written(tab: Tabs, llm: LLM) -> None:
     with saying(llm, FORMULAS) as server:
         it = tab(server.url)
         it.ask("say it")
@@ -263,8 +240,5 @@ def test_formulas_are_set_and_what_is_none_stays_as_written(tab: Callable[..., T
             "\\nosuchcommand{x}", "\\frac{1", "\\href{javascript:window.hacked=1}{x}", "\\def\\a{\\a\\a}\\a",
             "\\includegraphics{https://evil.example/x.png}",
         ]  # fmt: skip
-        assert it.run("() => window.hacked") is None
         height = "found => found.map((one) => one.getBoundingClientRect().height)"
         assert min(part.locator("math").evaluate_all(height)) > 8  # they can be seen
-        assert all(address.startswith((server.url, "data:", "blob:")) for address in it.addresses)
-        assert it.complaints == []  # nothing that the policy forbids

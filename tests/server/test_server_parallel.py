@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,6 @@ from tests.support.waiting import PATIENCE, Brake, wait_until
 SERVE: dict[str, Any] = {"queue": 20}
 
 N = 3
-MOST_GAP = 0.05
-"""Of log-probability under the likeliest token, on llama.cpp: width moves logits of these files by some thousandths."""
 
 TEXT = "la la lo la le la "
 
@@ -91,57 +89,42 @@ def said(answer: bytes) -> dict[str, Any]:
 
 
 class Asking:
-    """Requests in threads of their own.
+    """Requests in threads of their own; each is sent when the server has the one before, if one at a time."""
 
-    Attributes:
-        answers: status and body of those that ended, by number.
-    """
-
-    def __init__(self, server: Server, asked: Sequence[tuple[str, dict[str, Any]]]) -> None:
-        self.answers: dict[int, tuple[int, bytes]] = {}
-        self._threads = [
-            threading.Thread(target=self._ask, args=(server, i, *each), daemon=True) for i, each in enumerate(asked)
-        ]
-
-    def _ask(self, server: Server, i: int, path: str, body: dict[str, Any]) -> None:
-        status, _, answer = server.ask("POST", path, body)
-        self.answers[i] = status, answer
-
-    def start(self, until: Callable[[], int] | None = None) -> None:
-        """Send all of them; each only when what ``until`` counts has become one more by the one before."""
-        before = until() if until else 0
-        for i, thread in enumerate(self._threads):
-            thread.start()
-            if until is not None:
-                wait_until(lambda i=i: until() == before + i + 1)
+    def __init__(self, server: Server, asked: Sequence[tuple[str, dict[str, Any]]], *, in_turns: bool = False) -> None:
+        pool, llm = ThreadPoolExecutor(len(asked)), server.service.llm
+        self._answers: list[Future[Any]] = []
+        before = n_here(llm)
+        for i, each in enumerate(asked):
+            self._answers.append(pool.submit(server.ask, "POST", *each))
+            if in_turns:
+                wait_until(lambda i=i: n_here(llm) == before + i + 1)
+        pool.shutdown(wait=False)
 
     def end(self) -> list[bytes]:
         """Wait for all of them; they must have been answered."""
-        for thread in self._threads:
-            thread.join(PATIENCE)
-        assert [self.answers[i][0] for i in range(len(self._threads))] == [200] * len(self._threads)
-        return [self.answers[i][1] for i in range(len(self._threads))]
+        found = [each.result(PATIENCE) for each in self._answers]
+        assert [status for status, _, _ in found] == [200] * len(found)
+        return [answer for _, _, answer in found]
 
 
-def counts(llm: LLM) -> tuple[int, int]:
-    """How many requests run, and how many wait."""
-    return llm.parallel_info()["running"], llm.queue_length
+def n_here(llm: LLM) -> int:
+    """How many requests run or wait."""
+    return llm.parallel_info()["running"] + llm.queue_length
 
 
-class Shared:
-    """How many answers passes were shared by."""
+@pytest.fixture
+def passes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[Sequence[Piece]]:
+    """What passes are made of."""
+    fed: list[Sequence[Piece]] = []
+    decode = llm.inspect().state.batch.decode
 
-    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.most = 0
-        batch = llm.inspect().state.batch
-        assert batch is not None
-        decode = batch.decode
+    def recorded(pieces: Sequence[Piece]) -> list[Forward]:
+        fed.append(pieces)
+        return decode(pieces)
 
-        def counted(pieces: Sequence[Piece]) -> list[Forward]:
-            self.most = max(self.most, len(pieces))
-            return decode(pieces)
-
-        monkeypatch.setattr(batch, "decode", counted)
+    monkeypatch.setattr(llm.inspect().state.batch, "decode", recorded)
+    return fed
 
 
 def closing_post(body: Any) -> bytes:
@@ -156,57 +139,31 @@ def texts_of(streamed: bytes) -> str:
 
 
 def test_requests_at_the_same_time_are_answered_as_alone(
-    server: Server, llm: LLM, monkeypatch: pytest.MonkeyPatch
+    server: Server, llm: LLM, passes: list[Sequence[Piece]]
 ) -> None:
     alone = [said(server.ask("POST", *each)[2]) for each in ASKED]
-    shared = Shared(llm, monkeypatch)
-    asking = Asking(server, ASKED)
     with Brake(llm, after=0) as brake:  # until all are there
-        asking.start()
-        wait_until(lambda: sum(counts(llm)) == len(ASKED))
+        asking = Asking(server, ASKED)
+        wait_until(lambda: n_here(llm) == len(ASKED))
         brake.release()
         together = [said(answer) for answer in asking.end()]
     assert together == alone
-    assert shared.most == N
-
-
-@both_engines
-def test_each_token_is_the_targets_own(server: Server, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On any engine: replayed alone, every token is the likeliest within what width moves logits by."""
-    shared = Shared(llm, monkeypatch)
-    prompts = [llm.tokenize(TEXT * (1 + i % 4) + str(i)) for i in range(2 * N)]
-    options = {"stream": True, "stream_options": {"localspec_rounds": True}, "max_tokens": 40, "ignore_eos": True}
-    asking = Asking(server, [("/v1/completions", {"prompt": prompt, "temperature": 0} | options) for prompt in prompts])
-    with Brake(llm, after=0) as brake:
-        asking.start()
-        wait_until(lambda: sum(counts(llm)) == 2 * N)
-        brake.release()
-        answers = asking.end()
-    assert shared.most == N
-    for prompt, answer in zip(prompts, answers, strict=True):
-        lines = [json.loads(line[6:]) for line in answer.decode().splitlines() if line.startswith("data: {")]
-        rounds = [line["localspec"]["round"] for line in lines if "round" in line.get("localspec", ())]
-        ids = [token["id"] for round_ in rounds for token in round_["emitted"]]
-        assert len(ids) == 40
-        scored = llm.logprobs([*prompt, *ids], top=1)[len(prompt) :]
-        assert max(token.top[0][1] - (token.logprob or 0.0) for token in scored) < MOST_GAP
+    assert max(map(len, passes)) == N
 
 
 @both_engines
 def test_who_hangs_up_in_mid_answer_changes_nobody_else(server: Server, llm: LLM) -> None:
     alone = [said(server.ask("POST", "/v1/completions", body_of(i))[2])["choices"] for i in range(2)]
     cancelled = server.service.metrics.requests["completions", "cancelled"]
-    asking = Asking(server, [("/v1/completions", body_of(i)) for i in range(2)])
-    with Brake(llm, after=4) as brake, ExitStack() as stack:
-        leaving = [stack.enter_context(closing(server.connect())) for _ in range(2)]
-        leaving[0].sendall(closing_post(body_of(8, stream=True, max_tokens=400)))
+    with Brake(llm, after=4) as brake, server.connect() as first, server.connect() as last:
+        first.sendall(closing_post(body_of(8, stream=True, max_tokens=400)))
         brake.wait()
-        asking.start(lambda: sum(counts(llm)))
-        leaving[1].sendall(closing_post(body_of(9, max_tokens=400)))  # waits for one of the others
-        wait_until(lambda: sum(counts(llm)) == 4)
-        for sock in leaving:
+        asking = Asking(server, [("/v1/completions", body_of(i)) for i in range(2)], in_turns=True)
+        last.sendall(closing_post(body_of(9, max_tokens=400)))  # waits for one of the others
+        wait_until(lambda: n_here(llm) == 4)
+        for sock in (first, last):
             sock.close()
-        wait_until(lambda: sum(counts(llm)) == 2)
+        wait_until(lambda: n_here(llm) == 2)
         brake.release()
         assert [said(answer)["choices"] for answer in asking.end()] == alone or llm.backend_name != "reference"
     wait_until(lambda: server.service.metrics.requests["completions", "cancelled"] == cancelled + 2)
@@ -237,9 +194,7 @@ def test_who_reads_slowly_has_the_whole_answer_and_holds_nobody_up(
         small_buffers(server, slow)
         slow.sendall(closing_post(body | {"stream_options": {"localspec_rounds": True}}))  # as many bytes as can be had
         begin = slow.recv(100)
-        asking = Asking(server, [("/v1/completions", body_of(i)) for i in range(2 * N)])
-        asking.start()
-        asking.end()  # all that time nothing was read
+        Asking(server, [("/v1/completions", body_of(i)) for i in range(2 * N)]).end()  # all that time nothing was read
         server.wait_idle()  # and its answer is there too
         whole = texts_of(begin + read_all(slow, 700))
     assert whole == alone
@@ -249,38 +204,23 @@ def test_who_does_not_read_at_all_is_dropped_and_the_others_go_on(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ServerProtocol, "stall_seconds", 0.5)
-    asking = Asking(server, [("/v1/completions", body_of(i)) for i in range(N)])
     with closing(socket.socket()) as silent:
         small_buffers(server, silent)
         body = body_of(5, max_tokens=450, stream=True, stream_options={"localspec_rounds": True})
         silent.sendall(closing_post(body))
-        asking.start()
-        asking.end()
+        Asking(server, [("/v1/completions", body_of(i)) for i in range(N)]).end()
         server.wait_idle()
         wait_until(lambda: not server.runner.server_state.connections)
 
 
-def test_a_high_priority_overtakes_those_that_wait(server: Server, llm: LLM, begun: list[int]) -> None:
-    running = [("/v1/completions", body_of(i, max_tokens=60, localspec={"priority": -9})) for i in range(N)]
-    waiting = [("/v1/completions", body_of(4, localspec={"priority": each})) for each in (-2, 0, 0, 7)]
-    asking = Asking(server, [*running, *waiting])
-    with Brake(llm, after=0) as brake:
-        asking.start(lambda: sum(counts(llm)))
-        brake.release()
-        asking.end()
-    # The first was alone when it came; the two beside it had to wait for the end of its pass, and were overtaken.
-    assert begun == [-9, 7, 0, 0, -2, -9, -9]
+def stats_of(server: Server) -> dict[str, Any]:
+    return json.loads(server.ask("GET", "/v1/localspec/stats")[2])
 
 
 def test_the_figures_say_how_many_run_and_wait(server: Server, llm: LLM) -> None:
-    def figures() -> tuple[dict[str, Any], str]:
-        found = json.loads(server.ask("GET", "/v1/localspec/stats")[2])
-        return found, server.ask("GET", "/metrics")[2].decode()
-
-    asking = Asking(server, [("/v1/completions", body_of(i)) for i in range(N + 2)])
     with Brake(llm, after=0) as brake:
-        asking.start(lambda: sum(counts(llm)))
-        stats, metrics = figures()
+        asking = Asking(server, [("/v1/completions", body_of(i)) for i in range(N + 2)], in_turns=True)
+        stats, metrics = stats_of(server), server.ask("GET", "/metrics")[2].decode()
         assert stats["parallel"]["parallel"] == N
         assert stats["parallel"]["running"] + stats["queue"]["waiting"] == N + 2
         assert stats["queue"]["running"] is True
@@ -288,44 +228,28 @@ def test_the_figures_say_how_many_run_and_wait(server: Server, llm: LLM) -> None
         brake.release()
         answers = asking.end()
     server.wait_idle()
-    assert figures()[0]["parallel"]["running"] == 0
+    assert stats_of(server)["parallel"]["running"] == 0
     explained = [json.loads(answer)["localspec"]["explanation"] for answer in answers]
     assert any("Shared with other answers" in each for each in explained)
 
 
 def test_the_figures_say_what_the_rows_of_shared_passes_were_for(
-    server: Server, llm: LLM, monkeypatch: pytest.MonkeyPatch
+    server: Server, llm: LLM, passes: list[Sequence[Piece]]
 ) -> None:
     """Rows are counted where they are decoded, and compared with what the answers say of themselves."""
-
-    def figures() -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(server.ask("GET", "/v1/localspec/stats")[2])["parallel"]["passes"]
-        return found
-
-    fed: list[Sequence[Piece]] = []
-    batch = llm.inspect().state.batch
-    assert batch is not None
-    decode = batch.decode
-
-    def recorded(pieces: Sequence[Piece]) -> list[Forward]:
-        fed.append(pieces)
-        return decode(pieces)
-
-    monkeypatch.setattr(batch, "decode", recorded)
-    before = figures()
+    before = stats_of(server)["parallel"]["passes"]
     options = {"localspec": {"draft_length": 3}, "max_tokens": 20}
-    asking = Asking(server, [("/v1/completions", body_of(i, **options)) for i in range(N)])
     with Brake(llm, after=0) as brake:
-        asking.start(lambda: sum(counts(llm)))
+        asking = Asking(server, [("/v1/completions", body_of(i, **options)) for i in range(N)], in_turns=True)
         brake.release()
         stats = [json.loads(answer)["localspec"]["stats"] for answer in asking.end()]
     server.wait_idle()
-    after = figures()
+    after = stats_of(server)["parallel"]["passes"]
     rows = {name: after["rows"][name] - before["rows"][name] for name in after["rows"]}
-    assert after["passes"] - before["passes"] == len(fed)
+    assert after["passes"] - before["passes"] == len(passes)
     assert rows["drafts"] == sum(each["num_draft_tokens"] for each in stats) > 0
     assert rows["answers"] == sum(each["num_rounds"] for each in stats)
-    assert sum(rows.values()) == sum(len(piece.tokens) for pieces in fed for piece in pieces)
+    assert sum(rows.values()) == sum(len(piece.tokens) for pieces in passes for piece in pieces)
     assert after["mean_answers"] > 1
 
 
@@ -336,7 +260,7 @@ def test_the_end_of_the_server_ends_all_that_run_and_wait(llm: LLM) -> None:
         for i, sock in enumerate(socks):
             sock.sendall(closing_post(body_of(i, max_tokens=400, stream=i % 2 == 0)))
         brake.wait()
-        wait_until(lambda: sum(counts(llm)) == N + 2)
+        wait_until(lambda: n_here(llm) == N + 2)
         other.runner.stop()
         answers = [read_all(sock) for sock in socks]
     assert all(b"shutting_down" in answer for answer in answers)

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from localspec import SamplingParams
-from localspec.prompts.folding import folded
 from localspec.prompts.templates import ChatTemplate
 from localspec.server.answers import AnswerBlock
 from localspec.server.bodies import read
 from localspec.server.http import ApiError, as_api_error, parse
 from localspec.server.openai import ChatBody
-from localspec.server.requests import ServedModel
+from localspec.server.requests import AnswerOptions, ServedModel
 from localspec.server.tools import messages_for
 from tests.support.serving import Server
 
@@ -24,76 +23,34 @@ CHAT = [{"role": "user", "content": "hi"}]
 SERVED = ServedModel(SamplingParams(temperature=0.7, max_tokens=99), ["ngram", "small"], 1000)
 
 
-def tool(**function: Any) -> dict[str, Any]:
-    return {"type": "function", "function": function}
-
-
 def test_what_is_not_said_is_the_server_s() -> None:
     asked = read(ChatBody, {"messages": CHAT, "temperature": None, "stop": None, "n": None}).asked(SERVED)
-    assert asked.options.params == SERVED.params
-    assert (asked.options.n, asked.options.stream, asked.options.drafters, asked.options.logprobs) == (
-        1,
-        False,
-        None,
-        None,
-    )
+    assert asked.options == AnswerOptions(SERVED.params)
 
 
 def test_what_is_said_holds() -> None:
-    body = {
-        "messages": CHAT,
-        "temperature": 0,
-        "top_p": 0,
-        "top_k": -1,
-        "min_p": 0.1,
-        "seed": 5.0,
-        "stop": "x",
-        "repetition_penalty": 1.1,
-        "presence_penalty": 1,
-        "frequency_penalty": -1,
-        "logit_bias": {"7": -100},
-        "max_tokens": 3,
-        "localspec": {"draft": ["small"], "draft_length": 3},
-        "user": "somebody",
-        "store": True,
-        "metadata": {"a": "b"},
-    }
+    body = {"messages": CHAT, "temperature": 0, "top_p": 0, "top_k": -1, "min_p": 0.1, "seed": 5.0, "stop": "x"}
+    body |= {"repetition_penalty": 1.1, "presence_penalty": 1, "frequency_penalty": -1, "logit_bias": {"7": -100}}
+    body |= {"max_tokens": 3, "localspec": {"draft": ["small"], "draft_length": 3}, "user": "x", "store": True}
     asked = read(ChatBody, body).asked(SERVED).options
-    params = asked.params
-    assert (params.temperature, params.top_k, params.min_p, params.seed, params.stop) == (0, 0, 0.1, 5, ("x",))
-    assert 0 < params.top_p < 1e-6
-    assert (params.repeat_penalty, params.presence_penalty, params.frequency_penalty) == (1.1, 1, -1)
-    assert (params.logit_bias, params.max_tokens) == ({7: -100.0}, 3)
-    assert (asked.drafters, asked.draft_length) == (("small",), 3)
+    assert 0 < asked.params.top_p < 1e-6
+    said = {"temperature": 0, "top_p": asked.params.top_p, "top_k": 0, "min_p": 0.1, "seed": 5, "stop": ("x",)}
+    said |= {"repeat_penalty": 1.1, "presence_penalty": 1, "frequency_penalty": -1, "logit_bias": {7: -100.0}}
+    expected = SamplingParams(**said, max_tokens=3)
+    assert (asked.params, asked.drafters, asked.draft_length) == (expected, ("small",), 3)
     for off in ({"off": True, "draft": "small"}, {"draft": "none"}):
         assert read(ChatBody, {"messages": CHAT, "localspec": off}).asked(SERVED).options.drafters == ()
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        b"nonsense",
-        b'{"a": NaN}',
-        b'{"a": Infinity}',
-        b"\xff\xfe",
-        b'{"a": "\\ud800"}',
-        b"[" * 100_000,
-        b'{"a": ' + b"9" * 10_000 + b"}",
-        b'{"a": 1e999}',
-        b'{"a": -1e400}',
-        b'{"a": [1, {"b": 1E309}]}',
-        b'{"a": 1' + b"0" * 400 + b"}",
-        b'{"a": "\\udc00\\ud800"}',
-        b'{"\\ud83d": 1}',
-        b'{"a": 1, "b": {"c": 1, "c": 1}}',
-        b'{"a": -Infinity}',
-        b"[" * 201 + b"]" * 201,
-        b'{"a":' * 201 + b"1" + b"}" * 201,
-        b"[" + b"[]," * 500_001 + b"0]",
-    ],
-)
+NUMBERS = (b"NaN", b"Infinity", b"-Infinity", b"1e999", b"-1e400", b"9" * 10_000, b"1" + b"0" * 400, b'[{"b":1E309}]')
+NO_JSON = [
+    *(b"", b"{", b"nonsense", b"\xff\xfe", b'{"\\ud83d": 1}', b'{"a": 1, "b": {"c": 1, "c": 1}}'),
+    *(b'{"a": ' + value + b"}" for value in (*NUMBERS, b'"\\ud800"', b'"\\udc00\\ud800"')),
+    *(b"[" * 100_000, b"[" * 201 + b"]" * 201, b'{"a":' * 201 + b"1" + b"}" * 201, b"[" + b"[]," * 500_001 + b"0]"),
+]
+
+
+@pytest.mark.parametrize("body", NO_JSON, ids=range(len(NO_JSON)))
 def test_what_is_no_json_is_400(body: bytes) -> None:
     with pytest.raises(ApiError) as error:
         parse(body)
@@ -137,35 +94,27 @@ def test_any_error_becomes_openai_s_shape_without_our_insides() -> None:
 
 
 def test_statuses(server: Server) -> None:
-    good = {"messages": CHAT, "max_tokens": 1}
-    for method, path, body, headers, status, code in (
-        ("GET", "/nothing", None, {}, 404, "not_found"),
-        ("GET", "/v1/models/nobody", None, {}, 404, "model_not_found"),
-        ("POST", "/v1/chat/completions", good | {"model": "nobody"}, {}, 404, "model_not_found"),
-        ("GET", "/v1/chat/completions", None, {}, 405, "method_not_allowed"),
-        ("DELETE", "/v1/models", None, {}, 405, "method_not_allowed"),
-        ("POST", "/health", b"{}", {}, 405, "method_not_allowed"),
-        ("POST", "/v1/chat/completions", b"{", {}, 400, None),
-        ("POST", "/v1/chat/completions", b"[]", {}, 400, None),
-        ("POST", "/v1/chat/completions", {"messages": [{"role": "no such role!", "content": ""}]}, {}, 400, None),
-        ("POST", "/v1/completions", {"prompt": ""}, {}, 400, None),
-        ("POST", "/v1/completions", {"prompt": "x" * 5000}, {}, 400, "context_length_exceeded"),
-        ("POST", "/v1/completions", b"a=b", {"Content-Type": "text/plain"}, 415, "unsupported_media_type"),
-        (
-            "POST",
-            "/v1/completions",
-            b"{}",
-            {"Content-Type": "", "Cookie": "a=b"},
-            415,
-            "unsupported_media_type",
-        ),
+    cookie = {"Content-Type": "", "Cookie": "a=b"}
+    for status, code, method, path, *rest in (
+        (404, "not_found", "GET", "/nothing"),
+        (404, "model_not_found", "GET", "/v1/models/nobody"),
+        (404, "model_not_found", "POST", "/v1/chat/completions", {"messages": CHAT, "model": "nobody"}),
+        (405, "method_not_allowed", "GET", "/v1/chat/completions"),
+        (405, "method_not_allowed", "DELETE", "/v1/models"),
+        (405, "method_not_allowed", "POST", "/health", b"{}"),
+        (400, None, "POST", "/v1/chat/completions", b"{"),
+        (400, None, "POST", "/v1/chat/completions", b"[]"),
+        (400, None, "POST", "/v1/chat/completions", {"messages": [{"role": "no such role!", "content": ""}]}),
+        (400, None, "POST", "/v1/completions", {"prompt": ""}),
+        (400, "context_length_exceeded", "POST", "/v1/completions", {"prompt": "x" * 5000}),
+        (415, "unsupported_media_type", "POST", "/v1/completions", b"a=b", {"Content-Type": "text/plain"}),
+        (415, "unsupported_media_type", "POST", "/v1/completions", b"{}", cookie),
     ):
-        found, _, answer = server.ask(method, path, body, headers)
+        found, _, answer = server.ask(method, path, *rest)
         error = json.loads(answer)["error"]
         assert (found, error["code"]) == (status, code), (method, path)
         assert error["message"]
         assert "Traceback" not in answer.decode()
-    assert server.ask("POST", "/v1/chat/completions", good)[0] == 200
 
 
 def test_a_template_that_refuses_is_422(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +140,12 @@ def test_stats_metrics_and_health(server: Server) -> None:
     assert found["queue"] == {"running": False, "waiting": 0, "limit": 32}
     status, headers, text = server.ask("GET", "/metrics")
     assert (status, headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
-    samples = read_metrics(text.decode())
+    lines = text.decode().splitlines()
+    families = tuple(line.split(" ")[2] for line in lines if line.startswith("# TYPE "))
+    written = [line.rpartition(" ") for line in lines if not line.startswith("#")]
+    samples = {name: float(value) for name, _, value in written}
+    assert len(samples) == len(written)
+    assert all(name.startswith(families) for name in samples)
     assert samples["localspec_completion_tokens_total"] == totals["completion_tokens"]
     assert samples['localspec_draft_tokens_total{source="ngram"}'] == totals["num_draft_tokens"]
     assert samples['localspec_requests_total{endpoint="chat",outcome="answered"}'] > 0
@@ -199,56 +153,6 @@ def test_stats_metrics_and_health(server: Server) -> None:
     assert buckets == sorted(buckets)
     assert buckets[-1] == samples["localspec_request_seconds_count"]
     assert json.loads(server.ask("GET", "/health")[2]) == {"status": "ok"}
-
-
-def read_metrics(text: str) -> dict[str, float]:
-    """Prometheus' text format, strictly: every sample belongs to a family that was declared before it."""
-    samples: dict[str, float] = {}
-    family = ""
-    for line in text.splitlines():
-        if line.startswith("# TYPE "):
-            _, _, family, kind = line.split(" ")
-            assert kind in ("counter", "gauge", "histogram")
-        elif not line.startswith("# HELP "):
-            name, _, value = line.rpartition(" ")
-            assert name.startswith(family)
-            assert name not in samples
-            samples[name] = float(value)
-    return samples
-
-
-# -- messages on their way to the template -----------------------------------------------------------------------------
-
-
-def prompt_of(template: ChatTemplate, messages: list[Any], tools: list[Any] | None = None) -> str:
-    """What the model reads."""
-    put = folded(template, messages_for(messages), tools, {})
-    return template.render(put.messages, tools=put.tools)
-
-
-def test_a_template_that_knows_no_tools_gets_them_as_text() -> None:
-    template = ChatTemplate(None)
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    talk = [
-        {"role": "developer", "content": "Be kind."},
-        *CHAT,
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c", "content": "2"},
-    ]
-    text = prompt_of(template, talk, [tool(name="f")])
-    assert text.startswith("<|im_start|>system\nBe kind.\n\n# Tools")
-    assert '{"type": "function", "function": {"name": "f"}}' in text
-    assert '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>' in text
-    assert "<|im_start|>user\n<tool_response>\n2\n</tool_response>" in text
-
-
-def test_a_template_that_knows_tools_gets_arguments_as_objects() -> None:
-    template = ChatTemplate("{{ tools | tojson }}{{ messages[-1].tool_calls[0].function.arguments | tojson }}")
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    talk = [{"role": "assistant", "tool_calls": [call]}]
-    assert prompt_of(template, talk, [tool(name="f", description="F.")]) == (
-        '[{"type": "function", "function": {"name": "f", "description": "F."}}]{"x": 1}'
-    )
 
 
 def test_the_server_s_system_prompt_is_for_chats_without_one() -> None:

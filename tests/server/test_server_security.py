@@ -12,9 +12,6 @@ from typing import Any
 import pytest
 
 from localspec import LLM
-from localspec.errors import LocalspecError, UsageError
-from localspec.server.app import listen, url_of
-from localspec.server.http import is_loopback
 from tests.support.serving import Server, serve
 
 LOAD: dict[str, Any] = {"draft": [], "n_ctx": 256}
@@ -27,59 +24,41 @@ def code_of(answer: bytes) -> Any:
     return json.loads(answer)["error"]["code"]
 
 
-@pytest.mark.parametrize(
-    ("host", "status"),
-    [
-        ("127.0.0.1", 200),
-        ("127.0.0.1:{port}", 200),
-        ("localhost:{port}", 200),
-        ("LOCALHOST", 200),
-        ("[::1]:{port}", 200),
-        ("127.8.9.1", 200),
-        ("evil.example", 403),
-        ("evil.example:{port}", 403),
-        ("localhost.evil.example", 403),
-        ("127.0.0.1.evil.example", 403),
-        ("192.168.1.5", 403),
-        ("0.0.0.0", 403),
-        ("localhost@evil.example", 400),
-        ("127.0.0.1:{port}/x", 400),
-    ],
-)
-def test_only_our_own_names_are_answered_to(server: Server, host: str, status: int) -> None:
-    found, _, answer = server.ask(*ASK, {"Host": host.format(port=server.port)})
-    assert found == status
-    if status == 403:
-        assert code_of(answer) == "host_not_allowed"
-    for path in ("/", "/health", "/v1/models", "/metrics", "/v1/localspec/stats"):
-        assert server.ask("GET", path, None, {"Host": host.format(port=server.port)})[0] in (status, 404)
+OURS = ("127.0.0.1", "127.0.0.1:{port}", "localhost:{port}", "LOCALHOST", "[::1]:{port}", "127.8.9.1")
+FOREIGN = ("evil.example", "evil.example:{port}", "localhost.evil.example", "127.0.0.1.evil.example", "192.168.1.5")
+MALFORMED = ("localhost@evil.example", "127.0.0.1:{port}/x")
+
+
+def test_only_our_own_names_are_answered_to(server: Server) -> None:
+    for hosts, status in ((OURS, 200), ((*FOREIGN, "0.0.0.0"), 403), (MALFORMED, 400)):
+        for host in hosts:
+            named = {"Host": host.format(port=server.port)}
+            found, _, answer = server.ask(*ASK, named)
+            assert found == status, host
+            assert status != 403 or code_of(answer) == "host_not_allowed"
+            for path in ("/", "/health", "/v1/models", "/metrics", "/v1/localspec/stats"):
+                assert server.ask("GET", path, None, named)[0] == status, (host, path)
 
 
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
         ({}, 200),
-        ({"Origin": "http://127.0.0.1:{port}"}, 200),
         ({"Origin": "http://localhost:{port}", "Host": "localhost:{port}"}, 200),
-        ({"Origin": "http://127.0.0.1:1"}, 403),
         ({"Origin": "http://localhost:{port}"}, 403),
-        ({"Origin": "https://evil.example"}, 403),
-        ({"Origin": "null"}, 403),
+        *(({"Origin": f"http://127.0.0.1:{port}"}, status) for port, status in (("{port}", 200), ("1", 403))),
+        *(({"Origin": origin}, 403) for origin in ("https://evil.example", "null", "file://")),
         ({"Origin": ""}, 200),
-        ({"Origin": "file://"}, 403),
-        ({"Sec-Fetch-Site": "cross-site"}, 403),
-        ({"Sec-Fetch-Site": "same-site"}, 403),
-        ({"Sec-Fetch-Site": "same-origin"}, 200),
-        ({"Sec-Fetch-Site": "none"}, 200),
+        *(({"Sec-Fetch-Site": site}, 403) for site in ("cross-site", "same-site")),
+        *(({"Sec-Fetch-Site": site}, 200) for site in ("same-origin", "none")),
         ({"Content-Type": "", "Sec-Fetch-Site": "cross-site"}, 403),
         ({"Content-Type": "", "Origin": "https://evil.example"}, 403),
         ({"Content-Type": "", "Referer": "https://evil.example/"}, 415),
         ({"Content-Type": "application/x-www-form-urlencoded", "User-Agent": "Mozilla/5.0 (X11)"}, 415),
-        ({"Content-Type": "text/plain"}, 415),
-        ({"Content-Type": "text/plain; application/json"}, 415),
+        *(({"Content-Type": kind}, 415) for kind in ("text/plain", "text/plain; application/json")),
+        ({"Content-Type": "multipart/form-data; boundary=x"}, 415),
         ({"Content-Type": ""}, 200),  # what Ollama's clients send
         ({"Content-Type": "application/x-www-form-urlencoded"}, 200),  # what curl -d sends
-        ({"Content-Type": "multipart/form-data; boundary=x"}, 415),
         ({"Content-Type": "application/json; charset=utf-8"}, 200),
     ],
 )
@@ -90,42 +69,30 @@ def test_pages_of_other_sites_stay_out(server: Server, headers: dict[str, str], 
     assert "access-control-allow-origin" not in sent
 
 
-def test_an_allowed_site_may_send_what_its_client_adds(llm: LLM) -> None:
-    origin = "app://obsidian.md"
-    asked = (
-        "Authorization, x-stainless-os,dangerously-allow-browser, http-referer,x-title, traceparent, baggage, bad name"
-    )
-    with serve(llm, origins=(origin,)) as server:
-        question = {"Origin": origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": asked}
-        question["Access-Control-Request-Private-Network"] = "true"
+def test_an_origin_can_be_let_in_with_what_its_client_adds(llm: LLM) -> None:
+    friend = {"Origin": "app://obsidian.md"}
+    asked = "Authorization, x-stainless-os,dangerously-allow-browser, http-referer,x-title, traceparent, bad name"
+    question = friend | {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": asked}
+    question["Access-Control-Request-Private-Network"] = "true"
+    with serve(llm, origins=("app://obsidian.md/",), api_key="k") as server:
         status, headers, _ = server.ask("OPTIONS", "/v1/chat/completions", None, question)
-        assert status == 204
+        assert (status, headers["access-control-allow-origin"]) == (204, friend["Origin"])
         allowed = headers["access-control-allow-headers"].split(", ")
         assert allowed == [name.strip().lower() for name in asked.split(",")][:-1]
         assert headers["access-control-allow-private-network"] == "true"
         status, headers, _ = server.ask("OPTIONS", "/v1/chat/completions", None, question | {"Origin": "http://evil"})
-        assert status == 403
-        assert not any(name.startswith("access-control") for name in headers)
+        assert (status, [name for name in headers if name.startswith("access-control")]) == (403, [])
+        assert server.ask(*ASK, friend)[0] == 401
+        status, headers, _ = server.ask(*ASK, friend | {"Authorization": "Bearer k"})
+        assert (status, headers["access-control-allow-origin"]) == (200, friend["Origin"])
+        assert server.ask(*ASK, {"Origin": "app://obsidian.com", "Authorization": "Bearer k"})[0] == 403
 
 
 def test_a_link_may_lead_to_the_page_but_nothing_may_embed_it(server: Server) -> None:
     link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
-    assert server.ask("GET", "/", None, link)[0] in (200, 404)
+    assert server.ask("GET", "/", None, link)[0] == 200
     assert server.ask("GET", "/", None, link | {"Sec-Fetch-Mode": "no-cors"})[0] == 403
     assert server.ask("GET", "/v1/localspec/stats", None, link)[0] == 403
-
-
-def test_an_origin_can_be_let_in(llm: LLM) -> None:
-    friend = {"Origin": "http://localhost:3000"}
-    with serve(llm, origins=("http://localhost:3000/",), api_key="k") as server:
-        question = friend | {"Access-Control-Request-Method": "POST"}
-        status, headers, _ = server.ask("OPTIONS", "/v1/chat/completions", None, question)
-        assert (status, headers["access-control-allow-origin"]) == (204, friend["Origin"])
-        assert "authorization" in headers["access-control-allow-headers"]
-        assert server.ask(*ASK, friend)[0] == 401
-        status, headers, _ = server.ask(*ASK, friend | {"Authorization": "Bearer k"})
-        assert (status, headers["access-control-allow-origin"]) == (200, friend["Origin"])
-        assert server.ask(*ASK, {"Origin": "http://localhost:3001", "Authorization": "Bearer k"})[0] == 403
 
 
 class _Friend(SimpleHTTPRequestHandler):
@@ -135,42 +102,21 @@ class _Friend(SimpleHTTPRequestHandler):
         return
 
 
-SDK_HEADERS = {
-    "authorization": "Bearer k",
-    "x-api-key": "k",
-    "content-type": "application/json",
-    "anthropic-version": "2023-06-01",
-    "anthropic-beta": "tools-2024-04-04",
-    "anthropic-dangerous-direct-browser-access": "true",
-    "x-stainless-lang": "js",
-    "x-stainless-retry-count": "0",
-    "openai-organization": "org",
-    "dangerously-allow-browser": "true",
-    "http-referer": "https://notes.example",
-    "x-title": "Notes",
-    "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
-}
+SDK_HEADERS = {"authorization": "Bearer k", "x-api-key": "k", "content-type": "application/json"}
+SDK_HEADERS |= {"anthropic-version": "2023-06-01", "x-stainless-lang": "js", "http-referer": "https://notes.example"}
 """What the clients of OpenAI and Anthropic for JavaScript send from a page, and what others add."""
 
 
 def test_their_clients_work_in_a_page_of_an_allowed_origin(llm: LLM, browser: Any, tmp_path: Path) -> None:
     (tmp_path / "index.html").write_text("<!doctype html><title>friend</title>")
     script = """async ([url, headers]) => {
-        const ask = async (method, path, headers, body) => {
-            try {
-                return (await fetch(url + path, {method, headers, body: body && JSON.stringify(body)})).status;
-            } catch {
-                return "kept out";
-            }
-        };
-        const body = {model: "", messages: [{role: "user", content: "hi"}], max_tokens: 2};
-        const answers = [];
-        for (const path of ["/v1/chat/completions", "/v1/messages"]) {
-            answers.push(await ask("POST", path, headers, body));
-        }
-        answers.push(await ask("DELETE", "/v1/responses/none", headers));
-        answers.push(await ask("GET", "/v1/models", {...headers, "x-unknown": "1"}));
-        return answers;
+        const ask = (method, path, more, body) => fetch(url + path, {method, headers: {...headers, ...more}, body})
+            .then((answer) => answer.status, () => "kept out");
+        const body = JSON.stringify({model: "", messages: [{role: "user", content: "hi"}], max_tokens: 2});
+        return [
+            await ask("POST", "/v1/chat/completions", {}, body), await ask("POST", "/v1/messages", {}, body),
+            await ask("DELETE", "/v1/responses/none"), await ask("GET", "/v1/models", {"x-unknown": "1"}),
+        ];
     }"""
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Friend, directory=str(tmp_path))) as friend:
         threading.Thread(target=friend.serve_forever, daemon=True).start()
@@ -196,7 +142,7 @@ def test_the_key(llm: LLM) -> None:
         for path in ("/v1/models", "/metrics", "/v1/localspec/stats", "/nothing", "/pages"):
             assert server.ask("GET", path)[0] == 401, path
         assert server.ask("GET", "/health")[0] == 200
-        assert server.ask("GET", "/")[0] in (200, 404)
+        assert server.ask("GET", "/")[0] == 200
         # Names are still checked, but any address will do: the key is what counts.
         assert server.ask(*ASK, right | {"Host": "192.168.1.5:80"})[0] == 200
         assert server.ask(*ASK, right | {"Host": "box.lan"})[0] == 200
@@ -238,23 +184,3 @@ def test_no_insides_in_an_answer_to_a_failure(
     errors = capfd.readouterr().err
     assert errors.count("secret in /srv/somebody") == 2  # the owner of the server is told, in one line each
     assert "Traceback" not in errors
-    monkeypatch.undo()
-    assert server.ask(*ASK)[0] == 200
-
-
-def test_addresses() -> None:
-    assert is_loopback("127.0.0.1")
-    assert is_loopback("localhost")
-    assert is_loopback("::1")
-    assert not is_loopback("0.0.0.0")
-    assert not is_loopback("192.0.2.1")
-    with pytest.raises(UsageError, match="no such address"):
-        is_loopback("no.such.host.invalid")
-
-
-def test_a_port_in_use_is_said_in_one_line() -> None:
-    with listen("127.0.0.1", 0) as first:
-        port = first.getsockname()[1]
-        assert url_of(first) == f"http://127.0.0.1:{port}"
-        with pytest.raises(LocalspecError, match=f"port {port} of 127.0.0.1 is in use"):
-            listen("127.0.0.1", port)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import select
 import socket
-import threading
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -48,24 +48,24 @@ def status_of(answer: bytes) -> int:
     return int(answer.split(b" ", 2)[1])
 
 
-# -- clients that leave ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_frees_the_engine(server: Server, llm: LLM, stream: bool) -> None:
+@pytest.mark.parametrize("how", ["leaves", "leaves its stream", "is half closed"])
+def test_a_client_that_leaves_frees_the_engine(server: Server, llm: LLM, how: str) -> None:
     with Brake(llm, after=5) as brake:
-        with closing(server.connect()) as sock:
-            sock.sendall(post(LONG | {"stream": stream}))
+        with server.connect() as sock:
+            sock.sendall(post(LONG | {"stream": "stream" in how}))
             brake.wait()
-            if stream:
+            if "stream" in how:
                 read_until(sock, b"chat.completion.chunk")
+            if how == "is half closed":
+                sock.shutdown(socket.SHUT_WR)
+                assert read_all(sock) == b""
         server.wait_idle()
         assert brake.n_passes == 6, "it went on"
 
 
 def test_clients_that_leave_while_they_wait_are_not_answered(server: Server, llm: LLM) -> None:
     cancelled = server.service.metrics.requests["chat", "cancelled"]
-    with Brake(llm) as brake, closing(server.connect()) as first:
+    with Brake(llm) as brake, server.connect() as first:
         first.sendall(post(LONG))
         brake.wait()
         waiting = [server.connect() for _ in range(4)]
@@ -85,30 +85,17 @@ def test_clients_that_leave_while_they_wait_are_not_answered(server: Server, llm
 def test_a_client_that_leaves_within_its_body_is_no_failure(
     server: Server, path: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sent = post(SHORT, length=9999).replace(b"/v1/chat/completions", path.encode())
-    with closing(server.connect()) as sock:
-        sock.sendall(sent)
+    with server.connect() as sock:
+        sock.sendall(post(SHORT, path, length=9999))
         wait_until(lambda: server.host.bodies.n_held, "the body has not begun")
     wait_until(lambda: not server.host.bodies.n_held, "the body is still waited for")
     assert server.ask("GET", "/health")[0] == 200  # and what it might have said has been said
     assert capsys.readouterr().err == ""
 
 
-def test_a_half_closed_connection_counts_as_gone(server: Server, llm: LLM) -> None:
-    with Brake(llm) as brake, closing(server.connect()) as sock:
-        sock.sendall(post(LONG))
-        brake.wait()
-        sock.shutdown(socket.SHUT_WR)
-        server.wait_idle()
-        assert read_all(sock) == b""
-
-
-# -- clients that are slow ---------------------------------------------------------------------------------------------
-
-
 def test_a_head_that_does_not_come_is_given_up(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ServerProtocol, "head_seconds", 0.3)
-    with closing(server.connect()) as silent, closing(server.connect()) as dripping:
+    with server.connect() as silent, server.connect() as dripping:
         with suppress(ConnectionError):
             dripping.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nX: ")
             while not select.select([dripping], [], [], 0.01)[0]:  # it goes on for as long as nothing is said to it
@@ -121,7 +108,7 @@ def test_a_head_that_does_not_come_is_given_up(server: Server, monkeypatch: pyte
 def test_a_second_request_that_does_not_come_is_given_up(
     server: Server, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Brake(llm, after=0) as brake, closing(server.connect()) as sock:
+    with Brake(llm, after=0) as brake, server.connect() as sock:
         sock.sendall(post(SHORT) + b"G")
         brake.wait()
         monkeypatch.setattr(ServerProtocol, "head_seconds", 0.3)  # from here on: the first one had its time
@@ -132,7 +119,7 @@ def test_a_second_request_that_does_not_come_is_given_up(
 
 
 def test_a_body_that_does_not_come_is_given_up(llm: LLM) -> None:
-    with serve(llm, body_seconds=0.3) as other, closing(other.connect()) as sock:
+    with serve(llm, body_seconds=0.3) as other, other.connect() as sock:
         sock.sendall(post(SHORT, length=5000))
         answer = read_all(sock)
         assert status_of(answer) == 408
@@ -143,7 +130,7 @@ def test_a_client_that_waits_long_is_given_signs_of_life(
     server: Server, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(events, "KEEP_ALIVE_SECONDS", 0.05)
-    with Brake(llm) as brake, closing(server.connect()) as first, closing(server.connect()) as second:
+    with Brake(llm) as brake, server.connect() as first, server.connect() as second:
         first.sendall(post(LONG))
         brake.wait()
         second.sendall(post(SHORT | {"stream": True}, extra="Connection: close\r\n"))
@@ -155,7 +142,7 @@ def test_a_client_that_waits_long_is_given_signs_of_life(
         assert b"data: [DONE]" in read_all(second)
 
 
-# -- clients that send what they should not ----------------------------------------------------------------------------
+HERE = b" HTTP/1.1\r\nHost: localhost\r\n"
 
 
 @pytest.mark.parametrize(
@@ -163,17 +150,12 @@ def test_a_client_that_waits_long_is_given_signs_of_life(
     [
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),  # TLS
         b"HELO there\r\n\r\n",
-        b"GET / HTTP/9.9\r\n\r\n",
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n",
-        b"GET /\x00 HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: localhost\r\nBroken\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        b"Transfer-Encoding: chunked\r\n\r\nzzz\r\n",
-        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 200_000 + b"\r\n\r\n",
-        b"GET /" + b"x" * 200_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        *(b"GET / HTTP/" + version + b"\r\n\r\n" for version in (b"9.9", b"1.1")),
+        *(b"GET /" + target + HERE + b"\r\n" for target in (b"\x00", b"x" * 200_000)),
+        *(b"GET /" + HERE + line + b"\r\n\r\n" for line in (b"Host: localhost", b"Broken", b"X: " + b"x" * 200_000)),
+        b"POST /v1/completions" + HERE + b"Content-Length: -1\r\n\r\n",
+        b"POST /v1/completions" + HERE + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+        b"POST /v1/completions" + HERE + b"Transfer-Encoding: chunked\r\n\r\nzzz\r\n",
         b"\r\n" * 1000,
     ],
     ids=range(13),
@@ -182,7 +164,7 @@ def test_what_is_no_http_is_answered_or_dropped(
     server: Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], data: bytes
 ) -> None:
     monkeypatch.setattr(ServerProtocol, "head_seconds", 0.5)
-    with closing(server.connect()) as sock:
+    with server.connect() as sock:
         with suppress(ConnectionError):
             sock.sendall(data)
         answer = read_all(sock)
@@ -197,17 +179,14 @@ def test_websockets_and_upgrades_are_ignored(server: Server) -> None:
 
 
 def test_too_large_a_body_is_413(server: Server) -> None:
-    with closing(server.connect()) as declared:
+    with server.connect() as declared:
         declared.sendall(post(SHORT, length=10**9))
         assert status_of(declared.recv(65536)) == 413
-    with closing(server.connect()) as chunked:
-        head = post(SHORT).split(b"Content-Length")[0] + b"Transfer-Encoding: chunked\r\n\r\n"
-        try:
-            chunked.sendall(head)
+    with server.connect() as chunked:
+        with suppress(ConnectionError):
+            chunked.sendall(post(SHORT).split(b"Content-Length")[0] + b"Transfer-Encoding: chunked\r\n\r\n")
             for _ in range(300):
                 chunked.sendall(b"1000\r\n" + b" " * 4096 + b"\r\n")
-        except ConnectionError:
-            pass
         answer = read_all(chunked)
         assert not answer or status_of(answer) == 413
     status, _, answer = server.ask("POST", "/v1/completions", b" " * 200_000)
@@ -217,53 +196,37 @@ def test_too_large_a_body_is_413(server: Server) -> None:
 def test_all_bodies_together_are_bounded(llm: LLM) -> None:
     with serve(llm, body_bytes=50_000, bodies_bytes=100_000, body_seconds=PATIENCE) as other:
         held = [other.connect() for _ in range(3)]
-        before = 0
-        for sock in held[:2]:
+        for n, sock in enumerate(held, 1):
             sock.sendall(post(SHORT, length=45_000) + b" " * 40_000)
-            wait_until(lambda before=before: other.host.bodies.n_held >= before + 40_000)
-            before = other.host.bodies.n_held
-        held[2].sendall(post(SHORT, length=45_000) + b" " * 40_000)
+            wait_until(lambda n=n: other.host.bodies.n_held >= 40_000 * min(n, 2))
         assert status_of(held[2].recv(65536)) == 503
         for sock in held:
             sock.close()
         wait_until(lambda: other.host.bodies.n_held == 0)
 
 
-# -- too many ----------------------------------------------------------------------------------------------------------
-
-
 def test_two_hundred_clients_at_once(server: Server, llm: LLM) -> None:
-    answers: list[tuple[int, dict[str, str], bytes]] = []
-
-    def ask() -> None:
-        answers.append(server.ask("POST", "/v1/chat/completions", SHORT | {"max_tokens": 4}))
-
-    threads = [threading.Thread(target=ask) for _ in range(200)]
-    with Brake(llm) as brake, closing(server.connect()) as first:
+    with ThreadPoolExecutor(200) as pool, Brake(llm) as brake, server.connect() as first:
         first.sendall(post(LONG))
         brake.wait()
-        for thread in threads:
-            thread.start()
-        wait_until(lambda: len(answers) == 196)  # all but the four that wait
+        asked = [pool.submit(server.ask, "POST", "/v1/chat/completions", SHORT | {"max_tokens": 4}) for _ in range(200)]
+        wait_until(lambda: sum(each.done() for each in asked) == 196)  # all but the four that wait
         first.close()
         brake.release()
-        for thread in threads:
-            thread.join(PATIENCE)
-    statuses = [status for status, _, _ in answers]
-    assert statuses.count(200) == 4
-    assert statuses.count(429) == 196
-    for status, headers, body in answers:
-        if status == 429:
-            error = json.loads(body)["error"]
-            assert (error["code"], error["type"]) == ("queue_full", "rate_limit_error")
-            assert 1 <= int(headers["retry-after"]) <= 60
+    answers = [each.result() for each in asked]
+    refused = [(headers, json.loads(body)["error"]) for status, headers, body in answers if status == 429]
+    assert len(refused) == 196
+    assert [status for status, _, _ in answers].count(200) == 4
+    for headers, error in refused:
+        assert (error["code"], error["type"]) == ("queue_full", "rate_limit_error")
+        assert 1 <= int(headers["retry-after"]) <= 60
 
 
 def test_connections_beyond_the_limit_are_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ServerProtocol, "max_connections", 10)
     held = [server.connect() for _ in range(10)]
     wait_until(lambda: len(server.runner.server_state.connections) == 10)
-    with closing(server.connect()) as one_more:
+    with server.connect() as one_more:
         answer = read_all(one_more)
         assert status_of(answer) == 503
     for sock in held:
@@ -272,18 +235,14 @@ def test_connections_beyond_the_limit_are_refused(server: Server, monkeypatch: p
 
 
 def test_the_time_of_a_request_is_limited(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, answers = Clock(), list[tuple[int, dict[str, str], bytes]]()
+    clock = Clock()
     monkeypatch.setattr(worker_module, "time", clock)
-    with serve(llm, time_limit=PATIENCE) as other, Brake(llm) as brake:
-        asking = threading.Thread(
-            target=lambda: answers.append(other.ask("POST", "/v1/chat/completions", LONG | {"n": 16}))
-        )
-        asking.start()
+    with serve(llm, time_limit=PATIENCE) as other, ThreadPoolExecutor() as pool, Brake(llm) as brake:
+        asked = pool.submit(other.ask, "POST", "/v1/chat/completions", LONG | {"n": 16})
         brake.wait()
         clock.forward(PATIENCE)
         brake.release()
-        asking.join(PATIENCE)
-        ((status, _, answer),) = answers
+        status, _, answer = asked.result()
         assert status == 200
         assert {choice["finish_reason"] for choice in json.loads(answer)["choices"]} == {"length"}
         assert json.loads(answer)["usage"]["completion_tokens"] < 600
@@ -295,7 +254,5 @@ def test_a_request_whose_turn_does_not_come_in_time_is_told_so(llm: LLM) -> None
         brake.wait()
         status, headers, answer = other.ask("POST", "/v1/chat/completions", SHORT)
         assert (status, headers["retry-after"]) == (503, "10")
-        error = json.loads(answer)["error"]
-        assert error["code"] == "timeout"
-        assert "its turn did not come" in error["message"]
+        assert json.loads(answer)["error"]["code"] == "timeout"
         stream.close()

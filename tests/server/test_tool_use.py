@@ -12,7 +12,7 @@ from localspec.errors import UsageError
 from localspec.prompts.templates import ChatTemplate
 from localspec.sampling.sampling import SamplingParams
 from localspec.server.tools import ToolUse, forced_call
-from tests.support.serving import Server
+from tests.support.serving import Server, asking
 
 CHAT = [{"role": "user", "content": "Ann is 32."}]
 FIXED: dict[str, Any] = {
@@ -58,9 +58,6 @@ def says(text: str) -> dict[str, str]:
     return {"grammar": f"root ::= {json.dumps(text)}"}
 
 
-# -- a schema holds the answer -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("choice", ["auto", None])
 def test_an_answer_that_follows_a_schema_is_the_answer(server: Server, choice: str | None) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "p", "schema": FIXED, "strict": True}}
@@ -76,21 +73,15 @@ def test_an_answer_that_follows_a_schema_is_the_answer(server: Server, choice: s
 
 
 def test_so_it_is_in_the_other_apis(server: Server) -> None:
-    function = {"name": "find_person"}
-    asked = {"input": CHAT, "tools": [{"type": "function", "parameters": {"type": "object"}} | function]}
-    form = {"type": "json_schema", "name": "p", "schema": FIXED}
-    status, answer = ask(server, "/v1/responses", **asked, text={"format": form})
-    assert (status, [item["type"] for item in answer["output"]]) == (200, ["message"])
-    status, answer = ask(
-        server,
-        "/v1/messages",
-        messages=CHAT,
-        tools=[function | {"input_schema": {"type": "object"}}],
-        output_config={"format": {"type": "json_schema", "schema": FIXED}},
-    )
-    assert (status, [block["type"] for block in answer["content"]]) == (200, ["text"])
-    status, answer = ask(server, "/api/chat", messages=CHAT, tools=[tool()], format=FIXED, stream=False)
-    assert (status, json.loads(answer["message"]["content"])) == (200, SAID)
+    form, person = {"type": "json_schema", "name": "p", "schema": FIXED}, {"name": "find_person"}
+    tools = [{"type": "function", "parameters": {"type": "object"}} | person]
+    _, answer = ask(server, "/v1/responses", input=CHAT, tools=tools, text={"format": form})
+    assert [item["type"] for item in answer["output"]] == ["message"]
+    tools = [person | {"input_schema": {"type": "object"}}]
+    _, answer = ask(server, "/v1/messages", messages=CHAT, tools=tools, output_config={"format": form})
+    assert [block["type"] for block in answer["content"]] == ["text"]
+    _, answer = ask(server, "/api/chat", messages=CHAT, tools=[tool()], format=FIXED, stream=False)
+    assert json.loads(answer["message"]["content"]) == SAID
     assert "tool_calls" not in answer["message"]
 
 
@@ -105,14 +96,13 @@ def test_text_and_calls_keep_their_order_where_an_answer_has_blocks(server: Serv
 
 # -- forms of calls, through a server ----------------------------------------------------------------------------------
 
-TYPES = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
-
 
 def test_a_call_that_the_budget_cuts_is_not_made_whole(server: Server) -> None:
     text = (
         "<tool_call>\n<function=weather>\n<parameter=city>\nParis, and so on\n</parameter>\n</function>\n</tool_call>"
     )
-    found = chat(server, tools=[tool(TYPES, "weather")], **says(text), max_tokens=len(text) // 2)
+    city = {"type": "object", "properties": {"city": {"type": "string"}}}
+    found = chat(server, tools=[tool(city, "weather")], **says(text), max_tokens=len(text) // 2)
     for call in found["message"].get("tool_calls", ()):
         with pytest.raises(json.JSONDecodeError):
             json.loads(call["function"]["arguments"])
@@ -123,8 +113,7 @@ def test_nothing_follows_the_one_call_that_is_wanted(server: Server) -> None:
     text = f"{CALL}\n{CALL} more"
     for draft in ({"off": True}, {"draft_length": 60}):
         found = chat(server, parallel_tool_calls=False, **says(text), localspec=draft)
-        assert len(found["message"]["tool_calls"]) == 1
-        assert found["message"]["content"] is None
+        assert (len(found["message"]["tool_calls"]), found["message"]["content"]) == (1, None)
         assert found["finish_reason"] == "tool_calls"
 
 
@@ -153,6 +142,7 @@ def test_a_forced_call_follows_what_its_schema_refers_to(server: Server) -> None
         for tools in ([tool(PERSON)], [tool(PERSON), tool(PERSON | {"$id": "https://example.org/x"}, "other")]):
             found = chat(server, tools=tools, tool_choice=choice)
             (call,) = found["message"]["tool_calls"]
+            assert call["function"]["name"] == "find_person" or choice == "required"
             assert json.loads(call["function"]["arguments"]) == MEANT
             assert found["finish_reason"] == "tool_calls"
 
@@ -171,7 +161,6 @@ def test_a_schema_that_cannot_be_followed_gives_way_for_its_own_tool_only() -> N
     template, look_ahead = ChatTemplate(None), {"type": "object", "properties": {"x": {"pattern": "(?=a)"}}}
     use = ToolUse([tool(PERSON), tool(look_ahead, "strange")], required=True)
     _, params = forced_call(template, use, SamplingParams())
-    assert params.response_format is not None
     kept, given_up = params.response_format["json_schema"]["schema"]["anyOf"]
     assert kept["properties"]["arguments"] == {"$ref": "#/$defs/0"}
     assert given_up["properties"]["arguments"] == {"type": "object"}
@@ -182,25 +171,14 @@ def test_a_schema_that_cannot_be_followed_gives_way_for_its_own_tool_only() -> N
 def test_a_strict_tool_is_refused_in_every_api(server: Server) -> None:
     strange = {"name": "strange", "strict": True}
     schema = {"type": "object", "properties": {"x": {"pattern": "(?=a)"}}}
-    for path, body in (
-        ("/v1/chat/completions", {"messages": CHAT, "tools": [tool(schema, **strange)], "tool_choice": "required"}),
-        ("/v1/responses", {"input": CHAT, "tools": [{"type": "function", "parameters": schema} | strange],
-                           "tool_choice": "required"}),
-        ("/v1/messages", {"messages": CHAT, "tools": [strange | {"input_schema": schema}],
-                          "tool_choice": {"type": "any"}, "max_tokens": 9}),
-    ):  # fmt: skip
+    for path, choice, written in (
+        ("/v1/chat/completions", "required", tool(schema, **strange)),
+        ("/v1/responses", "required", {"type": "function", "parameters": schema} | strange),
+        ("/v1/messages", {"type": "any"}, strange | {"input_schema": schema}),
+    ):
+        body = asking("Ann is 32.", 9)[path] | {"tools": [written], "tool_choice": choice}
         status, _, answer = server.ask("POST", path, body)
         assert (status, b"the tool strange is strict, but" in answer) == (400, True), answer
-
-
-def test_names_of_tools(server: Server) -> None:
-    longest = "mcp__" + "x" * 123
-    found = chat(server, tools=[tool(FIXED["properties"]["arguments"], longest)], tool_choice="required")
-    assert found["message"]["tool_calls"][0]["function"]["name"] == longest
-    for name in ("x" * 129, "a b", ""):
-        status, answer = ask(server, "/v1/chat/completions", messages=CHAT, tools=[tool(name=name)])
-        assert status == 400
-        assert "1 to 128 letters, digits, _ . and -" in answer["error"]["message"]
 
 
 def test_without_the_library_the_answer_says_what_to_install(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,6 +194,5 @@ def test_without_the_library_the_answer_says_what_to_install(server: Server, mon
             error = answer["error"]
             assert (status, error["code"], error["type"]) == (501, "not_installed", "server_error")
             assert "pip install 'llguidance" in error["message"]
-            assert "engine" not in error["message"]
     assert ask(server, "/api/chat", messages=CHAT, format={"title": "nor by another"})[0] == 501
     assert ask(server, "/v1/chat/completions", messages=CHAT, max_tokens=1)[0] == 200

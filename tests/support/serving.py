@@ -81,6 +81,20 @@ def post(body: Any, path: str = "/v1/chat/completions", *, length: int | None = 
     return head.encode() + data
 
 
+def asking(text: str, n: int, **own: Any) -> dict[str, dict[str, Any]]:
+    """A body for each API, by its address, that asks for so many tokens after a text; the rest is sampling and ours."""
+    chat, options = {"messages": [{"role": "user", "content": text}]}, {"options": {"num_predict": n} | own}
+    return {
+        "/v1/chat/completions": chat | {"max_tokens": n} | own,
+        "/v1/completions": {"prompt": text, "max_tokens": n} | own,
+        "/v1/messages": chat | {"max_tokens": n} | own,
+        "/v1/responses": {"input": text, "max_output_tokens": n} | own,
+        "/api/chat": chat | options,
+        "/api/generate": {"prompt": text} | options,
+        "/infill": {"input_prefix": text, "input_suffix": "b", "n_predict": n} | own,
+    }
+
+
 def read_all(sock: socket.socket, at_once: int = 65536) -> bytes:
     """Until the server closes."""
     received = b""

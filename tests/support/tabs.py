@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 
@@ -11,6 +12,19 @@ def expect(found: Any) -> Any:
     import playwright.sync_api
 
     return playwright.sync_api.expect(found)
+
+
+def said(words: str, finish: str | None = None) -> dict[str, Any]:
+    """An event of a chat's answer."""
+    return {"choices": [{"index": 0, "delta": {"content": words}, "finish_reason": finish}]}
+
+
+def streamed(*events: dict[str, Any]) -> Callable[[Any], None]:
+    """Answers with these events; whole if the last one has a finish reason, else the connection breaks off."""
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+    if events and "choices" in events[-1] and events[-1]["choices"][0]["finish_reason"]:
+        body += "data: [DONE]\n\n"
+    return lambda route: route.fulfill(content_type="text/event-stream", body=body)
 
 
 class Tab:
@@ -53,6 +67,24 @@ class Tab:
         """Wait until a script's result is true."""
         self.page.wait_for_function(script, arg=argument)
 
+    def click(self, name: str) -> None:
+        """Click the button of this name."""
+        self.page.get_by_role("button", name=name).click()
+
+    def turns(self, n: int) -> None:
+        """Wait until there are so many."""
+        self.until("(n) => document.querySelectorAll('.turn').length === n", n)
+
+    def saved(self, *titles: str) -> None:
+        """Wait until the list of conversations shows these."""
+        script = "() => [...document.querySelectorAll('#list button')].map((it) => it.textContent).join()"
+        self.until(f"(expected) => ({script})() === expected", ",".join(titles))
+
+    def reload(self, n: int) -> None:
+        """Load the page again, with so many turns."""
+        self.page.reload()
+        self.turns(n)
+
     def say(self, text: str) -> None:
         """Type a question, and press Enter."""
         self.page.focus("#question")
@@ -76,3 +108,7 @@ class Tab:
             "() => [...document.querySelectorAll('.turn:last-of-type .answer .token:not(.rejected)')]"
             ".map((token) => token.textContent).join('')"
         )
+
+
+Tabs = Callable[..., Tab]
+"""Opens tabs at an address, with the options of a browser's context."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -51,16 +52,9 @@ def test_a_stream_is_the_answer_in_pieces(client: Any) -> None:
         final = stream.get_final_message()
     assert final.content[0].text == whole.content[0].text
     assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
-    n = len(kinds) - 5
-    assert n > 1
-    assert kinds == [
-        "message_start",
-        "content_block_start",
-        *["content_block_delta"] * n,
-        "content_block_stop",
-        "message_delta",
-        "message_stop",
-    ]
+    order = "message_start content_block_start content_block_delta content_block_stop message_delta message_stop"
+    assert [kind for kind, _ in groupby(kinds)] == order.split()
+    assert len(kinds) > 6
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -97,25 +91,28 @@ def test_schema_and_stop_sequence(client: Any) -> None:
     assert (found.content[0].text, found.stop_reason, found.stop_sequence) == ("the cat sat", "stop_sequence", " on")
 
 
-def test_tokens_are_counted_without_an_answer(client: Any) -> None:
-    asked = {"model": "claude-local", "messages": ASKED["messages"]}
-    count = client.messages.count_tokens(**asked).input_tokens
+def test_what_is_counted_without_an_answer(client: Any) -> None:
+    def count(*messages: Any, **more: Any) -> int:
+        return client.messages.count_tokens(model="claude-local", messages=messages, **more).input_tokens
+
+    user = ASKED["messages"][0]
     usage = client.messages.create(**ASKED | {"max_tokens": 1}).usage
-    assert count == usage.input_tokens + usage.cache_read_input_tokens
-    much = [{"role": "user", "content": "word " * 4000}]
-    assert client.messages.count_tokens(model="claude-local", messages=much).input_tokens > 2048
-
-
-def test_what_was_thought_is_no_part_of_the_history(client: Any) -> None:
-    thought = {"type": "thinking", "thinking": "hm", "signature": ""}
-    turns = [
-        *ASKED["messages"],
-        {"role": "assistant", "content": [thought, {"type": "text", "text": "Hi."}]},
-        {"role": "user", "content": "Go on."},
-    ]
-    without = [*turns[:1], {"role": "assistant", "content": "Hi."}, turns[2]]
-    counts = [client.messages.count_tokens(model="claude-local", messages=m).input_tokens for m in (turns, without)]
-    assert counts[0] == counts[1]
+    assert count(user) == usage.input_tokens + usage.cache_read_input_tokens
+    assert count({"role": "user", "content": "word " * 4000}) > 2048
+    # What was thought is no part of the history, and a system message may stand anywhere.
+    text, thought = {"type": "text", "text": "Hi."}, {"type": "thinking", "thinking": "hm", "signature": ""}
+    said = [{"role": "assistant", "content": content} for content in ([thought, text], "Hi.")]
+    assert count(user, said[0], user) == count(user, said[1], user)
+    note = {"role": "system", "content": [{"type": "text", "text": "Five words at most."}]}
+    assert min(count(user, note), count(note, user)) > count(user) + 5
+    # That a tool failed is told.
+    call = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "weather", "input": {}}]}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "no network"}
+    failed, worked, unsaid = (
+        count(user, call, {"role": "user", "content": [result | more]}, tools=TOOLS)
+        for more in ({"is_error": True}, {"is_error": False}, {})
+    )
+    assert failed > worked == unsaid
 
 
 def test_an_answer_that_was_begun_is_gone_on_with(llm: LLM, client: Any) -> None:
@@ -126,51 +123,13 @@ def test_an_answer_that_was_begun_is_gone_on_with(llm: LLM, client: Any) -> None
     assert found.content[0].text == llm.generate(prompt, SamplingParams(max_tokens=8)).text.lstrip()
 
 
-def test_a_system_message_may_stand_anywhere(client: Any) -> None:
-    def count(*messages: Any, **more: Any) -> int:
-        return int(client.messages.count_tokens(model="claude-local", messages=messages, **more).input_tokens)
-
-    user, note = ASKED["messages"][0], {"role": "system", "content": [{"type": "text", "text": "Five words at most."}]}
-    for messages in ([user, note], [note, user]):
-        assert count(*messages) > count(user) + 5
-
-
-def test_an_error_of_a_tool_is_told(client: Any) -> None:
-    def count(**more: Any) -> int:
-        call = {"type": "tool_use", "id": "t", "name": "weather", "input": {}}
-        result = {"type": "tool_result", "tool_use_id": "t", "content": "no network"} | more
-        turns = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
-        messages = [*ASKED["messages"], *turns]
-        return int(client.messages.count_tokens(model="claude-local", messages=messages, tools=TOOLS).input_tokens)
-
-    assert count(is_error=True) > count(is_error=False) == count()
-
-
-def test_models(client: Any) -> None:
-    assert "claude-local" in [model.id for model in client.models.list()]
-
-
 @pytest.mark.parametrize(
     ("change", "error", "word"),
     [
         ({"model": "gpt-9"}, "NotFoundError", "gpt-9"),
-        ({"max_tokens": 0}, "BadRequestError", "max_tokens"),
-        ({"messages": []}, "BadRequestError", "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "BadRequestError", "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "BadRequestError", "only text"),
-        (
-            {
-                "messages": [
-                    {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]}
-                ]
-            },
-            "BadRequestError",
-            "results are missing",
-        ),
         ({"messages": [{"role": "user", "content": "word " * 4000}]}, "BadRequestError", "2048"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "BadRequestError", "input_schema"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "no"}}, "BadRequestError", "tool_choice"),
-        ({"extra_body": {"temperature": -1}}, "BadRequestError", "temperature"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

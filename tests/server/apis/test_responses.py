@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 
 import openai
@@ -12,17 +12,9 @@ import pytest
 from localspec import LLM, SamplingParams
 from localspec.server.service import ResponseStore, StoredResponse
 from tests.server.apis.conftest import CALL, SCHEMA, says
-from tests.support.serving import Server
-from tests.support.waiting import PATIENCE
 
 ASKED: Any = {"model": "claude-local", "input": "Say something.", "max_output_tokens": 100}
 TOOLS: Any = [{"type": "function", "name": "weather", "description": "The weather.", "parameters": SCHEMA}]
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as made:
-        yield made
 
 
 def test_an_answer_is_the_library_s(llm: LLM, client: openai.OpenAI) -> None:
@@ -32,7 +24,6 @@ def test_an_answer_is_the_library_s(llm: LLM, client: openai.OpenAI) -> None:
     assert found.output_text == expected.text
     assert found.status == {"length": "incomplete", "stop": "completed"}[expected.finish_reason]
     assert found.instructions == "Be terse."
-    assert found.usage is not None
     assert found.usage.input_tokens == expected.stats["prompt_tokens"]
     assert found.usage.output_tokens == expected.stats["completion_tokens"]
     assert found.usage.total_tokens == found.usage.input_tokens + found.usage.output_tokens
@@ -45,17 +36,15 @@ def test_a_stream_s_events_come_in_openai_s_order(client: openai.OpenAI) -> None
     assert [event.sequence_number for event in events] == list(range(len(events)))
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert len(deltas) > 1
-    assert [event.type.removeprefix("response.") for event in events] == [
-        "created",
-        "in_progress",
-        "output_item.added",
-        "content_part.added",
-        *["output_text.delta"] * len(deltas),
-        "output_text.done",
+    kinds = [event.type.removeprefix("response.") for event in events]
+    order = "created in_progress output_item.added content_part.added output_text.delta output_text.done"
+    assert [kind for kind, _ in groupby(kinds)] == [
+        *order.split(),
         "content_part.done",
         "output_item.done",
         whole.status,
     ]
+    assert len(events) == len(deltas) + 8
     assert "".join(deltas) == events[-4].text == events[-1].response.output_text == whole.output_text
     assert len({event.item_id for event in events if hasattr(event, "item_id")}) == 1
     assert events[0].response.id == events[-1].response.id
@@ -84,39 +73,8 @@ def test_a_tool_is_called_and_its_result_read(client: openai.OpenAI, stream: boo
     # The conversation by reference, and in full, is the same to the model.
     short = client.responses.create(**own | {"input": [result]}, previous_response_id=found.id)
     full = client.responses.create(**own | {"input": [question, call.model_dump(), result]})
-    assert short.output_text == full.output_text == "It is sunny."
-    assert short.usage is not None
-    assert full.usage is not None
-    assert short.usage.input_tokens == full.usage.input_tokens
+    assert (short.output_text, short.usage.input_tokens) == ("It is sunny.", full.usage.input_tokens)
     assert short.previous_response_id == found.id
-
-
-def test_an_agent_s_whole_conversation(client: openai.OpenAI) -> None:
-    """In the shape in which Codex sends it: all of it each time, with what only OpenAI's servers understand."""
-
-    def message(role: str, text: str, kind: str = "input_text") -> dict[str, Any]:
-        return {"type": "message", "id": "msg_1", "role": role, "content": [{"type": kind, "text": text}]}
-
-    begin = [message("developer", "You code."), message("developer", "Skills."), message("user", "The weather?")]
-    agents = {"type": "namespace", "name": "agents", "description": "Agents.", "tools": TOOLS}
-    asked: Any = {"model": "claude-local", "store": False, "include": ["reasoning.encrypted_content"]}
-    asked |= {"reasoning": {"summary": "auto"}, "tool_choice": "auto", "parallel_tool_calls": True}
-    asked |= {"tools": [*TOOLS, agents, {"type": "web_search", "external_web_access": False}]}
-    own = {"prompt_cache_key": "k", "client_metadata": {"thread": "t"}}
-    found = client.responses.create(**asked, input=begin, extra_body=own | says(f"I look.\n{CALL}"))
-    said, call = found.output
-    assert (said.type, call.type) == ("message", "function_call")
-    output = [{"type": "input_text", "text": "sunny"}]
-    turn: Any = [
-        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": None},
-        message("assistant", found.output_text, "output_text"),
-        {"type": "function_call", "name": "weather", "arguments": call.arguments, "call_id": call.call_id},
-        {"type": "function_call_output", "call_id": call.call_id, "output": output},
-    ]
-    events: list[Any] = list(
-        client.responses.create(**asked, input=[*begin, *turn], stream=True, extra_body=own | says("It is sunny."))
-    )
-    assert events[-1].response.output_text == "It is sunny."
 
 
 def test_choice_of_tools_and_form(client: openai.OpenAI) -> None:
@@ -131,8 +89,6 @@ def test_instructions_are_of_one_answer_only(client: openai.OpenAI) -> None:
     second = client.responses.create(**ASKED, previous_response_id=first.id)
     turns: Any = [{"role": "user", "content": ASKED["input"]}, {"role": "assistant", "content": "Hello."}]
     full = client.responses.create(**ASKED | {"input": [*turns, turns[0]]})
-    assert second.usage is not None
-    assert full.usage is not None
     assert second.usage.input_tokens == full.usage.input_tokens
     assert second.output_text == full.output_text
 
@@ -144,8 +100,6 @@ def test_an_item_of_an_answer_that_is_kept_can_be_named(client: openai.OpenAI) -
     for reference in (named, {"id": named["id"]}):
         found = client.responses.create(**ASKED | {"input": [user, reference, user]})
         full = client.responses.create(**ASKED | {"input": [user, {"role": "assistant", "content": "Hello."}, user]})
-        assert found.usage is not None
-        assert full.usage is not None
         assert found.usage.input_tokens == full.usage.input_tokens
     client.responses.delete(first.id)
     with pytest.raises(openai.BadRequestError, match="there is no item") as caught:
@@ -188,16 +142,8 @@ def test_the_store_is_bounded_in_number_and_size() -> None:
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"input": []}, "input"),
-        ({"input": [{"role": "nobody", "content": "x"}]}, "input[0].role"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            "input[0].content[0].type",
-        ),
         ({"input": [{"type": "computer_call"}]}, "input[0].type"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"background": True}, "background"),
-        ({"conversation": "c"}, "conversation"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "no"}}, "tool_choice"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nothing"}}}}, "text.format"),
     ],
@@ -209,8 +155,3 @@ def test_a_wrong_request_names_the_field(
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(**ASKED | change, stream=stream)
     assert caught.value.param == param
-
-
-def test_embeddings_are_refused_clearly(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="no embeddings"):
-        client.embeddings.create(model="claude-local", input="x")

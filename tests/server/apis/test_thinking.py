@@ -17,8 +17,6 @@ from tests.support.waiting import PATIENCE
 BUDGET, MAX_TOKENS = 12, 40
 SEED = {"temperature": 1, "seed": 1}
 QUESTION: Any = {"role": "user", "content": "in the and"}
-
-
 THOUGHT = "a long thought of mine"
 
 
@@ -27,11 +25,8 @@ def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, module_home: Path
 ) -> Iterator[Server]:
     """One model's template opens the block and hides earlier thinking, the other's shows all of it."""
-    folder = tmp_path_factory.mktemp("thinker")
-    if request.param == "opens":
-        path = write_thinker(folder, "deepseek")
-    else:
-        path = write_thinker(folder, "qwen", QWEN.replace(" and loop.index0 > ns.last", ""))
+    shows = ("qwen", QWEN.replace(" and loop.index0 > ns.last", ""))
+    path = write_thinker(tmp_path_factory.mktemp("thinker"), *(("deepseek",) if request.param == "opens" else shows))
     with LLM(path, draft="ngram", backend="reference", n_ctx=512, idle=False) as llm, serve(llm) as server:
         yield server
 
@@ -40,12 +35,6 @@ def server(
 def opens(server: Server) -> bool:
     """Whether the template opens the block: a tiny model never does."""
     return server.service.llm.model_name == "deepseek"
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as made:
-        yield made
 
 
 def ask(client: openai.OpenAI, extra: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -77,12 +66,8 @@ def test_chats(server: Server, client: openai.OpenAI, opens: bool, chat: tuple[s
     scored = ask(client, logprobs=True, top_logprobs=0)
     assert len(scored.choices[0].logprobs.content) <= scored.usage.completion_tokens - n_thought
     n_prompt = scored.usage.prompt_tokens
-    for extra in (
-        {"think": "off"},
-        {"reasoning_effort": "none"},
-        {"chat_template_kwargs": {"enable_thinking": False}},
-        {"response_format": {"type": "json_object"}},
-    ):
+    form = {"response_format": {"type": "json_object"}}
+    for extra in ({"think": "off"}, {"chat_template_kwargs": {"enable_thinking": False}}, form):
         off = ask(client, extra | {"thinking_budget": None})
         assert getattr(off.choices[0].message, "reasoning_content", None) is None
         assert off.usage.completion_tokens_details.reasoning_tokens == 0
@@ -110,17 +95,12 @@ def test_messages(server: Server, opens: bool, chat: tuple[str, str, int]) -> No
         usage = client.messages.create(**asked, output_config=form).usage
         counted = client.messages.count_tokens(model=asked["model"], messages=[QUESTION], output_config=form)
         assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
-        for thinking in ({"type": "much"}, {"type": "enabled", "budget_tokens": -1}):
-            with pytest.raises(anthropic.BadRequestError, match="thinking"):
-                client.messages.create(**asked | {"thinking": thinking})
-
-        def n_read(*turns: Any) -> int:
-            return int(client.messages.count_tokens(model=asked["model"], messages=[QUESTION, *turns]).input_tokens)
-
-        thought = {"type": "thinking", "thinking": THOUGHT, "signature": ""}
-        text = {"type": "text", "text": "Hi."}
-        plain = n_read({"role": "assistant", "content": [text]}, QUESTION)
-        assert (n_read({"role": "assistant", "content": [thought, text]}, QUESTION) > plain) == (not opens)
+        counts = []
+        for thought in ([], [{"type": "thinking", "thinking": THOUGHT, "signature": ""}]):
+            said = {"role": "assistant", "content": [*thought, {"type": "text", "text": "Hi."}]}
+            sent = client.messages.count_tokens(model=asked["model"], messages=[QUESTION, said, QUESTION])
+            counts.append(sent.input_tokens)
+        assert (counts[1] > counts[0]) == (not opens)
 
 
 def test_responses(client: openai.OpenAI, opens: bool, chat: tuple[str, str, int]) -> None:
@@ -137,28 +117,22 @@ def test_responses(client: openai.OpenAI, opens: bool, chat: tuple[str, str, int
     assert "".join(deltas) == chat[0]
     if opens:
         assert len(deltas) > 1
-        assert whole.output[0].content[0].text == chat[0]
         (done,) = [event for event in events if event.type == "response.reasoning_text.done"]
-        assert done.text == chat[0]
+        assert done.text == whole.output[0].content[0].text == chat[0]
         assert done.item_id == added[0].item.id != added[1].item.id
     off: Any = client.responses.create(**asked, reasoning={"effort": "none"}, extra_body=SEED)
     assert off.usage.output_tokens_details.reasoning_tokens == 0
     assert [item.type for item in off.output] == ["message"]
-    with pytest.raises(openai.BadRequestError, match="effort"):
-        client.responses.create(**asked, reasoning={"effort": "so much"})  # type: ignore[arg-type]
     # An answer that is gone on from, and all that was said sent back, is the same to the model.
-    again = asked | {"input": [QUESTION]}
-    by_name: Any = client.responses.create(**again, previous_response_id=whole.id)
+    by_name: Any = client.responses.create(**asked, previous_response_id=whole.id)
     said = [item.model_dump() for item in whole.output]
-    in_full: Any = client.responses.create(**again | {"input": [QUESTION, *said, QUESTION]})
+    in_full: Any = client.responses.create(**asked | {"input": [QUESTION, *said, QUESTION]})
     assert by_name.usage.input_tokens == in_full.usage.input_tokens
     thought = {"type": "reasoning", "id": "rs_1", "summary": []}
-    said = [{"role": "assistant", "content": "Hi."}, QUESTION]
     counts = []
     for content in ([], [{"type": "reasoning_text", "text": THOUGHT}]):
-        again["input"] = [QUESTION, thought | {"content": content}, *said]
-        found: Any = client.responses.create(**again)
-        counts.append(found.usage.input_tokens)
+        asked["input"] = [QUESTION, thought | {"content": content}, {"role": "assistant", "content": "Hi."}, QUESTION]
+        counts.append(client.responses.create(**asked).usage.input_tokens)
     assert (counts[1] > counts[0]) == (not opens)
 
 
@@ -176,8 +150,6 @@ def test_ollama(server: Server, opens: bool, chat: tuple[str, str, int]) -> None
     assert (made.thinking or "", made.response) == chat[:2]
     assert not client.chat(**asked, think=False).message.thinking
     assert "thinking" in client.show(asked["model"]).capabilities
-    with pytest.raises(ollama.ResponseError, match="think"):
-        client._request(dict, "POST", "/api/chat", json=asked | {"think": "much"})
     counts = []
     for thinking in ("", THOUGHT):
         said = {"role": "assistant", "content": "Hi.", "thinking": thinking}
