@@ -161,11 +161,11 @@ def with_tokens(vocab: TinyVocab, chat_template: str, **types: Sequence[str]) ->
     Args:
         vocab: what it begins with.
         chat_template: the template.
-        types: ``control`` and ``user_defined``: the tokens.
+        types: ``normal``, ``control`` and ``user_defined``: the tokens.
     """
     tokens, kinds = list(vocab.tokens), list(vocab.types)
     for name, texts in types.items():
         tokens += texts
-        kinds += [{"control": CONTROL, "user_defined": USER_DEFINED}[name]] * len(texts)
+        kinds += [{"normal": NORMAL, "control": CONTROL, "user_defined": USER_DEFINED}[name]] * len(texts)
     scores = [*vocab.scores, *[0.0] * (len(tokens) - len(vocab.tokens))] if vocab.scores else ()
     return replace(vocab, tokens=tokens, types=kinds, scores=scores, chat_template=chat_template)
