@@ -37,12 +37,6 @@ from tests.support.memory import growth_per_cycle, resident_mb
 
 
 @pytest.fixture(scope="module")
-def model(backend: Backend, tiny: TinyFiles) -> Iterator[Model]:
-    with backend.load(three_layers(tiny.folder), n_threads=1) as model:
-        yield model
-
-
-@pytest.fixture(scope="module")
 def oracle(model: Model) -> Iterator[Model]:
     """What rows are compared with: the reference's, or those of a fresh context where they must be equal to the bit."""
     with ExitStack() as stack:
@@ -92,6 +86,10 @@ def test_an_input_longer_than_the_engines_batch(model: Model, oracle: Model) -> 
                 for name, states in forward.hidden.items():
                     assert agree(model, states, wanted.hidden[name][700 - (n_rows if name in CROPPED else 700) :])
                 context.truncate(0)
+                if hidden:
+                    early = context.decode_first_layers(tokens, 1).hidden["layer:0"]
+                    assert agree(model, early, wanted.hidden["layer:0"])
+                    context.truncate(0)
 
 
 def test_an_input_is_interrupted_between_its_pieces(model: Model, oracle: Model) -> None:

@@ -35,27 +35,6 @@ def test_the_branches_differ_by_more_than_noise(context: Context) -> None:
         assert np.abs(logits[left] - logits[right]).max() > 10 * NOISE
 
 
-def test_whatever_comes_before_a_path_is_kept_drops_the_tree(model: Model, context: Context) -> None:
-    before, tokens, parents = some_tokens(20), some_tokens(7, seed=4), [-1, 0, 0, 1, 1, 2, 2]
-    context.decode(before)
-    for disturb in (
-        lambda: None,
-        lambda: context.truncate(20),
-        lambda: context.reuse(before),
-        lambda: context.keep([]),
-        lambda: context.decode_tree(tokens[:2], [-1, -1]),
-        lambda: context.truncate(10),
-    ):
-        context.reuse(before)
-        if context.n_past < 20:
-            context.decode(before[context.n_past :])
-        context.decode_tree(tokens, parents)
-        disturb()
-        check_next(model, context, some_tokens(4, seed=5))
-        with pytest.raises(UsageError, match="no tree"):
-            context.keep([0])
-
-
 def test_trees_that_are_none(context: Context) -> None:
     context.decode([5, 6])
     for tokens, parents in (([], []), ([5], [0]), ([5], [-2]), ([5, 6], [-1]), ([5, 6], [1, -1]), ([99999], [-1])):

@@ -393,9 +393,10 @@ def apart(code: str, *arguments: str | Path) -> str:
 
 MANY = """
 import sys
+from pathlib import Path
 from localspec.backends import load
 from localspec.errors import EngineError
-model, contexts = load(sys.argv[1], "ik-llama"), []
+model, contexts = load(Path(sys.argv[1]), "ik-llama"), []
 try:
     while True:
         contexts.append(model.new_context(8))

@@ -209,6 +209,13 @@ class Memories(RuleBasedStateMachine):
         if forward is not None:
             self.texts[i] += tokens
             self.check(forward, self.texts[i], len(self.texts[i]) - n, logits)
+            self.check_no_tree(i)
+
+    def check_no_tree(self, i: int) -> None:
+        """A tree of which no path was kept is gone, whatever came after it."""
+        if self.contexts[i].can_branch:
+            with pytest.raises(UsageError, match="no tree"):
+                self.contexts[i].keep([0])
 
     @rule(numbers=st.permutations(range(3)), n=st.integers(1, 3), widths=st.tuples(width, width, width), seed=number)
     def feed_together(self, numbers: list[int], n: int, widths: tuple[int, ...], seed: int) -> None:
@@ -267,6 +274,7 @@ class Memories(RuleBasedStateMachine):
         n = max(0, len(text) - back) if share < 0.7 else int(len(text) * (1 - share))
         self.contexts[i].truncate(n)
         self.forget(i, n)
+        self.check_no_tree(i)
 
     def forget(self, i: int, n: int) -> None:
         del self.texts[i][n:]
@@ -281,6 +289,7 @@ class Memories(RuleBasedStateMachine):
         n = min(len(self.texts[i]), len(other)) if n is None else n
         assert self.contexts[i].reuse(other) == n
         self.forget(i, n)
+        self.check_no_tree(i)
 
     @rule(i=where, n=st.integers(1, 10), seed=number, branches=st.booleans())
     def break_off(self, i: int, n: int, seed: int, branches: bool) -> None:
