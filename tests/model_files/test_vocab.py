@@ -6,17 +6,16 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
+from localspec.backends.llama.model import LlamaModel
 from localspec.errors import UnsupportedModel
 from localspec.model_files.gguf import GGUFFile, StringArray
 from localspec.model_files.vocab import Vocab
 from localspec.spec_decode.drafters.carried_text import partners
 from tests.conftest import TinyFiles, open_backend
-from tests.support.gguf_vocabs import (  # fmt: skip
+from tests.support.gguf_vocabs import (
     BYTE,
     CONTROL,
     NORMAL,
@@ -45,40 +44,19 @@ def make(tmp_path: Path) -> Callable[[TinyVocab], Vocab]:
 
 def engine_view(name: str, path: Path) -> tuple[list[bytes], set[int]]:
     """Every token's text and the end tokens, as an engine sees them."""
-    is_eog: Any
-    if name == "ik-llama":
-        from localspec.backends.llama.ik_llama import binding as ik
-
-        api, lib = ik().api, ik().lib
-        params = api.llama_model_default_params()
-        params.vocab_only = True
-        handle = model = api.llama_model_load_from_file(str(path).encode(), params)
-        n, is_eog, to_piece = lib.llama_n_vocab(model), lib.llama_token_is_eog, lib.llama_token_to_piece
-        is_eog.argtypes, is_eog.restype = [ctypes.c_void_p, ctypes.c_int32], ctypes.c_bool
-        pointer, i32 = ctypes.c_void_p, ctypes.c_int32
-        to_piece.argtypes = [pointer, i32, ctypes.c_char_p, i32, i32, ctypes.c_bool]
-        to_piece.restype = i32
-        free = api.llama_free_model
-    else:
-        import llama_cpp as lib
-
-        from localspec.backends.llama.llama_cpp import binding
-
-        binding()
-        params = lib.llama_model_default_params()
-        params.vocab_only = True
-        model = lib.llama_model_load_from_file(str(path).encode(), params)
-        handle = lib.llama_model_get_vocab(model)
-        n, is_eog, to_piece = lib.llama_vocab_n_tokens(handle), lib.llama_vocab_is_eog, lib.llama_token_to_piece
-        free = lib.llama_model_free
-    buffer = ctypes.create_string_buffer(4096)
-    pieces = []
-    for i in range(n):
-        size = to_piece(handle, i, buffer, 4096, 0, False)
-        pieces.append(buffer.raw[:size])
-    ends = {i for i in range(n) if is_eog(handle, i)}
-    free(model)
-    return pieces, ends
+    with open_backend(name).load(path, n_threads=1) as model:
+        assert isinstance(model, LlamaModel)
+        lib, handle = model.binding.lib, model.binding.tokenizer(model._handle)
+        to_piece, is_eog = lib.llama_token_to_piece, getattr(lib, "llama_vocab_is_eog", None)
+        if is_eog is None:  # ik-llama's have no types yet
+            is_eog, pointer, i32 = lib.llama_token_is_eog, ctypes.c_void_p, ctypes.c_int32
+            is_eog.argtypes, is_eog.restype = [pointer, i32], ctypes.c_bool
+            to_piece.argtypes = [pointer, i32, ctypes.c_char_p, i32, i32, ctypes.c_bool]
+        buffer, pieces = ctypes.create_string_buffer(4096), []
+        for token in range(model.n_vocab):
+            size = to_piece(handle, token, buffer, 4096, 0, False)
+            pieces.append(buffer.raw[:size])
+        return pieces, {token for token in range(model.n_vocab) if is_eog(handle, token)}
 
 
 # The vocabulary of the larger Qwen is compared with the smaller one's below.
@@ -157,9 +135,7 @@ def test_harmony_messages_do_not_end_with_end(make: Callable[[TinyVocab], Vocab]
 
 
 def with_types(vocab: TinyVocab, token: int, kind: int) -> TinyVocab:
-    types = list(vocab.types)
-    types[token] = kind
-    return replace(vocab, types=types)
+    return replace(vocab, types=[kind if i == token else each for i, each in enumerate(vocab.types)])
 
 
 def longer(vocab: TinyVocab, text: str, kind: int, count: int = 1) -> TinyVocab:
