@@ -15,9 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hypothesis import strategies as st
+
 from localspec.backends import unavailable_reason
-from tests.fuzz.gguf_cases import CASES, Builder
+from tests.fuzz.gguf_cases import BASES, CASES, SHARES, Builder
 from tests.fuzz.target import Check, Target
+from tests.support import ggufs
 
 SILENCE_S = 120.0
 """Without an answer for so long, the engine hangs: a load of these files takes milliseconds."""
@@ -119,4 +122,31 @@ def targets(what: str, cases: Any, builder: Any, n: int, *engines: str) -> list[
     ]
 
 
-TARGETS = targets("gguf", CASES, Builder, 40, "ik-llama", "llama-cpp", "mlx")
+ARCHITECTURES: dict[str, Callable[[Path], Path]] = {
+    "llama": BASES["bpe"],
+    "llama of experts": ggufs.write_experts,
+    "gemma3": ggufs.write_sliding_window,
+    "glm4moe": ggufs.write_glm,
+    "mamba": ggufs.write_mamba,
+    "qwen35": ggufs.write_hybrid,
+}
+"""Each asserts something else of its sizes."""
+
+OTHER_NUMBERS = st.tuples(
+    st.just("a number"),
+    SHARES,
+    st.sampled_from([0, 1, 3, 513, 1 << 31, (1 << 32) - 1]),  # 513 layers are one more than engines have room for
+    st.sampled_from([0.0, -1.0, 1e30, float("nan"), float("inf")]),
+)
+
+TARGETS = [
+    *targets("gguf", CASES, Builder, 40, "ik-llama", "llama-cpp", "mlx"),
+    *targets(
+        "hyperparameters",
+        st.tuples(st.sampled_from(sorted(ARCHITECTURES)), st.tuples(OTHER_NUMBERS)),
+        partial(Builder, bases=ARCHITECTURES),
+        20,
+        "ik-llama",
+        "llama-cpp",
+    ),
+]

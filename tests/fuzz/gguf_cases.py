@@ -156,6 +156,8 @@ def values(draw: Any) -> tuple[int, bytes]:
 
 
 KEYS: list[str] = table("gguf_cases", "KEYS")
+MORE_WHOLES: list[str] = table("hyperparameters", "MORE_WHOLES")
+MORE_FLOATS: list[str] = table("hyperparameters", "MORE_FLOATS")
 
 NAN, INFINITY = b"\x00\x00\xc0\x7f", b"\x00\x00\x80\x7f"
 
@@ -216,6 +218,8 @@ def apply(header: Header, change: tuple[Any, ...]) -> None:
         setattr(header, kind, first)
     elif kind == "patch":
         header.patches.append((first, *rest))
+    elif kind == "a number":
+        _change_number(header, first, *rest)
     elif kind == "data":
         at = int(first * len(header.data)) // 4 * 4
         header.data = header.data[:at] + rest[0] + header.data[at + len(rest[0]) :]
@@ -223,6 +227,16 @@ def apply(header: Header, change: tuple[Any, ...]) -> None:
         _change_key(header, kind, first.encode(), rest)
     elif header.tensors:
         _change_tensor(header, kind, int(first * len(header.tensors)), rest)
+
+
+def _change_number(header: Header, share: float, whole: int, real: float) -> None:
+    """One of the numbers that a file has, or may have besides, becomes another one by its type."""
+    architecture = next(value[8:] for key, _, value in header.keys if key == b"general.architecture").decode()
+    kinds = {f"{architecture}.{name}".encode(): 4 for name in MORE_WHOLES}
+    kinds |= {f"{architecture}.{name}".encode(): 6 for name in MORE_FLOATS}
+    kinds |= {key: kind for key, kind, _ in header.keys if kind in _SIZES and kind != 7}
+    key, kind = list(kinds.items())[int(share * len(kinds))]
+    _change_key(header, "set", key, [(kind, number(kind, real if kind in (6, 12) else whole))])
 
 
 def _change_key(header: Header, kind: str, name: bytes, rest: list[Any]) -> None:
