@@ -30,7 +30,6 @@ from tests.support.contexts import (
     fresh_rows,
     rows,
     some_tokens,
-    three_layers,
     try_any_order,
 )
 from tests.support.memory import growth_per_cycle, resident_mb

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from localspec.backends import reference
-from localspec.errors import LocalspecError, ModelFileError, NotGGUF, UnsupportedModel
+from localspec.errors import LocalspecError, ModelFileError, UnsupportedModel
 from localspec.heads.listing import inspect
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.vocab import Vocab

@@ -19,12 +19,9 @@ from tests.conftest import Backend, TinyFiles
 from tests.support.contexts import (
     EMBEDDING,
     EVERY,
-    NOISE,
     SHAPE,
     WEIGHTS,
-    WHOLE,
     agree,
-    check_next,
     fresh,
     fresh_rows,
     rows,

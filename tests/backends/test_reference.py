@@ -14,7 +14,7 @@ from localspec.backends import reference
 from localspec.backends.base import FloatArray
 from localspec.backends.llama.llama_cpp import LlamaCppBinding
 from localspec.errors import ModelFileError, NotGGUF, UnsupportedModel, UsageError
-from tests.conftest import Backend, TinyFiles, open_backend
+from tests.conftest import TinyFiles, open_backend
 from tests.support import ggufs
 from tests.support.contexts import fresh_rows, some_tokens
 

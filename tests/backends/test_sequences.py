@@ -13,7 +13,7 @@ from localspec.backends.llama import batch as batch_module
 from localspec.backends.llama.batch import MAX_SEQUENCES, LlamaSequences, SequencesOrOne
 from localspec.errors import Cancelled, Closed, ContextFull, EngineError, UsageError
 from tests.conftest import Backend, TinyFiles, open_backend
-from tests.support.contexts import CROPPED, EVERY, agree, check_next, fresh, fresh_rows, some_tokens, three_layers
+from tests.support.contexts import CROPPED, EVERY, agree, check_next, fresh, fresh_rows, some_tokens
 
 
 @pytest.fixture

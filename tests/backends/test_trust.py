@@ -127,7 +127,9 @@ def another_branch_is_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 BRANCHES_SWAPPED = wrong_rows(LlamaContext, "decode_tree", lambda _, tokens, found: Forward(found.logits[::-1]))
-OTHER_TOKENS = wrong_rows(LlamaContext, "decode", lambda _, tokens, found: rolled(found, 0) if len(tokens) > 8 else found)
+OTHER_TOKENS = wrong_rows(
+    LlamaContext, "decode", lambda _, tokens, found: rolled(found, 0) if len(tokens) > 8 else found
+)
 
 DEFECTS: dict[str, list[Patch]] = {
     # Kernels are chosen by width, so each that the check looks at is looked at for itself.

@@ -54,7 +54,9 @@ SETTINGS = st.sampled_from(
 
 CASES = st.tuples(
     st.sampled_from(KINDS),
-    st.lists(st.one_of(changes(KEYS, ["localspec.head.token_map"], b"head.fc.weight"), SETTINGS), min_size=1, max_size=3),
+    st.lists(
+        st.one_of(changes(KEYS, ["localspec.head.token_map"], b"head.fc.weight"), SETTINGS), min_size=1, max_size=3
+    ),
 )
 """(kind of head, changes)"""
 

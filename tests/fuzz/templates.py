@@ -37,14 +37,14 @@ ATOMS = st.one_of(
     st.sampled_from(NAMES),
     st.sampled_from(TEXTS).map(_quoted),
     st.sampled_from(NUMBERS),
-    st.sampled_from("[] {} () [1,2,3] messages[1].content messages[0] range(10**6) ('a'*10**6)".split()),
+    st.sampled_from(["[]", "{}", "()", "[1,2,3]", "messages[1].content", "messages[0]", "range(10**6)", "('a'*10**6)"]),
 )
 
 
 def _larger(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     arguments = st.lists(inner, max_size=3).map(", ".join)
     name = st.one_of(st.sampled_from(METHODS), st.sampled_from(HIDDEN), st.sampled_from(["role", "content", "x"]))
-    operator = st.sampled_from("+ - * / // % ** ~ == != < > <= >= and or in".split())
+    operator = st.sampled_from([*"+-*/%~<>", "//", "**", "==", "!=", "<=", ">=", "and", "or", "in"])
     return st.one_of(
         st.tuples(inner, operator, inner).map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
         st.tuples(inner, st.sampled_from(FILTERS)).map(lambda t: f"({t[0]}|{t[1]})"),
@@ -104,7 +104,7 @@ STATEMENTS = st.one_of(
     EXPRESSIONS.map(lambda e: "{% set x = " + e + " %}"),
     EXPRESSIONS.map(lambda e: "{% set ns.x = " + e + " %}"),
     st.sampled_from([CHATML, "text", "{% set ns.x = ns.x ~ ns.x %}", "{% set ns.y = [ns.y, ns.y] %}", "{{", "{#"]),
-    st.sampled_from("break|continue|include x|import 'os' as os|extends x|for|raw".split("|")).map(
+    st.sampled_from(["break", "continue", "include x", "import 'os' as os", "extends x", "for", "raw"]).map(
         lambda inner: "{% " + inner + " %}"
     ),
     st.text(max_size=8),

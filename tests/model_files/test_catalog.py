@@ -16,6 +16,7 @@ from localspec.system.machine import SystemMemory
 
 CATALOG = Catalog.load()
 
+
 @pytest.mark.parametrize("entry", CATALOG.values(), ids=list(CATALOG))
 def test_entries_are_sound(entry: Entry) -> None:
     assert re.fullmatch(r"[a-z0-9.-]+", entry.name)

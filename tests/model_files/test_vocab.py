@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -47,9 +48,10 @@ def engine_view(name: str, path: Path) -> tuple[list[bytes], set[int]]:
     with open_backend(name).load(path, n_threads=1) as model:
         assert isinstance(model, LlamaModel)
         lib, handle = model.binding.lib, model.binding.tokenizer(model._handle)
-        to_piece, is_eog = lib.llama_token_to_piece, getattr(lib, "llama_vocab_is_eog", None)
-        if is_eog is None:  # ik-llama's have no types yet
-            is_eog, pointer, i32 = lib.llama_token_is_eog, ctypes.c_void_p, ctypes.c_int32
+        to_piece = lib.llama_token_to_piece
+        is_eog = lib.llama_token_is_eog if name == "ik-llama" else lib.llama_vocab_is_eog
+        if name == "ik-llama":  # whose functions have no types yet
+            pointer, i32 = ctypes.c_void_p, ctypes.c_int32
             is_eog.argtypes, is_eog.restype = [pointer, i32], ctypes.c_bool
             to_piece.argtypes = [pointer, i32, ctypes.c_char_p, i32, i32, ctypes.c_bool]
         buffer, pieces = ctypes.create_string_buffer(4096), []

@@ -158,7 +158,7 @@ def sizes(
     n_layer: int, n: int, n_ff: int, n_head: int, n_kv: int | Sequence[int] | None = None, d_head: int | None = None
 ) -> dict[str, Any]:
     """The keys that most architectures have, without its name."""
-    return {
+    values = {
         "block_count": n_layer,
         "context_length": 2048,
         "embedding_length": n,
@@ -169,6 +169,7 @@ def sizes(
         "attention.value_length": d_head,
         "attention.layer_norm_rms_epsilon": 1e-5,
     }
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def named(architecture: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -341,7 +342,9 @@ class Parts:
 
     def gated_attention(self) -> Weights:
         """Qwen's: a gate for each query."""
-        return self.attention(query=1.0, n_query=2 * N_HEAD * D_HEAD) | norms("attn_q_norm", "attn_k_norm", width=D_HEAD)
+        return self.attention(query=1.0, n_query=2 * N_HEAD * D_HEAD) | norms(
+            "attn_q_norm", "attn_k_norm", width=D_HEAD
+        )
 
     def delta_net(self, *, together: bool = False) -> Weights:
         """Qwen's gated delta net, which keeps a state; with its two small matrices in one."""
@@ -415,6 +418,7 @@ def write_model(
     *,
     embedding: float = N**0.5,
     drop: str = "",
+    tied: bool = False,
     stored: Callable[[str, Array], Stored] | None = None,
 ) -> Path:
     """A model of some layers.
@@ -428,6 +432,7 @@ def write_model(
         vocab: byte-level BPE by default.
         embedding: how large the elements of embeddings are.
         drop: tensors with this in their name are left out.
+        tied: whether embeddings are the output matrix too.
         stored: see ``write_gguf``.
     """
     vocab, n, layers = vocab or bpe_vocab(), parts.n, list(layers)
@@ -441,6 +446,8 @@ def write_model(
     usual = sizes(len(layers), n, 2 * N_FF, N_HEAD, N_KV, D_HEAD)
     usual |= {"rope.dimension_count": D_HEAD, "rope.freq_base": 10000.0}
     kept = {name: weight for name, weight in weights.items() if not drop or drop not in name}
+    if tied:
+        del kept["output.weight"]
     metadata = named(architecture, usual | dict(settings)) | vocab_metadata(vocab)
     return write_gguf(path, architecture, metadata, kept, stored=stored)
 
@@ -477,7 +484,8 @@ def write_mamba(path: Path, vocab: TinyVocab | None = None, *, seed: int = 0) ->
             "ssm_out.weight": parts.matrix(n, inner),
         }
 
-    settings: dict[str, Any] = sizes(2, n, 0, 0) | {"rope.dimension_count": None, "rope.freq_base": None}
+    none = ("attention.head_count_kv", "attention.key_length", "attention.value_length")
+    settings: dict[str, Any] = sizes(2, n, 0, 0) | dict.fromkeys((*none, "rope.dimension_count", "rope.freq_base"))
     settings |= {"ssm.conv_kernel": KERNEL, "ssm.inner_size": inner, "ssm.state_size": state}
     settings["ssm.time_step_rank"] = rank
     return write_model(path, "mamba", parts, [layer(), layer()], settings, vocab, embedding=8.0)
@@ -502,7 +510,7 @@ def write_sliding_window(path: Path, window: int = 32, vocab: TinyVocab | None =
     settings["rope.dimension_count"] = None
     layers, vocab = [layer() for _ in range(6)], vocab or spm_vocab()
     # Tied: the same matrix makes the logits, so its scale sets how peaked they are.
-    return write_model(path, "gemma3", parts, layers, settings, vocab, embedding=3.0, drop="output.weight")
+    return write_model(path, "gemma3", parts, layers, settings, vocab, embedding=3.0, tied=True)
 
 
 def write_hybrid(

@@ -181,12 +181,7 @@ def _weights(
         if architecture in ("olmo2", "gemma3"):
             layer |= {"post_attention_norm.weight": 4 * norm(), "post_ffw_norm.weight": 4 * norm()}
         if architecture in ("qwen3moe", "gpt-oss"):
-            n_expert, n_ff = settings["expert_count"], settings["expert_feed_forward_length"]
-            layer |= _experts(settings, n, rng)
-            if architecture == "gpt-oss":
-                for part, shape in (("gate", (n_ff,)), ("up", (n_ff,)), ("down", (n,)), ("gate_inp", ())):
-                    name = f"ffn_{part}.bias" if part == "gate_inp" else f"ffn_{part}_exps.bias"
-                    layer[name] = rng.standard_normal((n_expert, *shape)).astype(np.float32)
+            layer |= _experts(settings, n, rng, biases=architecture == "gpt-oss")
         elif architecture == "phi3":
             layer |= {"ffn_up.weight": matrix(2 * n_ff, n), "ffn_down.weight": matrix(n, n_ff, 2.0)}
         else:
@@ -220,9 +215,15 @@ def _as_lfm2(
         layer["exp_probs_b.bias"] = rng.uniform(-0.3, 0.3, n_expert).astype(np.float32)
 
 
-def _experts(settings: Mapping[str, Any], n: int, rng: np.random.Generator) -> dict[str, Array]:
+def _experts(
+    settings: Mapping[str, Any], n: int, rng: np.random.Generator, *, biases: bool = False
+) -> dict[str, Array]:
     n_expert, n_ff, matrix = settings["expert_count"], settings["expert_feed_forward_length"], ggufs.matrices(rng)
-    shapes = {"gate": (n_ff, n), "up": (n_ff, n), "down": (n, n_ff)}
-    stacks = {part: np.stack([matrix(*shape, 2.0) for _ in range(n_expert)]) for part, shape in shapes.items()}
-    experts = {f"ffn_{part}_exps.weight": stack for part, stack in stacks.items()}
-    return experts | {"ffn_gate_inp.weight": matrix(n_expert, n, 2.0)}
+    experts = {"ffn_gate_inp.weight": matrix(n_expert, n, 2.0)}
+    for part, rows, columns in (("gate", n_ff, n), ("up", n_ff, n), ("down", n, n_ff)):
+        experts[f"ffn_{part}_exps.weight"] = np.stack([matrix(rows, columns, 2.0) for _ in range(n_expert)])
+        if biases:
+            experts[f"ffn_{part}_exps.bias"] = rng.standard_normal((n_expert, rows)).astype(np.float32)
+    if biases:
+        experts["ffn_gate_inp.bias"] = rng.standard_normal(n_expert).astype(np.float32)
+    return experts

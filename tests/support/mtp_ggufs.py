@@ -93,10 +93,7 @@ def write_deepseek(path: Path, architecture: str = "deepseek2") -> Path:
             "indexer.attn_q_b.weight": parts.matrix(n_indexer * d_indexer, _RANK),
         }
     layers = [
-        norms("attn_norm", "ffn_norm")
-        | _compressed(parts)
-        | indexer
-        | (parts.dense() if i == 0 else parts.experts())
+        norms("attn_norm", "ffn_norm") | _compressed(parts) | indexer | (parts.dense() if i == 0 else parts.experts())
         for i in range(4)
     ]
     sizes = {
@@ -142,8 +139,7 @@ def write_cohere(path: Path) -> Path:
     """A Cohere 2 MoE in small: attention and experts side by side, a window in most layers."""
     parts = Parts()
     layers = [
-        norms("attn_norm") | parts.attention() | (parts.dense() if i == 0 else parts.experts(bias=""))
-        for i in range(5)
+        norms("attn_norm") | parts.attention() | (parts.dense() if i == 0 else parts.experts(bias="")) for i in range(5)
     ]
     sizes = {
         "attention.sliding_window": 32,

@@ -204,7 +204,11 @@ def write_dflash(
         settings |= {"selector_top_k": selector, "selector_rank": n, "conv_kernel_size": 3, "conv_group_size": 8}
     if windows is not None:
         settings |= {"attention.sliding_window": 8, "attention.sliding_window_pattern": list(windows)}
-    metadata = named("dflash", settings) | of.vocabulary | {"tokenizer.ggml.mask_token_id": mask, "general.basename": f"for {of.name}"}
+    metadata = (
+        named("dflash", settings)
+        | of.vocabulary
+        | {"tokenizer.ggml.mask_token_id": mask, "general.basename": f"for {of.name}"}
+    )
     metadata |= dict(extra or {})
     return _write(out, "dflash", metadata, weights, drop)
 
