@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -115,39 +115,32 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(model: Model) -> Non
         check_feeding(model, batch, [(0, 9), (1, 90)], "last")
         batch[2].decode(some_tokens(5))
         batch[2].decode_first_layers([5, 6], 1)
-        for use, error, words in (
-            *(
-                (lambda pieces=pieces: batch.decode([Piece(*piece) for piece in pieces]), error, words)
-                for pieces, error, words in (
-                    ([], UsageError, "at least one piece"),
-                    ([(0, [5]), (0, [6])], UsageError, "no two of one sequence"),
-                    ([(0, [5]), (3, [])], UsageError, "at least one token"),
-                    ([(0, [5]), (4, [5])], UsageError, "not 4"),
-                    ([(-1, [5])], UsageError, "not -1"),
-                    ([(0, [5, 384])], UsageError, r"0\.\.383"),
-                    ([(0, [5]), (2, [5])], UsageError, "truncate them first"),
-                    ([(0, [5]), (1, [5] * 7)], ContextFull, "the context holds 96 tokens; 90 are used and 7 more"),
-                )
-            ),
-            *((lambda at=at: batch.truncate(*at), UsageError, "") for at in ((0, 10), (0, -1), (4, 0))),
-            *(
-                (lambda copy=copy: batch.copy_prefix(*copy), UsageError, words)
-                for *copy, words in (
-                    (0, 0, 5, "to itself"),
-                    (0, 1, 10, "cannot copy 10 of 9"),
-                    (2, 1, 6, "cannot copy 6 of 5"),
-                    (0, 1, -1, "cannot copy -1"),
-                    (0, 4, 1, "not 4"),
-                    (-1, 0, 1, "not -1"),
-                )
-            ),
-            *(
-                (lambda n=n: model.new_batch(n[0], n[1], n_ctx=n[2]), UsageError, "at least 1")
-                for n in ((0, 16, None), (2, 0, None), (2, 16, 0))
-            ),
-        ):
-            with pytest.raises(error, match=words or None):
-                use()  # type: ignore[operator]
+        refused: dict[Callable[[], Any], str] = {
+            lambda: batch.decode([]): "at least one piece",
+            lambda: batch.decode([Piece(0, [5]), Piece(0, [6])]): "no two of one sequence",
+            lambda: batch.decode([Piece(0, [5]), Piece(3, [])]): "at least one token",
+            lambda: batch.decode([Piece(0, [5]), Piece(4, [5])]): "not 4",
+            lambda: batch.decode([Piece(-1, [5])]): "not -1",
+            lambda: batch.decode([Piece(0, [5, 384])]): r"0\.\.383",
+            lambda: batch.decode([Piece(0, [5]), Piece(2, [5])]): "truncate them first",
+            lambda: batch.truncate(0, 10): "",
+            lambda: batch.truncate(0, -1): "",
+            lambda: batch.truncate(4, 0): "",
+            lambda: batch.copy_prefix(0, 0, 5): "to itself",
+            lambda: batch.copy_prefix(0, 1, 10): "cannot copy 10 of 9",
+            lambda: batch.copy_prefix(2, 1, 6): "cannot copy 6 of 5",
+            lambda: batch.copy_prefix(0, 1, -1): "cannot copy -1",
+            lambda: batch.copy_prefix(0, 4, 1): "not 4",
+            lambda: batch.copy_prefix(-1, 0, 1): "not -1",
+            lambda: model.new_batch(0, 16): "at least 1",
+            lambda: model.new_batch(2, 0): "at least 1",
+            lambda: model.new_batch(2, 16, n_ctx=0): "at least 1",
+        }
+        for use, words in refused.items():
+            with pytest.raises(UsageError, match=words or None):
+                use()
+        with pytest.raises(ContextFull, match="the context holds 96 tokens; 90 are used and 7 more"):
+            batch.decode([Piece(0, [5]), Piece(1, [5] * 7)])
         assert [batch[i].n_past for i in range(4)] == [9, 90, 7, 0]
         check_feeding(model, batch, [(1, 6), (0, 3)])
 

@@ -108,16 +108,6 @@ def test_what_lies_behind_a_dropped_branch_is_seen(model: Model) -> None:
             check_next(model, context, more)
 
 
-def test_contexts_that_were_not_made_for_trees_say_so(model: Model) -> None:
-    with model.new_context(32) as context:
-        if context.can_branch:
-            pytest.skip("all of this engine's are")
-        context.decode([5, 6])
-        with pytest.raises(UsageError, match="not made for tokens that branch"):
-            context.decode_tree([7, 8], [-1, -1])
-        assert context.tokens == [5, 6]
-
-
 @pytest.mark.parametrize("engine", ["llama-cpp", "ik-llama"])
 def test_more_leaves_than_sequences(tiny: TinyFiles, engine: str) -> None:
     with open_backend(engine).load(tiny.spm, n_threads=1) as model, model.new_context(256, branches=True) as context:
@@ -134,13 +124,15 @@ def test_memories_that_cannot_branch_say_so(tiny: TinyFiles) -> None:
         assert "flash attention" in str(model.why_no_trees())
         with model.new_context(32, branches=True) as context:
             assert not context.can_branch
-    for engine in ("llama-cpp", "mlx"):
-        with (
-            open_backend(engine).load(tiny.recurrent, n_threads=1) as model,
-            model.new_context(64, branches=True) as context,
-        ):
-            assert not model.capabilities.trees
-            context.decode([5, 6])
-            with pytest.raises(UsageError, match="does not take tokens that branch"):
-                context.decode_tree([7, 8], [-1, -1])
-            assert context.tokens == [5, 6]
+    for engine, file, words in (
+        ("llama-cpp", tiny.spm, "not made for tokens that branch"),
+        ("llama-cpp", tiny.recurrent, "does not take tokens that branch"),
+        ("mlx", tiny.recurrent, "does not take tokens that branch"),
+    ):
+        with open_backend(engine).load(file, n_threads=1) as model:
+            assert model.capabilities.trees == (file == tiny.spm)
+            with model.new_context(64, branches=file != tiny.spm) as context:
+                context.decode([5, 6])
+                with pytest.raises(UsageError, match=words):
+                    context.decode_tree([7, 8], [-1, -1])
+                assert context.tokens == [5, 6]

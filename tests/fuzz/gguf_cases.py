@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import gguf
 from hypothesis import strategies as st
 
 from tests.fuzz.target import table
@@ -73,46 +75,18 @@ def _text(value: bytes) -> bytes:
     return struct.pack("<Q", len(value)) + value
 
 
-def take_apart(raw: bytes) -> Header:
+def take_apart(path: Path) -> Header:
     """The parts of a valid file."""
-    version, n_tensors, n_keys = struct.unpack_from("<IQQ", raw, 4)
-    at = 24
-
-    def text() -> bytes:
-        nonlocal at
-        (n,) = struct.unpack_from("<Q", raw, at)
-        at += 8 + n
-        return raw[at - n : at]
-
-    def value(kind: int) -> None:
-        nonlocal at
-        if kind == 8:
-            text()
-        elif kind == 9:
-            item, n = struct.unpack_from("<IQ", raw, at)
-            at += 12
-            for _ in range(n):
-                value(item)
-        else:
-            at += _SIZES[kind]
-
-    keys, tensors = [], []
-    for _ in range(n_keys):
-        key = text()
-        (kind,) = struct.unpack_from("<I", raw, at)
-        at += 4
-        start = at
-        value(kind)
-        keys.append((key, kind, raw[start:at]))
-    for _ in range(n_tensors):
-        name = text()
-        (n_dims,) = struct.unpack_from("<I", raw, at)
-        dims = list(struct.unpack_from(f"<{n_dims}Q", raw, at + 4))
-        at += 4 + 8 * n_dims
-        kind, offset = struct.unpack_from("<IQ", raw, at)
-        at += 12
-        tensors.append(Tensor(name, dims, kind, offset))
-    return Header(version, keys, tensors, raw[-(-at // 32) * 32 :])
+    reader, keys, tensors = gguf.GGUFReader(path), [], []
+    for name, entry in reader.fields.items():
+        if not name.startswith("GGUF."):
+            value = b"".join(part.tobytes() for part in entry.parts[3:])
+            keys.append((name.encode(), int(entry.types[0]), value))
+    for each in reader.tensors:
+        _, title, _, dims, kind, offset = each.field.parts
+        tensors.append(Tensor(title.tobytes(), dims.tolist(), int(kind[0]), int(offset[0])))
+    version = int(reader.fields["GGUF.version"].parts[-1][0])
+    return Header(version, keys, tensors, path.read_bytes()[reader.data_offset :])
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -318,11 +292,11 @@ class Builder:
 
     def __init__(self, folder: Path, bases: Mapping[str, Callable[[Path], Path]] = BASES) -> None:
         self.path = folder / "case.gguf"
-        self._raw = {name: write(folder / f"base-{name}.gguf").read_bytes() for name, write in bases.items()}
+        self._bases = {name: take_apart(write(folder / f"base-{name}.gguf")) for name, write in bases.items()}
 
     def __call__(self, case: tuple[str, list[tuple[Any, ...]]]) -> Path:
         name, changes = case
-        header = take_apart(self._raw[name])
+        header = deepcopy(self._bases[name])
         for change in changes:
             apply(header, change)
         self.path.write_bytes(header.encode())
