@@ -105,19 +105,6 @@ def test_an_input_is_interrupted_between_its_pieces(model: Model, oracle: Model)
         assert agree(model, context.decode(tokens[context.n_past :], "last").logits, fresh_rows(oracle, tokens, 699))
 
 
-def test_a_full_context_refuses_and_is_filled_again(model: Model) -> None:
-    """No hidden growth: rejected rows give their room back, over and over."""
-    tokens = some_tokens(64)
-    with model.new_context(64) as context:
-        context.decode(tokens[:56])
-        for i in range(100):
-            context.decode(some_tokens(8, seed=i))
-            with pytest.raises(ContextFull, match="holds 64 tokens; 64 are used and 3 more do not fit"):
-                context.decode([5, 6, 7])
-            context.truncate(56)
-        assert agree(model, rows(context, tokens[56:]), fresh_rows(model, tokens, 56))
-
-
 def test_what_makes_no_sense_is_refused_and_changes_nothing(model: Model, context: Context) -> None:
     context.decode([5, 6])
     refused: list[tuple[Callable[[], Any], str]] = [

@@ -198,22 +198,6 @@ def test_a_medusa_head_is_its_formula(
             np.testing.assert_allclose(found, wanted, atol=TOLERANCE[backend.name] * wanted.std() / 3)
 
 
-def test_columns_of_logits_are_the_tokens_of_the_map(
-    load: Open, backend: Backend, target: Path, tmp_path: Path
-) -> None:
-    whole = load(write_random_head(target, tmp_path / "whole.gguf"), target)
-    some = load(write_random_head(target, tmp_path / "some.gguf", n_out=70), target)
-    assert len(whole.token_map) == read_card(tmp_path / "whole.gguf").target.n_vocab
-    rows = whole.embed([5, 80, 3]) + states(3)
-    found = []
-    for head in (whole, some):
-        assert head.model.n_vocab == len(head.token_map)
-        with head.new_context(8) as context:
-            found.append(context.decode_floats(rows, [0, 0, 0]).logits.copy())
-    tolerance = 0 if backend.exact else TOLERANCE[backend.name]
-    np.testing.assert_allclose(found[1], found[0][:, some.token_map], atol=tolerance)
-
-
 def write_idle_head(path: Path, folder: Path) -> Path:
     """A medusa head whose matrices are zero: it multiplies the target's own state by the target's own output rows."""
     head_path = write_random_head(path, folder / "head.gguf", "medusa", n_out=256, steps=1)
