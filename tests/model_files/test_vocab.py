@@ -27,6 +27,7 @@ from tests.support.gguf_vocabs import (
     bpe_vocab,
     renamed_vocab,
     spm_vocab,
+    with_tokens,
 )
 from tests.support.ggufs import write_tokenizer_only
 
@@ -140,9 +141,8 @@ def with_types(vocab: TinyVocab, token: int, kind: int) -> TinyVocab:
     return replace(vocab, types=[kind if i == token else each for i, each in enumerate(vocab.types)])
 
 
-def longer(vocab: TinyVocab, text: str, kind: int, count: int = 1) -> TinyVocab:
-    tokens = [*vocab.tokens, *(text.format(i) for i in range(count))]
-    return replace(vocab, tokens=tokens, types=[*vocab.types, *[kind] * count], scores=[*vocab.scores, *[0.0] * count])
+def longer(vocab: TinyVocab, text: str, kind: str, count: int = 1) -> TinyVocab:
+    return with_tokens(vocab, vocab.chat_template, **{kind: [text.format(i) for i in range(count)]})
 
 
 BASE = spm_vocab()
@@ -155,10 +155,10 @@ THE = BASE.id("▁the")
         BASE,
         replace(BASE, add_bos=False, bos=3),
         replace(BASE, unk=5, chat_template=None),
-        longer(BASE, "[PAD{}]", UNUSED, 300),
-        longer(BASE, "[PAD{}]", NORMAL, 3),
-        longer(BASE, "<|reserved_special_token_{}|>", CONTROL, 3),
-        longer(BASE, "<image_soft_token>", CONTROL),
+        longer(BASE, "[PAD{}]", "unused", 300),
+        longer(BASE, "[PAD{}]", "normal", 3),
+        longer(BASE, "<|reserved_special_token_{}|>", "control", 3),
+        longer(BASE, "<image_soft_token>", "control"),
     ],
 )
 def test_differences_that_do_not_matter(make: Callable[[TinyVocab], Vocab], other: TinyVocab) -> None:
@@ -176,7 +176,7 @@ def test_differences_that_do_not_matter(make: Callable[[TinyVocab], Vocab], othe
         (renamed_vocab(BASE, THE, "▁thee"), f"token {THE} is '▁the' in the target and '▁thee' in the draft"),
         (renamed_vocab(BASE, THE, "[PAD1]"), f"token {THE} is '▁the' in the target and '[PAD1]' in the draft"),
         (with_types(BASE, THE, USER_DEFINED), f"token {THE} ('▁the') has type 1 in the target and 4 in the draft"),
-        (longer(BASE, "word", NORMAL), f"token {len(BASE)} is 'word' in the draft and missing in the other"),
+        (longer(BASE, "word", "normal"), f"token {len(BASE)} is 'word' in the draft and missing in the other"),
         (replace(BASE, eos=3), "the end-of-text token is 2 '</s>' in the target and 3 '<|im_start|>' in the draft"),
         (replace(BASE, bos=3), "the begin-of-text token is 1 '<s>' in the target and 3 '<|im_start|>' in the draft"),
         (replace(BASE, eot=3), "3 '<|im_start|>' ends an answer only in the draft"),
@@ -189,10 +189,10 @@ def test_the_first_difference_is_named(make: Callable[[TinyVocab], Vocab], other
 
 
 def test_padding_may_have_other_names(make: Callable[[TinyVocab], Vocab]) -> None:
-    one, other = longer(BASE, "[PAD{}]", UNUSED, 9), longer(BASE, "<unused_{}>", UNUSED, 9)
+    one, other = longer(BASE, "[PAD{}]", "unused", 9), longer(BASE, "<unused_{}>", "unused", 9)
     assert make(one).difference(make(other)) is None
-    other = longer(replace(other), "word", NORMAL)
-    one = longer(one, "ward", NORMAL)
+    other = longer(replace(other), "word", "normal")
+    one = longer(one, "ward", "normal")
     words = f"token {len(BASE) + 9} is 'ward' in the target and 'word' in the draft"
     assert make(one).difference(make(other)) == words
 
@@ -203,10 +203,10 @@ def test_padding_may_have_other_names(make: Callable[[TinyVocab], Vocab]) -> Non
         (renamed_vocab(BASE, 3, "<|User|>"), True),
         (renamed_vocab(BASE, 3, "<|longer than it was|>"), True),
         (replace(BASE, eos=3, bos=4, eot=3), True),
-        (longer(BASE, "<image>", USER_DEFINED, 2), True),
+        (longer(BASE, "<image>", "user_defined", 2), True),
         (with_types(renamed_vocab(BASE, 3, "word"), 3, NORMAL), True),  # special in one of the two
         (renamed_vocab(renamed_vocab(BASE, 3, "<|longer than it was|>"), THE, "▁teh"), False),
-        (longer(BASE, "word", NORMAL), False),
+        (longer(BASE, "word", "normal"), False),
         (bpe_vocab(), False),
     ],
 )

@@ -237,16 +237,10 @@ def write_experts(path: Path, vocab: TinyVocab | None = None, *, n_expert: int =
 
 
 def write_in_parts(
-    folder: Path,
-    vocab: TinyVocab | None = None,
-    shape: Shape | None = None,
-    *,
-    seed: int = 0,
-    tensor_type: str = "F32",
-    n_parts: int = 2,
+    folder: Path, shape: Shape | None = None, *, seed: int = 0, tensor_type: str = "F32", n_parts: int = 2
 ) -> list[Path]:
     """A llama-architecture model in parts, the first without tensors: ``gguf-split --no-tensor-first-split``."""
-    shape, vocab = shape or Shape(), vocab or bpe_vocab()
+    shape, vocab = shape or Shape(), bpe_vocab()
     weights = llama_weights(shape, len(vocab), seed)
     names, step = list(weights), -(-len(weights) // (n_parts - 1))
     paths = []
