@@ -61,6 +61,11 @@ def test_anything_in_any_order(
     try_any_order(model, oracle, hidden=hidden, embedding=EMBEDDING)
 
 
+def test_anything_with_inputs_longer_than_the_engines_batch(model: Model, oracle: Model) -> None:
+    hidden = EVERY if model.capabilities.hidden else ()
+    try_any_order(model, oracle, hidden=hidden, embedding=EMBEDDING, n_examples=4, n_steps=30, size=9)
+
+
 def test_the_tolerance_tells_noise_from_a_defect(model: Model) -> None:
     """A row off by one, a position off by one and one foreign token far back all lie far outside the noise."""
     tokens = some_tokens(40)
