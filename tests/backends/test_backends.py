@@ -20,13 +20,11 @@ from localspec.engine.saved import maker_of
 from localspec.errors import Cancelled, Closed, ContextFull, EngineError, ModelFileError, UsageError
 from tests.conftest import Backend, TinyFiles
 from tests.support.contexts import (
-    CROPPED,
     EMBEDDING,
     EVERY,
     NOISE,
     agree,
     check_next,
-    fresh,
     fresh_rows,
     rows,
     some_tokens,
@@ -76,24 +74,6 @@ def test_the_tolerance_tells_noise_from_a_defect(model: Model) -> None:
     assert np.abs(right[1:] - right[:-1]).max(axis=1).min() > 10 * NOISE
     assert np.abs(right[1:] - shifted).max(axis=1).min() > 2 * NOISE
     assert np.abs(right[21:] - foreign[21:]).max(axis=1).min() > NOISE
-
-
-def test_an_input_longer_than_the_engines_batch(model: Model, oracle: Model) -> None:
-    tokens, hidden = some_tokens(700), EVERY if model.capabilities.hidden else ()
-    wanted = fresh(oracle, tokens, hidden=hidden)
-    with model.new_context(800, hidden=hidden) as context:
-        for interruptible in (False, True):
-            context.interrupted = (lambda: False) if interruptible else None
-            for logits, n_rows in (("all", 700), ("last", 1), ("none", 0)):
-                forward = context.decode(tokens, logits)  # type: ignore[arg-type]
-                assert agree(model, forward.logits, wanted.logits[700 - n_rows :])
-                for name, states in forward.hidden.items():
-                    assert agree(model, states, wanted.hidden[name][700 - (n_rows if name in CROPPED else 700) :])
-                context.truncate(0)
-                if hidden:
-                    early = context.decode_first_layers(tokens, 1).hidden["layer:0"]
-                    assert agree(model, early, wanted.hidden["layer:0"])
-                    context.truncate(0)
 
 
 def test_an_input_is_interrupted_between_its_pieces(model: Model, oracle: Model) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 from localspec.backends.base import Context, Model, Piece, SequenceBatch
@@ -13,7 +12,7 @@ from localspec.backends.llama import batch as batch_module
 from localspec.backends.llama.batch import MAX_SEQUENCES, LlamaSequences, SequencesOrOne
 from localspec.errors import Cancelled, Closed, ContextFull, EngineError, UsageError
 from tests.conftest import Backend, TinyFiles, open_backend
-from tests.support.contexts import CROPPED, EVERY, agree, check_next, fresh, fresh_rows, some_tokens
+from tests.support.contexts import CROPPED, EVERY, agree, check_next, fresh, some_tokens
 
 
 @pytest.fixture
@@ -148,18 +147,6 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(model: Model) -> Non
 # Long passes, and those that end before their end.
 
 
-def test_more_rows_than_the_engine_takes_at_once(model: Model) -> None:
-    """And keys in other blocks of the memory than another's: kernels that skip blocks must not skip these."""
-    with model.new_batch(3, 900, hidden=EVERY) as batch:
-        for logits in ("last", "all"):
-            check_feeding(model, batch, [(0, 200), (2, 190), (1, 199)], logits)
-            for i in range(3):
-                batch.truncate(i, 0)
-        check_feeding(model, batch, [(0, 300)], "last")
-        check_feeding(model, batch, [(1, 20)])
-        check_feeding(model, batch, [(1, 3), (0, 2)])
-
-
 @pytest.mark.parametrize("logits", ["all", "last"])
 def test_a_pass_is_stopped_between_its_parts(model: Model, logits: Any) -> None:
     """It is taken back from all, those that were done too."""
@@ -186,36 +173,6 @@ def test_one_sequence_is_stopped_as_a_context_is(model: Model) -> None:
         assert batch.free_cells == 744
         batch[0].interrupted = None
         check_next(model, batch[0], [5, 6, 7])
-
-
-def test_sequences_come_and_go_until_memory_is_in_pieces(model: Model) -> None:
-    """Full sequences give up their places, which are scattered by then, to new and longer ones."""
-    random = np.random.default_rng(0)
-    with model.new_batch(4, 4 * 64, n_ctx=64) as batch:
-        for _ in range(5):
-            while all(batch[i].n_free for i in range(4)):
-                batch.decode([Piece(i, [5 + batch[i].n_past]) for i in range(4)])
-            for i in range(4):
-                if not batch[i].n_free or random.random() < 0.3:
-                    batch.truncate(i, 0)
-                    check_feeding(model, batch, [(i, int(random.integers(20, 50)))], "last")
-            check_feeding(model, batch, [(i, 1) for i in range(4)])
-
-
-@pytest.mark.parametrize(("n", "left"), [(2, 0), (3, 20), (4, 0)])
-def test_rows_are_right_after_other_sequences_were_cut(model: Model, n: int, left: int) -> None:
-    """ik-llama finds the last cell in use by samples; a gap at one of them hid what lies behind it from a pass."""
-    texts = [some_tokens(96, seed=i) for i in range(n)]
-    singles = [fresh_rows(model, text) for text in texts[:-1]]
-    with model.new_batch(n, n * 96) as batch:
-        for at in range(60):
-            batch.decode([Piece(i, [texts[i][at]]) for i in range(n)])
-        batch.truncate(n - 1, left)
-        for at in range(60, 80):
-            found = np.concatenate(
-                [each.logits for each in batch.decode([Piece(i, [texts[i][at]]) for i in range(n - 1)])]
-            )
-            assert agree(model, found, np.array([rows[at] for rows in singles])), at
 
 
 def test_a_context_that_lost_its_memory_is_not_gone_on_from(reference: Backend, tiny: TinyFiles) -> None:

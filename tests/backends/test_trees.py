@@ -10,7 +10,7 @@ import pytest
 from localspec.backends.base import Context, Model
 from localspec.errors import ContextFull, UsageError
 from tests.conftest import Backend, TinyFiles, open_backend
-from tests.support.contexts import NOISE, agree, check_next, fresh_rows, path_to, rows, some_tokens
+from tests.support.contexts import NOISE, check_next, some_tokens
 
 
 @pytest.fixture(scope="module")
@@ -59,53 +59,6 @@ def test_a_tree_that_does_not_fit(model: Model) -> None:
             context.keep([1, 3])
             context.truncate(28)
         check_next(model, context, [5, 6, 7, 8])
-
-
-def test_trees_in_a_long_text_that_is_cut_and_goes_on(model: Model) -> None:
-    """Side branches of many rows, memories of more than 256, and text that trees have known and that is gone."""
-    random, text = np.random.default_rng(8), some_tokens(370)
-    with model.new_context(800, branches=True) as context:
-        context.decode(text)
-        for round_ in range(9):
-            n_side, n_main = int(random.integers(1, 13)), int(random.integers(1, 13))
-            parents = [*range(-1, n_side - 1), -1, *range(n_side, n_side + n_main - 1)]
-            if round_ % 2:
-                parents += [n_side + int(random.integers(0, n_main)) for _ in range(3)]
-            tokens = some_tokens(len(parents), seed=50 + round_)
-            found = context.decode_tree(tokens, parents).logits.copy()
-            for leaf in set(range(len(parents))) - set(parents):
-                path = path_to(parents, leaf)
-                wanted = fresh_rows(model, [*text, *(tokens[at] for at in path)], len(text))
-                assert agree(model, found[path], wanted), (round_, leaf)
-            kept = path_to(parents, int(random.integers(0, len(parents))))
-            context.keep(kept)
-            text = [*text, *(tokens[at] for at in kept)]
-            if round_ % 3 == 2:
-                text = [*text[: int(random.integers(100, 350))], *some_tokens(60 * (round_ % 2), seed=round_)]
-                if (n := context.reuse(text)) < len(text):
-                    context.decode(text[n:], "none")
-            assert context.tokens == text
-        context.truncate(len(text) - 40)
-        check_next(model, context, some_tokens(40, seed=9))
-
-
-def test_what_lies_behind_a_dropped_branch_is_seen(model: Model) -> None:
-    """ik-llama looks for the end of its memory at every 32nd place."""
-    more = some_tokens(2, seed=7)
-    for n_before in (18, 25, 31):
-        before, tokens, parents = some_tokens(n_before), some_tokens(17, seed=3), [*range(-1, 13), -1, 14, 15]
-        with model.new_context(128, branches=True) as context:
-            context.decode(before)
-            context.decode_tree(tokens, parents)
-            context.keep([14, 15, 16])
-            wanted = fresh_rows(model, [*before, *tokens[14:], *more])
-            assert agree(model, rows(context, more), wanted[-2:])
-            context.truncate(n_before + 1)  # a row in the midst of others
-            assert agree(model, rows(context, [*tokens[15:], *more]), wanted[-4:])
-            context.truncate(n_before + 1)
-            assert len(context.decode_tree(tokens[:2], [-1, -1])) == 2
-            context.keep([1])
-            check_next(model, context, more)
 
 
 @pytest.mark.parametrize("engine", ["llama-cpp", "ik-llama"])
