@@ -324,6 +324,14 @@ class Parts:
         self.rng, self.residual, self.n = np.random.default_rng(seed), residual, n
         self.matrix = matrices(self.rng)
 
+    def trunk(self, n_vocab: int, embedding: float = N**0.5) -> Weights:
+        """What there is beside layers."""
+        return {
+            "token_embd.weight": self.matrix(n_vocab, self.n, embedding),
+            "output_norm.weight": np.ones(self.n, np.float32),
+            "output.weight": self.matrix(n_vocab, self.n, 3.0),
+        }
+
     def stack(self, n: int, rows: int, columns: int, scale: float = 1.0) -> Array:
         return np.stack([self.matrix(rows, columns, scale) for _ in range(n)])
 
@@ -414,6 +422,7 @@ def write_model(
     settings: Mapping[str, Any],
     vocab: TinyVocab | None = None,
     *,
+    trunk: Weights | None = None,
     embedding: float = N**0.5,
     drop: str = "",
     tied: bool = False,
@@ -428,17 +437,14 @@ def write_model(
         layers: the weights of each.
         settings: metadata beyond the usual, or in its place; None leaves a key out.
         vocab: byte-level BPE by default.
+        trunk: of ``Parts.trunk``, where that was drawn first.
         embedding: how large the elements of embeddings are.
         drop: tensors with this in their name are left out.
         tied: whether embeddings are the output matrix too.
         stored: see ``write_gguf``.
     """
     vocab, n, layers = vocab or bpe_vocab(), parts.n, list(layers)
-    weights: Weights = {
-        "token_embd.weight": parts.matrix(len(vocab), n, embedding),
-        "output_norm.weight": np.ones(n, np.float32),
-        "output.weight": parts.matrix(len(vocab), n, 3.0),
-    }
+    weights = dict(trunk or parts.trunk(len(vocab), embedding))
     for i, layer in enumerate(layers):
         weights |= {f"blk.{i}.{name}": weight for name, weight in layer.items()}
     usual = sizes(len(layers), n, 2 * N_FF, N_HEAD, N_KV, D_HEAD)
@@ -544,22 +550,33 @@ def write_glm(
 ) -> Path:
     """A GLM 4.5 in small: a dense layer, then two of experts, and layers for multi-token prediction.
 
-    ``own``: whether these have embeddings and an output matrix of their own, and queries and keys are normalised.
+    ``own``: whether these have embeddings and an output matrix of their own, experts are chosen with a bias, and
+    queries and keys are normalised.
     """
     parts, vocab = Parts(seed), vocab or bpe_vocab()
+    trunk = parts.trunk(len(vocab))
+
+    def experts() -> Weights:
+        weights = {"ffn_gate_inp.weight": parts.matrix(N_EXPERT, N)}
+        weights |= {f"ffn_{part}_exps.weight": parts.stack(N_EXPERT, N_FF, N) for part in ("gate", "up")}
+        weights |= {f"ffn_{part}_shexp.weight": parts.matrix(N_FF, N) for part in ("gate", "up")}
+        weights["ffn_down_exps.weight"] = parts.stack(N_EXPERT, N, N_FF, parts.residual)
+        weights["ffn_down_shexp.weight"] = parts.matrix(N, N_FF, parts.residual)
+        return weights | {"exp_probs_b.bias": np.zeros(N_EXPERT, np.float32)}
 
     def layer(i: int) -> Weights:
         block = norms("attn_norm", "post_attention_norm") | parts.attention()
         block |= {f"attn_{part}.bias": parts.uniform(-0.1, 0.1, len(block[f"attn_{part}.weight"])) for part in "qkv"}
-        block |= parts.experts() if i else parts.dense()
+        block |= (experts() if i else parts.dense()) | (parts.mtp() if i >= 3 else {})
         if own:
             block |= {f"attn_{part}_norm.weight": parts.uniform(0.7, 1.3, D_HEAD) for part in "qk"}
-        if i < 3:
-            return block
-        scaled = {"embed_tokens": N**0.5, "shared_head_head": 3.0} if own else {}
-        block |= {f"nextn.{name}.weight": parts.matrix(len(vocab), N, scale) for name, scale in scaled.items()}
-        return block | parts.mtp()
+            block |= {name: parts.uniform(-0.3, 0.3, N_EXPERT) for name in block if name.startswith("exp_probs_b")}
+        if own and i >= 3:
+            scaled = {"embed_tokens": N**0.5, "shared_head_head": 3.0}
+            block |= {f"nextn.{name}.weight": parts.matrix(len(vocab), N, scale) for name, scale in scaled.items()}
+        return block
 
     settings = EXPERTS | {"nextn_predict_layers": mtp or None, "leading_dense_block_count": 1}
     settings["rope.dimension_count"] = D_HEAD // 2
-    return write_model(path, "glm4moe", parts, map(layer, range(3 + mtp)), settings, vocab, drop=drop)
+    layers = map(layer, range(3 + mtp))
+    return write_model(path, "glm4moe", parts, layers, settings, vocab, trunk=trunk, drop=drop)

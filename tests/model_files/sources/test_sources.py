@@ -193,7 +193,7 @@ def test_hub_broken_connection_resumes_within_one_pull(hub: Server) -> None:
     hub.ranges, before = False, len(served(hub))
     pull(entry(HUB), watch=watch)  # which is read from the start again
     assert whole()
-    assert len(served(hub)) == before + 2
+    assert len(served(hub)) > before + 1
     (models_dir() / FILE).unlink()
     folder = parts_folder(entry(HUB)) / "hub"
     folder.mkdir(parents=True)
