@@ -140,14 +140,12 @@ class TinyFiles:
     @cached_property
     def quick(self) -> ggufs.Pair:
         """A pair for the reference backend that takes 0.1 ms a token."""
-        shape = ggufs.Shape(n_layer=2, n_embd=32, n_head=2, n_head_kv=1, n_ff=32, residual=0.4)
-        return ggufs.correlated_pair(self.folder, ggufs.bpe_vocab(300), shape=shape, name="quick")
+        return ggufs.correlated_pair(self.folder, ggufs.bpe_vocab(300), shape=ggufs.QUICK, name="quick")
 
     @cached_property
     def fim(self) -> ggufs.Pair:
         """As ``quick``, with Qwen's tokens of fill-in-the-middle."""
-        shape = ggufs.Shape(n_layer=2, n_embd=32, n_head=2, n_head_kv=1, n_ff=32, residual=0.4)
-        return ggufs.correlated_pair(self.folder, fim_vocab(), shape=shape, name="fim")
+        return ggufs.correlated_pair(self.folder, fim_vocab(), shape=ggufs.QUICK, name="fim")
 
     @cached_property
     def micro(self) -> Path:

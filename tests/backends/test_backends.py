@@ -20,26 +20,17 @@ from localspec.engine.saved import maker_of
 from localspec.errors import Cancelled, Closed, ContextFull, EngineError, ModelFileError, UsageError
 from tests.conftest import Backend, TinyFiles
 from tests.support.contexts import (
-    CROPPED,
     EMBEDDING,
     EVERY,
     NOISE,
     agree,
     check_next,
-    fresh,
     fresh_rows,
     rows,
     some_tokens,
-    three_layers,
     try_any_order,
 )
 from tests.support.memory import growth_per_cycle, resident_mb
-
-
-@pytest.fixture(scope="module")
-def model(backend: Backend, tiny: TinyFiles) -> Iterator[Model]:
-    with backend.load(three_layers(tiny.folder), n_threads=1) as model:
-        yield model
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +59,11 @@ def test_anything_in_any_order(
     try_any_order(model, oracle, hidden=hidden, embedding=EMBEDDING)
 
 
+def test_anything_with_inputs_longer_than_the_engines_batch(model: Model, oracle: Model) -> None:
+    hidden = EVERY if model.capabilities.hidden else ()
+    try_any_order(model, oracle, hidden=hidden, embedding=EMBEDDING, n_examples=4, n_steps=30, size=9)
+
+
 def test_the_tolerance_tells_noise_from_a_defect(model: Model) -> None:
     """A row off by one, a position off by one and one foreign token far back all lie far outside the noise."""
     tokens = some_tokens(40)
@@ -78,20 +74,6 @@ def test_the_tolerance_tells_noise_from_a_defect(model: Model) -> None:
     assert np.abs(right[1:] - right[:-1]).max(axis=1).min() > 10 * NOISE
     assert np.abs(right[1:] - shifted).max(axis=1).min() > 2 * NOISE
     assert np.abs(right[21:] - foreign[21:]).max(axis=1).min() > NOISE
-
-
-def test_an_input_longer_than_the_engines_batch(model: Model, oracle: Model) -> None:
-    tokens, hidden = some_tokens(700), EVERY if model.capabilities.hidden else ()
-    wanted = fresh(oracle, tokens, hidden=hidden)
-    with model.new_context(800, hidden=hidden) as context:
-        for interruptible in (False, True):
-            context.interrupted = (lambda: False) if interruptible else None
-            for logits, n_rows in (("all", 700), ("last", 1), ("none", 0)):
-                forward = context.decode(tokens, logits)  # type: ignore[arg-type]
-                assert agree(model, forward.logits, wanted.logits[700 - n_rows :])
-                for name, states in forward.hidden.items():
-                    assert agree(model, states, wanted.hidden[name][700 - (n_rows if name in CROPPED else 700) :])
-                context.truncate(0)
 
 
 def test_an_input_is_interrupted_between_its_pieces(model: Model, oracle: Model) -> None:
@@ -106,19 +88,6 @@ def test_an_input_is_interrupted_between_its_pieces(model: Model, oracle: Model)
         assert context.tokens == tokens[: context.n_past]
         context.interrupted = lambda: False
         assert agree(model, context.decode(tokens[context.n_past :], "last").logits, fresh_rows(oracle, tokens, 699))
-
-
-def test_a_full_context_refuses_and_is_filled_again(model: Model) -> None:
-    """No hidden growth: rejected rows give their room back, over and over."""
-    tokens = some_tokens(64)
-    with model.new_context(64) as context:
-        context.decode(tokens[:56])
-        for i in range(100):
-            context.decode(some_tokens(8, seed=i))
-            with pytest.raises(ContextFull, match="holds 64 tokens; 64 are used and 3 more do not fit"):
-                context.decode([5, 6, 7])
-            context.truncate(56)
-        assert agree(model, rows(context, tokens[56:]), fresh_rows(model, tokens, 56))
 
 
 def test_what_makes_no_sense_is_refused_and_changes_nothing(model: Model, context: Context) -> None:

@@ -79,10 +79,6 @@ def test_anything_in_a_memory_that_cannot_be_rewound(recurrent: Model, states: b
     try_any_order(recurrent, recurrent, hidden=hidden, n_examples=5)
 
 
-def test_a_recurrent_memory_replays(recurrent: Model) -> None:
-    check_rollback(recurrent, some_tokens(60), [60, 59, 57, 30, 1, 0], 1e-3, 128)
-
-
 @pytest.mark.parametrize("shared", [0, 2])
 def test_a_state_of_another_text_is_never_gone_back_to(recurrent: Model, shared: int) -> None:
     """A conversation, another one that begins like it or not at all, token by token, and a third that shares it."""

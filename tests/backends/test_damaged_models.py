@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from localspec.backends import reference
-from localspec.errors import LocalspecError, ModelFileError, NotGGUF, UnsupportedModel
+from localspec.errors import LocalspecError, ModelFileError, UnsupportedModel
 from localspec.heads.listing import inspect
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.vocab import Vocab
@@ -97,27 +97,9 @@ def test_no_engine_dies_of_it(engine: Engine, build: Builder, name: str) -> None
     assert answer["error"].isprintable(), answer
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ([("dims", FIRST_TENSOR, [])], "token_embd.weight is"),
-        ([("dim", FIRST_TENSOR, 0, 32)], "token_embd.weight is"),
-        ([("swap", FIRST_TENSOR, NORM)], "where the header says"),
-        ([("type", FIRST_TENSOR, 99)], "cannot unpack"),
-        ([("number", "llama.attention.head_count", 0)], "0 heads"),
-        ([("number", "llama.attention.head_count", 3)], "where the header says|some channels"),
-        ([("number", "llama.attention.key_length", 31)], "31 channels|some channels"),
-        ([("set", "llama.block_count", (TEXT, struct.pack("<Q", 1) + b"k"))], "not a valid size"),
-        ([("set", "llama.rope.scaling.type", (9, struct.pack("<IQ", 4, 2) + bytes(8)))], "rope scaling"),
-        ([("set", "tokenizer.ggml.scores", (TEXT, struct.pack("<Q", 1) + b"k"))], "scores"),
-        ([("set", "tokenizer.ggml.merges", (U32, bytes(4)))], "merges"),
-        ([("set", "tokenizer.ggml.token_type", (U32, bytes(4)))], "token types"),
-    ],
-)
-def test_the_reference_backend_names_what_does_not_fit(build: Builder, changes: list[Any], words: str) -> None:
-    with pytest.raises(ModelFileError, match=words) as caught:
-        reference.load(build(("bpe", changes)))
-    assert str(caught.value).isprintable()
+def test_the_reference_backend_names_a_type_that_it_cannot_unpack(build: Builder) -> None:
+    with pytest.raises(ModelFileError, match="cannot unpack"):
+        reference.load(build(("bpe", [("type", FIRST_TENSOR, 99)])))
 
 
 def test_characters_that_a_vocabulary_cannot_spell_become_its_unknown_token(build: Builder) -> None:
@@ -136,12 +118,6 @@ def test_characters_that_a_vocabulary_cannot_spell_become_its_unknown_token(buil
 def test_a_single_number_is_a_tensor_of_one_value(build: Builder) -> None:
     with GGUFFile(build(("bpe", [("dims", NORM, [])]))) as file:
         assert (1,) in [tensor.shape for tensor in file.tensors.values()]
-
-
-@pytest.mark.parametrize("dims", [[0], [64, 0], [1 << 32, 1 << 32], [1 << 63, 2]])
-def test_impossible_sizes_are_refused_whatever_the_type(build: Builder, dims: list[int]) -> None:
-    with pytest.raises(NotGGUF, match="sizes"):
-        GGUFFile(build(("bpe", [("type", FIRST_TENSOR, 43), ("dims", FIRST_TENSOR, dims)])))
 
 
 @pytest.mark.parametrize("read", [inspect, lambda path: Vocab.from_gguf(GGUFFile(path))])

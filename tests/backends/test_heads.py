@@ -51,7 +51,7 @@ class Formula:
     def __init__(self, head: Path, target: Path) -> None:
         self.card, self.w, self.target = read_card(head), tensors(head), tensors(target)
         output = self.target.get("output.weight", self.target["token_embd.weight"])[self.card.token_map]
-        kind = gguf.GGMLQuantizationType.Q4_0  # as engines get it
+        kind = gguf.GGMLQuantizationType["F16" if output.shape[1] % 32 else "Q4_0"]  # as engines get it
         self.output = np.float64(gguf.quants.dequantize(gguf.quants.quantize(np.float32(output), kind), kind))
 
     def rows(self, states: Any, tokens: list[int]) -> Floats:
@@ -103,6 +103,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return ggufs.correlated_pair(tmp_path_factory.mktemp("target")).target
 
 
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a width that fills no blocks of quantised types: the matrices of its heads are halves."""
+    shape = ggufs.Shape(n_embd=48, n_head=3, n_head_kv=1)
+    return ggufs.write_llama(tmp_path_factory.mktemp("narrow") / "narrow.gguf", shape)
+
+
 Open = Callable[..., Head]
 
 
@@ -123,13 +130,28 @@ def states(n: int, width: int = 128, seed: int = 1) -> npt.NDArray[np.float32]:
     return np.random.default_rng(seed).standard_normal((n, width)).astype(np.float32)
 
 
-@pytest.mark.parametrize("taps", [("norm",), ("layer:0", "layer:2", "norm")])
+@pytest.mark.parametrize(
+    ("taps", "type_name", "width"),
+    [
+        (("norm",), "F32", 128),
+        (("layer:0", "layer:2", "norm"), "F32", 128),
+        (("norm",), "Q4_0", 128),
+        (("norm",), None, 48),
+    ],
+)
 def test_a_chained_head_is_its_formula(
-    load: Open, backend: Backend, target: Path, tmp_path: Path, taps: tuple[str, ...]
+    load: Open,
+    backend: Backend,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    taps: tuple[str, ...],
+    type_name: str | None,
+    width: int,
 ) -> None:
-    path = write_random_head(target, tmp_path / "head.gguf", taps=taps, n_out=100, type_name="F32", biases=True)
+    target = request.getfixturevalue("target" if width == 128 else "narrow")
+    path = write_random_head(target, tmp_path / "head.gguf", taps=taps, n_out=100, type_name=type_name, biases=True)
     head, formula = load(path, target), Formula(path, target)
-    tapped, tokens = states(6, 128 * len(taps)), [5, 80, 3, 3, 200, 41]
+    tapped, tokens = states(6, width * len(taps)), [5, 80, 3, 3, 200, 41]
     rows = head.fuse(tapped) + head.embed(tokens)
     np.testing.assert_allclose(rows, formula.rows(tapped, tokens), rtol=1e-4, atol=OF_ROWS[backend.name])
     logits, hidden = [], []
@@ -161,31 +183,19 @@ def test_a_parallel_head_guesses_several_places_in_a_pass(
         np.testing.assert_allclose(found, formula.logits(formula.block(wanted)), atol=TOLERANCE[backend.name])
 
 
-def test_a_medusa_head_is_its_formula(load: Open, backend: Backend, target: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("width", [128, 48])
+def test_a_medusa_head_is_its_formula(
+    load: Open, backend: Backend, request: pytest.FixtureRequest, tmp_path: Path, width: int
+) -> None:
+    target = request.getfixturevalue("target" if width == 128 else "narrow")
     path = write_random_head(target, tmp_path / "head.gguf", "medusa", n_out=100, type_name="F32")
     head, formula = load(path, target), Formula(path, target)
     with head.new_context(32) as context:
-        for state in 4 * states(3):
+        for state in 4 * states(3, width):
             inner = np.stack([formula.w[f"head.{i}.weight"] @ state + formula.w[f"head.{i}.bias"] for i in range(4)])
             wanted = (state + inner / (1 + np.exp(-inner))) @ formula.output.T
             found = head.medusa_logits(context, state)
             np.testing.assert_allclose(found, wanted, atol=TOLERANCE[backend.name] * wanted.std() / 3)
-
-
-def test_columns_of_logits_are_the_tokens_of_the_map(
-    load: Open, backend: Backend, target: Path, tmp_path: Path
-) -> None:
-    whole = load(write_random_head(target, tmp_path / "whole.gguf"), target)
-    some = load(write_random_head(target, tmp_path / "some.gguf", n_out=70), target)
-    assert len(whole.token_map) == read_card(tmp_path / "whole.gguf").target.n_vocab
-    rows = whole.embed([5, 80, 3]) + states(3)
-    found = []
-    for head in (whole, some):
-        assert head.model.n_vocab == len(head.token_map)
-        with head.new_context(8) as context:
-            found.append(context.decode_floats(rows, [0, 0, 0]).logits.copy())
-    tolerance = 0 if backend.exact else TOLERANCE[backend.name]
-    np.testing.assert_allclose(found[1], found[0][:, some.token_map], atol=tolerance)
 
 
 def write_idle_head(path: Path, folder: Path) -> Path:
@@ -270,15 +280,6 @@ def test_matrices_that_engines_compute_well_are_kept_to_the_bit(target: Path, tm
             assert not kept or made[name].data.tobytes() == theirs[name].data.tobytes()
 
 
-def test_rows_that_fill_no_blocks_are_halves(tmp_path: Path) -> None:
-    shape = ggufs.Shape(n_embd=40, n_head=5, n_head_kv=1, n_ff=64)
-    model = ggufs.write_llama(tmp_path / "model.gguf", shape)
-    for kind in ("chained", "medusa"):
-        path = write_random_head(model, tmp_path / "head.gguf", kind, n_out=100)
-        with load_head(path, model, "reference") as head, head.new_context(8) as context:
-            assert np.isfinite(context.decode_floats(states(2, 40), [0, 0]).logits).all()
-
-
 def test_it_is_made_once_and_again_when_it_is_gone(target: Path, tmp_path: Path) -> None:
     path = write_random_head(target, tmp_path / "head.gguf", n_out=50)
     place = assemble(path, target, "a" * 32)
@@ -347,15 +348,11 @@ def test_a_head_for_another_model_is_refused_and_for_a_similar_one_remarked_on(
         np.testing.assert_allclose(head.embed([7]), Formula(path, similar).embedded([7]), rtol=1e-4, atol=1e-5)
     assert len(remarks) == 1
     assert "another file" in remarks[0]
-
-
-def test_a_repacked_copy_of_a_target_is_that_target(target: Path, tmp_path: Path) -> None:
-    path, copy = write_random_head(target, tmp_path / "head.gguf"), tmp_path / "copy.gguf"
+    copy = tmp_path / "copy.gguf"  # repacked, and still that target
     with GGUFFile(target) as file:
         exhaust(repack.writing_copy(file, copy, {"output.weight": "Q8_0"}, {repack.MARK: fingerprint(target)}))
-    remarks: list[str] = []
     load_head(path, copy, "reference", warn=remarks.append).close()
-    assert remarks == []
+    assert len(remarks) == 1
 
 
 def test_heads_are_found_exact_ones_first_and_damaged_ones_left_out(

@@ -12,33 +12,22 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from localspec.backends import reference
 from localspec.backends.base import Context, Model, Piece, SequenceBatch
 from localspec.backends.llama.model import LlamaContext, LlamaModel
 from localspec.errors import Closed, ContextFull, UsageError
 from tests.conftest import Backend, TinyFiles
-from tests.support import ggufs
 from tests.support.contexts import (
     EMBEDDING,
     EVERY,
-    NOISE,
     SHAPE,
     WEIGHTS,
-    WHOLE,
     agree,
-    check_next,
     fresh,
     fresh_rows,
     rows,
     some_tokens,
     three_layers,
 )
-
-
-@pytest.fixture(scope="module")
-def model(backend: Backend, tiny: TinyFiles) -> Iterator[Model]:
-    with backend.load(three_layers(tiny.folder), n_threads=1) as model:
-        yield model
 
 
 @pytest.fixture
@@ -98,25 +87,6 @@ def test_names_that_mean_nothing_are_refused_and_others_taken_once(model: Model)
         assert context.hidden == ("norm", "layer:1")
         assert set(context.decode([5]).hidden) == {"norm", "layer:1"}
     assert (model.n_embd, model.n_layers) == (SHAPE.n_embd, 3)
-
-
-def test_biases_of_queries_keys_and_values(backend: Backend, tiny: TinyFiles) -> None:
-    """A head may have them: every engine adds those that a llama file has, and they matter."""
-    random = np.random.default_rng(3)
-    tokens = some_tokens(30)
-    with backend.load(three_layers(tiny.folder), n_threads=1) as plain:
-        without = fresh_rows(plain, tokens)
-    for parts in ("qkv", "k"):
-        biases = {
-            f"blk.{i}.attn_{part}.bias": random.standard_normal(len(WEIGHTS[f"blk.{i}.attn_{part}.weight"]))
-            for i in range(3)
-            for part in parts
-        }
-        path = ggufs.write_llama(tiny.folder / f"tiny-biases-{parts}.gguf", SHAPE, weights=WEIGHTS | biases)
-        with backend.load(path, n_threads=1) as model, reference.load(path) as exact:
-            ours = fresh_rows(model, tokens)
-            assert agree(model, ours, fresh_rows(exact, tokens))
-        assert np.abs(ours - without)[1:].max(axis=1).min() > 4 * NOISE
 
 
 # How states leave a llama.cpp engine: by a callback.
@@ -183,17 +153,6 @@ def test_nothing_behind_the_first_layers_is_computed(tapped: LlamaContext, monke
 # Rows of floats.
 
 
-def test_rows_that_are_no_embeddings(model: Model, context: Context) -> None:
-    """Row by row and together; of a row that is half one embedding and half another, other logits than of either."""
-    random = np.random.default_rng(0)
-    floats = (EMBEDDING[some_tokens(20)] + random.standard_normal((20, SHAPE.n_embd))).astype(np.float32)
-    together = context.decode_floats(floats, range(20)).logits.copy()
-    context.truncate(0)
-    one_by_one = [context.decode_floats(floats[i : i + 1], [i]).logits.copy() for i in range(20)]
-    assert agree(model, together, np.concatenate(one_by_one))
-    assert np.abs(together - fresh_rows(model, some_tokens(20))).max(axis=1).min() > 0.1
-
-
 def test_rows_of_any_layout_are_rolled_back_and_named_by_their_tokens(model: Model, context: Context) -> None:
     """The names may be of another vocabulary, are what reuse compares, and say nothing to the engine."""
     tokens = some_tokens(20)
@@ -228,38 +187,6 @@ def test_rows_of_a_wrong_kind_are_refused(context: Context) -> None:
 
 
 # Passes that end early.
-
-
-@pytest.mark.parametrize("n_layers", [1, 2])
-def test_what_first_layers_leave_when_they_are_truncated_is_nothing(
-    model: Model, context: Context, n_layers: int
-) -> None:
-    """To the bit; and what is left of them when some are is not built on."""
-    tokens = some_tokens(40)
-    with model.new_context(256, hidden=EVERY) as undisturbed:
-        undisturbed.decode(tokens[:20])
-        for _ in range(2):
-            whole = undisturbed.decode(tokens[20:25]).logits.copy()
-            undisturbed.truncate(20)
-    context.decode(tokens[:20])
-    for _ in range(2):
-        for start in (20, 25):
-            context.decode_first_layers(tokens[start : start + 5], n_layers)
-        context.truncate(22)
-        with pytest.raises(UsageError, match="from 20 on"):
-            context.decode([5])
-        context.truncate(20)
-        assert np.array_equal(context.decode(tokens[20:25]).logits, whole)
-        context.truncate(20)
-
-
-def test_the_first_layers_of_a_long_text(model: Model) -> None:
-    tokens = some_tokens(600)
-    with model.new_context(700, hidden=("layer:0",)) as context:
-        forward = context.decode_first_layers(tokens, 1)
-        assert agree(model, forward.hidden["layer:0"], fresh(model, tokens, 0, WHOLE).hidden["layer:0"])
-        context.truncate(0)
-        check_next(model, context, tokens[:30])
 
 
 def in_the_middle_of(model: Model, leave: Callable[[SequenceBatch], None]) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localspec import LLM, Placement, SamplingParams
-from localspec.backends import trust
+from localspec import LLM, Placement
 from localspec.backends.llama.binding import Binding, Place, Placed, Places
 from localspec.backends.llama.ggml import Device, engine_log, ggml_devices, used_gpus
 from localspec.backends.registry import engine_module
@@ -39,15 +38,16 @@ def moved(said: deque[str]) -> set[str]:
     return {part for line in said if "overrid" in line for part in line.split() if ".weight" in part}
 
 
-def first_row(backend: Backend, path: Any, **options: Any) -> np.ndarray:
+def first_row(backend: Backend, path: Any, **options: Any) -> tuple[np.ndarray, dict[str, str]]:
+    """A row, and what is known of passes goes by."""
     with backend.load(path, n_threads=2, **options) as model, model.new_context(32) as context:
-        return context.decode([3, 1, 4, 1, 5], "last").logits[0].copy()
+        return context.decode([3, 1, 4, 1, 5], "last").logits[0].copy(), curve_key(model, "f16")
 
 
 def test_overridden_tensors_reach_the_engine(engine: Backend, tiny: TinyFiles, said: deque[str]) -> None:
-    usual = first_row(engine, tiny.spm)
+    usual, _ = first_row(engine, tiny.spm)
     assert not moved(said)
-    placed = first_row(engine, tiny.spm, placement=Placement(override_tensor=(r"blk\.1\.ffn_(up|down)=CPU",)))
+    placed, _ = first_row(engine, tiny.spm, placement=Placement(override_tensor=(r"blk\.1\.ffn_(up|down)=CPU",)))
     assert moved(said) == {"blk.1.ffn_up.weight", "blk.1.ffn_down.weight"}
     assert np.allclose(usual, placed, atol=1e-4)
 
@@ -58,8 +58,9 @@ def test_overridden_tensors_reach_the_engine(engine: Backend, tiny: TinyFiles, s
 def test_experts_stay_on_the_cpu(
     engine: Backend, tiny: TinyFiles, said: deque[str], placement: Placement, layers: tuple[int, ...]
 ) -> None:
-    usual = first_row(engine, tiny.experts)
-    placed = first_row(engine, tiny.experts, placement=placement)
+    usual, usual_key = first_row(engine, tiny.experts)
+    placed, key = first_row(engine, tiny.experts, placement=placement)
+    assert key != usual_key, "passes may cost something else"
     assert moved(said) == {f"blk.{i}.ffn_{part}_exps.weight" for i in layers for part in ("gate", "up", "down")}
     assert np.allclose(usual, placed, atol=1e-4)
 
@@ -189,18 +190,6 @@ class TestTwoGpus:
     def test_what_it_would_abort_on(self, tiny: TinyFiles, options: dict[str, Any], words: str) -> None:
         with pytest.raises(UsageError, match=words):
             self.placed(tiny, **options)
-
-
-def test_an_answer_does_not_depend_on_it(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    open_backend("llama-cpp")
-    monkeypatch.setattr(trust, "other_engines", lambda model: [])  # ik-llama computes this tiny mixture otherwise
-    params, answers, keys = SamplingParams(max_tokens=24), [], []
-    for placement in (None, Placement(cpu_moe=True)):
-        with LLM(tiny.experts, "ngram", backend="llama-cpp", placement=placement, n_ctx=256, idle=False) as llm:
-            answers.append(llm.generate("the cat sat on the mat, the cat", params).token_ids)
-            keys.append(llm.run(lambda pair: curve_key(pair.target, "f16")))
-    assert answers[0] == answers[1]
-    assert keys[0] != keys[1]  # passes may cost something else
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 from localspec.backends.base import Context, Model, Piece, SequenceBatch
@@ -13,13 +12,7 @@ from localspec.backends.llama import batch as batch_module
 from localspec.backends.llama.batch import MAX_SEQUENCES, LlamaSequences, SequencesOrOne
 from localspec.errors import Cancelled, Closed, ContextFull, EngineError, UsageError
 from tests.conftest import Backend, TinyFiles, open_backend
-from tests.support.contexts import CROPPED, EVERY, agree, check_next, fresh, fresh_rows, some_tokens, three_layers
-
-
-@pytest.fixture(scope="module")
-def model(backend: Backend, tiny: TinyFiles) -> Iterator[Model]:
-    with backend.load(three_layers(tiny.folder), n_threads=1) as model:
-        yield model
+from tests.support.contexts import CROPPED, EVERY, agree, check_next, fresh, some_tokens
 
 
 @pytest.fixture
@@ -121,56 +114,37 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(model: Model) -> Non
         check_feeding(model, batch, [(0, 9), (1, 90)], "last")
         batch[2].decode(some_tokens(5))
         batch[2].decode_first_layers([5, 6], 1)
-        for use, error, words in (
-            *(
-                (lambda pieces=pieces: batch.decode([Piece(*piece) for piece in pieces]), error, words)
-                for pieces, error, words in (
-                    ([], UsageError, "at least one piece"),
-                    ([(0, [5]), (0, [6])], UsageError, "no two of one sequence"),
-                    ([(0, [5]), (3, [])], UsageError, "at least one token"),
-                    ([(0, [5]), (4, [5])], UsageError, "not 4"),
-                    ([(-1, [5])], UsageError, "not -1"),
-                    ([(0, [5, 384])], UsageError, r"0\.\.383"),
-                    ([(0, [5]), (2, [5])], UsageError, "truncate them first"),
-                    ([(0, [5]), (1, [5] * 7)], ContextFull, "the context holds 96 tokens; 90 are used and 7 more"),
-                )
-            ),
-            *((lambda at=at: batch.truncate(*at), UsageError, "") for at in ((0, 10), (0, -1), (4, 0))),
-            *(
-                (lambda copy=copy: batch.copy_prefix(*copy), UsageError, words)
-                for *copy, words in (
-                    (0, 0, 5, "to itself"),
-                    (0, 1, 10, "cannot copy 10 of 9"),
-                    (2, 1, 6, "cannot copy 6 of 5"),
-                    (0, 1, -1, "cannot copy -1"),
-                    (0, 4, 1, "not 4"),
-                    (-1, 0, 1, "not -1"),
-                )
-            ),
-            *(
-                (lambda n=n: model.new_batch(n[0], n[1], n_ctx=n[2]), UsageError, "at least 1")
-                for n in ((0, 16, None), (2, 0, None), (2, 16, 0))
-            ),
-        ):
-            with pytest.raises(error, match=words or None):
-                use()  # type: ignore[operator]
+        refused: dict[Callable[[], Any], str] = {
+            lambda: batch.decode([]): "at least one piece",
+            lambda: batch.decode([Piece(0, [5]), Piece(0, [6])]): "no two of one sequence",
+            lambda: batch.decode([Piece(0, [5]), Piece(3, [])]): "at least one token",
+            lambda: batch.decode([Piece(0, [5]), Piece(4, [5])]): "not 4",
+            lambda: batch.decode([Piece(-1, [5])]): "not -1",
+            lambda: batch.decode([Piece(0, [5, 384])]): r"0\.\.383",
+            lambda: batch.decode([Piece(0, [5]), Piece(2, [5])]): "truncate them first",
+            lambda: batch.truncate(0, 10): "",
+            lambda: batch.truncate(0, -1): "",
+            lambda: batch.truncate(4, 0): "",
+            lambda: batch.copy_prefix(0, 0, 5): "to itself",
+            lambda: batch.copy_prefix(0, 1, 10): "cannot copy 10 of 9",
+            lambda: batch.copy_prefix(2, 1, 6): "cannot copy 6 of 5",
+            lambda: batch.copy_prefix(0, 1, -1): "cannot copy -1",
+            lambda: batch.copy_prefix(0, 4, 1): "not 4",
+            lambda: batch.copy_prefix(-1, 0, 1): "not -1",
+            lambda: model.new_batch(0, 16): "at least 1",
+            lambda: model.new_batch(2, 0): "at least 1",
+            lambda: model.new_batch(2, 16, n_ctx=0): "at least 1",
+        }
+        for use, words in refused.items():
+            with pytest.raises(UsageError, match=words or None):
+                use()
+        with pytest.raises(ContextFull, match="the context holds 96 tokens; 90 are used and 7 more"):
+            batch.decode([Piece(0, [5]), Piece(1, [5] * 7)])
         assert [batch[i].n_past for i in range(4)] == [9, 90, 7, 0]
         check_feeding(model, batch, [(1, 6), (0, 3)])
 
 
 # Long passes, and those that end before their end.
-
-
-def test_more_rows_than_the_engine_takes_at_once(model: Model) -> None:
-    """And keys in other blocks of the memory than another's: kernels that skip blocks must not skip these."""
-    with model.new_batch(3, 900, hidden=EVERY) as batch:
-        for logits in ("last", "all"):
-            check_feeding(model, batch, [(0, 200), (2, 190), (1, 199)], logits)
-            for i in range(3):
-                batch.truncate(i, 0)
-        check_feeding(model, batch, [(0, 300)], "last")
-        check_feeding(model, batch, [(1, 20)])
-        check_feeding(model, batch, [(1, 3), (0, 2)])
 
 
 @pytest.mark.parametrize("logits", ["all", "last"])
@@ -199,36 +173,6 @@ def test_one_sequence_is_stopped_as_a_context_is(model: Model) -> None:
         assert batch.free_cells == 744
         batch[0].interrupted = None
         check_next(model, batch[0], [5, 6, 7])
-
-
-def test_sequences_come_and_go_until_memory_is_in_pieces(model: Model) -> None:
-    """Full sequences give up their places, which are scattered by then, to new and longer ones."""
-    random = np.random.default_rng(0)
-    with model.new_batch(4, 4 * 64, n_ctx=64) as batch:
-        for _ in range(5):
-            while all(batch[i].n_free for i in range(4)):
-                batch.decode([Piece(i, [5 + batch[i].n_past]) for i in range(4)])
-            for i in range(4):
-                if not batch[i].n_free or random.random() < 0.3:
-                    batch.truncate(i, 0)
-                    check_feeding(model, batch, [(i, int(random.integers(20, 50)))], "last")
-            check_feeding(model, batch, [(i, 1) for i in range(4)])
-
-
-@pytest.mark.parametrize(("n", "left"), [(2, 0), (3, 20), (4, 0)])
-def test_rows_are_right_after_other_sequences_were_cut(model: Model, n: int, left: int) -> None:
-    """ik-llama finds the last cell in use by samples; a gap at one of them hid what lies behind it from a pass."""
-    texts = [some_tokens(96, seed=i) for i in range(n)]
-    singles = [fresh_rows(model, text) for text in texts[:-1]]
-    with model.new_batch(n, n * 96) as batch:
-        for at in range(60):
-            batch.decode([Piece(i, [texts[i][at]]) for i in range(n)])
-        batch.truncate(n - 1, left)
-        for at in range(60, 80):
-            found = np.concatenate(
-                [each.logits for each in batch.decode([Piece(i, [texts[i][at]]) for i in range(n - 1)])]
-            )
-            assert agree(model, found, np.array([rows[at] for rows in singles])), at
 
 
 def test_a_context_that_lost_its_memory_is_not_gone_on_from(reference: Backend, tiny: TinyFiles) -> None:
@@ -290,35 +234,22 @@ def check_alone(batch: SequencesOrOne, sequence: int, seed: int, n: int = 5) -> 
 
 
 def test_one_goes_to_a_context_of_its_own_and_back(either: SequencesOrOne) -> None:
-    batch = either
-    check_alone(batch, 2, 0, 40)
-    assert batch.apart == 2
-    batch.copy_prefix(2, 0, 15)
-    assert batch.apart is None
-    assert batch.free_cells == 512 - batch[2].n_past
-    check_feeding(batch.model, batch, [(0, 4), (2, 4)])
-    check_alone(batch, 3, 1, 9)  # alone in its pass, but others hold tokens
-    assert batch.apart is None
-    batch.truncate(0, 0)
-    batch.truncate(3, 0)
-    for i in range(3):
-        assert batch.apart is None
-        check_alone(batch, 2, 30 + i)
-    assert batch.apart == 2
-    check_alone(batch, 1, 3, 30)  # in the memory of all, while the other is apart
-    assert batch.apart == 2
-    check_feeding(batch.model, batch, [(1, 4), (2, 4)])
-    assert batch.apart is None
-    assert batch.free_cells == 512 - batch[1].n_past - batch[2].n_past
-    for i in range(4):
-        batch.truncate(i, 0)
-    check_alone(batch, 3, 60)  # nothing of those before is left there
-    assert batch.apart == 3
-    state = batch[3].export_state()
-    batch.truncate(3, 0)
-    batch[1].import_state(state)  # alone: where it is to be computed
-    assert batch.apart == 1
-    check_alone(batch, 1, 2)
+    """When that is: what is computed there and here is what any order of operations compares."""
+    check_alone(either, 2, 0, 40)
+    assert either.apart == 2
+    check_alone(either, 1, 3, 30)  # in the memory of all, while the other is apart
+    assert either.apart == 2
+    check_feeding(either.model, either, [(1, 4), (2, 4)])
+    check_alone(either, 2, 1, 9)  # alone in its pass, but others hold tokens
+    assert either.apart is None
+    either.truncate(1, 0)
+    for seed in range(4):
+        check_alone(either, 2, 30 + seed)
+    state = either[2].export_state()
+    either.truncate(2, 0)
+    either[1].import_state(state)  # alone: where it is to be computed
+    assert either.apart == 1
+    check_alone(either, 1, 2)
 
 
 def test_without_memory_for_a_context_of_its_own_all_lie_together(

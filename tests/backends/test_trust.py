@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +21,7 @@ from localspec.backends.llama import ik_llama
 from localspec.backends.llama.batch import LlamaSequences
 from localspec.backends.llama.ik_llama import IkLlamaBinding
 from localspec.backends.llama.model import LeafSequences, LlamaContext
+from localspec.controllers.calibration import curve_key
 from localspec.errors import Cancelled, EngineError, LocalspecError, UnsupportedModel, UsageError
 from localspec.model_files.fingerprint import fingerprint
 from localspec.model_files.gguf import GGUFFile
@@ -74,28 +73,6 @@ def wrong_width(width: int, *, branching: bool = False) -> Patch:
     return wrong_rows(LlamaContext, "decode", wrong)
 
 
-# Passes over one sequence.
-
-
-def test_a_sound_file_passes_on_every_engine(fast_backend: Backend, tiny: TinyFiles) -> None:
-    with fast_backend.load(tiny.bpe) as model:
-        assert trust.check_model(model).holds
-
-
-@pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 6, 7, 8, 40])
-def test_a_defect_of_one_width_is_found(model: Model, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    """Kernels are chosen by width, so each that the check looks at is looked at for itself."""
-    wrong_width(width)(monkeypatch)
-    assert not trust.check_model(model).holds
-
-
-def test_rows_of_other_tokens_are_found(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong_rows(LlamaContext, "decode", lambda _, tokens, found: rolled(found, 0) if len(tokens) > 8 else found)(
-        monkeypatch
-    )
-    assert not trust.check_model(model).holds
-
-
 def test_a_doubt_is_settled_by_more_passes(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[int] = []
     wrong_rows(LlamaContext, "decode", lambda _, tokens, found: (passes.append(len(tokens)), found)[1])(monkeypatch)
@@ -105,9 +82,6 @@ def test_a_doubt_is_settled_by_more_passes(model: Model, monkeypatch: pytest.Mon
     assert trust.check_model(model).holds
     assert few < 25
     assert len(passes) > 2 * few + 20
-
-
-# Passes over several sequences, and those that branch.
 
 
 def swapped(batch: Any, pieces: Any, found: Any) -> Any:
@@ -152,16 +126,15 @@ def another_branch_is_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LeafSequences, "keep", lambda self, path, n: keep(self, list(range(len(path))), n))
 
 
-@pytest.mark.parametrize("engine", ["llama-cpp", "ik-llama"])
-def test_sound_engines_are_right_about_several_sequences_and_branches(engine: str, tiny: TinyFiles) -> None:
-    with open_backend(engine).load(tiny.bpe, n_threads=1) as model:
-        assert trust.check_batch(model).mean_kl < 0.03
-        assert trust.check_branches(model) < trust.MAX_KL / 3
+BRANCHES_SWAPPED = wrong_rows(LlamaContext, "decode_tree", lambda _, tokens, found: Forward(found.logits[::-1]))
+OTHER_TOKENS = wrong_rows(
+    LlamaContext, "decode", lambda _, tokens, found: rolled(found, 0) if len(tokens) > 8 else found
+)
 
-
-@pytest.mark.parametrize(
-    "defect",
-    [
+DEFECTS: dict[str, list[Patch]] = {
+    # Kernels are chosen by width, so each that the check looks at is looked at for itself.
+    "check_model": [*map(wrong_width, [1, 2, 3, 4, 5, 6, 7, 8, 40]), OTHER_TOKENS],
+    "check_batch": [
         wrong_rows(LlamaSequences, "decode", swapped),
         wrong_pieces(lambda pieces: len(pieces) == 2),
         wrong_pieces(lambda pieces: any(len(piece.tokens) == 5 for piece in pieces)),
@@ -169,21 +142,26 @@ def test_sound_engines_are_right_about_several_sequences_and_branches(engine: st
         a_prefix_too_short,
         tokens_taken_back_that_stay,
     ],
-)
-def test_defects_of_several_sequences_are_found(model: Model, defect: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    "check_branches": [
+        BRANCHES_SWAPPED,
+        another_branch_is_kept,
+        *(wrong_width(n, branching=True) for n in (1, 5, 33)),
+    ],
+}
+
+
+@pytest.mark.parametrize(("check", "defect"), [(check, each) for check, found in DEFECTS.items() for each in found])
+def test_defects_are_found(check: str, defect: Patch, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     defect(monkeypatch)
-    assert not trust.check_batch(model).holds
+    found = getattr(trust, check)(model)
+    assert found > trust.MAX_KL if check == "check_branches" else not found.holds
 
 
-BRANCHES_SWAPPED = wrong_rows(LlamaContext, "decode_tree", lambda _, tokens, found: Forward(found.logits[::-1]))
-
-
-@pytest.mark.parametrize(
-    "defect", [BRANCHES_SWAPPED, another_branch_is_kept, *(wrong_width(n, branching=True) for n in (1, 5, 33))]
-)
-def test_defects_of_branches_are_found(model: Model, defect: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
-    defect(monkeypatch)
-    assert trust.check_branches(model) > trust.MAX_KL
+def test_sound_engines_pass(fast_backend: Backend, tiny: TinyFiles) -> None:
+    with fast_backend.load(tiny.bpe, n_threads=1) as model:
+        assert trust.check_model(model).holds
+        assert trust.check_batch(model).mean_kl < 0.03
+        assert trust.check_branches(model) < trust.MAX_KL / 3
 
 
 @pytest.mark.parametrize("what", ["check_batch", "check_branches"])
@@ -268,7 +246,13 @@ def test_flash_attention_of_ik_llama_is_found_out(
 
 
 @pytest.mark.usefixtures("ik")
-def test_a_file_that_ik_llama_computes_wrongly_is_repacked_once(tiny: TinyFiles, isolated_home: Path) -> None:
+def test_a_file_that_ik_llama_computes_wrongly_is_repacked_once(
+    tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(repack, "copies", lambda *args: iter(()))
+        with pytest.raises(EngineMismatch, match="gives wrong results"):
+            backends.load(tiny.trap, "ik-llama")
     with ik_llama.load(tiny.trap) as wrong:
         assert not trust.check_model(wrong).holds
     said: list[str] = []
@@ -287,6 +271,9 @@ def test_a_file_that_ik_llama_computes_wrongly_is_repacked_once(tiny: TinyFiles,
         for key, value in original.metadata.items():
             copied = copy.metadata[key]
             assert value == copied if isinstance(value, str | int | float) else list(value) == list(copied), key
+        exhaust(repack.writing_copy(copy, tmp_path / "twice.gguf", {}, {repack.MARK: "second"}))
+    with GGUFFile(tmp_path / "twice.gguf") as file:
+        assert file.metadata[repack.MARK] == "second"
     stamp = repacked.stat().st_mtime_ns
     said.clear()
     with backends.load(tiny.trap, "ik-llama", say=said.append) as again:
@@ -296,29 +283,16 @@ def test_a_file_that_ik_llama_computes_wrongly_is_repacked_once(tiny: TinyFiles,
 
 
 @pytest.mark.usefixtures("ik")
-def test_the_repacked_copy_says_what_the_file_says(tiny: TinyFiles) -> None:
-    """And the engine that is right is not blamed for the other."""
-    open_backend("llama-cpp")
-    with backends.load(tiny.trap, "llama-cpp") as truth, backends.load(tiny.trap, "ik-llama") as copy:
-        assert truth.path == tiny.trap
-        assert exhaust(trust.comparing_models(truth, copy)).mean_kl < 0.01
-
-
-@pytest.mark.usefixtures("ik")
 def test_auto_never_answers_with_wrong_kernels(tiny: TinyFiles) -> None:
+    with backends.load(tiny.trap, "llama-cpp") as right, backends.load(tiny.trap, "ik-llama") as copy:
+        assert right.path == tiny.trap, "the engine that is right is not blamed for the other"
+        assert exhaust(trust.comparing_models(right, copy)).mean_kl < 0.01
     with LLM(tiny.trap, draft=None, n_ctx=256) as llm, backends.load(tiny.trap, "reference") as truth:
         text = "the quick brown fox jumps over the lazy dog " * 3
         reply = llm.generate(text, SamplingParams(max_tokens=1))
         with truth.new_context(256) as context:
             row = context.decode(truth.tokenize(text, add_special=True), "last").logits[0]
         assert row[reply.token_ids[0]] >= row.max() - 0.5
-
-
-@pytest.mark.usefixtures("ik")
-def test_where_no_copy_helps_the_engine_is_refused(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repack, "copies", lambda *args: iter(()))
-    with pytest.raises(EngineMismatch, match=r"gives wrong results"):
-        backends.load(tiny.trap, "ik-llama")
 
 
 def test_the_verdict_is_remembered_by_engine_and_file(
@@ -328,49 +302,16 @@ def test_the_verdict_is_remembered_by_engine_and_file(
     original = trust.check_model
     monkeypatch.setattr(trust, "check_model", lambda model: (checks.append(model.engine), original(model))[1])
     for _ in range(2):
-        backends.load(tiny.bpe, fast_backend.name).close()
+        with backends.load(tiny.bpe, fast_backend.name) as model:
+            engine = model.engine
     assert len(checks) == 1
     (stored,) = (json.loads(path.read_text()) for path in (isolated_home / "trust").iterdir())
     assert stored["value"]["holds"] is True
-    assert fast_backend.name in stored["key"]["engine"]
+    assert stored["key"]["engine"] == curve_key(model, "f16")["engine"] == engine  # what is known is of one build
     # A damaged entry is a missing one.
     next((isolated_home / "trust").iterdir()).write_text("{")
     backends.load(tiny.bpe, fast_backend.name).close()
     assert len(checks) == 2
-
-
-def builds_known(folder: Path) -> set[str]:
-    return {json.loads(path.read_text())["key"]["engine"] for path in folder.glob("*.json")}
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the system may refuse a changed library")
-@pytest.mark.usefixtures("ik")
-def test_what_is_known_of_one_build_is_not_taken_for_another(tiny: TinyFiles, tmp_path: Path) -> None:
-    """A library compiled for this CPU bears the wheel's version. Here it is the wheel's with a byte more at its end."""
-    installed = Path(ik_llama.binding().lib._name).parent
-    other = tmp_path / "other/ik_llama_cpp/lib"
-    shutil.copytree(installed, other)
-    bundled = installed.parent.parent / "ik_llama_cpp_python.libs"
-    if bundled.is_dir():  # what a wheel's libraries load
-        shutil.copytree(bundled, tmp_path / "other" / bundled.name)
-    with (other / "libggml.so").open("ab") as file:
-        file.write(b"\0")
-    code = (
-        "import sys\nfrom localspec import LLM\n"
-        "with LLM(sys.argv[1], draft=None, backend='ik-llama', n_ctx=128) as llm:\n    print(llm.engine)"
-    )
-    engines, known = [], []
-    for library in ({}, {"IK_LLAMA_CPP_LIB_PATH": str(other / "libllama.so")}, {}):
-        environment = os.environ | library | {"LOCALSPEC_HOME": str(tmp_path / "home")}
-        command = [sys.executable, "-c", code, str(tiny.bpe)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        engines.append(done.stdout.strip())
-        # A flat curve is one more thing to be checked, of drafts that branch, so builds are counted, not files.
-        known.append([len(builds_known(tmp_path / "home" / folder)) for folder in ("trust", "calibration")])
-    assert engines[0] == engines[2] != engines[1]
-    assert all(engine.startswith(f"ik-llama {ik_llama.VERSION}+") for engine in engines)
-    assert known == [[1, 1], [2, 2], [2, 2]]
 
 
 def test_builds_are_told_apart_by_any_of_their_libraries(tmp_path: Path) -> None:
@@ -409,20 +350,15 @@ def test_fingerprints_differ_where_files_do_and_stay(tiny: TinyFiles, tmp_path: 
     assert len({*prints, fingerprint(parts[0])}) == 3
 
 
-@pytest.mark.parametrize("name", ["ik-llama", "llama-cpp", "reference"])
-def test_a_model_in_parts_is_as_large_as_they_are(name: str, tmp_path: Path) -> None:
-    parts = ggufs.write_in_parts(tmp_path, n_parts=3)
-    with open_backend(name).load(parts[0]) as model:
-        assert model.size_bytes == sum(path.stat().st_size for path in parts)
-        with model.new_context(16) as context:
-            assert len(context.decode([1, 2, 3])) == 3
-
-
 @pytest.mark.usefixtures("ik")
 def test_copies_of_a_model_in_parts_are_one_file_each(tmp_path: Path) -> None:
     """The repacked copy of one that ik-llama computes wrongly, and the lighter copy of a draft."""
     shape = ggufs.Shape(n_embd=96, n_head=3, n_head_kv=1)
-    parts = ggufs.write_in_parts(tmp_path, shape=shape, tensor_type="Q4_1")
+    parts = ggufs.write_in_parts(tmp_path, shape=shape, tensor_type="Q4_1", n_parts=3)
+    for name in ("ik-llama", "llama-cpp", "reference"):
+        with open_backend(name).load(parts[0]) as model, model.new_context(16) as context:
+            assert model.size_bytes == sum(path.stat().st_size for path in parts)
+            assert len(context.decode([1, 2, 3])) == 3
     with backends.load(parts[0], "ik-llama") as model, GGUFFile(parts[0]) as original, GGUFFile(model.path) as copy:
         assert model.path != parts[0]
         assert set(copy.tensors) == set(original.tensors)
@@ -432,16 +368,6 @@ def test_copies_of_a_model_in_parts_are_one_file_each(tmp_path: Path) -> None:
     assert light is not None
     with backends.load(light, "ik-llama", check=False) as model:
         assert model.size_bytes < sum(path.stat().st_size for path in parts)
-
-
-def test_a_copy_of_a_copy_can_be_opened(tmp_path: Path) -> None:
-    path = ggufs.write_llama(tmp_path / "tiny.gguf", tensor_type="Q8_0")
-    with GGUFFile(path) as file:
-        exhaust(repack.writing_copy(file, tmp_path / "once.gguf", {}, {repack.MARK: "first"}))
-    with GGUFFile(tmp_path / "once.gguf") as file:
-        exhaust(repack.writing_copy(file, tmp_path / "twice.gguf", {}, {repack.MARK: "second"}))
-    with GGUFFile(tmp_path / "twice.gguf") as file:
-        assert file.metadata[repack.MARK] == "second"
 
 
 # Files that would end the process.
@@ -459,11 +385,10 @@ except LocalspecError as error:
 """
 
 
-def answered(path: Path, backend: str, *more: str) -> str:
-    """What a process of its own says, which an engine may take with it."""
-    done = subprocess.run(
-        [sys.executable, "-c", AUTO, str(path), backend, *more], capture_output=True, text=True, timeout=240
-    )
+def apart(code: str, *arguments: str | Path) -> str:
+    """What a process of its own prints, which an engine may take with it."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip()
 
@@ -473,7 +398,6 @@ import sys
 from pathlib import Path
 from localspec.backends import load
 from localspec.errors import EngineError
-from localspec.model_files.fingerprint import fingerprint
 model, contexts = load(Path(sys.argv[1]), "ik-llama"), []
 try:
     while True:
@@ -491,27 +415,20 @@ with model.new_context(8) as context:
 @pytest.mark.usefixtures("ik")
 def test_more_contexts_than_the_engine_can_hold_are_refused_in_one_line(tiny: TinyFiles) -> None:
     """It would end the process: there are 64 places in its library, whatever the memory."""
-    done = subprocess.run([sys.executable, "-c", MANY, str(tiny.bpe)], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-2000:]
-    refused, then = done.stdout.splitlines()
+    refused, then = apart(MANY, tiny.bpe).splitlines()
     assert "ik-llama can hold no more models and contexts in one process" in refused
     assert then.startswith("True (1, ")
 
 
 @pytest.mark.usefixtures("ik")
 def test_no_engine_takes_the_process_with_it(tiny: TinyFiles) -> None:
-    """With ik-llama alone a Mamba is refused; ik-llama aborted the process."""
+    """ik-llama aborted it over a Mamba; alone it refuses it, and beside another it leaves it to that."""
     for backend in ("auto", "ik-llama"):
-        said = answered(tiny.recurrent, backend, "alone")
+        said = apart(AUTO, tiny.recurrent, backend, "alone")
         assert said.startswith("UnsupportedModel tiny-mamba.gguf: ik-llama 0.1.5 does not compute this 'mamba' model")
         assert "\n" not in said
-
-
-@pytest.mark.usefixtures("ik")
-def test_the_next_engine_takes_what_one_does_not_compute(tiny: TinyFiles) -> None:
     open_backend("llama-cpp")
-    for backend in ("auto", "llama-cpp"):
-        assert answered(tiny.recurrent, backend) == "llama-cpp 4"
+    assert apart(AUTO, tiny.recurrent, "auto") == "llama-cpp 4"
 
 
 @pytest.mark.usefixtures("ik")
@@ -555,7 +472,9 @@ def test_a_trial_can_be_cancelled(tiny: TinyFiles, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("ik")
-def test_what_no_engine_knows_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_engine_knows_is_one_clear_error(
+    tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     vocab = ggufs.bpe_vocab()
     weights = {"token_embd.weight": np.zeros((len(vocab), 32), np.float32)}
     path = ggufs.write_gguf(tmp_path / "odd.gguf", "nonsense", vocab_metadata(vocab), weights)
@@ -565,25 +484,19 @@ def test_what_no_engine_knows_is_one_clear_error(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(backends, "candidates", lambda n: ["reference", "mlx"])
     with pytest.raises(UnsupportedModel, match=r"^no engine here can run odd.gguf: .* computes 'llama' only; .*mlx"):
         backends.load(path)
+    monkeypatch.setattr(backends, "candidates", lambda n: ["reference", "llama-cpp"])
+    remarks: list[str] = []
+    with backends.load(tiny.recurrent, warn=remarks.append) as model:
+        assert model.backend == "llama-cpp"
+    assert "'mamba'" in remarks[0]
+    assert "trying llama-cpp" in remarks[0]
 
 
-@pytest.mark.parametrize("name", ["ik-llama", "llama-cpp"])
-def test_heads_that_do_not_divide_into_the_blocks_of_a_quantised_cache(name: str, tmp_path: Path) -> None:
+def test_heads_that_do_not_divide_into_the_blocks_of_a_quantised_cache(fast_backend: Backend, tmp_path: Path) -> None:
     """ik-llama aborts the process on them."""
-    backend = open_backend(name)
     path = ggufs.write_llama(tmp_path / "odd.gguf", ggufs.Shape(n_embd=96, n_head=4, n_head_kv=2))
     for kv_type in ("q8_0", "q4_0"):
         with pytest.raises(UsageError, match=f"--kv-cache {kv_type} needs .* multiples of 32; .* 24 wide"):
-            backend.load(path, kv_type=kv_type)
-    with backend.load(path) as model, model.new_context(16) as context:
+            fast_backend.load(path, kv_type=kv_type)
+    with fast_backend.load(path) as model, model.new_context(16) as context:
         context.decode([1, 2, 3])
-
-
-@pytest.mark.real
-@pytest.mark.usefixtures("ik")
-def test_smollm2_is_right_on_ik_llama_after_all(real_model: Callable[[str], Path]) -> None:
-    path = real_model("smollm2-135m")
-    with ik_llama.load(path) as wrong:
-        assert trust.check_model(wrong).mean_kl > 0.5
-    with backends.load(path, "ik-llama") as model:
-        assert trust.check_model(model).holds

@@ -12,12 +12,15 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from hypothesis import strategies as st
+from pydantic.fields import FieldInfo
 
 from localspec import LLM
-from localspec.server import anthropic, models, ollama, openai, responses
+from localspec.server import anthropic, models, ollama, openai, requests, responses
+from localspec.server.bodies import Body
 from tests.fuzz.target import Check, Target, Timed, table
 from tests.support import ggufs
 from tests.support.serving import Server, serve
@@ -32,40 +35,14 @@ GOOD_TEXT = {"prompt": "the cat", "max_tokens": 4, "seed": 7}
 FIELDS: list[str] = table("bodies", "FIELDS")
 WORDS: list[str] = table("bodies", "WORDS")
 TEXTS = st.one_of(
-    st.sampled_from(
-        ["", "x", "auto", "none", "ngram", "required", "function", "text", "json_object", "json_schema", "the", " "]
-    ),
-    st.sampled_from(
-        ["\x00", "é", "😀", "<|im_end|>", "<tool_call>", 'root ::= "a" | "b"', "root ::= root", "a" * 3000, "\x1b[2J"]
-    ),
+    st.sampled_from(["", " ", "x", "auto", "none", "ngram", "required", "function", "text", "json_schema", "the"]),
+    st.sampled_from(["\x00", "é", "😀", "<|im_end|>", "<tool_call>", "a" * 3000, "\x1b[2J"]),
     st.sampled_from(WORDS),
     st.text(max_size=6),
 )
 NUMBERS = st.one_of(
-    st.sampled_from(
-        [
-            0,
-            1,
-            2,
-            3,
-            5,
-            16,
-            17,
-            0.5,
-            1.0,
-            -1,
-            -0.0,
-            1e308,
-            -1e308,
-            5e-324,
-            2**31,
-            2**53,
-            2**63,
-            2**64,
-            10**400,
-            -(10**30),
-        ]
-    ),
+    st.sampled_from([0, 1, 2, 3, 5, 16, 17, 0.5, 1.0, -1, -0.0, 1e308, -1e308, 5e-324]),
+    st.sampled_from([2**31, 2**53, 2**63, 2**64, 10**400, -(10**30)]),
     st.integers(-3, 40),
     st.floats(allow_nan=False, allow_infinity=False),
 )
@@ -75,102 +52,80 @@ VALUES = st.recursive(
     max_leaves=8,
 )
 
-# Nearly right values for the fields that have a form of their own: what is refused at once tries little.
-PARTS = st.lists(
-    st.fixed_dictionaries({}, optional={"type": st.sampled_from(["text", "image_url"]), "text": VALUES}), max_size=3
-)
-CALLS = st.lists(
-    st.fixed_dictionaries(
-        {"function": st.fixed_dictionaries({"name": TEXTS, "arguments": TEXTS | VALUES})},
-        optional={"id": VALUES, "type": VALUES},
-    ),
-    max_size=2,
-)
-BLOCKS = st.lists(
-    st.fixed_dictionaries(
-        {"type": st.sampled_from(["text", "tool_use", "tool_result", "thinking", "image"])},
-        optional={
-            "text": VALUES,
-            "id": VALUES,
-            "name": TEXTS,
-            "input": VALUES,
-            "content": VALUES,
-            "tool_use_id": TEXTS,
-        },
-    ),
-    max_size=3,
-)
-ITEMS = st.lists(
-    st.fixed_dictionaries(
-        {"type": st.sampled_from(["message", "function_call", "function_call_output", "reasoning", "x"])},
-        optional={
-            "role": st.sampled_from(["user", "system", "assistant", "developer", "x"]),
-            "content": TEXTS | PARTS | VALUES,
-            "name": TEXTS,
-            "call_id": TEXTS,
-            "arguments": TEXTS | VALUES,
-            "output": TEXTS | PARTS | VALUES,
-        },
-    ),
-    max_size=3,
-)
-MESSAGES = st.lists(
-    st.fixed_dictionaries(
-        {
-            "role": st.sampled_from(["user", "system", "assistant", "tool", "developer"]),
-            "content": TEXTS | PARTS | BLOCKS | VALUES,
-        },
-        optional={"tool_calls": CALLS | VALUES, "name": VALUES, "tool_call_id": VALUES, "x": VALUES},
-    ),
-    max_size=4,
-)
-SCHEMAS = st.one_of(
-    VALUES,
-    st.sampled_from(table("bodies", "schemas")),
-    st.fixed_dictionaries({"type": TEXTS, "properties": st.dictionaries(TEXTS, VALUES, max_size=2)}),
-)
-TOOLS = st.lists(
-    st.fixed_dictionaries(
-        {
-            "type": st.just("function"),
-            "function": st.fixed_dictionaries({"name": st.sampled_from(["f", "g"])}, optional={"parameters": SCHEMAS}),
-        }
-    ),
-    max_size=2,
-)
-SHAPED: dict[str, st.SearchStrategy[Any]] = {
-    "input": TEXTS | ITEMS,
-    "system": TEXTS | PARTS,
-    "max_output_tokens": st.integers(1, 12),
-    "options": st.dictionaries(st.sampled_from(["num_predict", "temperature", "mirostat", "stop", "seed"]), VALUES),
-    "format": st.just("json") | SCHEMAS,
-    "raw": st.booleans(),
-    "messages": MESSAGES,
-    "prompt": TEXTS | st.lists(TEXTS, max_size=3) | st.lists(st.integers(-1, 301), max_size=5),
-    "stop": TEXTS | st.lists(TEXTS, max_size=3),
-    "stream": st.booleans(),
-    "stream_options": st.fixed_dictionaries(
-        {}, optional={"include_usage": st.booleans(), "localspec_rounds": st.booleans()}
-    ),
-    "response_format": st.fixed_dictionaries(
-        {"type": st.sampled_from(["text", "json_object", "json_schema"])},
-        optional={"json_schema": st.fixed_dictionaries({"schema": SCHEMAS})},
-    ),
+# Nearly right values: what is refused at once tries little.
+
+
+def fitting(kind: Any, name: str = "") -> st.SearchStrategy[Any]:
+    """Values of the kind that a field is annotated with, or that its name asks for."""
+    kinds = get_args(kind)
+    if name in NAMED:
+        return NAMED[name]
+    if get_origin(kind) is Annotated:
+        return fitting(kinds[0])
+    if get_origin(kind) is Literal:
+        return st.sampled_from(kinds)
+    if get_origin(kind) in (Union, UnionType):
+        return st.one_of([fitting(each) for each in kinds])
+    if get_origin(kind) is list:
+        return st.lists(fitting(kinds[0]), max_size=3)
+    if get_origin(kind) is dict:
+        return st.dictionaries(TEXTS, VALUES, max_size=3)
+    if isinstance(kind, type) and issubclass(kind, Body):
+        return fields_of(kind)
+    simple = {str: TEXTS, bool: st.booleans(), int: st.integers(-1, 40), float: NUMBERS, type(None): st.none()}
+    return simple.get(kind, VALUES)
+
+
+def fields_of(kind: type[Body]) -> st.SearchStrategy[dict[str, Any]]:
+    """Objects with the fields that have to be there, and some of the others."""
+    needed, others = dict[str, Any](), dict[str, Any]()
+    for name, values in named_fields(kind).items():
+        (needed if kind.model_fields.get(name, OPTIONAL).is_required() else others)[name] = values
+    return st.fixed_dictionaries(needed, optional=others)
+
+
+def named_fields(kind: type[Body]) -> dict[str, st.SearchStrategy[Any]]:
+    """The fields that are read -> their values."""
+    named = {field.alias or name: field for name, field in kind.model_fields.items()}
+    return {name: fitting(field.annotation, name) for name, field in named.items()}
+
+
+OPTIONAL = FieldInfo(default=None)
+KINDS = "text image_url tool_use tool_result thinking image message function_call function_call_output reasoning x"
+NAMED: dict[str, st.SearchStrategy[Any]] = {
+    "type": st.sampled_from([*KINDS.split(), "function", "json_object", "json_schema"]),
+    "arguments": TEXTS | VALUES,
+    "schema": VALUES
+    | st.sampled_from(table("bodies", "schemas"))
+    | st.fixed_dictionaries({"type": TEXTS, "properties": st.dictionaries(TEXTS, VALUES, max_size=2)}),
     "grammar": st.sampled_from(
         ['root ::= "a" | "b"', "root ::= [a-z]+", 'root ::= ""', "root ::= x", "root ::= root", "x ::= 1", "("]
     ),
-    "tools": TOOLS,
+    "n": st.integers(1, 3),
+    "logit_bias": st.dictionaries(st.integers(-1, 301).map(str) | TEXTS, NUMBERS, max_size=3),
+    "max_output_tokens": st.integers(1, 12),
+    "num_predict": st.integers(1, 12),
     "tool_choice": st.sampled_from(["auto", "none", "required"])
     | st.just({"type": "function", "function": {"name": "f"}}),
-    "logit_bias": st.dictionaries(st.integers(-1, 301).map(str) | TEXTS, NUMBERS, max_size=3),
-    "localspec": st.fixed_dictionaries(
-        {}, optional={"draft": TEXTS, "draft_length": NUMBERS | TEXTS, "off": st.booleans()}
-    ),
-    "prediction": st.fixed_dictionaries({"type": st.just("content"), "content": TEXTS | PARTS}),
-    "logprobs": st.booleans() | st.integers(0, 20),
-    "n": st.integers(1, 3),
-    "model": TEXTS,
 }
+NAMED |= {"parameters": NAMED["schema"], "input_schema": NAMED["schema"], "format": st.just("json") | NAMED["schema"]}
+ITEMS = st.lists(
+    st.one_of(
+        fields_of(kind)
+        for kind in (
+            requests.TextPart,
+            anthropic.ToolUseBlock,
+            anthropic.ToolResultBlock,
+            anthropic.ThinkingBlock,
+            responses.MessageItem,
+            responses.FunctionCallItem,
+            responses.FunctionCallOutputItem,
+        )
+    ),
+    max_size=3,
+)
+NAMED |= dict.fromkeys(("content", "input", "system", "output"), TEXTS | ITEMS | VALUES)
+NAMED["prompt"] = TEXTS | st.lists(TEXTS, max_size=3) | st.lists(st.integers(-1, 301), max_size=5)
 
 
 BODIES = {
@@ -183,85 +138,56 @@ BODIES = {
     "/api/generate": ollama.OllamaGenerateBody,
     "/api/show": models.OllamaShowBody,
 }
+SHAPED = {path: named_fields(kind) for path, kind in BODIES.items()}
 
 
 @st.composite
 def objects(draw: Any, path: str) -> dict[str, Any]:
     """A request with a few fields that are nearly right or quite wrong; mostly fields that the address knows."""
-    honoured = BODIES[path].KNOWN.honoured
+    shaped = SHAPED[path]
     are_known = draw(st.integers(0, 9)) > 0
-    names = draw(st.lists(st.sampled_from(sorted(honoured) if are_known else FIELDS), max_size=5, unique=True))
-    body = {name: draw(SHAPED[name] if name in SHAPED and draw(st.integers(0, 3)) else VALUES) for name in names}
+    names = draw(st.lists(st.sampled_from(sorted(shaped) if are_known else FIELDS), max_size=5, unique=True))
+    body = {name: draw(shaped.get(name, VALUES) if draw(st.integers(0, 3)) else VALUES) for name in names}
     if draw(st.integers(0, 9)):
         body = {"messages": GOOD_CHAT["messages"], "prompt": "the", "input": "the", "model": "served-target"} | body
     if not isinstance(body.get("max_tokens"), float):
         body.setdefault("max_tokens", draw(st.integers(1, 12)))
     body.setdefault("max_output_tokens", 12)
     body.setdefault("options", {"num_predict": 12})
-    return {name: value for name, value in body.items() if name in honoured} if are_known else body
+    return {name: value for name, value in body.items() if name in shaped} if are_known else body
 
 
 def cases(paths: list[str]) -> st.SearchStrategy[tuple[str, str, dict[str, Any]]]:
     return st.sampled_from(paths).flatmap(lambda path: st.tuples(st.just("json"), st.just(path), objects(path)))
 
 
+JSON = b'null [] 7 "x" { {} {}{} \xff\xfe{} \xef\xbb\xbf{} {"prompt":"a","prompt":"b"}'.split()
+ODD = rb'{"prompt":"\ud800"} {"prompt":NaN} {"temperature":1e999,"prompt":"a"} {"\u0000":1}'.split()
+LONG = [b'{"seed":' + b"9" * 5000 + b',"prompt":"a"}', b'{"prompt":"' + b"a" * 200_000 + b'"}']
+DEEP = [b"[" * 100_000, b'{"a":' * 50_000, b'{"messages":' + b"[" * 5000 + b"]" * 5000 + b"}", b"[" * 900 + b"]" * 900]
 BYTES = st.one_of(
     st.binary(max_size=40),
-    st.sampled_from(
-        [
-            b"",
-            b"null",
-            b"[]",
-            b"7",
-            b'"x"',
-            b"{",
-            b"{}",
-            b"\xff\xfe{}",
-            b"\xef\xbb\xbf{}",
-            b"{}{}",
-            b'{"prompt":"a","prompt":"b"}',
-        ]
-    ),
-    st.sampled_from(
-        [b"[" * 100_000, b'{"a":' * 50_000, b'{"messages":' + b"[" * 5000 + b"]" * 5000 + b"}", b"[" * 900 + b"]" * 900]
-    ),
-    st.sampled_from(
-        [
-            b'{"prompt":"\\ud800"}',
-            b'{"prompt":NaN}',
-            b'{"prompt":"\xed\xa0\x80"}',
-            b'{"temperature":1e999,"prompt":"a"}',
-        ]
-    ),
-    st.sampled_from(
-        [b'{"seed":' + b"9" * 5000 + b',"prompt":"a"}', b'{"prompt":"' + b"a" * 200_000 + b'"}', b'{"\\u0000":1}']
-    ),
+    st.sampled_from([b"", *JSON]),
+    st.sampled_from(DEEP),
+    st.sampled_from([*ODD, b'{"prompt":"\xed\xa0\x80"}', *LONG]),
 )
 
 HEADS = st.sampled_from(table("bodies", "heads"))
-FRAMINGS = st.sampled_from(
-    ["plain", "chunks", "bytes", "bad size", "huge size", "negative size", "unfinished", "extension", "trailer"]
-)
+FRAMINGS = ["plain", "chunks", "bytes", "extension", "trailer"]
+FRAMINGS += ["bad size", "huge size", "negative size", "unfinished"]
+METHODS = ["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE", "BREW"]
+
+
+def to(kind: str, paths: list[str], what: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[str, str, Any]]:
+    return st.tuples(st.just(kind), st.sampled_from(paths), what)
+
 
 CASES = st.one_of(
-    cases(PATHS),
-    cases(PATHS),
-    cases(PATHS),
-    cases(TRANSLATED),
-    cases(TRANSLATED),
-    st.tuples(st.just("bytes"), st.sampled_from(PATHS + TRANSLATED), BYTES),
-    st.tuples(
-        st.just("raw"),
-        st.sampled_from(PATHS),
-        st.tuples(HEADS, FRAMINGS, BYTES | st.just(json.dumps(GOOD_TEXT).encode())),
-    ),
-    st.tuples(
-        st.just("other"),
-        st.sampled_from(PATHS + TRANSLATED + OTHERS),
-        st.tuples(
-            st.sampled_from(["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE", "BREW"]), BYTES
-        ),
-    ),
+    *[cases(PATHS)] * 3,
+    *[cases(TRANSLATED)] * 2,
+    to("bytes", PATHS + TRANSLATED, BYTES),
+    to("raw", PATHS, st.tuples(HEADS, st.sampled_from(FRAMINGS), BYTES | st.just(json.dumps(GOOD_TEXT).encode()))),
+    to("other", PATHS + TRANSLATED + OTHERS, st.tuples(st.sampled_from(METHODS), BYTES)),
 )
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import gguf
 from hypothesis import strategies as st
 
 from tests.fuzz.target import table
@@ -73,46 +75,18 @@ def _text(value: bytes) -> bytes:
     return struct.pack("<Q", len(value)) + value
 
 
-def take_apart(raw: bytes) -> Header:
+def take_apart(path: Path) -> Header:
     """The parts of a valid file."""
-    version, n_tensors, n_keys = struct.unpack_from("<IQQ", raw, 4)
-    at = 24
-
-    def text() -> bytes:
-        nonlocal at
-        (n,) = struct.unpack_from("<Q", raw, at)
-        at += 8 + n
-        return raw[at - n : at]
-
-    def value(kind: int) -> None:
-        nonlocal at
-        if kind == 8:
-            text()
-        elif kind == 9:
-            item, n = struct.unpack_from("<IQ", raw, at)
-            at += 12
-            for _ in range(n):
-                value(item)
-        else:
-            at += _SIZES[kind]
-
-    keys, tensors = [], []
-    for _ in range(n_keys):
-        key = text()
-        (kind,) = struct.unpack_from("<I", raw, at)
-        at += 4
-        start = at
-        value(kind)
-        keys.append((key, kind, raw[start:at]))
-    for _ in range(n_tensors):
-        name = text()
-        (n_dims,) = struct.unpack_from("<I", raw, at)
-        dims = list(struct.unpack_from(f"<{n_dims}Q", raw, at + 4))
-        at += 4 + 8 * n_dims
-        kind, offset = struct.unpack_from("<IQ", raw, at)
-        at += 12
-        tensors.append(Tensor(name, dims, kind, offset))
-    return Header(version, keys, tensors, raw[-(-at // 32) * 32 :])
+    reader, keys, tensors = gguf.GGUFReader(path), [], []
+    for name, entry in reader.fields.items():
+        if not name.startswith("GGUF."):
+            value = b"".join(part.tobytes() for part in entry.parts[3:])
+            keys.append((name.encode(), int(entry.types[0]), value))
+    for each in reader.tensors:
+        _, title, _, dims, kind, offset = each.field.parts
+        tensors.append(Tensor(title.tobytes(), dims.tolist(), int(kind[0]), int(offset[0])))
+    version = int(reader.fields["GGUF.version"].parts[-1][0])
+    return Header(version, keys, tensors, path.read_bytes()[reader.data_offset :])
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -128,13 +102,8 @@ def number(kind: int, value: float) -> bytes:
 
 
 FLOATS = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-30, 1e30, float("nan"), float("inf"), float("-inf"), 1e-5, 0.5])
-TEXTS = st.one_of(
-    st.sampled_from([b"", b"llama", b"gpt2", b"qwen2", b"bert", b"mamba", b"\xff\xfe", b"\x00", b"a" * 70, b"none"]),
-    st.sampled_from(
-        [b"linear", b"yarn", b"longrope", b"default", b"gpt-2", b"qwen2", b"<|im_end|>", b"<s>", b"\n\x1b[31m"]
-    ),
-    st.binary(max_size=12),
-)
+NAMES = b"llama gpt2 qwen2 bert mamba none linear yarn longrope default gpt-2 <|im_end|> <s> \xff\xfe"
+TEXTS = st.sampled_from([b"", b"\x00", b"a" * 70, b"\n\x1b[31m", *NAMES.split()]) | st.binary(max_size=12)
 
 
 @st.composite
@@ -149,7 +118,6 @@ def values(draw: Any) -> tuple[int, bytes]:
     item = draw(st.sampled_from([4, 5, 6, 7, 8, 9, 12, 0, 10]))
     n = draw(st.sampled_from([0, 1, 2, 5, 300]))
     if item == 8:
-        body = b"".join(_text(text) for text in draw(st.lists(TEXTS, min_size=1, max_size=4)))
         texts = draw(st.lists(TEXTS, min_size=1, max_size=4))
         body = b"".join(_text(texts[i % len(texts)]) for i in range(n))
     elif item == 9:
@@ -162,6 +130,8 @@ def values(draw: Any) -> tuple[int, bytes]:
 
 
 KEYS: list[str] = table("gguf_cases", "KEYS")
+MORE_WHOLES: list[str] = table("hyperparameters", "MORE_WHOLES")
+MORE_FLOATS: list[str] = table("hyperparameters", "MORE_FLOATS")
 
 NAN, INFINITY = b"\x00\x00\xc0\x7f", b"\x00\x00\x80\x7f"
 
@@ -217,96 +187,93 @@ def changes(keys: list[str], arrays: list[str], tensor: bytes) -> st.SearchStrat
 
 def apply(header: Header, change: tuple[Any, ...]) -> None:
     """Change a header as a case says."""
-    kind, *rest = change
-    if kind in ("set", "number", "drop", "twice", "rename"):
-        _change_key(header, kind, rest)
-    elif kind in ("text", "item", "shorter"):
-        _change_array(header, kind, rest)
-    elif kind in ("dims", "dim", "type", "offset", "same offset", "tensor name", "tensor twice", "tensor gone", "swap"):
-        _change_tensor(header, kind, rest)
-    elif kind in ("n_keys", "n_tensors", "version"):
-        setattr(header, kind, rest[0])
-    elif kind == "cut":
-        header.cut = rest[0]
-    elif kind == "tail":
-        header.tail = rest[0]
+    kind, first, *rest = change
+    if kind in ("n_keys", "n_tensors", "version", "cut", "tail"):
+        setattr(header, kind, first)
     elif kind == "patch":
-        header.patches.append((rest[0], rest[1]))
+        header.patches.append((first, *rest))
+    elif kind == "a number":
+        _change_number(header, first, *rest)
     elif kind == "data":
-        at = int(rest[0] * len(header.data)) // 4 * 4
-        header.data = header.data[:at] + rest[1] + header.data[at + len(rest[1]) :]
+        at = int(first * len(header.data)) // 4 * 4
+        header.data = header.data[:at] + rest[0] + header.data[at + len(rest[0]) :]
+    elif isinstance(first, str):
+        _change_key(header, kind, first.encode(), rest)
+    elif header.tensors:
+        _change_tensor(header, kind, int(first * len(header.tensors)), rest)
 
 
-def _change_key(header: Header, kind: str, rest: list[Any]) -> None:
-    name = rest[0].encode()
-    here = [i for i, key in enumerate(header.keys) if key[0] == name]
+def _change_number(header: Header, share: float, whole: int, real: float) -> None:
+    """One of the numbers that a file has, or may have besides, becomes another one by its type."""
+    architecture = next(value[8:] for key, _, value in header.keys if key == b"general.architecture").decode()
+    kinds = {f"{architecture}.{name}".encode(): 4 for name in MORE_WHOLES}
+    kinds |= {f"{architecture}.{name}".encode(): 6 for name in MORE_FLOATS}
+    kinds |= {key: kind for key, kind, _ in header.keys if kind in _SIZES and kind != 7}
+    key, kind = list(kinds.items())[int(share * len(kinds))]
+    _change_key(header, "set", key, [(kind, number(kind, real if kind in (6, 12) else whole))])
+
+
+def _change_key(header: Header, kind: str, name: bytes, rest: list[Any]) -> None:
+    at = next((i for i, key in enumerate(header.keys) if key[0] == name), len(header.keys))
+    here = header.keys[at : at + 1]
     if kind == "set":
-        header.keys[slice(here[0], here[0] + 1) if here else slice(len(header.keys), None)] = [(name, *rest[1])]
-    elif kind == "number" and (not here or header.keys[here[0]][1] in _SIZES):
-        kept = header.keys[here[0]][1] if here else 4
-        value = number(kept, float(rest[1]) if kept in (6, 12) else rest[1])
-        header.keys[slice(here[0], here[0] + 1) if here else slice(len(header.keys), None)] = [(name, kept, value)]
-    elif kind == "drop" and here:
-        del header.keys[here[0]]
-    elif kind == "twice" and here:
-        header.keys.append(header.keys[here[0]])
+        here = [(name, *rest[0])]
+    elif kind == "number" and (not here or here[0][1] in _SIZES):
+        kept = here[0][1] if here else 4
+        here = [(name, kept, number(kept, float(rest[0]) if kept in (6, 12) else rest[0]))]
+    elif kind == "drop":
+        here = []
+    elif kind == "twice":
+        header.keys += here
     elif kind == "rename" and here:
-        header.keys[here[0]] = (rest[1], *header.keys[here[0]][1:])
+        here = [(rest[0], *here[0][1:])]
+    elif kind in ("text", "item", "shorter") and here and here[0][1] == 9:
+        here = [(name, 9, _changed_array(here[0][2], kind, *rest))]
+    header.keys[at : at + 1] = here
 
 
-def _change_array(header: Header, kind: str, rest: list[Any]) -> None:
-    here = [i for i, key in enumerate(header.keys) if key[0] == rest[0].encode() and key[1] == 9]
-    if not here:
-        return
-    name, _, raw = header.keys[here[0]]
+def _changed_array(raw: bytes, kind: str, where: Any, value: Any = None) -> bytes:
     item, n = struct.unpack_from("<IQ", raw)
-    items = _items(raw, item, n)
-    if kind == "shorter":
-        items = items[: rest[1]]
-    elif items:
-        at = int(rest[1] * len(items))
-        if kind == "text" and item == 8:
-            items[at] = _text(rest[2])
-        elif kind == "item" and item in _SIZES:
-            items[at] = number(item, float(rest[2]) if item in (6, 12) else rest[2])
-        elif kind == "item":
-            items[at] = items[rest[2] % len(items)]
-    header.keys[here[0]] = (name, 9, struct.pack("<IQ", item, len(items)) + b"".join(items))
-
-
-def _items(raw: bytes, item: int, n: int) -> list[bytes]:
-    at, found = 12, []
+    items, start = list[bytes](), 12
     for _ in range(n):
-        size = 8 + struct.unpack_from("<Q", raw, at)[0] if item == 8 else _SIZES.get(item, 16)
-        found.append(raw[at : at + size])
-        at += size
-    return found
+        size = 8 + struct.unpack_from("<Q", raw, start)[0] if item == 8 else _SIZES.get(item, 16)
+        items.append(raw[start : start + size])
+        start += size
+    if kind == "shorter":
+        items = items[:where]
+    elif items:
+        at = int(where * len(items))
+        if kind == "text" and item == 8:
+            items[at] = _text(value)
+        elif kind == "item" and item in _SIZES:
+            items[at] = number(item, float(value) if item in (6, 12) else value)
+        elif kind == "item":
+            items[at] = items[value % len(items)]
+    return struct.pack("<IQ", item, len(items)) + b"".join(items)
 
 
-def _change_tensor(header: Header, kind: str, rest: list[Any]) -> None:
-    if not header.tensors:
-        return
-    index = int(rest[0] * len(header.tensors))
-    tensor = header.tensors[index]
+def _change_tensor(header: Header, kind: str, index: int, rest: list[Any]) -> None:
+    tensor, value = header.tensors[index], rest[0] if rest else None
     if kind == "dims":
-        tensor.dims = list(rest[1])
+        tensor.dims = list(value)
     elif kind == "dim" and tensor.dims:
-        tensor.dims[rest[1] % len(tensor.dims)] = rest[2]
+        tensor.dims[value % len(tensor.dims)] = rest[1]
     elif kind == "type":
-        tensor.kind = rest[1]
+        tensor.kind = value
     elif kind == "offset":
-        tensor.offset = int(rest[1] * len(header.data)) if isinstance(rest[1], float) else rest[1]
+        tensor.offset = int(value * len(header.data)) if isinstance(value, float) else value
     elif kind == "tensor name":
-        tensor.name = rest[1]
+        tensor.name = value
     elif kind == "tensor twice":
         header.tensors.append(tensor)
     elif kind == "tensor gone":
         del header.tensors[index]
-    elif kind == "same offset":
-        tensor.offset = header.tensors[int(rest[1] * len(header.tensors))].offset
-    elif kind == "swap":
-        other = header.tensors[int(rest[1] * len(header.tensors))]
-        tensor.dims, other.dims = other.dims, tensor.dims
+    elif kind in ("same offset", "swap"):
+        other = header.tensors[int(value * len(header.tensors))]
+        if kind == "same offset":
+            tensor.offset = other.offset
+        else:
+            tensor.dims, other.dims = other.dims, tensor.dims
 
 
 CASES = st.tuples(
@@ -325,13 +292,11 @@ class Builder:
 
     def __init__(self, folder: Path, bases: Mapping[str, Callable[[Path], Path]] = BASES) -> None:
         self.path = folder / "case.gguf"
-        self._raw = {}
-        for name, write in bases.items():
-            self._raw[name] = write(folder / f"base-{name}.gguf").read_bytes()
+        self._bases = {name: take_apart(write(folder / f"base-{name}.gguf")) for name, write in bases.items()}
 
     def __call__(self, case: tuple[str, list[tuple[Any, ...]]]) -> Path:
         name, changes = case
-        header = take_apart(self._raw[name])
+        header = deepcopy(self._bases[name])
         for change in changes:
             apply(header, change)
         self.path.write_bytes(header.encode())

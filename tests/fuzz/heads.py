@@ -32,39 +32,31 @@ def _text(value: bytes) -> tuple[int, bytes]:
     return 8, struct.pack("<Q", len(value)) + value
 
 
-SAID = st.one_of(
-    st.tuples(st.just("set"), st.just("localspec.head.kind"), st.sampled_from([_text(k.encode()) for k in KINDS])),
-    st.tuples(
-        st.just("set"),
-        st.just("localspec.head.taps"),
-        st.sampled_from([_text(b"," * 100_000), _text(b"norm,layer:0"), _text(b"layer:9"), _text(b"norm,norm")]),
-    ),
-    st.tuples(
-        st.just("set"),
-        st.just("localspec.head.training"),
-        st.sampled_from(
-            [
-                _text(text)
-                for text in (
-                    b"[" * 100_000,
-                    b'{"seed": ' + b"9" * 5000 + b"}",
-                    b'{"minutes": NaN}',
-                    b'{"minutes": 1e400}',
-                    b'{"curve": [{"tokens_seen": -1}]}',
-                    b'{"curve": [{"acceptance": {"\\u001b[31m": [0.5]}}], "command": "\\n\\u001b"}',
-                    b'{"acceptance": {"code": [2.0]}}',
-                    b'{"acceptance": {"code": [0.5, true]}}',
-                    b'{"versions": []}',
-                    b"3",
-                )
-            ]
-        ),
-    ),
+SAID = {
+    "kind": [each.encode() for each in KINDS],
+    "taps": [b"," * 100_000, b"norm,layer:0", b"layer:9", b"norm,norm"],
+    "training": [
+        b"[" * 100_000,
+        b'{"seed": ' + b"9" * 5000 + b"}",
+        b'{"minutes": NaN}',
+        b'{"minutes": 1e400}',
+        b'{"curve": [{"tokens_seen": -1}]}',
+        b'{"curve": [{"acceptance": {"\\u001b[31m": [0.5]}}], "command": "\\n\\u001b"}',
+        b'{"acceptance": {"code": [2.0]}}',
+        b'{"acceptance": {"code": [0.5, true]}}',
+        b'{"versions": []}',
+        b"3",
+    ],
+}
+SETTINGS = st.sampled_from(
+    [("set", f"localspec.head.{key}", _text(text)) for key, texts in SAID.items() for text in texts]
 )
 
 CASES = st.tuples(
     st.sampled_from(KINDS),
-    st.lists(st.one_of(changes(KEYS, ["localspec.head.token_map"], b"head.fc.weight"), SAID), min_size=1, max_size=3),
+    st.lists(
+        st.one_of(changes(KEYS, ["localspec.head.token_map"], b"head.fc.weight"), SETTINGS), min_size=1, max_size=3
+    ),
 )
 """(kind of head, changes)"""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.fuzz import answers, bodies, engines, headers, heads, hyperparameters, sessions, templates
+from tests.fuzz import answers, bodies, engines, headers, heads, sessions, templates
 
 TARGETS = {
     target.name: target
@@ -12,7 +12,6 @@ TARGETS = {
         headers.TARGET,
         heads.TARGET,
         *engines.TARGETS,
-        *hyperparameters.TARGETS,
         templates.TARGET,
         bodies.TARGET,
     )

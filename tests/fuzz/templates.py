@@ -23,13 +23,9 @@ CANARY = "canary-5d1f"
 MESSAGES: list[dict[str, Any]] = table("templates", "MESSAGES")
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"x": ["ä", 1, None, True]}}}]
 
-FILTERS: list[str] = table("templates", "FILTERS")
-TESTS: list[str] = table("templates", "TESTS")
-METHODS: list[str] = table("templates", "METHODS")
-HIDDEN: list[str] = table("templates", "HIDDEN")
-NAMES: list[str] = table("templates", "NAMES")
-TEXTS: list[str] = table("templates", "TEXTS")
-NUMBERS: list[str] = table("templates", "NUMBERS")
+FILTERS, TESTS, METHODS, HIDDEN, NAMES, TEXTS, NUMBERS = (
+    table("templates", name) for name in ("FILTERS", "TESTS", "METHODS", "HIDDEN", "NAMES", "TEXTS", "NUMBERS")
+)
 
 
 def _quoted(text: str) -> str:
@@ -41,18 +37,14 @@ ATOMS = st.one_of(
     st.sampled_from(NAMES),
     st.sampled_from(TEXTS).map(_quoted),
     st.sampled_from(NUMBERS),
-    st.sampled_from(
-        ["[]", "{}", "()", "[1, 2, 3]", "messages[1].content", "messages[0]", "range(10**6)", "('a' * 10**6)"]
-    ),
+    st.sampled_from(["[]", "{}", "()", "[1,2,3]", "messages[1].content", "messages[0]", "range(10**6)", "('a'*10**6)"]),
 )
 
 
 def _larger(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     arguments = st.lists(inner, max_size=3).map(", ".join)
     name = st.one_of(st.sampled_from(METHODS), st.sampled_from(HIDDEN), st.sampled_from(["role", "content", "x"]))
-    operator = st.sampled_from(
-        ["+", "-", "*", "/", "//", "%", "**", "~", "==", "!=", "<", ">", "<=", ">=", "and", "or", "in"]
-    )
+    operator = st.sampled_from([*"+-*/%~<>", "//", "**", "==", "!=", "<=", ">=", "and", "or", "in"])
     return st.one_of(
         st.tuples(inner, operator, inner).map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
         st.tuples(inner, st.sampled_from(FILTERS)).map(lambda t: f"({t[0]}|{t[1]})"),
@@ -111,18 +103,9 @@ STATEMENTS = st.one_of(
     EXPRESSIONS.map(lambda e: "{{ " + e + " }}"),
     EXPRESSIONS.map(lambda e: "{% set x = " + e + " %}"),
     EXPRESSIONS.map(lambda e: "{% set ns.x = " + e + " %}"),
-    st.sampled_from(
-        [
-            CHATML,
-            "text",
-            "{% set ns.x = ns.x ~ ns.x %}",
-            "{% set ns.y = [ns.y, ns.y] %}",
-            "{% break %}",
-            "{% continue %}",
-        ]
-    ),
-    st.sampled_from(
-        ["{% include x %}", "{% import 'os' as os %}", "{% extends x %}", "{{", "{% for %}", "{#", "{% raw %}"]
+    st.sampled_from([CHATML, "text", "{% set ns.x = ns.x ~ ns.x %}", "{% set ns.y = [ns.y, ns.y] %}", "{{", "{#"]),
+    st.sampled_from(["break", "continue", "include x", "import 'os' as os", "extends x", "for", "raw"]).map(
+        lambda inner: "{% " + inner + " %}"
     ),
     st.text(max_size=8),
 )

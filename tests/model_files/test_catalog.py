@@ -10,27 +10,11 @@ import pytest
 from localspec.errors import ModelFileError, UnknownModel, UsageError
 from localspec.model_files import catalog
 from localspec.model_files.catalog import Catalog, Entry
-from localspec.model_files.sources.wheels import expand
 from localspec.sampling.sampling import SamplingParams
 from localspec.system.files import home, models_dir, offline, source_order
 from localspec.system.machine import SystemMemory
 
 CATALOG = Catalog.load()
-
-FACTS = {
-    "qwen2.5-coder-1.5b": (1117320768, "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046", 22),
-    "qwen2.5-coder-0.5b": (491400064, "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32", 6),
-    "smollm2-135m": (98362432, "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", 1),
-    "gemma3-270m": (253113024, "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818", 4),
-}
-
-
-@pytest.mark.parametrize("name", FACTS)
-def test_the_models_that_were_checked(name: str) -> None:
-    entry = CATALOG[name]
-    (wheels,) = [place for place in entry.sources if place["kind"] == "wheels"]
-    assert (entry.bytes, entry.sha256, len(expand(wheels["packages"]))) == FACTS[name]
-    assert any(place["kind"] == "hf" for place in entry.sources)
 
 
 @pytest.mark.parametrize("entry", CATALOG.values(), ids=list(CATALOG))

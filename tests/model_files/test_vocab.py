@@ -6,17 +6,17 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
+from localspec.backends.llama.model import LlamaModel
 from localspec.errors import UnsupportedModel
 from localspec.model_files.gguf import GGUFFile, StringArray
 from localspec.model_files.vocab import Vocab
 from localspec.spec_decode.drafters.carried_text import partners
 from tests.conftest import TinyFiles, open_backend
-from tests.support.gguf_vocabs import (  # fmt: skip
+from tests.support.gguf_vocabs import (
     BYTE,
     CONTROL,
     NORMAL,
@@ -27,6 +27,7 @@ from tests.support.gguf_vocabs import (  # fmt: skip
     bpe_vocab,
     renamed_vocab,
     spm_vocab,
+    with_tokens,
 )
 from tests.support.ggufs import write_tokenizer_only
 
@@ -45,40 +46,20 @@ def make(tmp_path: Path) -> Callable[[TinyVocab], Vocab]:
 
 def engine_view(name: str, path: Path) -> tuple[list[bytes], set[int]]:
     """Every token's text and the end tokens, as an engine sees them."""
-    is_eog: Any
-    if name == "ik-llama":
-        from localspec.backends.llama.ik_llama import binding as ik
-
-        api, lib = ik().api, ik().lib
-        params = api.llama_model_default_params()
-        params.vocab_only = True
-        handle = model = api.llama_model_load_from_file(str(path).encode(), params)
-        n, is_eog, to_piece = lib.llama_n_vocab(model), lib.llama_token_is_eog, lib.llama_token_to_piece
-        is_eog.argtypes, is_eog.restype = [ctypes.c_void_p, ctypes.c_int32], ctypes.c_bool
-        pointer, i32 = ctypes.c_void_p, ctypes.c_int32
-        to_piece.argtypes = [pointer, i32, ctypes.c_char_p, i32, i32, ctypes.c_bool]
-        to_piece.restype = i32
-        free = api.llama_free_model
-    else:
-        import llama_cpp as lib
-
-        from localspec.backends.llama.llama_cpp import binding
-
-        binding()
-        params = lib.llama_model_default_params()
-        params.vocab_only = True
-        model = lib.llama_model_load_from_file(str(path).encode(), params)
-        handle = lib.llama_model_get_vocab(model)
-        n, is_eog, to_piece = lib.llama_vocab_n_tokens(handle), lib.llama_vocab_is_eog, lib.llama_token_to_piece
-        free = lib.llama_model_free
-    buffer = ctypes.create_string_buffer(4096)
-    pieces = []
-    for i in range(n):
-        size = to_piece(handle, i, buffer, 4096, 0, False)
-        pieces.append(buffer.raw[:size])
-    ends = {i for i in range(n) if is_eog(handle, i)}
-    free(model)
-    return pieces, ends
+    with open_backend(name).load(path, n_threads=1) as model:
+        assert isinstance(model, LlamaModel)
+        lib, handle = model.binding.lib, model.binding.tokenizer(model._handle)
+        to_piece = lib.llama_token_to_piece
+        is_eog = lib.llama_token_is_eog if name == "ik-llama" else lib.llama_vocab_is_eog
+        if name == "ik-llama":  # whose functions have no types yet
+            pointer, i32 = ctypes.c_void_p, ctypes.c_int32
+            is_eog.argtypes, is_eog.restype = [pointer, i32], ctypes.c_bool
+            to_piece.argtypes = [pointer, i32, ctypes.c_char_p, i32, i32, ctypes.c_bool]
+        buffer, pieces = ctypes.create_string_buffer(4096), []
+        for token in range(model.n_vocab):
+            size = to_piece(handle, token, buffer, 4096, 0, False)
+            pieces.append(buffer.raw[:size])
+        return pieces, {token for token in range(model.n_vocab) if is_eog(handle, token)}
 
 
 # The vocabulary of the larger Qwen is compared with the smaller one's below.
@@ -157,14 +138,11 @@ def test_harmony_messages_do_not_end_with_end(make: Callable[[TinyVocab], Vocab]
 
 
 def with_types(vocab: TinyVocab, token: int, kind: int) -> TinyVocab:
-    types = list(vocab.types)
-    types[token] = kind
-    return replace(vocab, types=types)
+    return replace(vocab, types=[kind if i == token else each for i, each in enumerate(vocab.types)])
 
 
-def longer(vocab: TinyVocab, text: str, kind: int, count: int = 1) -> TinyVocab:
-    tokens = [*vocab.tokens, *(text.format(i) for i in range(count))]
-    return replace(vocab, tokens=tokens, types=[*vocab.types, *[kind] * count], scores=[*vocab.scores, *[0.0] * count])
+def longer(vocab: TinyVocab, text: str, kind: str, count: int = 1) -> TinyVocab:
+    return with_tokens(vocab, vocab.chat_template, **{kind: [text.format(i) for i in range(count)]})
 
 
 BASE = spm_vocab()
@@ -177,10 +155,10 @@ THE = BASE.id("▁the")
         BASE,
         replace(BASE, add_bos=False, bos=3),
         replace(BASE, unk=5, chat_template=None),
-        longer(BASE, "[PAD{}]", UNUSED, 300),
-        longer(BASE, "[PAD{}]", NORMAL, 3),
-        longer(BASE, "<|reserved_special_token_{}|>", CONTROL, 3),
-        longer(BASE, "<image_soft_token>", CONTROL),
+        longer(BASE, "[PAD{}]", "unused", 300),
+        longer(BASE, "[PAD{}]", "normal", 3),
+        longer(BASE, "<|reserved_special_token_{}|>", "control", 3),
+        longer(BASE, "<image_soft_token>", "control"),
     ],
 )
 def test_differences_that_do_not_matter(make: Callable[[TinyVocab], Vocab], other: TinyVocab) -> None:
@@ -198,7 +176,7 @@ def test_differences_that_do_not_matter(make: Callable[[TinyVocab], Vocab], othe
         (renamed_vocab(BASE, THE, "▁thee"), f"token {THE} is '▁the' in the target and '▁thee' in the draft"),
         (renamed_vocab(BASE, THE, "[PAD1]"), f"token {THE} is '▁the' in the target and '[PAD1]' in the draft"),
         (with_types(BASE, THE, USER_DEFINED), f"token {THE} ('▁the') has type 1 in the target and 4 in the draft"),
-        (longer(BASE, "word", NORMAL), f"token {len(BASE)} is 'word' in the draft and missing in the other"),
+        (longer(BASE, "word", "normal"), f"token {len(BASE)} is 'word' in the draft and missing in the other"),
         (replace(BASE, eos=3), "the end-of-text token is 2 '</s>' in the target and 3 '<|im_start|>' in the draft"),
         (replace(BASE, bos=3), "the begin-of-text token is 1 '<s>' in the target and 3 '<|im_start|>' in the draft"),
         (replace(BASE, eot=3), "3 '<|im_start|>' ends an answer only in the draft"),
@@ -211,10 +189,10 @@ def test_the_first_difference_is_named(make: Callable[[TinyVocab], Vocab], other
 
 
 def test_padding_may_have_other_names(make: Callable[[TinyVocab], Vocab]) -> None:
-    one, other = longer(BASE, "[PAD{}]", UNUSED, 9), longer(BASE, "<unused_{}>", UNUSED, 9)
+    one, other = longer(BASE, "[PAD{}]", "unused", 9), longer(BASE, "<unused_{}>", "unused", 9)
     assert make(one).difference(make(other)) is None
-    other = longer(replace(other), "word", NORMAL)
-    one = longer(one, "ward", NORMAL)
+    other = longer(replace(other), "word", "normal")
+    one = longer(one, "ward", "normal")
     words = f"token {len(BASE) + 9} is 'ward' in the target and 'word' in the draft"
     assert make(one).difference(make(other)) == words
 
@@ -225,10 +203,10 @@ def test_padding_may_have_other_names(make: Callable[[TinyVocab], Vocab]) -> Non
         (renamed_vocab(BASE, 3, "<|User|>"), True),
         (renamed_vocab(BASE, 3, "<|longer than it was|>"), True),
         (replace(BASE, eos=3, bos=4, eot=3), True),
-        (longer(BASE, "<image>", USER_DEFINED, 2), True),
+        (longer(BASE, "<image>", "user_defined", 2), True),
         (with_types(renamed_vocab(BASE, 3, "word"), 3, NORMAL), True),  # special in one of the two
         (renamed_vocab(renamed_vocab(BASE, 3, "<|longer than it was|>"), THE, "▁teh"), False),
-        (longer(BASE, "word", NORMAL), False),
+        (longer(BASE, "word", "normal"), False),
         (bpe_vocab(), False),
     ],
 )

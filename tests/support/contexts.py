@@ -136,6 +136,7 @@ class Memories(RuleBasedStateMachine):
         hidden: names of the states that the contexts return.
         embedding: what rows of floats are taken from [n_vocab, n_embd]; None feeds none.
         noise: largest difference of logits; a state's is relative to the largest number in it.
+        size: how many times the room there is, and how many times as long the longer inputs are.
     """
 
     where = st.integers(0, 4)
@@ -149,13 +150,16 @@ class Memories(RuleBasedStateMachine):
         hidden: Sequence[str],
         embedding: FloatArray | None,
         noise: float,
+        size: int,
     ) -> None:
         super().__init__()
+        self.size, self.n_ctx, self.n_cells = size, 120 * size, 220 * size
         self.model, self.expected, self.hidden = model, expected, hidden
         self.embedding, self.noise = embedding, noise
         self.stack = ExitStack()
-        self.batch = self.stack.enter_context(model.new_batch(3, 220, n_ctx=120, hidden=hidden))
-        alone = model.new_context(120, hidden=hidden), model.new_context(150, hidden=hidden, branches=True)
+        self.batch = self.stack.enter_context(model.new_batch(3, self.n_cells, n_ctx=self.n_ctx, hidden=hidden))
+        branching = model.new_context(150 * size, hidden=hidden, branches=True)
+        alone = model.new_context(self.n_ctx, hidden=hidden), branching
         self.contexts = [*map(self.stack.enter_context, alone), *(self.batch[i] for i in range(3))]
         self.texts: list[list[int]] = [[] for _ in self.contexts]
         self.partial: list[tuple[int, int] | None] = [None for _ in self.contexts]
@@ -169,7 +173,7 @@ class Memories(RuleBasedStateMachine):
                 self.forget(i, context.n_whole)
                 if context.n_free:
                     self.feed(i, 1, "all", 7)
-            held, total = 220 - self.batch.free_cells, sum(len(text) for text in self.texts[2:])
+            held, total = self.n_cells - self.batch.free_cells, sum(len(text) for text in self.texts[2:])
             assert held == total or (self.batch.shares_prefix and held < total)
         finally:
             self.stack.close()
@@ -202,22 +206,32 @@ class Memories(RuleBasedStateMachine):
     def check_states(self, name: str, states: FloatArray, wanted: FloatArray) -> None:
         assert agree(self.model, states, wanted, 0.02 * max(1.0, np.abs(wanted).max(initial=0))), name
 
+    def many(self, n: int, seed: int) -> list[int]:
+        return some_tokens(n if n <= 12 else n * self.size, seed)
+
     @rule(i=where, n=width, logits=st.sampled_from(["all", "last", "none"]), seed=number)
     def feed(self, i: int, n: int, logits: Any, seed: int) -> None:
-        tokens = some_tokens(n, seed)
+        tokens = self.many(n, seed)
         forward = self.fed(i, tokens, lambda: self.contexts[i].decode(tokens, logits))
         if forward is not None:
             self.texts[i] += tokens
-            self.check(forward, self.texts[i], len(self.texts[i]) - n, logits)
+            self.check(forward, self.texts[i], len(self.texts[i]) - len(tokens), logits)
+            self.check_no_tree(i)
+
+    def check_no_tree(self, i: int) -> None:
+        """A tree of which no path was kept is gone, whatever came after it."""
+        if self.contexts[i].can_branch:
+            with pytest.raises(UsageError, match="no tree"):
+                self.contexts[i].keep([0])
 
     @rule(numbers=st.permutations(range(3)), n=st.integers(1, 3), widths=st.tuples(width, width, width), seed=number)
     def feed_together(self, numbers: list[int], n: int, widths: tuple[int, ...], seed: int) -> None:
         wants = ["all", "last", "none"]
-        pieces = [Piece(i, some_tokens(widths[i], seed + i), wants[(seed + i) % 3]) for i in numbers[:n]]  # type: ignore[arg-type]
+        pieces = [Piece(i, self.many(widths[i], seed + i), wants[(seed + i) % 3]) for i in numbers[:n]]  # type: ignore[arg-type]
         if any(self.partial[2 + piece.sequence] for piece in pieces):
             return
         try:
-            if seed % 7 == 0 and all(self.contexts[2 + piece.sequence].n_free > 60 for piece in pieces):
+            if seed % 7 == 0 and all(self.contexts[2 + piece.sequence].n_free > 60 * self.size for piece in pieces):
                 with breaking_off(self.model), pytest.raises(BROKEN):
                     self.batch.decode(pieces)
                 for i in range(2, 5):
@@ -225,7 +239,7 @@ class Memories(RuleBasedStateMachine):
                 return
             forwards = self.batch.decode(pieces)
         except ContextFull:
-            room = [120 - len(self.texts[2 + piece.sequence]) < len(piece.tokens) for piece in pieces]
+            room = [self.n_ctx - len(self.texts[2 + piece.sequence]) < len(piece.tokens) for piece in pieces]
             assert any(room) or sum(len(piece.tokens) for piece in pieces) > self.batch.free_cells
             assert [context.tokens for context in self.contexts] == self.texts
             return
@@ -237,17 +251,17 @@ class Memories(RuleBasedStateMachine):
     @precondition(lambda self: self.embedding is not None and self.model.capabilities.float_rows)
     @rule(i=where, n=width, logits=st.sampled_from(["all", "last", "none"]), seed=number)
     def feed_floats(self, i: int, n: int, logits: Any, seed: int) -> None:
-        tokens = some_tokens(n, seed)
+        tokens = self.many(n, seed)
         floats = self.embedding[tokens]  # type: ignore[index]
         forward = self.fed(i, tokens, lambda: self.contexts[i].decode_floats(floats, tokens, logits))
         if forward is not None:
             self.texts[i] += tokens
-            self.check(forward, self.texts[i], len(self.texts[i]) - n, logits)
+            self.check(forward, self.texts[i], len(self.texts[i]) - len(tokens), logits)
 
     @precondition(lambda self: self.hidden and self.model.capabilities.first_layers)
-    @rule(i=where, n=st.integers(1, 5), layers=st.integers(1, 2), seed=number)
+    @rule(i=where, n=width, layers=st.integers(1, 2), seed=number)
     def feed_first_layers(self, i: int, n: int, layers: int, seed: int) -> None:
-        context, tokens = self.contexts[i], some_tokens(n, seed)
+        context, tokens = self.contexts[i], self.many(n, seed)
         held, start, whole = self.partial[i], len(self.texts[i]), context.n_whole
         layers = min(layers, self.model.n_layers - 1) if held is None or not seed % 4 else held[1]
         forward = self.fed(i, tokens, lambda: context.decode_first_layers(tokens, layers), layers)
@@ -267,6 +281,7 @@ class Memories(RuleBasedStateMachine):
         n = max(0, len(text) - back) if share < 0.7 else int(len(text) * (1 - share))
         self.contexts[i].truncate(n)
         self.forget(i, n)
+        self.check_no_tree(i)
 
     def forget(self, i: int, n: int) -> None:
         del self.texts[i][n:]
@@ -281,6 +296,7 @@ class Memories(RuleBasedStateMachine):
         n = min(len(self.texts[i]), len(other)) if n is None else n
         assert self.contexts[i].reuse(other) == n
         self.forget(i, n)
+        self.check_no_tree(i)
 
     @rule(i=where, n=st.integers(1, 10), seed=number, branches=st.booleans())
     def break_off(self, i: int, n: int, seed: int, branches: bool) -> None:
@@ -370,6 +386,7 @@ def try_any_order(
     noise: float = NOISE,
     n_examples: int = 12,
     n_steps: int = 40,
+    size: int = 1,
 ) -> None:
     """Do things in many orders, and compare each row with that of a context of ``oracle`` that did nothing else."""
 
@@ -377,7 +394,7 @@ def try_any_order(
         return fresh(oracle, text, start, hidden)
 
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        lambda: Memories(model, expected, hidden, embedding, noise),
+        lambda: Memories(model, expected, hidden, embedding, noise, size),
         settings=settings(max_examples=n_examples, stateful_step_count=n_steps, phases=[Phase.generate]),  # no minutes
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.ggufs import Weights, write_gguf
+from tests.support.ggufs import Weights, named, sizes, write_gguf
 
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "▁the", "▁cat", "▁sat", "▁on", "▁mat", "▁a", "▁dog", "s", "▁.")
 PAD, UNK, CLS, SEP, MASK = range(5)
@@ -43,17 +43,14 @@ def bert_weights(seed: int = 0) -> Weights:
 
 def write_bert(path: Path, pooling: int = MEAN, seed: int = 0) -> Path:
     """A model of BERT's kind, as sentence encoders are."""
-    sizes = {"block_count": N_LAYER, "context_length": N_CTX, "embedding_length": N_EMBD, "feed_forward_length": N_FF}
-    more = {"attention.head_count": N_HEAD, "attention.layer_norm_epsilon": 1e-5, "attention.causal": False}
+    settings = {"attention.layer_norm_rms_epsilon": None, "attention.layer_norm_epsilon": 1e-5}
+    settings |= {"context_length": N_CTX, "attention.causal": False, "pooling_type": pooling}
     ids = {"unknown": UNK, "seperator": SEP, "padding": PAD, "cls": CLS, "bos": CLS, "eos": SEP, "mask": MASK}
-    metadata: dict[str, Any] = {f"bert.{name}": value for name, value in (sizes | more).items()}
-    metadata |= {"bert.pooling_type": pooling, "tokenizer.ggml.model": "bert", "tokenizer.ggml.pre": "jina-v2-en"}
+    metadata = named("bert", sizes(N_LAYER, N_EMBD, N_FF, N_HEAD) | settings)
+    metadata |= {"tokenizer.ggml.model": "bert", "tokenizer.ggml.pre": "jina-v2-en"}
     metadata |= {f"tokenizer.ggml.{name}_token_id": token for name, token in ids.items()}
-    metadata |= {
-        "tokenizer.ggml.tokens": WORDS,
-        "tokenizer.ggml.token_type": [3 if i < 5 else 1 for i in range(len(WORDS))],
-        "tokenizer.ggml.token_type_count": 2,
-    }
+    metadata |= {"tokenizer.ggml.tokens": WORDS, "tokenizer.ggml.token_type_count": 2}
+    metadata["tokenizer.ggml.token_type"] = [3 if i < 5 else 1 for i in range(len(WORDS))]
     return write_gguf(path, "bert", metadata, bert_weights(seed))
 
 

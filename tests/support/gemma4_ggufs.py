@@ -14,7 +14,7 @@ import numpy as np
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.nextn import ASSISTANT
 from tests.support.gguf_vocabs import bpe_vocab, vocab_metadata
-from tests.support.ggufs import Weights, matrices, sizes, write_gguf
+from tests.support.ggufs import Weights, matrices, named, norms, sizes, write_gguf
 from tests.support.published_heads import whole
 
 N, N_FF, N_HEAD, WINDOW = 128, 128, 4, 32
@@ -63,9 +63,9 @@ def write_gemma4(
         weights["per_layer_token_embd.weight"] = matrix(len(vocab), n_each * len(pattern))
         weights["per_layer_model_proj.weight"] = matrix(n_each * len(pattern), N)
         weights["per_layer_proj_norm.weight"] = np.ones(n_each, np.float32)
-    more = {"attention__shared_kv_layers": n_shared, "embedding_length_per_layer_input": n_each}
-    header = _sizes("gemma4", N, pattern, final_logit_softcapping=30.0, **more)
-    return write_gguf(path, "gemma4", header | vocab_metadata(vocab), weights)
+    more = {"attention.shared_kv_layers": n_shared, "embedding_length_per_layer_input": n_each}
+    settings = _settings(N, pattern) | more | {"final_logit_softcapping": 30.0}
+    return write_gguf(path, "gemma4", named("gemma4", settings) | vocab_metadata(vocab), weights)
 
 
 def write_assistant(
@@ -113,55 +113,42 @@ def write_assistant(
         "embedding_length_out": N,
         "nextn_predict_layers": len(pattern),
     }
-    header = _sizes(ASSISTANT, N_OWN, pattern) | {
-        f"{ASSISTANT}.{name}": value for name, value in (usual | dict(extra or {})).items()
-    }
-    return write_gguf(
-        path,
-        ASSISTANT,
-        {key: value for key, value in header.items() if value is not None} | vocab_metadata(vocab),
-        {name: weight for name, weight in weights.items() if name not in drop},
-    )
+    metadata = named(ASSISTANT, _settings(N_OWN, pattern) | usual | dict(extra or {})) | vocab_metadata(vocab)
+    kept = {name: weight for name, weight in weights.items() if name not in drop}
+    return write_gguf(path, ASSISTANT, metadata, kept)
 
 
 def _layer(rng: np.random.Generator, n: int, residual: float, *, windowed: bool) -> Weights:
     """What layers of both have: all but keys and values."""
     matrix, d = matrices(rng), D_WINDOW if windowed else D_FULL
-    return {
-        "attn_norm.weight": np.ones(n, np.float32),
-        "attn_q.weight": matrix(N_HEAD * d, n),
-        "attn_q_norm.weight": np.full(d, 0.5, np.float32),
-        "attn_output.weight": matrix(n, N_HEAD * d),
-        "post_attention_norm.weight": np.full(n, residual, np.float32),
-        "ffn_norm.weight": np.ones(n, np.float32),
-        "ffn_gate.weight": matrix(N_FF, n),
-        "ffn_up.weight": matrix(N_FF, n),
-        "ffn_down.weight": matrix(n, N_FF),
-        "post_ffw_norm.weight": np.full(n, residual, np.float32),
-        "layer_output_scale.weight": np.full(1, 1.1, np.float32),
-    }
-
-
-def _sizes(architecture: str, n: int, pattern: Sequence[bool], **more: Any) -> dict[str, Any]:
-    return sizes(
-        architecture,
-        len(pattern),
-        n,
-        N_FF,
-        N_HEAD,
-        [KV_WINDOW if windowed else KV_FULL for windowed in pattern],
-        D_FULL,
-        attention__key_length_swa=D_WINDOW,
-        attention__value_length_swa=D_WINDOW,
-        attention__layer_norm_rms_epsilon=1e-6,
-        attention__sliding_window=WINDOW,
-        attention__sliding_window_pattern=list(pattern),
-        rope__dimension_count=D_FULL,
-        rope__dimension_count_swa=D_WINDOW,
-        rope__freq_base=1000000.0,
-        rope__freq_base_swa=10000.0,
-        **more,
+    return (
+        norms("attn_norm", "ffn_norm", width=n)
+        | norms("attn_q_norm", width=d, scale=0.5)
+        | norms("post_attention_norm", "post_ffw_norm", width=n, scale=residual)
+        | norms("layer_output_scale", width=1, scale=1.1)
+        | {
+            "attn_q.weight": matrix(N_HEAD * d, n),
+            "attn_output.weight": matrix(n, N_HEAD * d),
+            "ffn_gate.weight": matrix(N_FF, n),
+            "ffn_up.weight": matrix(N_FF, n),
+            "ffn_down.weight": matrix(n, N_FF),
+        }
     )
+
+
+def _settings(n: int, pattern: Sequence[bool]) -> dict[str, Any]:
+    n_kv = [KV_WINDOW if windowed else KV_FULL for windowed in pattern]
+    return sizes(len(pattern), n, N_FF, N_HEAD, n_kv, D_FULL) | {
+        "attention.key_length_swa": D_WINDOW,
+        "attention.value_length_swa": D_WINDOW,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "attention.sliding_window": WINDOW,
+        "attention.sliding_window_pattern": list(pattern),
+        "rope.dimension_count": D_FULL,
+        "rope.dimension_count_swa": D_WINDOW,
+        "rope.freq_base": 1000000.0,
+        "rope.freq_base_swa": 10000.0,
+    }
 
 
 def _proportional() -> Any:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+KINDS = {"normal": NORMAL, "control": CONTROL, "user_defined": USER_DEFINED, "unused": UNUSED}
 
 CHATML = (
     "{% for message in messages %}"
@@ -113,8 +114,7 @@ QWEN_FIM = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>",
 def fim_vocab(names: Sequence[str] = QWEN_FIM, vocab: TinyVocab | None = None) -> TinyVocab:
     """A vocabulary (byte-level BPE by default) with control tokens of fill-in-the-middle behind it."""
     vocab = vocab or bpe_vocab(384 - len(names))
-    scores = [*vocab.scores, *[0.0] * len(names)] if vocab.scores else ()
-    return replace(vocab, tokens=[*vocab.tokens, *names], types=[*vocab.types, *[CONTROL] * len(names)], scores=scores)
+    return with_tokens(vocab, vocab.chat_template, control=names)
 
 
 def micro_vocab(n_vocab: int = 6) -> TinyVocab:
@@ -155,17 +155,17 @@ def vocab_metadata(vocab: TinyVocab) -> dict[str, Any]:
     return metadata | {key: value for key, value in optional.items() if value is not None}
 
 
-def with_tokens(vocab: TinyVocab, chat_template: str, **types: Sequence[str]) -> TinyVocab:
+def with_tokens(vocab: TinyVocab, chat_template: str | None, **types: Sequence[str]) -> TinyVocab:
     """The vocabulary with more special tokens at its end, and another template.
 
     Args:
         vocab: what it begins with.
         chat_template: the template.
-        types: ``control`` and ``user_defined``: the tokens.
+        types: ``normal``, ``control``, ``user_defined`` or ``unused``: the tokens.
     """
     tokens, kinds = list(vocab.tokens), list(vocab.types)
     for name, texts in types.items():
         tokens += texts
-        kinds += [{"control": CONTROL, "user_defined": USER_DEFINED}[name]] * len(texts)
+        kinds += [KINDS[name]] * len(texts)
     scores = [*vocab.scores, *[0.0] * (len(tokens) - len(vocab.tokens))] if vocab.scores else ()
     return replace(vocab, tokens=tokens, types=kinds, scores=scores, chat_template=chat_template)

@@ -7,7 +7,7 @@ these models is gibberish, complete with halves of multi-byte characters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
+from localspec.model_files.gguf import GGUFFile
 from tests.support.gguf_vocabs import (
     TinyVocab,
     bpe_vocab,
@@ -50,6 +51,10 @@ class Shape:
     @property
     def d_head(self) -> int:
         return self.n_embd // self.n_head
+
+
+QUICK = Shape(n_layer=2, n_embd=32, n_head=2, n_head_kv=1, n_ff=32, residual=0.4)
+"""For the reference engine, which takes 0.1 ms a token."""
 
 
 def matrices(rng: np.random.Generator) -> Callable[..., Array]:
@@ -154,16 +159,9 @@ def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def sizes(
-    architecture: str,
-    n_layer: int,
-    n: int,
-    n_ff: int,
-    n_head: int,
-    n_kv: int | Sequence[int] | None = None,
-    d_head: int | None = None,
-    **more: Any,
+    n_layer: int, n: int, n_ff: int, n_head: int, n_kv: int | Sequence[int] | None = None, d_head: int | None = None
 ) -> dict[str, Any]:
-    """The keys that most architectures have; two underscores in a further name are a dot, and None is none."""
+    """The keys that most architectures have, without its name."""
     values = {
         "block_count": n_layer,
         "context_length": 2048,
@@ -174,24 +172,25 @@ def sizes(
         "attention.key_length": d_head,
         "attention.value_length": d_head,
         "attention.layer_norm_rms_epsilon": 1e-5,
-    } | {name.replace("__", "."): value for name, value in more.items()}
-    return {f"{architecture}.{name}": value for name, value in values.items() if value is not None}
+    }
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def named(architecture: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys with the name of the architecture; None is none."""
+    return {f"{architecture}.{key}": value for key, value in settings.items() if value is not None}
 
 
 def llama_metadata(shape: Shape, n_vocab: int, n_layer: int | None = None) -> dict[str, Any]:
     """The ``llama.*`` keys."""
-    return sizes(
-        "llama",
-        n_layer if n_layer is not None else shape.n_layer,
-        shape.n_embd,
-        shape.n_ff,
-        shape.n_head,
-        shape.n_head_kv,
-        context_length=shape.n_ctx,
-        rope__dimension_count=shape.d_head,
-        rope__freq_base=shape.rope_base,
-        vocab_size=n_vocab,
-    )
+    n_layer = shape.n_layer if n_layer is None else n_layer
+    more = {
+        "context_length": shape.n_ctx,
+        "rope.dimension_count": shape.d_head,
+        "rope.freq_base": shape.rope_base,
+        "vocab_size": n_vocab,
+    }
+    return named("llama", sizes(n_layer, shape.n_embd, shape.n_ff, shape.n_head, shape.n_head_kv) | more)
 
 
 def write_llama(
@@ -238,16 +237,10 @@ def write_experts(path: Path, vocab: TinyVocab | None = None, *, n_expert: int =
 
 
 def write_in_parts(
-    folder: Path,
-    vocab: TinyVocab | None = None,
-    shape: Shape | None = None,
-    *,
-    seed: int = 0,
-    tensor_type: str = "F32",
-    n_parts: int = 2,
+    folder: Path, shape: Shape | None = None, *, seed: int = 0, tensor_type: str = "F32", n_parts: int = 2
 ) -> list[Path]:
     """A llama-architecture model in parts, the first without tensors: ``gguf-split --no-tensor-first-split``."""
-    shape, vocab = shape or Shape(), vocab or bpe_vocab()
+    shape, vocab = shape or Shape(), bpe_vocab()
     weights = llama_weights(shape, len(vocab), seed)
     names, step = list(weights), -(-len(weights) // (n_parts - 1))
     paths = []
@@ -316,72 +309,212 @@ def write_tokenizer_only(path: Path, vocab: TinyVocab | None = None) -> Path:
     return write_gguf(path, "llama", llama_metadata(Shape(), len(vocab)) | vocab_metadata(vocab), {})
 
 
+N, N_FF, N_EXPERT, N_HEAD, N_KV, D_HEAD = 128, 64, 4, 4, 2, 32
+D_STATE, N_GROUP, N_VALUE, KERNEL = 64, 2, 4, 4  # ik-llama's kernels are for states of 64 and 128
+
+
+def norms(*names: str, width: int = N, scale: float = 1.0) -> Weights:
+    return {f"{name}.weight": np.full(width, scale, np.float32) for name in names}
+
+
+class Parts:
+    """Draws the parts of layers from one seed; what they add to the embedding is ``residual`` times as large."""
+
+    def __init__(self, seed: int = 0, residual: float = 0.15, n: int = N) -> None:
+        self.rng, self.residual, self.n = np.random.default_rng(seed), residual, n
+        self.matrix = matrices(self.rng)
+
+    def trunk(self, n_vocab: int, embedding: float = N**0.5) -> Weights:
+        """What there is beside layers."""
+        return {
+            "token_embd.weight": self.matrix(n_vocab, self.n, embedding),
+            "output_norm.weight": np.ones(self.n, np.float32),
+            "output.weight": self.matrix(n_vocab, self.n, 3.0),
+        }
+
+    def stack(self, n: int, rows: int, columns: int, scale: float = 1.0) -> Array:
+        return np.stack([self.matrix(rows, columns, scale) for _ in range(n)])
+
+    def uniform(self, low: float, high: float, *shape: int) -> Array:
+        return self.rng.uniform(low, high, shape).astype(np.float32)
+
+    def attention(self, n_kv: int = N_KV, query: float = 2.0, n_query: int = N_HEAD * D_HEAD) -> Weights:
+        return {
+            "attn_q.weight": self.matrix(n_query, N, query),
+            "attn_k.weight": self.matrix(n_kv * D_HEAD, N),
+            "attn_v.weight": self.matrix(n_kv * D_HEAD, N),
+            "attn_output.weight": self.matrix(N, N_HEAD * D_HEAD, self.residual),
+        }
+
+    def gated_attention(self) -> Weights:
+        """Qwen's: a gate for each query."""
+        return self.attention(query=1.0, n_query=2 * N_HEAD * D_HEAD) | norms(
+            "attn_q_norm", "attn_k_norm", width=D_HEAD
+        )
+
+    def delta_net(self, *, together: bool = False) -> Weights:
+        """Qwen's gated delta net, which keeps a state; with its two small matrices in one."""
+        inner, channels = D_STATE * N_VALUE, D_STATE * (2 * N_GROUP + N_VALUE)
+        small = {"ssm_ba": 2} if together else {"ssm_beta": 1, "ssm_alpha": 1}
+        return {f"{name}.weight": self.matrix(n * N_VALUE, N) for name, n in small.items()} | {
+            "attn_qkv.weight": self.matrix(channels, N, 2.0),
+            "attn_gate.weight": self.matrix(inner, N),
+            "ssm_conv1d.weight": self.matrix(channels, KERNEL),
+            "ssm_dt.bias": self.uniform(-3, 0, N_VALUE),
+            "ssm_a": -self.uniform(0.1, 1.0, N_VALUE),
+            "ssm_norm.weight": np.ones(D_STATE, np.float32),
+            "ssm_out.weight": self.matrix(N, inner, self.residual),
+        }
+
+    def dense(self, n_ff: int = 2 * N_FF, residual: float | None = None) -> Weights:
+        return {
+            "ffn_gate.weight": self.matrix(n_ff, N),
+            "ffn_up.weight": self.matrix(n_ff, N),
+            "ffn_down.weight": self.matrix(N, n_ff, self.residual if residual is None else residual),
+        }
+
+    def experts(self, *, gated: bool = True, bias: str = "exp_probs_b.bias") -> Weights:
+        """Routed experts, and a shared one."""
+        weights: Weights = {
+            "ffn_gate_inp.weight": self.matrix(N_EXPERT, N),
+            "ffn_up_exps.weight": self.stack(N_EXPERT, N_FF, N),
+            "ffn_down_exps.weight": self.stack(N_EXPERT, N, N_FF, self.residual),
+            "ffn_up_shexp.weight": self.matrix(N_FF, N),
+            "ffn_down_shexp.weight": self.matrix(N, N_FF, self.residual),
+        }
+        if gated:
+            weights["ffn_gate_exps.weight"] = self.stack(N_EXPERT, N_FF, N)
+            weights["ffn_gate_shexp.weight"] = self.matrix(N_FF, N)
+        return weights | ({bias: self.uniform(-0.3, 0.3, N_EXPERT)} if bias else {})
+
+    def mtp(self) -> Weights:
+        """What a layer for multi-token prediction has besides a block: it goes by the last token, and the state."""
+        return norms("nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm") | {
+            "nextn.eh_proj.weight": np.concatenate([np.eye(N), self.matrix(N, N, 0.3)], axis=1).astype(np.float32)
+        }
+
+
+DELTA_NET = {
+    "rope.dimension_sections": [6, 5, 5, 0],
+    "full_attention_interval": 4,
+    "ssm.conv_kernel": KERNEL,
+    "ssm.inner_size": D_STATE * N_VALUE,
+    "ssm.state_size": D_STATE,
+    "ssm.time_step_rank": N_VALUE,
+    "ssm.group_count": N_GROUP,
+}
+EXPERTS = {
+    "expert_count": N_EXPERT,
+    "expert_used_count": 2,
+    "expert_shared_count": 1,
+    "expert_feed_forward_length": N_FF,
+    "expert_gating_func": 2,
+    "expert_weights_scale": 1.0,
+    "expert_weights_norm": True,
+}
+
+
+def write_model(
+    path: Path,
+    architecture: str,
+    parts: Parts,
+    layers: Iterable[Weights],
+    settings: Mapping[str, Any],
+    vocab: TinyVocab | None = None,
+    *,
+    trunk: Weights | None = None,
+    embedding: float = N**0.5,
+    drop: str = "",
+    tied: bool = False,
+    stored: Callable[[str, Array], Stored] | None = None,
+) -> Path:
+    """A model of some layers.
+
+    Args:
+        path: where to write it.
+        architecture: its name.
+        parts: what the layers were drawn with.
+        layers: the weights of each.
+        settings: metadata beyond the usual, or in its place; None leaves a key out.
+        vocab: byte-level BPE by default.
+        trunk: of ``Parts.trunk``, where that was drawn first.
+        embedding: how large the elements of embeddings are.
+        drop: tensors with this in their name are left out.
+        tied: whether embeddings are the output matrix too.
+        stored: see ``write_gguf``.
+    """
+    vocab, n, layers = vocab or bpe_vocab(), parts.n, list(layers)
+    weights = dict(trunk or parts.trunk(len(vocab), embedding))
+    for i, layer in enumerate(layers):
+        weights |= {f"blk.{i}.{name}": weight for name, weight in layer.items()}
+    usual = sizes(len(layers), n, 2 * N_FF, N_HEAD, N_KV, D_HEAD)
+    usual |= {"rope.dimension_count": D_HEAD, "rope.freq_base": 10000.0}
+    kept = {name: weight for name, weight in weights.items() if not drop or drop not in name}
+    if tied:
+        del kept["output.weight"]
+    metadata = named(architecture, usual | dict(settings)) | vocab_metadata(vocab)
+    return write_gguf(path, architecture, metadata, kept, stored=stored)
+
+
+def metadata_of(file: GGUFFile) -> dict[str, Any]:
+    """What a file says of its model, to be written again."""
+    kept = {key: value for key, value in file.metadata.items() if not key.startswith(("general.", "GGUF."))}
+    return {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in kept.items()}
+
+
+def write_unpacked(path: Path, out: Path) -> Path:
+    """The same model with all of its weights in F32."""
+    tensors = gguf.GGUFReader(path).tensors
+    weights = {each.name: np.asarray(gguf.quants.dequantize(each.data, each.tensor_type)) for each in tensors}
+    with GGUFFile(path) as file:
+        return write_gguf(out, file.architecture, metadata_of(file), weights)
+
+
 def write_mamba(path: Path, vocab: TinyVocab | None = None, *, seed: int = 0) -> Path:
     """A recurrent model: its memory is a state that cannot be rewound."""
-    rng, vocab = np.random.default_rng(seed), vocab or bpe_vocab()
-    n, inner, state, rank, kernel, n_layer = 64, 128, 16, 4, 4, 2
-    matrix = matrices(rng)
-    weights: Weights = {
-        "token_embd.weight": matrix(len(vocab), n, 8.0),
-        "output_norm.weight": np.ones(n, np.float32),
-        "output.weight": matrix(len(vocab), n, 3.0),
-    }
-    for i in range(n_layer):
-        weights |= {
-            f"blk.{i}.attn_norm.weight": np.ones(n, np.float32),
-            f"blk.{i}.ssm_in.weight": matrix(2 * inner, n),
-            f"blk.{i}.ssm_conv1d.weight": matrix(inner, kernel),
-            f"blk.{i}.ssm_conv1d.bias": np.zeros(inner, np.float32),
-            f"blk.{i}.ssm_x.weight": matrix(rank + 2 * state, inner),
-            f"blk.{i}.ssm_dt.weight": matrix(inner, rank),
-            f"blk.{i}.ssm_dt.bias": rng.uniform(-3, 0, inner).astype(np.float32),
-            f"blk.{i}.ssm_a": -np.tile(np.arange(1, state + 1, dtype=np.float32), (inner, 1)),
-            f"blk.{i}.ssm_d": np.ones(inner, np.float32),
-            f"blk.{i}.ssm_out.weight": matrix(n, inner),
+    n, inner, state, rank = 64, 128, 16, 4
+    parts = Parts(seed, n=n)
+
+    def layer() -> Weights:
+        return norms("attn_norm", width=n) | {
+            "ssm_in.weight": parts.matrix(2 * inner, n),
+            "ssm_conv1d.weight": parts.matrix(inner, KERNEL),
+            "ssm_conv1d.bias": np.zeros(inner, np.float32),
+            "ssm_x.weight": parts.matrix(rank + 2 * state, inner),
+            "ssm_dt.weight": parts.matrix(inner, rank),
+            "ssm_dt.bias": parts.uniform(-3, 0, inner),
+            "ssm_a": -np.tile(np.arange(1, state + 1, dtype=np.float32), (inner, 1)),
+            "ssm_d": np.ones(inner, np.float32),
+            "ssm_out.weight": parts.matrix(n, inner),
         }
-    ssm = {"conv_kernel": kernel, "inner_size": inner, "state_size": state, "time_step_rank": rank}
-    metadata = sizes("mamba", n_layer, n, 0, 0) | {f"mamba.ssm.{name}": value for name, value in ssm.items()}
-    return write_gguf(path, "mamba", metadata | vocab_metadata(vocab), weights)
+
+    none = ("attention.head_count_kv", "attention.key_length", "attention.value_length")
+    settings: dict[str, Any] = sizes(2, n, 0, 0) | dict.fromkeys((*none, "rope.dimension_count", "rope.freq_base"))
+    settings |= {"ssm.conv_kernel": KERNEL, "ssm.inner_size": inner, "ssm.state_size": state}
+    settings["ssm.time_step_rank"] = rank
+    return write_model(path, "mamba", parts, [layer(), layer()], settings, vocab, embedding=8.0)
 
 
 def write_sliding_window(path: Path, window: int = 32, vocab: TinyVocab | None = None, *, seed: int = 0) -> Path:
     """A Gemma 3 in small: five layers of six see only the last ``window`` tokens."""
-    rng, vocab = np.random.default_rng(seed), vocab or spm_vocab()
-    n, n_head, n_kv, d_head, n_ff, n_layer = 128, 4, 1, 32, 256, 6
-    matrix = matrices(rng)
-    weights: Weights = {
-        # Tied: the same matrix makes the logits, so its scale sets how peaked they are.
-        "token_embd.weight": matrix(len(vocab), n, 3.0),
-        "output_norm.weight": np.ones(n, np.float32),
-    }
-    for i in range(n_layer):
-        weights |= {
-            f"blk.{i}.attn_q.weight": matrix(n_head * d_head, n),
-            f"blk.{i}.attn_k.weight": matrix(n_kv * d_head, n),
-            f"blk.{i}.attn_v.weight": matrix(n_kv * d_head, n),
-            f"blk.{i}.attn_output.weight": matrix(n, n_head * d_head),
-            f"blk.{i}.ffn_gate.weight": matrix(n_ff, n),
-            f"blk.{i}.ffn_up.weight": matrix(n_ff, n),
-            f"blk.{i}.ffn_down.weight": matrix(n, n_ff),
-        }
-        weights |= {f"blk.{i}.{name}_norm.weight": np.ones(d_head, np.float32) for name in ("attn_q", "attn_k")}
-        for name in ("attn", "post_attention", "ffn", "post_ffw"):
-            # The embedding must not drown the layers, or every token predicts itself.
-            scale = 6.0 if name.startswith("post") else 1.0
-            weights[f"blk.{i}.{name}_norm.weight"] = np.full(n, scale, np.float32)
-    metadata = sizes(
-        "gemma3",
-        n_layer,
-        n,
-        n_ff,
-        n_head,
-        n_kv,
-        d_head,
-        attention__layer_norm_rms_epsilon=1e-6,
-        attention__sliding_window=window,
-        rope__freq_base=1000000.0,
-    )
-    return write_gguf(path, "gemma3", metadata | vocab_metadata(vocab), weights)
+    parts = Parts(seed, residual=1.0)
+
+    def layer() -> Weights:
+        # The embedding must not drown the layers, or every token predicts itself.
+        return (
+            norms("attn_norm", "ffn_norm")
+            | norms("post_attention_norm", "post_ffw_norm", scale=6.0)
+            | norms("attn_q_norm", "attn_k_norm", width=D_HEAD)
+            | parts.attention(n_kv=1, query=1.0)
+            | parts.dense(256)
+        )
+
+    settings = {"attention.layer_norm_rms_epsilon": 1e-6, "attention.sliding_window": window}
+    settings |= {"feed_forward_length": 256, "attention.head_count_kv": 1, "rope.freq_base": 1000000.0}
+    settings["rope.dimension_count"] = None
+    layers, vocab = [layer() for _ in range(6)], vocab or spm_vocab()
+    # Tied: the same matrix makes the logits, so its scale sets how peaked they are.
+    return write_model(path, "gemma3", parts, layers, settings, vocab, embedding=3.0, tied=True)
 
 
 def write_hybrid(
@@ -396,82 +529,20 @@ def write_hybrid(
 ) -> Path:
     """A Qwen 3.5 in small: three layers of four keep a state that cannot be rewound, the fourth keys and values.
 
-    Args:
-        path: where to write it.
-        vocab: its tokenizer.
-        seed: of the random weights.
-        residual: how much each layer adds to the embedding.
-        mtp: layers for multi-token prediction besides; see ``mtp_weights``.
-        more: ``qwen35.<key>`` beyond the usual, or other values for those.
-        stored: see ``write_gguf``.
+    ``residual`` is how much each layer adds to the embedding; ``mtp`` layers for multi-token prediction come besides;
+    ``more`` are settings beyond the usual, or other values for those.
     """
-    rng, vocab = np.random.default_rng(seed), vocab or bpe_vocab()
-    n, n_head, n_kv, d_head, n_ff, n_layer = 128, 4, 2, 32, 256, 4
-    d_state, n_group, n_value, kernel = 64, 2, 4, 4  # ik-llama's kernels are for states of 64 and 128
-    inner, channels = d_state * n_value, d_state * (2 * n_group + n_value)
-    matrix = matrices(rng)
-    weights: Weights = {
-        "token_embd.weight": matrix(len(vocab), n, 8.0),
-        "output_norm.weight": np.ones(n, np.float32),
-        "output.weight": matrix(len(vocab), n, 3.0),
-    }
-    for i in range(n_layer):
-        layer: Weights = {name: np.ones(n, np.float32) for name in ("attn_norm.weight", "post_attention_norm.weight")}
-        if (i + 1) % 4 == 0:
-            layer |= {
-                "attn_q.weight": matrix(2 * n_head * d_head, n),  # queries, and a gate for each
-                "attn_k.weight": matrix(n_kv * d_head, n),
-                "attn_v.weight": matrix(n_kv * d_head, n),
-                "attn_output.weight": matrix(n, n_head * d_head, residual),
-            }
-            layer |= {f"{name}_norm.weight": np.ones(d_head, np.float32) for name in ("attn_q", "attn_k")}
-        else:
-            layer |= {
-                "attn_qkv.weight": matrix(channels, n, 2.0),
-                "attn_gate.weight": matrix(inner, n),
-                "ssm_conv1d.weight": matrix(channels, kernel),
-                "ssm_dt.bias": rng.uniform(-3, 0, n_value).astype(np.float32),
-                "ssm_a": -rng.uniform(0.1, 1.0, n_value).astype(np.float32),
-                "ssm_beta.weight": matrix(n_value, n),
-                "ssm_alpha.weight": matrix(n_value, n),
-                "ssm_norm.weight": np.ones(d_state, np.float32),
-                "ssm_out.weight": matrix(n, inner, residual),
-            }
-        layer |= {"ffn_gate.weight": matrix(n_ff, n), "ffn_up.weight": matrix(n_ff, n)}
-        layer["ffn_down.weight"] = matrix(n, n_ff, residual / 3)
-        weights |= {f"blk.{i}.{name}": weight for name, weight in layer.items()}
-        last = layer
-    for i in range(n_layer, n_layer + mtp):
-        weights |= {f"blk.{i}.{name}": weight for name, weight in (last | mtp_weights(n, rng)).items()}
-    ssm = {"inner_size": inner, "state_size": d_state, "time_step_rank": n_value, "group_count": n_group}
-    metadata = sizes(
-        "qwen35",
-        n_layer + mtp,
-        n,
-        n_ff,
-        n_head,
-        n_kv,
-        d_head,
-        nextn_predict_layers=mtp or None,
-        attention__layer_norm_rms_epsilon=1e-6,
-        rope__freq_base=10000.0,
-        rope__dimension_count=d_head,
-        rope__dimension_sections=[6, 5, 5, 0],
-        full_attention_interval=4,
-    ) | {f"qwen35.ssm.{name}": value for name, value in (ssm | {"conv_kernel": kernel}).items()}
-    metadata |= {f"qwen35.{name}": value for name, value in (more or {}).items()}
-    return write_gguf(path, "qwen35", metadata | vocab_metadata(vocab), weights, stored=stored)
+    parts, n_ff = Parts(seed, residual), 256
 
+    def layer(i: int) -> Weights:
+        block = parts.gated_attention() if i == 3 else parts.delta_net()
+        return norms("attn_norm", "post_attention_norm") | block | parts.dense(n_ff, residual / 3)
 
-def mtp_weights(n: int, rng: np.random.Generator) -> Weights:
-    """What a layer for multi-token prediction has besides a block: it goes by the last token, and the state."""
-    state = 0.3 * rng.standard_normal((n, n)) / np.sqrt(n)
-    return {
-        "nextn.eh_proj.weight": np.concatenate([np.eye(n), state], axis=1).astype(np.float32),
-        "nextn.enorm.weight": np.ones(n, np.float32),
-        "nextn.hnorm.weight": np.ones(n, np.float32),
-        "nextn.shared_head_norm.weight": np.ones(n, np.float32),
-    }
+    layers = [layer(i) for i in range(4)]
+    layers += [layers[-1] | parts.mtp() for _ in range(mtp)]
+    settings = DELTA_NET | {"attention.layer_norm_rms_epsilon": 1e-6, "feed_forward_length": n_ff}
+    settings |= {"nextn_predict_layers": mtp or None} | dict(more or {})
+    return write_model(path, "qwen35", parts, layers, settings, vocab, embedding=8.0, stored=stored)
 
 
 def write_glm(
@@ -479,68 +550,33 @@ def write_glm(
 ) -> Path:
     """A GLM 4.5 in small: a dense layer, then two of experts, and layers for multi-token prediction.
 
-    Args:
-        path: where to write it.
-        vocab: its tokenizer.
-        seed: of the random weights.
-        mtp: layers for multi-token prediction.
-        drop: tensors with this in their name are left out.
-        own: whether the layers have embeddings and an output matrix of their own, experts are chosen with a bias, and
-            queries and keys are normalised.
+    ``own``: whether these have embeddings and an output matrix of their own, experts are chosen with a bias, and
+    queries and keys are normalised.
     """
-    rng, vocab = np.random.default_rng(seed), vocab or bpe_vocab()
-    n, n_head, n_kv, d_head, n_ff, n_expert, n_layer, residual = 128, 4, 2, 32, 64, 4, 3, 0.15
-    matrix = matrices(rng)
+    parts, vocab = Parts(seed), vocab or bpe_vocab()
+    trunk = parts.trunk(len(vocab))
 
-    def experts(rows: int, columns: int, scale: float = 1.0) -> Array:
-        return np.stack([matrix(rows, columns, scale) for _ in range(n_expert)])
+    def experts() -> Weights:
+        weights = {"ffn_gate_inp.weight": parts.matrix(N_EXPERT, N)}
+        weights |= {f"ffn_{part}_exps.weight": parts.stack(N_EXPERT, N_FF, N) for part in ("gate", "up")}
+        weights |= {f"ffn_{part}_shexp.weight": parts.matrix(N_FF, N) for part in ("gate", "up")}
+        weights["ffn_down_exps.weight"] = parts.stack(N_EXPERT, N, N_FF, parts.residual)
+        weights["ffn_down_shexp.weight"] = parts.matrix(N, N_FF, parts.residual)
+        return weights | {"exp_probs_b.bias": np.zeros(N_EXPERT, np.float32)}
 
-    weights: Weights = {
-        "token_embd.weight": matrix(len(vocab), n, np.sqrt(n)),
-        "output_norm.weight": np.ones(n, np.float32),
-        "output.weight": matrix(len(vocab), n, 3.0),
-    }
-    for i in range(n_layer + mtp):
-        layer: Weights = {name: np.ones(n, np.float32) for name in ("attn_norm.weight", "post_attention_norm.weight")}
-        layer |= {
-            "attn_q.weight": matrix(n_head * d_head, n, 2.0),
-            "attn_k.weight": matrix(n_kv * d_head, n),
-            "attn_v.weight": matrix(n_kv * d_head, n),
-            "attn_output.weight": matrix(n, n_head * d_head, residual),
-        }
-        layer |= {f"attn_{part}.bias": rng.uniform(-0.1, 0.1, len(layer[f"attn_{part}.weight"])) for part in "qkv"}
-        if i == 0:
-            layer |= {"ffn_gate.weight": matrix(2 * n_ff, n), "ffn_up.weight": matrix(2 * n_ff, n)}
-            layer["ffn_down.weight"] = matrix(n, 2 * n_ff, residual)
-        else:
-            layer |= {"ffn_gate_inp.weight": matrix(n_expert, n), "exp_probs_b.bias": np.zeros(n_expert, np.float32)}
-            layer |= {"ffn_gate_exps.weight": experts(n_ff, n), "ffn_up_exps.weight": experts(n_ff, n)}
-            layer |= {"ffn_gate_shexp.weight": matrix(n_ff, n), "ffn_up_shexp.weight": matrix(n_ff, n)}
-            layer["ffn_down_exps.weight"] = experts(n, n_ff, residual)
-            layer["ffn_down_shexp.weight"] = matrix(n, n_ff, residual)
-        if i >= n_layer:
-            layer |= mtp_weights(n, rng)
+    def layer(i: int) -> Weights:
+        block = norms("attn_norm", "post_attention_norm") | parts.attention()
+        block |= {f"attn_{part}.bias": parts.uniform(-0.1, 0.1, len(block[f"attn_{part}.weight"])) for part in "qkv"}
+        block |= (experts() if i else parts.dense()) | (parts.mtp() if i >= 3 else {})
         if own:
-            layer |= {f"attn_{part}_norm.weight": rng.uniform(0.7, 1.3, d_head) for part in "qk"}
-            layer |= {name: rng.uniform(-0.3, 0.3, n_expert) for name in layer if name.startswith("exp_probs_b")}
-        if own and i >= n_layer:
-            scaled = {"embed_tokens": np.sqrt(n), "shared_head_head": 3.0}
-            layer |= {f"nextn.{name}.weight": matrix(len(vocab), n, scale) for name, scale in scaled.items()}
-        weights |= {f"blk.{i}.{name}": weight for name, weight in layer.items()}
-    experts_of = {"count": n_expert, "used_count": 2, "shared_count": 1, "feed_forward_length": n_ff}
-    experts_of |= {"gating_func": 2, "weights_scale": 1.0, "weights_norm": True}
-    metadata = sizes(
-        "glm4moe",
-        n_layer + mtp,
-        n,
-        2 * n_ff,
-        n_head,
-        n_kv,
-        d_head,
-        nextn_predict_layers=mtp or None,
-        rope__dimension_count=d_head // 2,
-        rope__freq_base=10000.0,
-        leading_dense_block_count=1,
-    ) | {f"glm4moe.expert_{name}": value for name, value in experts_of.items()}
-    kept = {name: weight for name, weight in weights.items() if not drop or drop not in name}
-    return write_gguf(path, "glm4moe", metadata | vocab_metadata(vocab), kept)
+            block |= {f"attn_{part}_norm.weight": parts.uniform(0.7, 1.3, D_HEAD) for part in "qk"}
+            block |= {name: parts.uniform(-0.3, 0.3, N_EXPERT) for name in block if name.startswith("exp_probs_b")}
+        if own and i >= 3:
+            scaled = {"embed_tokens": N**0.5, "shared_head_head": 3.0}
+            block |= {f"nextn.{name}.weight": parts.matrix(len(vocab), N, scale) for name, scale in scaled.items()}
+        return block
+
+    settings = EXPERTS | {"nextn_predict_layers": mtp or None, "leading_dense_block_count": 1}
+    settings["rope.dimension_count"] = D_HEAD // 2
+    layers = map(layer, range(3 + mtp))
+    return write_model(path, "glm4moe", parts, layers, settings, vocab, trunk=trunk, drop=drop)

@@ -16,6 +16,12 @@ from tests.support.gguf_vocabs import TinyVocab, bpe_vocab, vocab_metadata
 
 Array = npt.NDArray[Any]
 
+_WIDE = {"attention.key_length": 96, "attention.value_length": 96}
+"""A head wider than n_embd / n_head, as Gemma and Qwen 3 have it."""
+
+_EXPERTS = {"expert_count": 8, "expert_used_count": 3, "expert_feed_forward_length": 64}
+_CONVOLUTIONS = {"shortconv.l_cache": 3, "attention.head_count_kv": [0, 2, 0, 2]}
+
 # Where the halves d and, for some, the minimum's factor lie in a block, and how many d's the factor is so that values
 # centre on zero.
 _HALVES: dict[str, tuple[int, int | None, float]] = {
@@ -101,56 +107,34 @@ class TinyFile:
         if self.architecture == "qwen35":
             return ggufs.write_hybrid(path, vocab, seed=seed, more=self.settings, stored=stored)
         sizes = self.sizes or (Sizes(n_layer=6) if self.architecture == "gemma3" else Sizes())
-        usual = ggufs.sizes("", sizes.n_layer, sizes.n_embd, sizes.n_ff, sizes.n_head, sizes.n_head_kv)
-        settings = {key[1:]: value for key, value in usual.items()} | {"rope.freq_base": 10000.0}
-        settings |= dict(_SETTINGS.get(self.architecture, {})) | dict(self.settings)
+        usual = ggufs.sizes(sizes.n_layer, sizes.n_embd, sizes.n_ff, sizes.n_head, sizes.n_head_kv)
+        settings = usual | {"rope.freq_base": 10000.0} | _SETTINGS.get(self.architecture, {}) | dict(self.settings)
         weights = _weights(self.architecture, sizes, settings, len(vocab), np.random.default_rng(seed))
         for name in self.omit:
             del weights[name]
-        metadata = {f"{self.architecture}.{key}": value for key, value in settings.items()} | vocab_metadata(vocab)
+        metadata = ggufs.named(self.architecture, settings) | vocab_metadata(vocab)
         weights |= dict(self.extra)
         return ggufs.write_gguf(path, self.architecture, metadata, weights, name="tiny", stored=stored)
 
 
 _SETTINGS: dict[str, dict[str, Any]] = {
-    # A head wider than n_embd / n_head, as Gemma and Qwen 3 have it.
-    "gemma": {"attention.key_length": 96, "attention.value_length": 96},
-    "gemma3": {
-        "attention.key_length": 96,
-        "attention.value_length": 96,
-        "attention.sliding_window": 16,
-        "rope.freq_base": 100.0,  # far from the 10000 of the layers with a window
-    },
-    "qwen3": {"attention.key_length": 96, "attention.value_length": 96},
-    "qwen3moe": {
-        "attention.key_length": 96,
-        "attention.value_length": 96,
-        "expert_count": 8,
-        "expert_used_count": 3,
-        "expert_feed_forward_length": 64,
-    },
+    "gemma": _WIDE,
+    # A base far from the 10000 of the layers with a window.
+    "gemma3": _WIDE | {"attention.sliding_window": 16, "rope.freq_base": 100.0},
+    "qwen3": _WIDE,
+    "qwen3moe": _WIDE | _EXPERTS,
     "granite": {"attention.scale": 0.05, "embedding_scale": 6.0, "residual_scale": 0.4, "logit_scale": 2.0},
-    "gpt-oss": {
+    "gpt-oss": _EXPERTS
+    | {
         "attention.key_length": 64,
         "attention.value_length": 64,
         "attention.sliding_window": 16,
-        "expert_count": 8,
-        "expert_used_count": 3,
-        "expert_feed_forward_length": 64,
         "rope.scaling.type": "yarn",
         "rope.scaling.factor": 4.0,
         "rope.scaling.original_context_length": 512,
     },
-    "lfm2": {"shortconv.l_cache": 3, "attention.head_count_kv": [0, 2, 0, 2]},
-    "lfm2moe": {
-        "shortconv.l_cache": 3,
-        "attention.head_count_kv": [0, 2, 0, 2],
-        "leading_dense_block_count": 1,
-        "expert_count": 8,
-        "expert_used_count": 3,
-        "expert_feed_forward_length": 64,
-        "expert_gating_func": 2,
-    },
+    "lfm2": _CONVOLUTIONS,
+    "lfm2moe": _CONVOLUTIONS | _EXPERTS | {"leading_dense_block_count": 1, "expert_gating_func": 2},
     "llama": {"rope.dimension_count": 64},
     "phi3": {"rope.dimension_count": 48},
 }
@@ -197,15 +181,7 @@ def _weights(
         if architecture in ("olmo2", "gemma3"):
             layer |= {"post_attention_norm.weight": 4 * norm(), "post_ffw_norm.weight": 4 * norm()}
         if architecture in ("qwen3moe", "gpt-oss"):
-            n_expert, n_ff = settings["expert_count"], settings["expert_feed_forward_length"]
-            layer["ffn_gate_inp.weight"] = matrix(n_expert, n, 2.0)
-            for part, rows, columns in (("gate", n_ff, n), ("up", n_ff, n), ("down", n, n_ff)):
-                experts = [matrix(rows, columns, 2.0) for _ in range(n_expert)]
-                layer[f"ffn_{part}_exps.weight"] = np.stack(experts)
-                if architecture == "gpt-oss":
-                    layer[f"ffn_{part}_exps.bias"] = rng.standard_normal((n_expert, rows)).astype(np.float32)
-            if architecture == "gpt-oss":
-                layer["ffn_gate_inp.bias"] = rng.standard_normal(n_expert).astype(np.float32)
+            layer |= _experts(settings, n, rng, biases=architecture == "gpt-oss")
         elif architecture == "phi3":
             layer |= {"ffn_up.weight": matrix(2 * n_ff, n), "ffn_down.weight": matrix(n, n_ff, 2.0)}
         else:
@@ -232,10 +208,22 @@ def _as_lfm2(
         layer["shortconv.in_proj.weight"] = matrix(3 * n, n, 2.0)
         layer["shortconv.conv.weight"] = rng.standard_normal((n, settings["shortconv.l_cache"])).astype(np.float32)
         layer["shortconv.out_proj.weight"] = matrix(n, n, 2.0)
-    n_expert, n_ff = settings.get("expert_count", 0), settings.get("expert_feed_forward_length", 0)
+    n_expert = settings.get("expert_count", 0)
     if n_expert and i >= settings["leading_dense_block_count"]:
         del layer["ffn_gate.weight"], layer["ffn_up.weight"], layer["ffn_down.weight"]
-        layer["ffn_gate_inp.weight"] = matrix(n_expert, n, 2.0)
+        layer |= _experts(settings, n, rng)
         layer["exp_probs_b.bias"] = rng.uniform(-0.3, 0.3, n_expert).astype(np.float32)
-        for part, rows, columns in (("gate", n_ff, n), ("up", n_ff, n), ("down", n, n_ff)):
-            layer[f"ffn_{part}_exps.weight"] = np.stack([matrix(rows, columns, 2.0) for _ in range(n_expert)])
+
+
+def _experts(
+    settings: Mapping[str, Any], n: int, rng: np.random.Generator, *, biases: bool = False
+) -> dict[str, Array]:
+    n_expert, n_ff, matrix = settings["expert_count"], settings["expert_feed_forward_length"], ggufs.matrices(rng)
+    experts = {"ffn_gate_inp.weight": matrix(n_expert, n, 2.0)}
+    for part, rows, columns in (("gate", n_ff, n), ("up", n_ff, n), ("down", n, n_ff)):
+        experts[f"ffn_{part}_exps.weight"] = np.stack([matrix(rows, columns, 2.0) for _ in range(n_expert)])
+        if biases:
+            experts[f"ffn_{part}_exps.bias"] = rng.standard_normal((n_expert, rows)).astype(np.float32)
+    if biases:
+        experts["ffn_gate_inp.bias"] = rng.standard_normal(n_expert).astype(np.float32)
+    return experts

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from localspec.model_files.gguf import GGUFFile, n_rows, tensor_rows
-from tests.support.ggufs import Weights, write_gguf
+from tests.support.ggufs import Weights, metadata_of, named, norms, sizes, write_gguf
 
 GAIN = 8.0
 """How much larger the states of a tiny EAGLE-3 head are than embeddings."""
@@ -60,7 +60,7 @@ def write_eagle3(
     rng, of = np.random.default_rng(seed), _Target(target)
     embedding, name = of.embedding, of.name
     n_vocab, n = embedding.shape
-    n_head, n_ff, one = 4, n, np.eye(n)
+    n_head, one = 4, np.eye(n)
 
     def matrix(values: Any) -> Any:
         return _noisy(values, noise, rng)
@@ -68,14 +68,11 @@ def write_eagle3(
     weights: Weights = {
         "fc.weight": matrix(np.concatenate([one * GAIN * share for share in (0.5, 0.25, 0.25)], axis=1)),
         "output_norm.weight": of.norm,
-        "blk.0.attn_norm.weight": np.ones(n, np.float32),
-        "blk.0.attn_norm_2.weight": np.ones(n, np.float32),
-        "blk.0.ffn_norm.weight": np.ones(n, np.float32),
         "blk.0.attn_q.weight": matrix(np.concatenate([1.6 * one, 0 * one], axis=1)),
         "blk.0.attn_k.weight": matrix(np.concatenate([1.6 * one, 0 * one], axis=1)),
         "blk.0.attn_v.weight": matrix(np.concatenate([GAIN * one, -GAIN * one], axis=1)),
         "blk.0.attn_output.weight": matrix(one),
-    }
+    } | norms(*(f"blk.0.{part}_norm" for part in ("attn", "ffn")), "blk.0.attn_norm_2", width=n)
     for part in ("k", "v"):
         name_of = f"blk.0.attn_{part}.weight"
         weights[name_of] = weights[name_of][: n // n_head * n_head_kv]
@@ -91,19 +88,13 @@ def write_eagle3(
         weights["output.weight"] = of.output[chosen % n_vocab]
         if n_out is not None or ids is not None:
             weights["d2t"] = chosen.astype(np.int64)
-    metadata: dict[str, Any] = {
-        "eagle3.block_count": 1,
-        "eagle3.context_length": 2048,
-        "eagle3.embedding_length": n,
-        "eagle3.feed_forward_length": n_ff,
-        "eagle3.attention.head_count": n_head,
-        "eagle3.attention.head_count_kv": n_head_kv,
-        "eagle3.attention.layer_norm_rms_epsilon": 1e-5,
-        "eagle3.rope.dimension_count": n // n_head,
-        "eagle3.rope.freq_base": of.base,
-        "eagle3.target_hidden_size": n,
-        "eagle3.target_layers": [int(layer) for layer in layers],
+    settings = sizes(1, n, n, n_head, n_head_kv) | {
+        "rope.dimension_count": n // n_head,
+        "rope.freq_base": of.base,
+        "target_hidden_size": n,
+        "target_layers": [int(layer) for layer in layers],
     }
+    metadata = named("eagle3", settings)
     metadata |= of.vocabulary if tokens else {"tokenizer.ggml.model": "none", "eagle3.vocab_size": n_vocab}
     metadata |= {"general.basename": f"for {name}"} | dict(extra or {})
     return _write(out, "eagle3", metadata, weights, drop, tensor_type)
@@ -148,7 +139,7 @@ def write_dflash(
     """
     rng, of = np.random.default_rng(seed), _Target(target)
     n_vocab, n = of.embedding.shape
-    n_head, d_head, n_ff, mask = 2, n, n, n_vocab - 1
+    n_head, d_head, mask = 2, n, n_vocab - 1
 
     def small(*shape: int) -> Any:
         return (0.1 * rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
@@ -163,10 +154,10 @@ def write_dflash(
     }
     for layer in range(n_layers):
         block = f"blk.{layer}"
-        weights |= {f"{block}.{part}_norm.weight": np.ones(n, np.float32) for part in ("attn", "ffn")}
-        weights |= {f"{block}.attn_{part}_norm.weight": np.ones(d_head, np.float32) for part in "qk"}
-        for part, shape in (("q", (n_head * d_head, n)), ("k", (n_head * d_head, n)), ("v", (n_head * d_head, n))):
-            weights[f"{block}.attn_{part}.weight"] = small(*shape)
+        weights |= norms(f"{block}.attn_norm", f"{block}.ffn_norm", width=n)
+        weights |= norms(f"{block}.attn_q_norm", f"{block}.attn_k_norm", width=d_head)
+        for part in "qkv":
+            weights[f"{block}.attn_{part}.weight"] = small(n_head * d_head, n)
         weights[f"{block}.attn_output.weight"] = small(n, n_head * d_head)
         for part in ("gate", "up", "down"):
             weights[f"{block}.ffn_{part}.weight"] = small(n, n)
@@ -200,31 +191,24 @@ def write_dflash(
             base[:, 0] += 1.0
             weights[f"{part}_conv_base"] = base
             weights[f"{part}_conv_proj.weight"] = small(2 * kernel * (n // group), n)
-    metadata: dict[str, Any] = {
-        "dflash.block_count": n_layers,
-        "dflash.context_length": 2048,
-        "dflash.embedding_length": n,
-        "dflash.feed_forward_length": n_ff,
-        "dflash.attention.head_count": n_head,
-        "dflash.attention.head_count_kv": n_head,
-        "dflash.attention.key_length": d_head,
-        "dflash.attention.value_length": d_head,
-        "dflash.attention.layer_norm_rms_epsilon": 1e-5,
-        "dflash.rope.dimension_count": d_head,
-        "dflash.rope.freq_base": of.base,
-        "dflash.block_size": block_size,
-        "dflash.target_layers": [int(layer) for layer in layers],
+    settings = sizes(n_layers, n, n, n_head, n_head, d_head) | {
+        "rope.dimension_count": d_head,
+        "rope.freq_base": of.base,
+        "block_size": block_size,
+        "target_layers": [int(layer) for layer in layers],
+        "attention.causal": causal,
     }
     if markov:
-        metadata |= {"dflash.sample_from_anchor": from_anchor, "dflash.has_confidence_head": confidence}
+        settings |= {"sample_from_anchor": from_anchor, "has_confidence_head": confidence}
     if selector:
-        metadata |= {"dflash.selector_top_k": selector, "dflash.selector_rank": n}
-        metadata |= {"dflash.conv_kernel_size": 3, "dflash.conv_group_size": 8}
-    if causal is not None:
-        metadata["dflash.attention.causal"] = causal
+        settings |= {"selector_top_k": selector, "selector_rank": n, "conv_kernel_size": 3, "conv_group_size": 8}
     if windows is not None:
-        metadata |= {"dflash.attention.sliding_window": 8, "dflash.attention.sliding_window_pattern": list(windows)}
-    metadata |= of.vocabulary | {"tokenizer.ggml.mask_token_id": mask, "general.basename": f"for {of.name}"}
+        settings |= {"attention.sliding_window": 8, "attention.sliding_window_pattern": list(windows)}
+    metadata = (
+        named("dflash", settings)
+        | of.vocabulary
+        | {"tokenizer.ggml.mask_token_id": mask, "general.basename": f"for {of.name}"}
+    )
     metadata |= dict(extra or {})
     return _write(out, "dflash", metadata, weights, drop)
 
@@ -255,15 +239,11 @@ class _Target:
             self.embedding, self.name = whole(file, "token_embd.weight"), file.architecture
             self.output = whole(file, "output.weight" if "output.weight" in file.tensors else "token_embd.weight")
             self.norm = whole(file, "output_norm.weight")
-            keys = [key for key in file.metadata if key.startswith("tokenizer.")]
-            self.vocabulary = {key: _plain(file.metadata[key]) for key in keys}
+            metadata = metadata_of(file).items()
+            self.vocabulary = {key: value for key, value in metadata if key.startswith("tokenizer.")}
             self.base = float(file.field("rope.freq_base", 10000.0))
 
 
 def _noisy(values: Any, noise: float, rng: np.random.Generator) -> Any:
     scale = noise * values.std()
     return (values + scale * rng.standard_normal(values.shape)).astype(np.float32)
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray) else value

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.support.gguf_vocabs import TinyVocab, bpe_vocab, spm_vocab, with_tokens
-from tests.support.ggufs import Pair, Shape, correlated_pair, write_llama
+from tests.support.ggufs import QUICK, Pair, correlated_pair, write_llama
 
 _TURNS = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
 _LAST_QUESTION = (
@@ -93,17 +93,15 @@ FAMILIES = {
     "gemma": Family(with_tokens(bpe_vocab(300), GEMMA, control=_GEMMA_TOKENS), "<|channel>thought\n", "<channel|>"),
 }
 
-_SHAPE = Shape(n_layer=2, n_embd=32, n_head=2, n_head_kv=1, n_ff=32, residual=0.4)
-
 
 def write_thinker(folder: Path, family: str, template: str | None = None) -> Path:
     """A model of a family, for the reference engine; perhaps with a template of its own."""
     vocab = FAMILIES[family].vocab
     if template is not None:
         vocab = replace(vocab, chat_template=template)
-    return write_llama(folder / f"{family}.gguf", _SHAPE, vocab)
+    return write_llama(folder / f"{family}.gguf", QUICK, vocab)
 
 
 def thinking_pair(folder: Path, family: str) -> Pair:
     """A model of a family, and a draft that is often right."""
-    return correlated_pair(folder, FAMILIES[family].vocab, shape=_SHAPE, name=family)
+    return correlated_pair(folder, FAMILIES[family].vocab, shape=QUICK, name=family)

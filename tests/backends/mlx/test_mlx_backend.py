@@ -1,5 +1,5 @@
-"""What MLX's contexts do beyond the contract of every backend (``test_backends``): what a window shows, what a pass
-fetches and waits for, one thread that computes, pairs of two engines."""
+"""What MLX does beyond the contract of every backend: what passes cost, one thread that computes, pairs of two
+engines."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from localspec import LLM, SamplingParams, backends
-from localspec.backends.base import Context, FloatArray
-from localspec.errors import Cancelled, Closed, EngineError, EngineUnavailable, UnsupportedModel, UsageError
+from localspec.backends.base import Context
+from localspec.errors import Cancelled, Closed, EngineError, EngineUnavailable, UsageError
 from tests.backends.test_backends_memory import divergence
 from tests.conftest import TinyFiles, open_backend
-from tests.support import ggufs
-from tests.support.contexts import some_tokens
+from tests.support.contexts import check_next, some_tokens
 from tests.support.mlx_ggufs import TinyFile
+from tests.support.replaying import margins, rows_at_width
 
 mx = pytest.importorskip("mlx.core")
 
@@ -29,20 +29,11 @@ from localspec.backends.mlx.library import MLXLibrary, OwnerThread  # noqa: E402
 from localspec.backends.mlx.model import MLXModel  # noqa: E402
 from localspec.backends.mlx.network import Network  # noqa: E402
 
-EXACT = 1e-5
-"""Largest divergence [nats] of rows computed from the same float32 numbers in passes of other widths."""
-
 
 @pytest.fixture(scope="module")
 def model(tiny: TinyFiles) -> Iterator[MLXModel]:
     open_backend("mlx")
     with mlx.load(tiny.spm) as model:
-        yield model
-
-
-@pytest.fixture(scope="module")
-def sliding(tiny: TinyFiles) -> Iterator[MLXModel]:
-    with mlx.load(tiny.sliding) as model:
         yield model
 
 
@@ -77,32 +68,10 @@ def evaluations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def plain_rows(model: MLXModel, tokens: list[int]) -> FloatArray:
-    """All rows from mlx-lm's own model and cache, windows enforced by its mask alone."""
-    from mlx_lm.models.cache import KVCache
-
-    def compute() -> FloatArray:
-        cache = [KVCache() for _ in range(model.network.n_layer)]
-        logits = model.network.module(mx.array([tokens]), cache=cache)[0]
-        return np.array(logits.astype(mx.float32))
-
-    return model.owner.run(compute)
-
-
 # Memories.
 
 
-@pytest.mark.parametrize("widths", [[90], [1] * 90, [31, 1, 1, 2, 29, 5, 21], [33, 32, 25]])
-def test_a_window_computes_what_a_mask_over_everything_does(sliding: MLXModel, widths: list[int]) -> None:
-    """The window is 32 tokens: passes that end before it is full, fill it, and go over it."""
-    tokens = some_tokens(90, seed=4)
-    assert 32 in sliding.network.layer_windows
-    with sliding.new_context(128) as context:
-        rows = [context.decode(tokens[context.n_past : context.n_past + width]).logits.copy() for width in widths]
-    assert divergence(plain_rows(sliding, tokens), np.concatenate(rows)) < EXACT
-
-
-def test_a_window_shows_attention_no_more_than_it_sees(sliding: MLXModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_shows_attention_no_more_than_it_sees(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a long context would cost what a full one does."""
     from localspec.backends.mlx.cache import PlainRows
 
@@ -115,7 +84,7 @@ def test_a_window_shows_attention_no_more_than_it_sees(sliding: MLXModel, monkey
         return kept
 
     monkeypatch.setattr(PlainRows, "update_and_fetch", watch)
-    with sliding.new_context(128) as context:
+    with mlx.load(tiny.sliding) as model, model.new_context(128) as context:
         context.decode(some_tokens(80), "none")
         for n in (1, 5):
             shown.clear()
@@ -140,15 +109,16 @@ def test_a_quantised_memory_is_smaller_and_nearly_as_exact(tiny: TinyFiles) -> N
 def test_memories_that_cannot_be_are_refused(tiny: TinyFiles, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"'q5_1' is not one of f16, f32, q8_0, q4_0"):
         mlx.load(tiny.spm, kv_type="q5_1")
-    odd = ggufs.write_llama(tmp_path / "odd.gguf", ggufs.Shape(n_embd=96, n_head=4, n_head_kv=2))
-    with pytest.raises(UsageError, match=r"multiples of 32; the heads of odd\.gguf are 24 wide"):
-        mlx.load(odd, kv_type="q8_0")
-
-
-def test_attention_sinks_with_a_quantised_cache_are_refused(tmp_path: Path) -> None:
-    path = TinyFile("gpt-oss").write(tmp_path / "model.gguf")
+    sinks = TinyFile("gpt-oss").write(tmp_path / "model.gguf")
     with pytest.raises(UsageError, match=r"attention sinks of model\.gguf .*; use f16 or --backend llama-cpp$"):
-        mlx.load(path, kv_type="q8_0")
+        mlx.load(sinks, kv_type="q8_0")
+    settings = {"rope.scaling.original_context_length": 256}
+    factors = {f"rope_factors_{each}.weight": np.linspace(1, 8, 24, dtype=np.float32) for each in ("long", "short")}
+    phi = TinyFile("phi3", settings, extra=factors).write(tmp_path / "phi.gguf")
+    with mlx.load(phi) as model:  # another model where texts are longer
+        with pytest.raises(UsageError, match="at most 256 tokens"):
+            model.new_context(257)
+        model.new_context(256).close()
 
 
 def test_a_recurrent_memory_replays_no_more_than_the_last_guesses(tiny: TinyFiles, fed: list[int]) -> None:
@@ -222,16 +192,14 @@ def test_a_long_prompt_can_be_stopped(model: MLXModel, context: Context) -> None
     assert len(asked) == 3
     assert context.n_past == 8
     context.interrupted = None
-    rows = context.decode(some_tokens(20, seed=1)).logits.copy()
-    assert divergence(plain_rows(model, some_tokens(8) + some_tokens(20, seed=1))[8:], rows) < EXACT
+    check_next(model, context, some_tokens(20, seed=1))
 
 
 def test_a_failed_pass_leaves_the_context_whole(
     model: MLXModel, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half of the layers have their rows when it breaks; the memory is built anew from the tokens."""
-    tokens = some_tokens(40)
-    context.decode(tokens[:30], "none")
+    """Half of the layers have their rows when it breaks."""
+    context.decode(some_tokens(30), "none")
     layer = model.network.module.layers[1]
     call = type(layer).__call__
 
@@ -244,8 +212,8 @@ def test_a_failed_pass_leaves_the_context_whole(
         patch.setattr(type(layer), "__call__", broken)
         with pytest.raises(EngineError, match=r"failed to decode 3 tokens: out of memory, say"):
             context.decode([5, 6, 7])
-    assert context.tokens == tokens[:30]
-    assert divergence(plain_rows(model, tokens)[30:], context.decode(tokens[30:]).logits) < EXACT
+    assert context.tokens == some_tokens(30)
+    check_next(model, context, some_tokens(10, seed=1))
 
 
 # The owner thread.
@@ -284,7 +252,7 @@ def test_the_owner_hands_back_results_and_errors_until_it_has_ended() -> None:
 # Choosing it.
 
 
-def test_where_it_is_not_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_it_is_not_it_says_so(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     version = importlib.metadata.version
 
     def missing(name: str) -> str:
@@ -292,6 +260,9 @@ def test_where_it_is_not_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) 
             raise importlib.metadata.PackageNotFoundError(name)
         return version(name)
 
+    if not mlx.binding().gpu:
+        with pytest.raises(EngineUnavailable, match="no GPU here"):
+            mlx.load(tiny.spm, n_gpu_layers=5)
     monkeypatch.setattr(importlib.metadata, "version", missing)
     with pytest.raises(EngineUnavailable, match=r"mlx-lm is not installed; install it with: pip install"):
         MLXLibrary()
@@ -319,47 +290,6 @@ def test_auto_takes_it_on_a_mac_for_its_gpu_only(monkeypatch: pytest.MonkeyPatch
         assert backends.candidates(99) == ["mlx"]
 
 
-def test_auto_goes_on_to_an_engine_that_knows_the_architecture(
-    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    open_backend("llama-cpp")
-
-    def unknown(path: Path, **options: Any) -> Any:
-        raise UnsupportedModel(f"{path.name}: the mlx backend does not know the architecture 'xyz'")
-
-    monkeypatch.setattr(backends, "candidates", lambda n: ["mlx", "llama-cpp"])
-    monkeypatch.setattr(mlx, "load", unknown)
-    remarks: list[str] = []
-    with backends.load(tiny.spm, warn=remarks.append) as model:
-        assert model.backend == "llama-cpp"
-    assert "'xyz'" in remarks[0]
-    assert "trying llama-cpp" in remarks[0]
-    with pytest.raises(UnsupportedModel):
-        backends.load(tiny.spm, "mlx")
-
-
-def test_a_model_is_not_divided_and_named_in_reports(tiny: TinyFiles) -> None:
-    with mlx.load(tiny.spm, n_gpu_layers=0) as model:
-        assert model.capabilities.device == "cpu"
-        assert model.architecture == "llama"
-        assert model.engine.startswith(f"mlx {importlib.metadata.version('mlx')}")
-    assert mlx.binding().built_for
-    if not mlx.binding().gpu:
-        with pytest.raises(EngineUnavailable, match="no GPU here"):
-            mlx.load(tiny.spm, n_gpu_layers=5)
-
-
-def test_a_context_beyond_what_it_computes_rightly_is_refused(model: MLXModel) -> None:
-    network = model.network
-    object.__setattr__(network, "max_context", 4096)
-    try:
-        with pytest.raises(UsageError, match="at most 4096 tokens"):
-            model.new_context(5000)
-        model.new_context(4096).close()
-    finally:
-        object.__setattr__(network, "max_context", None)
-
-
 # Pairs of two engines.
 
 
@@ -368,27 +298,10 @@ def test_target_and_draft_on_different_engines(tiny: TinyFiles, target: str, dra
     """Half of the drafts are accepted and half are not; the text is the target's own, replayed token by token."""
     open_backend(target)
     open_backend(draft)
-    pair = tiny.pair
+    pair, prompt = tiny.pair, "the rain in the and of"
     with LLM(pair.target, draft=pair.draft, backend=target, draft_backend=draft, n_ctx=512) as llm:
         assert (llm.backend_name, llm.inspect().state.models[0].model.backend) == (target, draft)
-        prompt = "the rain in the and of"
         reply = llm.generate(prompt, SamplingParams(max_tokens=60, ignore_eos=True), draft_length=3)
-        tokens = llm.tokenize(prompt, add_special=True)
+        rows = rows_at_width(1, llm, llm.tokenize(prompt, add_special=True), reply.token_ids)
     assert 10 < reply.stats.num_accepted_tokens < reply.stats.num_draft_tokens - 10
-    assert replay(target, pair.target, tokens, reply.token_ids).max() < 0.05, "an emitted token is not the target's"
-
-
-def replay(backend: str, path: Path, prompt: list[int], answer: list[int]) -> FloatArray:
-    """How far each emitted token is below the argmax, computed one token a pass."""
-    margins = []
-    with open_backend(backend).load(path) as model, model.new_context(512) as context:
-        context.decode(prompt[:-1], "none")
-        for token, following in zip([prompt[-1], *answer[:-1]], answer, strict=True):
-            row = context.decode([token], "last").logits[0]
-            margins.append(float(row.max() - row[following]))
-    return np.array(margins, dtype=np.float32)
-
-
-def test_an_unknown_draft_backend_is_refused_before_anything_is_loaded(tiny: TinyFiles) -> None:
-    with pytest.raises(UsageError, match="unknown backend 'lama'"):
-        LLM(tiny.pair.target, draft=tiny.pair.draft, draft_backend="lama")
+    assert margins(rows, reply.token_ids).max() < 0.05, "an emitted token is not the target's"

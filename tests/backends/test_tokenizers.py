@@ -1,4 +1,4 @@
-"""The tokenizer built from a GGUF alone, against llama.cpp's on the same file, token for token.
+"""Tokenizers built from a GGUF alone, MLX's and the reference's, against llama.cpp's, token for token.
 
 The tiny vocabularies join any two neighbouring letters, so that a word that is cut at another place shows at once.
 """
@@ -6,26 +6,38 @@ The tiny vocabularies join any two neighbouring letters, so that a word that is 
 from __future__ import annotations
 
 import random
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from localspec.backends.base import Model
 from localspec.errors import UnsupportedModel
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.vocab import Vocab
-from tests.conftest import REAL_MODELS, open_backend
+from tests.conftest import open_backend
 from tests.support import ggufs
-from tests.support.gguf_vocabs import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, TinyVocab, byte_symbols
+from tests.support.gguf_vocabs import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    USER_DEFINED,
+    TinyVocab,
+    byte_symbols,
+    with_tokens,
+)
 
 pytest.importorskip("tokenizers")
 
 from localspec.backends.mlx.tokenizer import SPLITS, ByteLevel
-from localspec.backends.tokenizer import Tokenizer
+from localspec.backends.tokenizer import PythonByteLevel, Tokenizer
+
+OF_THE_REFERENCE = ("gpt-2", "default", "qwen2", "smollm", "llama-bpe")
 
 PIECES = [
     " ", "  ", "\t", "\n", "\r\n", "\r", "\u00a0", "\u3000", "\x85", "\x1c", "\u2028", "\u200b", "\u200d", "\ufeff",
@@ -121,27 +133,45 @@ def score_vocab() -> TinyVocab:
 
 
 class Both:
-    """Our tokenizer and llama.cpp's, for one file."""
+    """Our tokenizers and those of engines in C++, for one file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, engines: Sequence[str] = ("llama-cpp",)) -> None:
         with GGUFFile(path) as file:
             self.vocab = Vocab.from_gguf(file)
-            self.ours = Tokenizer(file, self.vocab, ByteLevel)
-        self.theirs: Model = open_backend("llama-cpp").load(path, n_gpu_layers=0)
+            kinds = [ByteLevel, PythonByteLevel] if self.vocab.pre in OF_THE_REFERENCE else [ByteLevel]
+            self.ours, *self.others = [Tokenizer(file, self.vocab, kind) for kind in kinds]
+        self.theirs = [open_backend(name).load(path, n_gpu_layers=0) for name in engines]
 
-    def check(self, text: str, special: Sequence[bool] = (False, True)) -> None:
-        for parse_special in special:
-            ours = self.ours.encode(text, add_special=True, parse_special=parse_special)
-            theirs = self.theirs.tokenize(text, add_special=True, parse_special=parse_special)
+    def __enter__(self) -> Both:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for model in self.theirs:
+            model.close()
+
+    def check(self, *texts: str, special: Sequence[bool] = (False, True)) -> None:
+        for text, parse_special in product(texts, special):
+            options = {"add_special": True, "parse_special": parse_special}
+            ours, (theirs, *same) = (
+                self.ours.encode(text, **options),
+                [m.tokenize(text, **options) for m in self.theirs],
+            )
             if ours != theirs:
                 at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), 0)
                 spelled = [[self.vocab.token_text(token) for token in each[at : at + 5]] for each in (ours, theirs)]
                 pytest.fail(f"{text[:200]!r}: at {at} ours {spelled[0]}, llama.cpp's {spelled[1]}")
+            # The one in Python takes a time that grows with the square of a word's length, and knows the characters
+            # that this Python knows.
+            if len(text) < 300 and all(unicodedata.category(char) != "Cn" for char in text):
+                same += [each.encode(text, **options) for each in self.others]
+            assert all(each == theirs for each in same), text[:200]
+
+
+SHAPE = ggufs.Shape(n_layer=1, n_embd=32, n_head=2, n_head_kv=1, n_ff=32)
 
 
 def tiny_file(folder: Path, vocab: TinyVocab, name: str) -> Path:
-    shape = ggufs.Shape(n_layer=1, n_embd=32, n_head=2, n_head_kv=1, n_ff=32)
-    return ggufs.write_llama(folder / f"{name}.gguf", shape, vocab)
+    return ggufs.write_llama(folder / f"{name}.gguf", SHAPE, vocab)
 
 
 @pytest.fixture(scope="module")
@@ -151,59 +181,44 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def byte_level(folder: Path) -> Iterator[Both]:
-    both = Both(tiny_file(folder, pair_vocab("qwen2"), "byte-level"))
-    yield both
-    both.theirs.close()
+    with Both(tiny_file(folder, pair_vocab("qwen2"), "byte-level")) as both:
+        yield both
 
 
 @pytest.fixture(scope="module")
 def sentencepiece(folder: Path) -> Iterator[Both]:
-    both = Both(tiny_file(folder, score_vocab(), "sentencepiece"))
-    yield both
-    both.theirs.close()
+    with Both(tiny_file(folder, score_vocab(), "sentencepiece")) as both:
+        yield both
 
 
 @pytest.mark.parametrize("pre", sorted(SPLITS))
 def test_every_split_that_is_known_cuts_as_llama_cpp_does(folder: Path, pre: str) -> None:
-    both = Both(tiny_file(folder, pair_vocab(pre), pre))
-    for text in (*mixtures(70, seed=len(pre)), *list(runs())[::9]):
-        both.check(text)
-    both.theirs.close()
+    engines = ("llama-cpp", "ik-llama") if pre in OF_THE_REFERENCE else ("llama-cpp",)
+    with Both(tiny_file(folder, pair_vocab(pre), pre), engines) as both:
+        both.check(*mixtures(70, seed=len(pre)), *list(runs())[::9])
 
 
 @pytest.mark.parametrize("pre", ["qwen2", "deepseek-v3"])
 def test_all_of_unicode(folder: Path, pre: str) -> None:
     """The two splits use all the classes of characters that there are."""
-    both = Both(tiny_file(folder, every_pair_vocab(pre), f"unicode-{pre}"))
-    for text in all_of_unicode(step=16):
-        both.check(text, [False])
-    both.theirs.close()
+    with Both(tiny_file(folder, every_pair_vocab(pre), f"unicode-{pre}")) as both:
+        both.check(*all_of_unicode(step=16), special=[False])
 
 
 @pytest.mark.parametrize("add_space_prefix", [True, False])
 def test_sentencepiece(folder: Path, add_space_prefix: bool) -> None:
     vocab = replace(score_vocab(), add_space_prefix=add_space_prefix)
-    both = Both(tiny_file(folder, vocab, f"spm-{add_space_prefix}"))
-    for text in (*mixtures(400), *runs(), *list(all_of_unicode(step=64))[::4]):
-        both.check(text)
-    both.theirs.close()
+    with Both(tiny_file(folder, vocab, f"spm-{add_space_prefix}"), ("llama-cpp", "ik-llama")) as both:
+        both.check(*mixtures(400), *runs(), *list(all_of_unicode(step=64))[::4])
 
 
 def test_sentencepiece_with_tokens_across_words(folder: Path) -> None:
     """Where a token has a space inside, words cannot be looked at one by one."""
-    vocab = score_vocab()
-    vocab = replace(
-        vocab,
-        tokens=[*vocab.tokens, "a▁", "a▁b"],
-        types=[*vocab.types, NORMAL, NORMAL],
-        scores=[*vocab.scores, -0.1, -0.2],
-    )
-    both = Both(tiny_file(folder, vocab, "spm-across"))
-    both.check("a b a b  a ba b")
-    assert vocab.id("a▁b") in both.ours.encode("xa b")
-    for text in (*mixtures(200), *runs()):
-        both.check(text)
-    both.theirs.close()
+    vocab = with_tokens(score_vocab(), "", normal=["a▁", "a▁b"])
+    vocab = replace(vocab, scores=[*vocab.scores[:-2], -0.1, -0.2])
+    with Both(tiny_file(folder, vocab, "spm-across")) as both:
+        both.check("a b a b  a ba b", *mixtures(200), *runs())
+        assert vocab.id("a▁b") in both.ours.encode("xa b")
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -216,22 +231,11 @@ def test_texts_that_hypothesis_makes(byte_level: Both, sentencepiece: Both, text
 
 
 def test_special_tokens_swallow_blanks_where_the_model_is_a_phi_3(folder: Path) -> None:
-    vocab = score_vocab()
-    vocab = replace(
-        vocab,
-        tokens=[*vocab.tokens, "<|endoftext|>"],
-        types=[*vocab.types, CONTROL],
-        scores=[*vocab.scores, 0.0],
-    )
-    shape = ggufs.Shape(n_layer=1, n_embd=32, n_head=2, n_head_kv=1, n_ff=32)
-    metadata = ggufs.llama_metadata(shape, len(vocab)) | ggufs.vocab_metadata(vocab)
-    weights = ggufs.llama_weights(shape, len(vocab))
-    path = ggufs.write_gguf(folder / "phi.gguf", "llama", metadata, weights, name="Tiny Phi-3")
-    both = Both(path)
-    for text in ("</s>  \n ab", "<s> ab", "<mark>\t ab <mark> ", "a</s>\u00a0b", *mixtures(100)):
-        both.check(text)
-    assert both.ours.encode("</s>  ab", parse_special=True) == both.ours.encode("</s>ab", parse_special=True)
-    both.theirs.close()
+    vocab = with_tokens(score_vocab(), "", control=["<|endoftext|>"])
+    path = ggufs.write_llama(folder / "phi.gguf", SHAPE, vocab, extra={"general.name": "Tiny Phi-3"})
+    with Both(path) as both:
+        both.check("</s>  \n ab", "<s> ab", "<mark>\t ab <mark> ", "a</s>\u00a0b", *mixtures(100))
+        assert both.ours.encode("</s>  ab", parse_special=True) == both.ours.encode("</s>ab", parse_special=True)
 
 
 def test_a_vocabulary_that_lacks_bytes_drops_them(folder: Path) -> None:
@@ -242,10 +246,8 @@ def test_a_vocabulary_that_lacks_bytes_drops_them(folder: Path) -> None:
     vocab = replace(
         vocab, tokens=[vocab.tokens[i] for i in kept], types=[vocab.types[i] for i in kept], bos=None, eos=0
     )
-    both = Both(tiny_file(folder, vocab, "lacking"))
-    for text in ("\x00", "a\x00b", "quick", "zzzz", "a q b", *mixtures(200)):
-        both.check(text)
-    both.theirs.close()
+    with Both(tiny_file(folder, vocab, "lacking")) as both:
+        both.check("\x00", "a\x00b", "quick", "zzzz", "a q b", *mixtures(200))
 
 
 def test_an_unknown_split_is_named(folder: Path) -> None:
@@ -264,10 +266,6 @@ def test_speed_does_not_fall_with_length(byte_level: Both, sentencepiece: Both) 
 @pytest.mark.real
 @pytest.mark.parametrize("name", ["qwen2.5-coder-0.5b", "smollm2-135m", "gemma3-270m"])
 def test_real_vocabularies(name: str, real_model: Callable[[str], Path]) -> None:
-    both = Both(real_model(name))
-    root = Path(__file__).parents[2]
-    code = [path.read_text() for path in sorted(root.rglob("test_*.py"))[::3]]
-    for text in (*mixtures(1500), *runs(), *code, *all_of_unicode()):
-        both.check(text)
-    both.theirs.close()
-    assert name in REAL_MODELS
+    code = [path.read_text() for path in sorted(Path(__file__).parents[1].rglob("test_*.py"))[::3]]
+    with Both(real_model(name)) as both:
+        both.check(*mixtures(1500), *runs(), *code, *all_of_unicode())
