@@ -29,6 +29,7 @@ from tests.conftest import TinyFiles
 from tests.spec_decode.test_exactness import EXACT, SAMPLING, Predictions
 from tests.spec_decode.test_lossless import (
     N_CTX,
+    Answer,
     NosyController,
     RandomController,
     TableContext,
@@ -166,7 +167,7 @@ class Failing:
         target, small = reference.load(tiny.quick.target), reference.load(tiny.quick.draft)
         self.lost: list[str] = []
         plain = SpeculativeDecoder(target.new_context(N_CTX), [], FixedController(0))
-        self.wanted = answer_of(run(plain, TEXT, PARAMS))
+        self.wanted = Answer.of(run(plain, TEXT, PARAMS)).tokens
         self.decoder = SpeculativeDecoder(
             target.new_context(N_CTX),
             [drafter(small.new_context(N_CTX))],
@@ -176,15 +177,11 @@ class Failing:
         )
 
     def answer(self) -> list[int]:
-        return answer_of(run(self.decoder, TEXT, PARAMS))
+        return Answer.of(run(self.decoder, TEXT, PARAMS)).tokens
 
     def check_that_it_goes_on(self) -> None:
         assert not ahead_threads()
         assert self.answer() == self.wanted
-
-
-def answer_of(rounds: list[Round]) -> list[int]:
-    return [token.id for round_ in rounds for token in round_.emitted]
 
 
 @pytest.mark.parametrize("n", range(4, 16))
@@ -350,7 +347,7 @@ def test_a_target_whose_passes_the_drafting_slows_is_left_alone(
     for _ in range(20):
         rounds = run(decoder, [5, 6, 7], params)
         counts += [round_.ahead for round_ in rounds if round_.ahead and round_.draft]
-        answers.append(answer_of(rounds))
+        answers.append(Answer.of(rounds).tokens)
         hidden.update(ahead.hidden.values())
     assert all(answer == answers[0] for answer in answers)
     prepared = [count.prepared > 0 for count in counts]

@@ -45,17 +45,19 @@ Tokens = tuple[int, ...]
 
 
 class Predictions:
-    """The rows of a micro model, remembered by prefix."""
+    """The rows of a micro model, and its states where they are asked for, remembered by prefix."""
 
-    def __init__(self, model: reference.ReferenceModel) -> None:
-        self.context = model.new_context(32)
+    def __init__(self, model: reference.ReferenceModel, hidden: Sequence[str] = ()) -> None:
+        self.context = model.new_context(32, hidden=hidden)
         self.known: dict[Tokens, FloatArray] = {}
-        self.n_vocab = model.n_vocab
+        self.states: dict[Tokens, dict[str, FloatArray]] = {}
 
     def __getitem__(self, prefix: Tokens) -> FloatArray:
         if prefix not in self.known:
             kept = self.context.reuse(prefix[:-1])
-            self.known[prefix] = self.context.decode(prefix[kept:], "last").logits[0]
+            forward = self.context.decode(prefix[kept:], "last")
+            self.known[prefix] = forward.logits[0]
+            self.states[prefix] = {name: rows[-1] for name, rows in forward.hidden.items()}
         return self.known[prefix]
 
 

@@ -11,7 +11,6 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -309,18 +308,33 @@ def decoder_of(target: Predictions, *drafters: Drafter, **options: Any) -> Specu
     return SpeculativeDecoder(TableContext(target), drafters, NosyController(), **options)
 
 
-@pytest.mark.parametrize("make", [DraftModelDrafter, partial(PardDrafter, mask=0)], ids=["model", "pard"])
+DRAFTERS: dict[str, Callable[[Predictions, CorpusIndex], list[Drafter]]] = {
+    "model": lambda small, index: [DraftModelDrafter(TableContext(small))],
+    "pard": lambda small, index: [PardDrafter(TableContext(small), mask=0)],
+    "corpus": lambda small, index: [CorpusDrafter(index, "corpus", "corpus:x")],
+    # The surer of the two is asked first.
+    "n-grams, corpus": lambda small, index: [NgramDrafter(), CorpusDrafter(index, "corpus", "corpus:x")],
+}
+
+
+@pytest.mark.parametrize("drafters", DRAFTERS)
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_the_law_of_whole_answers_is_that_of_plain_sampling(
-    target: Predictions,
-    small: Predictions,
-    monkeypatch: pytest.MonkeyPatch,
-    n: int,
-    make: Callable[[Context], DraftModelDrafter],
+    target: Predictions, small: Predictions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int, drafters: str
 ) -> None:
-    """Real decoder, real draft model drafter, real proposer; to 1e-12. No random number serves two decisions."""
-    params = of_few(n)
-    assert law_difference(monkeypatch, target, params, lambda: decoder_of(target, make(TableContext(small)))) < EXACT
+    """Real decoder, real drafters, real proposer; to 1e-12. No random number serves two decisions."""
+    plain = run(SpeculativeDecoder(TableContext(target), [], FixedController(0)), list(PROMPT), SamplingParams())
+    index = corpus_of(tmp_path, [*PROMPT, *(token.id for round_ in plain for token in round_.emitted)])
+    sources = set[str]()
+
+    def made() -> SpeculativeDecoder:
+        return decoder_of(target, *DRAFTERS[drafters](small, index))
+
+    def watch(rounds: list[Round]) -> None:
+        sources.update(token.source for round_ in rounds for token in round_.emitted)
+
+    assert law_difference(monkeypatch, target, of_few(n), made, watch) < EXACT
+    assert ("corpus" if "corpus" in drafters else "model") in sources
 
 
 class OneToken:
@@ -376,25 +390,6 @@ def test_a_draft_behind_a_mark_that_has_half_come_keeps_to_the_budget() -> None:
             reader.count()
             reader.read(Span(text, "plain", "target"))
             assert reader.room == expected
-
-
-@pytest.mark.parametrize("others", [0, 1])
-def test_the_law_with_a_corpus(
-    target: Predictions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: int
-) -> None:
-    """Alone and beside n-grams, where the surer of the two is asked first: to 1e-12."""
-    plain = run(SpeculativeDecoder(TableContext(target), [], FixedController(0)), list(PROMPT), SamplingParams())
-    index = corpus_of(tmp_path, [*PROMPT, *(token.id for round_ in plain for token in round_.emitted)])
-    accepted: set[str] = set()
-
-    def made() -> SpeculativeDecoder:
-        return decoder_of(target, *[NgramDrafter()] * others, CorpusDrafter(index, "corpus", "corpus:x"))
-
-    def watch(rounds: list[Round]) -> None:
-        accepted.update(token.source for round_ in rounds for token in round_.emitted)
-
-    assert law_difference(monkeypatch, target, of_few(4), made, watch) < EXACT
-    assert "corpus" in accepted
 
 
 OTHER_SPECIALS = replace(micro_vocab(5), tokens=["<x>", "</s>", "<s>", "a", "b"], bos=2, eos=1)

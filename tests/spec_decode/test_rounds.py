@@ -67,9 +67,9 @@ def test_a_tie_goes_to_the_lower_id_as_in_plain_decoding() -> None:
 def test_penalties_see_recent_tokens_and_the_path_and_no_other_branch() -> None:
     def verdict(draft: Draft, rows: np.ndarray, penalty: float, last_n: int = 64) -> Verdict:
         params = SamplingParams(presence_penalty=penalty, repeat_last_n=last_n)
-        tokens, before = [0, 1], rows.copy()
+        tokens, before = [0, 9], rows.copy()
         found = verify(draft, rows, tokens, params, Noise(0))
-        assert tokens == [0, 1]
+        assert tokens == [0, 9]
         assert np.array_equal(rows, before)
         return found
 

@@ -31,11 +31,10 @@ from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.rounds import DraftToken, Round
 from tests.conftest import TinyFiles
 from tests.spec_decode.drafters.test_draft_models import Recorder
-from tests.spec_decode.test_exactness import EXACT, SAMPLING, Tokens
+from tests.spec_decode.test_exactness import EXACT, SAMPLING, Predictions
 from tests.spec_decode.test_lossless import (
     N_CTX,
     NosyController,
-    Predictions,
     RandomController,
     TableContext,
     World,
@@ -82,31 +81,12 @@ def window(monkeypatch: pytest.MonkeyPatch) -> None:
 TAPS = ("layer:0", "norm")
 
 
-class States(Predictions):
-    """The rows of a target and its states, remembered by prefix."""
-
-    def __init__(self, model: reference.ReferenceModel) -> None:
-        self.context = model.new_context(32, hidden=TAPS)
-        self.known: dict[Tokens, FloatArray] = {}
-        self.states: dict[Tokens, dict[str, FloatArray]] = {}
-        self.n_vocab = model.n_vocab
-
-    def __getitem__(self, prefix: Tokens) -> FloatArray:
-        if prefix not in self.known:
-            kept = self.context.reuse(prefix[:-1])
-            forward = self.context.decode(prefix[kept:], "last")
-            self.known[prefix] = forward.logits[0]
-            self.states[prefix] = {name: rows[-1] for name, rows in forward.hidden.items()}
-        return self.known[prefix]
-
-
 class StatesContext(TableContext):
     """A target's context that looks up its states too."""
 
-    def __init__(self, predictions: States) -> None:
+    def __init__(self, predictions: Predictions) -> None:
         super().__init__(predictions)
         self.hidden = TAPS
-        self.predictions: States = predictions
 
     def _decode(self, tokens: Sequence[int], logits: str) -> Forward:
         forward: Any = super()._decode(tokens, logits)
@@ -133,9 +113,9 @@ def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def states(micro: Path) -> Iterator[States]:
+def states(micro: Path) -> Iterator[Predictions]:
     with reference.load(micro) as model:
-        yield States(model)
+        yield Predictions(model, TAPS)
 
 
 LAWS = replace(SAMPLING, top_k=4, repeat_penalty=1.2, ignore_eos=True, max_tokens=3)
@@ -143,7 +123,7 @@ LAWS = replace(SAMPLING, top_k=4, repeat_penalty=1.2, ignore_eos=True, max_token
 
 @pytest.mark.parametrize("kind", [*KINDS, "eagle3"])
 def test_the_law_of_whole_answers_is_that_of_plain_sampling(
-    states: States, micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    states: Predictions, micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """To 1e-12, with a controller that learns from every guess it sees; a head can guess four tokens of five.
 
