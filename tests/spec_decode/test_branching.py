@@ -53,6 +53,8 @@ class Branchy(Controller):
 
 
 class Forest(World):
+    chains = tuple(replace(SAMPLING, top_k=k) for k in (0, 5, 20))
+
     def decoder(self, context: Context, group: list[Drafter]) -> SpeculativeDecoder:
         return SpeculativeDecoder(context, group, Branchy(self.rng))
 

@@ -39,7 +39,6 @@ from tests.support.gguf_vocabs import micro_vocab
 from tests.support.ggufs import micro_model
 
 N_CTX = 72
-SAMPLED = (SAMPLING, replace(SAMPLING, temperature=0.6, top_k=20), replace(SAMPLING, top_p=0.8))
 
 
 @dataclass
@@ -116,6 +115,8 @@ def corpus_of(folder: Path, tokens: Sequence[int]) -> CorpusIndex:
 class World:
     """A target that decodes plainly from nothing every time, and one that drafts and never starts afresh."""
 
+    chains = (SAMPLING, replace(SAMPLING, temperature=0.6, top_k=20), replace(SAMPLING, top_p=0.8))
+
     def __init__(self, pair_files: object, rng: random.Random, folder: Path) -> None:
         self.rng = rng
         self.target = reference.load(pair_files.target)  # type: ignore[attr-defined]
@@ -186,7 +187,7 @@ class World:
         """Rounds of n answers: greedy, or with seeds, temperatures and filters of all kinds."""
         rounds: list[Round] = []
         for seed in range(n):
-            chain = self.rng.choice(SAMPLED)
+            chain = self.rng.choice(self.chains)
             rounds += self.compare(replace(chain, seed=seed) if seeded else SamplingParams())
         return rounds
 
