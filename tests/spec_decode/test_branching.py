@@ -69,7 +69,7 @@ class Forest(World):
 @pytest.mark.parametrize("seeded", [False, True])
 def test_answers_equal_plain_ones(tiny: TinyFiles, tmp_path: object, seeded: bool) -> None:
     """``test_lossless`` has the negative control of the comparison."""
-    forest = Forest(tiny.quick, random.Random(int(seeded)), tmp_path)
+    forest = Forest(tiny.quick, random.Random(3), tmp_path)
     forest.compare_all(160, seeded)
     for controller in (decoder.controller for decoder in forest.decoders):
         assert controller.n_branched > 20
