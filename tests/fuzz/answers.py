@@ -38,7 +38,8 @@ from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.rounds import EmittedToken, Span
 from localspec.spec_decode.verification import STREAM_TARGET
 from tests.fuzz.target import Check, Target, Timed
-from tests.support.ggufs import Shape, correlated_pair
+from tests.support.gguf_vocabs import spm_vocab
+from tests.support.ggufs import Shape, correlated_pair, write_llama
 from tests.support.heads import write_random_head
 from tests.support.thinkers import FAMILIES
 from tests.support.waiting import PATIENCE
@@ -60,6 +61,8 @@ DRAFTS = (
     ("ngram", "chained"),
     ("ngram", "corpus", "model"),
     ("ngram", "early-exit", "medusa"),
+    ("pard",),
+    ("text",),
 )
 """What drafts together; in an answer that follows a grammar that drafts too."""
 
@@ -254,7 +257,8 @@ class World:
                 said = [llm.generate([token], replace(SHARP, ignore_eos=True)).text for token in range(3, 250, 6)]
             (texts / "said.txt").write_text("\n".join(said))
             found = {"target": str(pair.target), "model": str(pair.draft), "corpus": f"corpus:{texts}"}
-            found |= {"ngram": "ngram", "early-exit": "early-exit:1"}
+            found |= {"ngram": "ngram", "early-exit": "early-exit:1", "pard": f"pard:{pair.draft}:3"}
+            found["text"] = str(write_llama(self.folder / f"{family}-text.gguf", shape, spm_vocab()))
             kind: Any
             for kind in ("chained", "parallel", "medusa"):
                 found[kind] = f"head:{write_random_head(pair.target, self.folder / f'{family}-{kind}.gguf', kind)}"

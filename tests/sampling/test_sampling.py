@@ -129,17 +129,10 @@ class TestChain:
         d = distribution(row, [], SamplingParams())
         assert (d.ids.tolist(), d.probs.tolist()) == ([1], [1.0])
 
-    def test_penalties_by_hand(self) -> None:
-        banned = SamplingParams(temperature=100.0, logit_bias={i: -math.inf for i in range(1, 1000)})
-        assert distribution(row_of(1), [], banned).ids.tolist() == [0]
-        row = np.array([2.0, -2.0, 1.0, 0.0], dtype=np.float32)
+    def test_without_penalties_a_row_is_not_copied(self) -> None:
+        row = row_of(1)
         assert edit_logits(row, [1, 2], SamplingParams(temperature=1.0, top_k=3)) is row
         assert edit_logits(row, [1, 2], SamplingParams(repeat_penalty=1.5, repeat_last_n=0)) is row
-        params = SamplingParams(repeat_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
-        assert edit_logits(row, [0, 1, 1], params).tolist() == [1.0 - 0.75, -4.0 - 1.0, 1.0, 0.0]
-        assert edit_logits(row, [2, 0, 1, 1], SamplingParams(presence_penalty=1.0, repeat_last_n=2)).tolist() == [
-            2.0, -3.0, 1.0, 0.0
-        ]  # fmt: skip
 
     @pytest.mark.parametrize(("top_p", "kept"), [(0.5, 1), (0.5000001, 2), (0.75, 2), (0.76, 3), (1.0, 4), (1e-12, 1)])
     def test_top_p_keeps_the_fewest_that_reach_it(self, top_p: float, kept: int) -> None:
@@ -158,9 +151,7 @@ class TestChain:
         assert np.all(np.isfinite(d.probs))
         assert abs(d.probs.sum() - 1) < 1e-9
         assert d.argmax() == int(np.argmax(row))
-        if temperature < 1:
-            assert d.ids.tolist() == [int(np.argmax(row))]
-        assert d.sample(Noise(1), 0) in d.ids
+        assert temperature > 1 or d.ids.tolist() == [int(np.argmax(row))]
 
     @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0),
                                         SamplingParams(temperature=1.0, top_k=5)])  # fmt: skip
@@ -298,14 +289,3 @@ class TestLargeVocabulary:
             assert np.count_nonzero((rest > 0) & (q.probs_of(p.ids) > p.probs / 4)) > 5
             np.testing.assert_allclose(p.minus(q).probs, rest / rest.sum(), rtol=1e-3, atol=1e-9)
         assert p.minus(p) is p
-
-
-def test_what_a_rejection_leaves_of_a_few_tokens() -> None:
-    p = Distribution(np.array([2, 5, 9]), np.array([0.5, 0.3, 0.2]))
-    q = Distribution(np.array([1, 5, 9]), np.array([0.2, 0.1, 0.7]))
-    assert [p.prob(i) for i in (1, 2, 5, 9, 10)] == [0.0, 0.5, 0.3, 0.2, 0.0]
-    assert p.probs_of(np.array([1, 2, 5, 9, 10])).tolist() == [0.0, 0.5, 0.3, 0.2, 0.0]
-    rest = p.minus(q)
-    assert rest.ids.tolist() == [2, 5]
-    np.testing.assert_allclose(rest.probs, [0.5 / 0.7, 0.2 / 0.7])
-    assert p.minus(p) is p

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import localspec.spec_decode.decoder
 from localspec.backends import reference
 from localspec.errors import EngineError
 from localspec.sampling.constraint import Constraint, MaskedRows, constraint_for
@@ -25,11 +24,11 @@ from localspec.spec_decode.drafters.base import Drafter, DrafterInfo, Plan, Prop
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.grammar import GrammarDrafter
 from localspec.spec_decode.drafters.ngram import NgramDrafter
-from localspec.spec_decode.rounds import Draft, DraftToken, Verdict
+from localspec.spec_decode.rounds import DraftToken, Round
 from tests.spec_decode.test_exactness import DEFECT, EXACT, Predictions, Tokens
 from tests.spec_decode.test_lossless import NosyController, TableContext
 from tests.support import ggufs
-from tests.support.enumeration import Branches, BranchingNoise, branching_samples, explore, largest_difference
+from tests.support.enumeration import largest_difference, law_of_answers
 from tests.support.gguf_vocabs import CONTROL, NORMAL, UNKNOWN, TinyVocab
 
 TEXTS = ["<unk>", "<s>", "</s>", "a", "b", "c", "ab", "ba", "bb", "abc"]
@@ -39,7 +38,6 @@ PROMPT = (1, 3, 4, 6, 3)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Predictions, Predictions]]:
-    """Target and draft: ten tokens, different weights."""
     folder: Path = tmp_path_factory.mktemp("letters")
     types = [UNKNOWN, CONTROL, CONTROL, *[NORMAL] * 7]
     vocab = TinyVocab(
@@ -149,33 +147,26 @@ def drafted_law(
     n: int,
 ) -> dict[Tokens, float]:
     """The law of answers with the real decoder and everything behind it; every draft is checked to be legal."""
-    branching_samples(monkeypatch)
     target, small = models
-    params = replace(params, max_tokens=n, grammar=language.gbnf)
+    params, vocab = replace(params, max_tokens=n, grammar=language.gbnf), target.context.model.vocab
 
-    def program(branches: Branches) -> Tokens:
-        noise = BranchingNoise(branches)
-        monkeypatch.setattr(localspec.spec_decode.decoder, "Noise", lambda seed: noise)
-        constraint = constraint_for(params, target.context.model.vocab)
+    def answer() -> list[Round]:
+        constraint = constraint_for(params, vocab)
         assert constraint is not None
         decoder = SpeculativeDecoder(TableContext(target), make(target, small, constraint), NosyController())
         decoder.prefill(PROMPT, lambda: False)
-        said: list[int] = []
-        text = TextAssembler(target.context.model.vocab)
-        for round_ in decoder.rounds(PROMPT, params, text, constraint=constraint):
-            told = "".join(TEXTS[token] for token in said)
-            for i, token in enumerate(round_.draft.ids):
-                before = told + "".join(TEXTS[each] for each in round_.draft.ids[:i])
-                legal = (
-                    language.says(before) if token == END else token > END and language.begins(before + TEXTS[token])
-                )
-                assert legal, f"{TEXTS[token]} was drafted after {before!r}"
-            said += [token.id for token in round_.emitted]
-        return tuple(said)
+        rounds = list(decoder.rounds(PROMPT, params, TextAssembler(vocab), constraint=constraint))
+        told = ""
+        for round_ in rounds:
+            text = told
+            for token in round_.draft.ids:
+                legal = language.says(text) if token == END else token > END and language.begins(text + TEXTS[token])
+                assert legal, f"{TEXTS[token]} was drafted after {text!r}"
+                text += TEXTS[token]
+            told += "".join(TEXTS[token.id] for token in round_.emitted)
+        return rounds
 
-    law = explore(program)
-    assert sum(law.values()) == pytest.approx(1.0, abs=EXACT)
-    return law
+    return law_of_answers(monkeypatch, answer)
 
 
 @pytest.mark.parametrize("drafters", DRAFTERS)
@@ -205,7 +196,12 @@ def test_the_languages_are_worth_enumerating(models: tuple[Predictions, Predicti
     assert ends == {"token", "budget", "itself"}
 
 
-# -- seeded defects ----------------------------------------------------------------------------------------------------
+def late(self: MaskedRows, index: int) -> object:
+    self.constraint.place(self.draft[: max(0, index - 1)])
+    return self.constraint.masked(self.logits[index])
+
+
+CONFIDENCE = Proposer.confidence
 
 
 def unmasked(self: Proposer, row: object, history: object, n_known: int = 0, ids: object = None) -> float:
@@ -216,60 +212,30 @@ def unmasked(self: Proposer, row: object, history: object, n_known: int = 0, ids
         self.constraint = constraint
 
 
-CONFIDENCE, VERIFY, DRAFT = Proposer.confidence, localspec.spec_decode.decoder.verify, DraftModelDrafter.draft
-FORCED = LANGUAGES["forced text"]
-WORDS = LANGUAGES["words that begin one another"]
-
-
-def dropping(self: DraftModelDrafter, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
-    """Samples that the grammar forbids are dropped, rather than masked."""
-    guesses = DRAFT(self, tokens, plan, proposer)
-    return guesses[: proposer.n_legal([guess.id for guess in guesses]) if guesses else 0]
-
-
-def credulous(draft: Draft, *rest: object) -> Verdict:
-    """Accepted unseen, a guess in forced text decides how it is cut, which is the target's to decide."""
-    verdict = VERIFY(draft, *rest)  # type: ignore[arg-type]
-    n = next((i for i, guess in enumerate(draft) if guess.source != "grammar"), len(draft))
-    return verdict if verdict.n_accepted >= n or n == 0 else Verdict(n - 1, draft[n - 1].id, "recovered")
-
-
-def late(self: MaskedRows, index: int) -> object:
-    self.constraint.place(self.draft[: max(0, index - 1)])
-    return self.constraint.masked(self.logits[index])
-
-
-DECODER, UNMASKED = localspec.spec_decode.decoder, (Proposer, "confidence", unmasked)
-DEFECTS: dict[str, tuple[list[tuple[object, str, object]], Language, str, int]] = {
-    "unmasked samples": ([(Proposer, "confidence", unmasked)], WORDS, "model", 2),
-    "dropped samples": (
-        [(Proposer, "confidence", unmasked), (DraftModelDrafter, "draft", dropping)],
-        WORDS,
-        "model",
-        2,
-    ),
-    "forced text as tokens": ([(DECODER, "verify", credulous)], FORCED, "grammar, model", 3),
-    "a mask of the wrong place": ([(MaskedRows, "__getitem__", late)], FORCED, "model", 3),
-    "a constraint not taken back": ([(Constraint, "_back", lambda self, n: None)], WORDS, "model", 3),
-}
-
-
-@pytest.mark.parametrize("defect", DEFECTS)
-def test_defects_are_noticed(
-    monkeypatch: pytest.MonkeyPatch, models: tuple[Predictions, Predictions], defect: str
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "language", "error"),
+    [
+        (MaskedRows, "__getitem__", late, "forced text", ""),
+        (Constraint, "_back", lambda self, n: None, "words that begin one another", ""),
+        (Proposer, "confidence", unmasked, "words that begin one another", "sampled a token that may not come"),
+    ],
+)
+def test_masks_of_the_wrong_place_and_samples_without_one_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+    models: tuple[Predictions, Predictions],
+    owner: type,
+    name: str,
+    value: object,
+    language: str,
+    error: str,
 ) -> None:
     """Forbidden tokens come out, which is an error, or the law differs."""
-    changes, language, drafters, n = DEFECTS[defect]
-    for owner, name, value in changes:
-        monkeypatch.setattr(owner, name, value)
-    error: Exception | None = None
+    monkeypatch.setattr(owner, name, value)
+    said = ""
     try:
-        law = drafted_law(monkeypatch, language, models, SAMPLING, DRAFTERS[drafters], n)
+        law = drafted_law(monkeypatch, LANGUAGES[language], models, SAMPLING, DRAFTERS["model"], 3)
     except (EngineError, AssertionError) as raised:
-        error = raised
-    if defect == "unmasked samples":
-        assert "sampled a token that may not come" in str(error)
-    if defect in ("dropped samples", "forced text as tokens"):
-        assert error is None
-    if error is None:
-        assert largest_difference(plain_law(language, models[0], SAMPLING, n), law) > DEFECT
+        said = str(raised)
+    assert error in said
+    if not said:
+        assert largest_difference(plain_law(LANGUAGES[language], models[0], SAMPLING, 3), law) > DEFECT

@@ -11,13 +11,11 @@ from tests.spec_decode.test_exactness import Predictions
 
 @pytest.fixture(scope="module")
 def target(tiny: TinyFiles) -> Iterator[Predictions]:
-    """What a target of five tokens predicts."""
     with reference.load(tiny.micro) as model:
         yield Predictions(model)
 
 
 @pytest.fixture(scope="module")
 def small(tiny: TinyFiles) -> Iterator[Predictions]:
-    """What its draft model predicts."""
     with reference.load(tiny.micro_draft) as model:
         yield Predictions(model)

@@ -1,9 +1,11 @@
-"""Drafting while the target verifies: the same answers, to the bit and in law, and a thread that never stays behind."""
+"""Drafting while the target verifies: the same answers, to the bit and in law, a thread that never stays behind, and
+whether it pays."""
 
 from __future__ import annotations
 
 import random
 import threading
+import types
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import replace
@@ -17,17 +19,25 @@ from localspec.backends.base import Context
 from localspec.controllers.fixed import FixedController
 from localspec.errors import EngineError
 from localspec.sampling.sampling import SamplingParams
-from localspec.spec_decode.ahead import DraftAhead
+from localspec.spec_decode.ahead import LONGEST_PAUSE, N_PAUSE, N_TRIAL, AheadBalance, DraftAhead
 from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.detokenizer import TextAssembler
-from localspec.spec_decode.drafters.base import Drafter, DrafterInfo, Plan, Proposer
+from localspec.spec_decode.drafters.base import Controller, Drafter, DrafterInfo, Plan, Proposer
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.rounds import Draft, DraftToken, Round
 from tests.conftest import TinyFiles
-from tests.spec_decode.test_exactness import DEFECT, EXACT, PROMPT, SAMPLING, Predictions, plain_law
-from tests.spec_decode.test_lossless import N_CTX, NosyController, RandomController, TableContext, World, run
+from tests.spec_decode.test_exactness import EXACT, SAMPLING, Predictions
+from tests.spec_decode.test_lossless import (
+    N_CTX,
+    Answer,
+    NosyController,
+    RandomController,
+    TableContext,
+    World,
+    law_difference,
+    run,
+)
 from tests.support.contexts import watch_passes
-from tests.support.enumeration import largest_difference, law_of_answers
 from tests.support.waiting_engine import Timing, WaitingModel
 
 
@@ -47,146 +57,52 @@ def ahead_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("localspec-ahead")]
 
 
-# -- the law -----------------------------------------------------------------------------------------------------------
-
-
-Tables = tuple[Predictions, Predictions]
-
-
-@pytest.fixture
-def tables(target: Predictions, small: Predictions) -> Tables:
-    return target, small
-
-
-def law_of(
-    tables: Tables,
-    patch: pytest.MonkeyPatch,
-    n: int,
-    n_steps: int,
-    make: Callable[[], Any] = NosyController,
-    params: SamplingParams = SAMPLING,
-) -> tuple[float, int]:
-    """The largest difference between the law of whole answers of n tokens and plain sampling's; and the hits."""
-    params, n_hits, (target, small) = replace(params, top_k=2, max_tokens=n, ignore_eos=True), [0], tables
-
-    def answer() -> list[Round]:
-        ahead = DraftAhead(cautious=False, new_executor=AtOnce, n_steps=n_steps)
-        drafters = [DraftModelDrafter(TableContext(small))]
-        rounds = run(SpeculativeDecoder(TableContext(target), drafters, make(), ahead=ahead), list(PROMPT), params)
-        n_hits[0] += sum(round_.ahead.taken > 0 for round_ in rounds if round_.ahead)
-        return rounds
-
-    return largest_difference(plain_law(params, target, n), law_of_answers(patch, answer)), n_hits[0]
-
-
-@pytest.mark.parametrize(("n", "n_steps"), [(4, 1), (4, 2), (4, 3), (4, 6)])
+@pytest.mark.parametrize(
+    ("n_steps", "make"),
+    [
+        (1, NosyController),
+        (2, NosyController),
+        (3, NosyController),
+        (6, NosyController),
+        (3, lambda: FixedController(1)),
+    ],
+)
 def test_the_law_of_whole_answers_is_that_of_plain_sampling(
-    tables: Tables, monkeypatch: pytest.MonkeyPatch, n: int, n_steps: int
+    target: Predictions,
+    small: Predictions,
+    monkeypatch: pytest.MonkeyPatch,
+    n_steps: int,
+    make: Callable[[], Controller],
 ) -> None:
     """Whatever the steps suffice for, with samples and most probable tokens, and a controller that cuts at will."""
-    difference, n_hits = law_of(tables, monkeypatch, n, n_steps)
-    assert difference < EXACT
+    n_hits, params = 0, replace(SAMPLING, top_k=2, max_tokens=4, ignore_eos=True)
+
+    def made() -> SpeculativeDecoder:
+        ahead = DraftAhead(cautious=False, new_executor=AtOnce, n_steps=n_steps)
+        return SpeculativeDecoder(TableContext(target), [DraftModelDrafter(TableContext(small))], make(), ahead=ahead)
+
+    def watch(rounds: list[Round]) -> None:
+        nonlocal n_hits
+        n_hits += sum(round_.ahead.taken > 0 for round_ in rounds if round_.ahead)
+
+    assert law_difference(monkeypatch, target, params, made, watch) < EXACT
     assert n_hits > 0 or n_steps < 3
 
 
-def test_with_drafts_of_a_fixed_length_too(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
-    difference, n_hits = law_of(tables, monkeypatch, 4, 3, lambda: FixedController(1))
-    assert difference < EXACT
-    assert n_hits > 0
-
-
-def test_a_prepared_draft_that_is_dropped_for_what_it_says_makes_the_law_differ(
-    tables: Tables, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The seeded defect: an unlikely sample is thrown away, and drawn again in the ordinary order."""
-    taken = DraftAhead._taken
-
-    def picky(self: DraftAhead, tokens: Sequence[int], plan: Plan) -> tuple[list[DraftToken], bool]:
-        prepared = self._cache.get(tuple(tokens[self._n_before :]))
-        if prepared is not None and prepared[0][0].dist is not None and prepared[0][0].prob < 0.5:
-            self._cache.clear()
-        return taken(self, tokens, plan)
-
-    monkeypatch.setattr(DraftAhead, "_taken", picky)
-    difference, n_hits = law_of(tables, monkeypatch, 4, 3, lambda: FixedController(1))
-    assert n_hits > 0
-    assert difference > DEFECT
-
-
-# -- the same texts ----------------------------------------------------------------------------------------------------
-
-
 class WorldAhead(World):
-    """As ``World``, with a thread beside every decoder."""
-
-    def __init__(self, pair_files: object, rng: random.Random, folder: Path) -> None:
-        super().__init__(pair_files, rng, folder)
-        self.decoders = [
-            SpeculativeDecoder(
-                each.target,
-                each.group.drafters,
-                RandomController(rng),
-                ahead=DraftAhead(cautious=False, n_steps=n_steps),
-            )
-            for each, n_steps in zip(self.decoders, (1, 3, 6, 10, 20, 4), strict=True)
-        ]
+    def decoder(self, context: Context, group: list[Drafter]) -> SpeculativeDecoder:
+        ahead = DraftAhead(cautious=False, n_steps=self.rng.choice([1, 3, 6, 10, 20]))
+        return SpeculativeDecoder(context, group, RandomController(self.rng), ahead=ahead)
 
 
-@pytest.fixture
-def world(tiny: TinyFiles, tmp_path: Path, request: pytest.FixtureRequest) -> Any:
-    yield WorldAhead(tiny.quick, random.Random(request.node.name), tmp_path)
+@pytest.mark.parametrize("seeded", [False, True])
+def test_answers_equal_plain_ones(tiny: TinyFiles, tmp_path: Path, seeded: bool) -> None:
+    """Drafts come in part from what was prepared; ``test_lossless`` has the negative control of the comparison."""
+    rounds = WorldAhead(tiny.quick, random.Random(1), tmp_path).compare_all(80, seeded)
     assert not ahead_threads()
-
-
-def test_greedy_and_seeded_answers_equal_plain_ones(world: WorldAhead) -> None:
-    """160 answers, penalties, stop strings and budgets among them; drafts come in part from what was prepared."""
-    rounds: list[Round] = []
-    for seed in range(80):
-        chain = world.rng.choice([SAMPLING, replace(SAMPLING, temperature=0.6, top_k=20), replace(SAMPLING, top_p=0.8)])
-        rounds += world.compare(SamplingParams())
-        rounds += world.compare(replace(chain, seed=seed))
-    counts = [round_.ahead for round_ in rounds if round_.ahead is not None]
-    assert sum(count.hit for count in counts) > 40
+    assert sum(round_.ahead.hit for round_ in rounds if round_.ahead) > 20
     assert any(round_.ahead and 0 < round_.ahead.taken < len(round_.draft) for round_ in rounds)
     assert any(round_.ahead and round_.ahead.taken and round_.verdict.n_accepted for round_ in rounds)
-
-
-def test_the_comparison_notices_a_draft_context_that_is_not_rewound(
-    world: WorldAhead, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The negative control: the target believes the prepared tokens."""
-    draft = DraftAhead.draft
-
-    def believing(self: DraftAhead, tokens: list[int], plan: Plan) -> Any:
-        found = draft(self, tokens, plan)
-        if self.count.taken:
-            tokens[-1] = found[0].id
-        return found
-
-    monkeypatch.setattr(DraftAhead, "draft", believing)
-
-    def many() -> None:
-        for _ in range(60):
-            world.compare(SamplingParams())
-
-    with pytest.raises(AssertionError):
-        many()
-
-
-def test_passes_overlap_with_drafting_on_a_waiting_engine(tiny: TinyFiles) -> None:
-    """Real threads and the real clock: draft steps of 1 ms beside passes of 20."""
-    target = WaitingModel(tiny.quick.target, Timing(20.0))
-    small = WaitingModel(tiny.quick.draft, Timing(1.0, device="cpu", right=0.9))
-    params, answers = SamplingParams(max_tokens=60, ignore_eos=True), []
-    ahead = DraftAhead()
-    for beside in (None, ahead):
-        drafters = [DraftModelDrafter(small.new_context(N_CTX))]
-        decoder = SpeculativeDecoder(target.new_context(N_CTX), drafters, FixedController(3), ahead=beside)
-        rounds = run(decoder, [5, 6, 7], params)
-        answers.append(answer_of(rounds))
-    assert answers[0] == answers[1]
-    assert sum(round_.ahead.taken for round_ in rounds if round_.ahead) > 0
-    assert sum(round_.ahead.prepared for round_ in rounds if round_.ahead) > 0
 
 
 class Reader(Drafter):
@@ -223,9 +139,6 @@ def test_what_reads_states_waits_for_them(tiny: TinyFiles, monkeypatch: pytest.M
     assert any(round_.ahead and round_.ahead.prepared for round_ in rounds)
 
 
-# -- what can go wrong -------------------------------------------------------------------------------------------------
-
-
 class Fragile(DraftModelDrafter):
     """Raises when it is asked in another thread than the first for the n-th time."""
 
@@ -244,66 +157,200 @@ class Fragile(DraftModelDrafter):
         raise self.error
 
 
-def decoder_of(tiny: TinyFiles, drafter: type[Drafter] | Callable[[Context], Drafter], lost: list[str]) -> Any:
-    target, small = reference.load(tiny.quick.target), reference.load(tiny.quick.draft)
-    ahead = DraftAhead(cautious=False, n_steps=8)
-    drafters = [drafter(small.new_context(N_CTX))]  # type: ignore[abstract,call-arg,arg-type]
-    return SpeculativeDecoder(
-        target.new_context(N_CTX), drafters, FixedController(3), lambda each, why: lost.append(why), ahead=ahead
-    )
+TEXT, PARAMS = [5, 6, 7], SamplingParams(max_tokens=30, ignore_eos=True)
 
 
-def answer_of(rounds: list[Round]) -> list[int]:
-    return [token.id for round_ in rounds for token in round_.emitted]
+class Failing:
+    """A decoder with a thread beside it, what it should say, and what it lost."""
+
+    def __init__(self, tiny: TinyFiles, drafter: Callable[[Context], Drafter] = DraftModelDrafter) -> None:
+        target, small = reference.load(tiny.quick.target), reference.load(tiny.quick.draft)
+        self.lost: list[str] = []
+        plain = SpeculativeDecoder(target.new_context(N_CTX), [], FixedController(0))
+        self.wanted = Answer.of(run(plain, TEXT, PARAMS)).tokens
+        self.decoder = SpeculativeDecoder(
+            target.new_context(N_CTX),
+            [drafter(small.new_context(N_CTX))],
+            FixedController(3),
+            lambda each, why: self.lost.append(why),
+            ahead=DraftAhead(cautious=False, n_steps=8),
+        )
+
+    def answer(self) -> list[int]:
+        return Answer.of(run(self.decoder, TEXT, PARAMS)).tokens
+
+    def check_that_it_goes_on(self) -> None:
+        assert not ahead_threads()
+        assert self.answer() == self.wanted
 
 
 @pytest.mark.parametrize("n", range(4, 16))
-def test_a_draft_that_fails_is_done_without(tiny: TinyFiles, n: int) -> None:
-    lost: list[str] = []
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
-    wanted = answer_of(run(decoder_of(tiny, DraftModelDrafter, lost), [5, 6, 7], params))
-    decoder = decoder_of(tiny, lambda context: Fragile(context, EngineError("out of memory"), n), lost)
-    assert answer_of(run(decoder, [5, 6, 7], params)) == wanted
-    assert lost == ["failed: out of memory"]
-    assert answer_of(run(decoder, [5, 6, 7], params)) == wanted
-    assert not ahead_threads()
-
-
-@pytest.mark.parametrize("n", range(4, 16))
-def test_an_error_in_the_thread_is_raised_in_the_answer(tiny: TinyFiles, n: int) -> None:
-    decoder = decoder_of(tiny, lambda context: Fragile(context, ZeroDivisionError("a mistake"), n), [])
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
+def test_a_draft_that_fails_is_done_without_and_a_mistake_is_raised_in_the_answer(tiny: TinyFiles, n: int) -> None:
+    failing = Failing(tiny, lambda context: Fragile(context, EngineError("out of memory"), n))
+    assert failing.answer() == failing.wanted
+    assert failing.lost == ["failed: out of memory"]
+    failing.check_that_it_goes_on()
+    failing = Failing(tiny, lambda context: Fragile(context, ZeroDivisionError("a mistake"), n))
     with pytest.raises(ZeroDivisionError, match="a mistake"):
-        run(decoder, [5, 6, 7], params)
-    assert not ahead_threads()
-    assert len(answer_of(run(decoder, [5, 6, 7], params))) == 30
+        failing.answer()
+    failing.check_that_it_goes_on()
 
 
 @pytest.mark.parametrize("n_rounds", [0, 1, 3])
 def test_an_answer_that_is_dropped_ends_the_thread(tiny: TinyFiles, n_rounds: int) -> None:
-    decoder = decoder_of(tiny, DraftModelDrafter, [])
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
-    wanted = answer_of(run(decoder, [5, 6, 7], params))
-    decoder.prefill([5, 6, 7], lambda: False)
-    rounds = decoder.rounds([5, 6, 7], params, TextAssembler(decoder.target.model.vocab, ()))
+    failing = Failing(tiny)
+    failing.decoder.prefill(TEXT, lambda: False)
+    rounds = failing.decoder.rounds(TEXT, PARAMS, TextAssembler(failing.decoder.target.model.vocab, ()))
     for _ in range(n_rounds):
         next(rounds)
     rounds.close()
-    assert not ahead_threads()
-    assert answer_of(run(decoder, [5, 6, 7], params)) == wanted
+    failing.check_that_it_goes_on()
 
 
 def test_a_pass_that_fails_ends_the_thread(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = decoder_of(tiny, DraftModelDrafter, [])
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
-    wanted = answer_of(run(decoder, [5, 6, 7], params))
+    failing = Failing(tiny)
 
     def broken(n: int) -> None:
         if n == 5:
             raise EngineError("the device is gone")
 
-    watch_passes(decoder.target, monkeypatch, before=broken)
+    watch_passes(failing.decoder.target, monkeypatch, before=broken)
     with pytest.raises(EngineError, match="the device is gone"):
-        run(decoder, [5, 6, 7], params)
-    assert not ahead_threads()
-    assert answer_of(run(decoder, [5, 6, 7], params)) == wanted
+        failing.answer()
+    failing.check_that_it_goes_on()
+
+
+# -- whether it pays, on times that are given: no clock but a made-up one ----------------------------------------------
+
+
+STEP_MS = 5.0
+
+
+def many(
+    balance: AheadBalance,
+    n: int,
+    rng: random.Random,
+    *,
+    longer: float = 0.0,
+    n_spared: float = 1.0,
+    late: float = 0.0,
+    noise: float = 0.0,
+    wide_beside: bool = False,
+) -> list[bool]:
+    """Which of n passes had drafting beside them.
+
+    Args:
+        longer: what a pass takes longer with drafting beside it, of 50 ms.
+        n_spared: draft tokens that were there, after such a pass.
+        late: what the drafting is waited for afterwards [ms].
+        noise: what the machine's other work adds to a pass, at most, of itself.
+        wide_beside: passes over many tokens, which take longer, are mostly such that have drafting beside them.
+    """
+    beside = []
+    for _ in range(n):
+        balance.took_in_order(4, 4 * STEP_MS)
+        alone = balance.leaves_alone()
+        wide = rng.random() < (0.5 if not wide_beside else 0.2 if alone else 0.8)
+        ms = 50.0 * (1.0 + 0.5 * wide) * (1.0 + noise * rng.random())
+        if alone:
+            balance.passed(1 + 4 * wide, ms)
+        else:
+            balance.passed(1 + 4 * wide, ms * (1.0 + longer), late_ms=late)
+            balance.spared(int(n_spared) + (rng.random() < n_spared % 1))
+        beside.append(not alone)
+    return beside
+
+
+def share(beside: list[bool]) -> float:
+    return sum(beside) / len(beside)
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> random.Random:
+    return random.Random(request.node.name)
+
+
+@pytest.mark.parametrize(
+    ("options", "goes_on"),
+    [
+        ({"n_spared": 2.0}, True),
+        ({"n_spared": 2.0, "noise": 0.4}, True),
+        ({"n_spared": 2.0, "longer": 0.1}, True),  # 10 ms a round for 6
+        ({"longer": 0.3}, False),
+        ({"longer": 0.3, "noise": 0.4}, False),
+        ({"late": 8.0}, False),
+        ({"n_spared": 0.8, "wide_beside": True}, True),  # passes over more tokens are not taken for slowed ones
+    ],
+)
+def test_what_saves_more_time_than_it_takes_goes_on(rng: random.Random, options: dict[str, Any], goes_on: bool) -> None:
+    found = share(many(AheadBalance(), 2000, rng, **options))
+    assert found > 0.9 if goes_on else found < 0.1
+
+
+def test_pauses_grow_and_end_when_it_pays_again(rng: random.Random) -> None:
+    balance = AheadBalance()
+    beside = many(balance, 8000, rng, longer=0.3)
+    starts = [i for i in range(1, len(beside)) if beside[i] and not any(beside[max(0, i - N_PAUSE) : i])]
+    lengths = [later - earlier - N_TRIAL for earlier, later in zip([0, *starts], starts, strict=False)]
+    lengths[0] -= N_TRIAL  # it has two to fail
+    assert lengths == [min(N_PAUSE * 2**i, LONGEST_PAUSE) for i in range(len(lengths))]
+    assert lengths[-1] == LONGEST_PAUSE
+    assert share(many(balance, 4000, rng)[2 * LONGEST_PAUSE :]) > 0.9
+
+
+class Clock(AtOnce):
+    """The time of a target and a draft model that work at once; drafting takes the target's time as told.
+
+    Attributes:
+        toll_ms: what a pass takes longer by each draft step beside it.
+    """
+
+    def __init__(self, toll_ms: float) -> None:
+        super().__init__()
+        self.now, self.toll_ms = 0.0, toll_ms
+        self._is_preparing, self._n_steps = False, 0
+
+    def submit(self, work: Any, /, *args: Any, **options: Any) -> Future[Any]:
+        self._is_preparing = work.func.__name__ == "_prepare"
+        future = super().submit(work, *args, **options)
+        self._is_preparing = False
+        return future
+
+    def pass_of(self, decode: Any, ms: float, *, is_target: bool) -> Any:
+        def timed(tokens: Any, *args: Any) -> Any:
+            if is_target:
+                self.now += (ms + self._n_steps * self.toll_ms) / 1e3
+                self._n_steps = 0
+            elif self._is_preparing:
+                self._n_steps += 1
+            else:
+                self.now += ms / 1e3
+            return decode(tokens, *args)
+
+        return timed
+
+
+@pytest.mark.parametrize(("toll_ms", "goes_on"), [(0.0, True), (0.1, True), (3.0, False)])
+def test_a_target_whose_passes_the_drafting_slows_is_left_alone(
+    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, toll_ms: float, goes_on: bool
+) -> None:
+    clock = Clock(toll_ms)
+    monkeypatch.setattr("localspec.spec_decode.ahead.time", types.SimpleNamespace(perf_counter=lambda: clock.now))
+    target = WaitingModel(tiny.quick.target, Timing(0.0)).new_context(N_CTX)
+    draft = WaitingModel(tiny.quick.draft, Timing(0.0, device="cpu", right=0.8)).new_context(N_CTX)
+    for context, ms in ((target, 20.0), (draft, 2.0)):
+        timed = clock.pass_of(context._decode, ms, is_target=context is target)
+        monkeypatch.setattr(context, "_decode", timed)
+    ahead = DraftAhead(new_executor=lambda: clock, n_steps=6)
+    decoder = SpeculativeDecoder(target, [DraftModelDrafter(draft)], FixedController(3), ahead=ahead)
+    params, counts, answers, hidden = SamplingParams(max_tokens=60, ignore_eos=True), [], [], set[float]()
+    for _ in range(20):
+        rounds = run(decoder, [5, 6, 7], params)
+        counts += [round_.ahead for round_ in rounds if round_.ahead and round_.draft]
+        answers.append(Answer.of(rounds).tokens)
+        hidden.update(ahead.hidden.values())
+    assert all(answer == answers[0] for answer in answers)
+    prepared = [count.prepared > 0 for count in counts]
+    assert share(prepared) > 0.8 if goes_on else share(prepared) < 0.25
+    assert (0.0 in hidden) is not goes_on
+    assert all(each > 0.2 for each in hidden if each)  # a pause is not taken for drafts that came too late

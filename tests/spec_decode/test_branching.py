@@ -2,44 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from localspec import LLM
-from localspec.backends import reference
 from localspec.backends.base import Context, Forward
-from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.drafters.base import Branching, Controller, Drafter, DrafterInfo, Plan, Proposer
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.ngram import NgramDrafter
-from localspec.spec_decode.rounds import Draft, DraftToken, Round
+from localspec.spec_decode.rounds import DraftToken, Round
 from tests.conftest import TinyFiles
-from tests.spec_decode.test_exactness import EXACT, PROMPT, SAMPLING, Predictions, Tokens, plain_law
-from tests.spec_decode.test_lossless import N_CTX, Answer, TableContext, World, run
-from tests.support.enumeration import largest_difference, law_of_answers
-
-pytestmark = pytest.mark.usefixtures("measured_home")
-
-
-@dataclass
-class Everywhere:
-    """Lets a draft branch wherever there is something to say, and remembers how often."""
-
-    room: int
-    sampled: bool = True
-
-    def branch(self, draft: Draft, parent: int, source: str, confidence: float) -> float | None:
-        if self.room <= 0 or confidence < 0.05:
-            return None
-        self.room -= 1
-        return confidence
+from tests.spec_decode.test_exactness import EXACT, SAMPLING, Predictions, Tokens
+from tests.spec_decode.test_lossless import N_CTX, TableContext, World, law_difference
 
 
 class Branchy(Controller):
@@ -60,7 +39,7 @@ class Branchy(Controller):
             def branching(self) -> Any:
                 if controller.mood == 2 and controller.rng is None:
                     return None
-                return Everywhere(2 if controller.rng is None else max(0, room - 5))
+                return Branching(2 if controller.rng is None else max(0, room - 5))
 
         return Sampling(min(room, length))
 
@@ -74,13 +53,10 @@ class Branchy(Controller):
 
 
 class Forest(World):
-    """Every drafter, and drafts that branch."""
+    chains = tuple(replace(SAMPLING, top_k=k) for k in (0, 5, 20))
 
-    def __init__(self, pair_files: object, rng: random.Random, folder: object) -> None:
-        super().__init__(pair_files, rng, folder)  # type: ignore[arg-type]
-        self.controllers = [Branchy(rng) for _ in self.decoders]
-        for decoder, controller in zip(self.decoders, self.controllers, strict=True):
-            decoder.controller = controller
+    def decoder(self, context: Context, group: list[Drafter]) -> SpeculativeDecoder:
+        return SpeculativeDecoder(context, group, Branchy(self.rng))
 
     def groups(self) -> list[list[Drafter]]:
         return [
@@ -90,50 +66,17 @@ class Forest(World):
         ]
 
 
-@pytest.fixture
-def forest(tiny: TinyFiles, tmp_path: object, request: pytest.FixtureRequest) -> Forest:
-    return Forest(tiny.quick, random.Random(request.node.name), tmp_path)
-
-
-def check_that_it_branched(forest: Forest, n_answers: int) -> None:
-    for controller in forest.controllers:
-        assert controller.n_branched > n_answers / 5
-        assert controller.n_beside > n_answers / 50, "hardly any accepted path left the chain"
-
-
-def test_greedy_answers_equal_plain_ones(forest: Forest) -> None:
-    for _ in range(100):
-        forest.compare(SamplingParams())
-    check_that_it_branched(forest, 100)
-
-
-def test_seeded_answers_equal_plain_ones(forest: Forest) -> None:
-    for seed in range(120):
-        forest.compare(replace(SAMPLING, top_k=forest.rng.choice([0, 5, 20]), seed=seed))
-    check_that_it_branched(forest, 120)
-
-
-def test_what_is_kept_of_the_wrong_branch_is_noticed(forest: Forest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: the memory holds a row of a sibling."""
-    keep = reference.ReferenceContext._keep
-
-    def wrong(self: reference.ReferenceContext, path: Sequence[int]) -> None:
-        assert self._tree is not None
-        others = [i for i in range(len(self._tree[0])) if i not in path]
-        keep(self, [*path[:-1], others[0]] if others else path)
-
-    def many() -> None:
-        for _ in range(100):
-            forest.compare(SamplingParams())
-
-    monkeypatch.setattr(reference.ReferenceContext, "_keep", wrong)
-    with pytest.raises(AssertionError):
-        many()
+@pytest.mark.parametrize("seeded", [False, True])
+def test_answers_equal_plain_ones(tiny: TinyFiles, tmp_path: object, seeded: bool) -> None:
+    """``test_lossless`` has the negative control of the comparison."""
+    forest = Forest(tiny.quick, random.Random(3), tmp_path)
+    forest.compare_all(160, seeded)
+    for controller in (decoder.controller for decoder in forest.decoders):
+        assert controller.n_branched > 20
+        assert controller.n_beside > 2, "hardly any accepted path left the chain"
 
 
 class BranchingTable(TableContext):
-    """A context that looks its rows up, of trees too."""
-
     def _decode_tree(self, tokens: Sequence[int], parents: Sequence[int]) -> Forward:
         paths: list[Tokens] = []
         for token, parent in zip(tokens, parents, strict=True):
@@ -145,8 +88,6 @@ class BranchingTable(TableContext):
 
 
 class Copier(Drafter):
-    """Says the same two tokens always, as n-grams might."""
-
     info = DrafterInfo("copier", copies=True)
 
     def __init__(self, *copied: int) -> None:
@@ -180,80 +121,21 @@ def test_the_law_of_whole_answers_is_that_of_plain_sampling(
     params = replace(SAMPLING, top_k=3, max_tokens=n, ignore_eos=True)
     branched: list[bool] = []
 
-    def answer() -> list[Round]:
+    def made() -> SpeculativeDecoder:
         drafters: list[Drafter] = [DraftModelDrafter(BranchingTable(small)), *[Copier(3, 4)] * beside_copies]
-        controller = Branchy(length=length)
-        rounds = run(SpeculativeDecoder(BranchingTable(target), drafters, controller), list(PROMPT), params)
-        branched.append(controller.n_branched > 0)
-        return rounds
+        return SpeculativeDecoder(BranchingTable(target), drafters, Branchy(length=length))
 
-    assert largest_difference(plain_law(params, target, n), law_of_answers(monkeypatch, answer)) < EXACT
+    def watch(rounds: list[Round]) -> None:
+        branched.append(any(round_.draft.branches for round_ in rounds))
+
+    assert law_difference(monkeypatch, target, params, made, watch) < EXACT
     assert sum(branched) > len(branched) / 2
 
 
-def test_an_engine_that_feeds_no_trees_gets_chains(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_feeds_no_trees_gets_chains(
+    tiny: TinyFiles, tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Context, "can_branch", property(lambda self: False))
-    with reference.load(tiny.quick.target) as model, reference.load(tiny.quick.draft) as small:
-        drafter = DraftModelDrafter(small.new_context(N_CTX))
-        decoder = SpeculativeDecoder(model.new_context(N_CTX), [drafter], Branchy(random.Random(0)))
-        rounds = run(decoder, [5, 6, 7], SamplingParams(max_tokens=20))
+    rounds = Forest(tiny.quick, random.Random(0), tmp_path).compare_all(5, seeded=False)
     assert any(round_.draft for round_ in rounds)
     assert not any(round_.draft.branches for round_ in rounds)
-    assert Answer.of(rounds).tokens
-
-
-@pytest.mark.parametrize(
-    "params", [SamplingParams(max_tokens=60), SamplingParams(temperature=1.0, seed=7, max_tokens=60)]
-)
-def test_through_the_whole_of_it(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, params: SamplingParams) -> None:
-    """The text is the plain one; rounds, events, statistics and logprobs go by the path that was accepted."""
-    monkeypatch.setattr(Plan, "branching", lambda self: Branching(4))
-    pair = tiny.quick
-    with LLM(pair.target, draft=["ngram", pair.draft], draft_length=2, backend="reference", n_ctx=256) as llm:
-        plain = llm.generate("la la la", params, speculate=False, logprobs=1)
-        rounds = list(llm.rounds("la la la", params, logprobs=1))
-    emitted = [token for round_ in rounds for token in round_.emitted]
-    assert [token.id for token in emitted] == plain.token_ids
-    assert [token.logprobs for token in emitted] == [token.logprobs for token in plain.tokens]
-    assert any(round_.draft.branches for round_ in rounds)
-    assert any(round_.verdict.path not in (None, tuple(range(round_.verdict.n_accepted))) for round_ in rounds)
-    for round_ in rounds:
-        event = json.loads(json.dumps(round_.as_event()))
-        accepted = [token["text"] for token in event["draft"] if token["accepted"]]
-        assert len(event["draft"]) == len(round_.draft_texts)
-        assert len(accepted) == round_.verdict.n_accepted
-        assert all("parent" in token for token in event["draft"]) == (round_.draft.branches or not event["draft"])
-
-
-class Watcher(Drafter):
-    """Keeps the target's states of what was settled, as heads do."""
-
-    info = DrafterInfo("watcher", taps=("layer:0", "norm"))
-
-    def begin(self, tokens: Sequence[int], **situation: Any) -> None:
-        self.kept: dict[str, list[np.ndarray]] = {tap: [] for tap in self.info.taps}
-
-    def process(self, tokens: Sequence[int], forward: Forward) -> None:
-        self.seen = dict(forward.hidden)
-
-    def accept(self, emitted: Sequence[int]) -> None:
-        for tap, rows in self.seen.items():
-            self.kept[tap].extend(rows[: len(emitted)])
-
-    def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
-        return []
-
-
-def test_states_are_those_of_the_accepted_path(tiny: TinyFiles) -> None:
-    watcher, controller = Watcher(), Branchy(random.Random(0))
-    with reference.load(tiny.quick.target) as model, reference.load(tiny.quick.draft) as small:
-        target = model.new_context(N_CTX, hidden=watcher.info.taps)
-        drafters = [DraftModelDrafter(small.new_context(N_CTX)), NgramDrafter(), watcher]
-        answer = Answer.of(
-            run(SpeculativeDecoder(target, drafters, controller), [5, 6, 7], SamplingParams(max_tokens=50))
-        )
-        assert controller.n_beside > 0
-        text = [5, 6, 7, *answer.tokens[:-1]]
-        wanted = model.new_context(N_CTX, hidden=watcher.info.taps).decode(text).hidden
-    for tap in watcher.info.taps:
-        assert np.array_equal(np.array(watcher.kept[tap]), wanted[tap][2:])

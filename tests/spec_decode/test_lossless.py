@@ -11,7 +11,6 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -44,8 +43,6 @@ N_CTX = 72
 
 @dataclass
 class Answer:
-    """An answer as the user gets it."""
-
     tokens: list[int]
     text: str
     finish_reason: str | None
@@ -118,6 +115,8 @@ def corpus_of(folder: Path, tokens: Sequence[int]) -> CorpusIndex:
 class World:
     """A target that decodes plainly from nothing every time, and one that drafts and never starts afresh."""
 
+    chains = (SAMPLING, replace(SAMPLING, temperature=0.6, top_k=20), replace(SAMPLING, top_p=0.8))
+
     def __init__(self, pair_files: object, rng: random.Random, folder: Path) -> None:
         self.rng = rng
         self.target = reference.load(pair_files.target)  # type: ignore[attr-defined]
@@ -128,11 +127,13 @@ class World:
         groups = self.groups()
         taps = {tap for group in groups for drafter in group for tap in drafter.info.taps}
         context = self.target.new_context(N_CTX, hidden=sorted(taps))
-        self.decoders = [SpeculativeDecoder(context, group, RandomController(rng)) for group in groups]
+        self.decoders = [self.decoder(context, group) for group in groups]
         self.prompt = [5, 6, 7]
 
+    def decoder(self, context: Context, group: list[Drafter]) -> SpeculativeDecoder:
+        return SpeculativeDecoder(context, group, RandomController(self.rng))
+
     def groups(self) -> list[list[Drafter]]:
-        """The drafters of each decoder."""
         return [
             [self.random],
             [DraftModelDrafter(self.small.new_context(N_CTX))],
@@ -182,6 +183,14 @@ class World:
         assert Answer.of(rounds) == wanted, (prompt, params)
         return rounds
 
+    def compare_all(self, n: int, seeded: bool) -> list[Round]:
+        """Rounds of n answers: greedy, or with seeds, temperatures and filters of all kinds."""
+        rounds: list[Round] = []
+        for seed in range(n):
+            chain = self.rng.choice(self.chains)
+            rounds += self.compare(replace(chain, seed=seed) if seeded else SamplingParams())
+        return rounds
+
 
 @pytest.fixture
 def world(tiny: TinyFiles, tmp_path: Path, request: pytest.FixtureRequest) -> World:
@@ -200,19 +209,10 @@ def check_the_mix(rounds: list[Round], n_answers: int) -> None:
     assert len(cut) > n_answers / 50, "no answer ended inside of an accepted draft"
 
 
-def test_greedy_answers_equal_plain_ones(world: World) -> None:
+@pytest.mark.parametrize("seeded", [False, True])
+def test_answers_equal_plain_ones(world: World, seeded: bool) -> None:
     """Twice as many answers as the negative control needs to show a wrong rollback."""
-    rounds = [round_ for _ in range(200) for round_ in world.compare(SamplingParams())]
-    check_the_mix(rounds, 400)
-
-
-def test_seeded_answers_equal_plain_ones(world: World) -> None:
-    """150 answers with seeds, temperatures and filters of all kinds: text is a function of the seed alone."""
-    rounds: list[Round] = []
-    for seed in range(150):
-        chain = world.rng.choice([SAMPLING, replace(SAMPLING, temperature=0.6, top_k=20), replace(SAMPLING, top_p=0.8)])
-        rounds += world.compare(replace(chain, seed=seed))
-    check_the_mix(rounds, 150)
+    check_the_mix(world.compare_all(200, seeded), 200)
 
 
 def test_the_comparison_notices_a_wrong_rollback(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,13 +228,9 @@ def test_the_comparison_notices_a_wrong_rollback(world: World, monkeypatch: pyte
         else:
             truncate(self, n)
 
-    def many() -> None:
-        for _ in range(100):
-            world.compare(SamplingParams())
-
     monkeypatch.setattr(Context, "truncate", leaky)
     with pytest.raises(AssertionError):
-        many()
+        world.compare_all(100, seeded=False)
 
 
 # Without a seed: the law of whole answers, adaptive controller included.
@@ -292,22 +288,54 @@ def of_few(n: int, **options: Any) -> SamplingParams:
     return replace(SAMPLING, top_k=3, max_tokens=n, ignore_eos=True, **options)
 
 
-@pytest.mark.parametrize("make", [DraftModelDrafter, partial(PardDrafter, mask=0)], ids=["model", "pard"])
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_the_law_of_whole_answers_is_that_of_plain_sampling(
+def law_difference(
+    patch: pytest.MonkeyPatch,
     target: Predictions,
-    small: Predictions,
-    monkeypatch: pytest.MonkeyPatch,
-    n: int,
-    make: Callable[[Context], DraftModelDrafter],
-) -> None:
-    """Real decoder, real draft model drafter, real proposer; to 1e-12. No random number serves two decisions."""
+    params: SamplingParams,
+    make: Callable[[], SpeculativeDecoder],
+    watch: Callable[[list[Round]], object] = lambda rounds: None,
+) -> float:
+    """The largest difference between the law of whole answers and plain sampling's; ``watch`` gets every answer."""
 
     def answer() -> list[Round]:
-        drafters = [make(TableContext(small))]
-        return run(SpeculativeDecoder(TableContext(target), drafters, NosyController()), list(PROMPT), of_few(n))
+        rounds = run(make(), list(PROMPT), params)
+        watch(rounds)
+        return rounds
 
-    assert largest_difference(plain_law(of_few(n), target, n), law_of_answers(monkeypatch, answer)) < EXACT
+    return largest_difference(plain_law(params, target, params.max_tokens), law_of_answers(patch, answer))
+
+
+def decoder_of(target: Predictions, *drafters: Drafter, **options: Any) -> SpeculativeDecoder:
+    return SpeculativeDecoder(TableContext(target), drafters, NosyController(), **options)
+
+
+DRAFTERS: dict[str, Callable[[Predictions, CorpusIndex], list[Drafter]]] = {
+    "model": lambda small, index: [DraftModelDrafter(TableContext(small))],
+    "pard": lambda small, index: [PardDrafter(TableContext(small), mask=0)],
+    "corpus": lambda small, index: [CorpusDrafter(index, "corpus", "corpus:x")],
+    # The surer of the two is asked first.
+    "n-grams, corpus": lambda small, index: [NgramDrafter(), CorpusDrafter(index, "corpus", "corpus:x")],
+}
+
+
+@pytest.mark.parametrize("drafters", DRAFTERS)
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_the_law_of_whole_answers_is_that_of_plain_sampling(
+    target: Predictions, small: Predictions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int, drafters: str
+) -> None:
+    """Real decoder, real drafters, real proposer; to 1e-12. No random number serves two decisions."""
+    plain = run(SpeculativeDecoder(TableContext(target), [], FixedController(0)), list(PROMPT), SamplingParams())
+    index = corpus_of(tmp_path, [*PROMPT, *(token.id for round_ in plain for token in round_.emitted)])
+    sources = set[str]()
+
+    def made() -> SpeculativeDecoder:
+        return decoder_of(target, *DRAFTERS[drafters](small, index))
+
+    def watch(rounds: list[Round]) -> None:
+        sources.update(token.source for round_ in rounds for token in round_.emitted)
+
+    assert law_difference(monkeypatch, target, of_few(n), made, watch) < EXACT
+    assert ("corpus" if "corpus" in drafters else "model") in sources
 
 
 class OneToken:
@@ -319,15 +347,11 @@ class OneToken:
 
 
 class TwoTokens(OneToken):
-    """It opens with two of them."""
-
     opening = (NAMED + "<t>" + NAMED + "<u>",)
     names: ClassVar = {**OneToken.names, 2: NAMED + "<u>"}
 
 
 class TokenAndText(OneToken):
-    """It opens with a control token and a text."""
-
     opening = (NAMED + "<t>a",)
     names: ClassVar = {2: NAMED + "<t>", 4: NAMED + "</t>"}
 
@@ -369,52 +393,46 @@ def test_a_draft_behind_a_mark_that_has_half_come_keeps_to_the_budget() -> None:
             assert reader.room == expected
 
 
-@pytest.mark.parametrize("others", [0, 1])
-def test_the_law_with_a_corpus(
-    target: Predictions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: int
+OTHER_SPECIALS = replace(micro_vocab(5), tokens=["<x>", "</s>", "<s>", "a", "b"], bos=2, eos=1)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "bias"),
+    [(None, {}), (None, {5: 4.0, 6: 2.0, 1: 0.5}), (OTHER_SPECIALS, {}), (OTHER_SPECIALS, {2: 3.0, 1: 1.0})],
+)
+def test_the_law_with_a_draft_of_other_tokens(
+    target: Predictions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocab: Any, bias: dict[int, float]
 ) -> None:
-    """Alone and beside n-grams, where the surer of the two is asked first: to 1e-12."""
-    plain = run(SpeculativeDecoder(TableContext(target), [], FixedController(0)), list(PROMPT), SamplingParams())
-    index = corpus_of(tmp_path, [*PROMPT, *(token.id for round_ in plain for token in round_.emitted)])
-    accepted: set[str] = set()
-
-    def answer() -> list[Round]:
-        drafters = [*[NgramDrafter()] * others, CorpusDrafter(index, "corpus", "corpus:x")]
-        rounds = run(SpeculativeDecoder(TableContext(target), drafters, NosyController()), list(PROMPT), of_few(4))
-        accepted.update(token.source for round_ in rounds for token in round_.emitted)
-        return rounds
-
-    assert largest_difference(plain_law(of_few(4), target, 4), law_of_answers(monkeypatch, answer)) < EXACT
-    assert "corpus" in accepted
-
-
-@pytest.mark.parametrize("bias", [{}, {5: 4.0, 6: 2.0, 1: 0.5}])
-def test_the_law_with_a_draft_that_is_wider_than_the_target(
-    target: Predictions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bias: dict[int, float]
-) -> None:
-    """What the target has no row for has no share in q: q is the law of what is drawn, to 1e-12."""
+    """Tokens that the target has no row for, or special ones that differ: q is the law of what is drawn, to 1e-12."""
     params, guessed = of_few(3, logit_bias=bias), set[int]()
-    with reference.load(micro_model(tmp_path / "wide.gguf", 7, seed=5)) as draft_model:
+    path = tmp_path / "other.gguf"
+    with reference.load(micro_model(path, 5 if vocab else 7, seed=5, vocab=vocab)) as draft_model:
         small = Predictions(draft_model)
 
-        def answer() -> list[Round]:
-            drafters = [DraftModelDrafter(TableContext(small))]
-            rounds = run(SpeculativeDecoder(TableContext(target), drafters, NosyController()), list(PROMPT), params)
-            guessed.update(guess.id for round_ in rounds for guess in round_.draft)
-            return rounds
+        def made() -> SpeculativeDecoder:
+            context = TableContext(small)
+            return decoder_of(
+                target, MappedTokensDrafter(context, target.context.model) if vocab else DraftModelDrafter(context)
+            )
 
-        assert largest_difference(plain_law(params, target, 3), law_of_answers(monkeypatch, answer)) < EXACT
-        assert guessed
-        assert max(guessed) < 5
-        assert any(int(np.argmax(row)) >= 5 for row in (small[(*PROMPT, token)] for token in range(5)))
+        def watch(rounds: list[Round]) -> None:
+            guessed.update(token.id for round_ in rounds for token in round_.draft)
+
+        assert law_difference(monkeypatch, target, params, made, watch) < EXACT
+        assert small.known
+        if vocab:  # what has no partner is not drawn, and texts begin as the draft model numbers it
+            assert guessed == {1, 2, 3, 4}
+            assert all(read[0] == 2 for read in small.known)
+        else:
+            assert 0 <= min(guessed) <= max(guessed) < 5
+            assert any(int(np.argmax(row)) >= 5 for row in (small[(*PROMPT, token)] for token in range(5)))
 
 
 def test_the_law_with_a_draft_that_fails_after_some_tokens(
     target: Predictions, small: Predictions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That a draft model is dropped depends on what was said and guessed, and must not show in what is said."""
-    lost: list[str] = []
-    n_guesses = [0]
+    lost, drafted = list[str](), list[int]()
 
     class Failing(TableContext):
         def _decode(self, tokens: Sequence[int], logits: str) -> Forward:
@@ -423,37 +441,51 @@ def test_the_law_with_a_draft_that_fails_after_some_tokens(
                 forward.logits[:] = math.nan
             return forward
 
-    def answer() -> list[Round]:
-        drafters = [DraftModelDrafter(Failing(small))]
-        decoder = SpeculativeDecoder(
-            TableContext(target), drafters, NosyController(), lambda each, why: lost.append(why)
-        )
-        rounds = run(decoder, list(PROMPT), of_few(4))
-        n_guesses[0] += sum(len(round_.draft) for round_ in rounds)
-        return rounds
+    def made() -> SpeculativeDecoder:
+        return decoder_of(target, DraftModelDrafter(Failing(small)), lost=lambda each, why: lost.append(why))
 
-    assert largest_difference(plain_law(of_few(4), target, 4), law_of_answers(monkeypatch, answer)) < EXACT
-    assert len(lost) > 10
-    assert n_guesses[0] > 10
+    def watch(rounds: list[Round]) -> None:
+        drafted.extend(token for round_ in rounds for token in round_.draft.ids)
+
+    assert law_difference(monkeypatch, target, of_few(4), made, watch) < EXACT
+    assert min(len(lost), len(drafted)) > 10
 
 
-@pytest.mark.parametrize("bias", [{}, {2: 3.0, 1: 1.0}])
-def test_the_law_with_special_tokens_that_differ(
-    target: Predictions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bias: dict[int, float]
+class Broken(Exception):
+    pass
+
+
+def fail(*args: Any, **options: Any) -> Any:
+    raise Broken
+
+
+@pytest.mark.parametrize("where", ["process", "truncate", "emit", "accept", "observe", "learn"])
+def test_a_round_that_fails_leaves_tokens_and_memory_as_they_were(
+    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """q is the law of what is drawn once special tokens are mapped; one without a partner is not drawn."""
-    vocab = replace(micro_vocab(5), tokens=["<x>", "</s>", "<s>", "a", "b"], bos=2, eos=1)
-    params, guessed = of_few(3, logit_bias=bias), set[int]()
-    with reference.load(micro_model(tmp_path / "other.gguf", seed=5, vocab=vocab)) as draft_model:
-        small = Predictions(draft_model)
-
-        def answer() -> list[Round]:
-            drafters = [MappedTokensDrafter(TableContext(small), target.context.model)]
-            rounds = run(SpeculativeDecoder(TableContext(target), drafters, NosyController()), list(PROMPT), params)
-            guessed.update(guess.id for round_ in rounds for guess in round_.draft)
-            return rounds
-
-        assert largest_difference(plain_law(params, target, 3), law_of_answers(monkeypatch, answer)) < EXACT
-        assert guessed == {1, 2, 3, 4}
-        assert small.known
-        assert all(read[0] == 2 for read in small.known)  # the beginning of a text, as the draft model numbers it
+    """And the answer that begins anew is right."""
+    with reference.load(tiny.spm) as model, model.new_context(128) as context:
+        prompt, params = model.tokenize("la la la la la", add_special=True), SamplingParams(max_tokens=30)
+        decoder = SpeculativeDecoder(context, [NgramDrafter()], FixedController(3))
+        expected = Answer.of(run(decoder, prompt, params))
+        decoder.prefill(prompt, lambda: False)
+        text = TextAssembler(model.vocab)
+        decoder.start(prompt, params, text)
+        rounds = [decoder.commit(decoder.decode(decoder.propose())) for _ in range(4)]
+        before, budget = list(context.tokens), decoder.budget
+        forward = decoder.decode(decoder.propose())
+        owner: Any = {"emit": text, "truncate": context}.get(where)
+        if owner is None:
+            owner = decoder.controller if hasattr(decoder.controller, where) else decoder.group.drafters[0]
+        truncate = context.truncate
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, "push" if where == "emit" else where, fail)
+            if where == "truncate":  # at first: what takes the round back needs it too
+                calls = iter([fail, truncate])
+                patch.setattr(owner, where, lambda n: next(calls)(n))
+            with pytest.raises(Broken):
+                decoder.commit(forward)
+        assert [*prompt, *Answer.of(rounds).tokens] == decoder.tokens
+        assert (context.tokens, decoder.budget) == (before, budget)
+        decoder.close()
+        assert Answer.of(run(decoder, prompt, params)) == expected

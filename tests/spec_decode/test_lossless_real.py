@@ -82,48 +82,28 @@ def test_a_wrong_rollback_would_be_seen(llm: LLM, monkeypatch: pytest.MonkeyPatc
     llm.inspect().context.truncate(0)
 
 
-@pytest.mark.parametrize("rule", ["sampled", "deterministic"])
-def test_the_law_of_verification_on_real_distributions(real_model: Callable[[str], Path], rule: str) -> None:
+@pytest.mark.parametrize("sampled", [True, False])
+def test_the_law_of_verification_on_real_distributions(llm: LLM, sampled: bool) -> None:
     """Chi-square of 20,000 draws at one real position: statistic over tokens with expected count 5 or more (the rest
-    pooled), false-alarm rate 1e-4 for each of the two rules, seeds fixed. Any engine's rows will do."""
-    params = SamplingParams(temperature=0.9, top_k=40)
-    load = open_backend("ik-llama").load
-    with (
-        load(real_model("qwen2.5-coder-1.5b")) as target,
-        load(real_model("qwen2.5-coder-0.5b")) as draft,
-        target.new_context(64) as a,
-        draft.new_context(64) as b,
-    ):
-        tokens = target.tokenize("The best thing about a rainy day is", add_special=True)
-        row = a.decode(tokens, "last").logits[0].copy()
-        guess_row = b.decode(tokens, "last").logits[0].copy()
-    p = distribution(row, tokens, params)
-    logits = np.stack([row, row])
-    counts: dict[int, int] = {}
-    n = 20_000
+    pooled), false-alarm rate 1e-4 for each of the two rules, seeds fixed."""
+    params, n = SamplingParams(temperature=0.9, top_k=40), 20_000
+    tokens = llm.tokenize("The best thing about a rainy day is", add_special=True)
+    rows = []
+    for model in (llm.inspect().target, llm.inspect().state.models[0].model):
+        with model.new_context(64) as context:
+            rows.append(context.decode(tokens, "last").logits[0].copy())
+    p, q = (distribution(row, tokens, params) for row in rows)
+    first: list[int] = []
     for seed in range(n):
         noise = Noise(seed * 7919 + 13)
         proposer = Proposer(params, noise)
-        proposer.confidence(guess_row, tokens)
-        token, dist = proposer.choose(len(tokens))
-        if rule == "deterministic":
-            q = distribution(guess_row, tokens, params)
-            token, dist = q.argmax(), None
-        verdict = verify(Draft([DraftToken(token, "model", 0.5, dist)]), logits, tokens, params, noise)
-        first = token if verdict.n_accepted else verdict.next_token
-        counts[first] = counts.get(first, 0) + 1
-    assert set(counts) <= set(p.ids.tolist())
-    expected = p.probs * n
-    observed = np.array([counts.get(int(i), 0) for i in p.ids], dtype=float)
-    rare = expected < 5
-    if rare.any():
-        expected = np.append(expected[~rare], expected[rare].sum())
-        observed = np.append(observed[~rare], observed[rare].sum())
-    assert stats.chisquare(observed, expected * observed.sum() / expected.sum()).pvalue > 1e-4
-
-
-def test_the_same_seed_gives_the_same_text_again(llm: LLM) -> None:
-    params = SamplingParams(temperature=0.8, top_k=40, seed=11, max_tokens=40)
-    messages = [{"role": "user", "content": PROMPTS[0]}]
-    first = llm.chat(messages, params, draft_length=4)
-    assert llm.chat(messages, params, draft_length=4).text == first.text
+        proposer.confidence(rows[1], tokens)
+        token, law = proposer.choose(len(tokens)) if sampled else (q.argmax(), None)
+        verdict = verify(Draft([DraftToken(token, "model", 0.5, law)]), np.stack([rows[0]] * 2), tokens, params, noise)
+        first.append(token if verdict.n_accepted else verdict.next_token)
+    assert set(first) <= set(p.ids.tolist())
+    common = p.probs * n >= 5
+    expected = [*p.probs[common] * n, p.probs[~common].sum() * n]
+    observed = [*(first.count(int(i)) for i in p.ids[common]), sum(first.count(int(i)) for i in p.ids[~common])]
+    m = len(expected) - (expected[-1] == 0)
+    assert stats.chisquare(observed[:m], expected[:m]).pvalue > 1e-4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from localspec.backends.base import Context
 from localspec.backends.reference import ReferenceContext
 from localspec.controllers.auto import AutoController
 from localspec.controllers.fixed import FixedController
-from localspec.engine.pair import Pair
 from localspec.engine.worker import Job
 from localspec.errors import EngineError
 from localspec.spec_decode.rounds import Round, SpecStats
@@ -26,7 +24,6 @@ pytestmark = pytest.mark.usefixtures("measured_home")
 
 PROMPT = "one two three one two three"
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
-SAMPLED = SamplingParams(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True)
 
 
 @pytest.fixture
@@ -99,24 +96,21 @@ def test_an_engine_without_a_device_keeps_the_order(llm: LLM, monkeypatch: pytes
     assert log == ["plan", "target begins", "target ends", "observe", "learn", "give"] * 8
 
 
-REQUESTS: dict[str, dict[str, Any]] = {
-    "greedy": {"params": GREEDY},
-    "sampled": {"params": SAMPLED},
-    "stop string": {"params": SamplingParams(max_tokens=60, stop=("e",), ignore_eos=True)},
-    "grammar": {"params": SamplingParams(max_tokens=30, grammar='root ::= ("one " | "two ")+')},
-    "log-probabilities": {"params": GREEDY, "logprobs": 2},
-    "one token": {"params": SamplingParams(max_tokens=1)},
-    "until its end": {"params": SamplingParams(max_tokens=200)},
-}
+REQUESTS: list[dict[str, Any]] = [
+    {"params": GREEDY},
+    {"params": SamplingParams(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True)},
+    {"params": SamplingParams(max_tokens=60, stop=("e",), ignore_eos=True)},
+    {"params": SamplingParams(max_tokens=30, grammar='root ::= ("one " | "two ")+')},
+    {"params": GREEDY, "logprobs": 2},
+    {"params": SamplingParams(max_tokens=1)},
+    {"params": SamplingParams(max_tokens=200)},
+]
 
 
 @pytest.mark.parametrize("length", [0, 4, "auto"])
-@pytest.mark.parametrize("request_", REQUESTS)
-def test_the_answer_is_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch, request_: str, length: int | str) -> None:
-    options = {"draft_length": length, **REQUESTS[request_]}
-
-    def asked() -> tuple[Any, ...]:
-        stream = llm.rounds(PROMPT, **options)
+def test_the_answer_is_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch, length: int | str) -> None:
+    def asked(options: dict[str, Any]) -> tuple[Any, ...]:
+        stream = llm.rounds(PROMPT, draft_length=length, **options)
         rounds = list(stream)
         emitted = [token.as_dict() for round_ in rounds for token in round_.emitted]
         for token in emitted:  # how far was drafted may differ
@@ -126,9 +120,9 @@ def test_the_answer_is_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch, reque
         assert [round_.index for round_ in rounds] == list(range(len(rounds)))
         return emitted, reply.text, reply.finish_reason, [round_.finish_reason for round_ in rounds][-1]
 
-    expected = asked()
+    expected = list(map(asked, REQUESTS))
     overlap(monkeypatch)
-    assert asked() == expected
+    assert list(map(asked, REQUESTS)) == expected
 
 
 def test_engines_answer_the_same(fast_backend: Backend, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,14 +137,11 @@ def test_engines_answer_the_same(fast_backend: Backend, tiny: TinyFiles, monkeyp
     assert begun
 
 
-def contexts_of(pair: Pair) -> list[Context]:
-    return [pair.context, *(draft.context for draft in pair.state.models)]
-
-
 def test_a_pass_that_nothing_was_done_beside_is_run_once(llm: LLM) -> None:
     """As one that is taken apart for its hidden states, in a context that overlaps otherwise."""
     expected = llm.generate(PROMPT, GREEDY, draft_length=3).token_ids
-    llm.run(lambda pair: [setattr(each, "overlaps", True) for each in contexts_of(pair)])
+    contexts = llm.run(lambda pair: [pair.context, *(draft.context for draft in pair.state.models)])
+    llm.run(lambda pair: [setattr(each, "overlaps", True) for each in contexts])
     assert llm.generate(PROMPT, GREEDY, draft_length=3).token_ids == expected
 
 
@@ -176,8 +167,10 @@ def test_a_pass_that_fails_loses_no_round(llm: LLM, monkeypatch: pytest.MonkeyPa
     assert llm.generate(PROMPT, GREEDY, speculate=False).token_ids == expected
 
 
-def test_what_fails_meanwhile_ends_the_answer_and_the_next_one_works(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = llm.generate(PROMPT, GREEDY, draft_length=3).token_ids
+def test_after_an_answer_that_fails_meanwhile_or_is_broken_off_the_next_one_is_right(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = llm.generate(PROMPT, GREEDY, draft_length=3)
     overlap(monkeypatch)
     with monkeypatch.context() as patch:
 
@@ -188,19 +181,12 @@ def test_what_fails_meanwhile_ends_the_answer_and_the_next_one_works(llm: LLM, m
         patch.setattr(SpecStats, "add", fail)
         with pytest.raises(EngineError, match="nobody counts"):
             llm.generate(PROMPT, GREEDY, draft_length=3)
-    assert llm.generate(PROMPT, GREEDY, draft_length=3).token_ids == expected
-    assert llm.generate(PROMPT, GREEDY, speculate=False).token_ids == expected
-
-
-def test_after_an_answer_that_is_broken_off_the_next_one_is_right(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    overlap(monkeypatch)
-    whole = llm.generate(PROMPT, GREEDY, draft_length=3).text
-    for n in (1, 2, 3):
+    for n in (0, 1, 2, 3):
         with llm.rounds(PROMPT, GREEDY, draft_length=3) as stream:
             said = "".join(next(stream).text for _ in range(n))
-        assert whole.startswith(said)
-        assert len(said) < len(whole)
-    assert llm.generate(PROMPT, GREEDY, draft_length=3).text == whole
+        assert expected.text.startswith(said)
+        assert len(said) < len(expected.text)
+        assert llm.generate(PROMPT, GREEDY, speculate=n % 2 == 0, draft_length=3).token_ids == expected.token_ids
 
 
 def test_a_reader_has_a_round_while_the_next_pass_runs(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,8 +203,8 @@ def test_a_reader_has_a_round_while_the_next_pass_runs(tiny: TinyFiles, monkeypa
             assert read.wait(60), "the round came too late"
         return found
 
-    files: tuple[Path, ...] = (tiny.quick.target,)
-    with waiting({files[0]: Timing(1.0)}), LLM(files[0], backend="reference", n_ctx=256, idle=False) as llm:
+    path = tiny.quick.target
+    with waiting({path: Timing(1.0)}), LLM(path, backend="reference", n_ctx=256, idle=False) as llm:
         monkeypatch.setattr(WaitingContext, "_pass", held)
         stream = llm.rounds(PROMPT, SamplingParams(max_tokens=8, ignore_eos=True), speculate=False)
         next(stream)

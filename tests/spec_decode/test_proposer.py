@@ -87,12 +87,21 @@ def test_where_nothing_of_it_may_come_there_is_no_confidence(vocab: Vocab, param
     assert Proposer(constrained, Noise(0), constraint).confidence(row, [], ids=forbidden) == 0.0
     banned = replace(params, logit_bias={int(token): -np.inf for token in forbidden})
     assert Proposer(banned, Noise(0)).confidence(row, [], ids=forbidden) == 0.0
-    row[3] = np.nan
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0)])
+def test_no_guess_comes_of_a_row_that_is_not_numbers(params: SamplingParams, broken: float) -> None:
+    proposer = Proposer(params, Noise(0), n_vocab=50)
+    row = np.linspace(-3, 3, 60, dtype=np.float32)
+    row[40:] = broken  # of -inf alone that is nothing unusual
+    if broken == -np.inf:
+        assert proposer.confidence(row, []) > 0
+        row[:] = broken
     with pytest.raises(DrafterFailed, match="not numbers"):
-        Proposer(params, Noise(0)).confidence(row, [], ids=forbidden)
-
-
-# What else there is to choose, where drafts may branch.
+        proposer.confidence(row, [])
+    row[:50] = 1.0  # what the target has no row for does not matter
+    assert proposer.confidence(row, []) > 0
 
 
 @pytest.mark.parametrize("chain", CHAINS)

@@ -6,20 +6,25 @@ that is rolled back by decoding again, those passes return states as well, and m
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
+from localspec.backends import reference
 from localspec.backends.base import Context, FloatArray, Forward, Model
 from localspec.controllers.fixed import FixedController
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.decoder import PREFILL_CHUNK, SpeculativeDecoder
 from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.drafters.base import Drafter, DrafterFailed, DrafterInfo, Plan, Proposer
+from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
+from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.rounds import DraftToken
 from tests.conftest import TinyFiles, open_backend
+from tests.spec_decode.test_branching import Branchy
 from tests.support.contexts import some_tokens
 
 NOISE = 0.004
@@ -49,12 +54,13 @@ def model(request: pytest.FixtureRequest, tiny: TinyFiles) -> Iterator[Model]:
 
 
 class Recorder(Drafter):
-    """Proposes the right answer up to a place that changes from round to round, and keeps the states of all passes."""
+    """Proposes the right answer up to a place that changes from round to round, if it is told one, and keeps the states
+    of all passes."""
 
     info = DrafterInfo("recorder", taps=TAPS)
 
-    def __init__(self, answer: Sequence[int]) -> None:
-        self.answer = list(answer)
+    def __init__(self, answer: Sequence[int] | None) -> None:
+        self.answer = answer
         self.passes: list[tuple[list[int], Forward]] = []
         self.text: list[int] = []
         self.states: dict[str, dict[int, FloatArray]] = {name: {} for name in TAPS}
@@ -80,7 +86,7 @@ class Recorder(Drafter):
         self.n_accepted += len(emitted) - 1
         self.n_rejected += len(fed) - len(emitted)
         for name in TAPS:
-            assert len(forward.hidden[name]) == len(fed)
+            assert len(emitted) <= len(forward.hidden[name]) <= len(fed)
             self.place(name, len(self.text) - 1, forward, len(emitted))
         self.text += emitted
 
@@ -91,8 +97,10 @@ class Recorder(Drafter):
         self.states = {name: {p: state for p, state in found.items() if p < end} for name, found in self.states.items()}
 
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
+        if self.answer is None:
+            return []
         done = len(tokens) - self.n_prompt
-        right = self.answer[done : done + len(self.text) % 5]
+        right = list(self.answer[done : done + len(self.text) % 5])
         proposed = [*right, *(7 + i for i in range(3))]
         return [DraftToken(token, self.info.source, 0.5) for token in proposed if plan.keep(self.info.source, 0.5)]
 
@@ -170,3 +178,13 @@ def test_what_was_drafted_in_the_targets_memory_leaves_no_trace(model: Model) ->
         answer(decoder, prompt, 12)
         assert lost == ["broke in the middle"]
         check(recorder, model)
+
+
+def test_states_are_those_of_the_accepted_path(tiny: TinyFiles) -> None:
+    watcher, controller = Recorder(None), Branchy(random.Random(0))
+    with reference.load(tiny.quick.target) as model, reference.load(tiny.quick.draft) as small:
+        drafters = [DraftModelDrafter(small.new_context(128)), NgramDrafter(), watcher]
+        decoder = SpeculativeDecoder(model.new_context(128, hidden=TAPS), drafters, controller)
+        answer(decoder, [5, 6, 7], 50)
+        assert controller.n_beside > 0
+        check(watcher, model)

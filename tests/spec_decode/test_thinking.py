@@ -4,6 +4,7 @@ the rest is decoded."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ def cut(model: Model, text: str, seed: int) -> list[int]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_thinking_and_answer_are_told_apart_however_they_are_cut(tmp_path: Path, family: str) -> None:
+    """Nothing is shown that becomes a mark, and nothing is lost."""
     model, form = load(write_thinker(tmp_path, family)), FAMILIES[family]
     for seed in range(6):
         tokens = cut(model, f"{form.opening}{THOUGHT}{form.closing}{ANSWER}", seed)
@@ -62,22 +64,29 @@ def test_thinking_and_answer_are_told_apart_however_they_are_cut(tmp_path: Path,
         assert (found["thinking"], found["answer"]) == (THOUGHT, ANSWER)
         inside = parts(assembler(model, inside=True), cut(model, f"{THOUGHT}{form.closing}", seed))
         assert (inside["thinking"].strip(), inside["answer"].strip()) == (THOUGHT, "")
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_nothing_is_shown_that_becomes_a_mark_and_nothing_is_lost(tmp_path: Path, family: str) -> None:
-    model, form = load(write_thinker(tmp_path, family)), FAMILIES[family]
-    tokens = cut(model, f"{form.opening}{THOUGHT}{form.closing}{ANSWER}", 1)
-    whole = "".join(map(model.vocab.display, tokens))
     for n in range(len(tokens) + 1):
         text, shown = assembler(model), ""
         for token in tokens[:n]:
             for span in text.push(token, "plain", "target"):
                 shown += span.text
-                visible = span.text if span.part != "mark" else ""
-                assert form.opening.strip() not in visible
-        assert whole.startswith(shown)
+                assert span.part == "mark" or form.opening.strip() not in span.text
+        assert "".join(map(model.vocab.display, tokens)).startswith(shown)
         assert "".join(map(model.vocab.display, tokens[:n])) == shown + "".join(s.text for s in text.finish())
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "thinking", "answer"),
+    [
+        ("the <think> in </think> an", (), "", "the <think> in </think> an"),  # only at the beginning of an answer
+        ("<think>\nin the </thi", (), "in the </thi", ""),  # cut short
+        ("<think>in the man</think>an the end", ("the",), "in the man", "an "),  # stop strings are of the answer
+    ],
+)
+def test_where_a_block_is(tmp_path: Path, text: str, stop: tuple[str, ...], thinking: str, answer: str) -> None:
+    model = load(write_thinker(tmp_path, "qwen"))
+    said = assembler(model, stop=stop)
+    found = parts(said, model.tokenize(text))
+    assert (found["thinking"], found["answer"], said.stopped) == (thinking, answer, bool(stop))
 
 
 def test_text_that_spells_a_control_token_is_no_mark(tmp_path: Path) -> None:
@@ -87,37 +96,22 @@ def test_text_that_spells_a_control_token_is_no_mark(tmp_path: Path) -> None:
     assert (found["thinking"], found["answer"]) == ("", spelled)
 
 
-def test_a_block_opens_only_at_the_beginning_of_an_answer(tmp_path: Path) -> None:
-    model = load(write_thinker(tmp_path, "qwen"))
-    text = "the <think> in </think> an"
-    assert parts(assembler(model), model.tokenize(text))["answer"] == text
-
-
-def test_a_block_that_is_cut_short_is_thinking(tmp_path: Path) -> None:
-    model = load(write_thinker(tmp_path, "qwen"))
-    assert parts(assembler(model), model.tokenize("<think>\nin the </thi"))["thinking"] == "in the </thi"
-
-
-def test_stop_strings_are_of_the_answer(tmp_path: Path) -> None:
-    model = load(write_thinker(tmp_path, "qwen"))
-    text = assembler(model, stop=("the",))
-    found = parts(text, model.tokenize("<think>in the man</think>an the end"))
-    assert (found["thinking"], found["answer"], text.stopped) == ("in the man", "an ", True)
-
-
-# -- the budget ------------------------------------------------------------------------------------------------------
-
 SETTINGS = (SamplingParams(max_tokens=40), SamplingParams(temperature=1.0, seed=3, max_tokens=40))
 
 
-@pytest.mark.parametrize("family", ["deepseek", "deepseek-text"])
+def open_llm(folder: Path, family: str) -> LLM:
+    pair = thinking_pair(folder, family)
+    return LLM(pair.target, draft=[pair.draft, "ngram"], backend="reference", n_ctx=512, idle=False)
+
+
+@pytest.mark.parametrize("family", ["deepseek", "deepseek-text", "qwen"])
 def test_the_text_does_not_depend_on_drafts_and_the_budget_is_exact(tmp_path: Path, family: str) -> None:
-    pair = thinking_pair(tmp_path, family)
-    with LLM(pair.target, draft=[pair.draft, "ngram"], backend="reference", n_ctx=512, idle=False) as llm:
+    """Of the last family the model opens the block itself."""
+    with open_llm(tmp_path, family) as llm:
         assert llm.thinking is not None
-        forced = list(llm.thinking.forced)
-        prompt = llm.encode(ASKED)
-        for params in SETTINGS:
+        forced, n_opening = list(llm.thinking.forced), int(family == "qwen")
+        prompt, bias = llm.encode(ASKED), {FAMILIES["qwen"].vocab.id("<think>"): 14.0} if n_opening else {}
+        for params in (replace(each, logit_bias=bias) for each in SETTINGS):
             for budget in (0, 1, 7, 20, None):
                 plain = llm.chat(ASKED, params, speculate=False, thinking_budget=budget)
                 drafted = [llm.chat(ASKED, params, draft_length=n, thinking_budget=budget) for n in (1, 4, 8, "auto")]
@@ -128,30 +122,17 @@ def test_the_text_does_not_depend_on_drafts_and_the_budget_is_exact(tmp_path: Pa
                     assert plain.thinking
                     assert drafted[1].stats["num_accepted_tokens"] > 0
                     continue
-                assert plain.token_ids[budget : budget + len(forced)] == forced
+                start = n_opening + budget
+                n = start + len(forced)
+                assert plain.token_ids[start:n] == forced
                 kinds = [token.kind == "forced" for token in drafted[2].tokens]
-                assert [i for i, is_forced in enumerate(kinds) if is_forced] == [*range(budget, budget + len(forced))]
-                assert sum(token.thinking for token in plain.tokens[:budget]) == budget
+                assert [i for i, is_forced in enumerate(kinds) if is_forced] == [*range(start, n)]
+                assert sum(token.thinking for token in plain.tokens[n_opening:start]) == budget
                 assert plain.stats["num_forced_tokens"] == len(forced)
                 # What comes behind the block is what comes behind it when it is read as a prompt.
                 if params.greedy:
-                    n = budget + len(forced)
-                    rest = llm.generate([*prompt, *plain.token_ids[:n]], SamplingParams(max_tokens=40 - n))
+                    rest = llm.generate([*prompt, *plain.token_ids[:n]], replace(params, max_tokens=40 - n))
                     assert rest.token_ids == plain.token_ids[n:]
-
-
-def test_a_block_that_the_model_opens_itself_is_closed_too(tmp_path: Path) -> None:
-    pair = thinking_pair(tmp_path, "qwen")
-    with LLM(pair.target, draft=pair.draft, backend="reference", n_ctx=512, idle=False) as llm:
-        opening = FAMILIES["qwen"].vocab.id("<think>")
-        for seed in range(4):
-            params = SamplingParams(temperature=1.0, seed=seed, max_tokens=30, logit_bias={opening: 14.0})
-            plain = llm.chat(ASKED, params, speculate=False, thinking_budget=5)
-            drafted = llm.chat(ASKED, params, draft_length=6, thinking_budget=5)
-            assert plain.token_ids == drafted.token_ids
-            assert plain.token_ids[0] == opening
-            assert [token.kind for token in plain.tokens[6:7]] == ["forced"]
-            assert (plain.thinking, plain.text) == (drafted.thinking, drafted.text)
 
 
 def test_answer_and_thinking_are_apart_in_all_that_is_given_back(tmp_path: Path) -> None:
@@ -186,9 +167,6 @@ def test_without_thinking_an_answer_begins_at_once(tmp_path: Path) -> None:
         assert held.thinking == ""
 
 
-# -- drafting --------------------------------------------------------------------------------------------------------
-
-
 def test_the_controller_is_told_what_comes_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And learns from what the model said, not from what it was made to say."""
     told: list[bool] = []
@@ -201,8 +179,7 @@ def test_the_controller_is_told_what_comes_next(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(FixedController, "plan", noted)
     monkeypatch.setattr(FixedController, "learn", lambda self, round_: learned.append(round_))
-    pair = thinking_pair(tmp_path, "deepseek")  # the prompt opens a block
-    with LLM(pair.target, draft=pair.draft, backend="reference", n_ctx=512, idle=False) as llm:
+    with open_llm(tmp_path, "deepseek") as llm:  # the prompt opens a block
         rounds = [*llm.rounds(ASKED, SETTINGS[0], draft_length=4, thinking_budget=13)]
     decided = [round_ for round_ in rounds if round_.emitted and round_.verdict.kind != "forced"]
     assert told == [round_.emitted[0].thinking for round_ in decided]

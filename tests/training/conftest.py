@@ -22,6 +22,5 @@ def four_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Five layers of 64 channels, 300 tokens."""
     shape = ggufs.Shape(n_layer=5, n_embd=64, n_head=4, n_head_kv=2, n_ff=96, residual=0.4)
     return ggufs.write_llama(tmp_path_factory.mktemp("target") / "tiny target.gguf", shape, ggufs.bpe_vocab(300))

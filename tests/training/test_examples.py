@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from localspec.backends.base import Model
+from localspec.backends.base import Model, Piece
 from localspec.errors import UsageError
+from localspec.heads.training import head_maker as head_maker_module
 from localspec.heads.training.examples import (
     TEST,
     Asked,
@@ -30,11 +34,14 @@ from localspec.heads.training.examples import (
     read_texts,
     without,
 )
-from localspec.heads.training.shards import Passage
-from localspec.prompts.questions import own_questions
+from localspec.heads.training.head_maker import open_batch, sequence_bytes
+from localspec.heads.training.shards import Passage, ShardError, Shards, as_states
+from localspec.model_files.gguf import GGUFFile
+from localspec.model_files.kv_memory import kv_shape
 from localspec.prompts.templates import ChatTemplate
 from tests.conftest import Backend, TinyFiles
 from tests.support import ggufs
+from tests.support.lessons import MADE_UP_TAPS, MADE_UP_WIDTH, made_up
 
 TAPS = ("layer:0", "norm")
 
@@ -239,27 +246,13 @@ def test_one_passage_in_sixteen_is_held_out() -> None:
     assert abs(sum(is_held_out(f"text-{i}") for i in range(4000)) - 250) < 4 * (4000 / 16 * 15 / 16) ** 0.5
 
 
-TASKS = {
-    "code": "cod|debug|test|refactor|program",
-    "edit": "edit|rewrit|correct",
-    "chat": "chat|advice",
-    "summarise": "summar|paste|text",
-    "extract": "extract|classif|list",
-    "translate": "translat",
-    "maths": "math|sum|arithmetic|word problem",
-    "creative": "creativ|writ|poe|stor|verse",
-    "repeat": "repeat|copy",
-}
-"""How a field would begin that names the task of a category of report questions."""
-
-
 def test_fields_name_no_kind_of_task() -> None:
+    """None of those of the questions of reports, by the words that would begin its name."""
     assert len(set(fields())) == len(fields()) >= 50
-    assert set(TASKS) == {question.category for question in own_questions("report")}
-    assert not [name for name in fields() for task in TASKS.values() if re.search(rf"\b({task})", name.lower())]
-
-
-# Material.
+    tasks = "cod debug test refactor program edit rewrit correct chat advice summar paste text extract classif list"
+    tasks += " translat math sum arithmetic creativ writ poe stor verse repeat copy"
+    words = [word for name in fields() for word in re.findall(r"\w+", name.lower())]
+    assert not [word for word in words if word.startswith(tuple(tasks.split()))]
 
 
 @pytest.mark.parametrize(
@@ -314,3 +307,125 @@ def test_texts_are_read_from_files_and_folders(tmp_path: Path) -> None:
         read_texts([tmp_path / "nothing"])
     with pytest.raises(UsageError, match="there is no text"):
         read_texts([tmp_path / "in" / "photo"])
+
+
+# On the disk: a run that was cut off loses nothing that was written.
+
+
+def opened(folder: Path) -> Shards:
+    return Shards(folder, MADE_UP_TAPS, MADE_UP_WIDTH)
+
+
+def test_what_was_written_is_read_back(tmp_path: Path) -> None:
+    written = [made_up("a", 5), made_up("b", 17, held_out=True), made_up("c", 1)]
+    shards = opened(tmp_path)
+    shards.append(written[:2])
+    shards.append(written[2:])
+    again = opened(tmp_path)
+    for found in (shards.passages, again.passages):
+        assert len(found) == 3
+        for one, other in zip(written, found, strict=True):
+            for field in Passage.__slots__:
+                np.testing.assert_array_equal(getattr(one, field), getattr(other, field), err_msg=field)
+    assert shards.n_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
+
+
+def test_what_was_under_way_counts_once_after_a_run_was_cut_off(tmp_path: Path) -> None:
+    shards = opened(tmp_path)
+    shards.append([made_up("a", 5)], [made_up("b", 3), made_up("c", 4)])
+    # "b" came to its end, and the run was killed between the two files of the next minute.
+    before = (tmp_path / "unfinished.shard").read_bytes()
+    shards.append([made_up("b", 9)])
+    (tmp_path / "unfinished.shard").write_bytes(before)
+    for _ in range(2):
+        found = opened(tmp_path).passages
+        assert [(each.name, len(each)) for each in found] == [("a", 5), ("b", 9), ("c", 4)]
+
+
+def test_a_damaged_shard_is_left_out_and_said(tmp_path: Path) -> None:
+    shards = opened(tmp_path)
+    for name in "abcd":
+        shards.append([made_up(name, 6)])
+    whole = (tmp_path / "00001.shard").read_bytes()
+    (tmp_path / "00000.shard").write_bytes(whole[:-10])
+    (tmp_path / "00001.shard").write_bytes(b"")
+    (tmp_path / "00002.shard").write_bytes(b"GGUF" + whole)
+    found = opened(tmp_path)
+    assert [each.name for each in found.passages] == ["d"]
+    assert [line.split()[0] for line in found.remarks] == ["00000.shard", "00001.shard", "00002.shard"]
+    found.append([made_up("e", 2)])
+    assert [each.name for each in opened(tmp_path).passages] == ["d", "e"]
+
+
+def test_shards_of_other_taps_are_refused(tmp_path: Path) -> None:
+    opened(tmp_path).append([made_up("a", 5)])
+    with pytest.raises(ShardError, match="layer:0, norm"):
+        Shards(tmp_path, ("norm",), MADE_UP_WIDTH)
+
+
+def test_states_that_float16_cannot_hold_stay_finite() -> None:
+    kept = as_states(np.array([[1e6, -1e6, 2.0]], dtype=np.float32))
+    assert np.isfinite(kept).all()
+    assert kept[0, 2] == 2.0
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX file modes")
+def test_examples_are_readable_by_their_owner_alone(tmp_path: Path) -> None:
+    """They are made of the user's chats and texts."""
+    before = os.umask(0o022)
+    try:
+        shards = opened(tmp_path / "shards")
+        shards.append([made_up("a", 5)], [made_up("b", 5)])
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (shards.folder, *shards.folder.iterdir())}
+    assert len(modes) == 3
+    assert all(mode & 0o077 == 0 for mode in modes.values()), modes
+
+
+# As many texts are written side by side as memory and time allow.
+
+
+def be_slow(patch: pytest.MonkeyPatch, model: Model, held: float) -> None:
+    """Let a pass take a second for the first sequence, a tenth more for each other one, and so many for each token that
+    is held, by any of them."""
+    seconds, new_batch = 0.0, model.new_batch
+
+    def slow(*given: int, **options: tuple[str, ...]) -> object:
+        batch = new_batch(*given, **options)
+        decode = batch.decode
+
+        def decoded(pieces: list[Piece]) -> object:
+            nonlocal seconds
+            n_held = sum(batch[i].n_past for i in range(batch.n_sequences))
+            seconds += 1 + 0.1 * (len(pieces) - 1) + held * len(pieces) * n_held
+            return decode(pieces)
+
+        batch.decode = decoded  # type: ignore[method-assign, assignment]
+        return batch
+
+    patch.setattr(head_maker_module, "time", SimpleNamespace(perf_counter=lambda: seconds))
+    patch.setattr(model, "new_batch", slow)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "patience", "held", "width", "rate"),
+    [
+        (100, 1e9, 0.0, 24, 24 / 3.3),
+        (9, 1e9, 0.0, 8, 8 / 1.7),
+        (100, 32 * 1.35, 0.0, 4, 4 / 1.3),  # four take 1.3 s a token, 32 tokens of each
+        (0, 0.0, 0.0, 1, 1.0),
+        (100, 1e9, 0.0005, 8, None),  # it is measured with sequences that hold something
+    ],
+)
+def test_the_width_is_what_memory_and_time_allow(
+    model: Model, monkeypatch: pytest.MonkeyPatch, sequences: int, patience: float, held: float, width: int, rate: Any
+) -> None:
+    be_slow(monkeypatch, model, held)
+    batch, measured = open_batch(model, 64, ("norm",), sequences * sequence_bytes(model, 64), patience)
+    assert batch.n_sequences == width
+    assert rate is None or measured == pytest.approx(rate)
+    assert all(batch[i].n_past == 0 for i in range(width))
+    batch.close()
+    with GGUFFile(model.path) as file:
+        assert sequence_bytes(model, 64) == kv_shape(file).bytes(64, "f64") > 0

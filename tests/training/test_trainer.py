@@ -1,9 +1,11 @@
-"""A head in training: it learns, it can be stopped at any moment, and goes on as if it had not been."""
+"""The network computes what an engine computes with the head file made of it; a head in training learns, can be stopped
+at any moment, and goes on as if it had not been."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,28 +13,184 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localspec.heads.card import Kind
+from localspec import LLM, SamplingParams
+from localspec.backends.base import Model
+from localspec.errors import UnsupportedModel
+from localspec.heads.card import HeadCard, Kind
+from localspec.heads.file import head_weights, heads_folder
+from localspec.heads.kinds import read_published
+from localspec.heads.kinds.eagle3 import write_eagle3
+from localspec.heads.listing import described_heads, inspect
+from localspec.heads.published import load_published
+from localspec.heads.trained import load_head
 from localspec.heads.training.shards import Passage
 from localspec.model_files.fingerprint import fingerprint
 from localspec.model_files.gguf import GGUFFile, tensor_rows
-from tests.conftest import TinyFiles
+from tests.conftest import TinyFiles, open_backend
 from tests.support.ggufs import Shape, write_llama
+from tests.support.heads import write_random_head
 from tests.support.lessons import written_by
+from tests.support.published_heads import whole
 
-pytest.importorskip("jax", reason="the trainer needs jax: pip install 'localspec[distill]'")
+jax = pytest.importorskip("jax", reason="the trainer needs jax: pip install 'localspec[distill]'")
 
-from localspec.heads.training import start as start_module
-from localspec.heads.training.lessons import Cursor, Packer, Reading, Size, first_lesson, n_lessons
-from localspec.heads.training.run_folder import Recipe
-from localspec.heads.training.start import Start, neighbours, new_card, start
-from localspec.heads.training.trainer import CheckpointError, Trainer, TrainingProgress, TrainingSettings
+from localspec.heads.training import start as start_module  # noqa: E402
+from localspec.heads.training.distill import distill  # noqa: E402
+from localspec.heads.training.lessons import (  # noqa: E402
+    NOWHERE,
+    Cursor,
+    Packer,
+    Reading,
+    Size,
+    Stretch,
+    first_lesson,
+    n_lessons,
+)
+from localspec.heads.training.network import HeadNetwork  # noqa: E402
+from localspec.heads.training.run_folder import Effort, Recipe  # noqa: E402
+from localspec.heads.training.start import Start, eagle3_guesses, neighbours, new_card, start  # noqa: E402
+from localspec.heads.training.trainer import (  # noqa: E402
+    CheckpointError,
+    Trainer,
+    TrainingProgress,
+    TrainingSettings,
+    check,
+    engine_logits,
+)
 
 TAPS = ("layer:0", "norm")
+STARTS = np.arange(0, 40, 2, dtype=np.int32)
+
+
+class Trained:
+    """A head file for the quick tiny target, and the network that it would be made of."""
+
+    def __init__(self, path: Path, target: Path) -> None:
+        self.path, self.target = path, target
+        with GGUFFile(path) as file, load_head(path, target, "reference") as head:
+            self.card = head.card
+            self.weights = {name: jax.numpy.array(head_weights(file, name)) for name in file.tensors}
+            with GGUFFile(head.model.path) as engine_file:  # whose output rows are rounded
+                self.output = tensor_rows(engine_file, "token_embd.weight", slice(0, self.card.n_out))
+        self._file = GGUFFile(target)
+        self.network = HeadNetwork(self.card, self.output)
+
+    def embed(self, tokens: Any) -> Any:
+        return tensor_rows(self._file, "token_embd.weight", tokens)
+
+    def packer(self, size: Size) -> Packer:
+        return Packer(self.card.token_map, self.embed, size, self.card.steps)
+
+    def gradients(self, network: HeadNetwork, batches: list[Any]) -> dict[str, Any]:
+        sums = {name: jax.numpy.zeros_like(value) for name, value in self.weights.items()}
+        for batch in batches:
+            sums, _ = network.gradients(self.weights, sums, batch)
+        return {name: np.asarray(value) / len(batches) for name, value in sums.items()}
+
+
+def flat(gradients: dict[str, Any]) -> Any:
+    return np.concatenate([gradients[name].ravel() for name in sorted(gradients)])
+
+
+@pytest.fixture
+def trained(tiny: TinyFiles, tmp_path: Path) -> Trained:
+    target = tiny.quick.target
+    path = write_random_head(target, tmp_path / "head.gguf", "chained", TAPS, type_name="F32", steps=2)
+    return Trained(path, target)
+
+
+@pytest.mark.parametrize(
+    ("kind", "taps", "biases"),
+    [("chained", TAPS, False), ("chained", ("norm",), True), ("parallel", TAPS, False), ("medusa", ("norm",), False)],
+)
+def test_every_step_guesses_as_the_engine_does(
+    tiny: TinyFiles, tmp_path: Path, kind: Kind, taps: tuple[str, ...], biases: bool
+) -> None:
+    """True rows, and each chain's own rows and no other's, at the same positions: what the engine does one by one, with
+    rows taken back after each chain, the network does at once, whatever stands beside them in the batch."""
+    target = tiny.quick.target
+    path = write_random_head(target, tmp_path / "head.gguf", kind, taps, 200, biases=biases, type_name="F32", steps=3)
+    trained = Trained(path, target)
+    one, other = written_by(target, taps, [90, 40])
+    pieces = [Stretch(other, 18, 33), Stretch(one, 60, 89), Stretch(other, 30, 39)]
+    n = sum(piece.end - piece.begin for piece in pieces)
+    batch = trained.packer(Size(256, 64, 60)).pack(pieces, np.arange(n, dtype=np.int32))
+    guessed, true = (np.asarray(rows)[:, :n] for rows in trained.network.guesses(trained.weights, batch))
+    steps = jax.jit(trained.network.steps)(trained.weights, batch)
+    found = np.array([np.asarray(states[:n]) @ trained.output.T for states in steps])
+    with load_head(path, target, "reference") as head:
+        expected = np.array([each for piece in pieces for each in engine_logits(head, piece, 3)]).swapaxes(0, 1)
+    real = true != NOWHERE
+    assert real.sum() > 2 * n
+    np.testing.assert_allclose(found[real], expected[real], atol=1e-3)  # float32 against float64
+    assert (guessed == expected.argmax(2))[real].mean() > 0.99
+
+
+def test_finished_heads_are_checked_place_by_place(trained: Trained) -> None:
+    passages = written_by(trained.target, TAPS, [80, 50, 60])
+    with load_head(trained.path, trained.target, "reference") as head:
+        found = check(head, trained.network, trained.weights, trained.embed, passages)
+        wrong = {name: value[::-1] for name, value in trained.weights.items()}
+        assert min(found.agreement) > 0.99
+        assert max(check(head, trained.network, wrong, trained.embed, passages).agreement) < 0.9
+        # A category with few texts is not left out where many are chosen from.
+        few = check(head, trained.network, trained.weights, trained.embed, [*passages[:1] * 3, passages[1]], 2)
+        assert {"chat", "code"} <= set(few.acceptance)
+        expected = []
+        for passage in passages:
+            piece = Stretch(passage, first_lesson(passage), first_lesson(passage) + n_lessons(passage))
+            said = passage.top_ids[piece.begin + 1 :, 0]
+            guesses = (head.token_map[each[0].argmax()] for each in engine_logits(head, piece, 2))
+            expected += [guess == best for guess, best in zip(guesses, said, strict=False)]
+    assert found.acceptance["all"][0] == pytest.approx(np.mean(expected))
+    assert all(found.acceptance[name][0] >= found.acceptance[name][1] for name in ("all", "chat", "code"))
+
+
+def test_gradients_are_those_of_finite_differences(trained: Trained) -> None:
+    """Along random directions, the loss rises as the gradient says: nothing on the way is left out or counted twice.
+
+    In half precision they bend little.
+    """
+    piece = Stretch(written_by(trained.target, TAPS, [80])[0], 38, 78)
+    batch = jax.tree.map(jax.numpy.asarray, trained.packer(Size(210, 64, 32)).pack([piece], STARTS))
+    network, weights = trained.network, trained.weights
+    gradients = trained.gradients(network, [batch])
+    loss, rng = jax.jit(lambda changed: network.loss(changed, network.output, batch)[0]), np.random.default_rng(1)
+    for name, value in weights.items():
+        way = rng.standard_normal(value.shape).astype(np.float32)
+        way /= np.linalg.norm(way)
+        step = 0.02 * float(jax.numpy.linalg.norm(value)) / np.sqrt(value.size) + 1e-3
+        there, back = (float(loss(weights | {name: value + sign * step * way})) for sign in (1, -1))
+        along = float((gradients[name] * way).sum())
+        assert (there - back) / (2 * step) == pytest.approx(along, rel=0.05, abs=2e-4), name
+    exact, rounded = (
+        flat(each)
+        for each in (gradients, trained.gradients(HeadNetwork(trained.card, trained.output, half=True), [batch]))
+    )
+    assert 0 < np.linalg.norm(rounded - exact) < 0.05 * np.linalg.norm(exact)
+
+
+def test_a_sample_of_the_output_rows_gives_nearly_the_same_gradients(trained: Trained) -> None:
+    """Each unlikely row that was drawn stands for those that were not: what is left is noise of the draw."""
+    piece = Stretch(written_by(trained.target, TAPS, [120], top_k=4)[0], 58, 118)
+    found = []
+    for n_candidates, n in ((0, 1), (200, 12)):
+        packer = trained.packer(Size(210, 64, 32, n_candidates))
+        batches = [packer.pack([piece], STARTS, np.random.default_rng(seed)) for seed in range(n)]
+        assert all(len(batch.candidates) == (n_candidates or trained.card.n_out) for batch in batches)
+        found.append(flat(trained.gradients(trained.network, batches)))
+    whole, sampled = found
+    assert np.linalg.norm(sampled - whole) < 0.1 * np.linalg.norm(whole)
+
+
+# The trainer.
+
 STEADY = TrainingSettings(size=Size(210, 64, 20), n_batches=2, learning_rate=3e-3, warm_up=1, final=1.0, half=False)
 """The rate of learning does not depend on the clock."""
 
 
-def trainer(target: Path, checkpoint: Path, passages: list[Passage], kind: Kind = "chained") -> Trainer:
+def trainer(tiny: TinyFiles, checkpoint: Path, passages: list[Passage], kind: Kind = "chained") -> Trainer:
+    target = tiny.quick.target
     file = GGUFFile(target)
     output = tensor_rows(file, "output.weight", slice(None))
     card = new_card(file, fingerprint(target), Recipe(kind, 2, d_ff=32), np.arange(len(output), dtype=np.int32))
@@ -59,18 +217,18 @@ class Stop:
         return bool(self.reports) and self.reports[-1].step >= self.step
 
 
-@pytest.mark.parametrize("kind", ["chained", "medusa"])  # test_network.py has what differs
+@pytest.mark.parametrize("kind", ["chained", "medusa"])
 def test_it_learns_and_goes_on_where_it_was(tiny: TinyFiles, tmp_path: Path, kind: Kind) -> None:
     taps = ("norm",) if kind == "medusa" else TAPS
     passages = written_by(tiny.quick.target, taps, [60, 90, 50, 70])
-    whole, stop = trainer(tiny.quick.target, tmp_path / "whole", passages, kind), Stop(16)
+    whole, stop = trainer(tiny, tmp_path / "whole", passages, kind), Stop(16)
     assert not whole.train(1e9, stop.report, stop)
     first, last = (np.array(stop.reports[i].losses) for i in (1, -1))
     assert last.mean() < 0.95 * first.mean()
     assert 16 * 2 * 40 < stop.reports[-1].tokens_seen <= 16 * 2 * 63
 
     for n in (7, 16):
-        parts, stop = trainer(tiny.quick.target, tmp_path / "parts", passages, kind), Stop(n)
+        parts, stop = trainer(tiny, tmp_path / "parts", passages, kind), Stop(n)
         assert not parts.train(1e9, stop.report, stop)
     assert parts.progress.losses == whole.progress.losses
     for name, value in whole.weights.items():
@@ -79,7 +237,7 @@ def test_it_learns_and_goes_on_where_it_was(tiny: TinyFiles, tmp_path: Path, kin
 
 def test_a_stop_within_a_step_leaves_what_was_before_it(tiny: TinyFiles, tmp_path: Path) -> None:
     passages = written_by(tiny.quick.target, TAPS, [60, 90])
-    one = trainer(tiny.quick.target, tmp_path / "one", passages)
+    one = trainer(tiny, tmp_path / "one", passages)
     asked = 0
 
     def stopping() -> bool:
@@ -94,8 +252,8 @@ def test_a_stop_within_a_step_leaves_what_was_before_it(tiny: TinyFiles, tmp_pat
     gradients = one.network.gradients
     one.network.gradients = lambda *batch: (gradients(*batch)[0], Unready())  # type: ignore[method-assign, assignment, return-value]
     assert not one.train(1e9, lambda progress: None, stopping)
-    before = trainer(tiny.quick.target, tmp_path / "none", passages)
-    again = trainer(tiny.quick.target, tmp_path / "one", passages)
+    before = trainer(tiny, tmp_path / "none", passages)
+    again = trainer(tiny, tmp_path / "one", passages)
     assert again.progress.step == 0
     for found in (one, again):
         for name, value in before.weights.items():
@@ -108,7 +266,7 @@ def test_a_stop_within_a_step_leaves_what_was_before_it(tiny: TinyFiles, tmp_pat
 
 def test_over_when_its_time_is_over(tiny: TinyFiles, tmp_path: Path) -> None:
     passages = written_by(tiny.quick.target, TAPS, [60, 90])
-    one, stop = trainer(tiny.quick.target, tmp_path / "one", passages), Stop(10**9)
+    one, stop = trainer(tiny, tmp_path / "one", passages), Stop(10**9)
     assert one.train(0.05, stop.report, stop, test_every=1e9)
     curve = one.progress.curve
     assert len(curve) == 2  # at the beginning and at the end
@@ -120,12 +278,12 @@ def test_over_when_its_time_is_over(tiny: TinyFiles, tmp_path: Path) -> None:
 def test_checkpoints_of_another_head_or_damaged_ones_are_refused(tiny: TinyFiles, tmp_path: Path) -> None:
     passages = written_by(tiny.quick.target, TAPS, [60, 90])
     path = tmp_path / "one"
-    trainer(tiny.quick.target, path, passages).save()
+    trainer(tiny, path, passages).save()
     with pytest.raises(CheckpointError, match="another head"):
-        trainer(tiny.quick.target, path, written_by(tiny.quick.target, ("norm",), [60, 90]), "medusa")
+        trainer(tiny, path, written_by(tiny.quick.target, ("norm",), [60, 90]), "medusa")
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="damaged"):
-        trainer(tiny.quick.target, path, passages)
+        trainer(tiny, path, passages)
 
 
 # Lessons.
@@ -245,3 +403,110 @@ def test_it_begins_as_the_best_linear_head(tmp_path: Path, monkeypatch: pytest.M
     assert not w["blk.0.attn_output.weight"].any()
     assert not w["blk.0.ffn_down.weight"].any()
     assert begun.sizes["head.fc.weight"].shape == (2 * n,)
+
+
+# Heads of EAGLE-3's layout: llama.cpp computes them as the trainer does, and they draft.
+
+EAGLE3 = Recipe(kind="eagle3", steps=2, n_out=200, d_ff=64, seed=3)
+EAGLE3_TAPS = EAGLE3.taps(5)
+
+
+@pytest.fixture(scope="module")
+def model(target: Path) -> Iterator[Model]:
+    with open_backend("llama-cpp").load(target, n_threads=1) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def file(target: Path) -> Iterator[GGUFFile]:
+    with GGUFFile(target) as opened:
+        yield opened
+
+
+def card_of(file: GGUFFile, n_out: int = 200) -> HeadCard:
+    ids = np.sort(np.random.default_rng(0).permutation(300)[:n_out]).astype(np.int32)
+    return new_card(file, fingerprint(file.path), EAGLE3, ids)
+
+
+def embedder(file: GGUFFile) -> Any:
+    return lambda tokens: tensor_rows(file, "token_embd.weight", tokens)
+
+
+def tapped(passages: list[Passage]) -> list[Passage]:
+    return [replace(each, states=each.states[:, : len(EAGLE3_TAPS)]) for each in passages]
+
+
+def test_every_step_of_eagle3_guesses_as_the_engine_does(
+    target: Path, model: Model, file: GGUFFile, tmp_path: Path
+) -> None:
+    card, rng = card_of(file), np.random.default_rng(5)
+    random = {
+        name: rng.uniform(0.8, 1.2, shape) if "norm" in name else rng.standard_normal(shape) / np.sqrt(shape[-1])
+        for name, shape in card.shapes().items()
+    }
+    path = write_eagle3(tmp_path / "head.gguf", card, random, file)
+    with GGUFFile(path) as written:
+        weights = {name: jax.numpy.array(whole(written, name)) for name in card.shapes()}
+        network = HeadNetwork(card, whole(written, "output.weight"))
+    passages = tapped(written_by(target, (*EAGLE3_TAPS, "norm"), [90, 40]))
+    piece = Stretch(passages[0], 60, 86)
+    packer = Packer(card.token_map, embedder(file), Size(256, 64, 60), card.steps)
+    n = piece.end - piece.begin
+    batch = packer.pack([piece], np.arange(n, dtype=np.int32))
+    found = [np.asarray(states[:n] @ network.output.T) for states in jax.jit(network.steps)(weights, batch)]
+    head = load_published(path, model, n_threads=1)
+    with closing(head):
+        expected = np.array(list(engine_logits(head, piece, card.steps))).swapaxes(0, 1)
+        report = check(head, network, weights, embedder(file), passages)
+    assert np.abs(np.array(found) - expected).mean() < 0.02 * expected.std()  # the engine rounds to float16 and 8 bits
+    assert min(report.agreement) > 0.9  # with random weights some guesses are nearly ties
+
+
+def test_eagle3_begins_with_what_a_linear_map_can_tell(target: Path, file: GGUFFile) -> None:
+    """Its own heads look at their own rows alone, and so it guesses what the closed form does, better than chance."""
+    passages = written_by(target, (*EAGLE3_TAPS, "norm"), [120, 90, 100, 110, 80, 120, 90, 100])
+    card = card_of(file, 300)
+    output = tensor_rows(file, "output.weight", card.token_map)
+    weights = start(file, card, output, embedder(file), passages, seed=0).weights
+    steps = jax.jit(HeadNetwork(card, output).steps)
+    right = places = 0
+    for passage in tapped(passages):
+        piece = Stretch(passage, first_lesson(passage), first_lesson(passage) + min(60, n_lessons(passage)))
+        n = piece.end - piece.begin
+        packer = Packer(card.token_map, embedder(file), Size(256, 64, 60), card.steps)
+        rows = np.array(steps(weights, packer.pack([piece], np.arange(n, dtype=np.int32)))[0])[:n]
+        at = slice(piece.begin, piece.end)
+        states = passage.states[at].reshape(n, -1).astype(np.float32)
+        token = embedder(file)(passage.tokens[piece.begin + 1 : piece.end + 1])
+        linear = eagle3_guesses(card, weights, states, token)
+        linear = linear / np.sqrt((linear**2).mean(1, keepdims=True)) * weights["output_norm.weight"]
+        assert np.linalg.norm(rows - linear) < 0.05 * np.linalg.norm(linear)
+        right += ((rows @ output.T).argmax(1) == passage.top_ids[piece.begin + 1 : piece.end + 1, 0]).sum()
+        places += n
+    assert right / places > 0.15
+
+
+def test_a_run_makes_an_eagle3_head_that_drafts(target: Path, isolated_home: Path, model: Model) -> None:
+    """Found where heads that were trained here lie. On MLX only examples are made otherwise: see test_examples.py."""
+    effort = Effort(1e4, n_places=800, n_steps=4, n_tests=3, n_questions=1, max_tokens=8, longest_answer=40)
+    made = distill(str(target), recipe=EAGLE3, effort=effort, n_threads=1)
+    head = read_published(made.path)
+    assert head.training == made.card.training
+    assert made.card.training.acceptance["all"]
+    assert (head.borrows, head.taps, len(head.ids)) == (("embeddings",), EAGLE3_TAPS, 200)
+    assert inspect(made.path)["published_head"]["training"]["command"].startswith("localspec.distill(")
+    heads_folder().mkdir(parents=True, exist_ok=True)
+    (heads_folder() / "tiny.eagle3.gguf").write_bytes(made.path.read_bytes())
+    assert [each["kind"] for each in described_heads()].count("eagle3") == 1
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    with LLM(target, "head", backend="llama-cpp", draft_length=3, idle=False, n_threads=1, n_ctx=512) as llm:
+        plain = llm.generate("one two one two", params, speculate=False)
+        drafted = llm.generate("one two one two", params)
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.stats["num_draft_tokens"] > 40
+
+
+def test_eagle3_reads_three_layers() -> None:
+    with pytest.raises(UnsupportedModel, match="four or more, not of 3"):
+        EAGLE3.taps(3)
+    assert len(set(EAGLE3.taps(4))) == 3

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -38,6 +38,12 @@ TEXTS = ("one two one two", "the of and to in is that", "with the not he his but
 UNTOLD = [-1] * N_DRAFT
 """The draft of a round that the program does not print: of DFlash2 only how much of it was right."""
 
+Files = tuple[Path, Path | None]
+"""A target and a head in a file of its own."""
+
+Make = Callable[[Path, Path], Files]
+"""Of a target and a folder."""
+
 _CANDIDATE = re.compile(rb"draft candidate +0, pos +(\d+): +(\d+) ")
 _ACCEPTED = re.compile(rb"accepted (\d+)/(\d+) draft tokens, the last target token is: \((\d+)\)")
 
@@ -53,13 +59,13 @@ class DraftRound:
 
 @pytest.fixture(scope="module")
 def program() -> Path:
-    """llama.cpp's own program."""
     open_backend("llama-cpp")
     return build(["llama-speculative-simple"], FOLDER.absolute(), os.cpu_count() or 1)["llama-speculative-simple"]
 
 
-def rounds_of_program(program: Path, target: Path, head: Path | None, text: str) -> list[DraftRound]:
-    """What llama.cpp drafts, read from its log."""
+def rounds_of_program(
+    program: Path, target: Path, head: Path | None, text: str, ends: Collection[int]
+) -> list[DraftRound]:
     kind = ["--spec-type", "draft-mtp"] if head is None else ["--spec-type", f"draft-{head.stem}", "-md", str(head)]
     options = ["--spec-draft-n-max", str(N_DRAFT), "--spec-draft-p-min", "0", "--no-spec-draft-backend-sampling"]
     options += ["-n", str(N_TOKENS), "-c", "512", "--temp", "0", "-t", "1", "-td", "1", "-lv", "5", "--fit", "off"]
@@ -74,7 +80,8 @@ def rounds_of_program(program: Path, target: Path, head: Path | None, text: str)
             n_accepted, n_drafted, token = map(int, match.groups())
             found.append(DraftRound(draft[:n_drafted] or UNTOLD[:n_drafted], n_accepted, token))
             draft = []
-    return found
+    # Till its budget cuts drafts, or an end token comes: behind that it accepts nothing, and stops; we go on.
+    return list(takewhile(lambda it: len(it.draft) == N_DRAFT and it.next_token not in ends, found))
 
 
 def rounds_here(llm: LLM, text: str) -> list[DraftRound]:
@@ -86,67 +93,7 @@ def rounds_here(llm: LLM, text: str) -> list[DraftRound]:
     ]
 
 
-def eagle3(tiny: TinyFiles, folder: Path) -> tuple[Path, Path | None]:
-    return tiny.pair.target, write_eagle3(tiny.pair.target, folder / "eagle3.gguf", n_out=300)
-
-
-def dflash(tiny: TinyFiles, folder: Path) -> tuple[Path, Path | None]:
-    return tiny.pair.target, write_dflash(
-        tiny.pair.target, folder / "dflash.gguf", block_size=16, windows=[True, False]
-    )
-
-
-def dspark(tiny: TinyFiles, folder: Path) -> tuple[Path, Path | None]:
-    return tiny.pair.target, write_dflash(tiny.pair.target, folder / "dspark.gguf", n_out=300, markov=True)
-
-
-def dflash2(tiny: TinyFiles, folder: Path) -> tuple[Path, Path | None]:
-    """And a target that says things twice, of which more is right than the first token."""
-    target = ggufs.correlated_pair(folder, shape=ggufs.Shape(n_layer=4, residual=1.0, tied=True)).target
-    return target, write_dflash(target, folder / "dflash.gguf", block_size=8, selector=8)
-
-
-def glm(tiny: TinyFiles, folder: Path) -> tuple[Path, Path | None]:
-    return ggufs.write_glm(folder / "glm.gguf"), None
-
-
-def qwen35(tiny: TinyFiles, folder: Path) -> tuple[Path, Path | None]:
-    return ggufs.write_hybrid(folder / "qwen35.gguf", residual=0.3, mtp=1), None
-
-
-def apart(tiny: TinyFiles, folder: Path) -> tuple[Path, Path | None]:
-    """The MTP layer in a file of its own."""
-    whole = ggufs.write_hybrid(folder / "whole.gguf", residual=0.3, mtp=1)
-    return write_apart(whole, folder / "trunk.gguf", folder / "mtp.gguf")
-
-
-def assistant(tiny: TinyFiles, folder: Path) -> tuple[Path, Path | None]:
-    """A Gemma 4 and what reads its keys and values."""
-    target = write_gemma4(folder / "gemma4.gguf")
-    return target, write_assistant(target, folder / "mtp.gguf")
-
-
-def assistant_of_shared(tiny: TinyFiles, folder: Path) -> tuple[Path, Path | None]:
-    """One whose target's last layers share those of earlier ones, as E2B's and E4B's do."""
-    target = write_gemma4(folder / "gemma4.gguf", pattern=(True, False) * 3, n_shared=2, n_each=32)
-    return target, write_assistant(target, folder / "mtp.gguf")
-
-
-COMPARED = [name for name in FAMILIES if name != "qwen3next"]
-"""Of Qwen3-Next the program's first drafts have one token, two and three, so there are no rounds of one length."""
-
-
-def family(name: str) -> Callable[[TinyFiles, Path], tuple[Path, Path | None]]:
-    """A model of another family with an MTP layer."""
-
-    def make(tiny: TinyFiles, folder: Path) -> tuple[Path, Path | None]:
-        return FAMILIES[name](folder / "family.gguf"), None
-
-    make.__name__ = name
-    return make
-
-
-def distilled(tiny: TinyFiles, folder: Path) -> tuple[Path, Path | None]:
+def distilled(target: Path, folder: Path) -> Files:
     """A head of EAGLE-3's layout as ``localspec distill`` makes it."""
     pytest.importorskip("jax", reason="heads are trained with JAX")
     shape = ggufs.Shape(n_layer=5, n_embd=64, n_head=4, n_head_kv=2, n_ff=96, residual=0.4)
@@ -157,30 +104,58 @@ def distilled(tiny: TinyFiles, folder: Path) -> tuple[Path, Path | None]:
     return target, made.rename(folder / "eagle3.gguf")  # the name says the kind
 
 
+def dflash2(target: Path, folder: Path) -> Files:
+    """And a target that says things twice, of which more is right than the first token."""
+    target = ggufs.correlated_pair(folder, shape=ggufs.Shape(n_layer=4, residual=1.0, tied=True)).target
+    return target, write_dflash(target, folder / "dflash.gguf", block_size=8, selector=8)
+
+
+def assistant(**options: Any) -> Make:
+    """A Gemma 4 and what reads its keys and values."""
+
+    def make(target: Path, folder: Path) -> Files:
+        target = write_gemma4(folder / "gemma4.gguf", **options)
+        return target, write_assistant(target, folder / "mtp.gguf")
+
+    return make
+
+
+def published(write: Callable[..., Path], kind: str, **options: Any) -> Make:
+    return lambda target, folder: (target, write(target, folder / f"{kind}.gguf", **options))
+
+
+def hybrid(path: Path) -> Path:
+    return ggufs.write_hybrid(path, residual=0.3, mtp=1)
+
+
+def family(write: Callable[[Path], Path]) -> Make:
+    return lambda target, folder: (write(folder / "family.gguf"), None)
+
+
+MADE: dict[str, Make] = {
+    "eagle3": published(write_eagle3, "eagle3", n_out=300),
+    "distilled": distilled,
+    "dflash": published(write_dflash, "dflash", block_size=16, windows=[True, False]),
+    "dspark": published(write_dflash, "dspark", n_out=300, markov=True),
+    "dflash2": dflash2,
+    "apart": lambda target, folder: write_apart(hybrid(folder / "w.gguf"), folder / "trunk.gguf", folder / "mtp.gguf"),
+    "assistant": assistant(),
+    # The target's last layers share keys and values of earlier ones, as E2B's and E4B's do.
+    "assistant of shared": assistant(pattern=(True, False) * 3, n_shared=2, n_each=32),
+    "glm": family(ggufs.write_glm),
+    "qwen35": family(hybrid),
+    # Of Qwen3-Next the program's first drafts have one token, two and three, so there are no rounds of one length.
+    **{name: family(write) for name, write in FAMILIES.items() if name != "qwen3next"},
+}
+
+
 @pytest.mark.real
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize(
-    "make",
-    [
-        eagle3,
-        distilled,
-        dflash,
-        dspark,
-        dflash2,
-        glm,
-        qwen35,
-        apart,
-        assistant,
-        assistant_of_shared,
-        *map(family, COMPARED),
-    ],
-)
-def test_the_same_tokens_are_drafted_and_accepted(
-    program: Path, tiny: TinyFiles, tmp_path: Path, make: Callable[..., Any]
-) -> None:
+@pytest.mark.parametrize("kind", MADE)
+def test_the_same_tokens_are_drafted_and_accepted(program: Path, tiny: TinyFiles, tmp_path: Path, kind: str) -> None:
     """200 rounds over several prompts, each up to the first token that ends the program's answer."""
-    target, head = make(tiny, tmp_path)
+    target, head = MADE[kind](tiny.pair.target, tmp_path)
     options: dict[str, Any] = {"n_ctx": 512, "idle": False, "remember": False, "n_threads": 1}
     theirs: list[DraftRound] = []
     mine: list[DraftRound] = []
@@ -188,11 +163,9 @@ def test_the_same_tokens_are_drafted_and_accepted(
         ends = llm.run(lambda pair: pair.target.vocab.eog)
         for case in range(40):
             text = " ".join(TEXTS[case % len(TEXTS) :] + TEXTS[: case // len(TEXTS)])
-            expected = rounds_of_program(program, target, head, text)
-            # Till its budget cuts drafts, or an end token comes: behind that it accepts nothing, and stops; we go on.
-            expected = list(takewhile(lambda it: len(it.draft) == N_DRAFT and it.next_token not in ends, expected))
+            expected = rounds_of_program(program, target, head, text, ends)
             found = rounds_here(llm, text)[: len(expected)]
-            if make is dflash2:
+            if kind == "dflash2":
                 found = [replace(each, draft=UNTOLD[: len(each.draft)]) for each in found]
             assert found == expected, text
             theirs, mine = theirs + expected, mine + found
@@ -228,8 +201,7 @@ def test_a_trained_head_of_a_real_model_drafts_there_as_here(program: Path, real
     with LLM(target, head, backend="llama-cpp", draft_length=N_DRAFT, **options) as llm:
         ends = llm.run(lambda pair: pair.target.vocab.eog)
         for text in REAL_TEXTS:
-            expected = rounds_of_program(program, target, head, text)
-            expected = list(takewhile(lambda it: len(it.draft) == N_DRAFT and it.next_token not in ends, expected))
+            expected = rounds_of_program(program, target, head, text, ends)
             pairs = zip(rounds_here(llm, text), expected, strict=False)
             alike = [mine for mine, theirs in takewhile(lambda pair: pair[0] == pair[1], pairs)]
             n_parted += len(alike) < len(expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,16 +9,23 @@ from typing import Any
 
 import pytest
 
-from localspec import LLM, LocalspecError, SamplingParams
+from localspec import LocalspecError, SamplingParams
 from localspec.backends.base import Forward
-from localspec.backends.llama import llama_cpp, staging
+from localspec.backends.llama import llama_cpp
 from localspec.commands.files import inspect_command
 from localspec.engine.pair import Pair
 from localspec.errors import ModelFileError
 from localspec.heads.drafters import FollowingHead
 from localspec.heads.kinds import read_published
 from tests.conftest import open_backend
-from tests.spec_decode.drafters.test_published_heads import GREEDY, PROMPT, SEEDED, proposed, says_what_it_says_without
+from tests.spec_decode.drafters.test_published_heads import (
+    GREEDY,
+    PROMPT,
+    SEEDED,
+    open_mtp,
+    proposed,
+    says_what_it_says_without,
+)
 from tests.support import ggufs
 from tests.support.gemma4_ggufs import write_assistant, write_gemma4
 
@@ -41,14 +47,6 @@ def files(tmp_path: Path) -> Files:
     return write_pair(tmp_path)
 
 
-def open_llm(target: Path, draft: Any, **options: Any) -> LLM:
-    defaults: dict[str, Any] = {"n_ctx": 256, "idle": False, "draft_length": 4, "remember": False, "n_threads": 1}
-    return LLM(target, draft, **({"backend": "llama-cpp"} | defaults | options))
-
-
-# What is said, and what is drafted.
-
-
 @pytest.mark.parametrize(
     ("of_target", "pattern", "options"),
     [
@@ -63,7 +61,7 @@ def test_the_text_does_not_depend_on_it(
 ) -> None:
     target = write_gemma4(tmp_path / "target.gguf", **of_target)
     assistant = write_assistant(target, tmp_path / "assistant.gguf", pattern=pattern)
-    with open_llm(target, assistant, **options) as llm:
+    with open_mtp(target, assistant, **options) as llm:
         assert (llm.draft_names, llm.warnings) == (["head"], [])
         says_what_it_says_without(llm, "head", 0.03)
         assert llm.warnings == []
@@ -100,7 +98,7 @@ def test_it_drafts_after_rejections_as_over_a_fresh_memory(files: Files) -> None
         assert [prob for _, prob in mine] == pytest.approx([prob for _, prob in expected], rel=0.02)
 
     different = list[bool]()
-    with open_llm(*files) as llm:
+    with open_mtp(*files) as llm:
         text = PROMPT
         for n in (9, 16, 3, 30):
             text += llm.generate(text, replace(GREEDY, max_tokens=n)).text
@@ -112,9 +110,9 @@ def test_it_drafts_after_rejections_as_over_a_fresh_memory(files: Files) -> None
 
 def test_several_answers_at_a_time_draft_with_it_each_as_alone(files: Files) -> None:
     asked = [(f"{word} two one two", replace(SEEDED, seed=i)) for i, word in enumerate(("one", "two", "three", "four"))]
-    with open_llm(*files) as llm:
+    with open_mtp(*files) as llm:
         alone = [llm.generate(*each) for each in asked]
-    with open_llm(*files, parallel=3) as llm:
+    with open_mtp(*files, parallel=3) as llm:
         beside = [stream.reply for stream in [llm.rounds(*each) for each in asked]]
         assert llm.warnings == []
     for mine, expected in zip(beside, alone, strict=True):
@@ -125,7 +123,7 @@ def test_several_answers_at_a_time_draft_with_it_each_as_alone(files: Files) -> 
 def test_it_goes_on_in_a_conversation_and_beside_others(files: Files) -> None:
     """The target's context is made anew for it, with the text; and again for another draft, and back."""
     target, assistant = files
-    with open_llm(target, None) as plain, open_llm(target, None) as llm:
+    with open_mtp(target, None) as plain, open_mtp(target, None) as llm:
         text = PROMPT
         for draft in (None, assistant, None, [assistant, "ngram"], assistant):
             llm.set_draft(draft)
@@ -138,14 +136,11 @@ def test_it_goes_on_in_a_conversation_and_beside_others(files: Files) -> None:
 
 def test_an_answer_that_fills_the_context_is_no_failure(files: Files) -> None:
     until_full = SamplingParams(ignore_eos=True, temperature=0.0)
-    with open_llm(*files, n_ctx=256) as llm:
+    with open_mtp(*files, n_ctx=256) as llm:
         reply = llm.generate(PROMPT, until_full)
         assert reply.token_ids == llm.generate(PROMPT, until_full, speculate=False).token_ids
         assert len(reply.token_ids) > 200
         assert (llm.draft_names, llm.warnings) == (["head"], [])
-
-
-# Found without being named.
 
 
 def test_auto_takes_the_one_that_lies_beside_its_target(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,7 +150,7 @@ def test_auto_takes_the_one_that_lies_beside_its_target(files: Files, capsys: py
     apart.parent.mkdir()
     for path, place, expected in ((target, assistant, [assistant]), (other, assistant, []), (target, apart, [apart])):
         assistant = assistant.rename(place)
-        with open_llm(path, "auto", idle=True) as llm:  # what passes cost is measured briefly then
+        with open_mtp(path, "auto", idle=True) as llm:  # what passes cost is measured briefly then
             assert llm.warnings == []
             assert [draft.path for draft in llm.run(lambda pair: pair.state.models)] == expected
     assert inspect_command(str(assistant)) == 0
@@ -164,42 +159,36 @@ def test_auto_takes_the_one_that_lies_beside_its_target(files: Files, capsys: py
     assert "embeddings and keys and values of the target, on llama-cpp" in said
 
 
-# What does not fit, or is damaged: llama.cpp would end the process over most of it.
-
-OTHER_TARGETS: list[tuple[dict[str, Any], str]] = [
-    ({"pattern": (True, False, False, False)}, r"2 heads of 32 channels and a window of 32 tokens, but \S.* has none"),
-    ({"pattern": (False, True, True)}, r"1 heads of 64 channels, but .* has none there"),
-]
-
-
-@pytest.mark.parametrize(("of_target", "why"), OTHER_TARGETS)
-def test_one_for_another_target_is_refused(files: Files, of_target: dict[str, Any], why: str) -> None:
-    other = write_gemma4(files[0].parent / "other.gguf", **of_target)
-    with pytest.raises(LocalspecError, match=f"does not fit: it reads keys and values of {why}"):
-        open_llm(other, files[1])
-
-
 @pytest.mark.parametrize(
-    ("extra", "why"),
+    ("of_target", "extra", "why"),
     [
-        ({"attention.head_count_kv": [4, 4, 1]}, "keys and values of 4 heads of 32 channels"),
-        ({"attention.sliding_window": 16}, "a window of 16 tokens, but .* has 2 heads of .* and a window of 32"),
+        (
+            {"pattern": (True, False, False, False)},
+            {},
+            r"2 heads of 32 channels and a window of 32 .*but \S.* has none",
+        ),
+        ({"pattern": (False, True, True)}, {}, r"1 heads of 64 channels, but .* has none there"),
+        ({}, {"attention.head_count_kv": [4, 4, 1]}, "keys and values of 4 heads of 32 channels"),
+        ({}, {"attention.sliding_window": 16}, "a window of 16 .*but .* has 2 heads of .* and a window of 32"),
     ],
 )
-def test_what_reads_otherwise_than_its_target_keeps_is_refused(
-    tmp_path: Path, files: Files, extra: Mapping[str, Any], why: str
+def test_one_for_another_target_is_refused(
+    files: Files, of_target: dict[str, Any], extra: Mapping[str, Any], why: str
 ) -> None:
+    folder = files[0].parent
+    target = write_gemma4(folder / "other.gguf", **of_target) if of_target else files[0]
+    assistant = write_assistant(files[0], folder / "odd.gguf", extra=extra)
     with pytest.raises(LocalspecError, match=f"does not fit: it reads .*{why}"):
-        open_llm(files[0], write_assistant(files[0], tmp_path / "odd.gguf", extra=extra))
+        open_mtp(target, assistant)
 
 
 def test_it_is_for_gemma_4_on_llama_cpp_and_no_model_itself(files: Files, tmp_path: Path) -> None:
     llama = ggufs.write_llama(tmp_path / "llama.gguf", ggufs.Shape(n_layer=4), ggufs.bpe_vocab())
     for engine in ("llama-cpp", open_backend("reference").name):
         with pytest.raises(LocalspecError, match=r"it reads keys and values of .* but .* has none there"):
-            open_llm(llama, files[1], backend=engine)
+            open_mtp(llama, files[1], backend=engine)
     with pytest.raises(LocalspecError, match="cannot generate text"):
-        open_llm(files[1], None)
+        open_mtp(files[1], None)
 
 
 DAMAGED: list[tuple[dict[str, Any], str]] = [
@@ -236,24 +225,9 @@ def test_what_the_engine_would_end_the_process_over_is_refused(
     assert "\n" not in str(caught.value)
 
 
-# What goes wrong while it drafts.
-
-
-def test_where_its_engine_fails_it_is_done_without(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_llm(*files) as llm:
-        plain = llm.generate(PROMPT, GREEDY, speculate=False).token_ids
-        functions = staging.staging()
-        real, left = functions.process, iter(range(6))
-        monkeypatch.setattr(functions, "process", lambda *given: 1 if next(left, None) is None else int(real(*given)))
-        assert llm.generate(PROMPT, GREEDY).token_ids == plain
-        assert llm.draft_names == []
-        (warning,) = llm.warnings
-        assert re.search(r"assistant\.gguf is not used any more: it failed", warning)
-
-
 def test_without_memory_for_its_context_the_answer_goes_on(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the target has read is there, though the engine empties a memory for which such a context is made."""
-    with open_llm(*files) as llm:
+    with open_mtp(*files) as llm:
         plain = llm.generate(PROMPT, GREEDY, speculate=False).token_ids
         init, made = llama_cpp.binding().api.llama_init_from_model, list[int]()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,10 @@ from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.fixed import FixedController
 from localspec.engine.loading import DraftCopy, measuring, reading
 from localspec.engine.state import DecodingState
-from localspec.sampling.sampling import Noise
-from localspec.spec_decode.drafters.base import DrafterFailed, Plan
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
-from localspec.spec_decode.proposer import Proposer
 from localspec.system.steps import exhaust
 from tests.conftest import open_backend
 from tests.support import ggufs
-from tests.support.contexts import watch_passes
 from tests.support.gguf_vocabs import UNUSED, bpe_vocab
 
 N_VOCAB, N_PADDING = 384, 64
@@ -84,9 +79,6 @@ def unseen_token(target: Path) -> int:
     return next(token for token in range(100, N_VOCAB) if token not in seen)
 
 
-# -- wider than the target ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("length", [4, "auto"])
 def test_a_wider_draft_guesses_only_what_the_target_has(engine: str, wide: ggufs.Pair, length: int | str) -> None:
     with LLM(wide.target, draft=wide.draft, backend=engine, n_ctx=128, draft_length=length) as llm:
@@ -102,20 +94,6 @@ def test_a_wider_draft_guesses_only_what_the_target_has(engine: str, wide: ggufs
             if engine == "reference" and (params.greedy or params.seed is not None):
                 assert rounds.reply.token_ids == llm.generate(PROMPT, params, speculate=False).token_ids
         assert not llm.warnings
-
-
-def test_q_is_the_law_of_what_the_target_can_take(wide: ggufs.Pair) -> None:
-    params = SamplingParams(temperature=1.0, logit_bias={N_VOCAB + 1: 50.0})
-    row = np.random.default_rng(0).normal(0.0, 3.0, N_VOCAB + N_PADDING).astype(np.float32)
-    cut = Proposer(params, Noise(1), n_vocab=N_VOCAB)
-    alone = Proposer(params, Noise(1))
-    assert cut.confidence(row, PROMPT) == alone.confidence(row[:N_VOCAB], PROMPT)
-    (guess, q), (_, law) = cut.choose(9), alone.choose(9)
-    assert q is not None
-    assert law is not None
-    assert guess < N_VOCAB
-    assert q.ids.tolist() == law.ids.tolist()
-    assert q.probs.tolist() == law.probs.tolist()
 
 
 def test_padding_does_not_count_against_a_copy(wide: ggufs.Pair) -> None:
@@ -138,24 +116,6 @@ def test_a_prediction_is_made_of_the_targets_tokens(wide: ggufs.Pair) -> None:
                 llm.generate(PROMPT, GREEDY, prediction=wrong)
         plain = llm.generate(PROMPT, GREEDY, speculate=False).token_ids
         assert llm.generate(PROMPT, GREEDY, prediction=np.array(plain)).token_ids == plain
-
-
-# -- broken ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0)])
-def test_no_guess_comes_of_a_row_that_is_not_numbers(params: SamplingParams, broken: float) -> None:
-    proposer = Proposer(params, Noise(0), n_vocab=50)
-    row = np.linspace(-3, 3, 60, dtype=np.float32)
-    row[40:] = broken  # of -inf alone that is nothing unusual
-    if broken == -np.inf:
-        assert proposer.confidence(row, []) > 0
-        row[:] = broken
-    with pytest.raises(DrafterFailed, match="not numbers"):
-        proposer.confidence(row, [])
-    row[:50] = 1.0  # what the target has no row for does not matter
-    assert proposer.confidence(row, []) > 0
 
 
 @pytest.fixture(scope="module")
@@ -228,38 +188,13 @@ def test_a_draft_that_fails_while_it_catches_up_is_dropped(
     bad = unseen_token(wide.target)
     with LLM(wide.target, draft=turns_bad, backend="reference", n_ctx=256) as llm:
         drafter = llm.inspect().state.drafters[0]
-        seen: list[object] = []
-
-        class Watching(FixedController):
-            def plan(self, room: int, n_past: int, **situation: Any) -> Plan:
-                seen.append(set(situation["lost"]))
-                return super().plan(room, n_past, **situation)
-
-        monkeypatch.setattr(DecodingState, "controller", lambda *args, **options: Watching(2))
+        monkeypatch.setattr(DecodingState, "controller", lambda *args, **options: FixedController(2))
         llm.generate(PROMPT, replace(GREEDY, max_tokens=8))
         text = [*PROMPT, 90, 91, 92, bad, 93]
         plain = llm.generate(text, GREEDY, draft_length=0, drafters=[]).token_ids
         drafter.begin(PROMPT)
         assert llm.generate(text, GREEDY).token_ids == plain
-        assert seen[-1] == {"model"}
-        assert llm.inspect().draft_names == []
-
-
-def test_a_draft_whose_engine_fails_is_done_without(wide: ggufs.Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    with LLM(wide.target, draft=["ngram", wide.draft], backend="reference", n_ctx=256, draft_length=3) as llm:
-        plain = llm.generate(PROMPT, GREEDY, speculate=False).token_ids
-        context = llm.inspect().contexts[1]
-
-        def failing(n: int) -> None:
-            if n > 5:
-                raise EngineError("out of memory")
-
-        watch_passes(context, monkeypatch, before=failing)
-        reply = llm.generate(PROMPT, GREEDY)
-        assert reply.token_ids == plain
-        assert reply.stats["num_draft_tokens"] > 0
-        assert llm.draft_names == ["ngram"]
-        assert [line.split("gguf ")[1] for line in llm.warnings] == ["is not used any more: it failed: out of memory"]
+        assert llm.draft_names == []
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
@@ -272,26 +207,15 @@ def test_a_target_that_is_broken_is_an_error_that_names_its_engine_and_file(
     weights["output.weight"][17] = value
     target = ggufs.write_llama(folder / "broken-target.gguf", SHAPE, bpe_vocab(N_VOCAB), weights=weights)
     with LLM(target, draft=["ngram", wide.draft], backend="reference", n_ctx=128, draft_length=3) as llm:
-        with pytest.raises(
-            EngineError, match=r"^reference.* logits of broken-target\.gguf that are not numbers"
-        ) as info:
+        with pytest.raises(EngineError, match=r"^reference.* logits of broken-target\.gguf that are not numbers"):
             llm.generate(PROMPT, KINDS[kind])
-        assert "wide" not in str(info.value)
-        assert "\n" not in str(info.value)
-        assert not llm.warnings
-        assert llm.draft_names == ["ngram", "wide"]
+        assert (llm.draft_names, llm.warnings) == (["ngram", "wide"], [])
 
 
-@pytest.fixture
-def llm(wide: ggufs.Pair) -> Iterator[LLM]:
-    with LLM(wide.target, draft=wide.draft, backend="reference", n_ctx=128, draft_length=3) as loaded:
-        yield loaded
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_banning_every_token_is_the_requests_mistake(llm: LLM, temperature: float) -> None:
-    params = SamplingParams(temperature=temperature, logit_bias={i: -np.inf for i in range(N_VOCAB)}, max_tokens=4)
-    with pytest.raises(UsageError, match="logit_bias bans every token"):
-        llm.generate(PROMPT, params)
-    assert llm.draft_names == ["wide"]
-    assert not llm.warnings
+def test_banning_every_token_is_the_requests_mistake(wide: ggufs.Pair) -> None:
+    with LLM(wide.target, draft=wide.draft, backend="reference", n_ctx=128, draft_length=3) as llm:
+        for temperature in (0.0, 1.0):
+            params = SamplingParams(temperature=temperature, logit_bias={i: -np.inf for i in range(N_VOCAB)})
+            with pytest.raises(UsageError, match="logit_bias bans every token"):
+                llm.generate(PROMPT, params)
+        assert (llm.draft_names, llm.warnings) == (["wide"], [])

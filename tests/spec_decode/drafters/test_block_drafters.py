@@ -1,4 +1,4 @@
-"""Block drafters (DFlash, DSpark): what a block costs, and what is asked of the engine.
+"""Block drafters (DFlash, DSpark): what a block, or a pass of masks, costs, and what is asked of the engine.
 
 What is asked of all published heads is in test_published_heads.py.
 """
@@ -12,22 +12,16 @@ import numpy as np
 import pytest
 
 from localspec import LocalspecError
-from localspec.backends.base import Context, FloatArray
 from localspec.commands.doctor.facts import payoff
 from localspec.controllers.acceptance import GREEDY as TYPICAL
 from localspec.controllers.acceptance import SourceAcceptance
 from localspec.controllers.auto import AutoController
 from localspec.controllers.cost_model import PassTimes
-from localspec.engine.answer import rounds as rounds_of_pair
 from localspec.engine.pair import Pair
 from localspec.heads.listing import inspect
 from localspec.heads.published import EngineHead
 from tests.conftest import TinyFiles
-from tests.spec_decode.drafters.test_published_heads import (
-    GREEDY,
-    PROMPT,
-    open_llm,
-)
+from tests.spec_decode.drafters.test_published_heads import GREEDY, PROMPT, open_llm
 from tests.support import ggufs
 from tests.support.published_heads import write_dflash
 
@@ -38,57 +32,63 @@ def write_block(tiny: TinyFiles, folder: Path, **options: Any) -> Path:
     return write_dflash(tiny.pair.target, folder / "block.gguf", **options)
 
 
-def test_a_pass_fills_in_as_many_masks_as_may_be_drafted(tiny: TinyFiles, tmp_path: Path) -> None:
-    def widths(pair: Pair) -> list[int]:
-        (draft,) = pair.state.models
-        head, found = draft.drafter.head, list[int]()  # type: ignore[attr-defined]
-        real = head.block_logits
-
-        def counted(context: Context, token: int, n: int, n_best: int) -> FloatArray:
-            found.append(n)
-            return real(context, token, n, n_best)  # type: ignore[no-any-return]
-
-        head.block_logits = counted
-        list(rounds_of_pair(pair, pair.target.tokenize(PROMPT), GREEDY, 3, lambda n_cached: None, lambda: False))
-        list(rounds_of_pair(pair, pair.target.tokenize(PROMPT), GREEDY, 20, lambda n_cached: None, lambda: False))
-        return found
-
+def test_a_pass_fills_in_as_many_masks_as_may_be_drafted(
+    tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with open_llm(tiny, write_block(tiny, tmp_path, block_size=8)) as llm:
-        found = llm.run(widths)
+        head, found = llm.inspect().state.models[0].drafter.head, list[int]()
+        real = head.block_logits
+        monkeypatch.setattr(head, "block_logits", lambda *given: (found.append(given[2]), real(*given))[1])
+        for length in (3, 16):
+            llm.generate(PROMPT, GREEDY, draft_length=length)
     assert set(found) <= set(range(1, 8))
     assert found.count(3) > 10
     assert found.count(7) > 10
 
 
-# -- what it costs -----------------------------------------------------------------------------------------------------
-
-
-def planned(one_pass: frozenset[str], step_ms: float) -> int:
-    """How many tokens the controller takes of a drafter that is right four times in five, as it says."""
-    times = PassTimes({w: 10.0 + 0.2 * w for w in range(1, 20)})
+def planned(times: dict[int, float], one_pass: bool = True, rows_of_draft: bool = False) -> tuple[int, int]:
+    """The width of a pass, and how many tokens the controller takes of a drafter that is right four times in five."""
     controller = AutoController(
-        times, {"head": PassTimes({1: step_ms})}, {"head": SourceAcceptance(TYPICAL)}, one_pass=one_pass
+        PassTimes({w: 10.0 + 0.2 * w for w in range(1, 20)}),
+        {"head": PassTimes(times)},
+        {"head": SourceAcceptance(TYPICAL)},
+        one_pass=frozenset(["head"] * one_pass),
+        rows_of_draft=frozenset(["head"] * rows_of_draft),
     )
     plan, n = controller.plan(16, 20), 0
-    while plan.more("head", 0 if n and one_pass else 1) and plan.keep("head", 0.8) is not None:
+    width = plan.width("head") if rows_of_draft else 16
+    while n < width and plan.more("head", 0 if n and one_pass else 1) and plan.keep("head", 0.8) is not None:
         n += 1
-    return n
+    return width, n
 
 
 def test_what_a_block_costs_does_not_depend_on_how_deep_is_drafted() -> None:
     """Where a step is dear a chain ends early, or does not begin; a block of the same price is used to its end."""
-    assert planned(frozenset(), 2.0) < planned(frozenset({"head"}), 2.0)
-    assert planned(frozenset(), 4.0) <= 2 < planned(frozenset({"head"}), 4.0)
-    assert planned(frozenset({"head"}), 60.0) == 0
+    assert planned({1: 2.0}, one_pass=False)[1] < planned({1: 2.0})[1]
+    assert planned({1: 4.0}, one_pass=False)[1] <= 2 < planned({1: 4.0})[1]
+    assert planned({1: 60.0})[1] == 0
 
 
-def test_what_a_block_needs_to_pay_falls_with_its_length() -> None:
-    chain, block = (payoff("head", lambda width: 10.0, 8.0, block_ms) for block_ms in (None, lambda n: 8.0))
-    needed = [[share or 1.0 for share in each.break_even.values()] for each in (chain, block)]
-    assert needed[0][0] == needed[1][0]
-    assert needed[1] == sorted(needed[1], reverse=True)
-    assert needed[1][5] < 0.7 * needed[0][5]
+def test_a_pass_of_masks_is_as_wide_as_its_rows_are_worth() -> None:
+    """The first row has its price, and each further one; a draft does not get dearer by its steps."""
+    flat, steep = {1: 2.0, 16: 2.1}, {1: 2.0, 16: 2.0 + 15 * 2.0}
+    assert planned(flat, rows_of_draft=True)[0] > planned(steep, rows_of_draft=True)[0] >= 1
+    assert planned({1: 60.0, 16: 61.0}, rows_of_draft=True)[1] == 0
+
+
+def test_what_a_pass_of_several_tokens_needs_to_pay_falls_with_its_length() -> None:
+    """The more so the less its rows cost."""
+    chain, rows, block = (
+        payoff("head", lambda width: 10.0, 8.0, pass_ms)
+        for pass_ms in (None, lambda n: 8.0 + 0.5 * (n - 1), lambda n: 8.0)
+    )
+    needed = [[share or 1.0 for share in each.break_even.values()] for each in (chain, rows, block)]
+    assert needed[0][0] == needed[1][0] == needed[2][0]
+    assert needed[2] == sorted(needed[2], reverse=True)
+    assert needed[2][3] < needed[1][3] < needed[0][3]
+    assert needed[2][5] < 0.7 * needed[0][5]
     assert block.speedup[0.8] > chain.speedup[0.8]
+    assert rows.best_length[0.8] < block.best_length[0.8]
 
 
 def test_a_block_is_what_is_timed(tiny: TinyFiles, tmp_path: Path) -> None:

@@ -1,12 +1,16 @@
-"""Drafts copied from files: the drafter, its rank beside n-grams, and a pair that has it."""
+"""Drafts copied from files: the index, which is in step with them, the drafter, and a pair that has it."""
 
 from __future__ import annotations
 
+import os
+import random
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from localspec import LLM, SamplingParams
 from localspec.engine.saved import said_in
@@ -15,40 +19,271 @@ from localspec.sampling.sampling import Noise
 from localspec.server.conversations import ConversationStore
 from localspec.spec_decode.drafters import corpus as module
 from localspec.spec_decode.drafters.base import Plan
-from localspec.spec_decode.drafters.corpus import CorpusDrafter, CorpusIndex, PathSource
+from localspec.spec_decode.drafters.corpus import DEPTH, MOST_FILE_BYTES, CorpusDrafter, CorpusIndex, PathSource, Survey
 from localspec.spec_decode.drafters.group import DrafterGroup
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.proposer import Proposer
 from localspec.system.steps import exhaust
 from tests.conftest import TinyFiles
 
-ANYTHING = Proposer(SamplingParams(), Noise(0))
-KINDS = {
-    "greedy": SamplingParams(max_tokens=60, ignore_eos=True),
-    "seeded": SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True),
-}
-
 
 def tokens_of(text: str) -> list[int]:
     return [ord(char) for char in text]
 
 
-def drafter_of(folder: Path, **texts: str) -> CorpusDrafter:
-    root = folder / "text"
-    root.mkdir()
-    for name, text in texts.items():
-        (root / f"{name}.txt").write_text(text)
-    index = CorpusIndex(PathSource(root), folder / "home", "v", tokens_of)
+class Corpus:
+    """A folder with an index."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.home = root / "text", root / "home"
+        self.root.mkdir()
+
+    def write(self, name: str, text: str) -> None:
+        path = self.root / name
+        before = path.stat().st_mtime_ns if path.exists() else 0
+        path.write_text(text, newline="")
+        if path.stat().st_mtime_ns == before:  # a coarse clock
+            os.utime(path, ns=(before + 10**9, before + 10**9))
+
+    def open(self) -> CorpusIndex:
+        return CorpusIndex(PathSource(self.root), self.home, "vocabulary", tokens_of)
+
+    def index(self) -> CorpusIndex:
+        """One that is up to date."""
+        index = self.open()
+        exhaust(index.update())
+        return index
+
+    @property
+    def files(self) -> list[Path]:
+        return sorted(self.home.rglob("*.segment"))
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Corpus:
+    return Corpus(tmp_path)
+
+
+def following(index: CorpusIndex, text: str) -> str:
+    """What is proposed after a text, one character at a time, until there is nothing or the same text comes again."""
+    match, found = index.match(tokens_of(text)), ""
+    while (best := index.continuation(match)) is not None and len(found) < 60:
+        found += chr(best.token)
+        match = index.step(match, best.token)
+    return found
+
+
+def brute(texts: Sequence[str], text: str) -> tuple[int, Counter[str]]:
+    """Length of the longest match, up to ``DEPTH``, and what follows it how often."""
+    for length in range(min(DEPTH, len(text)), 0, -1):
+        end = text[-length:]
+        places = [(each, i) for each in texts for i in range(len(each)) if each.startswith(end, i)]
+        if places:
+            return length, Counter(each[i + length] for each, i in places if i + length < len(each))
+    return 0, Counter()
+
+
+def test_it_finds_what_a_plain_search_finds(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """600 random texts of three letters in 12 files, in several segments, sorted in small buckets."""
+    rng = random.Random(7)
+    monkeypatch.setattr(module, "BATCH", 200)
+    monkeypatch.setattr("localspec.spec_decode.drafters.corpus.BUCKET", 16)
+    texts = ["".join(rng.choices("abc", k=rng.randrange(1, 120))) for _ in range(12)]
+    texts += [texts[0] * 3, texts[1][:50]]  # long repeats, over the depth that is sorted
+    for i, text in enumerate(texts):
+        corpus.write(f"{i}.txt", text)
+    index = corpus.index()
+    assert len(index.segments) > 1
+    monkeypatch.setattr(module, "MOST_PLACES", 10_000)
+    n_long = 0
+    for _ in range(600):
+        source = rng.choice(texts)
+        end = rng.randrange(len(source) + 1)
+        text = rng.choice(["", "b", "cab"]) + source[max(0, end - rng.randrange(60)) : end] + rng.choice(["", "", "a"])
+        length, follows = brute(texts, text)
+        match = index.match(tokens_of(text))
+        assert match.length == length, text
+        best = index.continuation(match)
+        assert (best is None) == (not follows), text
+        if best is not None:
+            assert best.times == max(follows.values()) == follows[chr(best.token)]
+            assert best.total == follows.total()
+            assert match.is_whole
+            further = index.continuation(index.step(match, best.token))
+            again = index.continuation(index.match(tokens_of(text + chr(best.token))))
+            assert (further or (0, 0, 0))[1:3] == (again or (0, 0, 0))[1:3] or length >= DEPTH
+        n_long += length >= DEPTH
+    assert n_long > 10
+
+
+def test_a_sample_of_many_places_stands_for_all(corpus: Corpus) -> None:
+    corpus.write("a.txt", "ab" * 5000 + "ac" * 500)
+    index = corpus.index()
+    match = index.match(tokens_of("?a"))
+    best = index.continuation(match)
+    assert best is not None
+    assert (chr(best.token), best.times > 0.8 * best.total) == ("b", True)
+    assert best.total <= module.MOST_PLACES
+    assert not match.is_whole
+    assert index.step(match, best.token).length == 2  # looked for: there may be others
+
+
+def test_only_what_changed_is_read_again(corpus: Corpus) -> None:
+    for i in range(20):
+        corpus.write(f"{i}.txt", f"number {i} is here. " * 20)
+    index = corpus.open()
+    survey = exhaust(index.survey())
+    assert (survey.n_files, survey.n_new, index.is_current) == (20, 20, False)
+    corpus.index()
+    read: list[str] = []
+    index = corpus.open()
+    text = index.source.text
+    index.source.text = lambda name: read.append(name) or text(name)  # type: ignore[method-assign,func-returns-value]
+    assert exhaust(index.survey()) == Survey(20, survey.n_bytes, 0, 0)
+    assert index.is_current
+    assert following(index, "number 7").startswith(" is here")
+    corpus.write("7.txt", "number 7 was there")
+    (corpus.root / "8.txt").unlink()
+    corpus.write("new.txt", "something new")
+    assert exhaust(index.survey()).n_new == 2
+    assert not index.is_current
     exhaust(index.update())
-    return CorpusDrafter(index, "corpus", "corpus:text")
+    assert sorted(read) == ["7.txt", "new.txt"]
+    for each in (index, corpus.open()):
+        exhaust(each.survey())
+        assert following(each, "number 7") == " was there"
+        assert following(each, "something") == " new"
+        assert "8" not in following(each, "number ")[:1]
+
+
+def test_a_file_that_is_gone_is_not_copied_from(corpus: Corpus) -> None:
+    corpus.write("a.txt", "my secret is red")
+    corpus.write("b.txt", "another file with much more text, " * 50)
+    assert following(corpus.index(), "my secret is") == " red"
+    (corpus.root / "a.txt").unlink()
+    index = corpus.open()
+    exhaust(index.survey())
+    assert "red" not in following(index, "my secret is")
+    corpus.write("b.txt", "changed, so that nothing of the segment is left")
+    corpus.index()
+    assert all("secret" not in path.read_bytes().decode("utf-32-be", "replace") for path in corpus.files)
+    assert len(corpus.files) == 1
+
+
+def test_small_segments_are_merged(corpus: Corpus) -> None:
+    for i in range(30):
+        corpus.write(f"{i}.txt", f"file {i:02} says {i * 7919 % 1000:03}")
+        index = corpus.index()
+        assert len(index.segments) <= module.MOST_SEGMENTS
+        assert len(corpus.files) == len(index.segments)
+    assert index.n_tokens == 30 * len("file 00 says 000")
+    for i in range(30):
+        assert following(index, f"file {i:02} says ") == f"{i * 7919 % 1000:03}"
+
+
+def test_what_is_broken_off_goes_on(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every step: what was written stays, nothing half is taken for whole, nothing is left behind."""
+    monkeypatch.setattr(module, "BATCH", 100)
+    for i in range(8):
+        corpus.write(f"{i}.txt", f"this is file {i}. " * 4)
+    for n_steps in range(60):
+        index = corpus.open()
+        steps = index.update()
+        n = sum(1 for _ in zip(range(n_steps), steps, strict=False))
+        steps.close()
+        assert not [path for path in corpus.home.rglob("*") if path.suffix == ".tmp"]
+        again = corpus.open()
+        exhaust(again.survey())
+        assert again.n_tokens in range(0, 8 * 64 + 1, 64)
+        if n < n_steps:
+            break
+    else:
+        raise AssertionError("it never came to its end")
+    assert again.is_current
+
+
+@pytest.mark.parametrize("damage", ["cut", "header", "magic", "tokens", "empty"])
+def test_a_damaged_index_is_built_anew(corpus: Corpus, damage: str) -> None:
+    corpus.write("a.txt", "the cat sat on the mat. " * 30)
+    corpus.index()
+    (path,) = corpus.files
+    content = path.read_bytes()
+    half = len(content) // 2
+    path.write_bytes(
+        {
+            "cut": content[:-8],
+            "header": content[:40] + b"\xff\xff" + content[42:],
+            "magic": b"another file" + content,
+            "tokens": content[:half] + bytes(len(content) - half),
+            "empty": b"",
+        }[damage]
+    )
+    index = corpus.open()
+    assert exhaust(index.survey()).n_new == 1
+    exhaust(index.update())
+    assert following(index, "the cat sat").startswith(" on the mat.")
+    assert len(corpus.files) == 1
+
+
+def test_two_processes_do_not_build_at_once(corpus: Corpus) -> None:
+    corpus.write("a.txt", "the cat sat on the mat")
+    index = corpus.open()
+    index.folder.mkdir(parents=True)
+    with FileLock(index.folder / "lock"):
+        other = corpus.open()
+        exhaust(other.update())
+        assert not other.segments
+    exhaust(other.update())
+    assert following(other, "the cat") == " sat on the mat"
+    exhaust(index.survey())
+    assert following(index, "the cat") == " sat on the mat"  # what the other one built
+
+
+def test_what_has_no_text_is_not_read_twice(corpus: Corpus) -> None:
+    (corpus.root / "picture.png").write_bytes(b"\x89PNG\0\0")
+    index = corpus.index()
+    assert (index.n_tokens, index.match([1, 2]).length) == (0, 0)
+    assert exhaust(corpus.open().survey()).n_new == 0
+
+
+def test_too_much_is_refused_before_anything_is_read(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus.write("a.txt", "too much " * 20)
+    monkeypatch.setattr(module, "MOST_BYTES", 100)
+    with pytest.raises(UsageError, match=r"has .* GB of text in 1 files; at most .*: name folders in it"):
+        exhaust(corpus.open().survey())
+    monkeypatch.undo()
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10})())
+    with pytest.raises(UsageError, match=r"cannot index .*there is less on the disk"):
+        exhaust(corpus.open().update())
+
+
+def test_an_index_is_readable_by_this_user_alone(corpus: Corpus) -> None:
+    corpus.write("a.txt", "private text")
+    corpus.index()
+    if os.name == "posix":
+        assert corpus.files[0].stat().st_mode & 0o077 == 0
+        assert corpus.files[0].parent.stat().st_mode & 0o077 == 0
+
+
+ANYTHING = Proposer(SamplingParams(), Noise(0))
+ENDLESS = SamplingParams(max_tokens=60, ignore_eos=True)
+
+
+# The drafter, and its rank beside n-grams.
+
+
+def drafter_of(corpus: Corpus, **texts: str) -> CorpusDrafter:
+    for name, text in texts.items():
+        corpus.write(f"{name}.txt", text)
+    return CorpusDrafter(corpus.index(), "corpus", "corpus:text")
 
 
 def drafted(drafter: CorpusDrafter | DrafterGroup, text: str, n: int) -> str:
     return "".join(chr(token.id) for token in drafter.draft(tokens_of(text), Plan(n), ANYTHING))
 
 
-def test_it_copies_what_follows_in_a_file(tmp_path: Path) -> None:
-    drafter = drafter_of(tmp_path, a="the cat sat on the mat", b="a dog ran")
+def test_it_copies_what_follows_in_a_file(corpus: Corpus) -> None:
+    drafter = drafter_of(corpus, a="the cat sat on the mat", b="a dog ran")
     drafter.begin(tokens_of("my cat"))
     assert drafted(drafter, "my cat", 7) == " sat on"
     assert drafted(drafter, "my cat", 90) == " sat on the mat"
@@ -61,8 +296,8 @@ def test_it_copies_what_follows_in_a_file(tmp_path: Path) -> None:
     assert drafted(drafter, "a d", 5) == "og ra"
 
 
-def test_it_learns_how_often_it_is_right(tmp_path: Path) -> None:
-    drafter = drafter_of(tmp_path, a="abcdefgh" * 20)
+def test_it_learns_how_often_it_is_right(corpus: Corpus) -> None:
+    drafter = drafter_of(corpus, a="abcdefgh" * 20)
     before = drafter.clone(None)
     drafter.begin(tokens_of("ab"))
     text = "ab"
@@ -78,11 +313,11 @@ def test_it_learns_how_often_it_is_right(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("surer", ["corpus", "ngram"])
-def test_the_surer_of_corpus_and_ngrams_goes_first(tmp_path: Path, surer: str) -> None:
+def test_the_surer_of_corpus_and_ngrams_goes_first(corpus: Corpus, surer: str) -> None:
     """A longer match is right more often, wherever it is: at each place the one with more confidence drafts."""
     long, short = "one two three four five six", "five six"
     in_file, in_prompt = (long, short) if surer == "corpus" else (short, long)
-    drafter = drafter_of(tmp_path, a=f"{in_file} A.")
+    drafter = drafter_of(corpus, a=f"{in_file} A.")
     prompt = f"{in_prompt} N. {long}"
     for order in ([NgramDrafter(), drafter], [drafter, NgramDrafter()]):
         group = DrafterGroup(order)
@@ -93,44 +328,10 @@ def test_the_surer_of_corpus_and_ngrams_goes_first(tmp_path: Path, surer: str) -
         assert draft.ids == tokens_of(" A" if surer == "corpus" else " N")
 
 
-# -- in a pair ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("LOCALSPEC_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
-
-
-def write_answers(tiny: TinyFiles, folder: Path, prompts: Sequence[str]) -> dict[str, list[int]]:
-    """A file with what the target answers, so that there is something to copy; the answers of each kind."""
-    folder.mkdir(exist_ok=True)
-    answers = {}
-    with LLM(tiny.quick.target, None, backend="reference", n_ctx=256) as llm:
-        for name, params in KINDS.items():
-            for prompt in prompts:
-                reply = llm.generate(prompt, params)
-                answers[f"{name} {prompt}"] = reply.token_ids
-                (folder / f"{name}-{len(answers)}.txt").write_text(prompt + reply.text, encoding="utf-8", newline="")
-    return answers
-
-
-def test_answers_are_the_same_and_faster(tiny: TinyFiles, tmp_path: Path, home: Path) -> None:
-    folder = tmp_path / "project"
-    answers = write_answers(tiny, folder, ["la la la", "the quick"])
-    spec = f"corpus:{folder}"
-    options = {"draft_length": 4, "backend": "reference", "n_ctx": 256, "idle": False}
-    n_accepted = 0
-    for draft in ([spec], ["auto", spec], ["ngram", spec]):
-        with LLM(tiny.quick.target, draft, **options) as llm:
-            assert spec in llm.draft_names
-            for key, answer in answers.items():
-                name, _, prompt = key.partition(" ")
-                reply = llm.generate(prompt, KINDS[name])
-                assert reply.token_ids == answer
-                n_accepted += reply.stats["by_source"].get("corpus", {}).get("num_accepted_tokens", 0)
-    assert n_accepted > 50
-    assert list((home / "corpora").rglob("*.segment"))
 
 
 def test_files_are_read_while_nobody_waits(
@@ -156,41 +357,27 @@ def test_files_are_read_while_nobody_waits(
         assert index.n_tokens > n_before
 
 
-def test_saved_chats_are_a_corpus_if_one_says_so(tiny: TinyFiles, home: Path) -> None:
+def test_saved_chats_and_conversations_of_the_page_are_a_corpus_if_one_says_so(tiny: TinyFiles, home: Path) -> None:
     options = {"draft_length": 4, "backend": "reference", "n_ctx": 512, "idle": False}
     home.mkdir(exist_ok=True)
     with LLM(tiny.quick.target, None, **options) as llm:
-        session = llm.session(params=KINDS["greedy"])
-        answer = session.chat("la la la").token_ids
-        session.save(home / "a.chat")
+        saved, page = llm.session(params=ENDLESS), llm.session(params=ENDLESS)
+        answers = [saved.chat("la la la"), page.chat("the quick")]
+        saved.save(home / "a.chat")
         (home / "b.chat").write_bytes((home / "a.chat").read_bytes()[:-9])  # damaged
-    with LLM(tiny.quick.target, "corpus:chats", **options) as llm:
-        reply = llm.session(params=KINDS["greedy"]).chat("la la la")
-        assert reply.token_ids == answer
-        assert reply.stats["by_source"]["corpus"]["num_accepted_tokens"] > 0
-
-
-def test_conversations_of_the_page_are_among_the_saved_chats(tiny: TinyFiles, home: Path) -> None:
-    options = {"draft_length": 4, "backend": "reference", "n_ctx": 512, "idle": False}
-    with LLM(tiny.quick.target, None, **options) as llm:
-        said = llm.session(params=KINDS["greedy"]).chat("la la la")
     files = [{"name": "a.py", "text": "an area\n", "edit": True}]
-    messages = [{"role": "user", "content": "la la la", "files": files}, {"role": "assistant", "content": said.text}]
+    messages = [{**message, "files": files} if message["role"] == "user" else message for message in page.messages]
     store = ConversationStore(home / "conversations")
     name = store.create({"title": "la", "system": "", "settings": {}, "messages": messages})["id"]
-    for other, text in (
-        ("0" * 16, "{"),
-        ("1" * 16, '{"messages": 3}'),
-        ("2" * 16, "[]"),
-        ("notes", '{"messages": []}'),
-    ):
-        (home / "conversations" / f"{other}.json").write_text(text)
-    assert said_in(home / "conversations" / f"{name}.json") == ["la la la", said.text, "an area\n"]
+    for other, text in (("0", "{"), ("1", '{"messages": 3}'), ("2", "[]"), ("notes", '{"messages": []}')):
+        (home / "conversations" / f"{other * 16 if other.isdigit() else other}.json").write_text(text)
+    assert said_in(home / "conversations" / f"{name}.json") == ["the quick", answers[1].text, "an area\n"]
     assert said_in(home / "conversations" / f"{'1' * 16}.json") == []
     with LLM(tiny.quick.target, "corpus:chats", **options) as llm:
-        reply = llm.session(params=KINDS["greedy"]).chat("la la la")
-        assert reply.token_ids == said.token_ids
-        assert reply.stats["by_source"]["corpus"]["num_accepted_tokens"] > 0
+        for question, answer in zip(("la la la", "the quick"), answers, strict=True):
+            reply = llm.session(params=ENDLESS).chat(question)
+            assert reply.token_ids == answer.token_ids
+            assert reply.stats["by_source"]["corpus"]["num_accepted_tokens"] > 0
 
 
 def test_what_makes_no_sense_is_refused(tiny: TinyFiles, tmp_path: Path, home: Path) -> None:
@@ -211,3 +398,103 @@ def test_what_makes_no_sense_is_refused(tiny: TinyFiles, tmp_path: Path, home: P
         llm.set_draft([f"corpus:{tmp_path / 'a'}", "ngram", f"corpus:{tmp_path / 'a' / '..' / 'a'}"])
         assert llm.draft_names == ["ngram", f"corpus:{tmp_path / 'a'}"]
         assert any("holds no text" in line for line in llm.warnings)
+
+
+# Which files of a folder are text that may be read.
+
+
+def write(root: Path, files: dict[str, str | bytes]) -> None:
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def readable(path: Path) -> dict[str, str]:
+    """Name -> text of what a corpus of a path is made of."""
+    source = PathSource(path)
+    texts = {file.name: source.text(file.name) for file in exhaust(source.files())}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def test_the_text_of_a_folder(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {
+            "a.py": "a = 1\n",
+            "deep/er/b.txt": "Grüße\n",
+            "bom.txt": b"\xef\xbb\xbftext",
+            "latin.txt": b"Gr\xfc\xdfe",
+            "picture.png": b"\x89PNG\0\0",
+            "late.bin": b"x" * 10_000 + b"\0",
+            "empty": "",
+            ".env": "SECRET=1",
+            ".git/config": "[core]",
+        },
+    )
+    (tmp_path / "large.log").write_bytes(b"")
+    os.truncate(tmp_path / "large.log", MOST_FILE_BYTES + 1)
+    assert readable(tmp_path) == {"a.py": "a = 1\n", "deep/er/b.txt": "Grüße\n", "bom.txt": "text"}
+    assert readable(tmp_path / "a.py") == {"a.py": "a = 1\n"}
+
+
+def test_what_git_ignores_is_not_read(tmp_path: Path) -> None:
+    """Rules of the folder, of those within, of the repository around it and its own; the innermost decides."""
+    write(
+        tmp_path,
+        {
+            ".git/info/exclude": "private.txt\n",
+            ".gitignore": "*.log\nbuild/\n!\n[\n/src/secret.txt\n",
+            "x.log": "no",
+            "src/.gitignore": "!keep.log\n*.tmp\n",
+            "src/keep.log": "yes",
+            "src/other.log": "no",
+            "src/a.tmp": "no",
+            "src/secret.txt": "no",
+            "src/private.txt": "no",
+            "src/build/out.txt": "no",
+            "src/build.txt": "yes",
+            "src/deep/secret.txt": "yes",
+        },
+    )
+    wanted = {"keep.log", "build.txt", "deep/secret.txt"}
+    assert set(readable(tmp_path / "src")) == wanted
+    assert set(readable(tmp_path)) == {f"src/{name}" for name in wanted}
+
+
+def test_no_link_is_followed(tmp_path: Path) -> None:
+    write(tmp_path, {"outside/secret.txt": "no", "in/a.txt": "yes"})
+    try:
+        (tmp_path / "in" / "link.txt").symlink_to(tmp_path / "outside" / "secret.txt")
+        (tmp_path / "in" / "folder").symlink_to(tmp_path / "outside")
+        (tmp_path / "alias").symlink_to(tmp_path / "in")
+    except OSError:
+        pytest.skip("no links here")
+    assert readable(tmp_path / "in") == {"a.txt": "yes"}
+    assert readable(tmp_path / "alias") == {"a.txt": "yes"}  # the folder that is named may be a link
+    source = PathSource(tmp_path / "in")
+    (tmp_path / "in" / "a.txt").unlink()
+    (tmp_path / "in" / "a.txt").symlink_to(tmp_path / "outside" / "secret.txt")
+    if hasattr(os, "O_NOFOLLOW"):
+        assert source.text("a.txt") is None  # it was a file when it was found
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes in folders here")
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    write(tmp_path, {"a.txt": "yes"})
+    os.mkfifo(tmp_path / "pipe.txt")
+    assert readable(tmp_path) == {"a.txt": "yes"}
+    assert PathSource(tmp_path).text("pipe.txt") is None
+
+
+def test_a_path_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"corpus .*missing: No such file"):
+        PathSource(tmp_path / "missing")
+
+
+def test_a_folder_that_vanishes_is_not_empty(tmp_path: Path) -> None:
+    write(tmp_path, {"in/a.txt": "yes"})
+    source = PathSource(tmp_path / "in")
+    (tmp_path / "in").rename(tmp_path / "gone")
+    with pytest.raises(OSError):  # noqa: PT011 - of whatever kind
+        exhaust(source.files())

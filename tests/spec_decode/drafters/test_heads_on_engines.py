@@ -81,45 +81,28 @@ def draft_everywhere(engine: str, target_path: Path, head_path: Path, text: Sequ
     return found
 
 
-def plain(tiny: TinyFiles, folder: Path) -> tuple[Path, Path]:
-    return tiny.pair.target, write_eagle3(tiny.pair.target, folder / "head.gguf")
+Make = Callable[[TinyFiles, Path], tuple[Path, Path]]
 
 
-def quantised(tiny: TinyFiles, folder: Path) -> tuple[Path, Path]:
-    """Fewer heads of keys, a token map, and matrices of 8 bits."""
-    options: dict[str, Any] = {"n_out": 300, "own_embeddings": True, "n_head_kv": 2, "tensor_type": "Q8_0"}
-    return tiny.pair.target, write_eagle3(tiny.pair.target, folder / "head.gguf", **options)
+def eagle3(**options: Any) -> Make:
+    return lambda tiny, folder: (tiny.pair.target, write_eagle3(tiny.pair.target, folder / "head.gguf", **options))
 
 
-def normed(tiny: TinyFiles, folder: Path) -> tuple[Path, Path]:
-    """States normalised before they are fused, and before they are added to; a longer context than it was made for."""
-    extra = {"norm_before_fc": True, "norm_before_residual": True, "rope.scaling.type": "linear"}
-    extra |= {"rope.scaling.factor": 2.0}
-    settings = {f"eagle3.{key}": value for key, value in extra.items()}
-    return tiny.pair.target, write_eagle3(tiny.pair.target, folder / "head.gguf", extra=settings)
+NORMED = {
+    "norm_before_fc": True,
+    "norm_before_residual": True,
+    "rope.scaling.type": "linear",
+    "rope.scaling.factor": 2.0,
+}
+"""States normalised before they are fused, and before they are added to; a longer context than it was made for."""
 
 
-def mtp(drop: str, *, own: bool) -> Callable[[TinyFiles, Path], tuple[Path, Path]]:
-    """A layer for multi-token prediction, with or without what it may have of its own."""
-
-    def write(tiny: TinyFiles, folder: Path) -> tuple[Path, Path]:
-        path = ggufs.write_glm(folder / "glm.gguf", drop=drop, own=own)
-        return path, path
-
-    return write
+def mtp(write: Callable[..., Path], **options: Any) -> Make:
+    """A model with a layer for multi-token prediction."""
+    return lambda tiny, folder: (write(folder / "mtp.gguf", **options),) * 2
 
 
-def mtp_of_qwen(*, experts: bool) -> Callable[[TinyFiles, Path], tuple[Path, Path]]:
-    """A layer of attention behind a model whose other layers mostly keep states."""
-
-    def write(tiny: TinyFiles, folder: Path) -> tuple[Path, Path]:
-        path = folder / "qwen.gguf"
-        return (write_qwen_experts(path) if experts else ggufs.write_hybrid(path, residual=0.3, mtp=1)), path
-
-    return write
-
-
-def borrowing(architecture: str, types: str) -> Callable[[TinyFiles, Path], tuple[Path, Path]]:
+def borrowing(architecture: str, types: str) -> Make:
     """Embeddings and output matrix of a model that scales what it gets from them, or keeps them quantised."""
 
     def write(tiny: TinyFiles, folder: Path) -> tuple[Path, Path]:
@@ -130,23 +113,26 @@ def borrowing(architecture: str, types: str) -> Callable[[TinyFiles, Path], tupl
     return write
 
 
+BOTH = ("mlx", "reference")
+
+
 @pytest.mark.parametrize(
     ("make", "engines", "noise"),
     [
-        (plain, ("mlx", "reference"), NOISE),
-        (quantised, ("mlx", "reference"), NOISE_OF_8_BITS),
-        (normed, ("mlx", "reference"), NOISE),
+        (eagle3(), BOTH, NOISE),
+        (eagle3(n_out=300, own_embeddings=True, n_head_kv=2, tensor_type="Q8_0"), BOTH, NOISE_OF_8_BITS),
+        (eagle3(extra={f"eagle3.{key}": value for key, value in NORMED.items()}), BOTH, NOISE),
         (borrowing("granite", "F32"), ("mlx",), NOISE),
         (borrowing("gemma3", "Q8_0"), ("mlx",), NOISE_OF_8_BITS),
-        (mtp("", own=True), ("mlx",), NOISE),
-        (mtp("shared_head_norm", own=False), ("mlx",), NOISE),
-        (mtp_of_qwen(experts=False), ("mlx",), NOISE),
-        (mtp_of_qwen(experts=True), ("mlx",), NOISE),
+        (mtp(ggufs.write_glm, drop="", own=True), ("mlx",), NOISE),
+        (mtp(ggufs.write_glm, drop="shared_head_norm", own=False), ("mlx",), NOISE),
+        (mtp(ggufs.write_hybrid, residual=0.3, mtp=1), ("mlx",), NOISE),
+        (mtp(write_qwen_experts), ("mlx",), NOISE),
     ],
     ids=["plain", "quantised", "normed", "granite", "gemma3", "mtp", "mtp that shares", "qwen35", "qwen35moe"],
 )
 def test_the_same_tokens_are_drafted(
-    tiny: TinyFiles, tmp_path: Path, make: Callable[..., tuple[Path, Path]], engines: tuple[str, ...], noise: float
+    tiny: TinyFiles, tmp_path: Path, make: Make, engines: tuple[str, ...], noise: float
 ) -> None:
     """Up to where two tokens are within the noise of each other: behind that drafts may go on differently."""
     target, head = make(tiny, tmp_path)
@@ -221,21 +207,3 @@ def test_a_target_in_half_precision_lends_its_weights(
     assert np.mean([mine == theirs for mine, theirs in zip(found.tokens, expected.tokens, strict=True)]) > 0.8
     differences = [np.abs(one[0] - two[0]).max() for one, two in zip(found.rows, expected.rows, strict=True)]
     assert 0 < max(differences) < 0.1
-
-
-@pytest.mark.real
-def test_a_real_target_lends_its_weights(real_model: Callable[[str], Path], tmp_path: Path) -> None:
-    """A made-up head on the states, embeddings and output matrix of a real model: the same draft behind every place.
-
-    llama.cpp rounds what it multiplies to 8 bits, so rows differ by some hundredths of their deviation, and the best
-    tokens of such a head are further apart.
-    """
-    target = real_model("smollm2-135m")
-    head = write_eagle3(target, tmp_path / "head.gguf", (2, 12, 21), own_output=False)
-    with open_backend("llama-cpp").load(target) as model:
-        text = model.tokenize("def fibonacci(n):\n    if n < 2:\n        return n\n    return fibonacci(n - 1) + 1")
-    expected, found = (draft_everywhere(engine, target, head, text) for engine in ("llama-cpp", "mlx"))
-    assert len(found.tokens) > 15
-    assert found.tokens == expected.tokens
-    for mine, theirs in zip(found.rows, expected.rows, strict=True):
-        assert np.abs(mine[0] - theirs[0]).mean() < 0.1 * theirs[0].std()

@@ -5,22 +5,30 @@ Drafts are carried over as text, or where only special tokens differ, by number.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
+from itertools import accumulate, permutations
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from localspec import LLM, SamplingParams
+from localspec.backends.tokenizer import PythonByteLevel, Tokenizer
 from localspec.controllers.acceptance import MOST_PROBABLE
 from localspec.controllers.auto import AutoController
-from localspec.engine.request import Reply
+from localspec.model_files.gguf import GGUFFile
+from localspec.model_files.vocab import Vocab
 from localspec.sampling.sampling import Noise
 from localspec.spec_decode.drafters.base import Plan, Proposer
+from localspec.spec_decode.drafters.carried_text import CarriedText, Side
 from tests.support.gguf_vocabs import TinyVocab, bpe_vocab, spm_vocab
-from tests.support.ggufs import Pair, Shape, llama_weights, perturbed, write_llama
+from tests.support.ggufs import Pair, Shape, llama_weights, perturbed, write_llama, write_tokenizer_only
 
 SHAPE = Shape(n_layer=2, residual=0.1)
 PROMPTS = ["the cat is in the hat and", "she was here", "é and ü: 日本 for", "<|im_start|>"]
@@ -30,20 +38,23 @@ WAYS = [
     replace(GREEDY, temperature=0.8, seed=7),
     replace(GREEDY, temperature=1.2, seed=8, top_k=20, min_p=0.02),
 ]
+NUMBERS = ("draft", "accepted")
 
 
-def spoken(vocab: TinyVocab) -> npt.NDArray[np.bool_]:
-    """Of which tokens a model says something that is text by itself [n_vocab]."""
+def weights_of(vocab: TinyVocab) -> dict[str, npt.NDArray[np.float32]]:
+    """Of a model that says only what is text by itself."""
+    weights = llama_weights(SHAPE, len(vocab))
     texts = zip(vocab.tokens, vocab.types, strict=True)
-    return np.array([(kind == 1 and text.isascii()) or text[:1] == "Ġ" for text, kind in texts])
+    spoken = np.array([(kind == 1 and text.isascii()) or text[:1] == "Ġ" for text, kind in texts])
+    weights["output.weight"][~spoken] = 0.0
+    return weights
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """A draft of the target's weights, nearly, whose vocabulary has the same tokens in another order."""
     folder, vocab = tmp_path_factory.mktemp("vocabularies"), bpe_vocab()
-    weights = llama_weights(SHAPE, len(vocab))
-    weights["output.weight"][~spoken(vocab)] = 0.0
+    weights = weights_of(vocab)
     target = write_llama(folder / "target.gguf", SHAPE, vocab, weights=weights)
     order = np.random.default_rng(1).permutation(len(vocab))
     place = {int(old): new for new, old in enumerate(order)}
@@ -63,10 +74,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def near_pair(pair: Pair, request: pytest.FixtureRequest) -> Pair:
     """A draft of the target's weights whose special tokens have other names or numbers, or are missing."""
     vocab = bpe_vocab()
-    weights = llama_weights(SHAPE, len(vocab))
-    weights["output.weight"][~spoken(vocab)] = 0.0
-    target = write_llama(pair.target.parent / "special.gguf", SHAPE, vocab, weights=weights)
-    near = perturbed(weights, 2, 0.01)
+    near = perturbed(weights_of(vocab), 2, 0.01)
     end, start, text = (vocab.id(name) for name in ("<|im_end|>", "<|im_start|>", "<|endoftext|>"))
     if request.param == "renamed":
         names = {start: "<|User|>", end: "<|end_of_sentence|>", text: "<|begin|>"}
@@ -81,70 +89,44 @@ def near_pair(pair: Pair, request: pytest.FixtureRequest) -> Pair:
         n = min(text, start, end)
         near |= {name: near[name][:n] for name in ("token_embd.weight", "output.weight")}
         other = replace(vocab, tokens=vocab.tokens[:n], types=vocab.types[:n], bos=None, eos=None, eot=None)
-    return Pair(target, write_llama(pair.target.parent / f"{request.param}.gguf", SHAPE, other, weights=near))
+    return Pair(pair.target, write_llama(pair.target.parent / f"{request.param}.gguf", SHAPE, other, weights=near))
 
 
-def answers(target: Path, draft: Path | None, params: SamplingParams, **options: object) -> list[Reply]:
-    drafts = None if draft is None else [str(draft)]
-    with LLM(target, draft=drafts, backend="reference", n_ctx=256, idle=False, **options) as llm:
-        return [llm.generate(prompt, params, draft_length=4 if draft else 0) for prompt in PROMPTS]
+def open_llm(pair: Pair, **options: object) -> LLM:
+    return LLM(pair.target, str(pair.draft), backend="reference", n_ctx=256, idle=False, remember=False, **options)
 
 
-@pytest.mark.parametrize("params", WAYS, ids=["greedy", "seeded", "filtered"])
-def test_the_answer_is_the_target_s_and_drafts_are_accepted(pair: Pair, params: SamplingParams) -> None:
-    plain, drafted = answers(pair.target, None, params), answers(pair.target, pair.draft, params)
-    assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
-    if params is GREEDY:
-        sent, right = (sum(each.stats[f"num_{what}_tokens"] for each in drafted) for what in ("draft", "accepted"))
-        assert right > 0.7 * sent > 30
+def plain(llm: LLM, params: SamplingParams) -> list[list[int]]:
+    return [llm.generate(prompt, params, speculate=False).token_ids for prompt in PROMPTS]
+
+
+def test_the_answer_is_the_target_s_and_drafts_are_accepted(pair: Pair) -> None:
+    """On every engine, several at a time, and of another kind of tokenizer: ``tests/engine/test_any_drafter.py``."""
+    with open_llm(pair) as llm:
+        assert llm.draft_names == ["draft"]
+        assert any("another vocabulary" in line for line in llm.warnings)
+        for params in WAYS:
+            drafted = [llm.generate(prompt, params, draft_length=4) for prompt in PROMPTS]
+            assert [each.token_ids for each in drafted] == plain(llm, params)
+            assert [llm.generate(prompt, params).token_ids for prompt in PROMPTS] == plain(llm, params)
+            if params is GREEDY:
+                sent, right = (sum(each.stats[f"num_{what}_tokens"] for each in drafted) for what in NUMBERS)
+                assert right > 0.7 * sent > 30
 
 
 @pytest.mark.parametrize("params", [replace(each, ignore_eos=False) for each in WAYS], ids=["greedy", "seed", "filter"])
 def test_special_tokens_that_differ_are_mapped(near_pair: Pair, params: SamplingParams) -> None:
-    plain = answers(near_pair.target, None, params)
-    with LLM(near_pair.target, draft=[str(near_pair.draft)], backend="reference", n_ctx=256, idle=False) as llm:
+    with open_llm(near_pair) as llm:
         assert any("other special tokens: they are mapped" in line for line in llm.warnings)
         drafted = [llm.generate(prompt, params, draft_length=4) for prompt in PROMPTS]
-        again = [llm.generate(prompt, params).token_ids for prompt in PROMPTS]
+        assert [each.token_ids for each in drafted] == plain(llm, params)
+        assert [llm.generate(prompt, params).token_ids for prompt in PROMPTS] == plain(llm, params)
+        sent, right = (sum(each.stats[f"num_{what}_tokens"] for each in drafted) for what in NUMBERS)
+        assert right > (0.7 if params.greedy else 0.2) * sent > 5
         end = llm.vocab.eos
         assert end is not None
         ending = llm.rounds(PROMPTS[0], replace(GREEDY, ignore_eos=False, logit_bias={end: 50.0}), draft_length=2)
         assert any(end in round_.draft.ids for round_ in ending) == ("fewer" not in near_pair.draft.name)
-        rounds = [round_ for prompt in PROMPTS for round_ in llm.rounds(prompt, params, draft_length=4)]
-    assert [each.token_ids for each in drafted] == [each.token_ids for each in plain] == again
-    sent = [token.id for round_ in rounds for token in round_.draft]
-    accepted = sum(round_.verdict.n_accepted for round_ in rounds)
-    assert accepted > (0.7 if params.greedy else 0.2) * len(sent) > 5
-
-
-def test_of_another_kind_of_tokenizer(pair: Pair, tmp_path: Path) -> None:
-    """Where hardly anything agrees the answer is still the target's."""
-    draft = write_llama(tmp_path / "spm.gguf", SHAPE, spm_vocab())
-    for params in WAYS:
-        plain, drafted = answers(pair.target, None, params), answers(pair.target, draft, params)
-        assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
-
-
-def test_several_answers_at_a_time_and_a_conversation(pair: Pair) -> None:
-    with (
-        LLM(pair.target, draft=None, backend="reference", n_ctx=512) as plain,
-        LLM(pair.target, draft=[str(pair.draft)], backend="reference", n_ctx=512, parallel=3, idle=False) as llm,
-    ):
-        streams = [llm.stream(prompt, GREEDY, draft_length=3) for prompt in PROMPTS]
-        texts = ["".join(stream) for stream in streams]
-        assert texts == [plain.generate(prompt, GREEDY).text for prompt in PROMPTS]
-        one, other = llm.session(), plain.session()
-        for question in PROMPTS:
-            assert one.chat(question, GREEDY).text == other.chat(question, GREEDY).text
-        assert sum(llm.generate(prompt, GREEDY, draft_length=3).stats["num_accepted_tokens"] for prompt in PROMPTS) > 20
-
-
-def test_the_start_says_so_and_auto_stays_exact(pair: Pair) -> None:
-    with LLM(pair.target, draft=[str(pair.draft)], backend="reference", n_ctx=256, idle=False) as llm:
-        assert llm.draft_names == ["draft"]
-        assert any("another vocabulary" in line for line in llm.warnings)
-        drafted = [llm.generate(prompt, GREEDY).token_ids for prompt in PROMPTS]
-    assert drafted == [each.token_ids for each in answers(pair.target, None, GREEDY)]
 
 
 class Stingy(Plan):
@@ -160,7 +142,7 @@ class Stingy(Plan):
 
 
 def test_a_token_that_another_step_may_change_is_weighed_before_that_step(pair: Pair) -> None:
-    with LLM(pair.target, draft=[str(pair.draft)], backend="reference", n_ctx=256, idle=False) as llm:
+    with open_llm(pair) as llm:
         (drafter,) = llm.inspect().state.drafters
         for prompt in PROMPTS[:2]:
             plan = Stingy()
@@ -171,7 +153,7 @@ def test_a_token_that_another_step_may_change_is_weighed_before_that_step(pair: 
 def test_what_is_expected_of_it_is_measured_apart_and_it_never_samples(pair: Pair, near_pair: Pair) -> None:
     free = SamplingParams(temperature=0.8)
     for files, as_text in ((pair, True), (near_pair, False)):
-        with LLM(files.target, draft=[str(files.draft)], backend="reference", n_ctx=256, idle=False) as llm:
+        with open_llm(files) as llm:
             (info,) = (drafter.info for drafter in llm.inspect().state.drafters)
             controller = llm.inspect().state.controller("auto", free)
         assert isinstance(controller, AutoController)
@@ -197,19 +179,102 @@ def test_real_models(real_model: Callable[[str], Path], target: str, draft: str)
     assert stats["num_accepted_tokens"] >= 8
 
 
-@pytest.mark.real
-def test_a_real_file_with_other_special_tokens(real_model: Callable[[str], Path], tmp_path: Path) -> None:
-    """As of a fine-tuned model whose turns are marked with other names: it drafts as if it were its target."""
-    target, draft = real_model("smollm2-135m"), tmp_path / "renamed.gguf"
-    data = target.read_bytes()
-    for name, other in ((b"<|im_start|>", b"<|the_user|>"), (b"<|im_end|>", b"<|a_turn|>")):
-        at = data.index(len(name).to_bytes(8, "little") + name) + 8
-        data = data[:at] + other + data[at + len(name) :]
-    draft.write_bytes(data)
-    messages = [{"role": "user", "content": "What is the capital of France?"}]
-    with LLM(target, draft=[str(draft)], backend="llama-cpp", n_ctx=512, idle=False, light_draft=False) as llm:
-        assert any("other special tokens" in line for line in llm.warnings)
-        params = SamplingParams(temperature=0.0, max_tokens=48)
-        drafted, plain = llm.chat(messages, params, draft_length=4), llm.chat(messages, params, speculate=False)
-    assert drafted.text == plain.text
-    assert drafted.stats["num_accepted_tokens"] > 0.8 * drafted.stats["num_draft_tokens"] > 3
+# A text carried from one vocabulary to the other and back: the same bytes, whatever it is and wherever it is cut.
+
+VOCABS = {
+    "bpe": bpe_vocab(300),
+    "wide bpe": bpe_vocab(384, "llama-bpe"),
+    "spm": spm_vocab(),
+    "spm without prefix": replace(spm_vocab(320), add_space_prefix=False),
+}
+PAIRS = list(permutations(VOCABS, 2))
+TEXTS = st.one_of(
+    st.text(max_size=40),
+    st.lists(st.sampled_from([" the", " and", "\n", "  ", "é", "ü", " an", "東", "🎉", "x1", ".", "\t"])).map("".join),
+)
+
+
+@cache
+def side(name: str) -> Side:
+    with TemporaryDirectory() as folder, GGUFFile(write_tokenizer_only(Path(folder) / "v.gguf", VOCABS[name])) as gguf:
+        vocab = Vocab.from_gguf(gguf)
+        return Side(vocab, Tokenizer(gguf, vocab, PythonByteLevel).encode)
+
+
+def bytes_of(side: Side, tokens: Sequence[int]) -> bytes:
+    return b"".join(map(side.vocab.token_bytes, tokens))
+
+
+def without_bos(side: Side, ids: Sequence[int]) -> Sequence[int]:
+    return ids[1:] if side.vocab.add_bos else ids
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+@given(text=TEXTS, data=st.data())
+def test_any_text_grown_and_cut_anywhere(one: str, other: str, text: str, data: st.DataObject) -> None:
+    """After any changes what the draft model reads spells the text up to its last whole character."""
+    target, draft = side(one), side(other)
+    tokens = target.tokens_of(text.encode())
+    if tokens is None:
+        return
+    carried = CarriedText(target, draft)
+    for n in [*data.draw(st.lists(st.integers(0, len(tokens)), max_size=4)), len(tokens)]:
+        ids = carried.follow(tokens[:n])
+        so_far = bytes_of(target, tokens[:n])
+        assert bytes_of(draft, without_bos(draft, ids)) + carried.pending == so_far
+        assert carried.pending == b"" or so_far.decode("utf-8", "ignore").encode() + carried.pending == so_far
+    assert list(ids) == list(CarriedText(target, draft).follow(tokens))
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+@given(text=TEXTS, more=TEXTS, cut=st.integers(0, 80))
+def test_what_the_draft_says_comes_back_as_it_is(one: str, other: str, text: str, more: str, cut: int) -> None:
+    """Byte for byte, but for half a character at its end, and each token says what it was made of."""
+    target, draft = side(one), side(other)
+    tokens, said = target.tokens_of(text.encode()), draft.tokens_of(more.encode())
+    if tokens is None or said is None:
+        return
+    carried = CarriedText(target, draft)
+    carried.follow(tokens)
+    drafted = list(said[:cut])
+    back = carried.continuation(drafted)
+    spelled = bytes_of(draft, drafted)
+    whole = spelled.decode("utf-8", "ignore").encode() if cut < len(said) else spelled
+    assert bytes_of(target, [token for token, _ in back]) == whole
+    ends = list(accumulate(len(draft.vocab.token_bytes(token)) for token in drafted))
+    at = 0
+    for token, n in back:
+        at += len(target.vocab.token_bytes(token))
+        assert ends[n - 1] >= at
+        assert n == 1 or ends[n - 2] < at
+
+
+def test_half_a_character_waits_for_its_other_half() -> None:
+    target, draft, whole = side("bpe"), side("spm"), "é🎉".encode()
+    tokens = target.tokens_of(whole) or []
+    n = next(n for n in range(1, len(tokens)) if bytes_of(target, tokens[:n]) != "é".encode())
+    carried = CarriedText(target, draft)
+    carried.follow(tokens[:n])
+    assert carried.pending
+    rest = whole[len(bytes_of(target, tokens[:n])) :]
+    back = carried.continuation(draft.tokens_of("🎉".encode() if n > 1 else "é".encode()) or [])
+    assert rest.startswith(bytes_of(target, [token for token, _ in back]))
+    assert carried.continuation(draft.tokens_of(b" the the") or []) == []  # which cannot follow half a character
+
+
+def mark(side: Side, name: str) -> int:
+    return next(i for i in side.vocab.marks if side.vocab.token_text(i) == name)
+
+
+def test_special_tokens_are_carried_over_by_name_and_meaning() -> None:
+    target, draft = side("bpe"), side("spm")
+    start, end, its_start, its_end = (
+        mark(each, f"<|im_{name}|>") for each in (target, draft) for name in ("start", "end")
+    )
+    text = target.tokens_of(b" the") or []
+    carried = CarriedText(target, draft)
+    ids = without_bos(draft, carried.follow([start, *text, end, *text]))
+    assert ids[0] == its_start
+    assert its_end in ids
+    assert bytes_of(draft, ids) == b" the the"
+    assert [token for token, _ in carried.continuation([*(draft.tokens_of(b" and") or []), its_end])][-1] == end

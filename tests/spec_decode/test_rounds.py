@@ -1,0 +1,172 @@
+"""Rounds: verdicts by hand, on drafts that are chains and that branch, and statistics; the law: ``test_exactness``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from localspec.sampling.sampling import Noise, SamplingParams
+from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, SpecStats, Verdict
+from localspec.spec_decode.verification import verify
+from tests.support.scripted_llm import Guess, make_round
+
+GREEDY = SamplingParams()
+PARENTS = (-1, 0, 1, 0, 3, -1)
+
+
+def rows_for(*tokens: int) -> np.ndarray:
+    """Logits whose argmaxes are these tokens [n_tokens, 10]."""
+    rows = np.zeros((len(tokens), 10), dtype=np.float32)
+    rows[np.arange(len(tokens)), list(tokens)] = 5.0
+    return rows
+
+
+def draft_of(*ids: int, parents: Sequence[int] | None = None) -> Draft:
+    return Draft([DraftToken(id_, "test", 0.5, None, 0.5) for id_ in ids], parents)
+
+
+def tree() -> Draft:
+    """1 -> (2 -> 3, 4 -> 5), 6."""
+    return draft_of(1, 2, 3, 4, 5, 6, parents=PARENTS)
+
+
+@pytest.mark.parametrize(
+    ("draft", "says", "verdict"),
+    [
+        (draft_of(), (7,), Verdict(0, 7, "plain")),
+        (draft_of(3, 4, 5), (3, 4, 5, 6), Verdict(3, 6, "bonus")),
+        (draft_of(9, 4, 5), (3, 4, 5, 6), Verdict(0, 3, "recovered")),
+        (draft_of(3, 9, 5), (3, 4, 5, 6), Verdict(1, 4, "recovered")),
+        (draft_of(3, 4, 9), (3, 4, 5, 6), Verdict(2, 5, "recovered")),
+        (tree(), (1, 2, 3, 9, 0, 0, 0), Verdict(3, 9, "bonus", (0, 1, 2))),
+        (tree(), (1, 4, 0, 0, 5, 8, 0), Verdict(3, 8, "bonus", (0, 3, 4))),
+        (tree(), (1, 4, 0, 0, 7, 0, 0), Verdict(2, 7, "recovered", (0, 3))),
+        (tree(), (6, 0, 0, 0, 0, 0, 7), Verdict(1, 7, "bonus", (5,))),
+        (tree(), (8, 0, 0, 0, 0, 0, 0), Verdict(0, 8, "recovered", ())),
+    ],
+)
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=0.01, seed=1)])
+def test_the_path_that_the_target_takes_is_accepted(
+    draft: Draft, says: Sequence[int], verdict: Verdict, params: SamplingParams
+) -> None:
+    """Rows that do not lie on it are not looked at."""
+    rows = rows_for(*says)
+    rows[[i + 1 for i in range(len(draft)) if i not in verdict.accepted]] = np.nan
+    assert verify(draft, rows, [0, 1], params, Noise(0)) == verdict
+
+
+def test_a_tie_goes_to_the_lower_id_as_in_plain_decoding() -> None:
+    rows = rows_for(3, 6)
+    rows[0, 2] = rows[0, 3]
+    for ids in (None, np.tile(np.arange(10), (2, 1))):
+        assert verify(draft_of(3), rows, [0, 1], GREEDY, Noise(0), ids) == Verdict(0, 2, "recovered")
+
+
+def test_penalties_see_recent_tokens_and_the_path_and_no_other_branch() -> None:
+    def verdict(draft: Draft, rows: np.ndarray, penalty: float, last_n: int = 64) -> Verdict:
+        params = SamplingParams(presence_penalty=penalty, repeat_last_n=last_n)
+        tokens, before = [0, 9], rows.copy()
+        found = verify(draft, rows, tokens, params, Noise(0))
+        assert tokens == [0, 9]
+        assert np.array_equal(rows, before)
+        return found
+
+    rows = rows_for(3, 3, 3)
+    rows[:, 4] = 4.0
+    assert verdict(draft_of(3, 3), rows, 2.0) == Verdict(1, 4, "recovered")
+    assert verdict(draft_of(3, 4), rows, 2.0) == Verdict(2, 3, "bonus")  # 3.0, 2.0
+    rows = rows_for(0)
+    rows[0, 4] = 4.0
+    assert [verdict(draft_of(), rows, 2.0, last_n).next_token for last_n in (1, 2, 0)] == [0, 4, 0]
+    rows = rows_for(1, 4, 3, 3, 3, 3, 3)  # after 1, 4 the target would say 3, which is in another branch
+    assert verdict(tree(), rows, 10.0) == Verdict(2, 3, "recovered", (0, 3))
+
+
+def test_with_a_seed_what_the_target_would_draw_is_accepted_whatever_else_was_guessed() -> None:
+    """The text depends on the seed alone: ``test_lossless``."""
+    rows = np.random.default_rng(5).normal(0, 1.5, (3, 6)).astype(np.float32)
+    params = SamplingParams(temperature=0.9, top_p=0.97, presence_penalty=0.4, seed=0)
+    for seed in range(50):
+        first = verify(Draft(), rows, [2], params, Noise(seed)).next_token
+        second = verify(Draft(), rows[1:], [2, first], params, Noise(seed)).next_token
+        assert verify(draft_of(first, second), rows, [2], params, Noise(seed)).n_accepted == 2
+
+
+@pytest.mark.parametrize(
+    ("draft", "children", "path", "parents"),
+    [
+        (draft_of(1, 2, 3), [[0], [1], [2], []], [0, 1, 2], [-1, 0, 1]),
+        (tree(), [[0, 5], [1, 3], [2], []], [0, 1, 2], [*PARENTS]),
+    ],
+)
+def test_the_shape_of_a_draft(draft: Draft, children: list[list[int]], path: list[int], parents: list[int]) -> None:
+    assert (draft.branches, draft.depth, draft.parents) == (len(draft) > 3, 3, parents)
+    assert [list(draft.children(i)) for i in range(-1, 3)] == children
+    assert (draft.path(2), draft.path(-1)) == (path, [])
+
+
+@pytest.mark.parametrize(("id_", "parent"), [(9, 6), (9, -2), (6, -1), (2, 0)])
+def test_a_draft_token_follows_one_that_is_there_and_is_not_there_twice(id_: int, parent: int) -> None:
+    with pytest.raises(ValueError, match="draft token"):
+        tree().add(DraftToken(id_, "test", 0.5), parent)
+
+
+def test_statistics_and_events_of_a_tree() -> None:
+    emitted = [EmittedToken(1, "accepted"), EmittedToken(4, "accepted"), EmittedToken(7, "recovered")]
+    round_ = Round(0, tree(), Verdict(2, 7, "recovered", (0, 3)), emitted, 1.0, 2.0)
+    assert round_.accepted == [True, False, False, True, False, False]
+    assert round_.width == 7
+    assert round_.tokens_expected == pytest.approx(1 + 0.5 + 0.25 + 0.125 + 0.25 + 0.125 + 0.5)
+    assert [each["parent"] for each in round_.as_event()["draft"]] == [*PARENTS]
+    stats = SpecStats()
+    stats.add(round_)
+    assert (stats.num_draft_tokens, stats.num_accepted_tokens) == (6, 2)
+    assert (stats.drafted_per_position, stats.accepted_per_position) == ([1, 1, 1], [1, 1, 0])
+
+
+ESTIMATES = ("estimated_plain_tokens_per_second", "estimated_speedup")
+RIGHT: list[Guess] = [("a", "ngram", True)]
+
+
+def stats_of(*passes: tuple[list[Guess], float]) -> SpecStats:
+    """Of rounds with these guesses, whose passes took so many milliseconds."""
+    stats = SpecStats()
+    for i, (guesses, ms) in enumerate(passes):
+        stats.add(make_round(i, guesses, "x", ms=ms))
+    return stats
+
+
+def test_an_answer_without_drafts_has_no_estimate_whatever_was_calibrated() -> None:
+    stats = stats_of(*[([], 100.0)] * 9)
+    stats.seconds_plain_token = 0.05
+    assert [stats[name] for name in ESTIMATES] == [None, None]
+
+
+def test_the_estimate_is_of_the_answers_own_one_token_passes_where_it_has_some() -> None:
+    stats = stats_of(([], 100.0), ([], 110.0), ([], 6000.0), (RIGHT, 125.0))  # one of them was an outlier
+    stats.seconds_plain_token = 0.01  # the calibration was of another hour
+    assert stats["estimated_plain_tokens_per_second"] == pytest.approx(1 / 0.11)
+    few = stats_of(([], 100.0), ([], 6000.0), (RIGHT, 125.0))
+    assert few["estimated_speedup"] is None
+    few.seconds_plain_token = 0.11
+    assert few["estimated_plain_tokens_per_second"] == pytest.approx(1 / 0.11)
+
+
+def test_passes_that_were_other_answers_too_are_no_basis() -> None:
+    stats = stats_of(*[([], 100.0)] * 5, (RIGHT, 120.0))
+    stats.seconds_one_token = None
+    assert stats["estimated_speedup"] is None
+
+
+def test_of_several_answers_those_without_drafts_count_as_they_went() -> None:
+    plain = stats_of(*[([], 200.0)] * 4)  # a slow hour: it explains nothing of the other answer
+    drafted = stats_of(*[([], 100.0)] * 4, *[(RIGHT, 115.0)] * 4)
+    both = SpecStats.total([plain, drafted.as_dict()])
+    tokens, seconds = 4 + 12, 4 * 0.2 + 12 * 0.1
+    assert both["estimated_plain_tokens_per_second"] == pytest.approx(tokens / seconds)
+    assert both["estimated_speedup"] == pytest.approx(seconds / (4 * 0.2 + 4 * 0.1 + 4 * 0.12))
+    assert SpecStats.total([plain, plain])["estimated_speedup"] is None
+    unknown = stats_of(*[(RIGHT, 115.0)] * 4)
+    assert SpecStats.total([drafted, unknown])["estimated_speedup"] is None
