@@ -170,7 +170,8 @@ def main() -> None:
                 print(f"\r\x1b[K{turn + 1} of {len(questions) * options.repeats}, {arm.name}", end="", file=sys.stderr)
                 answers.append(ask(arm, question, common))
             if options.json:
-                write_atomically(options.json, json.dumps([asdict(each) for each in answers], indent=1).encode())
+                with write_atomically(options.json) as file:
+                    file.write(json.dumps([asdict(each) for each in answers], indent=1).encode())
     print("\r\x1b[K", end="", file=sys.stderr)
     names = [arm.name for arm in arms]
     print(f"{model.name} with {draft.name}; {SOURCE}, localspec {__version__}; {cpu_name()}, {threads} threads,")
