@@ -289,6 +289,7 @@ def test_exported_conversations_are_imported(tab: Tabs, server: Server, tmp_path
     expect(question).to_have_text("about apples")
     it.page.set_input_files("#import-file", exported)  # once more: another one, which takes no other's place
     it.saved("about apples", "about apples")
+    expect(question).to_have_text("about pears")
     again = export()
     assert again["id"] != before["id"]
     kept = ("title", "system", "settings", "messages")
