@@ -42,7 +42,11 @@ export class Conversations {
     $("export-markdown").addEventListener("click", () => this.export("md"));
     $("export-json").addEventListener("click", () => this.export("json"));
     $("import").addEventListener("click", () => $("import-file").click());
-    $("import-file").addEventListener("change", () => this.import([...$("import-file").files]).then(() => ($("import-file").value = "")));
+    $("import-file").addEventListener("change", () => {
+      const files = [...$("import-file").files];
+      $("import-file").value = ""; // at once: the same file can be chosen again while these are imported
+      this.import(files);
+    });
     $("list").addEventListener("keydown", (event) => {
       const next = {ArrowDown: "nextElementSibling", ArrowUp: "previousElementSibling"}[event.key];
       const entry = event.target.closest("li")?.[next]?.querySelector("button");
