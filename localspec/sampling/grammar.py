@@ -594,11 +594,6 @@ def grammar_of(response_format: Mapping[str, Any] | None, grammar: str | None) -
     return _from_schema(text)
 
 
-def is_schema(response_format: Mapping[str, Any] | None) -> bool:
-    """Whether a ``response_format`` asks for JSON, rather than for any text."""
-    return response_format is not None and response_format.get("type") != "text"
-
-
 def _schema_of(response_format: Mapping[str, Any] | None) -> Any:
     if response_format is None:
         return None

@@ -27,7 +27,6 @@ from localspec.errors import PromptTooLong, QueueFull, UsageError
 from localspec.llm import LLM
 from localspec.prompts.infill import FillPrompt
 from localspec.sampling.constraint import constraint_for
-from localspec.sampling.grammar import grammar_of, is_schema
 from localspec.sampling.sampling import SamplingParams
 from localspec.server.access import Client
 from localspec.server.http import ServerSettings, as_api_error, invalid, too_busy, too_late
@@ -309,7 +308,7 @@ class Service:
     def chat_task(self, messages: Sequence[Any], tools: ToolUse, options: AnswerOptions) -> AnswerTask:
         """Messages through the chat template."""
         task = self.chat_prompt(messages, tools, options, self.llm.n_ctx)
-        if not tools.required and is_schema(task.params.response_format):
+        if not tools.required and task.params.constrained and task.params.grammar is None:  # a schema; not a tool's
             tools = ToolUse()
         return self._ready(replace(task, tools=tools), options)
 
@@ -352,7 +351,7 @@ class Service:
         params, opening, think = options.params, "", options.think
         if tools.required:
             opening, params = forced_call(self.llm.template, tools, params)
-        if think == "auto" and grammar_of(params.response_format, params.grammar) is not None:
+        if think == "auto" and params.constrained:
             think = "off"  # what has a given form begins at once
         for name in options.variables:
             if not re.search(rf"\b{re.escape(name)}\b", self.llm.template.source):
