@@ -223,7 +223,10 @@ def test_each_type_of_tensors_is_compared_once(tiny: TinyFiles) -> None:
 @pytest.mark.real
 @pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("cmake") and native_build.compiler()), reason="no compiler is here")
-def test_qwen_is_the_same_on_what_is_really_compiled(real_model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_qwen_is_the_same_on_what_is_really_compiled(
+    real_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCALSPEC_OFFLINE")  # the source is fetched
     home = tmp_path / "native"
     command = [sys.executable, "-m", "localspec", "engine", "build", "--force"]
     (home / "models").mkdir(parents=True)
