@@ -1,7 +1,7 @@
 """Never slower beside other programs? The same answers plain and drafted, with 0, 1 and 2 spinning processes at work.
 
     python benchmarks/busy.py OUT_FOLDER [--set report | --prompts FILE] [--category NAME ...] [--max-tokens N]
-        [--minutes N] [--temperature T] [--loads 0 1@0 2@0 1@19 2@19] [--model MODEL]
+        [--minutes N] [--temperature T] [--loads 0 1@0 2@0 1@19 2@19] [--model MODEL] [--draft NAME] [--backend NAME]
 
 A load is ``N@NICE``: so many processes that only spin, at that niceness. The pair is calibrated first, without a load,
 as it would be on a user's machine; then ``localspec bench`` runs once for each load, its arms taking turns every few
@@ -40,12 +40,14 @@ def spinning(load: str) -> Iterator[None]:
             each.wait()
 
 
-def bench(out: Path, args: argparse.Namespace, minutes: float, *more: str) -> None:
+def bench(out: Path, args: argparse.Namespace, minutes: float) -> None:
     questions = ["--prompts", str(args.prompts)] if args.prompts else ["--set", args.set]
     chosen = [word for name in args.category or () for word in ("--category", name)]
     command = [sys.executable, "-m", "localspec", "bench", args.model, *questions, *chosen, "--arm", "auto"]
     command += ["--temperature", str(args.temperature), "--max-tokens", str(args.max_tokens), "--repeats", "1"]
-    command += ["--minutes", str(minutes), "--json", str(out), "--force", *more]
+    command += ["--minutes", str(minutes), "--json", str(out), "--force"]
+    for option, name in (("--draft", args.draft), ("--backend", args.backend)):
+        command += [option, name] if name else []
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
@@ -77,6 +79,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", default="qwen2.5-coder-1.5b")
+    parser.add_argument("--draft", help="as for localspec bench")
+    parser.add_argument("--backend")
     parser.add_argument("--set", default="report", choices=["report", "tuning"])
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--category", nargs="+")
