@@ -175,8 +175,8 @@ def test_the_same_tokens_are_drafted_and_accepted(program: Path, tiny: TinyFiles
     assert sum(each.n_accepted for each in mine) == sum(each.n_accepted for each in theirs) > 20
 
 
-MINUTES = 15
-"""Of making a head. On two busy cores SmolLM2 135M then wrote 20,000 tokens of examples."""
+MINUTES = 4
+"""Of making a head: one draft token in ten is right then, which is enough to compare what happens after it."""
 
 REAL_TEXTS = (
     "The history of the bicycle begins",
@@ -208,4 +208,4 @@ def test_a_trained_head_of_a_real_model_drafts_there_as_here(program: Path, real
             same += alike
     assert n_parted <= 1
     assert len(same) >= N_ROUNDS
-    assert sum(each.n_accepted > 0 for each in same) > 0.12 * len(same)
+    assert sum(each.n_accepted > 0 for each in same) >= 5
