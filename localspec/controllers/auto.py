@@ -36,8 +36,6 @@ HORIZON = 24
 # gain is within the error of what a few tokens predict, so that it has to pay within ``HORIZON``.
 CLEAR_GAIN = 0.3
 
-BUSY_SCALE = 1.25  # From this many times the calibrated time of the target's passes on, another program has the CPU
-PROBE_TOKENS = 8  # Tokens of a long reading that are read first on a machine that has become slower
 GAIN_ROUNDS = 48  # Rounds for which the gain of the other sources alone is taken as known
 
 
@@ -58,12 +56,6 @@ class PrefillGate:
 
     def is_reading(self, source: str, n_tokens: int) -> bool:
         return self._catch_up(source, n_tokens) > READING * self._costs.times(1)
-
-    def piece(self, source: str, n_tokens: int) -> int:
-        """How many tokens of a reading to begin with. It is decided on in advance, at a price that may be out of date:
-        first pieces show today's."""
-        is_uncertain = self._costs.times.scale > BUSY_SCALE and not self._costs.draft_times[source].is_recent
-        return min(n_tokens, PROBE_TOKENS) if is_uncertain else n_tokens
 
     def pays(self, source: str, n_tokens: int, room: int, round_index: int) -> bool:
         """Whether a draft model should decode the ``n_tokens`` that it has missed, to draft one more; 1 is an ordinary
@@ -159,7 +151,7 @@ class AutoPlan(Plan, Branching):
             return 0
         if not self._is_reading:
             return pending
-        n, times = self._gate.piece(source, pending), self.costs.draft_times[source]
+        n, times = pending, self.costs.draft_times[source]
         while n > LEAST_PIECE and times(n) > self.costs.times.ms_reading:
             n = max(LEAST_PIECE, n - max(1, n // 8))
         return n
@@ -397,8 +389,7 @@ class AutoController(Controller):
 
     def _begin(self) -> None:
         """The answer begins, with its first plan: a controller that only explains changes nothing."""
-        reads_states = any(kind_of(source) != "model" for source in self.costs.draft_times)
-        self.time_budget.begin(predicted=self.predicted, reads_states=reads_states)
+        self.time_budget.begin(predicted=self.predicted)
         for times in self.costs.all_times:
             times.begin()
         self.acceptance.begin(takes_samples=not self._params.greedy and self._params.seed is None)

@@ -30,10 +30,6 @@ KEPT = 0.5  # Share of an earlier run's savings that counts in the next
 ANSWER_GRANT = 2.0
 ANSWER_SHARE = 0.01
 
-# Taken off ``ANSWER_SHARE`` where a drafter reads the target's hidden states: handing those out makes each pass longer,
-# whether a draft follows or not.
-STATES_SHARE = 0.005
-
 # In place of ``ANSWER_GRANT`` where the caller gave a text that the answer is likely to repeat: in a short answer wide
 # copies have to be tried at once to be worth it.
 PREDICTED_GRANT = 3.0
@@ -58,11 +54,9 @@ class TimeBudget:
     n_tokens: int = 0  # of this answer
     invested: float = 0.0  # what reading has cost this answer
     answer_grant: float = ANSWER_GRANT  # what drafts may cost this answer at its start
-    answer_share: float = ANSWER_SHARE  # and with each of its tokens
 
-    def begin(self, *, predicted: bool = False, reads_states: bool = False) -> None:
+    def begin(self, *, predicted: bool = False) -> None:
         self.answer_grant = PREDICTED_GRANT if predicted else ANSWER_GRANT
-        self.answer_share = ANSWER_SHARE - (STATES_SHARE if reads_states else 0.0)
         self.in_answer, self.n_tokens, self.invested = 0.0, 0, 0.0
 
     def book(self, n_tokens: int, saved: float, invested: float = 0.0) -> None:
@@ -75,7 +69,7 @@ class TimeBudget:
     @property
     def for_drafts(self) -> float:
         """What a draft may cost, were all of it rejected [plain tokens]."""
-        return min(self.balance, self.answer_grant + self.answer_share * self.n_tokens + self.in_answer)
+        return min(self.balance, self.answer_grant + ANSWER_SHARE * self.n_tokens + self.in_answer)
 
     @property
     def for_reading(self) -> float:
