@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -38,19 +38,18 @@ from unittest.mock import patch
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks import branching, replay_traces
+from benchmarks import branching
 from benchmarks.record_traces import Spy
 from benchmarks.replay_traces import CURVES, Replay, Times
-from localspec.controllers import acceptance, auto, cost_model, learned, stopping
-from localspec.controllers.acceptance import START, Acceptance, SourceAcceptance
+from localspec.controllers import acceptance, auto, cost_model, stopping
+from localspec.controllers.acceptance import Acceptance, SourceAcceptance
 from localspec.controllers.auto import AutoController, AutoPlan, PrefillGate
 from localspec.controllers.cost_model import Corrections, PassTimes
 from localspec.controllers.learned import TimeBudget
-from localspec.controllers.stopping import Continuation, Stopping, expected_tokens
+from localspec.controllers.stopping import Continuation, expected_tokens
 from localspec.sampling.sampling import Noise, SamplingParams
 from localspec.spec_decode import decoder
 from localspec.spec_decode.drafters import draft_model
-from localspec.spec_decode.drafters.base import Plan
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.proposer import Proposer
 from localspec.system.files import write_atomically
@@ -111,14 +110,12 @@ class Condition:
         keeps: whether what was learned is kept from answer to answer, in a random order.
         busy: see ``replay_traces.BUSY``.
         row: how many times as much time as calibrated further rows take.
-        thinks: whether texts are made of two answers, the first of which counts as thinking.
     """
 
     what: str
     keeps: bool = False
     busy: bool = False
     row: float = 1.0
-    thinks: bool = False
 
 
 CONDITIONS = {
@@ -128,7 +125,6 @@ CONDITIONS = {
         "beside a program that takes 40 % of the CPUs since calibration; nothing known before", busy=True
     ),
     "rows": Condition("further rows take 1.6 times what was calibrated; nothing known before", row=1.6),
-    "thinks": Condition("two answers in one text, the first counts as thinking; learning is kept", True, thinks=True),
 }
 
 
@@ -146,23 +142,22 @@ class Myopic(Continuation):
 
     def _solve(self) -> float:
         n_rows, rate = self._n_ahead, self.rate
-        n_groups = len(self._models[0][0].shares) if self._models else 1
         grid = stopping._N_GRID
-        value, ms = np.zeros((n_rows + 1, n_groups, grid)), np.zeros((n_rows + 1, n_groups, grid))
-        self._steps = np.full((len(self._models), n_rows + 1, n_groups, grid), -np.inf)
+        value, ms = np.zeros((n_rows + 1, grid)), np.zeros((n_rows + 1, grid))
+        self._steps = np.full((len(self._models), n_rows + 1, grid), -np.inf)
         n_bins = len(self._free[0].acceptance) if self._free else 0
         run, run_ms = np.zeros((n_bins, grid)), np.zeros((n_bins, grid))
         for n in range(n_rows - 1, -1, -1):
             row = self._row[n]
-            best, best_ms, chosen_step = (np.zeros((n_groups, grid)) for _ in range(3))
+            best, best_ms, chosen_step = (np.zeros(grid) for _ in range(3))
             for index, (model, shift) in enumerate(self._models):
                 now = shift.reached - rate * row
                 good = now > 0
                 price = model.step_ms if n == 0 or not model.one_pass else 0.0
                 step = model.shares @ np.where(good, now, 0.0) - rate * price
                 self._steps[index, n] = step
-                onward = model.shares @ np.where(good, now + shift.of(value[n + 1][model.group]), 0.0) - rate * price
-                onward_ms = model.shares @ np.where(good, row + shift.of(ms[n + 1][model.group]), 0.0) + price
+                onward = model.shares @ np.where(good, now + shift.of(value[n + 1]), 0.0) - rate * price
+                onward_ms = model.shares @ np.where(good, row + shift.of(ms[n + 1]), 0.0) + price
                 better = step > chosen_step
                 chosen_step = np.where(better, step, chosen_step)
                 best, best_ms = np.where(better, onward, best), np.where(better, onward_ms, best_ms)
@@ -171,16 +166,16 @@ class Myopic(Continuation):
                 now = shift.reached - rate * row
                 run_ms = np.where(now > 0, row + shift.of(run_ms), 0.0)
                 run = np.where(now > 0, now + shift.of(run), 0.0)
-                copied = (now > 0) & (now >= chosen_step[0])
-                best_ms = np.einsum("b,gbp->gp", free.shares[0], np.where(copied, run_ms, best_ms[:, None]))
-                best = np.einsum("b,gbp->gp", free.shares[0], np.where(copied, run, best[:, None]))
+                copied = (now > 0) & (now >= chosen_step)
+                best_ms = free.shares @ np.where(copied, run_ms, best_ms)
+                best = free.shares @ np.where(copied, run, best)
             value[n], ms[n] = best, best_ms
         self._ms = ms
         self._looked_up = np.zeros_like(value).tolist(), self._steps.tolist()  # nothing is to be had later
-        return float(1.0 + value[0, 0, 0] - rate * self.rows_ms[0])
+        return float(1.0 + value[0, 0] - rate * self.rows_ms[0])
 
-    def copy(self, n: int, reach: float, acceptance: float, room: int, leads_to: int = 0) -> float:
-        return self.send(n, reach, acceptance, leads_to)
+    def copy(self, n: int, reach: float, acceptance: float, room: int) -> float:
+        return self.send(n, reach, acceptance)
 
 
 def bounds(for_drafts: Callable[[TimeBudget], float] | None, for_reading: Callable[[TimeBudget], float]) -> Patches:
@@ -250,34 +245,18 @@ class ChargedInFull(AutoPlan):
 class CopiesFirst(AutoPlan):
     """A copy that is worth its row is never passed over for a step of a draft model."""
 
-    def _row_pays(self, source: str, expected: float, after: int) -> bool:
+    def _row_pays(self, source: str, expected: float) -> bool:
         if source in self.costs.draft_times:
-            return super()._row_pays(source, expected, after)
-        if not self._affords(0.0, auto.share_of(source)):
+            return super()._row_pays(source, expected)
+        if not self._affords(0.0, auto.share_of(source), self._n):
             return False
-        return self.stopping.current.copy(self._n, self._reach, expected, self.room, after) > 0
+        return self.stopping.current.copy(self._n, self._reach, expected, self.room) > 0
 
 
 def pays_if_affordable(self: PrefillGate, source: str, n_tokens: int, room: int, round_index: int) -> bool:
     """Reading is bounded by its budget, and not weighed."""
     costs, cost = self._costs, self._catch_up(source, n_tokens)
     return cost <= auto.READING * costs.times(1) or cost <= self._budget.for_reading * costs.ms_plain
-
-
-def one_group(self: AutoPlan, source: str, confidence: float, right: bool) -> None:
-    self.acceptance[source].notice(confidence)
-    self.acceptance[source].observe(confidence, right)
-    self.stopping.stale = True
-
-
-def joined_by_all(self: Stopping, source: str) -> Continuation:
-    """As ``Stopping.joined``, but where this model has much to read, as if all others had read too."""
-    return self.prospect if source in self.lagging else self.current
-
-
-def rank_among_all(self: Stopping, source: str) -> int:
-    models = self.models if source in self.lagging else [m for m in self.costs.draft_times if m not in self.lagging]
-    return models.index(source)
 
 
 @dataclass(frozen=True)
@@ -319,7 +298,7 @@ ALL = ("new", "kept", "busy", "rows")
 FULL = "full controller"
 DRAFTERS = ("n-grams alone", "no head", "no draft model")
 ARMS: dict[str, Arm] = {
-    FULL: Arm("", conditions=(*ALL, "thinks")),
+    FULL: Arm("", conditions=ALL),
     # Drafters.
     "n-grams alone": Arm("no head, no draft model", sources=("ngram",), conditions=ALL),
     "no n-grams": Arm("head and draft model", sources=("head", "model")),
@@ -334,15 +313,6 @@ ARMS: dict[str, Arm] = {
     ),
     "copies give way": Arm("a copy that pays is always taken", ((auto, "AutoPlan", CopiesFirst),)),
     "order by worth": Arm("n-grams, head, draft model", ((AutoPlan, "order", lambda self, sources: sources),)),
-    "runs of sure tokens": Arm(
-        "one histogram, whatever a token comes after",
-        (
-            (auto, "leads_to", lambda confidence: START),
-            (stopping, "_LEADS_TO", np.zeros_like(stopping._LEADS_TO)),
-            (AutoPlan, "counterfactual", one_group),
-        ),
-        conditions=LEARNING,
-    ),
     "plain rounds": Arm(
         "none is plain to see t(1)", ((AutoController, "_wants_plain", lambda self: False),), conditions=COSTS
     ),
@@ -354,7 +324,6 @@ ARMS: dict[str, Arm] = {
     "both budgets": Arm("none", bounds(unbounded, unbounded), conditions=ALL),
     "budget of readings": Arm("the process's alone", bounds(None, of_the_process), conditions=LEARNING),
     "half for heads and copies": Arm("they may lose all", ((auto, "share_of", lambda source: 1.0),)),
-    "less beside a head": Arm("one percent, as without", ((learned, "STATES_SHARE", 0.0),)),
     "charged as expected": Arm("steps are charged as they went", ((auto, "AutoPlan", ChargedInFull),), conditions=BUSY),
     # Reading.
     "prefill gate": Arm(
@@ -364,20 +333,11 @@ ARMS: dict[str, Arm] = {
     "gate: clear gain": Arm(
         "every reading has to pay within the horizon", ((auto, "CLEAR_GAIN", math.inf),), conditions=LEARNING
     ),
-    "gate: first pieces": Arm(
-        "read at once", ((PrefillGate, "piece", lambda self, source, n: n),), conditions=("busy",)
-    ),
-    "gate: one model at a time": Arm(
-        "as if all had read", ((Stopping, "joined", joined_by_all), (Stopping, "rank", rank_among_all))
-    ),
     # Acceptance.
     "counterfactual tokens": Arm("none", ((AutoPlan, "counterfactual", nothing),), conditions=LEARNING),
-    "target's certainty": Arm("not looked at", ((AutoController, "_certainty_of", nothing),), conditions=LEARNING),
     "calibration online": Arm("the priors", ((SourceAcceptance, "observe", nothing),), conditions=LEARNING),
-    "histograms online": Arm(
-        "the priors, and certainty", ((SourceAcceptance, "notice", nothing),), conditions=LEARNING
-    ),
-    "drift when idle": Arm("none, nor certainty", ((SourceAcceptance, "idle", nothing),), conditions=LEARNING),
+    "histograms online": Arm("the priors", ((SourceAcceptance, "notice", nothing),), conditions=LEARNING),
+    "drift when idle": Arm("none", ((SourceAcceptance, "idle", nothing),), conditions=LEARNING),
     "head's rate": Arm("what is usual", flags=frozenset({"no rate"}), conditions=LEARNING),
     "acceptance kept": Arm("forgotten after each answer", flags=frozenset({"forgets"}), conditions=("kept",)),
     "histograms kept": Arm("forgotten after each answer", ((acceptance, "NEW_TEXT_KEPT", 0.0),), conditions=("kept",)),
@@ -398,7 +358,6 @@ ARMS: dict[str, Arm] = {
         conditions=LEARNING,
         sampled=True,
     ),
-    "thinking apart": Arm("one table", flags=frozenset({"together"}), conditions=("thinks",)),
     # Costs.
     "corrections": Arm("none", ((PassTimes, "observe", nothing), (PassTimes, "slow_down", nothing)), conditions=COSTS),
     "corrections: a width alone": Arm("none", ((cost_model, "ALONE", 0.0),), conditions=COSTS),
@@ -445,23 +404,6 @@ def prior_ngrams(trace: dict[str, Any]) -> dict[str, list[float]]:
     return {"confidence": confidences, "right": trace["sources"]["ngram"]["right"]}
 
 
-def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """A text of both answers, the first of which counts as thinking."""
-    sources = {
-        name: {key: _after(first["sources"][name][key], second["sources"][name][key]) for key in first["sources"][name]}
-        for name in first["sources"]
-    }
-    both = {key: first[key] + second[key] for key in ("prompt", "answer")}
-    thinking = {"n_thinking": len(first["answer"])}
-    return second | both | thinking | {"sources": sources, "prompt_tokens": first["prompt_tokens"]}
-
-
-def _after(first: list[Any], second: list[Any]) -> list[Any]:
-    if isinstance(first[0], list):
-        return [_after(*pair) for pair in zip(first, second, strict=True)]
-    return first + second
-
-
 def replayed(
     stored: dict[str, Any], name: str, machine: str, condition_name: str, repeat: int
 ) -> dict[str, list[float]]:
@@ -470,8 +412,6 @@ def replayed(
     target, model = MACHINES[machine]
     order = random.Random(repeat).sample(range(len(traces)), len(traces))
     chosen = [traces[i] for i in order]
-    if condition.thinks:
-        chosen = [joined(*pair) for pair in pairwise([*chosen, chosen[0]])]
     rate = None if "no rate" in arm.flags else stored.get("rates", {}).get("head")
     found: dict[str, list[float]] = {}
     replay: Replay | None = None
@@ -484,10 +424,7 @@ def replayed(
             if "prior" in arm.flags:
                 trace = trace | {"sources": trace["sources"] | {"ngram": prior_ngrams(trace)}}
             rng = np.random.default_rng([repeat, zlib.crc32(trace["id"].encode())])
-            with ExitStack() as stack:
-                if condition.thinks:
-                    stack.enter_context(patch.object(replay_traces, "AutoController", thinking(replay, trace, arm)))
-                speeds = replay.answer(trace, rng)
+            speeds = replay.answer(trace, rng)
             if "forgets" in arm.flags:
                 for tables in (replay.sources, replay.sampled):
                     tables.update({source: SourceAcceptance(each.prior) for source, each in tables.items()})
@@ -495,26 +432,6 @@ def replayed(
             ends = sorted({min(length, n) for length in ENDS} | {n})
             found[trace["id"]] = [round(float(speeds[end - 1]), 5) for end in ends]
     return found
-
-
-def thinking(replay: Replay, trace: dict[str, Any], arm: Arm) -> type[AutoController]:
-    """A controller that is told where thinking ends; what is learned of it stays with the replay."""
-    if not hasattr(replay, "thinking"):
-        tables = (
-            {name: SourceAcceptance(each.prior) for name, each in of.items()} for of in (replay.sources, replay.sampled)
-        )
-        replay.thinking = tuple(tables)  # type: ignore[attr-defined]
-
-    class Told(AutoController):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            apart = None if "together" in arm.flags else replay.thinking  # type: ignore[attr-defined]
-            super().__init__(*args, **options, thinking=apart)
-
-        def plan(self, room: int, n_past: int, **situation: Any) -> Plan:
-            n_tokens = self.time_budget.n_tokens if self._n_rounds else 0
-            return super().plan(room, n_past, thinks=n_tokens < trace["n_thinking"], **situation)
-
-    return Told
 
 
 Key = tuple[str, str, str, str, int]

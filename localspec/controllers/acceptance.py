@@ -198,9 +198,7 @@ class SourceAcceptance:
 class Acceptance:
     """Calibrations of all drafters by source, for their most probable tokens and for tokens that they sample."""
 
-    def __init__(
-        self, most_probable: Mapping[str, SourceAcceptance], sampled: Mapping[str, SourceAcceptance]
-    ) -> None:
+    def __init__(self, most_probable: Mapping[str, SourceAcceptance], sampled: Mapping[str, SourceAcceptance]) -> None:
         self.most_probable, self.sampled = most_probable, sampled
         self.takes_samples = False
 

@@ -62,12 +62,6 @@ def adversarial(rng: np.random.Generator, n: int) -> Source:
     return Source(np.full(n, 0.97), right)
 
 
-def row_of(certainty: float) -> np.ndarray:
-    """Logits whose most probable token has this probability."""
-    n_rest = int(1 / certainty) + 1
-    return np.log(np.array([certainty, *[max((1 - certainty) / n_rest, 1e-9)] * n_rest]))
-
-
 @dataclass
 class World:
     """Costs and a text.
@@ -78,8 +72,6 @@ class World:
         noise: relative spread of every measured time.
         n_prompt: tokens before the text, which a draft model has to read.
         burst: how much longer than otherwise the first reading of over 32 tokens takes, as another program has the CPU.
-        certainty: the target's probability for its most probable token, along the text; None is unknown.
-        thinks: whether the model thinks at a position.
     """
 
     curve: dict[int, float]
@@ -90,8 +82,6 @@ class World:
     slowdown: Callable[[int], float] = field(default=lambda position: 1.0)
     n_prompt: int = 0
     burst: float = 1.0
-    certainty: np.ndarray | None = None
-    thinks: Callable[[int], bool] = field(default=lambda position: False)
 
     def true_times(self) -> PassTimes:
         return PassTimes(dict(self.curve))
@@ -111,7 +101,7 @@ class World:
         position, total, burst = 0, 0.0, self.burst
         while position < n_tokens:
             factor = self.slowdown(position)
-            plan = controller.plan(room=n_tokens - position, n_past=position, thinks=self.thinks(position))
+            plan = controller.plan(room=n_tokens - position, n_past=position)
             draft, ms_draft, alive = Draft(), 0.0, True
             right: list[bool] = []
             while alive and plan.room > 0:
@@ -156,8 +146,7 @@ class World:
                 ms_verify=ms_verify,
                 ms_other=self.other_ms,
             )
-            certain = None if self.certainty is None else row_of(self.certainty[position + emitted - 1])
-            controller.observe(round_, certain)
+            controller.observe(round_)
             controller.learn(round_)
             position += emitted
             for name in caught_up:
