@@ -334,7 +334,6 @@ ARMS: dict[str, Arm] = {
         "every reading has to pay within the horizon", ((auto, "CLEAR_GAIN", math.inf),), conditions=LEARNING
     ),
     # Acceptance.
-    "counterfactual tokens": Arm("none", ((AutoPlan, "counterfactual", nothing),), conditions=LEARNING),
     "calibration online": Arm("the priors", ((SourceAcceptance, "observe", nothing),), conditions=LEARNING),
     "histograms online": Arm("the priors", ((SourceAcceptance, "notice", nothing),), conditions=LEARNING),
     "drift when idle": Arm("none", ((SourceAcceptance, "idle", nothing),), conditions=LEARNING),

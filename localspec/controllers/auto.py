@@ -209,12 +209,6 @@ class AutoPlan(Plan, Branching):
         if self._last_source != source:
             self.acceptance[source].notice(0.0)
 
-    def counterfactual(self, source: str, confidence: float, right: bool) -> None:
-        acceptance = self.acceptance[source]
-        acceptance.notice(confidence)
-        acceptance.observe(confidence, right)
-        self.stopping.stale = True
-
     # -- deciding --------------------------------------------------------------------------------------------------
 
     def _step_pays(self, source: str, pending: int, held: float | None) -> bool:

@@ -12,16 +12,15 @@ import pytest
 
 from localspec import LLM
 from localspec.backends.base import FEW_ROWS
-from localspec.controllers import auto as auto_module
 from localspec.controllers import stopping as stopping_module
 from localspec.controllers.acceptance import COPIED, GREEDY, N_BINS, SourceAcceptance, bin_of, of_a_head
-from localspec.controllers.auto import MAX_DRAFT, PROBE_TOKENS, AutoController
+from localspec.controllers.auto import MAX_DRAFT, AutoController
 from localspec.controllers.cost_model import Curve, PassTimes
 from localspec.controllers.fixed import FixedController
 from localspec.controllers.learned import TimeBudget
 from localspec.controllers.stopping import Continuation, Prospects
 from localspec.errors import UsageError
-from localspec.sampling.sampling import Row, SamplingParams, top_probability
+from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Verdict
 from tests.conftest import TinyFiles, open_backend
 from tests.support.simulator import CURVES, Source, World, adversarial, stationary, switching
@@ -107,23 +106,6 @@ def test_a_slower_machine_is_noticed_and_not_mistaken_for_a_bad_draft() -> None:
     plain = World(here.curve, {"model": here.sources["model"]}, slowdown=here.slowdown)
     gain = here.run(auto(here), N_TOKENS) / plain.run(FixedController(0), N_TOKENS)
     assert gain >= 0.9 * steady.run(auto(steady), N_TOKENS) / steady.plain_rate()
-
-
-def test_thinking_and_answer_are_learned_apart() -> None:
-    """Copies that look alike are mostly right in one and mostly wrong in the other, whichever that is."""
-    rng = np.random.default_rng(3)
-    part = np.arange(N_TOKENS) // 50 % 2 == 0
-    right = np.where(part, rng.random(N_TOKENS) < 0.9, rng.random(N_TOKENS) < 0.05)
-    for in_thinking in (True, False):
-        here = World(CURVES["ik"], {"ngram": Source(np.full(N_TOKENS, 0.5), right)})
-        here.thinks = lambda position, good=in_thinking: bool(part[position]) == good
-
-        def rate(*, apart: bool, here: World = here) -> float:
-            answer, thinking = ({"ngram": SourceAcceptance(COPIED)} for _ in range(2))
-            parts = (thinking, {}) if apart else None
-            return here.run(AutoController(here.true_times(), {}, answer, thinking=parts), N_TOKENS)
-
-        assert rate(apart=True) > 1.1 * max(rate(apart=False), here.plain_rate())
 
 
 def test_acceptance_is_learned_and_forgotten() -> None:
@@ -243,15 +225,6 @@ def test_a_sample_or_the_most_probable_token_by_what_the_rates_say() -> None:
 def test_absurd_lengths_are_refused(length: int) -> None:
     with pytest.raises(UsageError, match="draft length"):
         FixedController(length)
-
-
-def test_counterfactual_draft_tokens_are_learned_from() -> None:
-    controller = auto(world("ik", 0.2, "stationary 0.9"))
-    before = controller.acceptance["model"].expected(0.97)
-    plan = controller.plan(room=8, n_past=4)
-    for _ in range(20):
-        plan.counterfactual("model", 0.97, right=False)
-    assert controller.acceptance["model"].expected(0.97) < before - 0.3
 
 
 def test_a_draft_model_does_not_read_a_prompt_for_a_short_answer() -> None:
@@ -399,27 +372,6 @@ def test_where_little_is_gained_a_round_is_plain_now_and_then() -> None:
     assert n_plain > 0.8 * n
 
 
-def test_on_a_machine_that_has_become_slower_a_prompt_is_read_a_piece_first() -> None:
-    """So that a draft model that suffers more than the target costs a piece, and not the prompt."""
-    calm, busy = (auto(world("ik", 0.2, "stationary 0.9")) for _ in range(2))
-    for controller, slower in ((calm, 1.0), (busy, 2.0)):
-        for _ in range(20):
-            controller.plan(room=500, n_past=60)
-            finish(controller, rounds_of(slower * 52.0, 0, 0))
-        controller.time_budget.balance = 40.0
-    plan = calm.plan(room=500, n_past=80)
-    assert plan.more("model", 80) == 80
-    plan = busy.plan(room=500, n_past=80)
-    assert plan.more("model", 80) == PROBE_TOKENS
-    in_answer = busy.time_budget.in_answer
-    plan.spent("model", PROBE_TOKENS, 6 * busy.costs.draft_times["model"](PROBE_TOKENS))
-    assert plan.more("model", 80 - PROBE_TOKENS)  # one pass may be a stall
-    plan.spent("model", PROBE_TOKENS, 6 * busy.costs.draft_times["model"](PROBE_TOKENS))
-    assert not plan.more("model", 80 - 2 * PROBE_TOKENS)
-    finish(busy, rounds_of(2 * 52.0, 0, 0))
-    assert busy.time_budget.in_answer == pytest.approx(in_answer, abs=0.1)  # an investment, if a bad one
-
-
 def test_a_slow_machine_is_expected_to_slow_a_draft_model_that_is_not_running_too() -> None:
     controller = auto(world("ik", 0.2, "stationary 0.8"))
     times, draft_times = controller.costs.times, controller.costs.draft_times["model"]
@@ -448,58 +400,29 @@ def test_copies_that_failed_do_not_cost_a_draft_model_its_chance() -> None:
     assert not controller.plan(room=500, n_past=60).more("model", pending=40)
 
 
-def reading_world(certainty: float, mean: float, share: float = 0.31, n_prompt: int = 52) -> World:
+def reading_world(mean: float, share: float = 0.31, n_prompt: int = 52) -> World:
     """A text after a prompt that a draft model would have to read; ``share`` of a token's time a step."""
     here = world("ik", share, f"stationary {mean}")
     here.n_prompt = n_prompt
-    here.certainty = np.full(len(here.sources["model"].confidence), certainty)
     return here
-
-
-def test_how_certain_the_target_is_predicts_how_the_draft_would_fare() -> None:
-    model = SourceAcceptance(GREEDY)
-    usual = model.mean()
-    for certainty, low, high in ((0.2, 0.3, 0.45), (0.7, 0.5, 0.7), (0.995, 0.9, 1.0)):
-        text = SourceAcceptance(GREEDY)
-        text.idle(48, [certainty] * 48)
-        assert low < text.mean() < high
-    model.idle(48)
-    assert model.mean() == pytest.approx(usual)
-    model.idle(48, [0.2] * 48)
-    model.new_text()
-    model.idle(1, [0.9])
-    assert model.mean() == pytest.approx(usual, rel=0.1)  # the next text may be of another kind
-
-
-def test_a_prompt_is_not_read_for_a_text_that_the_target_is_unsure_of() -> None:
-    """It costs six plain tokens, which no answer may risk at once: by then its first tokens have told."""
-
-    def gain(certainty: float, mean: float) -> float:
-        here = reading_world(certainty, mean, 0.1, n_prompt=240)
-        controller = auto(here)
-        controller.time_budget.balance = 40.0  # of earlier answers
-        return here.run(controller, N_TOKENS) / here.plain_rate()
-
-    assert 0.995 <= gain(0.25, 0.4) < 1.01
-    assert gain(0.97, 0.9) > 1.5
 
 
 def test_a_longer_prompt_is_read_from_what_copies_have_saved() -> None:
     """It costs 12 plain tokens and more, which no answer may risk; but this one is ahead by that already."""
-    here = reading_world(0.97, 0.95, 0.2, n_prompt=250)
+    here = reading_world(0.95, 0.2, n_prompt=250)
     rng = np.random.default_rng(3)
     copied = stationary(rng, N_TOKENS + 64, 0.95)
     copied.confidence[200:] = np.nan  # then there is nothing to copy any more
     here.sources = {"ngram": copied, **here.sources}
-    copies = World(here.curve, {"ngram": copied}, certainty=here.certainty)
+    copies = World(here.curve, {"ngram": copied})
     assert here.run(auto(here), N_TOKENS) >= 1.1 * copies.run(auto(copies), N_TOKENS)
-    alone = reading_world(0.97, 0.95, 0.2, n_prompt=250)
+    alone = reading_world(0.95, 0.2, n_prompt=250)
     assert alone.run(auto(alone), N_TOKENS) == pytest.approx(alone.plain_rate(), rel=0.01)
 
 
 def test_what_was_read_while_another_program_had_the_cpu_is_used_all_the_same() -> None:
     """A reading that took twice as long as predicted costs that time, and not the draft's chance too."""
-    usual, disturbed = reading_world(0.97, 0.9), reading_world(0.97, 0.9)
+    usual, disturbed = reading_world(0.9), reading_world(0.9)
     disturbed.burst = 2.2
     source = disturbed.sources["model"]
     lost = 1.2 * disturbed.draft_times()["model"](disturbed.n_prompt)
@@ -508,21 +431,8 @@ def test_what_was_read_while_another_program_had_the_cpu_is_used_all_the_same() 
     assert N_TOKENS / here == pytest.approx(N_TOKENS / there + lost, rel=0.03)
 
 
-@pytest.fixture
-def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
-    """The target's rows whose certainty was looked at."""
-    rows: list[Row] = []
-
-    def look(row: Row, temperature: float = 1.0) -> float:
-        rows.append(row)
-        return top_probability(row, temperature)
-
-    monkeypatch.setattr(auto_module, "top_probability", look)
-    return rows
-
-
 def test_a_model_that_would_not_pay_if_always_right_costs_no_thought_until_it_would(
-    monkeypatch: pytest.MonkeyPatch, looked_at: list[Row]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     solved = []
 
@@ -533,10 +443,8 @@ def test_a_model_that_would_not_pay_if_always_right_costs_no_thought_until_it_wo
 
     monkeypatch.setattr(stopping_module, "Continuation", Watched)
     here = world("linear", 0.3, "stationary 0.95")
-    here.certainty = np.full(N_TOKENS + 64, 0.95)
     controller = auto(here)
     here.run(controller, 200)
-    assert len(looked_at) <= 1
     assert controller.explain() == "Draft model: off, too slow on this machine."
     assert sum(solved) <= 2
     # Another machine, as it were: passes over more tokens are nearly free.
@@ -547,12 +455,6 @@ def test_a_model_that_would_not_pay_if_always_right_costs_no_thought_until_it_wo
     here.sources["model"].step_ms = here.sources["model"].prefill_ms = 1.0
     assert "too slow" not in controller.explain()
     assert here.run(controller, 300) > 1.5 * here.plain_rate()
-
-
-def test_a_target_that_was_watched_for_a_while_is_looked_at_half_as_often(looked_at: list[Row]) -> None:
-    here = reading_world(0.25, 0.4, n_prompt=200)
-    here.run(auto(here), 132)
-    assert auto_module.WATCHED_TOKENS + 45 <= len(looked_at) <= auto_module.WATCHED_TOKENS + 55
 
 
 def test_a_model_that_has_not_read_the_text_does_not_stand_in_the_way_of_copies() -> None:
@@ -600,20 +502,6 @@ def test_of_two_models_the_one_that_pays_more_is_asked_first(head: float, model:
     alone = [World(both.curve, {name: source}) for name, source in both.sources.items()]
     best = max(here.run(auto(here), N_TOKENS) for here in alone)
     assert both.run(auto(both), N_TOKENS) >= 0.93 * best
-
-
-def test_what_another_might_gain_is_no_reason_to_read() -> None:
-    """Of two draft models that lag, each is weighed with what is at hand, and not with the other."""
-    stopping = auto(two_models(0.3, 0.9)).stopping
-    assert stopping.lagging == {"head", "model"}
-    for source in ("head", "model"):
-        assert stopping.joined(source).rate == pytest.approx(stopping.solve(source).rate)
-        assert stopping.rank(source) == 0
-    assert stopping.joined("head").rate < stopping.prospect.rate
-    stopping.set_lagging("head", False)
-    assert stopping.joined("head") is stopping.current
-    assert stopping.joined("model") is stopping.prospect
-    assert stopping.rank("model") == 1
 
 
 def test_steps_that_are_hidden_behind_the_targets_passes_cost_as_much_less() -> None:

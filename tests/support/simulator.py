@@ -14,7 +14,6 @@ import numpy as np
 
 from localspec.controllers.cost_model import PassTimes
 from localspec.spec_decode.drafters.base import Controller
-from localspec.spec_decode.drafters.draft_model import MAX_COUNTERFACTUAL
 from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Verdict
 
 LLAMA_CPP = {1: 50.0, 2: 82.5, 3: 120, 4: 125, 5: 170, 6: 200, 7: 300, 8: 370, 10: 400, 12: 420, 16: 430, 24: 640}
@@ -122,9 +121,6 @@ class World:
                             ms, burst = ms * burst, 1.0
                         plan.spent(name, pending, ms)
                         ms_draft += ms
-                        if pending > 2:  # as a draft model does: what it would have guessed for what was said
-                            for i in range(max(0, caught_up[name], position - MAX_COUNTERFACTUAL), position):
-                                plan.counterfactual(name, float(source.confidence[i]), bool(source.right[i]))
                         caught_up[name] = at + 1
                     expected = plan.keep(name, float(source.confidence[at]))
                     if expected is None:

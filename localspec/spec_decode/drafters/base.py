@@ -76,9 +76,6 @@ class Plan:
     def nothing(self, source: str) -> None:
         """The drafter, asked for a draft token, has none."""
 
-    def counterfactual(self, source: str, confidence: float, right: bool) -> None:
-        """A counterfactual draft token: one never sent, scored against the token already emitted in its place."""
-
     def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
         """Whether a draft token is worth a row of the target's pass; takes one of ``room``.
 
