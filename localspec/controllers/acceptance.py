@@ -26,6 +26,11 @@ EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 
 N_BINS = len(EDGES) + 1
 
+SURE = 0.9  # Least confidence of a sure draft token; sure ones come in runs
+
+# What a draft token follows: the target's own token, a sure token of the same draft, an unsure one.
+START, AFTER_SURE, AFTER_UNSURE = range(3)
+
 PRIORS = Path(__file__).with_name("priors.json")
 
 # How fast evidence replaces the prior [tokens]. Chosen together in the replay of recorded traces.
@@ -44,14 +49,14 @@ class Prior(NamedTuple):
     """What is expected of a drafter before any evidence."""
 
     acceptance: tuple[float, ...]  # probability of acceptance by confidence bin
-    histogram: Histogram  # shares of the confidence bins
+    histograms: tuple[Histogram, ...]  # shares of the confidence bins, by START, AFTER_SURE, AFTER_UNSURE
 
 
 # Greedily a model's probability is a fair estimate. At a temperature its most probable token is right with the target's
 # probability for it, which is less; a sample is accepted with probability sum(min(p, q)), which is more where both are
 # flat. A drafter that copies reports an estimate: a bin's middle, and no confidence where it has nothing to copy.
 _PRIORS = {  # by kind of drafter, and how its token was chosen
-    (kind, choice): Prior(tuple(prior["acceptance"]), tuple(prior["histogram"]))
+    (kind, choice): Prior(tuple(prior["acceptance"]), tuple(map(tuple, prior["histograms"])))
     for kind, choices in json.loads(PRIORS.read_bytes()).items()
     for choice, prior in choices.items()
 }
@@ -79,14 +84,14 @@ def of_a_head(prior: Prior, rate: float | None = None) -> Prior:
     token is right, as its card says. A head of which too little is expected is never asked where a draft model pays."""
     prior = _OF_A_HEAD[prior]
     tilt = 0.0 if rate is None else _tilt_for(rate, prior)
-    return Prior(prior.acceptance, _tilted(prior.histogram, prior, tilt))
+    return Prior(prior.acceptance, tuple(_tilted(each, prior, tilt) for each in prior.histograms))
 
 
 def _tilt_for(rate: float, prior: Prior) -> float:
     low, high = -_MOST_TILT, _MOST_TILT
     for _ in range(24):
         middle = (low + high) / 2
-        expected = sum(map(mul, _tilted(prior.histogram, prior, middle), prior.acceptance))
+        expected = sum(map(mul, _tilted(prior.histograms[START], prior, middle), prior.acceptance))
         low, high = (middle, high) if expected < rate else (low, middle)
     return low
 
@@ -100,12 +105,16 @@ def bin_of(confidence: float) -> int:
     return bisect_right(EDGES, confidence)
 
 
+def leads_to(confidence: float) -> int:
+    return AFTER_SURE if confidence >= SURE else AFTER_UNSURE
+
+
 class SourceAcceptance:
     """Calibration of one drafter.
 
     Each confidence bin holds a Beta estimate of P(accepted | confidence, all before it accepted), starting from the
-    prior; evidence fades within tens of tokens. The histogram holds the shares of the bins among recent draft tokens.
-    ``has_drafted``: whether a draft token was looked for in this text.
+    prior; evidence fades within tens of tokens. The histograms hold the shares of the bins among recent draft tokens,
+    by what these follow. ``has_drafted``: whether a draft token was looked for in this text.
     """
 
     def __init__(self, prior: Prior) -> None:
@@ -113,11 +122,11 @@ class SourceAcceptance:
         self.hits = [0.0] * N_BINS
         self.seen = [0.0] * N_BINS
         self._siblings = [(0.0, 0.0)] * N_BINS  # hits and seen of tokens with siblings
-        self.histogram = list(prior.histogram)
+        self.histograms = [list(histogram) for histogram in prior.histograms]
         self._begin()
 
     def _begin(self) -> None:
-        self._n_noticed = HISTOGRAM_PRIOR
+        self._n_noticed = [HISTOGRAM_PRIOR] * len(self.histograms)
         self.has_drafted = False
 
     def new_text(self) -> None:
@@ -146,7 +155,7 @@ class SourceAcceptance:
         self._siblings[i] = hits * fade + accepted, seen * fade + 1.0
 
     def mean(self) -> float:
-        return sum(share * expected for share, expected in zip(self.histogram, self.table(), strict=True))
+        return sum(share * expected for share, expected in zip(self.histograms[START], self.table(), strict=True))
 
     def observe(self, confidence: float, accepted: float) -> None:
         i = bin_of(confidence)
@@ -154,12 +163,13 @@ class SourceAcceptance:
         self.hits[i] = self.hits[i] * fade + accepted
         self.seen[i] = self.seen[i] * fade + 1.0
 
-    def notice(self, confidence: float) -> None:
+    def notice(self, confidence: float, after: int = START) -> None:
         self.has_drafted = True
-        self._n_noticed = min(self._n_noticed + 1, HISTOGRAM_MEMORY)
-        fade = 1.0 - 1.0 / self._n_noticed
-        self.histogram = [share * fade for share in self.histogram]
-        self.histogram[bin_of(confidence)] += 1.0 - fade
+        n = self._n_noticed[after] = min(self._n_noticed[after] + 1, HISTOGRAM_MEMORY)
+        fade = 1.0 - 1.0 / n
+        histogram = self.histograms[after]
+        histogram[:] = [share * fade for share in histogram]
+        histogram[bin_of(confidence)] += 1.0 - fade
 
     def idle(self, n_tokens: int) -> None:
         """Let evidence fade after tokens without a draft."""
@@ -169,29 +179,30 @@ class SourceAcceptance:
         self._drift(fade)
 
     def _drift(self, keep: float) -> None:
-        usual = self.prior.histogram
-        self.histogram = [keep * old + (1.0 - keep) * new for old, new in zip(self.histogram, usual, strict=True)]
+        for histogram, typical in zip(self.histograms, self.prior.histograms, strict=True):
+            histogram[:] = [keep * old + (1.0 - keep) * new for old, new in zip(histogram, typical, strict=True)]
 
     def as_dict(self) -> dict[str, Any]:
         siblings = [list(each) for each in self._siblings]
-        return {"hits": self.hits, "seen": self.seen, "histogram": self.histogram, "beside": siblings}
+        return {"hits": self.hits, "seen": self.seen, "histograms": self.histograms, "beside": siblings}
 
     def restore(self, stored: Any) -> None:
         """Start from what another run learned, at half its weight; ignores what is malformed."""
         try:
             hits, seen = [float(x) for x in stored["hits"]], [float(x) for x in stored["seen"]]
-            histogram = [float(x) for x in stored["histogram"]]
+            histograms = [[float(x) for x in histogram] for histogram in stored["histograms"]]
             siblings = [(float(hit), float(n)) for hit, n in stored.get("beside", self._siblings)]
         except (TypeError, KeyError, ValueError, AttributeError):
             return
-        if not len(hits) == len(seen) == len(histogram) == N_BINS:
+        sizes = [len(each) for each in (hits, seen, *histograms)]
+        if sizes != [N_BINS] * (2 + len(self.histograms)):
             return
-        are_shares = abs(sum(histogram) - 1) < 0.05 and min(histogram) >= 0
+        are_shares = all(abs(sum(shares) - 1) < 0.05 and min(shares) >= 0 for shares in histograms)
         counts = [*zip(hits, seen, strict=True), *siblings]
         if are_shares and len(siblings) == N_BINS and all(0 <= hit <= n <= 1e4 for hit, n in counts):
             self._siblings = [(hit / 2, n / 2) for hit, n in siblings]
             self.hits, self.seen = [hit / 2 for hit in hits], [n / 2 for n in seen]
-            self.histogram = histogram
+            self.histograms = histograms
             self._drift(0.5)
 
 

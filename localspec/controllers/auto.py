@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from types import MappingProxyType
 
-from localspec.controllers.acceptance import Acceptance, SourceAcceptance
+from localspec.controllers.acceptance import START, Acceptance, SourceAcceptance, leads_to
 from localspec.controllers.cost_model import Costs, PassCost, row_ms
 from localspec.controllers.learned import TimeBudget
 from localspec.controllers.stopping import NEVER, Stopping
@@ -122,6 +122,7 @@ class AutoPlan(Plan, Branching):
         self._index = index
         self._n = 0  # tokens drafted
         self._reach = 1.0  # probability that all of them are accepted
+        self._after = START
         self._last_source = ""
         self._is_reading = False
 
@@ -140,7 +141,7 @@ class AutoPlan(Plan, Branching):
         if len(models) < 2:
             return sources
         prospect = self.stopping.prospect
-        worth = {model: prospect.step(self._n, self._reach, i) for i, model in enumerate(models)}
+        worth = {model: prospect.step(self._n, self._reach, self._after, i) for i, model in enumerate(models)}
         return sorted(sources, key=lambda source: -worth.get(source, math.inf))
 
     def more(self, source: str, pending: int = 0, held: float | None = None) -> int:
@@ -157,7 +158,7 @@ class AutoPlan(Plan, Branching):
         return n
 
     def width(self, source: str) -> int:
-        return max(1, self.stopping.n_steps(source, self._n, self._reach, self.room))
+        return max(1, self.stopping.n_steps(source, self._n, self._reach, self._after, self.room))
 
     def samples(self, source: str, confidence: float) -> bool:
         sampled, most_probable = self.acceptance.sampled[source], self.acceptance[source]
@@ -165,15 +166,18 @@ class AutoPlan(Plan, Branching):
 
     def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
         acceptance = self.acceptance[source]
-        if source in self.costs.draft_times or self._last_source != source:  # of a copy only the first token counts
+        if source in self.costs.draft_times:
+            self.lessons.append(partial(acceptance.notice, confidence, self._after))
+        elif self._last_source != source:  # of a copy only the first token counts
             self.lessons.append(partial(acceptance.notice, confidence))
         expected = (self.acceptance.sampled[source] if sampled else acceptance).expected(confidence)
-        if self.room <= 0 or not self._row_pays(source, expected):
+        after = leads_to(confidence)
+        if self.room <= 0 or not self._row_pays(source, expected, after):
             return None
         self.room -= 1
         self._n += 1
         self._reach *= expected
-        self._last_source = source
+        self._after, self._last_source = after, source
         return expected
 
     def branch(self, draft: Draft, parent: int, source: str, confidence: float) -> float | None:
@@ -214,9 +218,9 @@ class AutoPlan(Plan, Branching):
     def _step_pays(self, source: str, pending: int, held: float | None) -> bool:
         """Whether a step of a draft model is worth its time, its confidence not yet known."""
         costs, stopping = self.costs, self.stopping
-        n, reach = self._n, self._reach
+        n, reach, after = self._n, self._reach, self._after
         if held is not None:
-            n, reach = n + 1, reach * self.acceptance[source].expected(held)
+            n, reach, after = n + 1, reach * self.acceptance[source].expected(held), leads_to(held)
         if source in stopping.unprofitable:
             return False
         if self._is_reading and self.ms_invested and costs.times.ms_reading < math.inf:
@@ -228,7 +232,7 @@ class AutoPlan(Plan, Branching):
         if not self._affords(costs.draft_times[source](1 if self._is_reading else pending), share_of(source), n):
             return False
         continuation = stopping.joined(source)
-        worth = continuation.step(n, reach, stopping.rank(source))
+        worth = continuation.step(n, reach, after, stopping.rank(source))
         if n and source in costs.one_pass:  # behind others' tokens its pass is still to be taken
             worth -= continuation.rate * costs.step_ms(source)
         if worth <= 0:
@@ -236,7 +240,7 @@ class AutoPlan(Plan, Branching):
         stopping.set_lagging(source, False)
         return True
 
-    def _row_pays(self, source: str, expected: float) -> bool:
+    def _row_pays(self, source: str, expected: float, after: int) -> bool:
         """Whether a draft token, already made, is worth a row of the target's pass, or leads to rows that are.
 
         A free one is passed over where a step of a draft model is worth more.
@@ -246,11 +250,11 @@ class AutoPlan(Plan, Branching):
         if not self._affords(0.0, share_of(source), self._n):
             return False
         if runs_model:
-            return stopping.joined(source).send(self._n, self._reach, expected) > 0
+            return stopping.joined(source).send(self._n, self._reach, expected, after) > 0
         continuation = stopping.current
-        worth = continuation.copy(self._n, self._reach, expected, self.room)
+        worth = continuation.copy(self._n, self._reach, expected, self.room, after)
         models = range(len(costs.draft_times) - len(stopping.lagging))
-        steps = (continuation.step(self._n, self._reach, model) for model in models)
+        steps = (continuation.step(self._n, self._reach, self._after, model) for model in models)
         return worth > 0 and all(worth >= step for step in steps)
 
     def _affords(self, step_ms: float, share: float, n: int) -> bool:

@@ -11,7 +11,7 @@ way, net of the time it takes, a millisecond being worth r tokens:
 t(w) is the time of a target pass over w tokens, d that of a draft step. Where one pass proposes all of a draft, the
 first step takes it and the others nothing, or what one more row adds to it where it has a row for each token. The mean
 over confidences makes a step an option: its token is sent only if it is worth its row. V looks past steps and dips of
-t, up to the longest draft. The r that
+t, up to the longest draft, and is kept apart for what sure and unsure tokens lead to (see ``acceptance``). The r that
 makes a whole round worth nothing, 1 + V(0, 1) = r·t(1), is the best rate there is (Dinkelbach 1967), found by Newton's
 method from plain decoding's 1 / t(1).
 """
@@ -26,7 +26,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from localspec.controllers.acceptance import Acceptance
+from localspec.controllers.acceptance import EDGES, Acceptance, leads_to
 from localspec.controllers.cost_model import Costs
 
 Floats = npt.NDArray[np.float64]
@@ -43,11 +43,13 @@ _LINEAR = 1.0 / -math.expm1(-_GRID_STEP)
 
 @dataclass(frozen=True, slots=True)
 class Prospects:
-    """What draft tokens of one source will look like: the share of each confidence bin [n_bins], and its expected
-    acceptance. With ``one_pass`` only the first step of a draft takes ``step_ms`` (0: no model), and a later one what
-    ``row_ms`` says by the number of draft tokens before it, if anything."""
+    """What draft tokens of one source will look like: the share of each confidence bin by what the token follows
+    [n_groups, n_bins], the group that a bin leads to, and its expected acceptance. With ``one_pass`` only the first
+    step of a draft takes ``step_ms`` (0: no model), and a later one what ``row_ms`` says by the number of draft tokens
+    before it, if anything."""
 
     shares: Floats
+    group: npt.NDArray[np.int64]
     acceptance: Floats
     step_ms: float
     one_pass: bool = False
@@ -92,19 +94,22 @@ class Continuation:
         ``_ms`` is the expected time of the best continuation, which is minus the derivative of V with respect to r.
         """
         n_rows, rate = self._n_ahead, self.rate
-        self._value, ms = np.zeros((n_rows + 1, _N_GRID)), np.zeros((n_rows + 1, _N_GRID))
-        self._steps = np.full((len(self._models), n_rows + 1, _N_GRID), -np.inf)
+        n_groups = len(self._models[0][0].shares) if self._models else 1
+        self._value = np.zeros((n_rows + 1, n_groups, _N_GRID))
+        self._steps = np.full((len(self._models), n_rows + 1, n_groups, _N_GRID), -np.inf)
+        ms = np.zeros((n_rows + 1, n_groups, _N_GRID))
         run = np.zeros((len(self._free[0].acceptance), _N_GRID)) if self._free else None
         run_ms = np.zeros_like(run) if run is not None else None
         for n in range(n_rows - 1, -1, -1):
             row = self._row[n]
-            best, best_ms = np.zeros(_N_GRID), np.zeros(_N_GRID)
+            best, best_ms = np.zeros((n_groups, _N_GRID)), np.zeros((n_groups, _N_GRID))
             for index, (model, shift) in enumerate(self._models):
-                sent = shift.reached + shift.of(self._value[n + 1]) - rate * row
+                onward, onward_ms = self._value[n + 1][model.group], ms[n + 1][model.group]
+                sent = shift.reached + shift.of(onward) - rate * row
                 good = sent > 0
                 price = model.price(n)
                 step = model.shares @ np.where(good, sent, 0.0) - rate * price
-                step_ms = model.shares @ np.where(good, row + shift.of(ms[n + 1]), 0.0) + price
+                step_ms = model.shares @ np.where(good, row + shift.of(onward_ms), 0.0) + price
                 self._steps[index, n] = step
                 better = step > best
                 best, best_ms = np.where(better, step, best), np.where(better, step_ms, best_ms)
@@ -112,48 +117,55 @@ class Continuation:
                 free, shift = self._free
                 # A copy goes on as it began: the earlier text that it copies from goes on too.
                 sent = shift.reached + shift.of(run) - rate * row
-                run_ms = np.where(sent > best, row + shift.of(run_ms), best_ms)
-                run = np.maximum(sent, best)
-                best, best_ms = free.shares @ run, free.shares @ run_ms
+                after, after_ms = best[free.group % n_groups], best_ms[free.group % n_groups]
+                good = sent > after
+                run_ms = np.where(good, row + shift.of(run_ms), after_ms)
+                run = np.where(good, sent, after)
+                chosen = sent > best[:, None]
+                best_ms = np.einsum("b,gbp->gp", free.shares[0], np.where(chosen, run_ms, best_ms[:, None]))
+                best = np.einsum("b,gbp->gp", free.shares[0], np.maximum(sent, best[:, None]))
             self._value[n], ms[n] = best, best_ms
         self._ms = ms
         self._looked_up = self._value.tolist(), self._steps.tolist()  # of lists single numbers are had faster
-        return float(1.0 + self._value[0, 0] - rate * self.rows_ms[0])
+        return float(1.0 + self._value[0, 0, 0] - rate * self.rows_ms[0])
 
     def _round_ms(self) -> float:
-        return float(self.rows_ms[0] + self._ms[0, 0])
+        return float(self.rows_ms[0] + self._ms[0, 0, 0])
 
-    def value(self, n: int, reach: float) -> float:
-        """V: tokens to be gained after ``n`` draft tokens that are all right with probability ``reach``."""
-        return _at(self._looked_up[0], n, reach)
+    def value(self, n: int, reach: float, after: int = 0) -> float:
+        """V: tokens to be gained after ``n`` draft tokens that are all right with probability ``reach``; ``after`` is
+        what the next one follows, an index of ``Prospects.shares``."""
+        return _at(self._looked_up[0], n, reach, after)
 
-    def step(self, n: int, reach: float, model: int = 0) -> float:
+    def step(self, n: int, reach: float, after: int = 0, model: int = 0) -> float:
         """S: tokens to be gained by a step of a draft model, its confidence not yet known."""
-        return _at(self._looked_up[1][model], n, reach)
+        return _at(self._looked_up[1][model], n, reach, after)
 
-    def send(self, n: int, reach: float, acceptance: float) -> float:
+    def send(self, n: int, reach: float, acceptance: float, leads_to: int = 0) -> float:
         if n >= len(self._row):
             return -math.inf
         reach *= acceptance
-        return reach - self.rate * self._row[n] + self.value(n + 1, reach)
+        return reach - self.rate * self._row[n] + self.value(n + 1, reach, leads_to)
 
-    def copy(self, n: int, reach: float, acceptance: float, room: int) -> float:
+    def copy(self, n: int, reach: float, acceptance: float, room: int, leads_to: int = 0) -> float:
         """Tokens to be gained by sending free draft tokens, as long as it pays, each as likely right."""
         best, total = -math.inf, 0.0
         for m in range(n, min(n + room, len(self._row))):
             reach *= acceptance
             total += reach - self.rate * self._row[m]
-            best = max(best, total + self.value(m + 1, reach))
+            best = max(best, total + self.value(m + 1, reach, leads_to))
             if reach < 0.02:
                 break
         return best
 
 
-def _at(table: Sequence[Sequence[float]], n: int, reach: float) -> float:
-    """A table [n_rows + 1, grid] after n draft tokens that are all right with probability ``reach``."""
+def _at(table: Sequence[Sequence[Sequence[float]]], n: int, reach: float, after: int) -> float:
+    """A table [n_rows + 1, n_groups, grid] after n draft tokens that are all right with probability ``reach``."""
     if n >= len(table) - 1 or reach <= 0.0:
         return 0.0
-    row, at = table[n], -math.log(reach) / _GRID_STEP
+    groups = table[n]
+    row = groups[after % len(groups)]
+    at = -math.log(reach) / _GRID_STEP
     low = int(at)
     if low >= _N_GRID - 1:
         return row[-1]
@@ -169,14 +181,12 @@ class _Shift:
         at = np.minimum(np.arange(_N_GRID) - np.log(acceptance)[:, None] / _GRID_STEP, _N_GRID - 1.0)
         low = np.minimum(at.astype(np.int64), _N_GRID - 2)
         self._share = -np.expm1(_GRID_STEP * (low - at)) * _LINEAR
-        self._low, self._low_of_each = low, low + _N_GRID * np.arange(len(acceptance))[:, None]
+        self._at = low + _N_GRID * np.arange(len(acceptance))[:, None]
         self.reached: Floats = acceptance[:, None] * _REACH
 
-    def of(self, table: Floats) -> Floats:
-        """``table`` [grid], the same for every acceptance, or one for each [len(acceptance), grid]."""
-        at = self._low if table.ndim == 1 else self._low_of_each
-        low = table.take(at)
-        return np.asarray(low + self._share * (table.take(at + 1) - low))
+    def of(self, tables: Floats) -> Floats:
+        low = tables.take(self._at)
+        return np.asarray(low + self._share * (tables.take(self._at + 1) - low))
 
 
 # The speed-up formula: what a draft of fixed length is worth if all its tokens are equally likely to be accepted.
@@ -239,6 +249,8 @@ def lowest_break_even(lengths: Iterable[int], times: Times, step_ms: float) -> f
 NEVER = 0.995  # A draft model that breaks even only above this acceptance rate is unprofitable whatever the text
 LENGTHS = range(1, 9)  # Fixed draft lengths among which the break-even acceptance rate is the least
 
+_LEADS_TO = np.array([leads_to(low) for low in (0.0, *EDGES)])
+
 
 class Stopping:
     """Solutions of the stopping problem for the sources of one answer, for drafts of up to ``max_draft`` tokens.
@@ -300,26 +312,29 @@ class Stopping:
         return Continuation(rows, models, free[0] if free else None, rate)
 
     def _prospects(self, source: str) -> Prospects:
-        shares, table, costs = np.array(self.acceptance[source].histogram), self.acceptance.table(source), self.costs
+        histograms = np.array(self.acceptance[source].histograms)
+        table, costs = self.acceptance.table(source), self.costs
         row_ms: list[float] = []
         if source in costs.rows_of_draft:
             passes = [costs.step_ms(source, n) for n in range(1, self.max_draft + 1)]
             row_ms = [0.0, *(max(0.0, wider - ms) for ms, wider in pairwise(passes))]
-        return Prospects(shares, table, costs.step_ms(source), source in costs.one_pass, row_ms)
+        return Prospects(histograms, _LEADS_TO, table, costs.step_ms(source), source in costs.one_pass, row_ms)
 
-    def n_steps(self, source: str, n: int, reach: float, room: int) -> int:
+    def n_steps(self, source: str, n: int, reach: float, after: int, room: int) -> int:
         """How many draft tokens a pass should make whose width is chosen before any confidence is known: as many as
         are worth a step each, those before being as likely right as they are on average.
 
         Args:
             source: makes a draft by one pass with a row for each token.
-            n, reach: of the draft so far, see ``Continuation.value``.
+            n, reach, after: of the draft so far, see ``Continuation.value``.
             room: most tokens that it may make.
         """
         continuation, rank, prospects = self.joined(source), self.rank(source), self._prospects(source)
-        average, count = float(prospects.shares @ prospects.acceptance), 0
-        while count < room and (not count or continuation.step(n + count, reach, rank) > 0):
-            reach, count = reach * average, count + 1
+        acceptance = prospects.shares @ prospects.acceptance
+        count = 0
+        while count < room and (not count or continuation.step(n + count, reach, after, rank) > 0):
+            average = float(acceptance[after % len(acceptance)])
+            reach, after, count = reach * average, leads_to(average), count + 1
         return count
 
     def refresh(self) -> None:
