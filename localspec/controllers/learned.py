@@ -18,8 +18,9 @@ from localspec.system.files import JsonStore, Key
 # answer, drafts never cost more than two tokens and one percent of its length, so that no single answer is noticeably
 # slower. Reading a prompt with a draft model is an investment with a bound of its own; see ``PrefillGate``.
 
-# What may be lost before anything was saved, once per process: the reading of a short prompt is 1 to 5 tokens.
-GRANT = 6.0
+# What may be lost before anything was saved, once per process: the reading of a prompt of 300 tokens is 9 to 12 where a
+# draft token costs a tenth of one of the target's.
+GRANT = 12.0
 
 SHARE = 0.0075  # What may be lost in looking for something better, as a share of every token
 
@@ -34,9 +35,9 @@ ANSWER_SHARE = 0.01
 # copies have to be tried at once to be worth it.
 PREDICTED_GRANT = 3.0
 
-# What a draft model's reading may cost an answer on top of what this answer has saved: enough for the last 50 tokens of
-# a prompt.
-READING_GRANT = 5.0
+# What a draft model's reading may cost an answer on top of what this answer has saved. One that takes more than 7 tokens'
+# time is begun where drafting is clearly worth it (``auto.CLEAR_GAIN``).
+READING_GRANT = 12.0
 READING_SHARE = 0.05
 
 # The same where drafts are carried over as text. How often those are right depends on the text, such as its language,
