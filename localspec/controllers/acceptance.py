@@ -31,6 +31,9 @@ SURE = 0.9  # Least confidence of a sure draft token; sure ones come in runs
 # What a draft token follows: the target's own token, a sure token of the same draft, an unsure one.
 START, AFTER_SURE, AFTER_UNSURE = range(3)
 
+# Upper ends of the bins of the target's certainty: its own probability for its most probable token.
+CERTAINTY_EDGES = (0.3, 0.6, 0.85, 0.95, 0.99)
+
 PRIORS = Path(__file__).with_name("priors.json")
 
 # How fast evidence replaces the prior [tokens]. Chosen together in the replay of recorded traces.
@@ -39,6 +42,8 @@ MEMORY = 80.0
 SIBLING = 0.7  # Prior of a draft token whose siblings were rejected, as a share of the usual one; set by hand
 HISTOGRAM_PRIOR = 12.0
 HISTOGRAM_MEMORY = 32.0
+CERTAINTY_PRIOR = 8.0
+CERTAINTY_MEMORY = 48.0
 IDLE_MEMORY = 200.0
 NEW_TEXT_KEPT = 0.75  # Share of one answer's histograms in what is expected of the next; the rest is the prior's
 
@@ -50,13 +55,20 @@ class Prior(NamedTuple):
 
     acceptance: tuple[float, ...]  # probability of acceptance by confidence bin
     histograms: tuple[Histogram, ...]  # shares of the confidence bins, by START, AFTER_SURE, AFTER_UNSURE
+    where_certain: tuple[Histogram, ...]  # the same by the target's certainty at that place
+    drift: float = HISTOGRAM_MEMORY  # tokens over which the histograms drift to what the target's certainty predicts
 
 
 # Greedily a model's probability is a fair estimate. At a temperature its most probable token is right with the target's
 # probability for it, which is less; a sample is accepted with probability sum(min(p, q)), which is more where both are
 # flat. A drafter that copies reports an estimate: a bin's middle, and no confidence where it has nothing to copy.
 _PRIORS = {  # by kind of drafter, and how its token was chosen
-    (kind, choice): Prior(tuple(prior["acceptance"]), tuple(map(tuple, prior["histograms"])))
+    (kind, choice): Prior(
+        tuple(prior["acceptance"]),
+        tuple(map(tuple, prior["histograms"])),
+        tuple(map(tuple, prior["where_certain"])),
+        prior["drift"],
+    )
     for kind, choices in json.loads(PRIORS.read_bytes()).items()
     for choice, prior in choices.items()
 }
@@ -84,7 +96,10 @@ def of_a_head(prior: Prior, rate: float | None = None) -> Prior:
     token is right, as its card says. A head of which too little is expected is never asked where a draft model pays."""
     prior = _OF_A_HEAD[prior]
     tilt = 0.0 if rate is None else _tilt_for(rate, prior)
-    return Prior(prior.acceptance, tuple(_tilted(each, prior, tilt) for each in prior.histograms))
+    histograms, where_certain = (
+        tuple(_tilted(each, prior, tilt) for each in tables) for tables in (prior.histograms, prior.where_certain)
+    )
+    return Prior(prior.acceptance, histograms, where_certain, prior.drift)
 
 
 def _tilt_for(rate: float, prior: Prior) -> float:
@@ -126,6 +141,8 @@ class SourceAcceptance:
         self._begin()
 
     def _begin(self) -> None:
+        self.typical = [list(histogram) for histogram in self.prior.histograms]
+        self._n_certainties = CERTAINTY_PRIOR
         self._n_noticed = [HISTOGRAM_PRIOR] * len(self.histograms)
         self.has_drafted = False
 
@@ -171,15 +188,31 @@ class SourceAcceptance:
         histogram[:] = [share * fade for share in histogram]
         histogram[bin_of(confidence)] += 1.0 - fade
 
-    def idle(self, n_tokens: int) -> None:
-        """Let evidence fade after tokens without a draft."""
+    def idle(self, n_tokens: int, certainties: Sequence[float] = ()) -> None:
+        """Let evidence fade after tokens without a draft. A small model is unsure where a large one is, so the
+        histograms drift to what the target's ``certainties`` (its largest probabilities; empty: unknown) predict."""
         fade = (1.0 - 1.0 / IDLE_MEMORY) ** n_tokens
         self.hits = [hits * fade for hits in self.hits]
         self.seen = [seen * fade for seen in self.seen]
+        if certainties:
+            self._predict(certainties)
+            # At once, where of this text nothing else is known.
+            fade = (1.0 - 1.0 / self.prior.drift) ** n_tokens if self.has_drafted else 0.0
         self._drift(fade)
 
+    def _predict(self, certainties: Sequence[float]) -> None:
+        start = self.typical[START]
+        for certainty in certainties:
+            self._n_certainties = min(self._n_certainties + 1, CERTAINTY_MEMORY)
+            there = self.prior.where_certain[bisect_right(CERTAINTY_EDGES, certainty)]
+            start[:] = [share + (new - share) / self._n_certainties for share, new in zip(start, there, strict=True)]
+        usual = self.prior.histograms
+        for after in (AFTER_SURE, AFTER_UNSURE):
+            moved = [now * of / at for now, of, at in zip(start, usual[after], usual[START], strict=True)]
+            self.typical[after] = [share / sum(moved) for share in moved]
+
     def _drift(self, keep: float) -> None:
-        for histogram, typical in zip(self.histograms, self.prior.histograms, strict=True):
+        for histogram, typical in zip(self.histograms, self.typical, strict=True):
             histogram[:] = [keep * old + (1.0 - keep) * new for old, new in zip(histogram, typical, strict=True)]
 
     def as_dict(self) -> dict[str, Any]:
@@ -206,17 +239,36 @@ class SourceAcceptance:
             self._drift(0.5)
 
 
-class Acceptance:
-    """Calibrations of all drafters by source, for their most probable tokens and for tokens that they sample."""
+# By source: for its most probable tokens, and for sampled ones.
+Tables = tuple[Mapping[str, SourceAcceptance], Mapping[str, SourceAcceptance]]
 
-    def __init__(self, most_probable: Mapping[str, SourceAcceptance], sampled: Mapping[str, SourceAcceptance]) -> None:
-        self.most_probable, self.sampled = most_probable, sampled
+
+class Acceptance:
+    """Calibrations of all drafters by source, for their most probable tokens and for tokens that they sample: those of
+    the text that comes next. ``thinking``: the same two while the model thinks; None: as in the answer."""
+
+    def __init__(
+        self,
+        most_probable: Mapping[str, SourceAcceptance],
+        sampled: Mapping[str, SourceAcceptance],
+        thinking: Tables | None = None,
+    ) -> None:
+        answer: Tables = most_probable, sampled
+        self.most_probable, self.sampled = answer
         self.takes_samples = False
+        self._parts = [answer] if thinking is None else [answer, thinking]
 
     def begin(self, *, takes_samples: bool) -> None:
         self.takes_samples = takes_samples
-        for table in self.most_probable.values():
-            table.new_text()
+        for tables, _ in self._parts:
+            for table in tables.values():
+                table.new_text()
+
+    def enter(self, *, thinks: bool) -> bool:
+        """Take the tables of thinking or of the answer; returns whether they changed."""
+        before = self.most_probable
+        self.most_probable, self.sampled = self._parts[-1 if thinks else 0]
+        return self.most_probable is not before
 
     def __getitem__(self, source: str) -> SourceAcceptance:
         return self.most_probable[source]

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from types import MappingProxyType
 
-from localspec.controllers.acceptance import START, Acceptance, SourceAcceptance, leads_to
+from localspec.controllers.acceptance import START, Acceptance, SourceAcceptance, Tables, leads_to
 from localspec.controllers.cost_model import Costs, PassCost, row_ms
 from localspec.controllers.learned import TimeBudget
 from localspec.controllers.stopping import NEVER, Stopping
-from localspec.sampling.sampling import SamplingParams
+from localspec.sampling.sampling import Row, SamplingParams, top_probability
 from localspec.spec_decode.drafters.base import Branching, Controller, Plan
 from localspec.spec_decode.drafters.names import kind_of, shown
 from localspec.spec_decode.rounds import Draft, Round
@@ -338,6 +338,9 @@ LITTLE = 1.25
 
 EXPLAIN_EVERY = 32  # Rounds between two explanations, which solve the problem for each source alone
 
+# Tokens for which the target's certainty is looked at every round, then every other: looking takes time too.
+WATCHED_TOKENS = 32
+
 
 class AutoController(Controller):
     """Chooses the length of every draft.
@@ -349,7 +352,7 @@ class AutoController(Controller):
 
     Args:
         times, draft_times, one_pass, rows_of_draft, passes: see ``Costs``.
-        acceptance, sampled: see ``Acceptance``; kept by the caller, as is ``budget``.
+        acceptance, sampled, thinking: see ``Acceptance``; kept by the caller, as is ``budget``.
         max_draft: longest draft to consider.
         predicted: whether the answer is likely to repeat a text that came with the request.
         params: the request's; None is greedy.
@@ -365,13 +368,14 @@ class AutoController(Controller):
         budget: TimeBudget | None = None,
         *,
         predicted: bool = False,
+        thinking: Tables | None = None,
         one_pass: Set[str] = frozenset(),
         rows_of_draft: Set[str] = frozenset(),
         passes: Mapping[str, float] = MappingProxyType({}),
         params: SamplingParams | None = None,
     ) -> None:
         self.costs = Costs(times, draft_times, one_pass, rows_of_draft, passes)
-        self.acceptance = Acceptance(acceptance, sampled or {})
+        self.acceptance = Acceptance(acceptance, sampled or {}, thinking)
         self.stopping = Stopping(self.costs, self.acceptance, max_draft)
         self.time_budget = budget or TimeBudget()
         self.predicted = predicted
@@ -379,6 +383,7 @@ class AutoController(Controller):
         self._plan: AutoPlan | None = None
         self._n_rounds = 0
         self._params = params or SamplingParams()
+        self._certainty: float | None = None
         self._at_work: set[str] = set()
         self._stepped: set[str] = set()  # sources whose model took a step in the last round
         self._lessons: list[Callable[[], None]] = []
@@ -390,7 +395,13 @@ class AutoController(Controller):
         self.time_budget.begin(predicted=self.predicted)
         for times in self.costs.all_times:
             times.begin()
+        self.stopping.stale |= self.acceptance.enter(thinks=False)
         self.acceptance.begin(takes_samples=not self._params.greedy and self._params.seed is None)
+
+    def _enter(self, *, thinks: bool) -> None:
+        if self.acceptance.enter(thinks=thinks):
+            self.stopping.stale = True
+            self._gate = PrefillGate(self.costs, self.stopping, self.time_budget)  # the old one knows the text before
 
     def may_use(self, source: str) -> bool:
         return source not in self.stopping.unprofitable
@@ -400,11 +411,13 @@ class AutoController(Controller):
         room: int,
         n_past: int,
         *,
+        thinks: bool = False,
         hidden: Mapping[str, float] = MappingProxyType({}),
         lost: Set[str] = frozenset(),
     ) -> Plan:
         if not self._n_rounds:
             self._begin()
+        self._enter(thinks=thinks)
         self.costs.hidden = hidden
         if lost - self._lost:
             self._lost |= lost
@@ -422,9 +435,16 @@ class AutoController(Controller):
             return False
         return self.stopping.current.rate * self.costs.ms_plain < LITTLE
 
-    def observe(self, round_: Round) -> None:
+    def _certainty_of(self, row: Row | None) -> float | None:
+        # A draft model that is at work shows by itself how it does here.
+        wanted = any(source not in self._at_work for source in self.stopping.models)
+        due = self.time_budget.n_tokens < WATCHED_TOKENS or self._n_rounds % 2
+        return None if row is None or not (wanted and due) else top_probability(row, self._params.temperature or 1.0)
+
+    def observe(self, round_: Round, row: Row | None = None) -> None:
         """Book what a round saved or lost against plain decoding. The pass is charged as expected, not as it went: a
         machine that is slow now is slow for plain decoding too."""
+        self._certainty = self._certainty_of(row)
         plan, self._plan = self._plan, None
         spent, invested = (plan.ms_spent, plan.ms_invested) if plan else (0.0, 0.0)
         self._stepped, self._lessons = (plan.stepped, plan.lessons) if plan else (set(), [])
@@ -461,7 +481,13 @@ class AutoController(Controller):
                 # What slows the target's passes slows those of a draft model that is not running too.
                 times.slow_down(costs.times.scale / before)
                 if source not in self._stepped and source not in self.stopping.unprofitable:
-                    self.acceptance[source].idle(len(round_.emitted))
+                    self.acceptance[source].idle(len(round_.emitted), self._certainties(round_))
+
+    def _certainties(self, round_: Round) -> list[float]:
+        if self._certainty is None:
+            return []
+        n_copied = min(len(round_.emitted), round_.verdict.n_accepted)
+        return [1.0] * n_copied + [self._certainty] * (len(round_.emitted) - n_copied)
 
     def _needs(self) -> dict[str, float]:
         return {source: self.stopping.break_even(source) for source in self.acceptance}

@@ -297,7 +297,8 @@ class SpeculativeDecoder:
         thinking, ahead, n_past = self._text.thinking, self._ahead, self.target.n_past
         room, hidden = self.budget - 1, {} if ahead is None else ahead.hidden
         room = room if thinking is None else int(min(room, thinking.room))  # no round may overrun either budget
-        plan = self.controller.plan(room, n_past, hidden=hidden, lost=self._failed)
+        thinks = thinking is not None and thinking.inside
+        plan = self.controller.plan(room, n_past, thinks=thinks, hidden=hidden, lost=self._failed)
         self._gives_way = plan.gives_way
         try:
             if ahead is not None:
@@ -331,6 +332,8 @@ class SpeculativeDecoder:
             read = [tokens[-1], *draft.ids]
             judged = [(draft[i].id, "accepted", draft[i].source) for i in verdict.accepted]
             judged.append((verdict.next_token, verdict.kind, "target"))
+        row = forward.logits[verdict.accepted[-1] + 1 if verdict.n_accepted else 0]
+        row = row.copy() if replays else row  # which a replay would overwrite
         if draft.branches:  # what lies off the accepted path is as if it had never been
             path = [0, *(i + 1 for i in verdict.accepted)]
             read, forward = [read[i] for i in path], forward.take(path)
@@ -363,7 +366,7 @@ class SpeculativeDecoder:
             ahead=None if self._ahead is None or forced else self._ahead.count,
         )
         if not forced:
-            self.controller.observe(round_)
+            self.controller.observe(round_, row)
             if self.overlap is None:
                 self.controller.learn(round_)
         round_.ms_other = (time.perf_counter() - verified - replayed) * 1e3

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from localspec.backends.base import Context, Forward
+from localspec.sampling.sampling import Row
 from localspec.spec_decode.proposer import DrafterFailed as DrafterFailed
 from localspec.spec_decode.proposer import Proposer as Proposer
 from localspec.spec_decode.rounds import Draft, DraftToken, Round
@@ -209,6 +210,7 @@ class Controller(ABC):
         room: int,
         n_past: int,
         *,
+        thinks: bool = False,
         hidden: Mapping[str, float] = MappingProxyType({}),
         lost: Set[str] = frozenset(),
     ) -> Plan:
@@ -217,12 +219,14 @@ class Controller(ABC):
         Args:
             room: most tokens that can be drafted within the token budget and the context.
             n_past: tokens in the target's memory.
+            thinks: whether what comes next is thinking, and not the answer.
             hidden: by source, the share [0, 1] of its steps that the target's passes hide; nothing of others.
             lost: sources of drafters that failed, and draft no more.
         """
 
-    def observe(self, round_: Round) -> None:  # noqa: B027 - optional hook
-        """What a finished round cost and gained, which the next plan has to know; ``learn`` follows."""
+    def observe(self, round_: Round, row: Row | None = None) -> None:  # noqa: B027 - optional hook
+        """What a finished round cost and gained, which the next plan has to know; ``learn`` follows. ``row`` are the
+        logits [n_vocab], or the largest, that the target chose its own token from."""
 
     @abstractmethod
     def learn(self, round_: Round) -> None:
