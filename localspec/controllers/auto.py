@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from types import MappingProxyType
 
-from localspec.controllers.acceptance import START, Acceptance, SourceAcceptance, Tables, leads_to
+from localspec.controllers.acceptance import START, Acceptance, SourceAcceptance, leads_to
 from localspec.controllers.cost_model import Costs, PassCost, row_ms
 from localspec.controllers.learned import TimeBudget
 from localspec.controllers.stopping import NEVER, Stopping
@@ -352,7 +352,7 @@ class AutoController(Controller):
 
     Args:
         times, draft_times, one_pass, rows_of_draft, passes: see ``Costs``.
-        acceptance, sampled, thinking: see ``Acceptance``; kept by the caller, as is ``budget``.
+        acceptance, sampled: see ``Acceptance``; kept by the caller, as is ``budget``.
         max_draft: longest draft to consider.
         predicted: whether the answer is likely to repeat a text that came with the request.
         params: the request's; None is greedy.
@@ -368,14 +368,13 @@ class AutoController(Controller):
         budget: TimeBudget | None = None,
         *,
         predicted: bool = False,
-        thinking: Tables | None = None,
         one_pass: Set[str] = frozenset(),
         rows_of_draft: Set[str] = frozenset(),
         passes: Mapping[str, float] = MappingProxyType({}),
         params: SamplingParams | None = None,
     ) -> None:
         self.costs = Costs(times, draft_times, one_pass, rows_of_draft, passes)
-        self.acceptance = Acceptance(acceptance, sampled or {}, thinking)
+        self.acceptance = Acceptance(acceptance, sampled or {})
         self.stopping = Stopping(self.costs, self.acceptance, max_draft)
         self.time_budget = budget or TimeBudget()
         self.predicted = predicted
@@ -395,13 +394,7 @@ class AutoController(Controller):
         self.time_budget.begin(predicted=self.predicted)
         for times in self.costs.all_times:
             times.begin()
-        self.stopping.stale |= self.acceptance.enter(thinks=False)
         self.acceptance.begin(takes_samples=not self._params.greedy and self._params.seed is None)
-
-    def _enter(self, *, thinks: bool) -> None:
-        if self.acceptance.enter(thinks=thinks):
-            self.stopping.stale = True
-            self._gate = PrefillGate(self.costs, self.stopping, self.time_budget)  # the old one knows the text before
 
     def may_use(self, source: str) -> bool:
         return source not in self.stopping.unprofitable
@@ -411,13 +404,11 @@ class AutoController(Controller):
         room: int,
         n_past: int,
         *,
-        thinks: bool = False,
         hidden: Mapping[str, float] = MappingProxyType({}),
         lost: Set[str] = frozenset(),
     ) -> Plan:
         if not self._n_rounds:
             self._begin()
-        self._enter(thinks=thinks)
         self.costs.hidden = hidden
         if lost - self._lost:
             self._lost |= lost

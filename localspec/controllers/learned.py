@@ -116,15 +116,12 @@ class AcceptanceStore:
         self._stored: dict[str, Any] = (self._store.get(self._key) or {}) if self._store else {}
         self.budget = TimeBudget.restored(self._stored.get("budget"))
 
-    def source(
-        self, params: SamplingParams, info: DrafterInfo, *, sampled: bool = False, thinks: bool = False
-    ) -> SourceAcceptance:
+    def source(self, params: SamplingParams, info: DrafterInfo, *, sampled: bool = False) -> SourceAcceptance:
         """The table of one drafter, for requests sampled like this one; what an earlier run learned is its start.
 
-        ``sampled``: of samples, rather than the most probable tokens. ``thinks``: in thinking blocks, rather than in
-        answers.
+        ``sampled``: of samples, rather than the most probable tokens.
         """
-        name = f"{mode_of(params)} {info.source}{' sample' if sampled else ''}{' thinking' if thinks else ''}"
+        name = f"{mode_of(params)} {info.source}{' sample' if sampled else ''}"
         if name not in self._tables:
             table = SourceAcceptance(prior_of(info, greedy=params.greedy, sampled=sampled))
             table.restore(self._stored.get(name))

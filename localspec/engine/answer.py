@@ -70,7 +70,7 @@ class OpenAnswer:
         if self._constraint is not None and chosen:
             chosen = [GrammarDrafter(self._constraint, pair.target.tokenize), *chosen]
         self._controller = state.controller(
-            request.draft_length, params, chosen, shared=shared, predicted=predicted, thinks=thinking is not None
+            request.draft_length, params, chosen, shared=shared, predicted=predicted
         )
         if pair.options.idle:
             prepare_corpora(pair, chosen)

@@ -210,7 +210,6 @@ class Controller(ABC):
         room: int,
         n_past: int,
         *,
-        thinks: bool = False,
         hidden: Mapping[str, float] = MappingProxyType({}),
         lost: Set[str] = frozenset(),
     ) -> Plan:
@@ -219,7 +218,6 @@ class Controller(ABC):
         Args:
             room: most tokens that can be drafted within the token budget and the context.
             n_past: tokens in the target's memory.
-            thinks: whether what comes next is thinking, and not the answer.
             hidden: by source, the share [0, 1] of its steps that the target's passes hide; nothing of others.
             lost: sources of drafters that failed, and draft no more.
         """
