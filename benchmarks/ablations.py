@@ -7,10 +7,10 @@
 
 TRACES come from ``record_traces.py --head``, one file a temperature. Each answer is replayed with the costs of six
 machines (``MACHINES``) under conditions (``CONDITIONS``): a machine that is as calibrated, one that keeps what it
-learned from answer to answer, one beside another program, one whose further rows cost more than was calibrated, and
-texts in which a first part counts as thinking. An arm (``ARMS``) is the full controller with one thing replaced, in
-this file: nothing in ``localspec`` knows of it. All arms meet the same texts with the same seeds, and are compared
-answer by answer. CELLS holds the results so far; an interrupted run goes on from there, and ``--print`` only reports.
+learned from answer to answer, one beside another program, and one whose further rows cost more than was calibrated. An
+arm (``ARMS``) is the full controller with one thing replaced, in this file: nothing in ``localspec`` knows of it. All
+arms meet the same texts with the same seeds, and are compared answer by answer. CELLS holds the results so far; an
+interrupted run goes on from there, and ``--print`` only reports.
 
 Columns: the median over answers of the time of plain decoding over that of the arm; the 10th percentile; the share of
 answers that are slower than plain decoding; the share of their ends (at 48, 96, 192 tokens and the last) under 0.97 of
@@ -42,7 +42,7 @@ from benchmarks import branching
 from benchmarks.record_traces import Spy
 from benchmarks.replay_traces import CURVES, Replay, Times
 from localspec.controllers import acceptance, auto, cost_model, stopping
-from localspec.controllers.acceptance import Acceptance, SourceAcceptance
+from localspec.controllers.acceptance import START, Acceptance, SourceAcceptance
 from localspec.controllers.auto import AutoController, AutoPlan, PrefillGate
 from localspec.controllers.cost_model import Corrections, PassTimes
 from localspec.controllers.learned import TimeBudget
@@ -142,22 +142,23 @@ class Myopic(Continuation):
 
     def _solve(self) -> float:
         n_rows, rate = self._n_ahead, self.rate
+        n_groups = len(self._models[0][0].shares) if self._models else 1
         grid = stopping._N_GRID
-        value, ms = np.zeros((n_rows + 1, grid)), np.zeros((n_rows + 1, grid))
-        self._steps = np.full((len(self._models), n_rows + 1, grid), -np.inf)
+        value, ms = np.zeros((n_rows + 1, n_groups, grid)), np.zeros((n_rows + 1, n_groups, grid))
+        self._steps = np.full((len(self._models), n_rows + 1, n_groups, grid), -np.inf)
         n_bins = len(self._free[0].acceptance) if self._free else 0
         run, run_ms = np.zeros((n_bins, grid)), np.zeros((n_bins, grid))
         for n in range(n_rows - 1, -1, -1):
             row = self._row[n]
-            best, best_ms, chosen_step = (np.zeros(grid) for _ in range(3))
+            best, best_ms, chosen_step = (np.zeros((n_groups, grid)) for _ in range(3))
             for index, (model, shift) in enumerate(self._models):
                 now = shift.reached - rate * row
                 good = now > 0
                 price = model.step_ms if n == 0 or not model.one_pass else 0.0
                 step = model.shares @ np.where(good, now, 0.0) - rate * price
                 self._steps[index, n] = step
-                onward = model.shares @ np.where(good, now + shift.of(value[n + 1]), 0.0) - rate * price
-                onward_ms = model.shares @ np.where(good, row + shift.of(ms[n + 1]), 0.0) + price
+                onward = model.shares @ np.where(good, now + shift.of(value[n + 1][model.group]), 0.0) - rate * price
+                onward_ms = model.shares @ np.where(good, row + shift.of(ms[n + 1][model.group]), 0.0) + price
                 better = step > chosen_step
                 chosen_step = np.where(better, step, chosen_step)
                 best, best_ms = np.where(better, onward, best), np.where(better, onward_ms, best_ms)
@@ -166,16 +167,16 @@ class Myopic(Continuation):
                 now = shift.reached - rate * row
                 run_ms = np.where(now > 0, row + shift.of(run_ms), 0.0)
                 run = np.where(now > 0, now + shift.of(run), 0.0)
-                copied = (now > 0) & (now >= chosen_step)
-                best_ms = free.shares @ np.where(copied, run_ms, best_ms)
-                best = free.shares @ np.where(copied, run, best)
+                copied = (now > 0) & (now >= chosen_step[0])
+                best_ms = np.einsum("b,gbp->gp", free.shares[0], np.where(copied, run_ms, best_ms[:, None]))
+                best = np.einsum("b,gbp->gp", free.shares[0], np.where(copied, run, best[:, None]))
             value[n], ms[n] = best, best_ms
         self._ms = ms
         self._looked_up = np.zeros_like(value).tolist(), self._steps.tolist()  # nothing is to be had later
-        return float(1.0 + value[0, 0] - rate * self.rows_ms[0])
+        return float(1.0 + value[0, 0, 0] - rate * self.rows_ms[0])
 
-    def copy(self, n: int, reach: float, acceptance: float, room: int) -> float:
-        return self.send(n, reach, acceptance)
+    def copy(self, n: int, reach: float, acceptance: float, room: int, leads_to: int = 0) -> float:
+        return self.send(n, reach, acceptance, leads_to)
 
 
 def bounds(for_drafts: Callable[[TimeBudget], float] | None, for_reading: Callable[[TimeBudget], float]) -> Patches:
@@ -245,12 +246,12 @@ class ChargedInFull(AutoPlan):
 class CopiesFirst(AutoPlan):
     """A copy that is worth its row is never passed over for a step of a draft model."""
 
-    def _row_pays(self, source: str, expected: float) -> bool:
+    def _row_pays(self, source: str, expected: float, after: int) -> bool:
         if source in self.costs.draft_times:
-            return super()._row_pays(source, expected)
+            return super()._row_pays(source, expected, after)
         if not self._affords(0.0, auto.share_of(source), self._n):
             return False
-        return self.stopping.current.copy(self._n, self._reach, expected, self.room) > 0
+        return self.stopping.current.copy(self._n, self._reach, expected, self.room, after) > 0
 
 
 def pays_if_affordable(self: PrefillGate, source: str, n_tokens: int, room: int, round_index: int) -> bool:
@@ -313,6 +314,14 @@ ARMS: dict[str, Arm] = {
     ),
     "copies give way": Arm("a copy that pays is always taken", ((auto, "AutoPlan", CopiesFirst),)),
     "order by worth": Arm("n-grams, head, draft model", ((AutoPlan, "order", lambda self, sources: sources),)),
+    "runs of sure tokens": Arm(
+        "one histogram, whatever a token comes after",
+        (
+            (auto, "leads_to", lambda confidence: START),
+            (stopping, "_LEADS_TO", np.zeros_like(stopping._LEADS_TO)),
+        ),
+        conditions=LEARNING,
+    ),
     "plain rounds": Arm(
         "none is plain to see t(1)", ((AutoController, "_wants_plain", lambda self: False),), conditions=COSTS
     ),
@@ -334,9 +343,12 @@ ARMS: dict[str, Arm] = {
         "every reading has to pay within the horizon", ((auto, "CLEAR_GAIN", math.inf),), conditions=LEARNING
     ),
     # Acceptance.
+    "target's certainty": Arm("not looked at", ((AutoController, "_certainty_of", nothing),), conditions=LEARNING),
     "calibration online": Arm("the priors", ((SourceAcceptance, "observe", nothing),), conditions=LEARNING),
-    "histograms online": Arm("the priors", ((SourceAcceptance, "notice", nothing),), conditions=LEARNING),
-    "drift when idle": Arm("none", ((SourceAcceptance, "idle", nothing),), conditions=LEARNING),
+    "histograms online": Arm(
+        "the priors, and certainty", ((SourceAcceptance, "notice", nothing),), conditions=LEARNING
+    ),
+    "drift when idle": Arm("none, nor certainty", ((SourceAcceptance, "idle", nothing),), conditions=LEARNING),
     "head's rate": Arm("what is usual", flags=frozenset({"no rate"}), conditions=LEARNING),
     "acceptance kept": Arm("forgotten after each answer", flags=frozenset({"forgets"}), conditions=("kept",)),
     "histograms kept": Arm("forgotten after each answer", ((acceptance, "NEW_TEXT_KEPT", 0.0),), conditions=("kept",)),

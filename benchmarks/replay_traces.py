@@ -36,6 +36,7 @@ from localspec.heads.trained import MAX_STATES
 from localspec.sampling.sampling import Distribution, SamplingParams
 from localspec.spec_decode.drafters.base import DrafterInfo, Plan
 from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Verdict
+from tests.support.simulator import row_of
 
 Times = dict[int, float]
 CURVES: dict[str, tuple[Times, Times]] = {
@@ -241,7 +242,8 @@ class Replay:
 
     def answer(self, trace: dict[str, Any], rng: np.random.Generator, noise: float = 0.04) -> np.ndarray:
         """Time at which each token was there [ms], divided by that of plain decoding [n]."""
-        n, ms_draft = len(trace["sources"]["model"]["right"]), 0.0
+        certainty = trace["sources"]["model"]["certainty"]
+        n, ms_draft = len(certainty), 0.0
 
         def step(times: PassTimes, width: int) -> float:
             nonlocal ms_draft
@@ -284,7 +286,7 @@ class Replay:
             emitted = min(accepted + 1, n - position)
             tokens = [EmittedToken(0, "plain")] * emitted
             round_ = Round(0, draft, Verdict(accepted, 0, "plain"), tokens, ms_draft=ms_draft, ms_verify=ms_verify)
-            controller.observe(round_)
+            controller.observe(round_, row_of(max(1e-3, certainty[position + emitted - 1])))
             controller.learn(round_)
             now += ms_draft + ms_verify + self.other_ms
             done[position : position + emitted] = now

@@ -35,8 +35,8 @@ ANSWER_SHARE = 0.01
 # copies have to be tried at once to be worth it.
 PREDICTED_GRANT = 3.0
 
-# What a draft model's reading may cost an answer on top of what this answer has saved. One that takes more than 7 tokens'
-# time is begun where drafting is clearly worth it (``auto.CLEAR_GAIN``).
+# What a draft model's reading may cost an answer on top of what this answer has saved. One that takes the time of more
+# than 7 tokens is begun only where drafting is clearly worth it (``auto.CLEAR_GAIN``).
 READING_GRANT = 12.0
 READING_SHARE = 0.05
 

@@ -25,7 +25,7 @@ def test_what_was_learned_outlives_the_process_and_stays_with_its_way_of_samplin
     second = AcceptanceStore(tmp_path, KEY)
     restored = second.source(greedy, MODEL)
     assert table.expected(0.97) < restored.expected(0.97) < before - 0.3
-    assert restored.histogram[-2] > restored.prior.histogram[-2] + 0.2
+    assert restored.histograms[0][-2] > restored.typical[0][-2] + 0.2
     untouched = AcceptanceStore(None, KEY)
     for sampled in (False, True):
         table = second.source(free, MODEL, sampled=sampled)
@@ -54,7 +54,7 @@ def test_how_often_second_tokens_are_right_is_kept_too(tmp_path: Path) -> None:
 
 
 def test_what_makes_no_sense_is_not_believed(tmp_path: Path) -> None:
-    for nonsense in ({"hits": [5] * 12, "seen": [1] * 12, "histogram": []}, {"hits": "x"}, [], None, 3):
+    for nonsense in ({"hits": [5] * 12, "seen": [1] * 12, "histograms": []}, {"hits": "x"}, [], None, 3):
         fresh = AcceptanceStore(None, KEY).source(SamplingParams(), MODEL)
         before = fresh.as_dict()
         fresh.restore(nonsense)

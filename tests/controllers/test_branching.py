@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from localspec.controllers.acceptance import GREEDY, SourceAcceptance
+from localspec.controllers.acceptance import AFTER_UNSURE, GREEDY, SourceAcceptance
 from localspec.controllers.auto import AutoController
 from localspec.controllers.cost_model import PassTimes
 from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Verdict
@@ -16,6 +16,7 @@ def controller_on(curve: str) -> AutoController:
     if curve == "ik":  # a text in which drafting hardly gains anything, so that time is not worth more than plainly
         for _ in range(200):
             acceptance.notice(0.3)
+            acceptance.notice(0.3, AFTER_UNSURE)
     return AutoController(PassTimes(times), {"model": PassTimes({1: 0.06 * times[1]})}, {"model": acceptance})
 
 

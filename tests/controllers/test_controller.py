@@ -12,6 +12,7 @@ import pytest
 
 from localspec import LLM
 from localspec.backends.base import FEW_ROWS
+from localspec.controllers import auto as auto_module
 from localspec.controllers import stopping as stopping_module
 from localspec.controllers.acceptance import COPIED, GREEDY, N_BINS, SourceAcceptance, bin_of, of_a_head
 from localspec.controllers.auto import MAX_DRAFT, AutoController
@@ -20,7 +21,7 @@ from localspec.controllers.fixed import FixedController
 from localspec.controllers.learned import TimeBudget
 from localspec.controllers.stopping import Continuation, Prospects
 from localspec.errors import UsageError
-from localspec.sampling.sampling import SamplingParams
+from localspec.sampling.sampling import Row, SamplingParams, top_probability
 from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Verdict
 from tests.conftest import TinyFiles, open_backend
 from tests.support.simulator import CURVES, Source, World, adversarial, stationary, switching
@@ -400,29 +401,58 @@ def test_copies_that_failed_do_not_cost_a_draft_model_its_chance() -> None:
     assert not controller.plan(room=500, n_past=60).more("model", pending=40)
 
 
-def reading_world(mean: float, share: float = 0.31, n_prompt: int = 52) -> World:
+def reading_world(certainty: float, mean: float, share: float = 0.31, n_prompt: int = 52) -> World:
     """A text after a prompt that a draft model would have to read; ``share`` of a token's time a step."""
     here = world("ik", share, f"stationary {mean}")
     here.n_prompt = n_prompt
+    here.certainty = np.full(len(here.sources["model"].confidence), certainty)
     return here
+
+
+def test_how_certain_the_target_is_predicts_how_the_draft_would_fare() -> None:
+    model = SourceAcceptance(GREEDY)
+    usual = model.mean()
+    for certainty, low, high in ((0.2, 0.3, 0.45), (0.7, 0.5, 0.7), (0.995, 0.9, 1.0)):
+        text = SourceAcceptance(GREEDY)
+        text.idle(48, [certainty] * 48)
+        assert low < text.mean() < high
+    model.idle(48)
+    assert model.mean() == pytest.approx(usual)
+    model.idle(48, [0.2] * 48)
+    model.new_text()
+    model.idle(1, [0.9])
+    assert model.mean() == pytest.approx(usual, rel=0.1)  # the next text may be of another kind
+
+
+def test_a_prompt_is_not_read_for_a_text_that_the_target_is_unsure_of() -> None:
+    """It costs six plain tokens, which no answer may risk at once: by then its first tokens have told."""
+
+    def gain(certainty: float, mean: float) -> float:
+        here = reading_world(certainty, mean, 0.1, n_prompt=240)
+        controller = auto(here)
+        controller.time_budget.balance = 40.0  # of earlier answers
+        return here.run(controller, N_TOKENS) / here.plain_rate()
+
+    assert 0.995 <= gain(0.25, 0.4) < 1.01
+    assert gain(0.97, 0.9) > 1.5
 
 
 def test_a_longer_prompt_is_read_from_what_copies_have_saved() -> None:
     """It costs 12 plain tokens and more, which no answer may risk; but this one is ahead by that already."""
-    here = reading_world(0.95, 0.2, n_prompt=250)
+    here = reading_world(0.97, 0.95, 0.2, n_prompt=250)
     rng = np.random.default_rng(3)
     copied = stationary(rng, N_TOKENS + 64, 0.95)
     copied.confidence[200:] = np.nan  # then there is nothing to copy any more
     here.sources = {"ngram": copied, **here.sources}
-    copies = World(here.curve, {"ngram": copied})
+    copies = World(here.curve, {"ngram": copied}, certainty=here.certainty)
     assert here.run(auto(here), N_TOKENS) >= 1.1 * copies.run(auto(copies), N_TOKENS)
-    alone = reading_world(0.95, 0.2, n_prompt=250)
+    alone = reading_world(0.97, 0.95, 0.2, n_prompt=250)
     assert alone.run(auto(alone), N_TOKENS) == pytest.approx(alone.plain_rate(), rel=0.01)
 
 
 def test_what_was_read_while_another_program_had_the_cpu_is_used_all_the_same() -> None:
     """A reading that took twice as long as predicted costs that time, and not the draft's chance too."""
-    usual, disturbed = reading_world(0.9), reading_world(0.9)
+    usual, disturbed = reading_world(0.97, 0.9), reading_world(0.97, 0.9)
     disturbed.burst = 2.2
     source = disturbed.sources["model"]
     lost = 1.2 * disturbed.draft_times()["model"](disturbed.n_prompt)
@@ -431,8 +461,21 @@ def test_what_was_read_while_another_program_had_the_cpu_is_used_all_the_same() 
     assert N_TOKENS / here == pytest.approx(N_TOKENS / there + lost, rel=0.03)
 
 
+@pytest.fixture
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
+    """The target's rows whose certainty was looked at."""
+    rows: list[Row] = []
+
+    def look(row: Row, temperature: float = 1.0) -> float:
+        rows.append(row)
+        return top_probability(row, temperature)
+
+    monkeypatch.setattr(auto_module, "top_probability", look)
+    return rows
+
+
 def test_a_model_that_would_not_pay_if_always_right_costs_no_thought_until_it_would(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, looked_at: list[Row]
 ) -> None:
     solved = []
 
@@ -443,8 +486,10 @@ def test_a_model_that_would_not_pay_if_always_right_costs_no_thought_until_it_wo
 
     monkeypatch.setattr(stopping_module, "Continuation", Watched)
     here = world("linear", 0.3, "stationary 0.95")
+    here.certainty = np.full(N_TOKENS + 64, 0.95)
     controller = auto(here)
     here.run(controller, 200)
+    assert len(looked_at) <= 1
     assert controller.explain() == "Draft model: off, too slow on this machine."
     assert sum(solved) <= 2
     # Another machine, as it were: passes over more tokens are nearly free.
@@ -455,6 +500,12 @@ def test_a_model_that_would_not_pay_if_always_right_costs_no_thought_until_it_wo
     here.sources["model"].step_ms = here.sources["model"].prefill_ms = 1.0
     assert "too slow" not in controller.explain()
     assert here.run(controller, 300) > 1.5 * here.plain_rate()
+
+
+def test_a_target_that_was_watched_for_a_while_is_looked_at_half_as_often(looked_at: list[Row]) -> None:
+    here = reading_world(0.25, 0.4, n_prompt=200)
+    here.run(auto(here), 132)
+    assert auto_module.WATCHED_TOKENS + 45 <= len(looked_at) <= auto_module.WATCHED_TOKENS + 55
 
 
 def test_a_model_that_has_not_read_the_text_does_not_stand_in_the_way_of_copies() -> None:

@@ -61,6 +61,12 @@ def adversarial(rng: np.random.Generator, n: int) -> Source:
     return Source(np.full(n, 0.97), right)
 
 
+def row_of(certainty: float) -> np.ndarray:
+    """Logits whose most probable token has this probability."""
+    n_rest = int(1 / certainty) + 1
+    return np.log(np.array([certainty, *[max((1 - certainty) / n_rest, 1e-9)] * n_rest]))
+
+
 @dataclass
 class World:
     """Costs and a text.
@@ -71,6 +77,7 @@ class World:
         noise: relative spread of every measured time.
         n_prompt: tokens before the text, which a draft model has to read.
         burst: how much longer than otherwise the first reading of over 32 tokens takes, as another program has the CPU.
+        certainty: the target's probability for its most probable token, along the text; None is unknown.
     """
 
     curve: dict[int, float]
@@ -81,6 +88,7 @@ class World:
     slowdown: Callable[[int], float] = field(default=lambda position: 1.0)
     n_prompt: int = 0
     burst: float = 1.0
+    certainty: np.ndarray | None = None
 
     def true_times(self) -> PassTimes:
         return PassTimes(dict(self.curve))
@@ -142,7 +150,8 @@ class World:
                 ms_verify=ms_verify,
                 ms_other=self.other_ms,
             )
-            controller.observe(round_)
+            certain = None if self.certainty is None else row_of(self.certainty[position + emitted - 1])
+            controller.observe(round_, certain)
             controller.learn(round_)
             position += emitted
             for name in caught_up:
