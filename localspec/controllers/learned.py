@@ -18,8 +18,8 @@ from localspec.system.files import JsonStore, Key
 # answer, drafts never cost more than two tokens and one percent of its length, so that no single answer is noticeably
 # slower. Reading a prompt with a draft model is an investment with a bound of its own; see ``PrefillGate``.
 
-# What may be lost before anything was saved, once per process: the reading of a prompt of 300 tokens is 9 to 12 where a
-# draft token costs a tenth of one of the target's.
+# What may be lost before anything was saved, once per process. The reading of a prompt of 300 tokens is 9 to 12 where a
+# draft token costs a tenth of one of the target's; half of the grant is for an answer's first reading alone.
 GRANT = 12.0
 
 SHARE = 0.0075  # What may be lost in looking for something better, as a share of every token
@@ -82,7 +82,8 @@ class TimeBudget:
         return self._for_reading(CARRIED_GRANT, CARRIED_SHARE)
 
     def _for_reading(self, grant: float, share: float) -> float:
-        return min(self.balance, grant + share * self.n_tokens + max(0.0, self.in_answer) - self.invested)
+        left = self.balance - (GRANT / 2 if self.invested else 0.0)
+        return min(left, grant + share * self.n_tokens + max(0.0, self.in_answer) - self.invested)
 
     def as_dict(self) -> dict[str, Any]:
         return {"saved": round(self.balance, 3)}

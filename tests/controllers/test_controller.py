@@ -425,10 +425,10 @@ def test_how_certain_the_target_is_predicts_how_the_draft_would_fare() -> None:
 
 
 def test_a_prompt_is_not_read_for_a_text_that_the_target_is_unsure_of() -> None:
-    """It costs six plain tokens, which no answer may risk at once: by then its first tokens have told."""
+    """It costs 15 plain tokens, which no answer may risk at once: by then its first tokens have told."""
 
     def gain(certainty: float, mean: float) -> float:
-        here = reading_world(certainty, mean, 0.1, n_prompt=240)
+        here = reading_world(certainty, mean, 0.1, n_prompt=600)
         controller = auto(here)
         controller.time_budget.balance = 40.0  # of earlier answers
         return here.run(controller, N_TOKENS) / here.plain_rate()
