@@ -7,10 +7,10 @@
 
 TRACES come from ``record_traces.py --head``, one file a temperature. Each answer is replayed with the costs of six
 machines (``MACHINES``) under conditions (``CONDITIONS``): a machine that is as calibrated, one that keeps what it
-learned from answer to answer, one beside another program, one whose further rows cost more than was calibrated, and
-texts in which a first part counts as thinking. An arm (``ARMS``) is the full controller with one thing replaced, in
-this file: nothing in ``localspec`` knows of it. All arms meet the same texts with the same seeds, and are compared
-answer by answer. CELLS holds the results so far; an interrupted run goes on from there, and ``--print`` only reports.
+learned from answer to answer, one beside another program, and one whose further rows cost more than was calibrated. An
+arm (``ARMS``) is the full controller with one thing replaced, in this file: nothing in ``localspec`` knows of it. All
+arms meet the same texts with the same seeds, and are compared answer by answer. CELLS holds the results so far; an
+interrupted run goes on from there, and ``--print`` only reports.
 
 Columns: the median over answers of the time of plain decoding over that of the arm; the 10th percentile; the share of
 answers that are slower than plain decoding; the share of their ends (at 48, 96, 192 tokens and the last) under 0.97 of
@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -38,19 +38,18 @@ from unittest.mock import patch
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks import branching, replay_traces
+from benchmarks import branching
 from benchmarks.record_traces import Spy
 from benchmarks.replay_traces import CURVES, Replay, Times
-from localspec.controllers import acceptance, auto, cost_model, learned, stopping
+from localspec.controllers import acceptance, auto, cost_model, stopping
 from localspec.controllers.acceptance import START, Acceptance, SourceAcceptance
 from localspec.controllers.auto import AutoController, AutoPlan, PrefillGate
 from localspec.controllers.cost_model import Corrections, PassTimes
 from localspec.controllers.learned import TimeBudget
-from localspec.controllers.stopping import Continuation, Stopping, expected_tokens
+from localspec.controllers.stopping import Continuation, expected_tokens
 from localspec.sampling.sampling import Noise, SamplingParams
 from localspec.spec_decode import decoder
 from localspec.spec_decode.drafters import draft_model
-from localspec.spec_decode.drafters.base import Plan
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.proposer import Proposer
 from localspec.system.files import write_atomically
@@ -111,14 +110,12 @@ class Condition:
         keeps: whether what was learned is kept from answer to answer, in a random order.
         busy: see ``replay_traces.BUSY``.
         row: how many times as much time as calibrated further rows take.
-        thinks: whether texts are made of two answers, the first of which counts as thinking.
     """
 
     what: str
     keeps: bool = False
     busy: bool = False
     row: float = 1.0
-    thinks: bool = False
 
 
 CONDITIONS = {
@@ -128,7 +125,6 @@ CONDITIONS = {
         "beside a program that takes 40 % of the CPUs since calibration; nothing known before", busy=True
     ),
     "rows": Condition("further rows take 1.6 times what was calibrated; nothing known before", row=1.6),
-    "thinks": Condition("two answers in one text, the first counts as thinking; learning is kept", True, thinks=True),
 }
 
 
@@ -253,7 +249,7 @@ class CopiesFirst(AutoPlan):
     def _row_pays(self, source: str, expected: float, after: int) -> bool:
         if source in self.costs.draft_times:
             return super()._row_pays(source, expected, after)
-        if not self._affords(0.0, auto.share_of(source)):
+        if not self._affords(0.0, auto.share_of(source), self._n):
             return False
         return self.stopping.current.copy(self._n, self._reach, expected, self.room, after) > 0
 
@@ -262,22 +258,6 @@ def pays_if_affordable(self: PrefillGate, source: str, n_tokens: int, room: int,
     """Reading is bounded by its budget, and not weighed."""
     costs, cost = self._costs, self._catch_up(source, n_tokens)
     return cost <= auto.READING * costs.times(1) or cost <= self._budget.for_reading * costs.ms_plain
-
-
-def one_group(self: AutoPlan, source: str, confidence: float, right: bool) -> None:
-    self.acceptance[source].notice(confidence)
-    self.acceptance[source].observe(confidence, right)
-    self.stopping.stale = True
-
-
-def joined_by_all(self: Stopping, source: str) -> Continuation:
-    """As ``Stopping.joined``, but where this model has much to read, as if all others had read too."""
-    return self.prospect if source in self.lagging else self.current
-
-
-def rank_among_all(self: Stopping, source: str) -> int:
-    models = self.models if source in self.lagging else [m for m in self.costs.draft_times if m not in self.lagging]
-    return models.index(source)
 
 
 @dataclass(frozen=True)
@@ -319,7 +299,7 @@ ALL = ("new", "kept", "busy", "rows")
 FULL = "full controller"
 DRAFTERS = ("n-grams alone", "no head", "no draft model")
 ARMS: dict[str, Arm] = {
-    FULL: Arm("", conditions=(*ALL, "thinks")),
+    FULL: Arm("", conditions=ALL),
     # Drafters.
     "n-grams alone": Arm("no head, no draft model", sources=("ngram",), conditions=ALL),
     "no n-grams": Arm("head and draft model", sources=("head", "model")),
@@ -339,7 +319,6 @@ ARMS: dict[str, Arm] = {
         (
             (auto, "leads_to", lambda confidence: START),
             (stopping, "_LEADS_TO", np.zeros_like(stopping._LEADS_TO)),
-            (AutoPlan, "counterfactual", one_group),
         ),
         conditions=LEARNING,
     ),
@@ -354,7 +333,6 @@ ARMS: dict[str, Arm] = {
     "both budgets": Arm("none", bounds(unbounded, unbounded), conditions=ALL),
     "budget of readings": Arm("the process's alone", bounds(None, of_the_process), conditions=LEARNING),
     "half for heads and copies": Arm("they may lose all", ((auto, "share_of", lambda source: 1.0),)),
-    "less beside a head": Arm("one percent, as without", ((learned, "STATES_SHARE", 0.0),)),
     "charged as expected": Arm("steps are charged as they went", ((auto, "AutoPlan", ChargedInFull),), conditions=BUSY),
     # Reading.
     "prefill gate": Arm(
@@ -364,14 +342,7 @@ ARMS: dict[str, Arm] = {
     "gate: clear gain": Arm(
         "every reading has to pay within the horizon", ((auto, "CLEAR_GAIN", math.inf),), conditions=LEARNING
     ),
-    "gate: first pieces": Arm(
-        "read at once", ((PrefillGate, "piece", lambda self, source, n: n),), conditions=("busy",)
-    ),
-    "gate: one model at a time": Arm(
-        "as if all had read", ((Stopping, "joined", joined_by_all), (Stopping, "rank", rank_among_all))
-    ),
     # Acceptance.
-    "counterfactual tokens": Arm("none", ((AutoPlan, "counterfactual", nothing),), conditions=LEARNING),
     "target's certainty": Arm("not looked at", ((AutoController, "_certainty_of", nothing),), conditions=LEARNING),
     "calibration online": Arm("the priors", ((SourceAcceptance, "observe", nothing),), conditions=LEARNING),
     "histograms online": Arm(
@@ -398,7 +369,6 @@ ARMS: dict[str, Arm] = {
         conditions=LEARNING,
         sampled=True,
     ),
-    "thinking apart": Arm("one table", flags=frozenset({"together"}), conditions=("thinks",)),
     # Costs.
     "corrections": Arm("none", ((PassTimes, "observe", nothing), (PassTimes, "slow_down", nothing)), conditions=COSTS),
     "corrections: a width alone": Arm("none", ((cost_model, "ALONE", 0.0),), conditions=COSTS),
@@ -445,23 +415,6 @@ def prior_ngrams(trace: dict[str, Any]) -> dict[str, list[float]]:
     return {"confidence": confidences, "right": trace["sources"]["ngram"]["right"]}
 
 
-def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """A text of both answers, the first of which counts as thinking."""
-    sources = {
-        name: {key: _after(first["sources"][name][key], second["sources"][name][key]) for key in first["sources"][name]}
-        for name in first["sources"]
-    }
-    both = {key: first[key] + second[key] for key in ("prompt", "answer")}
-    thinking = {"n_thinking": len(first["answer"])}
-    return second | both | thinking | {"sources": sources, "prompt_tokens": first["prompt_tokens"]}
-
-
-def _after(first: list[Any], second: list[Any]) -> list[Any]:
-    if isinstance(first[0], list):
-        return [_after(*pair) for pair in zip(first, second, strict=True)]
-    return first + second
-
-
 def replayed(
     stored: dict[str, Any], name: str, machine: str, condition_name: str, repeat: int
 ) -> dict[str, list[float]]:
@@ -470,8 +423,6 @@ def replayed(
     target, model = MACHINES[machine]
     order = random.Random(repeat).sample(range(len(traces)), len(traces))
     chosen = [traces[i] for i in order]
-    if condition.thinks:
-        chosen = [joined(*pair) for pair in pairwise([*chosen, chosen[0]])]
     rate = None if "no rate" in arm.flags else stored.get("rates", {}).get("head")
     found: dict[str, list[float]] = {}
     replay: Replay | None = None
@@ -484,10 +435,7 @@ def replayed(
             if "prior" in arm.flags:
                 trace = trace | {"sources": trace["sources"] | {"ngram": prior_ngrams(trace)}}
             rng = np.random.default_rng([repeat, zlib.crc32(trace["id"].encode())])
-            with ExitStack() as stack:
-                if condition.thinks:
-                    stack.enter_context(patch.object(replay_traces, "AutoController", thinking(replay, trace, arm)))
-                speeds = replay.answer(trace, rng)
+            speeds = replay.answer(trace, rng)
             if "forgets" in arm.flags:
                 for tables in (replay.sources, replay.sampled):
                     tables.update({source: SourceAcceptance(each.prior) for source, each in tables.items()})
@@ -495,26 +443,6 @@ def replayed(
             ends = sorted({min(length, n) for length in ENDS} | {n})
             found[trace["id"]] = [round(float(speeds[end - 1]), 5) for end in ends]
     return found
-
-
-def thinking(replay: Replay, trace: dict[str, Any], arm: Arm) -> type[AutoController]:
-    """A controller that is told where thinking ends; what is learned of it stays with the replay."""
-    if not hasattr(replay, "thinking"):
-        tables = (
-            {name: SourceAcceptance(each.prior) for name, each in of.items()} for of in (replay.sources, replay.sampled)
-        )
-        replay.thinking = tuple(tables)  # type: ignore[attr-defined]
-
-    class Told(AutoController):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            apart = None if "together" in arm.flags else replay.thinking  # type: ignore[attr-defined]
-            super().__init__(*args, **options, thinking=apart)
-
-        def plan(self, room: int, n_past: int, **situation: Any) -> Plan:
-            n_tokens = self.time_budget.n_tokens if self._n_rounds else 0
-            return super().plan(room, n_past, thinks=n_tokens < trace["n_thinking"], **situation)
-
-    return Told
 
 
 Key = tuple[str, str, str, str, int]

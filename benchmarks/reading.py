@@ -2,6 +2,7 @@
 
     python -m benchmarks.reading [FILE] [--draft NAME] [--backends ik-llama llama-cpp] [--tokens 512] [--past 0]
         [--repeats 3]
+    python -m benchmarks.reading [FILE] --passes 1 2 4 8 [--threads 1 2] [--backends …] [--past 64] [--repeats 9]
 
 An arm is the shipped setting with one thing changed. The arms of an engine take turns prompt by prompt, in reversed
 order at every other one; all read the same tokens, after ``--past`` others. Printed are tokens a second of the shipped
@@ -10,6 +11,9 @@ setting, and the ratio of each arm to it: the median over repeats, and its range
 ``pieces of N`` passes N tokens at a time to the engine, between which the cancel flag is looked at; ``micro-batch N``
 is what the engine computes at once; ``no draft`` is the shipped setting of the target alone, to which the last two arms
 add the draft model's reading of the same prompt: after it, or piece by piece in turns.
+
+With ``--passes`` it is passes over so many tokens with logits, as rounds have, at each number of threads, in turns:
+medians in milliseconds. Both are printed for the file itself, as the best number differs with its size.
 """
 
 from __future__ import annotations
@@ -111,6 +115,33 @@ def arms_of(engine: str, file: Path, draft: Path, n_ctx: int, stack: ExitStack) 
     return arms
 
 
+def passes(engine: str, file: Path, options: argparse.Namespace) -> None:
+    with ExitStack() as stack:
+        contexts: dict[int, Context] = {}
+        for n in options.threads or (1, default_threads()):
+            model = backends.load(file, engine, check=False, n_threads=n)
+            stack.callback(model.close)
+            contexts[n] = model.new_context(options.past + max(options.passes) + 8)
+            stack.callback(contexts[n].close)
+        words = itertools.cycle(next(iter(contexts.values())).model.tokenize(CHECK_TEXT, add_special=False))
+        past = list(itertools.islice(words, options.past))
+        ms: dict[tuple[int, int], list[float]] = {}
+        for context in contexts.values():
+            context.decode(past, "last")
+        for turn in range(options.repeats):
+            for n, context in contexts.items() if turn % 2 else reversed(contexts.items()):
+                for width in options.passes:
+                    context.truncate(len(past))
+                    started = time.perf_counter()
+                    context.decode(list(itertools.islice(words, width)), "all")
+                    ms.setdefault((n, width), []).append((time.perf_counter() - started) * 1e3)
+        print(f"| {engine} | " + " | ".join(f"{width} tokens" for width in options.passes) + " |")
+        print("|---" + "|--:" * len(options.passes) + "|")
+        for n in contexts:
+            print(f"| {n} threads | " + " | ".join(f"{median(ms[n, width]):.1f}" for width in options.passes) + " |")
+        print()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", nargs="?", default="qwen2.5-coder-1.5b")
@@ -119,11 +150,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--past", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--passes", type=int, nargs="+", help="tokens of passes with logits, in place of prompts")
+    parser.add_argument("--threads", type=int, nargs="+", help="numbers of threads of these passes")
     options = parser.parse_args()
     catalog = Catalog.load()
     file, draft = catalog.resolve(options.file), catalog.resolve(options.draft)
-    print(f"{file.name}, {options.tokens} tokens after {options.past}; {cpu_name()}, {default_threads()} threads\n")
+    read = "passes" if options.passes else f"{options.tokens} tokens"
+    print(f"{file.name}, {read} after {options.past} tokens; {cpu_name()}, {default_threads()} threads\n")
     for engine in options.backends:
+        if options.passes:
+            passes(engine, file, options)
+            continue
         with ExitStack() as stack:
             arms = arms_of(engine, file, draft, options.past + options.tokens + 64, stack)
             words = itertools.cycle(arms[0].contexts[0].model.tokenize(CHECK_TEXT, add_special=False))

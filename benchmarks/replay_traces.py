@@ -28,7 +28,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from localspec.backends.base import FEW_ROWS
 from localspec.controllers.acceptance import SourceAcceptance, prior_of
 from localspec.controllers.auto import AutoController
 from localspec.controllers.cost_model import PassTimes
@@ -36,7 +35,6 @@ from localspec.controllers.learned import TimeBudget
 from localspec.heads.trained import MAX_STATES
 from localspec.sampling.sampling import Distribution, SamplingParams
 from localspec.spec_decode.drafters.base import DrafterInfo, Plan
-from localspec.spec_decode.drafters.draft_model import MAX_COUNTERFACTUAL
 from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Verdict
 from tests.support.simulator import row_of
 
@@ -112,11 +110,6 @@ class ModelSource:
     def read(self, plan: Plan, n_tokens: int) -> None:
         plan.spent(self.name, n_tokens, self.step(n_tokens))
 
-    def score(self, plan: Plan, trace: dict[str, Any], places: range) -> None:
-        for i in places:
-            if trace["confidence"][i] >= 0:
-                plan.counterfactual(self.name, trace["confidence"][i], self.rng.random() < trace["right"][i])
-
     def propose(self, plan: Plan, trace: dict[str, Any], at: int) -> Guess | None:
         confidence = trace["confidence"][at]
         if confidence < 0:
@@ -146,7 +139,7 @@ class DraftModelSource(ModelSource):
         if self.known is not None and position != self.position:
             self.known = min(self.known, position)
         self.position = position
-        n_pending = left = at + 1 + (self.n_prompt if self.known is None else -self.known)
+        left = at + 1 + (self.n_prompt if self.known is None else -self.known)
         while left > 0 and (piece := plan.more(self.name, left)):
             self.read(plan, piece)
             left -= piece
@@ -154,8 +147,6 @@ class DraftModelSource(ModelSource):
             return None
         for _ in range(self.steps[at] - 1 if self.steps else 0):
             self.read(plan, 1)
-        if n_pending > 2 and not self.steps:
-            self.score(plan, self.trace, range(max(0, position - MAX_COUNTERFACTUAL, self.known or 0), position))
         self.known = at + 1
         return self.propose(plan, self.trace, at)
 
@@ -168,7 +159,7 @@ class HeadSource(ModelSource):
         found = trace["sources"]["head"]
         self.by_depth = [{name: found[name][depth] for name in found} for depth in range(len(found["right"]))]
         self.n_prompt = trace["prompt_tokens"]
-        self.n_read, self.judged = 0, self.n_prompt  # of the text
+        self.n_read = 0  # tokens of the text
         self.position, self.n_drafted = -1, 0
 
     def ask(self, plan: Plan, position: int, at: int) -> Guess | None:
@@ -180,14 +171,11 @@ class HeadSource(ModelSource):
         if depth >= len(self.by_depth) or not n_rows or not plan.more(self.name, n_rows):
             return None
         if is_new:
-            judged = min(self.judged, n_text)
-            n_scored = max(0, min(n_text - max(judged, n_text + 1 - n_unread), FEW_ROWS - 1))
-            self.score(plan, self.by_depth[0], range(position - n_scored, position))
             self.read(plan, n_unread)
             self.position, self.n_read = position, n_text - 1
         for _ in range(n_drafted, depth):
             self.read(plan, 1)
-        self.n_drafted, self.judged = depth, n_text + depth + 1
+        self.n_drafted = depth
         return self.propose(plan, self.by_depth[depth], at)
 
 

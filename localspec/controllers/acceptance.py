@@ -239,36 +239,17 @@ class SourceAcceptance:
             self._drift(0.5)
 
 
-# By source: for its most probable tokens, and for sampled ones.
-Tables = tuple[Mapping[str, SourceAcceptance], Mapping[str, SourceAcceptance]]
-
-
 class Acceptance:
-    """Calibrations of all drafters by source, for their most probable tokens and for tokens that they sample: those of
-    the text that comes next. ``thinking``: the same two while the model thinks; None: as in the answer."""
+    """Calibrations of all drafters by source, for their most probable tokens and for tokens that they sample."""
 
-    def __init__(
-        self,
-        most_probable: Mapping[str, SourceAcceptance],
-        sampled: Mapping[str, SourceAcceptance],
-        thinking: Tables | None = None,
-    ) -> None:
-        answer: Tables = most_probable, sampled
-        self.most_probable, self.sampled = answer
+    def __init__(self, most_probable: Mapping[str, SourceAcceptance], sampled: Mapping[str, SourceAcceptance]) -> None:
+        self.most_probable, self.sampled = most_probable, sampled
         self.takes_samples = False
-        self._parts = [answer] if thinking is None else [answer, thinking]
 
     def begin(self, *, takes_samples: bool) -> None:
         self.takes_samples = takes_samples
-        for tables, _ in self._parts:
-            for table in tables.values():
-                table.new_text()
-
-    def enter(self, *, thinks: bool) -> bool:
-        """Take the tables of thinking or of the answer; returns whether they changed."""
-        before = self.most_probable
-        self.most_probable, self.sampled = self._parts[-1 if thinks else 0]
-        return self.most_probable is not before
+        for table in self.most_probable.values():
+            table.new_text()
 
     def __getitem__(self, source: str) -> SourceAcceptance:
         return self.most_probable[source]

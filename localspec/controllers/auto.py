@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from types import MappingProxyType
 
-from localspec.controllers.acceptance import START, Acceptance, SourceAcceptance, Tables, leads_to
+from localspec.controllers.acceptance import START, Acceptance, SourceAcceptance, leads_to
 from localspec.controllers.cost_model import Costs, PassCost, row_ms
 from localspec.controllers.learned import TimeBudget
 from localspec.controllers.stopping import NEVER, Stopping
@@ -36,8 +36,6 @@ HORIZON = 24
 # gain is within the error of what a few tokens predict, so that it has to pay within ``HORIZON``.
 CLEAR_GAIN = 0.3
 
-BUSY_SCALE = 1.25  # From this many times the calibrated time of the target's passes on, another program has the CPU
-PROBE_TOKENS = 8  # Tokens of a long reading that are read first on a machine that has become slower
 GAIN_ROUNDS = 48  # Rounds for which the gain of the other sources alone is taken as known
 
 
@@ -58,12 +56,6 @@ class PrefillGate:
 
     def is_reading(self, source: str, n_tokens: int) -> bool:
         return self._catch_up(source, n_tokens) > READING * self._costs.times(1)
-
-    def piece(self, source: str, n_tokens: int) -> int:
-        """How many tokens of a reading to begin with. It is decided on in advance, at a price that may be out of date:
-        first pieces show today's."""
-        is_uncertain = self._costs.times.scale > BUSY_SCALE and not self._costs.draft_times[source].is_recent
-        return min(n_tokens, PROBE_TOKENS) if is_uncertain else n_tokens
 
     def pays(self, source: str, n_tokens: int, room: int, round_index: int) -> bool:
         """Whether a draft model should decode the ``n_tokens`` that it has missed, to draft one more; 1 is an ordinary
@@ -133,7 +125,6 @@ class AutoPlan(Plan, Branching):
         self._after = START
         self._last_source = ""
         self._is_reading = False
-        self._last_counterfactual = START
 
     def branching(self) -> Branching | None:
         costs = self.stopping.costs
@@ -161,7 +152,7 @@ class AutoPlan(Plan, Branching):
             return 0
         if not self._is_reading:
             return pending
-        n, times = self._gate.piece(source, pending), self.costs.draft_times[source]
+        n, times = pending, self.costs.draft_times[source]
         while n > LEAST_PIECE and times(n) > self.costs.times.ms_reading:
             n = max(LEAST_PIECE, n - max(1, n // 8))
         return n
@@ -221,15 +212,6 @@ class AutoPlan(Plan, Branching):
     def nothing(self, source: str) -> None:
         if self._last_source != source:
             self.acceptance[source].notice(0.0)
-
-    def counterfactual(self, source: str, confidence: float, right: bool) -> None:
-        acceptance = self.acceptance[source]
-        acceptance.notice(confidence)
-        if self._last_counterfactual != START:
-            acceptance.notice(confidence, self._last_counterfactual)
-        self._last_counterfactual = leads_to(confidence) if right else START
-        acceptance.observe(confidence, right)
-        self.stopping.stale = True
 
     # -- deciding --------------------------------------------------------------------------------------------------
 
@@ -370,7 +352,7 @@ class AutoController(Controller):
 
     Args:
         times, draft_times, one_pass, rows_of_draft, passes: see ``Costs``.
-        acceptance, sampled, thinking: see ``Acceptance``; kept by the caller, as is ``budget``.
+        acceptance, sampled: see ``Acceptance``; kept by the caller, as is ``budget``.
         max_draft: longest draft to consider.
         predicted: whether the answer is likely to repeat a text that came with the request.
         params: the request's; None is greedy.
@@ -386,14 +368,13 @@ class AutoController(Controller):
         budget: TimeBudget | None = None,
         *,
         predicted: bool = False,
-        thinking: Tables | None = None,
         one_pass: Set[str] = frozenset(),
         rows_of_draft: Set[str] = frozenset(),
         passes: Mapping[str, float] = MappingProxyType({}),
         params: SamplingParams | None = None,
     ) -> None:
         self.costs = Costs(times, draft_times, one_pass, rows_of_draft, passes)
-        self.acceptance = Acceptance(acceptance, sampled or {}, thinking)
+        self.acceptance = Acceptance(acceptance, sampled or {})
         self.stopping = Stopping(self.costs, self.acceptance, max_draft)
         self.time_budget = budget or TimeBudget()
         self.predicted = predicted
@@ -410,17 +391,10 @@ class AutoController(Controller):
 
     def _begin(self) -> None:
         """The answer begins, with its first plan: a controller that only explains changes nothing."""
-        reads_states = any(kind_of(source) != "model" for source in self.costs.draft_times)
-        self.time_budget.begin(predicted=self.predicted, reads_states=reads_states)
+        self.time_budget.begin(predicted=self.predicted)
         for times in self.costs.all_times:
             times.begin()
-        self.stopping.stale |= self.acceptance.enter(thinks=False)
         self.acceptance.begin(takes_samples=not self._params.greedy and self._params.seed is None)
-
-    def _enter(self, *, thinks: bool) -> None:
-        if self.acceptance.enter(thinks=thinks):
-            self.stopping.stale = True
-            self._gate = PrefillGate(self.costs, self.stopping, self.time_budget)  # the old one knows the text before
 
     def may_use(self, source: str) -> bool:
         return source not in self.stopping.unprofitable
@@ -430,13 +404,11 @@ class AutoController(Controller):
         room: int,
         n_past: int,
         *,
-        thinks: bool = False,
         hidden: Mapping[str, float] = MappingProxyType({}),
         lost: Set[str] = frozenset(),
     ) -> Plan:
         if not self._n_rounds:
             self._begin()
-        self._enter(thinks=thinks)
         self.costs.hidden = hidden
         if lost - self._lost:
             self._lost |= lost

@@ -247,7 +247,3 @@ class ShareOfPass:
     @property
     def mean_answers(self) -> float:
         return self._n_answers / self._n_rounds if self._n_rounds else 1.0
-
-    @property
-    def is_recent(self) -> bool:
-        return self._shared.times.is_recent

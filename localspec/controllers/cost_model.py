@@ -48,10 +48,6 @@ class PassCost(Protocol):
         """How many times as long as calibrated passes of all widths take now."""
 
     @property
-    def is_recent(self) -> bool:
-        """Whether passes of this answer have shown what they cost now."""
-
-    @property
     def ms_reading(self) -> float:
         """How long a draft model may read in one round: others may be waiting for the passes [ms]."""
 
@@ -159,7 +155,6 @@ class PassTimes:
     corrections: Corrections = field(init=False, default_factory=Corrections)
     _n_observed: int = 0  # since the calibration
     _drift: float = 0.0  # mean logarithm of the time that passes took over the calibrated one
-    _n_recent: int = 0  # in this answer
     _left: float = 0.0  # of the last surprise in this answer, what was not believed
 
     def __post_init__(self, measured: dict[int, float]) -> None:
@@ -174,7 +169,7 @@ class PassTimes:
         return ms * (now.beyond if width > curve.widest else now.trim.get(width, 1.0))
 
     def begin(self) -> None:
-        self._n_recent, self._left = 0, 0.0
+        self._left = 0.0
 
     def observe(self, width: int, ms: float) -> None:
         """Correct the curve by one measured pass. An outlier counts as ``ONCE_MORE`` at most (beyond the calibrated
@@ -183,7 +178,6 @@ class PassTimes:
         if expected <= 0 or ms <= 0:
             return
         surprise = math.log(ms / expected)
-        self._n_recent += 1
         if width > self.curve.widest:
             self.corrections.observe_beyond(surprise)
             return
@@ -207,10 +201,6 @@ class PassTimes:
     @property
     def scale(self) -> float:
         return self.corrections.scale
-
-    @property
-    def is_recent(self) -> bool:
-        return self._n_recent >= 2
 
     @property
     def ms_reading(self) -> float:

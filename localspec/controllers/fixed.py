@@ -39,7 +39,6 @@ class FixedController(Controller):
         room: int,
         n_past: int,
         *,
-        thinks: bool = False,
         hidden: Mapping[str, float] = MappingProxyType({}),
         lost: Set[str] = frozenset(),
     ) -> Plan:

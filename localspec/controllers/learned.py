@@ -18,8 +18,9 @@ from localspec.system.files import JsonStore, Key
 # answer, drafts never cost more than two tokens and one percent of its length, so that no single answer is noticeably
 # slower. Reading a prompt with a draft model is an investment with a bound of its own; see ``PrefillGate``.
 
-# What may be lost before anything was saved, once per process: the reading of a short prompt is 1 to 5 tokens.
-GRANT = 6.0
+# What may be lost before anything was saved, once per process. The reading of a prompt of 300 tokens is 9 to 12 where a
+# draft token costs a tenth of one of the target's; half of the grant is for an answer's first reading alone.
+GRANT = 12.0
 
 SHARE = 0.0075  # What may be lost in looking for something better, as a share of every token
 
@@ -30,17 +31,13 @@ KEPT = 0.5  # Share of an earlier run's savings that counts in the next
 ANSWER_GRANT = 2.0
 ANSWER_SHARE = 0.01
 
-# Taken off ``ANSWER_SHARE`` where a drafter reads the target's hidden states: handing those out makes each pass longer,
-# whether a draft follows or not.
-STATES_SHARE = 0.005
-
 # In place of ``ANSWER_GRANT`` where the caller gave a text that the answer is likely to repeat: in a short answer wide
 # copies have to be tried at once to be worth it.
 PREDICTED_GRANT = 3.0
 
-# What a draft model's reading may cost an answer on top of what this answer has saved: enough for the last 50 tokens of
-# a prompt.
-READING_GRANT = 5.0
+# What a draft model's reading may cost an answer on top of what this answer has saved. One that takes the time of more
+# than 7 tokens is begun only where drafting is clearly worth it (``auto.CLEAR_GAIN``).
+READING_GRANT = 12.0
 READING_SHARE = 0.05
 
 # The same where drafts are carried over as text. How often those are right depends on the text, such as its language,
@@ -58,11 +55,9 @@ class TimeBudget:
     n_tokens: int = 0  # of this answer
     invested: float = 0.0  # what reading has cost this answer
     answer_grant: float = ANSWER_GRANT  # what drafts may cost this answer at its start
-    answer_share: float = ANSWER_SHARE  # and with each of its tokens
 
-    def begin(self, *, predicted: bool = False, reads_states: bool = False) -> None:
+    def begin(self, *, predicted: bool = False) -> None:
         self.answer_grant = PREDICTED_GRANT if predicted else ANSWER_GRANT
-        self.answer_share = ANSWER_SHARE - (STATES_SHARE if reads_states else 0.0)
         self.in_answer, self.n_tokens, self.invested = 0.0, 0, 0.0
 
     def book(self, n_tokens: int, saved: float, invested: float = 0.0) -> None:
@@ -75,7 +70,7 @@ class TimeBudget:
     @property
     def for_drafts(self) -> float:
         """What a draft may cost, were all of it rejected [plain tokens]."""
-        return min(self.balance, self.answer_grant + self.answer_share * self.n_tokens + self.in_answer)
+        return min(self.balance, self.answer_grant + ANSWER_SHARE * self.n_tokens + self.in_answer)
 
     @property
     def for_reading(self) -> float:
@@ -87,7 +82,8 @@ class TimeBudget:
         return self._for_reading(CARRIED_GRANT, CARRIED_SHARE)
 
     def _for_reading(self, grant: float, share: float) -> float:
-        return min(self.balance, grant + share * self.n_tokens + max(0.0, self.in_answer) - self.invested)
+        left = self.balance - (GRANT / 2 if self.invested else 0.0)
+        return min(left, grant + share * self.n_tokens + max(0.0, self.in_answer) - self.invested)
 
     def as_dict(self) -> dict[str, Any]:
         return {"saved": round(self.balance, 3)}
@@ -121,15 +117,12 @@ class AcceptanceStore:
         self._stored: dict[str, Any] = (self._store.get(self._key) or {}) if self._store else {}
         self.budget = TimeBudget.restored(self._stored.get("budget"))
 
-    def source(
-        self, params: SamplingParams, info: DrafterInfo, *, sampled: bool = False, thinks: bool = False
-    ) -> SourceAcceptance:
+    def source(self, params: SamplingParams, info: DrafterInfo, *, sampled: bool = False) -> SourceAcceptance:
         """The table of one drafter, for requests sampled like this one; what an earlier run learned is its start.
 
-        ``sampled``: of samples, rather than the most probable tokens. ``thinks``: in thinking blocks, rather than in
-        answers.
+        ``sampled``: of samples, rather than the most probable tokens.
         """
-        name = f"{mode_of(params)} {info.source}{' sample' if sampled else ''}{' thinking' if thinks else ''}"
+        name = f"{mode_of(params)} {info.source}{' sample' if sampled else ''}"
         if name not in self._tables:
             table = SourceAcceptance(prior_of(info, greedy=params.greedy, sampled=sampled))
             table.restore(self._stored.get(name))

@@ -270,7 +270,6 @@ class Stopping:
         self.stale = True
         self._prospect: Continuation | None = None
         self._current: Continuation | None = None
-        self._joined: dict[str, Continuation] = {}
 
     @property
     def models(self) -> list[str]:
@@ -303,7 +302,6 @@ class Stopping:
         if (source in self.lagging) != lagging:
             self.lagging ^= {source}
             self._current = None
-            self._joined.clear()
 
     def solve(self, *sources: str, rate: float | None = None) -> Continuation:
         """The stopping problem with some sources only; ``rate`` as in ``Continuation``."""
@@ -341,7 +339,6 @@ class Stopping:
 
     def refresh(self) -> None:
         """Solve again with what was learned."""
-        self._joined.clear()
         last, current = self._prospect, self._current
         profitable = [source for source in self.acceptance if source not in self.unprofitable]
         self._prospect = self.solve(*profitable, rate=last.best_rate if last else None)
@@ -371,20 +368,10 @@ class Stopping:
         return self._prospect
 
     def joined(self, source: str) -> Continuation:
-        """The solution for what can draft now and this draft model, were it to read what it has missed.
-
-        Of two that lag, what the other might gain is no reason for this one to read.
-        """
-        if source not in self.lagging:
-            return self.current
-        if self.stale:
-            self.refresh()
-        if self.lagging - self.unprofitable == {source}:
-            return self.prospect
-        if source not in self._joined:
-            able = [each for each in self.acceptance if each not in self.lagging or each == source]
-            self._joined[source] = self.solve(*able)  # a rate without it is not close
-        return self._joined[source]
+        """The solution by which to decide on a step of this draft model: where it has much to read, as if all had."""
+        return self.prospect if source in self.lagging else self.current
 
     def rank(self, source: str) -> int:
-        return [each for each in self.costs.draft_times if each not in self.lagging or each == source].index(source)
+        """Its place among the models of ``joined``."""
+        lagging = self.unprofitable if source in self.lagging else self.lagging
+        return [each for each in self.costs.draft_times if each not in lagging].index(source)

@@ -69,9 +69,7 @@ class OpenAnswer:
         self._constraint = constraint_for(params, vocab) if params.constrained else None
         if self._constraint is not None and chosen:
             chosen = [GrammarDrafter(self._constraint, pair.target.tokenize), *chosen]
-        self._controller = state.controller(
-            request.draft_length, params, chosen, shared=shared, predicted=predicted, thinks=thinking is not None
-        )
+        self._controller = state.controller(request.draft_length, params, chosen, shared=shared, predicted=predicted)
         if pair.options.idle:
             prepare_corpora(pair, chosen)
         chosen = [drafter for drafter in chosen if self._controller.may_use(drafter.info.source)]

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from localspec.backends.base import FEW_ROWS, Context, Model, SequenceBatch, SequencesInTurn
 from localspec.backends.trust import ensure_batches
-from localspec.controllers.acceptance import Tables
 from localspec.controllers.auto import MAX_DRAFT, AutoController
 from localspec.controllers.batching import ShareOfPass
 from localspec.controllers.calibration import PassKind
@@ -208,7 +207,6 @@ class DecodingState:
         *,
         shared: ShareOfPass | None = None,
         predicted: bool = False,
-        thinks: bool = False,
     ) -> Controller:
         """A controller for one request: ``auto``, or a fixed number of tokens (0: plain).
 
@@ -216,7 +214,6 @@ class DecodingState:
             drafters: those that take part; None is all.
             shared: what a pass costs the answer where others share it; None: as ``times`` says.
             predicted: whether the answer is likely to repeat a text that came with the request.
-            thinks: whether the model is known to think before it answers.
         """
         target_times = shared or self.times
         drafters = self.usable if drafters is None else drafters
@@ -224,7 +221,7 @@ class DecodingState:
             return FixedController(0 if draft_length == "auto" else int(draft_length), target_times, drafters)
         infos = [drafter.info for drafter in drafters]
         draft_times: dict[str, PassCost] = {draft.source: draft.times for draft in self.models}
-        return self._auto(infos, draft_times, params or SamplingParams(), target_times, predicted, thinks)
+        return self._auto(infos, draft_times, params or SamplingParams(), target_times, predicted)
 
     def _auto(
         self,
@@ -233,28 +230,20 @@ class DecodingState:
         params: SamplingParams,
         target_times: PassCost,
         predicted: bool = False,
-        thinks: bool = False,
     ) -> AutoController:
         infos = {info.source: info for info in drafters}
         samplers = {source: info for source, info in infos.items() if info.runs_model and not info.as_text}
-
-        def tables(*, thinks: bool) -> Tables:
-            learned = partial(self.acceptance.source, params, thinks=thinks)
-            return (
-                {source: learned(info) for source, info in infos.items()},
-                {source: learned(info, sampled=True) for source, info in samplers.items()},
-            )
-
+        learned = partial(self.acceptance.source, params)
         # What longer copies gain where text repeats itself is less than they would cost all text after it.
         longest = FEW_ROWS - 1 if self.target.capabilities.keeps_rows else MAX_DRAFT
         return AutoController(
             target_times,
             {source: draft_times[source] for source, info in infos.items() if info.runs_model},
-            *tables(thinks=False),
+            {source: learned(info) for source, info in infos.items()},
+            {source: learned(info, sampled=True) for source, info in samplers.items()},
             longest,
             self.acceptance.budget,
             predicted=predicted,
-            thinking=tables(thinks=True) if thinks else None,
             one_pass=frozenset(source for source, info in infos.items() if info.one_pass),
             rows_of_draft=frozenset(source for source, info in infos.items() if info.rows_of_draft),
             passes={source: info.passes for source, info in infos.items() if info.as_text},

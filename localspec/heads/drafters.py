@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localspec.backends.base import FEW_ROWS, Context, FloatArray, Forward, Wanted, shared_prefix
+from localspec.backends.base import Context, FloatArray, Forward, Wanted, shared_prefix
 from localspec.errors import EngineError
 from localspec.heads.base import STATE, DraftHead, HeadContext
 from localspec.heads.published import EngineHead
@@ -189,17 +189,8 @@ class ChainedHead(HeadDrafter):
     New true rows are read in one pass first. It drafts no further than it was trained for.
     """
 
-    def __init__(self, head: DraftHead, context: Context, source: str = "head") -> None:
-        super().__init__(head, context, source)
-        self._judged = 0  # up to this position of the text its guesses were asked for, or are none of its business
-
-    def begin(self, tokens: Sequence[int], *, prediction: Sequence[int] = (), target: Context | None = None) -> None:
-        super().begin(tokens, prediction=prediction, target=target)
-        self._judged = len(tokens)
-
     def _begin_round(self) -> None:
         self._n_drafted: int | None = None  # draft tokens in the memory; None before the true rows were read
-        self._judged = min(self._judged, len(self._text))
 
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         drafted = tokens[len(self._text) :]
@@ -211,7 +202,7 @@ class ChainedHead(HeadDrafter):
             return []
         started, n_pass = time.perf_counter(), len(unread)
         if self._n_drafted is None:
-            row, ids = self._catch_up(unread, tokens, plan, proposer)
+            row, ids = self._keep(self._read(unread, "last", proposer.n_best))
             self._n_drafted = 0
         for token in drafted[self._n_drafted :]:
             if n_pass:
@@ -223,28 +214,7 @@ class ChainedHead(HeadDrafter):
             self._n_drafted += 1
         confidence = proposer.confidence(row, tokens, ids=ids)
         plan.spent(self.info.source, n_pass, (time.perf_counter() - started) * 1e3)
-        self._judged = len(tokens) + 1
         return proposed(self.info.source, confidence, len(tokens), plan, proposer)
-
-    def _catch_up(self, unread: range, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> tuple[Row, Ids]:
-        """Read true rows; return the logits after the last, and their tokens.
-
-        Draft tokens for settled tokens that it was not asked for are scored on the way, as far as they take few rows.
-        """
-        n_scored = max(0, min(len(self._text) - max(self._judged, unread.start + 2), FEW_ROWS - 1))
-        if not n_scored:
-            return self._keep(self._read(unread, "last", proposer.n_best))
-        last = range(unread.stop - 1 - n_scored, unread.stop)
-        if unread.start < last.start:
-            self._read(range(unread.start, last.start), "none")
-        forward = self._read(last, "all", proposer.n_best)
-        for i, position in enumerate(last[:-1]):
-            row, at = forward.logits[i], position + 2
-            ids = tokens_of(forward, i, self._ids)
-            confidence = proposer.confidence(row, tokens[:at], n_known=len(tokens) - at, ids=ids)
-            if confidence:
-                plan.counterfactual(self.info.source, confidence, proposer.best() == tokens[at])
-        return self._keep(forward)
 
     def _keep(self, forward: Forward) -> tuple[Row, Ids]:
         self._state = forward.hidden[STATE][-1:]

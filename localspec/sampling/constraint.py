@@ -175,18 +175,10 @@ class Constraint:
     def n_allowed(self) -> int:
         return int(np.count_nonzero(self.allowed(len(self.vocabulary.lengths))))
 
-    def masked(self, row: Row, behind: int = 0, ids: Ids | None = None) -> Row:
-        """A copy of a row of logits [n] with -inf for what is forbidden at the place ``behind`` tokens before this one;
-        ``ids`` are its tokens, increasing, None is 0, 1, 2, …"""
-        n_vocab = len(row) if ids is None else int(ids[-1]) + 1
-        if behind:
-            self._back(behind)
-            try:
-                mask = self.allowed(n_vocab)
-            finally:
-                self._matcher.consume_tokens(self._tokens[-behind:])
-        else:
-            mask = self.allowed(n_vocab)
+    def masked(self, row: Row, ids: Ids | None = None) -> Row:
+        """A copy of a row of logits [n] with -inf for what is forbidden here; ``ids`` are its tokens, increasing, None
+        is 0, 1, 2, …"""
+        mask = self.allowed(len(row) if ids is None else int(ids[-1]) + 1)
         if ids is not None:
             mask = mask[ids]
         if 2 * np.count_nonzero(mask) > len(mask):

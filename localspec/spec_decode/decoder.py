@@ -297,8 +297,7 @@ class SpeculativeDecoder:
         thinking, ahead, n_past = self._text.thinking, self._ahead, self.target.n_past
         room, hidden = self.budget - 1, {} if ahead is None else ahead.hidden
         room = room if thinking is None else int(min(room, thinking.room))  # no round may overrun either budget
-        thinks = thinking is not None and thinking.inside
-        plan = self.controller.plan(room, n_past, thinks=thinks, hidden=hidden, lost=self._failed)
+        plan = self.controller.plan(room, n_past, hidden=hidden, lost=self._failed)
         self._gives_way = plan.gives_way
         try:
             if ahead is not None:

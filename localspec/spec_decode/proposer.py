@@ -109,14 +109,13 @@ class Proposer:
         self.constraint.advance(token)
         return self.constraint.complete
 
-    def confidence(self, row: Row, history: Sequence[int], n_known: int = 0, ids: Ids | None = None) -> float:
+    def confidence(self, row: Row, history: Sequence[int], ids: Ids | None = None) -> float:
         """The draft's confidence [0, 1] in the token that ``choose`` would make; independent of fresh randomness. 0:
         the request bans all that the draft model could propose.
 
         Args:
             row: the draft model's logits [n], which can be more or fewer than the target's.
             history: the tokens before the one to draft.
-            n_known: how many tokens are known already from that one on; 0 drafts the next.
             ids: the target's tokens that the logits belong to, increasing [n]; None is 0, 1, 2, …
 
         Raises:
@@ -130,7 +129,7 @@ class Proposer:
         if not math.isfinite(row[best]):  # NaN anywhere is the maximum
             raise DrafterFailed(_NOT_NUMBERS)
         if self.constraint is not None:
-            row = self.constraint.masked(row, n_known, ids)
+            row = self.constraint.masked(row, ids)
             if row.max() == -math.inf:  # a trimmed vocabulary has nothing that may come here
                 return 0.0
         if self._is_greedy:
@@ -153,10 +152,6 @@ class Proposer:
             raise DrafterFailed(_NOT_NUMBERS) from None
         self._choice = q
         return q.top
-
-    def best(self) -> int:
-        """The most probable token of the row last given to ``confidence``."""
-        return self._choice if isinstance(self._choice, int) else self._choice.argmax()
 
     def choose(self, position: int, *, sampled: bool = True) -> tuple[int, Distribution | None]:
         """The draft token for the row last given to ``confidence``, and the law it was sampled from, if it was."""

@@ -53,18 +53,6 @@ def test_how_often_second_tokens_are_right_is_kept_too(tmp_path: Path) -> None:
         assert restored.as_dict() == unchanged
 
 
-def test_thinking_has_a_table_of_its_own(tmp_path: Path) -> None:
-    store = AcceptanceStore(tmp_path, KEY)
-    thinking, answer = (store.source(SamplingParams(), MODEL, thinks=thinks) for thinks in (True, False))
-    before = answer.expected(0.97)
-    for _ in range(50):
-        thinking.observe(0.97, 0.0)
-    store.save()
-    again = AcceptanceStore(tmp_path, KEY)
-    assert again.source(SamplingParams(), MODEL, thinks=True).expected(0.97) < before - 0.3
-    assert again.source(SamplingParams(), MODEL).expected(0.97) == before
-
-
 def test_what_makes_no_sense_is_not_believed(tmp_path: Path) -> None:
     for nonsense in ({"hits": [5] * 12, "seen": [1] * 12, "histograms": []}, {"hits": "x"}, [], None, 3):
         fresh = AcceptanceStore(None, KEY).source(SamplingParams(), MODEL)

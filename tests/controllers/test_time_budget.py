@@ -8,9 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from localspec.controllers.acceptance import GREEDY, SourceAcceptance
-from localspec.controllers.auto import CLEAR_GAIN, HORIZON, AutoController, reading_pays
-from localspec.controllers.cost_model import PassTimes
+from localspec.controllers.auto import CLEAR_GAIN, HORIZON, reading_pays
 from localspec.controllers.learned import (
     ANSWER_GRANT,
     ANSWER_SHARE,
@@ -19,7 +17,6 @@ from localspec.controllers.learned import (
     READING_GRANT,
     READING_SHARE,
     SHARE,
-    STATES_SHARE,
     TimeBudget,
 )
 
@@ -54,24 +51,6 @@ def test_what_one_answer_saved_is_there_for_the_next_but_no_single_answer_may_lo
     assert budget.for_drafts == ANSWER_GRANT
     budget.book(16, 0.0)
     assert budget.for_drafts == pytest.approx(ANSWER_GRANT + 16 * ANSWER_SHARE)
-
-
-def test_drafts_may_cost_less_where_one_reads_states_which_make_every_pass_longer() -> None:
-    budget = TimeBudget()
-    budget.begin(reads_states=True)
-    budget.book(100, 0.0)
-    assert budget.for_drafts == pytest.approx(ANSWER_GRANT + 100 * (ANSWER_SHARE - STATES_SHARE))
-    budget.begin()
-    budget.book(100, 0.0)
-    assert budget.for_drafts == pytest.approx(ANSWER_GRANT + 100 * ANSWER_SHARE)
-
-
-@pytest.mark.parametrize(("source", "reads"), [("model", False), ("model2", False), ("head", True), ("mtp", True)])
-def test_the_budget_is_told_whether_a_drafter_reads_states(source: str, reads: bool) -> None:
-    times = PassTimes({1: 50.0, 2: 55.0})
-    controller = AutoController(times, {source: PassTimes({1: 5.0})}, {source: SourceAcceptance(GREEDY)})
-    controller.plan(room=1, n_past=10)  # the answer begins
-    assert controller.time_budget.answer_share == pytest.approx(ANSWER_SHARE - (STATES_SHARE if reads else 0.0))
 
 
 def test_reading_a_prompt_is_paid_by_the_process_and_leaves_the_answer_its_own() -> None:

@@ -144,19 +144,6 @@ def test_the_mask_allows_what_the_bytes_allow(vocab: Vocab) -> None:
     assert n_checked > 300
 
 
-def test_masking_at_an_earlier_place(vocab: Vocab) -> None:
-    """A draft model that catches up is judged by the mask of the place it is judged at."""
-    constraint, masks = fresh(vocab), []
-    row = np.arange(vocab.n_tokens, dtype=np.float32)
-    for _ in range(12):
-        masks.append(constraint.masked(row))
-        constraint.settle(int(np.flatnonzero(np.isfinite(masks[-1]))[0]))
-    for behind, expected in enumerate(reversed(masks), 1):
-        assert (constraint.masked(row, behind) == expected).all()
-    assert np.isfinite(expected).any()
-    assert (expected[np.isfinite(expected)] == row[np.isfinite(expected)]).all()
-
-
 @pytest.mark.parametrize(
     ("response_format", "complaint"),
     [

@@ -14,7 +14,6 @@ import numpy as np
 
 from localspec.controllers.cost_model import PassTimes
 from localspec.spec_decode.drafters.base import Controller
-from localspec.spec_decode.drafters.draft_model import MAX_COUNTERFACTUAL
 from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Verdict
 
 LLAMA_CPP = {1: 50.0, 2: 82.5, 3: 120, 4: 125, 5: 170, 6: 200, 7: 300, 8: 370, 10: 400, 12: 420, 16: 430, 24: 640}
@@ -79,7 +78,6 @@ class World:
         n_prompt: tokens before the text, which a draft model has to read.
         burst: how much longer than otherwise the first reading of over 32 tokens takes, as another program has the CPU.
         certainty: the target's probability for its most probable token, along the text; None is unknown.
-        thinks: whether the model thinks at a position.
     """
 
     curve: dict[int, float]
@@ -91,7 +89,6 @@ class World:
     n_prompt: int = 0
     burst: float = 1.0
     certainty: np.ndarray | None = None
-    thinks: Callable[[int], bool] = field(default=lambda position: False)
 
     def true_times(self) -> PassTimes:
         return PassTimes(dict(self.curve))
@@ -111,7 +108,7 @@ class World:
         position, total, burst = 0, 0.0, self.burst
         while position < n_tokens:
             factor = self.slowdown(position)
-            plan = controller.plan(room=n_tokens - position, n_past=position, thinks=self.thinks(position))
+            plan = controller.plan(room=n_tokens - position, n_past=position)
             draft, ms_draft, alive = Draft(), 0.0, True
             right: list[bool] = []
             while alive and plan.room > 0:
@@ -132,9 +129,6 @@ class World:
                             ms, burst = ms * burst, 1.0
                         plan.spent(name, pending, ms)
                         ms_draft += ms
-                        if pending > 2:  # as a draft model does: what it would have guessed for what was said
-                            for i in range(max(0, caught_up[name], position - MAX_COUNTERFACTUAL), position):
-                                plan.counterfactual(name, float(source.confidence[i]), bool(source.right[i]))
                         caught_up[name] = at + 1
                     expected = plan.keep(name, float(source.confidence[at]))
                     if expected is None:

@@ -77,9 +77,6 @@ class Plan:
     def nothing(self, source: str) -> None:
         """The drafter, asked for a draft token, has none."""
 
-    def counterfactual(self, source: str, confidence: float, right: bool) -> None:
-        """A counterfactual draft token: one never sent, scored against the token already emitted in its place."""
-
     def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
         """Whether a draft token is worth a row of the target's pass; takes one of ``room``.
 
@@ -213,7 +210,6 @@ class Controller(ABC):
         room: int,
         n_past: int,
         *,
-        thinks: bool = False,
         hidden: Mapping[str, float] = MappingProxyType({}),
         lost: Set[str] = frozenset(),
     ) -> Plan:
@@ -222,7 +218,6 @@ class Controller(ABC):
         Args:
             room: most tokens that can be drafted within the token budget and the context.
             n_past: tokens in the target's memory.
-            thinks: whether what comes next is thinking, and not the answer.
             hidden: by source, the share [0, 1] of its steps that the target's passes hide; nothing of others.
             lost: sources of drafters that failed, and draft no more.
         """

@@ -5,13 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from localspec.backends.base import FEW_ROWS, Context, Forward, Wanted
+from localspec.backends.base import Context, Forward, Wanted
 from localspec.errors import ContextFull, EngineError
 from localspec.spec_decode.drafters.base import Drafter, DrafterFailed, DrafterInfo, Plan, Proposer, proposed
 from localspec.spec_decode.rounds import DraftToken
-
-# Counterfactual draft tokens scored when a draft model catches up. Each takes a row of its output head. Set by hand.
-MAX_COUNTERFACTUAL = 24
 
 
 class DraftModelDrafter(Drafter):
@@ -25,7 +22,6 @@ class DraftModelDrafter(Drafter):
     def __init__(self, context: Context, source: str = "model") -> None:
         self.context = context
         self.info = DrafterInfo(source, runs_model=True)
-        self._n_prompt = self._n_settled = 0
         self._n_best = 0
 
     def clone(self, context: Context | None) -> Drafter:
@@ -47,12 +43,7 @@ class DraftModelDrafter(Drafter):
         is_as_wide = proposer.n_vocab is None or context.model.n_vocab <= proposer.n_vocab
         self._n_best = proposer.n_best if is_as_wide else 0
         started = time.perf_counter()
-        # What it would have drafted for the last settled tokens, read only now, shows how it is doing here.
-        n_counterfactual = min(self._n_settled - max(known, self._n_prompt - 1) - 1, MAX_COUNTERFACTUAL)
-        if n - known > 2 and n_counterfactual > 0:
-            forward = self._catch_up(tokens, known, n_counterfactual, plan, proposer)
-        else:
-            forward = self._decode(tokens[known:], "last")
+        forward = self._decode(tokens[known:], "last")
         ids = None if forward.ids is None else forward.ids[-1]
         confidence = proposer.confidence(forward.logits[-1], tokens, ids=ids)
         plan.spent(source, n - known, (time.perf_counter() - started) * 1e3)
@@ -77,32 +68,8 @@ class DraftModelDrafter(Drafter):
             known += piece
         return known
 
-    def _catch_up(
-        self, tokens: Sequence[int], known: int, n_counterfactual: int, plan: Plan, proposer: Proposer
-    ) -> Forward:
-        """Decode ``tokens[known:]``, the logits after the last being last; on the way, score a counterfactual draft
-        token for each of the last ``n_counterfactual`` settled ones."""
-        first = self._n_settled - n_counterfactual - 1  # its logits predict the first token to be judged
-        if first > known:
-            self._decode(tokens[known:first], "none")
-        for start in range(first, len(tokens), FEW_ROWS):
-            forward = self._decode(tokens[start : start + FEW_ROWS], "all")
-            for at in range(start + 1, min(start + FEW_ROWS, first + n_counterfactual) + 1):
-                ids = None if forward.ids is None else forward.ids[at - start - 1]
-                row = forward.logits[at - start - 1]
-                confidence = proposer.confidence(row, tokens[:at], n_known=len(tokens) - at, ids=ids)
-                if confidence:
-                    plan.counterfactual(self.info.source, confidence, proposer.best() == tokens[at])
-        return forward
-
     def _decode(self, tokens: Sequence[int], rows: Wanted) -> Forward:
         context = self.context
         if context.meanwhile is not None and not context.overlaps:  # its caller has to wait, so that is done now
             context.meanwhile()
         return context.decode(tokens, rows, self._n_best)
-
-    def begin(self, tokens: Sequence[int], *, prediction: Sequence[int] = (), target: Context | None = None) -> None:
-        self._n_prompt = self._n_settled = len(tokens)
-
-    def accept(self, emitted: Sequence[int]) -> None:
-        self._n_settled += len(emitted)

@@ -101,7 +101,6 @@ class PardDrafter(DraftModelDrafter):
         self._mask = mask
         self._text: Sequence[int] = ()  # what was read before the masks
         self._guesses: list[tuple[Row, Ids | None]] = []
-        self._judged = 0  # positions before this one are none of its business: of the prompt, or asked for
 
     def clone(self, context: Context | None) -> Drafter:
         return PardDrafter(context or self.context, self._mask, self.info.source)
@@ -118,7 +117,6 @@ class PardDrafter(DraftModelDrafter):
             return []
         row, ids = self._guesses[ahead]
         confidence = proposer.confidence(row, tokens, ids=ids)
-        self._judged = max(self._judged, len(tokens) + 1)
         return proposed(source, confidence, len(tokens), plan, proposer)
 
     def _read_masks(self, tokens: Sequence[int], known: int, plan: Plan, proposer: Proposer) -> None:
@@ -136,11 +134,6 @@ class PardDrafter(DraftModelDrafter):
         forward = self._decode([*tokens[first:], *[self._mask] * (width - 1)], "all")
         self._text = list(tokens)
         self._guesses = [self._row(forward, i) for i in range(len(tokens) - first - 1, len(forward))]
-        for at in range(max(first + 1, self._judged), self._n_settled):
-            row, ids = self._row(forward, at - first - 1)
-            confidence = proposer.confidence(row, tokens[:at], n_known=len(tokens) - at, ids=ids)
-            if confidence:
-                plan.counterfactual(source, confidence, proposer.best() == tokens[at])
         plan.spent(source, len(forward), (time.perf_counter() - started) * 1e3)
 
     def _row(self, forward: Forward, at: int) -> tuple[Row, Ids | None]:
@@ -149,12 +142,10 @@ class PardDrafter(DraftModelDrafter):
     def begin(self, tokens: Sequence[int], *, prediction: Sequence[int] = (), target: Context | None = None) -> None:
         super().begin(tokens, prediction=prediction, target=target)
         self._forget_masks()
-        self._judged = len(tokens)
 
     def accept(self, emitted: Sequence[int]) -> None:
         super().accept(emitted)
         self._forget_masks()
-        self._judged = min(self._judged, self._n_settled)
 
     def _forget_masks(self) -> None:
         if self._guesses:

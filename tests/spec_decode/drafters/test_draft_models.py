@@ -6,17 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
 
 import numpy as np
 import pytest
 
 from localspec import LLM, LocalspecError, SamplingParams
-from localspec.backends.base import FEW_ROWS, Forward
 from localspec.engine.pair import Pair as LoadedPair
 from localspec.sampling.sampling import Ids, Noise, Row
 from localspec.spec_decode.drafters.base import Plan
-from localspec.spec_decode.drafters.draft_model import MAX_COUNTERFACTUAL
 from localspec.spec_decode.proposer import Proposer
 from tests.conftest import Backend, TinyFiles
 from tests.support.gguf_vocabs import bpe_vocab
@@ -28,7 +25,6 @@ class Recorder(Plan):
 
     def __init__(self, worth: int = 1 << 20, piece: int = 1 << 20) -> None:
         super().__init__(1)
-        self.seen: list[tuple[float, bool]] = []
         self.worth, self.piece = worth, piece
         self.n_pieces = 0
 
@@ -37,9 +33,6 @@ class Recorder(Plan):
 
     def spent(self, source: str, n_tokens: int, ms: float) -> None:
         self.n_read, self.ms, self.n_pieces = n_tokens, ms, self.n_pieces + 1
-
-    def counterfactual(self, source: str, confidence: float, right: bool) -> None:
-        self.seen.append((confidence, right))
 
     def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
         return None
@@ -54,47 +47,13 @@ def llm(tiny: TinyFiles) -> Iterator[LLM]:
 PROMPT = [20 + i % 60 for i in range(100)]
 
 
-def test_guesses_for_missed_tokens_are_judged_and_no_others(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    params, prompt = SamplingParams(max_tokens=40, ignore_eos=True), PROMPT[:5]
-    answer = llm.generate(prompt, params, speculate=False).token_ids
-    (drafter,), context, n_rows = llm.inspect().state.drafters, llm.inspect().contexts[1], list[int]()
-    decode = context.decode
-
-    def counted(tokens: Sequence[int], logits: Literal["all", "last", "none"] = "all", *args: Any) -> Forward:
-        n_rows.append(len(tokens) if logits == "all" else 1)
-        return decode(tokens, logits, *args)
-
-    def catch_up(n: int) -> tuple[Recorder, list[bool]]:
-        """What is judged, and what is right."""
-        context.truncate(0)
-        drafter.begin(prompt)
-        drafter.accept(answer[:n])
-        plan = Recorder()
-        with monkeypatch.context() as patch:
-            patch.setattr(context, "decode", counted)
-            drafter.draft(prompt + answer[:n], plan, Proposer(params, Noise(0)))
-        assert context.tokens == prompt + answer[:n]
-        with context.model.new_context(256) as fresh:
-            tops = fresh.decode(prompt + answer[:n]).logits.argmax(axis=1)
-        return plan, [int(tops[len(prompt) - 1 + i]) == answer[i] for i in range(n)]
-
-    plan, right = llm.run(lambda pair: catch_up(10))
-    assert plan.n_read == len(prompt) + 10
-    assert [each for _, each in plan.seen] == right
-    assert any(right)
-    plan, right = llm.run(lambda pair: catch_up(40))
-    assert [each for _, each in plan.seen] == right[-MAX_COUNTERFACTUAL:]
-    assert llm.run(lambda pair: catch_up(0))[0].seen == []  # a prompt is not what the target said
-    assert max(n_rows) <= FEW_ROWS
-
-
 def test_a_guess_is_charged_for_what_is_made_of_its_logits_too(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
 
     class Slow(Proposer):
-        def confidence(self, row: Row, history: Sequence[int], n_known: int = 0, ids: Ids | None = None) -> float:
+        def confidence(self, row: Row, history: Sequence[int], ids: Ids | None = None) -> float:
             now[0] += 0.05
-            return super().confidence(row, history, n_known, ids)
+            return super().confidence(row, history, ids)
 
     (drafter,), plan = llm.inspect().state.drafters, Recorder()
     drafter.begin(PROMPT)

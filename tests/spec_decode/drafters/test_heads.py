@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from localspec.backends import reference
-from localspec.backends.base import FEW_ROWS, Context, FloatArray, Forward
+from localspec.backends.base import Context, FloatArray, Forward
 from localspec.controllers.fixed import FixedController
 from localspec.errors import EngineError, UsageError
 from localspec.heads.base import DraftHead
@@ -42,7 +42,6 @@ from tests.spec_decode.test_lossless import (
     run,
 )
 from tests.support import ggufs
-from tests.support.best_rows import hand_out_best
 from tests.support.gguf_vocabs import micro_vocab
 from tests.support.heads import write_random_head
 from tests.support.published_heads import write_eagle3
@@ -222,11 +221,10 @@ def watch(monkeypatch: pytest.MonkeyPatch, drafter: Any, target: Context) -> lis
             patch.setattr(Proposer, "confidence", asked)
             return draft(tokens, plan, proposer)  # type: ignore[no-any-return]
 
-    def asked(self: Proposer, row: Row, history: Sequence[int], n_known: int = 0, ids: Ids | None = None) -> float:
+    def asked(self: Proposer, row: Row, history: Sequence[int], ids: Ids | None = None) -> float:
         assert np.array_equal(drafter.head.token_map, ids)
-        n = min(n_settled[0], len(history))  # less, where it is judged for what it was not asked
-        seen.append(Asked(row.copy(), list(history), n, getattr(drafter, "_first", 0)))
-        return confidence(self, row, history, n_known, ids)
+        seen.append(Asked(row.copy(), list(history), n_settled[0], getattr(drafter, "_first", 0)))
+        return confidence(self, row, history, ids)
 
     monkeypatch.setattr(drafter, "draft", drafting)
     return seen
@@ -237,7 +235,7 @@ def test_every_guess_is_made_of_the_states_of_the_text_before_it(
     tiny: TinyFiles, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts that go on from, edit, repeat or replace one another; drafts of every length, others' tokens in them,
-    rounds without any, answers without the head between; and what would have been guessed meanwhile."""
+    rounds without any, answers without the head between."""
     world = World(tiny.quick, random.Random(kind), tmp_path)
     taps = {"chained": ("layer:0", "norm"), "parallel": ("layer:0",)}.get(kind)
     with open_head(tiny.quick.target, tmp_path, kind, **({"taps": taps, "n_out": 200} if taps else {})) as head:
@@ -404,31 +402,6 @@ def test_it_goes_on_behind_the_tokens_of_others_as_far_as_it_was_trained(reader:
     plan = Recorder(worth=2)  # three rows are not worth it
     drafter.draft([*text, *words(2, 3)], plan, proposer)
     assert reader.n_rows == []
-
-
-@pytest.mark.parametrize("cut", [False, True])
-def test_guesses_for_tokens_that_it_was_not_asked_for_are_judged_when_it_reads_them(
-    reader: Reader, monkeypatch: pytest.MonkeyPatch, cut: bool
-) -> None:
-    """Also where its engine hands out the largest logits only."""
-    prompt = words(30)
-    text = reader.answer(prompt, 24, 0)  # no drafts: the states wait
-    plan = Recorder()
-    with monkeypatch.context() as patch:
-        n_rows = hand_out_best(patch, reference.ReferenceContext) if cut else []
-        reader.drafter.draft(text, plan, Proposer(SamplingParams(), Noise(0)))
-        assert n_rows == [FEW_ROWS] * cut
-    oracle = Oracle(reader.path, reader.head)
-    rightly = []
-    for at in range(len(text) - FEW_ROWS + 1, len(text)):
-        row = oracle.logits(text[:at], at, reader.drafter.held.start)
-        rightly.append(int(reader.head.token_map[int(row.argmax())]) == text[at])
-    assert [right for _, right in plan.seen] == rightly
-    assert plan.n_read == len(text) - 1
-    reader.drafter.accept([])
-    plan = Recorder()
-    reader.drafter.draft(text, plan, Proposer(SamplingParams(), Noise(0)))
-    assert plan.seen == []  # once
 
 
 # What goes wrong.

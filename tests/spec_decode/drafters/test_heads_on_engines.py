@@ -45,9 +45,9 @@ class Recorder(Proposer):
     def __post_init__(self) -> None:
         super().__init__(SamplingParams(), Noise(None))
 
-    def confidence(self, row: Row, history: Sequence[int], n_known: int = 0, ids: Any = None) -> float:
+    def confidence(self, row: Row, history: Sequence[int], ids: Any = None) -> float:
         self.rows.append(np.array(row, dtype=np.float32))
-        return super().confidence(row, history, n_known, ids)
+        return super().confidence(row, history, ids)
 
 
 @dataclass
