@@ -342,6 +342,7 @@ ARMS: dict[str, Arm] = {
     "gate: clear gain": Arm(
         "every reading has to pay within the horizon", ((auto, "CLEAR_GAIN", math.inf),), conditions=LEARNING
     ),
+    "gate: slow machine": Arm("as on a calm one", ((auto, "SLOW_SCALE", math.inf),), conditions=("busy",)),
     # Acceptance.
     "target's certainty": Arm("not looked at", ((AutoController, "_certainty_of", nothing),), conditions=LEARNING),
     "calibration online": Arm("the priors", ((SourceAcceptance, "observe", nothing),), conditions=LEARNING),

@@ -36,6 +36,11 @@ HORIZON = 24
 # gain is within the error of what a few tokens predict, so that it has to pay within ``HORIZON``.
 CLEAR_GAIN = 0.3
 
+# From this many times the calibrated time of the target's passes on, another program has the CPU. That may slow a draft
+# model more, so that no reading of more plain tokens' time than ``SLOW_READING`` is begun.
+SLOW_SCALE = 1.25
+SLOW_READING = 8.0
+
 GAIN_ROUNDS = 48  # Rounds for which the gain of the other sources alone is taken as known
 
 
@@ -65,6 +70,8 @@ class PrefillGate:
         if cost <= 0:
             return True
         may_cost = self._budget.for_carried_reading if source in costs.passes else self._budget.for_reading
+        if costs.times.scale > SLOW_SCALE:
+            may_cost = min(may_cost, SLOW_READING)
         if cost > READING * plain and cost > may_cost * costs.ms_plain:
             return False
         gain = costs.ms_plain / self._gain_without(source, round_index) - 1.0 / self._stopping.joined(source).rate

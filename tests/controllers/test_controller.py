@@ -373,6 +373,19 @@ def test_where_little_is_gained_a_round_is_plain_now_and_then() -> None:
     assert n_plain > 0.8 * n
 
 
+def test_on_a_machine_that_has_become_slower_no_long_prompt_is_read() -> None:
+    """As another program may slow a draft model more than the target."""
+    calm, busy = (auto(world("ik", 0.2, "stationary 0.9")) for _ in range(2))
+    for controller, slower in ((calm, 1.0), (busy, 2.0)):
+        for _ in range(20):
+            controller.plan(room=500, n_past=60)
+            finish(controller, rounds_of(slower * 52.0, 0, 0))
+        controller.time_budget.balance = 40.0
+    plans = [controller.plan(room=500, n_past=80) for controller in (calm, busy)]
+    assert [plan.more("model", 200) for plan in plans] == [200, 0]  # ten plain tokens' time
+    assert [plan.more("model", 80) for plan in plans] == [80, 80]
+
+
 def test_a_slow_machine_is_expected_to_slow_a_draft_model_that_is_not_running_too() -> None:
     controller = auto(world("ik", 0.2, "stationary 0.8"))
     times, draft_times = controller.costs.times, controller.costs.draft_times["model"]
