@@ -33,17 +33,15 @@ MODEL and `--draft` take a name of the [catalogue](models.md), the path of a `.g
 `hf:OWNER/REPO/FILE.gguf`. The options mean the same in every command that has them. [The chat](chat.md) has commands of
 its own; [formats](formats.md) says what `--format events`, `--json` and saved files hold.
 
-The exit status is 0 (done), 1 (the work failed, or a check did not hold), 2 (bad usage), 130 (interrupted) or 141 (the
-reader of a pipe went away).
+An error is one line on standard error that says what is wrong and what to do. Results go to standard output, progress
+and logs to standard error. The exit status is 0 (done), 1 (the work failed, or a check did not hold), 2 (bad usage),
+130 (interrupted) or 141 (the reader of a pipe went away).
 
 What a command line leaves out is taken from the environment, else from [`config.toml`](formats.md#configtoml), which
 `localspec config set KEY VALUE` writes: `localspec config set ctx 16384`, `localspec config set serve.port 9000`.
 
 `localspec --install-completion` has bash, zsh, fish or PowerShell complete commands, options, and the names of models,
 those on this disk first.
-
-An error is one line on standard error that says what is wrong and what to do. Results go to standard output, progress
-and logs to standard error.
 
 | environment variable | |
 |---|---|
@@ -55,14 +53,11 @@ and logs to standard error.
 | `NO_COLOR` | no colour |
 """
 
-SHARED = """
-## Shared options
-
-Options, and the argument MODEL, that mean the same in every command that has them.
-"""
-
 WIDTH = 118
 """Columns of the help."""
+
+FEW = 2
+"""Options of their own that commands in one section have at most."""
 
 Record = tuple[str, str]
 """Help of a parameter: its names, and what it means."""
@@ -111,23 +106,41 @@ def cli_page() -> str:
     rest = [record for record in shared if record not in pair]
     who = ", ".join(f"`{name}`" for name in commands if name in loaders)
     parts = [MADE, CLI, f"\n## localspec\n\n{told(root, context)}\n", block(listed(context, records(root, context)))]
-    parts += [SHARED, f"\nThe *pair options*, of {who}:\n", block(listed(context, pair))]
+    parts += [f"\n## Shared options\n\nThe *pair options*, of {who}:\n", block(listed(context, pair))]
     parts += ["\nOthers, which commands below name:\n", block(listed(context, rest))]
-    for name, command in root.commands.items():
-        parts.append(f"\n## localspec {name}\n")
+    for names in sections(root, commands, pair, rest):
+        members = [(words, *found) for words, found in commands.items() if words.split()[0] in names]
+        group, alone = root.commands[names[0]], len(members) == 1
+        parts.append(f"\n## localspec {', '.join(names)}\n")
+        if not alone:
+            parts.append(f"\n{told(group)}\n\n" if hasattr(group, "commands") else "\n")
         own: list[Record] = []
-        if hasattr(command, "commands"):
-            parts.append(f"\n{told(command)}\n\n")
-        for each, inner in (found for words, found in commands.items() if words.split()[0] == name):
+        for _, each, inner in members:
             mine = records(each, inner)
             also = ["the pair options"] * any(record in pair for record in mine)
             also += [f"`{re.findall(r'--[^ ,]+|^[A-Z]+', record[0])[0]}`" for record in mine if record in rest]
-            member = "" if each is command else f"{inner.info_name} "
-            own += [(member + names, text) for names, text in mine if (names, text) not in (*pair, *rest)]
+            member = "" if alone else f"{inner.info_name} "
+            own += [(member + name, text) for name, text in mine if (name, text) not in (*pair, *rest)]
             text = told(each, inner, also)
-            parts.append(f"\n{text}\n" if each is command else f"{textwrap.indent(text, '  ').replace(' ', '-', 1)}\n")
+            parts.append(f"\n{text}\n" if alone else f"{textwrap.indent(text, '  ').replace(' ', '-', 1)}\n")
         parts += [block(listed(context, own))] if own else []
     return "".join(parts)
+
+
+def sections(root: Any, commands: Any, pair: list[Record], rest: list[Record]) -> list[list[str]]:
+    """Names of commands by section: those in a row that run no model and have few options of their own share one."""
+
+    def is_short(name: str) -> bool:
+        mine = records(*commands[name]) if name in commands else pair  # else it has commands of its own
+        return not any(record in pair for record in mine) and sum(record not in rest for record in mine) <= FEW
+
+    found: list[list[str]] = []
+    for name in root.commands:
+        if found and is_short(name) and is_short(found[-1][-1]):
+            found[-1].append(name)
+        else:
+            found.append([name])
+    return found
 
 
 def contexts(group: Any, context: Any) -> Iterator[tuple[str, tuple[Any, Any]]]:
