@@ -15,7 +15,7 @@ from localspec.errors import MAX_COUNT, MAX_THREADS, did_you_mean
 from localspec.heads import PUBLISHED, TRAINED_KINDS
 
 if TYPE_CHECKING:
-    from localspec.commands.options import RunOptions, ThinkOptions
+    from localspec.commands.options import RunOptions
 
 
 # Options that several commands share.
@@ -205,10 +205,23 @@ COMMON = {"model", "think", "think_budget", "threads", "view", *signature_of(_sh
 """Parameters that mean the same in every command that has them."""
 
 
+_NEEDED: dict[str, dict[str, Any]] = {
+    "main_gpu": {"split_mode": "none"},
+    "rpc": {"allow_insecure_rpc": True},
+    "allow_insecure_rpc": {"rpc": ["localhost:50052"]},
+}
+"""What an option makes no sense without; settings are checked one by one, and together where a command has them."""
+
+
 def _check(name: str, value: Any) -> None:
     """See that the value of a parameter makes sense; ``UsageError``: it does not."""
-    if name in signature_of(_shared).parameters:
-        run_options(None, {name: value})
+    if name == "backend" and not isinstance(value, str):  # bench compares several
+        from localspec.measuring.subject import split_names
+
+        for each in split_names(value):
+            run_options(None, {name: each})
+    elif name in signature_of(_shared).parameters or name == "prompt_cache":
+        run_options(None, _NEEDED.get(name, {}) | {name: value})
     elif name not in COMMON and name != "names" and name in signature_of(serve).parameters:
         from localspec.commands.serve import check_setting
 
@@ -354,9 +367,8 @@ def chat(
     """Chat with a model in the terminal. If standard input is not a terminal, each line is one turn."""
     from localspec.commands.chat.command import chat_command
 
-    asked: ThinkOptions = {"think": think, "thinking_budget": think_budget}
-    given = options | {"prompt_cache": prompt_cache}
-    return chat_command(run_options(model, given), project, asked, view=view, resume=resume, keep=keep)
+    given = options | {"think": think, "think_budget": think_budget, "prompt_cache": prompt_cache}
+    return chat_command(run_options(model, given), project, view=view, resume=resume, keep=keep)
 
 
 @command()
@@ -384,8 +396,8 @@ def generate(
 
     form = answer_form(json_schema, grammar)
     model, prompt = model_and_prompt(model, text, prompt)
-    asked: ThinkOptions = {"think": think, "thinking_budget": think_budget}
-    return generate_command(run_options(model, options, **form), prompt, asked, raw=raw, format=format)
+    run = run_options(model, options | {"think": think, "think_budget": think_budget}, **form)
+    return generate_command(run, prompt, raw=raw, format=format)
 
 
 @command(without=("draft_length", "idle"))
@@ -503,35 +515,37 @@ def serve(
     time_limit: float = Option(
         3600.0, min=1, max=1e6, metavar="SECONDS", help="Time limit per request, including its answer."
     ),
-    alias: list[str] | None = Option(None, metavar="NAME", help="Additional model name to accept; repeatable."),
-    allow_origin: list[str] | None = Option(
-        None, metavar="URL", help="Allow requests from web pages of this origin (CORS); repeatable."
+    aliases: list[str] | None = Option(
+        None, "--alias", metavar="NAME", help="Additional model name to accept; repeatable."
     ),
-    allow_corpus: list[str] | None = Option(
-        None, metavar="PATH|chats", help="Allow requests from this computer to draft from this text; repeatable."
+    origins: list[str] | None = Option(
+        None,
+        "--allow-origin",
+        metavar="URL",
+        help="Allow requests from web pages of this origin (CORS); repeatable.",
     ),
-    allow_host: list[str] | None = Option(None, metavar="NAME", help="Additional Host header to accept; repeatable."),
+    corpora: list[str] | None = Option(
+        None,
+        "--allow-corpus",
+        metavar="PATH|chats",
+        help="Allow requests from this computer to draft from this text; repeatable.",
+    ),
+    hosts: list[str] | None = Option(
+        None, "--allow-host", metavar="NAME", help="Additional Host header to accept; repeatable."
+    ),
     **options: Any,
 ) -> int:
     """Serve OpenAI, Anthropic and Ollama compatible APIs, and a web chat."""
-    from localspec.commands.serve import SeveralOptions, serve_command, server_settings
+    from localspec.commands.serve import serve_command
+    from localspec.server.http import ServerSettings
 
-    settings = server_settings(
-        host=host,
-        port=port,
-        api_key=api_key,
-        queue=queue,
-        parallel=parallel,
-        prefix_cache=prefix_cache,
-        time_limit=time_limit,
-        alias=alias or (),
-        allow_origin=allow_origin or (),
-        allow_host=allow_host or (),
-        allow_corpus=allow_corpus or (),
-    )
+    settings = ServerSettings(
+        host, port, api_key, queue, parallel, prefix_cache, time_limit, aliases=aliases or (), origins=origins or (),
+        hosts=hosts or (), corpora=corpora or (),
+    )  # fmt: skip
     run = run_options(None, options | {"prompt_cache": prompt_cache})
     names = names or ([run.model] if run.model is not None else [])
-    return serve_command(run, settings, names, SeveralOptions(memory, keep_alive))
+    return serve_command(run, settings, names, memory=memory, keep_alive=keep_alive)
 
 
 def _agents(incomplete: str) -> list[tuple[str, str]]:
@@ -622,13 +636,12 @@ def distill(
     verbose: bool = VERBOSE,
 ) -> int:
     """Train a draft head for a model on this machine. Ctrl-C stops it; --resume continues."""
-    from localspec.commands.distill.command import DistillRequest, distill_command
+    from localspec.commands.distill.command import distill_command
 
-    asked, texts = tuple(prompts or ()), tuple(text or ())
-    request = DistillRequest(
-        model, minutes, kind, seed, begin_with, resume, force, asked, texts, chats, html, backend, threads, verbose
-    )
-    return distill_command(request)
+    return distill_command(
+        model, html, verbose=verbose, minutes=minutes, kind=kind, seed=seed, begin_with=begin_with, resume=resume,
+        force=force, prompts=prompts or (), texts=text or (), chats=chats, backend=backend, n_threads=threads,
+    )  # fmt: skip
 
 
 @command()

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from localspec.commands.chat.screen import TextView, no_echo, only_thought
-from localspec.commands.options import RunOptions, ThinkOptions
+from localspec.commands.options import RunOptions
 from localspec.errors import ModelFileError, UnknownModel, UsageError, check_text
 from localspec.model_files.catalog import Catalog
 from localspec.spec_decode.rounds import Round
@@ -42,14 +42,7 @@ def model_and_prompt(model: str | None, text: str | None, prompt: str | None) ->
     return model, None
 
 
-def generate_command(
-    options: RunOptions,
-    prompt: str | None,
-    asked: ThinkOptions,
-    *,
-    raw: bool = False,
-    format: str = "text",
-) -> int:
+def generate_command(options: RunOptions, prompt: str | None, *, raw: bool = False, format: str = "text") -> int:
     """Answer one prompt on standard output; ``KeyboardInterrupt`` after Ctrl-C, the answer until then printed.
 
     ``format``: ``text`` streams the answer, ``json`` prints one object, ``events`` a line per round and the object.
@@ -58,7 +51,7 @@ def generate_command(
         raise UsageError(f"--format must be one of {', '.join(FORMATS)}, not {format!r}")
     if raw and options.system is not None and "system" not in options.from_file:
         raise UsageError("--system needs the chat template and cannot be combined with --raw")
-    thinking = {"think": asked["think"] != "auto", "think_budget": asked["thinking_budget"] is not None}
+    thinking = {"think": options.think != "auto", "think_budget": options.think_budget is not None}
     if raw and any(named and name not in options.from_file for name, named in thinking.items()):
         raise UsageError("--think and --think-budget need the chat template and cannot be combined with --raw")
     if prompt is None:
@@ -71,7 +64,7 @@ def generate_command(
         system = options.system if options.system is not None else llm.chat_defaults.get("system")
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": prompt})
-        stream = llm.rounds(prompt, params) if raw else llm.rounds(messages, params, **asked)
+        stream = llm.rounds(prompt, params) if raw else llm.rounds(messages, params, **options.asked)
         with stream, on_interrupt(stream.close):
             _print_answer(stream, format)
             if stream.reply.finish_reason == "cancelled":

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 from localspec.backends.llama.ggml import engine_log
 from localspec.backends.placement import Placement, read_shares
+from localspec.commands import files, recommend
 from localspec.engine.loading import Report
 from localspec.engine.options import LoadOptions, draft_specs, with_free
 from localspec.engine.request import DraftLength, checked_length
@@ -23,14 +25,18 @@ from localspec.model_files.sources.base import size_text
 from localspec.sampling.sampling import CHAT_SETTINGS, SamplingParams
 from localspec.spec_decode.drafters.names import AUTOMATIC, CORPUS, is_corpus, shown
 from localspec.system.files import decoded, offline
+from localspec.system.process import on_interrupt
 from localspec.system.terminal import Progress
 
 if TYPE_CHECKING:
+    from localspec.engine.pair import Pair
     from localspec.llm import LLM
+
+_Result = TypeVar("_Result")
 
 
 class ThinkOptions(TypedDict):
-    """How questions are asked; see ``LLM.rounds``."""
+    """Arguments of ``LLM.rounds`` that the chat can change."""
 
     think: str
     thinking_budget: int | None
@@ -49,6 +55,8 @@ class RunOptions:
     yes: bool = False  # whether models that are not here are fetched without asking
     verbose: bool = False  # whether to show what the engine logs
     sampling: Mapping[str, Any] = field(default_factory=dict)  # as given; the rest is the catalogue's for the model
+    think: str = "auto"  # how questions are asked; see ``LLM.rounds``
+    think_budget: int | None = None  # most tokens of thinking
     from_file: Mapping[str, Any] = field(default_factory=dict)  # options above that are config.toml's, by their name
 
     def __post_init__(self) -> None:
@@ -80,6 +88,10 @@ class RunOptions:
         """Sampling parameters as asked, over the model's defaults, over greedy."""
         known = {name: value for name, value in defaults.items() if name in CHAT_SETTINGS}
         return SamplingParams(**(known | dict(self.sampling)))
+
+    @property
+    def asked(self) -> ThinkOptions:
+        return {"think": self.think, "thinking_budget": self.think_budget}
 
     @property
     def draft_may_come_late(self) -> bool:
@@ -123,6 +135,32 @@ class RunOptions:
     def set_up_logging(self) -> None:
         if self.verbose:
             engine_log.verbose = True
+
+
+class Watch:
+    """Progress, and a Ctrl-C that stops the work at the next report."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self.stopped = threading.Event()
+
+    def report(self, what: str, fraction: float | None) -> None:
+        """Show progress; raise ``KeyboardInterrupt`` once ``stopped`` is set."""
+        self.check()
+        self._report(what, fraction)
+
+    def check(self) -> Literal[False]:
+        """Raise ``KeyboardInterrupt`` once ``stopped`` is set."""
+        if self.stopped.is_set():
+            raise KeyboardInterrupt
+        return False
+
+    def call(self, llm: LLM, work: Callable[[Pair], _Result]) -> _Result:
+        """``LLM.run`` that Ctrl-C ends between two passes."""
+        with on_interrupt(self.stopped.set):
+            result = llm.run(work)
+        self.check()
+        return result
 
 
 def answer_form(json_schema: str | None, grammar: str | None) -> dict[str, Any]:
@@ -208,13 +246,11 @@ def ensure_model(
     ``sparing``: no draft model where a head is on disk. ``late``: the draft model is left to ``LateDraft``. ``yes``:
     nothing is asked.
     """
-    from localspec.commands.files import asked, at_terminal, wants, wants_draft
-
-    asks = at_terminal() and not yes and not offline()
+    asks = files.at_terminal() and not yes and not offline()
     named = [entry for name in dict.fromkeys([model, *drafters]) if name is not None and (entry := _known(name))]
     missing = [entry for entry in named if not entry.present]
     if missing and not offline() and (asks or yes):
-        if asks and not wants(missing):
+        if asks and not files.wants(missing):
             raise ModelFileError(f"{missing[0].name} is not on this disk; run: localspec pull {missing[0].name}")
         _fetch(missing[0], missing)
     if model is not None:
@@ -231,7 +267,7 @@ def ensure_model(
         later = size_text(sum(entry.bytes for entry in perhaps))
         more = f" ({later} more for a draft model, if that makes answers faster here)" if perhaps else ""
         larger = larger_choice(target) if asks and late else None
-        answer = asked(at_once, more, larger[1] if larger else "") if asks else "yes"
+        answer = files.asked(at_once, more, larger[1] if larger else "") if asks else "yes"
         if answer == "no":
             raise ModelFileError(f"{target.name} was not fetched; localspec list --all shows smaller models")
         if larger and answer == "larger":
@@ -245,9 +281,7 @@ def ensure_model(
             line = f"a head guesses for it; localspec pull {names} fetches the draft model ({size:.1f} GB) as well"
             print(line, file=sys.stderr, flush=True)
             others = []
-    elif (
-        late or offline() or (sparing and others and _has_head(target)) or (asks and others and not wants_draft(others))
-    ):
+    elif others and (late or offline() or (sparing and _has_head(target)) or (asks and not files.wants_draft(others))):
         others = []
     if others:
         _fetch(target, others)
@@ -256,17 +290,14 @@ def ensure_model(
 
 def larger_choice(target: Entry) -> tuple[Entry, str] | None:
     """What else would fit at a first chat: the largest model that answers fast enough, and a line on it."""
-    from localspec.commands.files import minutes_text
-    from localspec.commands.recommend import larger_than, look
-
     with Progress() as progress:
-        found, _ = look(lambda line: progress.report(line, None))
-    best = larger_than(target, found)
+        found, _ = recommend.look(lambda line: progress.report(line, None))
+    best = recommend.larger_than(target, found)
     if best is None:
         return None
     size, rate = size_text(best.bytes), best.tokens_per_second or 0.0
     known = "" if best.checked else "; never run by us, its size and digest are the hub's"
-    line = f"{best.name} instead ({size}, {minutes_text(best.minutes)}, some {rate:.0f} tok/s{known})"
+    line = f"{best.name} instead ({size}, {files.minutes_text(best.minutes)}, some {rate:.0f} tok/s{known})"
     return Catalog.load()[best.name], line
 
 
@@ -282,14 +313,12 @@ def _has_head(target: Entry) -> bool:
 
 
 def _fetch(target: Entry, missing: Sequence[Entry]) -> None:
-    from localspec.commands.files import pull
-
     names = " and ".join(entry.name for entry in missing)
     size = sum(entry.bytes for entry in missing) / 1e9
     print(f"fetching {names} ({size:.1f} GB), once", file=sys.stderr, flush=True)
     for entry in missing:
         try:
-            pull(entry.name)
+            files.pull(entry.name)
         except DownloadError as error:
             if entry is target:
                 raise

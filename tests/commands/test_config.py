@@ -69,9 +69,16 @@ def test_set_get_unset_list_and_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
     set_("serve.port", "9000")
     set_("draft", "ngram", "corpus:notes")
     set_("chat.keep", "off")
+    set_("chat.prompt-cache", "1GB")
+    set_("bench.backend", "llama-cpp", "reference")
+    set_("verify.main-gpu", "1")
+    set_("verify.rpc", "10.0.0.9:50052")
+    set_("verify.allow-insecure-rpc", "on")
     assert path.read_text().startswith('# by hand\ndraft_length = "3"  # few\n')
     assert tomllib.loads(path.read_text()) == {
-        "draft_length": "3", "serve": {"port": 9000}, "chat": {"keep": False},
+        "draft_length": "3", "serve": {"port": 9000}, "chat": {"keep": False, "prompt-cache": "1GB"},
+        "bench": {"backend": ["llama-cpp", "reference"]},
+        "verify": {"main-gpu": 1, "rpc": ["10.0.0.9:50052"], "allow-insecure-rpc": True},
         "draft": ["ngram", f"corpus:{tmp_path / 'notes'}"],  # it holds in any folder
     }  # fmt: skip
     listed = localspec("config", "list").stdout.decode().splitlines()
@@ -94,6 +101,10 @@ def test_a_bad_key_or_value_is_not_written() -> None:
         "serve.port x": "serve.port: ",
         "serve.port 70000": "serve.port: ",
         "serve.parallel many": "serve.parallel: ",
+        "serve.prompt-cache plenty": "serve.prompt-cache: --prompt-cache must be a size",
+        "serve.memory plenty": "serve.memory: --memory must be a size",
+        "serve.keep-alive long": "serve.keep-alive: --keep-alive must be a duration",
+        "bench.backend reference,nosuch": "bench.backend: unknown backend",
         "serve.allow-origin here": "--allow-origin must be like",
         "ctx 1 2": "ctx takes one value, not 2",
         "idle perhaps": "idle must be true or false",

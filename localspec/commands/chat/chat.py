@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from localspec.commands.chat.screen import ChatScreen, guessing, no_echo, only_thought, status_line
 from localspec.commands.chat.typesetter import Style
@@ -19,7 +19,7 @@ from localspec.engine import saved
 from localspec.engine.drafts import LEAST_GAIN, found_drafts, gain_of_size, plugin_drafts
 from localspec.engine.loading import compiled_offer_once
 from localspec.errors import Cancelled, Closed, LocalspecError, SessionFileError, UsageError, line_of
-from localspec.llm import Session, from_text, to_text
+from localspec.llm import Session, to_text
 from localspec.model_files.catalog import short_name
 from localspec.prompts import documents
 from localspec.sampling.sampling import SamplingParams
@@ -193,14 +193,7 @@ def load(llm: LLM, path: Path) -> tuple[Session, list[AnswerRecord]]:
     Raises:
         SessionFileError: it is missing, damaged, foreign, from a newer version, or no conversation of a chat.
     """
-    try:
-        with path.open("rb") as file:
-            text = read_text(file, str(path))
-    except (OSError, ValueError) as error:
-        raise SessionFileError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-    if text is None:
-        raise SessionFileError(f"{path} is not a saved session")
-    session = from_text(llm, text, str(path))
+    session = llm.load_session(path, memory=False)
     said = session.messages[session.system is not None :]
     try:
         if [message["role"] for message in said] != ["user", "assistant"] * (len(said) // 2):
@@ -217,29 +210,14 @@ def load(llm: LLM, path: Path) -> tuple[Session, list[AnswerRecord]]:
 
 def first_and_number(path: Path) -> tuple[str, int] | None:
     """First question and number of questions of a chat in a file; None if it is no chat or has none."""
-    try:
-        with path.open("rb") as file:
-            text = read_text(file, str(path)) or {}
-        asked = [message["content"] for message in text["messages"] if message["role"] == "user"]
-    except (SessionFileError, OSError, LookupError, TypeError, ValueError):  # what is no chat is not written over
-        return None
+    said = saved.messages_in(path) or []
+    asked = [each["content"] for each in said if each.get("role") == "user" and "content" in each]
     return (str(asked[0]), len(asked)) if asked else None
 
 
 def _is_whole(record: AnswerRecord) -> bool:
     known = record.finish_reason in ("stop", "length", "cancelled") and isinstance(record.stats, dict)
     return known and isinstance(record.rounds, list) and all(isinstance(event, dict) for event in record.rounds)
-
-
-def read_text(file: BinaryIO, name: str) -> dict[str, Any] | None:
-    """Text part of a saved chat, see ``saved.read_text``; None if the file is something else.
-
-    Raises:
-        SessionFileError: it is damaged or from a newer version; ``name`` is what it calls the file.
-    """
-    start = file.read(len(saved.MAGIC))
-    file.seek(0)
-    return saved.read_text(file, name) if start == saved.MAGIC else None
 
 
 class Chat:

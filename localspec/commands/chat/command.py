@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from localspec.commands.chat.chat import (
     Chat,
@@ -18,22 +17,17 @@ from localspec.commands.chat.chat import (
     new_file,
     with_project,
 )
-from localspec.commands.chat.commands import LEAVING, complete, go_on_with, is_command, run_command, takes_path
-from localspec.commands.chat.prompt import PlainPrompt
+from localspec.commands.chat.commands import LEAVING, go_on_with, is_command, run_command
+from localspec.commands.chat.prompt import LineEditor, PlainPrompt
 from localspec.commands.chat.screen import VIEWS, ChatScreen
-from localspec.commands.options import RunOptions, ThinkOptions, base_model_notes
+from localspec.commands.options import RunOptions, base_model_notes
 from localspec.model_files.catalog import Catalog, Entry
-from localspec.system.files import home
 from localspec.system.terminal import Progress, decode
-
-if TYPE_CHECKING:
-    from localspec.commands.chat.prompt import LineEditor
 
 
 def chat_command(
     options: RunOptions,
     project: str | None,
-    asked: ThinkOptions,
     *,
     view: str | None = None,
     resume: bool = False,
@@ -44,7 +38,6 @@ def chat_command(
     Args:
         options: what to load, and how to sample.
         project: what to copy from too; None is what was kept for this folder, where someone sits at a terminal.
-        asked: ``think`` and ``thinking_budget``, see ``LLM.rounds``.
         view: how answers are shown; one of config.toml holds for terminals alone.
         resume: go on with the conversation that was kept last.
         keep: keep the conversation: of a person at a terminal, or one that is resumed.
@@ -72,7 +65,7 @@ def chat_command(
                 view = VIEWS[0]
             chat = Chat(llm, screen, params=options.params(defaults), system=system, view=view)
             chat.loaded, chat.remembers = progress.clear, interactive
-            chat.asked = asked
+            chat.asked = options.asked
             chat.keep_in = new_file() if keep and (interactive or resume) else None
             begin = partial(_resume, chat, options, latest) if resume else None
             progress.clear()
@@ -169,9 +162,7 @@ def _asker(chat: Chat) -> Callable[[], str]:
     screen = chat.screen
     prompt: PlainPrompt | LineEditor = PlainPrompt(screen.errors)
     if screen.ansi:
-        from localspec.commands.chat.prompt import LineEditor
-
-        prompt = LineEditor(home() / "history", complete, takes_path, lambda: chat.toolbar, screen)
+        prompt = LineEditor(chat)
         if chat.late is not None:
             chat.late.changed = prompt.redraw
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,7 +20,9 @@ from prompt_toolkit.output import ColorDepth
 from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.styles import Style
 
-from localspec.commands.chat.screen import ChatScreen
+from localspec.commands.chat.chat import Chat
+from localspec.commands.chat.commands import complete, takes_path
+from localspec.system.files import home
 from localspec.system.terminal import clip, decode
 
 # Asking for a line where the terminal can only print.
@@ -78,20 +80,16 @@ EDIT = "/edit"  # result of Ctrl-X Ctrl-E
 class _CommandCompleter(Completer):
     """Completes the last word of a command, or the path that follows it."""
 
-    def __init__(self, words: Callable[[list[str]], Iterable[str]], takes_path: Callable[[str], bool]) -> None:
-        self._words, self._takes_path = words, takes_path
-        self._paths = PathCompleter(expanduser=True)
-
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
         text = document.text_before_cursor
         if not text.startswith("/") or "\n" in text:
             return
         name, space, rest = text.partition(" ")
-        if space and self._takes_path(name):
-            yield from self._paths.get_completions(Document(rest.lstrip()), complete_event)
+        if space and takes_path(name):
+            yield from PathCompleter(expanduser=True).get_completions(Document(rest.lstrip()), complete_event)
             return
         *before, current = text.split(" ")
-        for word in self._words(before):
+        for word in complete(before):
             if word.startswith(current):
                 yield Completion(word, start_position=-len(current))
 
@@ -132,32 +130,20 @@ def open_history(path: Path) -> History:
 
 
 class LineEditor:
-    """Asks for a line in a terminal that moves the cursor.
+    """Asks for a line in a terminal that moves the cursor, with the chat's status line below.
 
-    Args:
-        history: where earlier lines are kept.
-        words: the words that can follow the words of a command so far.
-        takes_path: whether a path follows a command.
-        toolbar: the status line.
-        screen: where a line is shown once it is complete: wrapped between words, which the editor cannot do.
+    A complete line is shown on the screen: wrapped between words, which the editor cannot do.
     """
 
-    def __init__(
-        self,
-        history: Path,
-        words: Callable[[list[str]], Iterable[str]],
-        takes_path: Callable[[str], bool],
-        toolbar: Callable[[], str],
-        screen: ChatScreen,
-    ) -> None:
+    def __init__(self, chat: Chat) -> None:
         # The answer to a cursor position request arrives as input, where it ends up in the text if we are not reading.
         os.environ.setdefault("PROMPT_TOOLKIT_NO_CPR", "1")
 
-        self._screen = screen
+        self._screen = chat.screen
         self._session: PromptSession[str] = PromptSession(
             erase_when_done=True,
-            history=open_history(history),
-            completer=_CommandCompleter(words, takes_path),
+            history=open_history(home() / "history"),
+            completer=_CommandCompleter(),
             complete_while_typing=False,
             complete_style=CompleteStyle.READLINE_LIKE,
             reserve_space_for_menu=0,
@@ -165,12 +151,12 @@ class LineEditor:
             key_bindings=_bindings(),
             prompt_continuation=lambda width, line, wrapped: "" if wrapped else ". ",
             style=Style.from_dict({"status": "dim", "prompt": "bold ansiblue"}),
-            color_depth=None if screen.colour else ColorDepth.DEPTH_1_BIT,
+            color_depth=None if chat.screen.colour else ColorDepth.DEPTH_1_BIT,
         )
 
         def status() -> StyleAndTextTuples:
             columns = self._session.app.output.get_size().columns
-            return [("class:status", clip(toolbar(), columns - 1))]
+            return [("class:status", clip(chat.toolbar, columns - 1))]
 
         # Right below the input, where it also is while an answer streams. (The library's own toolbar waits for the
         # terminal to report the cursor's position.)

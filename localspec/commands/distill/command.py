@@ -6,12 +6,11 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Any, Self, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -234,54 +233,23 @@ def sparkline(rates: Sequence[float], columns: int) -> str:
 
 INTERRUPTED = 130
 COMMAND = "localspec distill"
-_OWN_OPTIONS = ("model", "html", "verbose")
 
 
-@dataclass(frozen=True, slots=True)
-class DistillRequest:
-    """Arguments of ``distill``; ``html`` is where the page goes."""
-
-    model: str | None
-    minutes: float | None
-    kind: str
-    seed: int | None
-    begin_with: str | None
-    resume: bool
-    force: bool
-    prompts: tuple[str, ...]
-    texts: tuple[str, ...]
-    chats: bool
-    html: str | None
-    backend: str
-    n_threads: int | None
-    verbose: bool
-
-    def __post_init__(self) -> None:
-        for name, text in (("MODEL", self.model), ("--begin-with", self.begin_with), ("--html", self.html)):
-            check_text(text, name)
-        for prompts in self.prompts:
-            check_text(prompts, "--prompts")
-            if not Path(prompts).is_file():
-                raise UsageError(f"--prompts {prompts}: there is no such file")
-        for text in self.texts:
-            check_text(text, "--text")
-            if not Path(text).exists():
-                raise UsageError(f"--text {text}: there is no such file or folder")
-        if self.html == STREAM:
-            raise UsageError("--html needs a file")
-        Recipe(kind=self.kind, seed=self.seed or 0)  # type: ignore[arg-type]
-        if self.minutes is not None:
-            Effort(self.minutes)
-
-
-def distill_command(request: DistillRequest) -> int:
+def distill_command(model: str | None, html_file: str | None, *, verbose: bool, **training: Any) -> int:
     """Train, print, write. Ctrl-C, or a request to end, stops it; it can be resumed.
 
     The exit status is also 0 where the head turned out not to pay here.
+
+    Args:
+        model: as it was named; None is the default pair's.
+        html_file: where the page goes.
+        training: arguments of ``localspec.distill``.
     """
-    page = None if request.html is None else checked_output(request.html, force=request.force or request.resume)
-    engine_log.verbose = engine_log.verbose or request.verbose
-    model = ensure_model(request.model, [])
+    _check(model, html_file, training)
+    may_replace = training["force"] or training["resume"]
+    page = None if html_file is None else checked_output(html_file, force=may_replace)
+    engine_log.verbose = engine_log.verbose or verbose
+    target = ensure_model(model, [])
     lower_priority()
     stop, n_points = threading.Event(), 0
     with RunDisplay() as watch, on_interrupt(stop.set, ended_too=True):
@@ -291,27 +259,50 @@ def distill_command(request: DistillRequest) -> int:
             watch.show(standing)
             if page is not None and len(standing.curve) > n_points:
                 n_points = len(standing.curve)
-                write_output(page, html(unfinished_report(model, standing)))
+                write_output(page, html(unfinished_report(target, standing)))
 
         try:
-            options = {name: value for name, value in asdict(request).items() if name not in _OWN_OPTIONS}
-            made = distill(model, **options, command=COMMAND, report=report, say=watch.say, cancel=stop)
+            made = distill(target, **training, command=COMMAND, report=report, say=watch.say, cancel=stop)
         except Cancelled:
             watch.clear()
-            print(f"localspec: stopped; resume with: {_resume(request, model)}", file=sys.stderr)
+            named = [] if model is None else [target]
+            print(f"localspec: stopped; resume with: {_resume(named, html_file, training)}", file=sys.stderr)
             return INTERRUPTED
-    found = finished_report(model, made)
+    found = finished_report(target, made)
     if page is not None:
         write_output(page, html(found))
     Screen().report(found)
     return 0
 
 
-def _resume(request: DistillRequest, model: str) -> str:
-    kind = [] if request.kind == "chained" else ["--kind", request.kind]
-    minutes = [] if request.minutes is None else ["--minutes", f"{request.minutes:g}"]
-    html = [] if request.html is None else ["--html", request.html]
-    backend = [] if request.backend == "auto" else ["--backend", request.backend]
-    threads = [] if request.n_threads is None else ["--threads", str(request.n_threads)]
-    named = [] if request.model is None else [model]
-    return shlex.join(["localspec", "distill", *named, *kind, *minutes, *html, *backend, *threads, "--resume"])
+def _check(model: str | None, html_file: str | None, training: Mapping[str, Any]) -> None:
+    """Refuse what makes no sense before a model is fetched."""
+    for name, text in (("MODEL", model), ("--begin-with", training["begin_with"]), ("--html", html_file)):
+        check_text(text, name)
+    for prompts in training["prompts"]:
+        check_text(prompts, "--prompts")
+        if not Path(prompts).is_file():
+            raise UsageError(f"--prompts {prompts}: there is no such file")
+    for text in training["texts"]:
+        check_text(text, "--text")
+        if not Path(text).exists():
+            raise UsageError(f"--text {text}: there is no such file or folder")
+    if html_file == STREAM:
+        raise UsageError("--html needs a file")
+    Recipe(kind=training["kind"], seed=training["seed"] or 0)
+    if training["minutes"] is not None:
+        Effort(training["minutes"])
+
+
+def _resume(named: list[str], html_file: str | None, training: Mapping[str, Any]) -> str:
+    """The command line that goes on with a run."""
+    minutes = training["minutes"]
+    options = (
+        ("--kind", training["kind"], "chained"),
+        ("--minutes", None if minutes is None else f"{minutes:g}", None),
+        ("--html", html_file, None),
+        ("--backend", training["backend"], "auto"),
+        ("--threads", training["n_threads"], None),
+    )
+    words = [word for name, value, usual in options if value != usual for word in (name, str(value))]
+    return shlex.join([*COMMAND.split(), *named, *words, "--resume"])

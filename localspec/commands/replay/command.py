@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from localspec.commands.chat.chat import read_text
+from localspec.engine import saved
 from localspec.errors import LocalspecError, SessionFileError, UsageError, first_problem, parse_json
 from localspec.report.renderers import STREAM, checked_output, write_output
 from localspec.report.svg import asset, policy, render
@@ -162,10 +162,10 @@ def read(data: bytes) -> Recording:
     if not data.strip():
         raise RecordingError("it is empty")
     try:
-        text = read_text(BytesIO(data), "it")
+        is_chat = data.startswith(saved.MAGIC)
+        recording = _chat(saved.read_text(BytesIO(data), "it")) if is_chat else _read_events(data)
     except SessionFileError as error:
         raise RecordingError(str(error)) from None
-    recording = _chat(text) if text is not None else _read_events(data)
     if not any(answer.rounds for answer in recording.answers):
         raise RecordingError("it has no rounds (generate --format events records them, --format json does not)")
     return recording
