@@ -10,7 +10,7 @@ T = TypeVar("T")
 Steps = Generator[None, None, T]
 
 
-def exhaust(steps: Steps[T], tick: Callable[[], None] = lambda: None) -> T:
+def exhaust(steps: Steps[T], tick: Callable[[], object] = lambda: None) -> T:
     """Take all steps and return the result; ``tick`` is called between them, and what it raises ends the work."""
     try:
         while True:

@@ -12,7 +12,7 @@ from pathlib import Path
 from localspec.commands.bench.record import Record, RecordError, read_record, to_json
 from localspec.commands.bench.report import bench_report, comparison, comparison_json, comparison_report, speedup_plot
 from localspec.commands.bench.results import ALL, Results, analyse
-from localspec.commands.bench.runner import BenchRequest, BenchRun, make_plan
+from localspec.commands.bench.runner import BenchRequest, BenchRun
 from localspec.errors import LocalspecError, UsageError, check_text
 from localspec.measuring.last_bench import remember
 from localspec.model_files.catalog import Catalog
@@ -72,12 +72,14 @@ def measure_command(request: BenchRequest, outputs: Outputs) -> int:
     if before is not None:
         outputs = replace(outputs, json=outputs.json or request.resume)
     outputs.check(request.resume)
-    plan = make_plan(request, before)
     path = Path(outputs.json) if outputs.json not in (None, STREAM) else None
-    if path is not None:
-        plan.save = lambda record: write_output(path, to_json(record))
+
+    def save(record: Record) -> None:
+        if path is not None:
+            write_output(path, to_json(record))
+
     with Progress() as progress:
-        record = BenchRun(plan, progress).measure()
+        record = BenchRun(request, progress, before, save).measure()
     if record is None:
         raise KeyboardInterrupt
     _remember(record, deliver(record, outputs))

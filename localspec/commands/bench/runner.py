@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,8 @@ from localspec.commands.bench.record import (
 )
 from localspec.commands.bench.results import ratios, time_text
 from localspec.commands.doctor import facts
-from localspec.commands.doctor.ranking import WIDTHS, Watch
-from localspec.commands.options import RunOptions, ensure_model
+from localspec.commands.doctor.ranking import WIDTHS
+from localspec.commands.options import RunOptions, Watch, ensure_model
 from localspec.controllers.calibration import WHOLE, PassKind, calibrating
 from localspec.controllers.cost_model import PassTimes
 from localspec.engine.fit import USUAL_CTX
@@ -40,7 +40,6 @@ from localspec.errors import Cancelled, UsageError, check_text
 from localspec.llm import LLM
 from localspec.measuring.subject import (
     SLICE_TOKENS,
-    Arm,
     Block,
     Clock,
     EngineUnderTest,
@@ -187,24 +186,6 @@ class BenchRequest:
     resume: str | None = None  # a file to go on with
 
 
-@dataclass(slots=True)
-class BenchPlan:
-    """What to measure.
-
-    Attributes:
-        settings: as asked; once the engines are loaded, their own names, whether there is memory to answer in slices,
-            and in a quick run the length of answers are filled in.
-    """
-
-    options: RunOptions  # models and how to run them; its ``backend`` is not used
-    settings: Settings
-    arms: list[Arm]  # ``plain`` first
-    questions: list[Question]  # in the order to ask them
-    mode: Mode  # how thorough, with the command line's changes in it
-    before: Record | None = None  # a run to go on with
-    save: Callable[[Record], None] = field(default=lambda record: None)  # called with the record after every question
-
-
 _LOADING = {
     "draft_backend": "draft_backend",
     "n_ctx": "ctx",
@@ -214,48 +195,6 @@ _LOADING = {
     "light_draft": "light_draft",
 }
 """Fields of ``LoadOptions`` -> fields of ``Settings``."""
-
-
-def make_plan(request: BenchRequest, before: Record | None = None) -> BenchPlan:
-    """Check a request and read its questions.
-
-    Raises:
-        UsageError: it makes no sense.
-    """
-    if request.quick and request.full:
-        raise UsageError("--quick and --full cannot be combined")
-    if request.prompts is not None and request.which is not None:
-        raise UsageError("--set selects built-in questions and cannot be combined with --prompts")
-    if before is not None:
-        request = _resumed(request, before.settings)
-    options, mode, categories = request.options, _mode(request), split_names(request.categories)
-    slice_tokens = SLICE_TOKENS if request.slice_tokens is None else request.slice_tokens
-    if not 0 <= slice_tokens <= 1000:
-        raise UsageError(f"--slice must be in 0..1000, not {slice_tokens}")
-    source = request.prompts or f"own:{request.which or 'report'}"
-    arms, questions = parse_arms(split_names(request.arms) or mode.arms), _questions(source, categories)
-    sampling = {name: value for name, value in options.sampling.items() if name != "max_tokens"}
-    if sampling.get("temperature"):
-        sampling.setdefault("top_k", TOP_K)
-    settings = Settings(
-        model=options.model or "",
-        draft=(options.drafters() or ["none"]) if options.draft else [],
-        backends=split_names(request.backends) or ["auto"],
-        arms=[arm.name for arm in arms],
-        questions=source,
-        categories=categories,
-        questions_sha256=digest(questions),
-        max_tokens=mode.max_tokens,
-        sampling={name: list(value) if isinstance(value, tuple) else value for name, value in sampling.items()},
-        ignore_eos=request.ignore_eos,
-        system=options.system,
-        mode=mode.name,
-        slice_tokens=slice_tokens,
-        placement=options.load.placement.given(),
-        **{setting: getattr(options.load, name) for name, setting in _LOADING.items()},
-    )
-    in_order = in_turns(questions, short_first=mode.name == "quick")
-    return BenchPlan(options, settings, arms, in_order, mode, before)
 
 
 def _resumed(request: BenchRequest, then: Settings) -> BenchRequest:
@@ -321,10 +260,66 @@ _CHANGES = ("memory_available_bytes", "busy_share", "on_battery", "throttled", "
 
 
 class BenchRun:
-    """Measures a plan."""
+    """A run as it was asked for; ``measure`` carries it out.
 
-    def __init__(self, plan: BenchPlan, progress: Progress) -> None:
-        self.plan = plan
+    Args:
+        before: a run to go on with.
+        save: called with the record after every question.
+
+    Attributes:
+        options: models and how to run them; its ``backend`` is not used.
+        settings: as asked; once the engines are loaded, the record has their own names, whether there is memory to
+            answer in slices, and in a quick run the length of answers.
+        arms: ``plain`` first.
+        questions: in the order to ask them.
+        mode: how thorough, with the command line's changes in it.
+
+    Raises:
+        UsageError: the request makes no sense.
+    """
+
+    def __init__(
+        self,
+        request: BenchRequest,
+        progress: Progress,
+        before: Record | None = None,
+        save: Callable[[Record], None] = lambda record: None,
+    ) -> None:
+        if request.quick and request.full:
+            raise UsageError("--quick and --full cannot be combined")
+        if request.prompts is not None and request.which is not None:
+            raise UsageError("--set selects built-in questions and cannot be combined with --prompts")
+        if before is not None:
+            request = _resumed(request, before.settings)
+        options, mode, categories = request.options, _mode(request), split_names(request.categories)
+        slice_tokens = SLICE_TOKENS if request.slice_tokens is None else request.slice_tokens
+        if not 0 <= slice_tokens <= 1000:
+            raise UsageError(f"--slice must be in 0..1000, not {slice_tokens}")
+        source = request.prompts or f"own:{request.which or 'report'}"
+        arms, questions = parse_arms(split_names(request.arms) or mode.arms), _questions(source, categories)
+        sampling = {name: value for name, value in options.sampling.items() if name != "max_tokens"}
+        if sampling.get("temperature"):
+            sampling.setdefault("top_k", TOP_K)
+        self.settings = Settings(
+            model=options.model or "",
+            draft=(options.drafters() or ["none"]) if options.draft else [],
+            backends=split_names(request.backends) or ["auto"],
+            arms=[arm.name for arm in arms],
+            questions=source,
+            categories=categories,
+            questions_sha256=digest(questions),
+            max_tokens=mode.max_tokens,
+            sampling={name: list(value) if isinstance(value, tuple) else value for name, value in sampling.items()},
+            ignore_eos=request.ignore_eos,
+            system=options.system,
+            mode=mode.name,
+            slice_tokens=slice_tokens,
+            placement=options.load.placement.given(),
+            **{setting: getattr(options.load, name) for name, setting in _LOADING.items()},
+        )
+        self.questions = in_turns(questions, short_first=mode.name == "quick")
+        self.options, self.arms, self.mode, self.before = options, arms, mode, before
+        self._save = save
         self._progress = progress
         self._watch = Watch(progress.report)
         self._began = time.monotonic()
@@ -344,12 +339,12 @@ class BenchRun:
             on_battery=machine.on_battery(),
             slow_clock=machine.slow_clock(),
         )
-        throttle, plan = machine.throttle_count(), self.plan
+        throttle = machine.throttle_count()
         with ExitStack() as stack:
             subjects = []
             for llm in self._load(stack):
-                in_slices = plan.settings.slice_tokens > 0
-                subject = EngineUnderTest(llm, plan.arms, self._watch.stopped, plan.options.system, in_slices=in_slices)
+                in_slices, system = self.settings.slice_tokens > 0, self.options.system
+                subject = EngineUnderTest(llm, self.arms, self._watch.stopped, system, in_slices=in_slices)
                 stack.callback(subject.restore)
                 subjects.append(subject)
             record = self._begun(subjects, sitting)
@@ -364,7 +359,7 @@ class BenchRun:
         sitting.throttled = machine.throttled(throttle, machine.throttle_count())
         if not record.samples:
             return None
-        plan.save(record)
+        self._save(record)
         return record
 
     def _note_time(self, sitting: Sitting) -> None:
@@ -373,16 +368,15 @@ class BenchRun:
 
     def _load(self, stack: ExitStack) -> list[LLM]:
         """The engines, all loaded at once."""
-        plan, loaded = self.plan, list[LLM]()
-        model = ensure_model(plan.options.model, plan.options.drafters(), yes=plan.options.yes)
-        plan.settings = replace(plan.settings, model=model)
-        backends = plan.settings.backends
+        options, backends, loaded = self.options, self.settings.backends, list[LLM]()
+        model = ensure_model(options.model, options.drafters(), yes=options.yes)
+        self.settings = replace(self.settings, model=model)
         for backend in backends:
             if loaded:
                 self._check_room(loaded[0], len(backends) - len(loaded))
             self._progress.report(f"loading {model}" + (f" with {backend}" if len(backends) > 1 else ""), None)
-            load = {"backend": backend, "n_ctx": plan.options.load.n_ctx or _measured_ctx(model)}
-            measuring = replace(plan.options, model=model).for_measuring(**load)
+            load = {"backend": backend, "n_ctx": options.load.n_ctx or _measured_ctx(model)}
+            measuring = replace(options, model=model).for_measuring(**load)
             loaded.append(stack.enter_context(measuring.open(self._watch.report)))
         return loaded
 
@@ -402,10 +396,10 @@ class BenchRun:
         names = [subject.llm.backend_name for subject in subjects]
         if len(set(names)) < len(names):
             raise UsageError(f"--backend names the same engine twice: {', '.join(names)}")
-        mode, settings, before = self.plan.mode, self.plan.settings, self.plan.before
+        mode, settings, before = self.mode, self.settings, self.before
         slowest = min(subject.llm.plain_tokens_per_second for subject in subjects)
         left = (mode.minutes or 0.0) * 60 - (time.monotonic() - self._began)
-        tokens = affordable_tokens(mode, left, len(self.plan.arms) * len(subjects), slowest)
+        tokens = affordable_tokens(mode, left, len(self.arms) * len(subjects), slowest)
         slices = settings.slice_tokens if all(subject.in_slices for subject in subjects) else 0
         settings = replace(settings, backends=names, max_tokens=tokens, slice_tokens=slices)
         anew = mode.name != "quick" and before is None
@@ -422,7 +416,7 @@ class BenchRun:
         return record
 
     def _ask(self, subjects: Sequence[EngineUnderTest], record: Record) -> Ending:
-        mode, settings, repeat = self.plan.mode, record.settings, 0
+        mode, settings, repeat = self.mode, record.settings, 0
         questions = self._that_fit(subjects, record)
         self._progress.report("warming up", None)
         for subject in subjects:
@@ -448,7 +442,7 @@ class BenchRun:
                 self._block(block, wanted, record, clock, number)
                 clock.add(time.monotonic() - began)
                 self._note_time(record.sessions[-1])
-                self.plan.save(record)
+                self._save(record)
             if block.ends_cycle:
                 speedups = [ratios(record.samples, each, (each[0], "plain")) for each in others]
                 if is_tight(speedups, mode.tolerance):
@@ -458,10 +452,10 @@ class BenchRun:
     def _that_fit(self, subjects: Sequence[EngineUnderTest], record: Record) -> list[Question]:
         """Questions that leave room for the answer in every context."""
         fitting, longest, record.skipped = list[Question](), record.settings.max_tokens, []
-        for number, question in enumerate(self.plan.questions):
+        for number, question in enumerate(self.questions):
             if self._watch.stopped.is_set():
                 raise Cancelled("measuring was stopped")
-            self._progress.report("counting tokens", number / len(self.plan.questions))
+            self._progress.report("counting tokens", number / len(self.questions))
             room = longest * len(question.turns)  # the answers to earlier turns are part of the prompt
             if all(subject.n_tokens(question) + room < subject.llm.n_ctx for subject in subjects):
                 fitting.append(question)

@@ -24,8 +24,8 @@ from localspec.commands.doctor.facts import (
     Recommendation,
 )
 from localspec.commands.doctor.fit import ExaminedModel
-from localspec.commands.doctor.ranking import Watch, cost_findings, measure_costs
-from localspec.commands.options import RunOptions, called, joined
+from localspec.commands.doctor.ranking import cost_findings, measure_costs
+from localspec.commands.options import RunOptions, Watch, called, joined
 from localspec.engine.draft_sources import is_free
 from localspec.engine.fit import layers_for
 from localspec.engine.loading import compiled_offer, forget

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import math
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from localspec.backends.base import Context, Model
 from localspec.backends.repack import why_copied
 from localspec.commands.doctor.facts import CostFacts, CurveFacts, RankedFacts, RankFacts
 from localspec.commands.doctor.fit import ExaminedModel, on_disk
+from localspec.commands.options import Watch
 from localspec.controllers.stopping import Times
 from localspec.engine.fit import TIGHT, count
 from localspec.engine.loading import ENGINES, compared
@@ -33,7 +33,6 @@ from localspec.system.process import on_interrupt
 from localspec.system.steps import exhaust
 
 if TYPE_CHECKING:
-    from localspec.engine.pair import Pair
     from localspec.llm import LLM
 
 
@@ -42,32 +41,6 @@ WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 
 _FILL, _PASSES = 64, 7
 _STALE = 1.35  # ratio of a pass now to the calibrated one from which the calibration is doubted
-Progress = Callable[[str, float | None], None]
-_Result = TypeVar("_Result")
-
-
-class Watch:
-    """Progress, and a Ctrl-C that stops the worker at the next report."""
-
-    def __init__(self, report: Progress) -> None:
-        self._report = report
-        self.stopped = threading.Event()
-
-    def report(self, what: str, fraction: float | None) -> None:
-        """Show progress; raise ``KeyboardInterrupt`` once ``stopped`` is set."""
-        self.check()
-        self._report(what, fraction)
-
-    def check(self) -> None:
-        if self.stopped.is_set():
-            raise KeyboardInterrupt
-
-    def call(self, llm: LLM, work: Callable[[Pair], _Result]) -> _Result:
-        """``LLM.run`` that Ctrl-C ends between two passes."""
-        with on_interrupt(self.stopped.set):
-            result = llm.run(work)
-        self.check()
-        return result
 
 
 def measure_costs(

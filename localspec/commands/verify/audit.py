@@ -16,6 +16,7 @@ import numpy as np
 from localspec.backends.base import Context, FloatArray, shared_prefix
 from localspec.backends.tokenizer import NAMED
 from localspec.backends.trust import MAX_MEAN_KL
+from localspec.commands.options import Watch
 from localspec.commands.verify.drafters import Adversary, Beside, HeatedDrafter, NearMisses, Openers, Recorder
 from localspec.commands.verify.law import CHECKED_DRAWS, KINDS, Bets, VerificationLaw, Window, law_of
 from localspec.commands.verify.rows import (
@@ -23,7 +24,6 @@ from localspec.commands.verify.rows import (
     ArmTally,
     AuditLog,
     AuditResult,
-    AuditStopped,
     Check,
     Defect,
     DefectFound,
@@ -237,21 +237,11 @@ class AuditOptions:
 
 
 class Audit:
-    """One audit of one pair, made and run within ``LLM.run``.
+    """One audit of one pair, made and run within ``LLM.run``."""
 
-    ``watch`` takes what is being done and the fraction of work done.
-    """
-
-    def __init__(
-        self,
-        llm: LLM,
-        pair: Pair,
-        options: AuditOptions,
-        watch: Callable[[str, float], None],
-        cancelled: Callable[[], bool],
-    ) -> None:
+    def __init__(self, llm: LLM, pair: Pair, options: AuditOptions, watch: Watch) -> None:
         self.llm, self.pair, self.options = llm, pair, options
-        self._watch, self._cancelled = watch, cancelled
+        self._watch, self._check = watch, watch.check
         self.target, self.drafters = self.pair.target, self.pair.state.drafters
         self.reach = MAX_DRAFT if options.draft_length == "auto" else max(MAX_DRAFT, int(options.draft_length))
         self.adversary = Adversary(self.target.n_vocab, self.reach)
@@ -276,7 +266,7 @@ class Audit:
         self._done = self._total = 0.0
 
     def run(self) -> AuditResult:
-        """Audit until done or cancelled.
+        """Audit until done or interrupted.
 
         Raises:
             UsageError: no prompt fits into the context.
@@ -292,7 +282,7 @@ class Audit:
                 self._question(number, name, prompt, f"prompt {number + 1} of {len(questions)}")
             self._done = len(questions)
             self._draw_from_verification()
-        except AuditStopped:
+        except KeyboardInterrupt:
             interrupted = True
         return self._result(len(questions), interrupted, time.perf_counter() - started)
 
@@ -504,14 +494,8 @@ class Audit:
         return chosen
 
     def _step(self, what: str, share: float = 1 / STEPS) -> Literal[False]:
-        self._check()
-        self._watch(what, min(1.0, self._done / self._total))
+        self._watch.report(what, min(1.0, self._done / self._total))
         self._done += share
-        return False
-
-    def _check(self) -> Literal[False]:
-        if self._cancelled():
-            raise AuditStopped
         return False
 
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from localspec.commands.options import RunOptions
+from localspec.commands.options import RunOptions, Watch
 from localspec.commands.verify.audit import SAMPLED_LENGTH, Audit, AuditOptions, tie_of
 from localspec.commands.verify.law import FALSE_ALARM
 from localspec.commands.verify.rows import ARM as ROLLBACK
 from localspec.commands.verify.rows import FALSE_ALARM as SECOND_LOOKS
-from localspec.commands.verify.rows import AuditResult, AuditStopped, Defect, Figures, counted
+from localspec.commands.verify.rows import AuditResult, Defect, Figures, counted
 from localspec.commands.verify.several import ARM as SEVERAL
 from localspec.commands.verify.several import SEQUENCES, SeveralFigures, audit_several, enough
 from localspec.errors import EngineError, EngineMismatch, UnsupportedModel, UsageError
@@ -279,14 +278,14 @@ def verify_command(
         raise UsageError(f"--prompts must be at least 1, not {prompts}")
     if options.sampling.get("max_tokens", TOKENS) < LEAST_TOKENS:
         raise UsageError(f"--max-tokens must be at least {LEAST_TOKENS} for verify")
-    stop = threading.Event()
-    with options.opened(chats=False) as llm, Progress() as progress, on_interrupt(stop.set):
-        audited, show = audit_options(options, llm, prompts, quick), _shown_on(progress)
-        audit = llm.run(lambda pair: Audit(llm, pair, audited, show, stop.is_set))
-        result = llm.run(lambda pair: audit.run())
+    with options.opened(chats=False) as llm, Progress() as progress:
+        audited, watch = audit_options(options, llm, prompts, quick), Watch(_shown_on(progress))
+        with on_interrupt(watch.stopped.set):
+            audit = llm.run(lambda pair: Audit(llm, pair, audited, watch))
+            result = llm.run(lambda pair: audit.run())
     if not result.interrupted:
-        with Progress() as progress, on_interrupt(stop.set):
-            _several(options, audited, audit.prompts, result, progress, stop)
+        with Progress() as progress:
+            _several(options, audited, audit.prompts, result, progress)
     if as_json:
         print(json.dumps(result.as_dict(), allow_nan=False))
     else:
@@ -304,25 +303,16 @@ def _several(
     prompts: Sequence[tuple[str, list[int]]],
     result: AuditResult,
     progress: Progress,
-    stop: threading.Event,
 ) -> None:
     """Load the pair for several answers at a time, and add what they show to the result."""
-
-    def check() -> Literal[False]:
-        if stop.is_set():
-            raise AuditStopped
-        return False
-
-    def watch(what: str) -> None:
-        progress.report(f"{SEQUENCES} answers at a time: {what}", None)
-
+    watch = Watch(lambda what, fraction: progress.report(f"{SEQUENCES} answers at a time: {what}", fraction))
     try:
         load = replace(options.load, parallel=SEQUENCES, idle=False, remember=False)
-        with replace(options, load=load).open(progress.report) as llm:
+        with on_interrupt(watch.stopped.set), replace(options, load=load).open(progress.report) as llm:
             lengths = [SAMPLED_LENGTH] if audited.is_quick else [audited.draft_length, LONG]
             lengths = lengths if llm.draft_names else [0]
-            figures, defects, ties = audit_several(llm, enough(prompts), audited.n_tokens, lengths, check, watch)
-    except AuditStopped:
+            figures, defects, ties = audit_several(llm, enough(prompts), audited.n_tokens, lengths, watch)
+    except KeyboardInterrupt:
         result.interrupted = True
         return
     except (EngineError, UnsupportedModel, EngineMismatch, UsageError) as error:
@@ -351,12 +341,13 @@ def audit_options(options: RunOptions, llm: LLM, prompts: int | None, quick: boo
     )
 
 
-def _shown_on(progress: Progress) -> Callable[[str, float], None]:
+def _shown_on(progress: Progress) -> Callable[[str, float | None], None]:
     """Shows an audit's progress and the time left; without a terminal, a line for each prompt."""
     started, shown = time.monotonic(), ""
 
-    def show(what: str, done: float) -> None:
+    def show(what: str, fraction: float | None) -> None:
         nonlocal shown
+        done = fraction or 0.0
         seconds = (time.monotonic() - started) * (1 - done) / max(done, 1e-9)
         left = f", about {seconds:.0f} s left" if done > 0.02 else ""
         part = what.partition(":")[0]

@@ -27,11 +27,7 @@ SINGLE = 2e-5  # what logarithms in single precision may change [logits]
 SLACK = 8  # tokens of room behind a text, for probes
 
 
-class AuditStopped(Exception):
-    """The audit was interrupted."""
-
-
-Check = Callable[[], Literal[False]]  # called between passes; raises ``AuditStopped`` to end the audit
+Check = Callable[[], Literal[False]]  # called between passes; raises ``KeyboardInterrupt`` to end the audit
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,8 +268,6 @@ class AuditLog:
         """Note the defect that ends the block, or the failure of the engine."""
         try:
             yield
-        except AuditStopped:
-            raise
         except DefectFound as found:
             self.defects.append(found.args[0])
         except Exception as error:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from localspec.backends.base import Model, Piece
+from localspec.commands.options import Watch
 from localspec.commands.verify.rows import (
     AuditLog,
     Check,
@@ -66,29 +67,28 @@ def audit_several(
     prompts: Sequence[tuple[str, list[int]]],
     n_tokens: int,
     lengths: Sequence[int | str],
-    check: Check,
-    watch: Callable[[str], None],
+    watch: Watch,
 ) -> tuple[SeveralFigures, list[Defect], list[Observation]]:
     """Ask for more answers at a time than the pair has sequences, and compare them with the target alone; returns
     defects and ties too.
 
     Raises:
-        AuditStopped: it was interrupted.
+        KeyboardInterrupt: it was interrupted.
     """
     figures, log = SeveralFigures(sequences=llm.parallel_info()["parallel"]), AuditLog()
     asked = [(number, length) for length in lengths for number in range(len(prompts))]
     texts, observations, ties = list[PlainAnswer](), list[Observation](), list[Observation]()
     passes_before = _n_passes(llm)
     with log.noting(ARM, prompts[0][0], "decoding"):
-        replies = _replies(llm, [(prompts[number][1], length) for number, length in asked], n_tokens, check, watch)
+        replies = _replies(llm, [(prompts[number][1], length) for number, length in asked], n_tokens, watch)
         figures.passes = _n_passes(llm) - passes_before
         for (number, _), reply in zip(asked, replies, strict=True):
             label, prompt = prompts[number]
-            watch(f"reading answer {len(texts) + 1} of {len(replies)} alone")
+            watch.report(f"reading answer {len(texts) + 1} of {len(replies)} alone", None)
 
             def replay(pair: Pair, label: str = label, prompt: list[int] = prompt, reply: Reply = reply) -> PlainAnswer:
                 given = list(reply.token_ids)
-                return plain_answer(pair.target, label, prompt, SamplingParams(), len(given), check, given)
+                return plain_answer(pair.target, label, prompt, SamplingParams(), len(given), watch.check, given)
 
             texts.append(text := llm.run(replay))
             for position, (token, row) in enumerate(zip(reply.token_ids, text.rows, strict=True)):
@@ -100,9 +100,9 @@ def audit_several(
             figures.tokens += len(reply.token_ids)
             figures.drafted += reply.stats["num_draft_tokens"]
             figures.accepted += reply.stats["num_accepted_tokens"]
-        watch("passes of several sequences")
+        watch.report("passes of several sequences", None)
         figures.largest_deviation = max((seen.deviation.rms for seen in observations), default=0.0)
-        noise = llm.run(lambda pair: _noise(pair.target, texts, figures.sequences, check))
+        noise = llm.run(lambda pair: _noise(pair.target, texts, figures.sequences, watch.check))
         if (bounds := noise.bounds(max(1, len(observations)))) is not None:
             figures.bound = bounds[0]
             name = in_words(llm.vocab.display)
@@ -122,9 +122,7 @@ def _n_passes(llm: LLM) -> int:
     return int((llm.parallel_info().get("passes") or {}).get("passes", 0))
 
 
-def _replies(
-    llm: LLM, asked: Sequence[tuple[list[int], int | str]], n_tokens: int, check: Check, watch: Callable[[str], None]
-) -> list[Reply]:
+def _replies(llm: LLM, asked: Sequence[tuple[list[int], int | str]], n_tokens: int, watch: Watch) -> list[Reply]:
     """All answers, asked for at once; every other with logprobs."""
     streams = list[RoundStream]()
 
@@ -139,9 +137,9 @@ def _replies(
         llm.run(ask)  # on the engine's thread: none is begun before all wait, or a fast model would answer them singly
         replies = list[Reply]()
         for stream in streams:
-            watch(f"answer {len(replies) + 1} of {len(streams)}")
+            watch.report(f"answer {len(replies) + 1} of {len(streams)}", None)
             for _ in stream:
-                check()
+                watch.check()
             replies.append(stream.reply)
         return replies
     finally:

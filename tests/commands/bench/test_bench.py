@@ -16,7 +16,7 @@ from localspec.backends.placement import Placement
 from localspec.commands.bench.record import Engine, ModelFile, Record, Settings, Sitting
 from localspec.commands.bench.report import bench_report, comparison, speedup_plot
 from localspec.commands.bench.results import Row, analyse, reliability, wilson
-from localspec.commands.bench.runner import DEFAULT, LEAST_TOKENS, QUICK, BenchRequest, affordable_tokens, make_plan
+from localspec.commands.bench.runner import DEFAULT, LEAST_TOKENS, QUICK, BenchRequest, BenchRun, affordable_tokens
 from localspec.commands.options import RunOptions
 from localspec.engine.options import LoadOptions
 from localspec.errors import UsageError
@@ -24,6 +24,7 @@ from localspec.measuring.subject import Sample
 from localspec.prompts.questions import digest, own_questions
 from localspec.report.model import KeyFigures, Table
 from localspec.report.renderers import Screen, markdown
+from localspec.system.terminal import Progress
 
 SETTINGS = Settings(
     model="m", draft=[], backends=["reference"], draft_backend=None, arms=["plain", "auto"], questions="own:report",
@@ -93,13 +94,13 @@ def test_a_resumed_run_is_measured_as_before_but_for_what_is_asked_besides() -> 
         questions_sha256=digest(own_questions("tuning")),
     )  # fmt: skip
     before = run_of([answer("a", "plain", 10.0)], settings=then)
-    plan = make_plan(BenchRequest(RunOptions()), before)
+    plan = BenchRun(BenchRequest(RunOptions()), Progress(), before)
     assert plan.settings == replace(then, backends=["reference"])
     assert (plan.options.load.n_ctx, plan.options.load.kv_cache_type) == (512, "q8_0")
     assert plan.options.load.placement == Placement(tensor_split=(3, 1))
     assert (plan.mode.name, plan.mode.max_tokens, plan.before) == ("full", then.max_tokens, before)
     said = RunOptions(load=LoadOptions(n_ctx=1024, n_threads=2), sampling={"temperature": 0.0}, system="Be rude.")
-    other = make_plan(BenchRequest(said, arms=["auto"], slice_tokens=0, minutes=1.0, quick=True), before)
+    other = BenchRun(BenchRequest(said, arms=["auto"], slice_tokens=0, minutes=1.0, quick=True), Progress(), before)
     assert (other.settings.ctx, other.settings.threads, other.settings.kv_cache) == (1024, 2, "q8_0")
     assert (other.settings.sampling["temperature"], other.settings.system) == (0.0, "Be rude.")
     assert (other.settings.arms, other.settings.slice_tokens) == (["plain", "auto"], 0)

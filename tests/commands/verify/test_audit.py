@@ -21,6 +21,7 @@ from localspec.backends.base import Context, Forward, Piece, SequenceBatch
 from localspec.backends.llama import model as model_module
 from localspec.backends.llama.model import LlamaContext
 from localspec.backends.reference import ReferenceContext
+from localspec.commands.options import Watch
 from localspec.commands.verify.audit import Audit, AuditOptions
 from localspec.commands.verify.command import report_of
 from localspec.commands.verify.drafters import Adversary
@@ -99,7 +100,7 @@ def audited(tiny: TinyFiles, backend: str, kind: str = "pair", options: AuditOpt
 
 
 def audit(llm: LLM, options: AuditOptions = SMALL) -> AuditResult:
-    report = llm.run(lambda pair: Audit(llm, pair, options, lambda what, done: None, lambda: False).run())
+    report = llm.run(lambda pair: Audit(llm, pair, options, Watch(lambda what, done: None)).run())
     json.dumps(report.as_dict(), allow_nan=False)
     return report
 
@@ -506,7 +507,7 @@ def several_audited(tiny: TinyFiles, backend: str, spoil: Callable[[], None] = l
     prompts = [(f"prompt {n}", [5 + (n + 3 * i) % 200 for i in range(20 + 17 * n)]) for n in range(4)]
     with LLM(target, draft=["ngram"], backend=backend, n_ctx=512, parallel=3, idle=False) as llm:
         spoil()
-        figures, defects, _ = audit_several(llm, prompts, 16, [3, 8], lambda: False, lambda what: None)
+        figures, defects, _ = audit_several(llm, prompts, 16, [3, 8], Watch(lambda what, done: None))
     assert figures.sequences == 3
     if figures.bound is not None:  # the audit came to its end
         assert (figures.answers, figures.drafted > 0) == (8, True)
