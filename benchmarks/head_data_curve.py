@@ -106,9 +106,9 @@ def train(file: GGUFFile, folder: RunFolder, recipe: Recipe, examples: Path, div
             Path(there) / "checkpoint.npz",
             TrainingSettings(seed=recipe.seed),
         )
-        trainer.train(seconds / divisor, lambda progress: None, lambda: False, test_every=1e9)
-    curve = trainer.progress.curve
-    return Point(sum(map(len, learned)), trainer.progress.tokens_seen, curve[0].acceptance, curve[-1].acceptance)
+        trainer.train(seconds / divisor, lambda: None, lambda: False, test_every=1e9)
+    first, last = trainer.curve[0], trainer.curve[-1]
+    return Point(sum(map(len, learned)), trainer.tokens_seen, first.acceptance, last.acceptance)
 
 
 def extrapolated(n_places: Sequence[int], rates: Sequence[float]) -> tuple[float, float, float]:

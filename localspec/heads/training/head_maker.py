@@ -27,10 +27,11 @@ from localspec.heads.kinds.eagle3 import write_eagle3
 from localspec.heads.published import load_published
 from localspec.heads.trained import load_head
 from localspec.heads.training.examples import N_CTX_EACH, ExampleMaker, Material, Overlap, format_of
+from localspec.heads.training.lessons import memory_of
 from localspec.heads.training.run_folder import Effort, Phase, Report, Run, RunError, RunFolder, RunProgress, token_map
 from localspec.heads.training.shards import TOP_K, Passage, Shards
 from localspec.heads.training.start import Start, going_on, new_card, start
-from localspec.heads.training.trainer import Trainer, TrainingProgress, TrainingSettings, check
+from localspec.heads.training.trainer import Trainer, TrainingSettings, engine_rates
 from localspec.model_files.gguf import GGUFFile, tensor_rows
 from localspec.model_files.kv_memory import KV_VALUE_BYTES, kv_shape
 from localspec.model_files.sources.base import size_text
@@ -303,9 +304,7 @@ class HeadMaker:
     def _n_places(self) -> int:
         return sum(map(len, self._shards.passages))
 
-    def _show(
-        self, phase: Phase, text: str, rate: float, more: int = 0, progress: TrainingProgress | None = None
-    ) -> None:
+    def _show(self, phase: Phase, text: str, rate: float, more: int = 0, trainer: Trainer | None = None) -> None:
         self.show(
             RunProgress(
                 phase,
@@ -313,8 +312,8 @@ class HeadMaker:
                 n_places=self._n_places + more,
                 n_bytes=self._shards.n_bytes,
                 rate=rate,
-                tokens_seen=progress.tokens_seen if progress else self._standing.tokens_seen,
-                curve=progress.curve if progress else self._standing.curve,
+                tokens_seen=trainer.tokens_seen if trainer else self._standing.tokens_seen,
+                curve=tuple(trainer.curve) if trainer else self._standing.curve,
             )
         )
 
@@ -357,16 +356,16 @@ class HeadMaker:
 
         def stopping() -> bool:
             self._courtesy()
-            return self.cancel.is_set() or (n_steps is not None and trainer.progress.step >= n_steps)
+            return self.cancel.is_set() or (n_steps is not None and trainer.step >= n_steps)
 
-        def report(progress: TrainingProgress) -> None:
-            self._run.training_seconds = progress.seconds
-            self._show("training", "the head learns", progress.tokens_per_second, progress=progress)
+        def report() -> None:
+            self._run.training_seconds = trainer.seconds
+            self._show("training", "the head learns", trainer.rate, trainer=trainer)
 
         trainer.train(
             self._training_seconds, report, stopping, test_every=min(600.0, max(30.0, self._training_seconds / 10))
         )
-        self._run.training_seconds = trainer.progress.seconds
+        self._run.training_seconds = trainer.seconds
         self._folder.write(self._run)
         self._check_cancelled()
 
@@ -374,20 +373,20 @@ class HeadMaker:
         self, trainer: Trainer, file: GGUFFile, model: Model, command: str, n_threads: int | None
     ) -> HeadCard:
         """Write the head's file, and once more with its acceptance on an engine at held-out passages."""
-        progress, path, earlier = trainer.progress, self._folder.head, self._folder.earlier
+        path, earlier = self._folder.head, self._folder.earlier
         training = Training(
             command=command,
             seed=self._run.recipe.seed,
             data_tokens=sum(map(len, self._learned)),
-            tokens_seen=progress.tokens_seen,
+            tokens_seen=trainer.tokens_seen,
             minutes=(self._run.data_seconds + self._run.training_seconds) / 60,
             machine=cpu_name(),
             versions={"localspec": __version__, "engine": model.engine, "python": platform.python_version()}
             | {name: version(name) for name in ("numpy", "jax")},
-            curve=progress.curve,
+            curve=tuple(trainer.curve),
             earlier=history(earlier) if earlier.exists() else (),
         )
-        self._show("testing", "testing the head on answers it has not seen", 0.0, progress=progress)
+        self._show("testing", "testing the head on answers it has not seen", 0.0, trainer=trainer)
         weights = trainer.weights
         card = _write(path, replace(trainer.card, training=training), weights, file)
         head = (
@@ -395,13 +394,9 @@ class HeadMaker:
             if card.kind == "eagle3"
             else load_head(path, Path(file.path), model.backend, n_threads=n_threads, say=self._say)
         )
-
-        def embed(tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
-            return tensor_rows(file, "token_embd.weight", tokens)
-
         with closing(head):
-            found = check(head, trainer.network, weights, embed, self._tapped(model, self._held_out))
-        return _write(path, replace(card, training=replace(training, acceptance=found.acceptance)), weights, file)
+            found = engine_rates(head, self._tapped(model, self._held_out), card.steps, memory_of(card.kind))
+        return _write(path, replace(card, training=replace(training, acceptance=found)), weights, file)
 
     def _tapped(self, model: Model, passages: Sequence[Passage]) -> list[Passage]:
         """Passages with the states that the head reads, and no others."""

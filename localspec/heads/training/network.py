@@ -56,14 +56,10 @@ class HeadNetwork:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HeadNetwork) and self._compiled_for == other._compiled_for
 
-    def gradients(self, weights: Weights, sums: Weights, batch: Batch) -> tuple[Weights, jax.Array]:
-        """Add a batch's gradients to ``sums``, which are consumed; returns before they are computed.
-
-        Returns:
-            The new sums, and the mean cross entropy at the places of each step [steps].
-        """
-        sums, losses = _gradients(self, weights, sums, self.output, batch)
-        return sums, losses
+    def gradients(self, weights: Weights, sums: Weights, batch: Batch) -> Weights:
+        """Add a batch's gradients to ``sums``, which are consumed; returns before they are computed."""
+        found: Weights = _gradients(self, weights, sums, self.output, batch)
+        return found
 
     def guesses(self, weights: Weights, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """The best guess of every step at the batch's starts, and what the target would say there.
@@ -74,9 +70,9 @@ class HeadNetwork:
         guessed, true = _guesses(self, weights, self.output, batch)
         return guessed, true
 
-    def loss(self, weights: Weights, output: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """What is minimised, and the mean cross entropy of each step [steps]."""
-        total, means, rows_out = jnp.float32(0), [], output[batch.candidates]
+    def loss(self, weights: Weights, output: jax.Array, batch: Batch) -> jax.Array:
+        """What is minimised, a number."""
+        total, rows_out = jnp.float32(0), output[batch.candidates]
         for step, guess in enumerate(self.steps(weights, batch)):
             rows, real = _places(batch, step)
             logits = self.multiply(guess, rows_out) + batch.log_weights
@@ -85,8 +81,7 @@ class HeadNetwork:
             chosen = jnp.take_along_axis(logits, batch.ids[rows], axis=1)
             loss = (weight * jax.nn.logsumexp(logits, axis=-1)).sum() - (probs * chosen).sum()
             total += STEP_WEIGHT**step * loss / len(rows)
-            means.append(loss / jnp.maximum(weight.sum(), 1.0))
-        return total, jnp.stack(means)
+        return total
 
     def steps(self, weights: Weights, batch: Batch) -> list[jax.Array]:
         """What the output rows multiply, step by step: [n_lessons, n_embd] for the first, [n_starts, n_embd] after."""
@@ -189,11 +184,9 @@ class HeadNetwork:
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _gradients(
-    network: HeadNetwork, weights: Weights, sums: Weights, output: jax.Array, batch: Batch
-) -> tuple[Weights, jax.Array]:
-    (_, losses), gradients = jax.value_and_grad(network.loss, has_aux=True)(weights, output, batch)
-    return {name: sums[name] + gradient for name, gradient in gradients.items()}, losses
+def _gradients(network: HeadNetwork, weights: Weights, sums: Weights, output: jax.Array, batch: Batch) -> Weights:
+    gradients = jax.grad(network.loss)(weights, output, batch)
+    return {name: sums[name] + gradient for name, gradient in gradients.items()}
 
 
 @partial(jax.jit, static_argnums=0)

@@ -53,7 +53,7 @@ class Tally:
         self._real: dict[str, Any] = defaultdict(int)
 
     def add(self, category: str, guessed: npt.NDArray[np.int32], true: npt.NDArray[np.int32]) -> None:
-        """Count places of a category, as ``HeadNetwork.guesses`` returns them [steps, n]."""
+        """Count places by what was guessed there and what the target would say, or ``NOWHERE`` [steps, n]."""
         right = np.logical_and.accumulate(guessed == true, axis=0).sum(1)
         real = (true != NOWHERE).sum(1)
         for name in (ALL_TEXTS, category):
@@ -115,52 +115,28 @@ def places(piece: Stretch) -> range:
     return range(piece.begin, piece.end, piece.stride)
 
 
-# Whether an engine guesses with a head as the network does.
+# How often a head is right on an engine, as a drafter makes its guesses.
 
-# Places asked of a passage, from its first lesson on. A batch holds some of the prompt before them and a few after.
-_N_PLACES = 64
+_N_PLACES = 64  # places asked of a passage, from its first lesson on
 
 _PER_CATEGORY = 4  # least passages of each category, where there are so many
 
-_CHECKED_SIZE = Size(n_rows=256, n_lessons=_N_PLACES + 1, n_starts=_N_PLACES)
 
-
-@dataclass(frozen=True)
-class EngineCheck:
-    """Acceptance of a head on an engine, and its share of guesses, by step, that the unquantised network makes too."""
-
-    acceptance: dict[str, tuple[float, ...]]
-    agreement: tuple[float, ...]
-
-
-def check(
-    head: DraftHead,
-    network: HeadNetwork,
-    weights: Weights,
-    embed: Embed,
-    passages: Sequence[Passage],
-    n_passages: int = 32,
-) -> EngineCheck:
-    """Compare guesses of an engine at held-out places, step by step as a drafter makes them, with the network's.
-
-    The first places of about ``n_passages``, evenly chosen, are asked, and more of a category with few among them.
-    """
-    some, steps = evenly([passage for passage in passages if n_lessons(passage) > 0], n_passages), network.card.steps
-    packer = Packer(network.card.token_map, embed, _CHECKED_SIZE, steps, memory_of(network.card.kind))
-    tally, same, real = Tally(), np.zeros(steps), np.zeros(steps)
-    for passage in some:
+def engine_rates(
+    head: DraftHead, passages: Sequence[Passage], steps: int, memory: int, n_passages: int = 32
+) -> dict[str, tuple[float, ...]]:
+    """As ``Tally.rates``, by an engine's guesses at the first places of about so many passages, evenly chosen, and more
+    of a category with few among them. For ``memory`` see ``memory_of``."""
+    tally = Tally()
+    for passage in evenly([passage for passage in passages if n_lessons(passage) > 0], n_passages):
         begin = first_lesson(passage)
-        end = begin + min(_N_PLACES, n_lessons(passage))
-        piece = Stretch(passage, begin, end, memory=memory_of(network.card.kind))
-        n = piece.end - begin
-        batch = packer.pack([piece], np.arange(n, dtype=np.int32))
-        expected, true = (np.asarray(rows)[:, :n] for rows in network.guesses(weights, batch))
-        guessed = np.array([rows.argmax(1) for rows in engine_logits(head, piece, steps)], dtype=np.int32).T
-        tally.add(passage.category, guessed, true)
-        asked = true != NOWHERE
-        same += ((guessed == expected) & asked).sum(1)
-        real += asked.sum(1)
-    return EngineCheck(tally.rates(), tuple((same / np.maximum(real, 1)).tolist()))
+        piece = Stretch(passage, begin, begin + min(_N_PLACES, n_lessons(passage)), memory=memory)
+        best = np.array([rows.argmax(1) for rows in engine_logits(head, piece, steps)]).T  # [steps, n]
+        # Step k at place p guesses token p + 2 + k, which the target's logits after token p + 1 + k are for.
+        at = np.arange(piece.begin, piece.end) + 1 + np.arange(steps)[:, None]
+        true = np.where(at < len(passage), passage.top_ids[np.minimum(at, len(passage) - 1), 0], NOWHERE)
+        tally.add(passage.category, head.token_map[best], true)
+    return tally.rates()
 
 
 def evenly(passages: Sequence[Passage], n: int) -> list[Passage]:
@@ -241,16 +217,6 @@ class TrainingSettings:
         )
 
 
-@dataclass(frozen=True)
-class TrainingProgress:
-    step: int
-    seconds: float  # of training so far, without testing
-    tokens_seen: int  # lessons so far, repetitions counted
-    tokens_per_second: float
-    losses: tuple[float, ...]  # cross entropy by step ahead, smoothed [nats]
-    curve: tuple[CurvePoint, ...]
-
-
 class Trainer:
     """A head in training, from its checkpoint if there is one.
 
@@ -260,6 +226,12 @@ class Trainer:
     Args:
         begin: what it begins with; called where there is no checkpoint.
         output: the target's output rows for ``card.token_map`` [n_out, n_embd].
+
+    Attributes:
+        seconds: of training so far, without testing.
+        tokens_seen: lessons so far, repetitions counted.
+        rate: tokens per second, smoothed.
+        curve: acceptance at held-out places so far.
 
     Raises:
         CheckpointError: the file is damaged, or of another head.
@@ -286,10 +258,9 @@ class Trainer:
         self._path = checkpoint
         self._parts: dict[str, Weights] = {"weights": {}, "sizes": {}, "first": {}, "second": {}}
         self._cursor = Cursor(self.settings.seed)
-        self._step = self._tokens = 0
-        self._seconds = self._rate = 0.0
-        self._losses = np.zeros(card.steps)
-        self._curve: list[CurvePoint] = []
+        self.step = self.tokens_seen = 0
+        self.seconds = self.rate = 0.0
+        self.curve: list[CurvePoint] = []
         self._saved = time.monotonic()
         if checkpoint.exists():
             self._load()
@@ -305,15 +276,10 @@ class Trainer:
     def weights(self) -> dict[str, npt.NDArray[np.float32]]:
         return {name: np.array(value) for name, value in self._parts["weights"].items()}
 
-    @property
-    def progress(self) -> TrainingProgress:
-        losses = tuple(map(float, self._losses))
-        return TrainingProgress(self._step, self._seconds, self._tokens, self._rate, losses, tuple(self._curve))
-
     def train(
         self,
         seconds: float,
-        report: Callable[[TrainingProgress], None],
+        report: Callable[[], None],
         stopping: Callable[[], bool],
         *,
         test_every: float = 300.0,
@@ -321,7 +287,7 @@ class Trainer:
         """Train up to so many seconds altogether; test at the beginning, every ``test_every`` seconds, and at the end.
 
         Args:
-            report: called after every step.
+            report: called after every step and test.
             stopping: asked a hundred times a second; once it is true, this saves and returns. After an exception, a
                 ``KeyboardInterrupt`` too, only the last checkpoint is left.
 
@@ -330,58 +296,55 @@ class Trainer:
         """
         reading = Reading(self._passages, self._packer, self._cursor)
         while not stopping():
-            tested = self._curve[-1].minutes if self._curve else -test_every
-            over, minutes = self._seconds >= seconds, self._seconds / 60
+            tested = self.curve[-1].minutes if self.curve else -test_every
+            over, minutes = self.seconds >= seconds, self.seconds / 60
             if 60 * (minutes - tested) >= test_every or (over and minutes > tested):
                 rates = self._test_set.rates(self.network, self._parts["weights"], stopping)
                 if rates is None:
                     break
-                self._curve.append(CurvePoint(self._tokens, minutes, rates))
-                report(self.progress)
+                self.curve.append(CurvePoint(self.tokens_seen, minutes, rates))
+                report()
             if over:
                 break
             before = replace(self._cursor)
             if not self._one_step(reading, seconds, stopping):
                 self._cursor = before
                 break
-            report(self.progress)
+            report()
             if time.monotonic() - self._saved > CHECKPOINT_SECONDS:
                 self.save()
         self.save()
-        return self._seconds >= seconds
+        return self.seconds >= seconds
 
     def _one_step(self, reading: Reading, seconds: float, stopping: Callable[[], bool]) -> bool:
         """One step of the optimiser; False, and nothing has changed, if it was stopped."""
         began, settings = time.monotonic(), self.settings
         weights = self._parts["weights"]
-        sums, losses, taught = _zeros(weights), np.zeros(self.card.steps), 0
+        sums, taught = _zeros(weights), 0
         for _ in range(settings.n_batches):
             batch, n = reading.batch()
-            sums, found = self.network.gradients(weights, sums, batch)
-            while not found.is_ready():  # computed by other threads, meanwhile
+            sums = self.network.gradients(weights, sums, batch)
+            while not all(gradient.is_ready() for gradient in sums.values()):  # computed by other threads, meanwhile
                 if stopping():
                     return False
                 time.sleep(_POLL_SECONDS)
-            losses += np.asarray(found) / settings.n_batches
             taught += n
-        rate = settings.rate(self._step, self._seconds / seconds)
+        rate = settings.rate(self.step, self.seconds / seconds)
         first, second, sizes = (self._parts[part] for part in ("first", "second", "sizes"))
-        new = _adamw(settings, weights, first, second, sums, sizes, self._step + 1, rate)
+        new = _adamw(settings, weights, first, second, sums, sizes, self.step + 1, rate)
         self._parts |= zip(("weights", "first", "second"), new, strict=True)
         jax.block_until_ready(new)
-        weight = 1.0 if self._step == 0 else max(0.05, 1 / (self._step + 1))
-        self._losses += weight * (losses - self._losses)
         took = time.monotonic() - began
-        self._step += 1
-        self._tokens += taught
-        self._seconds += took
-        self._rate = taught / took if self._rate == 0 else 0.8 * self._rate + 0.2 * taught / took
+        self.step += 1
+        self.tokens_seen += taught
+        self.seconds += took
+        self.rate = taught / took if self.rate == 0 else 0.8 * self.rate + 0.2 * taught / took
         return True
 
     def save(self) -> None:
-        facts = {"format": _FORMAT, "head": self._identity(), "cursor": asdict(self._cursor), "step": self._step}
-        facts |= {"tokens": self._tokens, "seconds": self._seconds, "rate": self._rate, "losses": self._losses.tolist()}
-        facts["curve"] = [asdict(point) for point in self._curve]
+        facts = {"format": _FORMAT, "head": self._identity(), "cursor": asdict(self._cursor), "step": self.step}
+        facts |= {"tokens": self.tokens_seen, "seconds": self.seconds, "rate": self.rate}
+        facts["curve"] = [asdict(point) for point in self.curve]
         arrays: dict[str, Any] = {
             f"{part}/{name}": np.asarray(value) for part, group in self._parts.items() for name, value in group.items()
         }
@@ -403,10 +366,9 @@ class Trainer:
                     names = (name for name in file if name.startswith(f"{part}/"))
                     group |= {name.partition("/")[2]: jnp.array(file[name]) for name in names}
             self._cursor = Cursor(**facts["cursor"])
-            self._step, self._tokens = int(facts["step"]), int(facts["tokens"])
-            self._seconds, self._rate = float(facts["seconds"]), float(facts["rate"])
-            self._losses = np.array(facts["losses"], dtype=float)
-            self._curve = [
+            self.step, self.tokens_seen = int(facts["step"]), int(facts["tokens"])
+            self.seconds, self.rate = float(facts["seconds"]), float(facts["rate"])
+            self.curve = [
                 CurvePoint(p["tokens_seen"], p["minutes"], {k: tuple(v) for k, v in p["acceptance"].items()})
                 for p in facts["curve"]
             ]
