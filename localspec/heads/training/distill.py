@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import shlex
 import threading
@@ -23,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 from localspec.backends.llama.llama_cpp import NAME as LLAMA_CPP
 from localspec.engine.options import checked_spec
-from localspec.engine.saved import chat_files, messages_in
+from localspec.engine.saved import chat_files
 from localspec.errors import Cancelled, EngineUnavailable, LocalspecError, UsageError
 from localspec.heads.card import HeadCard
 from localspec.heads.file import heads_folder, read_card
 from localspec.heads.trained import heads_for, target_facts
-from localspec.heads.training.examples import TEST, Asked, Material, Overlap, Read, read_texts, without
+from localspec.heads.training.examples import TEST, Asked, Material, Overlap, chat_in, read_texts, without
 from localspec.heads.training.run_folder import Effort, Recipe, Report, Run, RunError, RunFolder, RunProgress
 from localspec.heads.training.start import NO_HEAD, earlier_head
 from localspec.llm import LLM
@@ -156,15 +155,6 @@ def card_command(run: Run, model: str, typed: str = "") -> str:
     return f"{line}  # {run.begins_with}: sha256 {run.begins_with_sha256}" if run.begins_with_sha256 else line
 
 
-def chat_in(path: Path) -> Read | None:
-    """The chat that was saved in a file, as a text that the target reads as it did when it answered; None if it is no
-    such file, or damaged."""
-    messages = messages_in(path)
-    if messages is None:
-        return None
-    return Read(hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()[:16], "chat", messages)
-
-
 # What a head is worth here: tokens per second with it and without it, on questions it was not trained on.
 
 _FEWEST = 6  # questions that are asked whatever time is left
@@ -290,7 +280,14 @@ def distill(
 
         maker = HeadMaker(path, folder, run, effort, material, tested, report, say, cancel)
         card, engine = maker.work(backend, n_threads, card_command(run, name, command))
-        worth, kept = _measured(path, folder, engine, n_threads, effort, maker, say), None
+        worth: Worth | None = None
+        kept: Path | None = None
+        try:
+            worth = measure_worth(path, folder.head, engine, n_threads, effort, maker)
+        except Cancelled:
+            raise
+        except LocalspecError as error:
+            say(f"what the head is worth cannot be measured: {error}")
         if worth is not None and worth.pays:
             kept = heads_folder() / f"{path.stem}.{run.recipe.kind}.gguf"
             kept.parent.mkdir(parents=True, exist_ok=True)
@@ -322,7 +319,7 @@ def _lessons(run: Run, effort: Effort) -> tuple[Material, Overlap]:
         for path in run.prompts
         for question in read_questions(Path(path))
     ]
-    texts = read_texts([Path(text) for text in run.texts], chat_in) if run.texts else Material()
+    texts = read_texts([Path(text) for text in run.texts]) if run.texts else Material()
     chats = [chat for path in chat_files(home()) if (chat := chat_in(path)) is not None] if run.chats else []
     if run.chats and not chats:
         raise UsageError(f"no chat was saved in {home()}; --text takes those that were saved elsewhere")
@@ -333,65 +330,35 @@ def _lessons(run: Run, effort: Effort) -> tuple[Material, Overlap]:
     return replace(material, asked=[*tests, *material.asked]), tested
 
 
-def _measured(
-    path: Path, folder: RunFolder, backend: str, n_threads: int | None, effort: Effort, maker: HeadMaker, say: Say
-) -> Worth | None:
-
-    def report(what: str, fraction: float | None) -> None:
-        maker.show(RunProgress("measuring", text=what, fraction=fraction))
-
-    try:
-        return measure_worth(
-            path,
-            folder.head,
-            backend=backend,
-            n_threads=n_threads,
-            n_questions=effort.n_questions,
-            max_tokens=effort.max_tokens,
-            seconds=maker.finishing_seconds,
-            report=report,
-            stop=maker.cancel,
-        )
-    except Cancelled:
-        raise
-    except LocalspecError as error:
-        say(f"what the head is worth cannot be measured: {error}")
-        return None
-
-
 def measure_worth(
-    target: Path,
-    head: Path,
-    *,
-    backend: str,
-    n_threads: int | None,
-    n_questions: int,
-    max_tokens: int,
-    seconds: float,
-    report: Callable[[str, float | None], None],
-    stop: threading.Event,
+    target: Path, head: Path, backend: str, n_threads: int | None, effort: Effort, maker: HeadMaker
 ) -> Worth:
-    """Ask questions in three ways of decoding that take turns, for about so many ``seconds``; six in any case.
+    """Ask questions in three ways of decoding that take turns, for about as long as is kept for it; six in any case.
 
     Raises:
         Cancelled: it was stopped.
         LocalspecError: the pair cannot be loaded.
     """
+
+    def report(what: str, fraction: float | None) -> None:
+        maker.show(RunProgress("measuring", text=what, fraction=fraction))
+
     began, draft = time.monotonic(), Catalog.load().draft_for(target)
     heads = [path for path in heads_for(target)[:1] if not is_same_file(path, head)]
     others = ["ngram", *(f"head:{path}" for path in heads), *([str(draft)] if draft is not None else [])]
-    options = {"backend": backend, "n_threads": n_threads, "n_ctx": _N_CTX, "idle": False, "remember": False}
-    with LLM(target, [*others, f"head:{head}"], prefix_cache_bytes=0, progress=report, cancel=stop, **options) as llm:  # type: ignore[arg-type]
+    options: dict[str, Any] = {"backend": backend, "n_threads": n_threads, "n_ctx": _N_CTX, "prefix_cache_bytes": 0}
+    options |= {"idle": False, "remember": False, "progress": report, "cancel": maker.cancel}
+    with LLM(target, [*others, f"head:{head}"], **options) as llm:
         common = ("ngram", "model") if draft is not None else ("ngram",)
         without = Arm("without", (*common, "head") if heads else common, "auto")
         auto = Arm("auto", (*common, "head2" if heads else "head"), "auto")
-        subject = EngineUnderTest(llm, [without, auto], stop, in_slices=True)
+        subject = EngineUnderTest(llm, [without, auto], maker.cancel, in_slices=True)
         try:
             subject.warm_up()
-            questions = in_turns(own_questions("tuning"), short_first=True)[:n_questions]
-            params, samples = SamplingParams(max_tokens=max_tokens), list[Sample]()
+            questions = in_turns(own_questions("tuning"), short_first=True)[: effort.n_questions]
+            params, samples = SamplingParams(max_tokens=effort.max_tokens), list[Sample]()
             for block in blocks(questions, 1):
-                if block.index >= _FEWEST and time.monotonic() - began > seconds:
+                if block.index >= _FEWEST and time.monotonic() - began > maker.finishing_seconds:
                     break
                 report("measuring what the head is worth", block.index / len(questions))
                 wanted = places([subject], block)

@@ -9,6 +9,7 @@ engine's kernels make of the width of a pass.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -24,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.backends.base import FloatArray, Model, Piece, SequenceBatch
+from localspec.engine.saved import messages_in
 from localspec.errors import LocalspecError, TemplateError, UsageError
 from localspec.heads.training.shards import Passage, as_states, likeliest
 from localspec.prompts.prompts import Messages, PromptEncoder
@@ -215,8 +217,17 @@ def without(material: Material, overlap: Overlap) -> Material:
     return Material(asked, read, [*material.remarks, *left_out[: n > 0]])
 
 
-def read_texts(paths: Sequence[Path], chat_in: Callable[[Path], Read | None] = lambda path: None) -> Material:
-    """The text files among paths and in folders, without hidden ones; ``chat_in`` returns the chat that a file holds.
+def chat_in(path: Path) -> Read | None:
+    """The chat that was saved in a file, as a text that the target reads as it did when it answered; None if it is no
+    such file, or damaged."""
+    messages = messages_in(path)
+    if messages is None:
+        return None
+    return Read(hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()[:16], "chat", messages)
+
+
+def read_texts(paths: Sequence[Path]) -> Material:
+    """The chats and other text files among paths and in folders, without hidden ones.
 
     Raises:
         UsageError: there is no such file or folder, or no text in any.
