@@ -152,17 +152,6 @@ class HeadAttention(nn.Module):  # type: ignore[misc]
         return projected.reshape(1, projected.shape[1], -1, self.d_head).swapaxes(1, 2)
 
 
-class FeedForward(nn.Module):  # type: ignore[misc]
-    def __init__(self, n_embd: int, n_ff: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(n_embd, n_ff, bias=False)
-        self.up_proj = nn.Linear(n_embd, n_ff, bias=False)
-        self.down_proj = nn.Linear(n_ff, n_embd, bias=False)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return cast(mx.array, self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x)))
-
-
 class HeadModule(nn.Module):  # type: ignore[misc]
     """A head as mlx-lm's model classes are: its layers in ``model``, and an output matrix if it has one."""
 

@@ -576,5 +576,17 @@ def check_shapes(file: GGUFFile, shapes: dict[str, tuple[int, ...]], optional: S
             raise damaged(file, f"{name} is {list(tensor.shape[::-1])} and should be {list(shape)}")
 
 
+def width_of_heads(file: GGUFFile, usual: int | None = None, suffix: str = "") -> int:
+    """Channels of an attention head, by settings whose names end so; ``usual`` where they do not say. ``ModelFileError``:
+    they are missing, or keys, values and rotation do not fit together."""
+    width = whole(file, f"attention.key_length{suffix}", usual)
+    n_rotated = whole(file, f"rope.dimension_count{suffix}", width)
+    if n_rotated % 2 or n_rotated > width:
+        raise damaged(file, f"it rotates {n_rotated} of {width} channels")
+    if whole(file, f"attention.value_length{suffix}", usual) != width:
+        raise damaged(file, "its keys and values differ in width")
+    return width
+
+
 def damaged(file: GGUFFile, what: str) -> ModelFileError:
     return ModelFileError(f"{file.path.name} is damaged: {what}; fetch it again")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from localspec.errors import ModelFileError, UnsupportedModel, is_whole, shown
-from localspec.model_files.gguf import GGUFFile, check_shapes, damaged, is_mtp_alone, whole
+from localspec.model_files.gguf import GGUFFile, check_shapes, damaged, is_mtp_alone, whole, width_of_heads
 
 _ROUTER = ("ffn_gate_inp",)
 _TENSORS: dict[str, tuple[str, ...]] = {
@@ -187,13 +187,8 @@ def _kinds_of_layers(file: GGUFFile) -> list[tuple[bool, KeysAndValues]]:
         raise damaged(file, f"{file.architecture}.attention.sliding_window_pattern is {shown(pattern)}")
     kinds = {}
     for windowed, suffix in ((True, "_swa"), (False, "")):
-        width = whole(file, f"attention.key_length{suffix}")
-        n_rotated = whole(file, f"rope.dimension_count{suffix}", width)
-        if whole(file, f"attention.value_length{suffix}") != width:
-            raise damaged(file, "its keys and values differ in width")
-        if n_rotated % 2 or n_rotated > width:
-            raise damaged(file, f"it rotates {n_rotated} of {width} channels")
-        kinds[windowed] = width, whole(file, "attention.sliding_window") if windowed else 0
+        window = whole(file, "attention.sliding_window") if windowed else 0
+        kinds[windowed] = width_of_heads(file, suffix=suffix), window
     heads = _of_layers(file, "attention.head_count_kv")
     return [(bool(each), KeysAndValues(n, *kinds[bool(each)])) for each, n in zip(pattern, heads, strict=True)]
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from localspec.backends.base import Model
 from localspec.errors import UnsupportedModel, shown
 from localspec.heads.card import TargetFacts, Training
-from localspec.model_files.gguf import TENSOR_TYPES, GGUFFile, damaged, whole
+from localspec.model_files.gguf import TENSOR_TYPES, GGUFFile, damaged, whole, width_of_heads
 from localspec.model_files.nextn import KeysAndValues
 from localspec.model_files.vocab import Vocab
 
@@ -125,16 +125,10 @@ def attention_sizes(file: GGUFFile, n_embd: int) -> tuple[int, int, int]:
         ModelFileError: they are missing, or an engine would assert on them.
     """
     n_head = whole(file, "attention.head_count")
-    n_head_kv, usual = whole(file, "attention.head_count_kv", n_head), n_embd // n_head
-    d_head = whole(file, "attention.key_length", usual)
-    n_rot = whole(file, "rope.dimension_count", d_head)
+    n_head_kv = whole(file, "attention.head_count_kv", n_head)
     if n_head % n_head_kv:
         raise damaged(file, f"its {n_head} attention heads cannot share {n_head_kv} key heads")
-    if n_rot % 2 or n_rot > d_head:
-        raise damaged(file, f"it rotates {n_rot} of {d_head} channels")
-    if whole(file, "attention.value_length", usual) != d_head:
-        raise damaged(file, "its keys and values differ in width")
-    return n_head, n_head_kv, d_head
+    return n_head, n_head_kv, width_of_heads(file, n_embd // n_head)
 
 
 def token_map(file: GGUFFile, n_vocab: int) -> npt.NDArray[np.int64]:

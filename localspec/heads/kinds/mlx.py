@@ -29,7 +29,6 @@ from localspec.errors import UnsupportedModel
 from localspec.heads.kinds.base import PublishedHead
 from localspec.heads.mlx import (
     HEAD_DTYPE,
-    FeedForward,
     HeadAttention,
     HeadModule,
     HeadSizes,
@@ -63,13 +62,15 @@ _EAGLE3_CHECKED = ("target_layers", "target_hidden_size", "block_count")  # sett
 
 class _Eagle3Layer(nn.Module):  # type: ignore[misc]
     def __init__(self, sizes: HeadSizes, *, norm_before_residual: bool) -> None:
+        from mlx_lm.models import qwen2
+
         super().__init__()
         self.norm_before_residual = norm_before_residual
         self.embedding_norm = nn.RMSNorm(sizes.n_embd, eps=sizes.eps)
         self.state_norm = nn.RMSNorm(sizes.n_embd, eps=sizes.eps)
         self.self_attn = HeadAttention(sizes.attention, 2 * sizes.n_embd, sizes.n_embd)
         self.ffn_norm = nn.RMSNorm(sizes.n_embd, eps=sizes.eps)
-        self.mlp = FeedForward(sizes.n_embd, sizes.n_ff)
+        self.mlp = qwen2.MLP(sizes.n_embd, sizes.n_ff)
 
     def __call__(self, state: mx.array, embedding: mx.array, mask: Any, cache: Any) -> mx.array:
         normed = self.state_norm(state)
@@ -138,12 +139,14 @@ _DFLASH_CHECKED = ("target_layers", "block_size", "block_count", "attention.slid
 
 class _BlockLayer(nn.Module):  # type: ignore[misc]
     def __init__(self, sizes: HeadSizes, window: int | None) -> None:
+        from mlx_lm.models import qwen2
+
         super().__init__()
         self.attn_norm = nn.RMSNorm(sizes.n_embd, eps=sizes.eps)
         self.self_attn = HeadAttention(sizes.attention, sizes.n_embd, sizes.n_embd, sizes.eps)
         self.window = window
         self.ffn_norm = nn.RMSNorm(sizes.n_embd, eps=sizes.eps)
-        self.mlp = FeedForward(sizes.n_embd, sizes.n_ff)
+        self.mlp = qwen2.MLP(sizes.n_embd, sizes.n_ff)
 
     def __call__(self, x: mx.array, cache: Any) -> mx.array:
         x = x + self.self_attn(self.attn_norm(x), self._mask(x.shape[1], cache.offset), cache)
