@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,22 +28,19 @@ from localspec.system.steps import Steps
 # Which passes are timed: of a whole model over tokens, of a head over rows, of a target's first layers.
 
 
+Feed = Callable[[Context, Sequence[int], Wanted], object]
+
+
 @dataclass(frozen=True, slots=True)
 class PassKind:
-    """A kind of pass that is timed: a model over tokens."""
+    """A kind of pass that is timed: in which memory, over which tokens, and how it is run."""
 
-    def context(self, model: Model, n_ctx: int) -> Context:
-        return model.new_context(n_ctx)
-
-    def tokens(self, model: Model) -> list[int]:
-        """The tokens that the passes read: an ordinary text."""
-        return model.tokenize(CHECK_TEXT, add_special=True) or [0]
-
-    def feed(self, context: Context, tokens: Sequence[int], logits: Wanted = "all") -> None:
-        context.decode(tokens, logits)
+    context: Callable[[Model, int], Context] = lambda model, n_ctx: model.new_context(n_ctx)
+    tokens: Callable[[Model], list[int]] = lambda model: model.tokenize(CHECK_TEXT, add_special=True) or [0]
+    feed: Feed = lambda memory, tokens, logits: memory.decode(tokens, logits)
 
 
-WHOLE = PassKind()
+WHOLE = PassKind()  # a whole model, over an ordinary text
 
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24)
@@ -143,7 +140,8 @@ class Timer:
             for start in range(0, self._fill, 16):
                 self._passes.feed(each, self._tokens[start : min(start + 16, self._fill)], "none")
                 yield
-            self._passes.feed(each, self._tokens[self._fill : self._fill + 2])  # the first pass of a kind allocates
+            # The first pass of a kind allocates.
+            self._passes.feed(each, self._tokens[self._fill : self._fill + 2], "all")
             each.truncate(self._fill)
 
     def round(self) -> Steps[None]:
@@ -214,7 +212,7 @@ def calibrating_quickly(model: Model, n_ctx: int, passes: PassKind = WHOLE) -> S
     tokens = [tokens[i % len(tokens)] for i in range(n_ctx)]
     samples: dict[int, list[float]] = {}
     with passes.context(model, n_ctx) as context:
-        passes.feed(context, tokens[:2])  # the first pass of a kind allocates
+        passes.feed(context, tokens[:2], "all")  # the first pass of a kind allocates
         context.truncate(1)
         began = time.perf_counter()
         for width in [w for w in QUICK_WIDTHS if w < n_ctx]:

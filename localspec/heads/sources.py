@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import cast
@@ -146,31 +145,13 @@ def heads_of(target: Model) -> Iterator[str]:
 # Which passes of a head are timed.
 
 
-@dataclass(frozen=True, slots=True)
-class HeadPasses(PassKind):
-    """Passes of a head as its drafter makes them."""
-
-    open: Callable[[int], Context]
-    run: Callable[[Context, Sequence[int], Wanted], object]
-    text: Callable[[], list[int]] = lambda: [0]  # names of rows, which do not matter
-
-    def context(self, model: Model, n_ctx: int) -> Context:
-        return self.open(n_ctx)
-
-    def tokens(self, model: Model) -> list[int]:
-        return self.text()
-
-    def feed(self, context: Context, tokens: Sequence[int], logits: Wanted = "all") -> None:
-        self.run(context, tokens, logits)
-
-
 @lru_cache(maxsize=32)
 def _rows(n: int, n_embd: int) -> FloatArray:
     return np.random.default_rng(0).standard_normal((n, n_embd), dtype=np.float32)
 
 
 def passes_of(head: DraftHead, context: Context, target: Model) -> PassKind:
-    """The passes that are timed; ``context`` is of the head."""
+    """Passes of a head as its drafter makes them; ``context`` is of the head."""
     model, hidden = head.model, context.hidden
 
     def rows(memory: Context, tokens: Sequence[int], logits: Wanted) -> None:
@@ -202,14 +183,20 @@ def passes_of(head: DraftHead, context: Context, target: Model) -> PassKind:
             context.decode_floats(_rows(1, model.n_embd), [0])
             context.truncate(0)
 
+    def text(_: Model) -> list[int]:
+        return WHOLE.tokens(target)
+
+    def names(_: Model) -> list[int]:
+        return [0]  # of rows, which do not matter
+
     if head.kind == "block":
-        return HeadPasses(head.new_context, block)
+        return PassKind(lambda _, n: head.new_context(n), names, block)
     if head.kind == "following":
-        return HeadPasses(target.new_context, following_row, lambda: WHOLE.tokens(target))
+        return PassKind(lambda _, n: target.new_context(n), text, following_row)
     if head.kind == "exit":
-        return HeadPasses(lambda n: target.new_context(n, hidden=head.taps), first_layers, lambda: WHOLE.tokens(target))
+        return PassKind(lambda _, n: target.new_context(n, hidden=head.taps), text, first_layers)
     chained = head.kind == "chained" and isinstance(head, Head)
-    return HeadPasses(lambda n: model.new_context(n, hidden=hidden), true_rows if chained else rows)
+    return PassKind(lambda _, n: model.new_context(n, hidden=hidden), names, true_rows if chained else rows)
 
 
 # An untrained head for states that leave the target early: its last norm, and rows of its output matrix.
