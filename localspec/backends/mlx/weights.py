@@ -73,18 +73,13 @@ class BlockType:
     mode: str = "affine"  # MLX's name of what codes and scales mean
 
 
-@dataclass(frozen=True, slots=True)
-class PackedMatrix:
-    """A matrix in one of MLX's quantised formats."""
+def repack(kind: BlockType, rows: Bytes) -> tuple[npt.NDArray[np.uint32], Floats | Bytes, Floats | None]:
+    """Rewrite a matrix of blocks of a kind: rows [n_rows, n_columns / block * n_bytes].
 
-    codes: npt.NDArray[np.uint32]  # [n_rows, n_columns * bits / 32], the codes of a row as one bit stream
-    scales: Floats | Bytes  # [n_rows, n_columns / group]
-    biases: Floats | None  # as ``scales``, for the affine mode
-    kind: BlockType
-
-
-def repack(kind: BlockType, rows: Bytes) -> PackedMatrix:
-    """Rewrite a matrix of blocks of a kind: rows [n_rows, n_columns / block * n_bytes]."""
+    Returns:
+        The codes of each row as one bit stream [n_rows, n_columns * bits / 32], scales [n_rows, n_columns / group], and
+        biases as these for the affine mode.
+    """
     n_rows, row_bytes = rows.shape
     n_columns = row_bytes // kind.n_bytes * kind.block
     codes = np.empty((n_rows, n_columns * kind.bits // 8), dtype=np.uint8)
@@ -105,7 +100,7 @@ def repack(kind: BlockType, rows: Bytes) -> PackedMatrix:
     with ThreadPoolExecutor(_N_THREADS) as pool:
         for _ in pool.map(rewrite, range(0, n_rows, step)):
             pass  # only to raise what was raised
-    return PackedMatrix(codes.view(np.uint32), scales, biases, kind)
+    return codes.view(np.uint32), scales, biases
 
 
 def pack(codes: Bytes, bits: int) -> Bytes:
@@ -357,16 +352,15 @@ def read_tensor(
             f"{file.path.name}: the mlx backend cannot read {info.name} as {info.type_name}, only as {wanted}; "
             "use --backend llama-cpp or another quantisation of the model"
         )
-    matrix = repack(kind, file.tensor_bytes(info.name).reshape(-1, shape[-1] // kind.block * kind.n_bytes))
-    codes = mx.array(matrix.codes).reshape(*shape[:-1], -1)
-    if matrix.biases is None:
-        exponents = mx.array(matrix.scales).reshape(*shape[:-1], -1)
+    rows = file.tensor_bytes(info.name).reshape(-1, shape[-1] // kind.block * kind.n_bytes)
+    packed, scales, biases = repack(kind, rows)
+    codes = mx.array(packed).reshape(*shape[:-1], -1)
+    if biases is None:
+        exponents = mx.array(scales).reshape(*shape[:-1], -1)
         mx.eval(codes, exponents)
         return Stored(codes, exponents, None, kind)
-    scales, biases = (
-        _to_dtype(each, dtype, file, info).reshape(*shape[:-1], -1) for each in (matrix.scales, matrix.biases)
-    )
-    return Stored(codes, scales, biases, kind)
+    scale, bias = (_to_dtype(each, dtype, file, info).reshape(*shape[:-1], -1) for each in (scales, biases))
+    return Stored(codes, scale, bias, kind)
 
 
 def _to_dtype(numbers: npt.NDArray[Any], dtype: mx.Dtype, file: GGUFFile, info: TensorInfo) -> mx.array:

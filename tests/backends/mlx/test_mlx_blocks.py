@@ -25,9 +25,8 @@ EXACT = [name for name in BLOCK_TYPES if name not in ROUNDED]
 
 def as_mlx_sees_it(kind: str, rows: np.ndarray) -> np.ndarray:
     """Blocks repacked, and unpacked again by MLX."""
-    matrix = repack(BLOCK_TYPES[kind], rows)
-    biases = None if matrix.biases is None else mx.array(matrix.biases)
-    return unpacked(matrix.kind, mx.array(matrix.codes), mx.array(matrix.scales), biases)
+    codes, scales, biases = repack(BLOCK_TYPES[kind], rows)
+    return unpacked(BLOCK_TYPES[kind], mx.array(codes), mx.array(scales), None if biases is None else mx.array(biases))
 
 
 def unpacked(kind: BlockType, codes: mx.array, scales: mx.array, biases: mx.array | None) -> np.ndarray:
