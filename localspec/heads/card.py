@@ -281,6 +281,23 @@ class HeadCard:
         except (ModelFileError, ValueError) as error:
             raise ModelFileError(f"{name} is damaged: {error}; make it again") from None
 
+    def misfit(self, target: TargetFacts) -> str:
+        """Why it cannot draft for a target, in a clause; "" where it can. It need not be trained for the same file, as
+        what it guesses is verified."""
+        theirs = self.target
+        if theirs.fingerprint == target.fingerprint:
+            return ""
+        for what, its, wanted in (
+            ("the architecture", theirs.architecture, target.architecture),
+            ("a width of", theirs.n_embd, target.n_embd),
+            ("a number of layers of", theirs.n_layers, target.n_layers),
+            ("an output matrix of rows numbering", theirs.n_vocab, target.n_vocab),
+        ):
+            if its != wanted:
+                return f"it is for {theirs.name}, with {what} {its} where {target.name} has {wanted}"
+        same = theirs.vocab == target.vocab
+        return "" if same else f"it is for {theirs.name}, whose vocabulary differs from that of {target.name}"
+
     def _contradictions(self) -> Iterator[str]:
         target, sizes = self.target, (self.n_head, self.n_head_kv, self.d_head, self.d_ff)
         if self.kind not in get_args(Kind):
@@ -335,36 +352,3 @@ def _rates(data: Any) -> dict[str, tuple[float, ...]]:
             raise ValueError(f"its acceptance is {shown(rates)}")
         found[category] = tuple(map(float, rates))
     return found
-
-
-# Whether a head can draft for a target.
-
-
-@dataclass(frozen=True)
-class HeadFit:
-    """Whether a head can draft for a target."""
-
-    usable: bool
-    exact: bool = False  # it was trained for that very file
-    why: str = ""  # what a user should know of it
-
-
-def fit(card: HeadCard, target: TargetFacts) -> HeadFit:
-    """Whether a head fits a target; what it guesses is verified, so it need not be trained for the same file."""
-    theirs = card.target
-    if theirs.fingerprint == target.fingerprint:
-        return HeadFit(usable=True, exact=True)
-    for what, its, wanted in (
-        ("the architecture", theirs.architecture, target.architecture),
-        ("a width of", theirs.n_embd, target.n_embd),
-        ("a number of layers of", theirs.n_layers, target.n_layers),
-        ("an output matrix of rows numbering", theirs.n_vocab, target.n_vocab),
-    ):
-        if its != wanted:
-            why = f"it is for {theirs.name}, with {what} {its} where {target.name} has {wanted}"
-            return HeadFit(usable=False, why=why)
-    if theirs.vocab != target.vocab:
-        why = f"it is for {theirs.name}, whose vocabulary differs from that of {target.name}"
-        return HeadFit(usable=False, why=why)
-    why = f"it was trained for another file of this shape ({theirs.name}), so it may guess worse"
-    return HeadFit(usable=True, why=why)

@@ -30,7 +30,7 @@ from localspec.backends.trust import verdict_key, verdicts
 from localspec.errors import EngineMismatch, LocalspecError, UsageError
 from localspec.heads.assembly import OUTPUT_TYPES, assemble, engine_file
 from localspec.heads.base import STATE, DraftHead, row_by_row, verdict_on
-from localspec.heads.card import Kind, TargetFacts, fit
+from localspec.heads.card import Kind, TargetFacts
 from localspec.heads.file import check_head, find_heads, head_weights, read_card
 from localspec.heads.products import products
 from localspec.model_files.fingerprint import fingerprint
@@ -155,17 +155,18 @@ def _read_facts(target: Path, stamp: tuple[tuple[int, ...], ...]) -> TargetFacts
 
 def heads_for(target: Path) -> list[Path]:
     """Heads on this disk that fit a target: those trained for that very file first. Damaged ones are left out."""
-    paths = find_heads()
-    facts = target_facts(target) if paths else None
-    fitting: list[tuple[bool, Path]] = []
+    paths, fitting = find_heads(), list[tuple[bool, Path]]()
+    if not paths:
+        return []
+    facts = target_facts(target)
     for path in paths:
         try:
-            found = fit(read_card(path), facts) if facts is not None else None
+            card = read_card(path)
         except LocalspecError:
             continue
-        if found is not None and found.usable:
-            fitting.append((found.exact, path))
-    return [path for exact, path in sorted(fitting, key=lambda each: not each[0])]
+        if not card.misfit(facts):
+            fitting.append((card.target.fingerprint != facts.fingerprint, path))
+    return [path for _, path in sorted(fitting, key=lambda each: each[0])]
 
 
 def load_head(
@@ -193,13 +194,12 @@ def load_head(
         EngineError: the engine is not usable, wrong about it, or the disk refuses.
     """
     card, facts = read_card(path), target_facts(target)
-    found = fit(card, facts)
-    if not found.usable:
-        raise UsageError(f"{path.name} does not fit: {found.why}")
-    if found.why:
-        warn(f"{path.name}: {found.why}")
+    if why := card.misfit(facts):
+        raise UsageError(f"{path.name} does not fit: {why}")
+    if card.target.fingerprint != facts.fingerprint:
+        made_for = card.target.name
+        warn(f"{path.name}: it was trained for another file of this shape ({made_for}), so it may guess worse")
     options = {"n_threads": n_threads, "n_gpu_layers": n_gpu_layers}
-    why = ""
     for output_type in OUTPUT_TYPES:
         place = engine_file(path, target, facts.fingerprint, output_type)
         key = verdict_key(backend, options, place.name)

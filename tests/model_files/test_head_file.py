@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from localspec.errors import ModelFileError, UnsupportedModel, UsageError
-from localspec.heads.card import CurvePoint, HeadCard, Kind, TargetFacts, Training, fit
+from localspec.heads.card import CurvePoint, HeadCard, Kind, TargetFacts, Training
 from localspec.heads.file import TYPES, check_head, head_weights, read_card, write_head
 from localspec.model_files.gguf import GGUFFile
 from tests.conftest import TinyFiles
@@ -120,11 +120,8 @@ def test_a_card_that_contradicts_itself_is_refused(change: dict[str, Any], words
 
 
 def test_which_targets_a_head_fits() -> None:
-    assert fit(CARD, TARGET).exact
     other = replace(TARGET, fingerprint="0" * 32)
-    similar = fit(CARD, other)
-    assert (similar.usable, similar.exact) == (True, False)
-    assert "another file" in similar.why
+    assert CARD.misfit(TARGET) == CARD.misfit(other) == ""
     for change, words in (
         ({"n_embd": 32}, "a width of 64 where a target has 32"),
         ({"n_layers": 5}, "layers"),
@@ -132,9 +129,7 @@ def test_which_targets_a_head_fits() -> None:
         ({"n_vocab": 301}, "rows"),
         ({"vocab": "0" * 16}, "vocabulary"),
     ):
-        refused = fit(CARD, replace(other, **change))
-        assert not refused.usable
-        assert words in refused.why
+        assert words in CARD.misfit(replace(other, **change))
 
 
 def test_tensors_that_are_missing_or_too_many_are_named(tmp_path: Path) -> None:
@@ -155,5 +150,5 @@ def test_models_and_heads_are_not_mistaken_for_each_other(tiny: TinyFiles, tmp_p
         file.check_generates_text()
     card = read_card(write_random_head(tiny.pair.target, head, n_out=40))
     with GGUFFile(tiny.pair.target) as file, GGUFFile(tiny.pair.draft) as other:
-        assert fit(card, TargetFacts.of(file, card.target.fingerprint)).exact
-        assert "layers" in fit(card, TargetFacts.of(other, "another")).why
+        assert card.misfit(TargetFacts.of(file, "another")) == ""
+        assert "layers" in card.misfit(TargetFacts.of(other, "another"))
