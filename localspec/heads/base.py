@@ -42,7 +42,7 @@ class DraftHead(ABC):
     has_zeroth: bool = False
 
     @abstractmethod
-    def new_context(self, n_ctx: int, *, n_threads: int | None = None) -> Context:
+    def new_context(self, n_ctx: int) -> Context:
         """A memory for a text of n_ctx tokens; a chained head's returns its states as ``hidden[STATE]``."""
 
     @abstractmethod

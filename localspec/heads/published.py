@@ -107,9 +107,9 @@ class EngineHead(DraftHead):
         self.steps = facts.block.n_guesses if facts.block else STEPS
         self.has_zeroth, self.rate = facts.has_zeroth, facts.rate
 
-    def new_context(self, n_ctx: int, *, n_threads: int | None = None) -> Context:
+    def new_context(self, n_ctx: int) -> Context:
         hidden = () if self.facts.block else (STATE,)
-        return self.model.new_context(n_ctx + self.steps + 1, n_threads=n_threads, hidden=hidden)
+        return self.model.new_context(n_ctx + self.steps + 1, hidden=hidden)
 
     def window(self, n_ctx: int) -> int:
         if self.facts.reads:

@@ -72,9 +72,9 @@ class Head(DraftHead):
         self._target = GGUFFile(target)
         self._times = products(model, matrices)
 
-    def new_context(self, n_ctx: int, *, n_threads: int | None = None) -> Context:
+    def new_context(self, n_ctx: int) -> Context:
         hidden = (STATE,) if self.kind == "chained" else ()
-        return self.model.new_context(n_ctx, n_threads=n_threads, hidden=hidden)
+        return self.model.new_context(n_ctx, hidden=hidden)
 
     def window(self, n_ctx: int) -> int:
         return min(MAX_STATES, n_ctx // 2)
