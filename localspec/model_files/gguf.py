@@ -577,8 +577,8 @@ def check_shapes(file: GGUFFile, shapes: dict[str, tuple[int, ...]], optional: S
 
 
 def width_of_heads(file: GGUFFile, usual: int | None = None, suffix: str = "") -> int:
-    """Channels of an attention head, by settings whose names end so; ``usual`` where they do not say. ``ModelFileError``:
-    they are missing, or keys, values and rotation do not fit together."""
+    """Channels of an attention head, by settings whose names end so; ``usual`` where they do not say.
+    ``ModelFileError``: they are missing, or keys, values and rotation do not fit together."""
     width = whole(file, f"attention.key_length{suffix}", usual)
     n_rotated = whole(file, f"rope.dimension_count{suffix}", width)
     if n_rotated % 2 or n_rotated > width:
