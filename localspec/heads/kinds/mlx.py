@@ -150,7 +150,7 @@ class _BlockLayer(nn.Module):  # type: ignore[misc]
 
     def __call__(self, x: mx.array, cache: Any) -> mx.array:
         x = x + self.self_attn(self.attn_norm(x), self._mask(x.shape[1], cache.offset), cache)
-        return x + self.mlp(self.ffn_norm(x))
+        return cast(mx.array, x + self.mlp(self.ffn_norm(x)))
 
     def _mask(self, n: int, n_past: int) -> mx.array | None:
         """What each of n new rows sees: all new ones, and those before as far as the window reaches."""
