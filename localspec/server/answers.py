@@ -7,34 +7,30 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, aclosing
-from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, TypeVar
+from contextlib import AbstractContextManager, AsyncExitStack, aclosing
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from localspec.engine.request import Reply
-from localspec.errors import written_json
-from localspec.server.requests import AnswerOptions
-from localspec.server.service import AnswerEvent, AnswerTask, Service
+from localspec.engine.request import AsyncRoundStream, Reply
+from localspec.errors import QueueFull, written_json
+from localspec.server.http import too_busy, too_late
+from localspec.server.service import Choice, Service
 from localspec.server.tool_calls import CallStart, TextPiece
 from localspec.server.tools import Delta
-from localspec.spec_decode.rounds import PromptProgress
-
-Part = TypeVar("Part")
-"""What an answer tells of a step."""
+from localspec.spec_decode.rounds import PromptProgress, Round
 
 
-class ApiAnswer(ABC, Generic[Part]):
+class ApiAnswer(ABC):
     """The answer to one request; subclasses have the shape of an API. Made in a thread: templates take time.
 
     Args:
         service: what answers.
-        options: of the request.
-        tasks: one for each choice; none where nothing is to be said.
+        choices: the answers to make, one after the other; none where nothing is to be said.
 
     Attributes:
-        replies: of the tasks that are done.
+        replies: of the choices that are done.
         seconds_loading: for which the request waited until its model was loaded.
-        holding: see ``Service.answers``.
+        holding: what is entered once the queue has taken all choices, and left when they are answered.
 
     Raises:
         LocalspecError: the request does not fit the template, the context or the model.
@@ -43,10 +39,9 @@ class ApiAnswer(ABC, Generic[Part]):
     seconds_loading = 0.0
     holding: AbstractContextManager[None] | None = None
 
-    def __init__(self, service: Service, options: AnswerOptions, tasks: Sequence[AnswerTask]) -> None:
+    def __init__(self, service: Service, choices: Sequence[Choice]) -> None:
         self.service = service
-        self.options = options
-        self.tasks = tasks
+        self.choices = choices
         self.created = time.time()
         self.replies: list[Reply] = []
 
@@ -54,13 +49,22 @@ class ApiAnswer(ABC, Generic[Part]):
         """The events in front of all others."""
         return ()
 
-    @abstractmethod
-    def read(self, step: AnswerEvent) -> Iterable[Part]:
-        """Take a step in."""
+    def progress(self, index: int, progress: PromptProgress) -> Iterable[bytes]:
+        """The events of how far the prompt of a choice is read."""
+        return ()
+
+    @property
+    def over(self) -> bool:
+        """Whether the answer may end after the round that was read last."""
+        return False
 
     @abstractmethod
-    def told(self, part: Part) -> Iterable[bytes]:
-        """The events of a part."""
+    def read(self, index: int, delta: Delta, round_: Round) -> Iterable[bytes]:
+        """Take in what a round adds to a choice; its events."""
+
+    @abstractmethod
+    def done(self, index: int, delta: Delta, finish_reason: str) -> Iterable[bytes]:
+        """Take in the rest of a choice, and why it ended, as OpenAI's chat has it; its events."""
 
     def end(self) -> Iterable[bytes]:
         """The events behind all others."""
@@ -72,30 +76,60 @@ class ApiAnswer(ABC, Generic[Part]):
 
     async def whole(self) -> dict[str, Any]:
         async with aclosing(self._steps()) as steps:
-            async for _ in steps:
-                pass
+            async for events in steps:
+                for _ in events:
+                    pass
         return await asyncio.to_thread(self.finished)  # some APIs repeat in an answer all that was sent
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         begun = False  # what fails before there is anything to tell has its own status
         async with aclosing(self._steps()) as steps:
-            async for parts in steps:
+            async for events in steps:
                 if not begun:
                     begun = True
                     for event in await asyncio.to_thread(list, self.begin()):
                         yield event
-                for part in parts:
-                    for event in self.told(part):
-                        yield event
+                for event in events:
+                    yield event
         for event in await asyncio.to_thread(list, self.end()):
             yield event
 
-    async def _steps(self) -> AsyncGenerator[list[Part], None]:
-        async with aclosing(self.service.answers(self.options, self.tasks, self.holding)) as steps:
-            async for step in steps:
-                if step.reply is not None:
-                    self.replies.append(step.reply)
-                yield list(self.read(step))
+    async def _steps(self) -> AsyncGenerator[Iterable[bytes], None]:
+        """The events of every step of the engine; what they tell is taken in as they are read.
+
+        Raises:
+            ApiError: the queue is full, or the wait was too long.
+            LocalspecError: the engine failed.
+        """
+        service = self.service
+        async with AsyncExitStack() as stack:
+            try:
+                streams = [await stack.enter_async_context(AsyncRoundStream(choice.job)) for choice in self.choices]
+            except QueueFull as error:
+                wait = service.metrics.mean_request_seconds * (service.llm.queue_length + 1)
+                raise too_busy(str(error), wait) from None
+            if self.holding is not None:
+                stack.enter_context(self.holding)
+            for index, (choice, stream) in enumerate(zip(self.choices, streams, strict=True)):
+                reader, cut = choice.reader, False
+                async for step in stream.steps():
+                    if isinstance(step, PromptProgress):
+                        yield self.progress(index, step)
+                        continue
+                    yield self.read(index, reader.read(step), step)
+                    if cut := reader.over or self.over:
+                        await stream.aclose()
+                        break
+                reply = await stream.reply()
+                if index == 0 and reply.cancelled_by == "deadline" and not reply.stats.prompt_tokens:
+                    raise too_late(service.settings.time_limit)
+                service.metrics.count(reply)
+                self.replies.append(service.client.shown(reply, service.drafters))
+                reason: str = "length" if reply.finish_reason == "cancelled" else reply.finish_reason
+                rest = reader.finish(cut=reason == "length")
+                if reader.calls.n_calls and (cut or reason == "stop"):
+                    reason = "tool_calls"
+                yield self.done(index, rest, reason)
 
     def figures(self) -> dict[str, Any]:
         """``localspec`` in an answer: statistics, a list of them where there are several replies."""
@@ -135,16 +169,7 @@ class AnswerBlock:
         return value if isinstance(value, dict) else {}
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A block begins, grows by a piece, or ends."""
-
-    what: Literal["begin", "piece", "end"]
-    block: AnswerBlock
-    piece: str = ""
-
-
-class BlockAnswer(ApiAnswer[Change]):
+class BlockAnswer(ApiAnswer):
     """One choice, in blocks. White space between thoughts and calls is no text.
 
     Attributes:
@@ -152,23 +177,18 @@ class BlockAnswer(ApiAnswer[Change]):
         finish_reason: as OpenAI's chat has it; None before the end.
     """
 
-    def __init__(self, service: Service, options: AnswerOptions, tasks: Sequence[AnswerTask]) -> None:
-        super().__init__(service, options, tasks)
+    def __init__(self, service: Service, choices: Sequence[Choice]) -> None:
+        super().__init__(service, choices)
         self.blocks: list[AnswerBlock] = []
         self.finish_reason: str | None = None
         self._open: AnswerBlock | None = None
         self._space = ""  # in front of a text that may not come
 
-    def read(self, step: AnswerEvent) -> Iterator[Change]:
-        yield from self._changes(step.delta)
-        if step.reply is not None:
-            self.finish_reason = step.finish_reason
-            if self._space and not self.blocks:
-                yield from self._begin(AnswerBlock(0, "text"))
-                yield self._more(self._space)
-            yield from self._end()
+    @abstractmethod
+    def told(self, what: Literal["begin", "piece", "end"], block: AnswerBlock, piece: str = "") -> Iterable[bytes]:
+        """The events of a block that begins, has grown by a piece, or ends."""
 
-    def _changes(self, delta: Delta) -> Iterator[Change]:
+    def read(self, index: int, delta: Delta, round_: Round | None = None) -> Iterator[bytes]:
         if delta.thinking:
             yield from self._say("thinking", delta.thinking)
         for piece in delta.pieces:
@@ -176,33 +196,41 @@ class BlockAnswer(ApiAnswer[Change]):
                 yield from self._say("text", piece.text)
             elif isinstance(piece, CallStart):
                 self._space = ""
-                yield from self._begin(AnswerBlock(len(self.blocks), "call", id=piece.id, name=piece.name))
+                yield from self._begin("call", id=piece.id, name=piece.name)
             else:
-                yield self._more(piece.text)
+                yield from self._more(piece.text)
 
-    def _say(self, kind: BlockKind, text: str) -> Iterator[Change]:
+    def done(self, index: int, delta: Delta, finish_reason: str) -> Iterator[bytes]:
+        yield from self.read(index, delta)
+        if self._space and not self.blocks:
+            yield from self._begin("text")
+            yield from self._more(self._space)
+        self.finish_reason = finish_reason
+        yield from self._end()
+
+    def _say(self, kind: BlockKind, text: str) -> Iterator[bytes]:
         if self._open is None or self._open.kind != kind:
             self._space += text
             if self._space.isspace():
                 return
             text, self._space = self._space, ""
-            yield from self._begin(AnswerBlock(len(self.blocks), kind))
-        yield self._more(text)
+            yield from self._begin(kind)
+        yield from self._more(text)
 
-    def _begin(self, block: AnswerBlock) -> Iterator[Change]:
+    def _begin(self, kind: BlockKind, **own: str) -> Iterator[bytes]:
         yield from self._end()
-        self._open = block
-        self.blocks.append(block)
-        yield Change("begin", replace(block))  # as it is now: it may have grown before this is read
+        self._open = AnswerBlock(len(self.blocks), kind, **own)
+        self.blocks.append(self._open)
+        yield from self.told("begin", self._open)
 
-    def _more(self, text: str) -> Change:
+    def _more(self, text: str) -> Iterable[bytes]:
         assert self._open is not None
         self._open.text += text
-        return Change("piece", self._open, text)
+        return self.told("piece", self._open, text)
 
-    def _end(self) -> Iterator[Change]:
+    def _end(self) -> Iterator[bytes]:
         if self._open is not None:
-            yield Change("end", self._open)
+            yield from self.told("end", self._open)
             self._open = None
 
 

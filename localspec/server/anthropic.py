@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from localspec.prompts.folding import merged
-from localspec.server.answers import AnswerBlock, BlockAnswer, Change, identifier
+from localspec.server.answers import AnswerBlock, BlockAnswer, identifier
 from localspec.server.bodies import (
     MAX_COUNT,
     Body,
@@ -177,15 +177,9 @@ class CountBody(ApiBody, Shared):
             "type": "json_schema",
             "json_schema": {"name": "answer", "schema": config.format.schema_},
         }
-        options = self.answer_options(
-            served,
-            form=form,
-            form_name="output_config.format",
-            thinking_budget=budget,
-            ending="continue" if begins_answer(messages) else "assistant",
-            **thinking(served, effort),
-            **more,
-        )
+        think, _ = thinking(served, effort)
+        options = {"thinking_budget": budget, "think": think} | more
+        how = self.job_options(served, form=form, form_name="output_config.format", **options)
         choice = self.tool_choice
         if choice.type == "tool" and choice.name is None:
             raise invalid("tool_choice.name is missing", "tool_choice.name", "missing_required_parameter")
@@ -195,7 +189,7 @@ class CountBody(ApiBody, Shared):
             forced=choice.name if choice.type == "tool" else None,
             parallel=not choice.disable_parallel_tool_use,
         )
-        return ChatRequest(options, messages, tools)
+        return ChatRequest(*how, messages, tools, "continue" if begins_answer(messages) else "assistant")
 
     def _messages(self) -> list[dict[str, Any]]:
         system = [] if self.system is None else [text_of(self.system, "system", ("text",), "\n")]
@@ -213,7 +207,7 @@ class MessagesBody(CountBody):
     stream: Flag = False
 
     def asked(self, served: ServedModel, **more: Any) -> ChatRequest:
-        return super().asked(served, max_tokens=self.max_tokens, stop=self.stop_sequences, stream=self.stream)
+        return super().asked(served, max_tokens=self.max_tokens, stop=self.stop_sequences)
 
 
 # What is answered.
@@ -223,23 +217,22 @@ class MessagesAnswer(BlockAnswer):
     """The answer to ``/v1/messages``."""
 
     def __init__(self, service: Service, body: MessagesBody) -> None:
-        request = body.asked(service.served())
-        super().__init__(service, request.options, service.tasks(request))
+        super().__init__(service, service.choices(body.asked(service.served())))
         self._id = identifier("msg")
 
     def begin(self) -> Iterator[bytes]:
-        usage = {"input_tokens": len(self.tasks[0].prompt), "output_tokens": 0}
+        usage = {"input_tokens": len(self.choices[0].request.prompt), "output_tokens": 0}
         yield _event("message_start", message=self._message() | {"usage": usage})
 
-    def told(self, change: Change) -> Iterator[bytes]:
-        block, at = change.block, {"index": change.block.index}
-        if change.what == "begin":
+    def told(self, what: str, block: AnswerBlock, piece: str = "") -> Iterator[bytes]:
+        at = {"index": block.index}
+        if what == "begin":
             yield _event("content_block_start", **at, content_block=_content(block))
-        elif change.what == "end":
+        elif what == "end":
             yield _event("content_block_stop", **at)
         else:
             kind, name = _DELTAS[block.kind]
-            yield _event("content_block_delta", **at, delta={"type": kind, name: change.piece})
+            yield _event("content_block_delta", **at, delta={"type": kind, name: piece})
 
     def end(self) -> Iterator[bytes]:
         yield _event("message_delta", delta=self._stop(), usage=self._usage(), localspec=self.figures())
@@ -265,14 +258,15 @@ class MessagesAnswer(BlockAnswer):
         said = "".join(token.text for token in self.replies[0].tokens if not token.thinking)
         if self.replies[0].tokens and not self.replies[0].tokens[-1].text:  # it may be a special token
             said += self.service.llm.token_text(self.replies[0].tokens[-1].id)
-        stop = min((s for s in self.options.params.stop if s in said), key=said.index, default=None)
+        stops = self.choices[0].request.params.stop
+        stop = min((s for s in stops if s in said), key=said.index, default=None)
         if self.finish_reason == "stop" and stop is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
         return {"stop_reason": _STOP_REASONS[self.finish_reason], "stop_sequence": None}
 
     def _usage(self) -> dict[str, Any]:
         """Anthropic counts cached input tokens apart."""
-        stats, n = self.replies[0].stats, len(self.tasks[0].prompt)
+        stats, n = self.replies[0].stats, len(self.choices[0].request.prompt)
         return {
             "input_tokens": n - stats.cached_tokens,
             "cache_read_input_tokens": stats.cached_tokens,
@@ -285,8 +279,7 @@ class CountAnswer:
     """The answer to ``/v1/messages/count_tokens``, also of what does not fit."""
 
     def __init__(self, service: Service, body: CountBody) -> None:
-        request = body.asked(service.served())
-        self._n = len(service.chat_prompt(request.messages, request.tools, request.options).prompt)
+        self._n = len(service.chat_prompt(service.formed(body.asked(service.served()))))
 
     async def whole(self) -> dict[str, Any]:
         return {"input_tokens": self._n}

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from localspec.engine.request import Reply
@@ -19,8 +19,9 @@ from localspec.server.bodies import MAX_COUNT, Body, Flag, between, items, whole
 from localspec.server.events import event
 from localspec.server.http import ApiError
 from localspec.server.requests import ApiBody, CompletionRequest, ServedModel, Shared, Stops
-from localspec.server.service import AnswerEvent, AnswerTask, Service
-from localspec.spec_decode.rounds import PromptProgress
+from localspec.server.service import Choice, Service
+from localspec.server.tools import Delta
+from localspec.spec_decode.rounds import PromptProgress, Round
 
 MAX_FILES, MAX_SAMPLERS, MAX_FIELDS, WIDEST_INDENT = 1024, 64, 64, 1 << 16
 
@@ -54,14 +55,9 @@ class InfillBody(ApiBody, Shared):
         # no ``samplers`` name it, ``temperature`` make no choice by chance here: the most probable token is taken.
         chooses = self.temperature is not None and (not self.samplers or "temperature" in self.samplers)
         body = self if chooses else self.model_copy(update={"temperature": 0.0})
-        options = body.answer_options(
-            served,
-            stop=self.stop,
-            max_tokens=FILL_TOKENS if self.only_reads else self.n_predict,
-            stream=self.stream,
-            progress=self.return_progress,
-        )
-        return CompletionRequest(options, [self.input_prefix + self.prompt], suffix=self.input_suffix)
+        max_tokens = FILL_TOKENS if self.only_reads else self.n_predict
+        how = body.job_options(served, stop=self.stop, max_tokens=max_tokens)
+        return CompletionRequest(*how, [self.input_prefix + self.prompt], self.input_suffix)
 
     @property
     def slot(self) -> int | None:
@@ -242,45 +238,46 @@ def _n_alike(one: str, other: str) -> int:
     return low
 
 
-class InfillAnswer(ApiAnswer[str | PromptProgress]):
+class InfillAnswer(ApiAnswer):
     """One suggestion; none where the editor only has something read."""
 
     def __init__(self, service: Service, body: InfillBody) -> None:
-        request = body.asked(service.served())
-        milliseconds, params = body.t_max_predict_ms, request.options.params
-        self._asked = body
+        asked, milliseconds = body.asked(service.served()), body.t_max_predict_ms
+        self._body, self._params = body, asked.params
         self._rules = LineRules(body.n_indent, milliseconds / 1e3 if milliseconds > 0 else None)
         self._content = ""
-        prefix = service.kept(Windows).joined(body.slot, str(request.prompts[0]))
+        prefix = service.kept(Windows).joined(body.slot, str(asked.prompts[0]))
         files = [(extra.filename or "snippet", extra.text) for extra in body.input_extra]
-        self._prompt = service.llm.fill_prompt(prefix, body.input_suffix, files, max_tokens=params.max_tokens)
-        tasks = []
+        fill = service.llm.fill_prompt(prefix, body.input_suffix, files, max_tokens=asked.params.max_tokens)
+        self._n_prompt = len(fill.tokens)
+        choices = list[Choice]()
         if body.only_reads:
-            service.llm.read_ahead(self._prompt)
+            service.llm.read_ahead(fill)
         else:
             # The slot is taken once the queue has this request: one that is refused leaves an older one alone.
             self.holding = service.kept(Slots).newest(body.slot)
-            before, rules = self._prompt.n_before, self._rules
-            tasks = [AnswerTask(self._prompt.tokens, params, keep_tokens=before, enough=lambda: rules.over)]
-        super().__init__(service, request.options, tasks)
+            choices = service.choices(replace(asked, prompts=[fill]))
+        super().__init__(service, choices)
 
-    def read(self, step: AnswerEvent) -> Iterator[str | PromptProgress]:
-        if step.progress is not None:
-            if step.progress.reader == "target":
-                yield step.progress
-            return
-        text = self._rules.push(step.delta.text) if not self._rules.over else ""
-        if step.reply is not None:
-            text += self._rules.finish()
+    @property
+    def over(self) -> bool:
+        return self._rules.over
+
+    def progress(self, index: int, progress: PromptProgress) -> Iterator[bytes]:
+        if self._body.return_progress and progress.reader == "target":
+            yield event(self._frame("") | {"prompt_progress": prompt_progress(progress)})
+
+    def read(self, index: int, delta: Delta, round_: Round | None = None) -> Iterator[bytes]:
+        yield from self._told("" if self._rules.over else self._rules.push(delta.text))
+
+    def done(self, index: int, delta: Delta, finish_reason: str) -> Iterator[bytes]:
+        text = "" if self._rules.over else self._rules.push(delta.text)
+        yield from self._told(text + self._rules.finish())
+
+    def _told(self, text: str) -> Iterator[bytes]:
+        self._content += text
         if text:
-            self._content += text
-            yield text
-
-    def told(self, part: str | PromptProgress) -> Iterator[bytes]:
-        if isinstance(part, PromptProgress):
-            yield event(self._frame("") | {"prompt_progress": prompt_progress(part)})
-        else:
-            yield event(self._frame(part))
+            yield event(self._frame(text))
 
     def end(self) -> Iterator[bytes]:
         yield event(self._last(""))
@@ -289,13 +286,12 @@ class InfillAnswer(ApiAnswer[str | PromptProgress]):
         return self._last(self._content)
 
     def _frame(self, content: str) -> dict[str, Any]:
-        return {"index": 0, "content": content, "id_slot": -1 if (slot := self._asked.slot) is None else slot} | {
+        return {"index": 0, "content": content, "id_slot": -1 if (slot := self._body.slot) is None else slot} | {
             "stop": False
         }
 
     def _last(self, content: str) -> dict[str, Any]:
-        llm, params, reply = self.service.llm, self.options.params, self._reply
-        n_prompt = len(self._prompt.tokens)
+        llm, params, reply, n_prompt = self.service.llm, self._params, self._reply, self._n_prompt
         n_said = reply.stats.completion_tokens if reply else 0
         settings: dict[str, Any] = {
             "n_ctx": llm.n_ctx,
@@ -330,10 +326,10 @@ class InfillAnswer(ApiAnswer[str | PromptProgress]):
         return "eos" if reply.token_ids and reply.token_ids[-1] in self.service.llm.vocab.eog else "word"
 
     def _picked(self, answer: dict[str, Any]) -> dict[str, Any]:
-        if not self._asked.response_fields:
+        if not self._body.response_fields:
             return answer
         picked = {}
-        for path in self._asked.response_fields:
+        for path in self._body.response_fields:
             value: Any = answer
             for name in path.split("/"):
                 value = value.get(name, _MISSING) if isinstance(value, Mapping) else _MISSING

@@ -13,17 +13,18 @@ from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
 from localspec.prompts.folding import merged
-from localspec.server.answers import AnswerBlock, BlockAnswer, Change
+from localspec.sampling.sampling import SamplingParams
+from localspec.server.answers import AnswerBlock, BlockAnswer
 from localspec.server.bodies import MAX_COUNT, Body, Flag, ModelBody, items, must_be, whole
 from localspec.server.events import Wire
 from localspec.server.http import KeepAlive, invalid, read_keep_alive
 from localspec.server.requests import (
     MAX_MESSAGES,
     MAX_TOOLS,
-    AnswerOptions,
     ApiBody,
     ChatRequest,
     CompletionRequest,
+    Ending,
     OwnFields,
     Prediction,
     ServedModel,
@@ -123,7 +124,7 @@ class OllamaBody(StayingBody, ApiBody):
     prediction: Prediction | None = None
     localspec: OwnFields | None = None
 
-    def answer_options(self, served: ServedModel, **more: Any) -> AnswerOptions:
+    def job_options(self, served: ServedModel, **more: Any) -> tuple[SamplingParams, dict[str, Any]]:
         form: Any = None
         if isinstance(self.format, dict):
             form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": self.format}}
@@ -135,14 +136,13 @@ class OllamaBody(StayingBody, ApiBody):
                 own[name] = value
         if given.repeat_last_n == -1:  # all of the text
             own["repeat_last_n"] = MAX_COUNT
-        return given.model_copy(update=own).answer_options(
+        return given.model_copy(update=own).job_options(
             served,
             stop=given.stop,
             max_tokens=given.num_predict if given.num_predict > 0 else None,
             form=form,
             form_name="format",
             at="options.",
-            stream=self.stream,
             **more,
         )
 
@@ -152,15 +152,12 @@ class OllamaBody(StayingBody, ApiBody):
 
     def chat(self, messages: Sequence[Any], tools: ToolUse, served: ServedModel) -> ChatRequest:
         if not messages:  # how clients load a model beforehand
-            return ChatRequest(AnswerOptions(served.params, stream=self.stream), [], tools)
+            return ChatRequest(served.params, {}, [], tools)
         think = ("on" if self.think else "off") if isinstance(self.think, bool) else self.think
-        options = self.answer_options(
-            served,
-            thinking_budget=self.options.thinking_budget,
-            ending="continue" if begins_answer(messages) else "assistant",  # as Ollama's own templates have it
-            **thinking(served, think=think),
-        )
-        return ChatRequest(options, list(messages), tools)
+        think, _ = thinking(served, think=think)
+        how = self.job_options(served, thinking_budget=self.options.thinking_budget, think=think)
+        ending: Ending = "continue" if begins_answer(messages) else "assistant"  # as Ollama's own templates have it
+        return ChatRequest(*how, messages, tools, ending)
 
 
 class OllamaChatBody(OllamaBody):
@@ -204,8 +201,7 @@ class OllamaGenerateBody(OllamaBody):
         ):
             if asks:
                 raise invalid(f"{path} cannot be had with raw or suffix", path, "unsupported_parameter")
-        options = self.answer_options(served)
-        return CompletionRequest(options, [self.prompt], suffix=self.suffix or None)
+        return CompletionRequest(*self.job_options(served), [self.prompt], self.suffix or None)
 
 
 class OllamaChat(BlockAnswer):
@@ -214,7 +210,7 @@ class OllamaChat(BlockAnswer):
     def __init__(self, service: Service, body: OllamaBody) -> None:
         request = body.asked(service.served())
         asks_nothing = isinstance(request, ChatRequest) and not request.messages
-        super().__init__(service, request.options, [] if asks_nothing else service.tasks(request))
+        super().__init__(service, [] if asks_nothing else service.choices(request))
 
     @classmethod
     def unloaded(cls, name: str) -> dict[str, Any]:
@@ -234,12 +230,12 @@ class OllamaChat(BlockAnswer):
             ]
         return {"message": message}
 
-    def told(self, change: Change) -> Iterator[bytes]:
-        if change.block.kind == "call":
-            if change.what == "end":
-                yield self._piece("", "", [change.block])
-        elif change.what == "piece":
-            yield self._piece(change.piece) if change.block.kind == "text" else self._piece("", change.piece)
+    def told(self, what: str, block: AnswerBlock, piece: str = "") -> Iterator[bytes]:
+        if block.kind == "call":
+            if what == "end":
+                yield self._piece("", "", [block])
+        elif what == "piece":
+            yield self._piece(piece) if block.kind == "text" else self._piece("", piece)
 
     def _piece(self, *said: Any) -> bytes:
         return line(_head(self.service) | self.said(*said) | {"done": False})
@@ -254,7 +250,7 @@ class OllamaChat(BlockAnswer):
 
     def _last(self) -> dict[str, Any]:
         """Why it ended, and figures; durations in nanoseconds."""
-        if not self.tasks:
+        if not self.choices:
             return {"done": True, "done_reason": "load"}
         stats, loading = self.replies[0].stats, self.seconds_loading
         return {
@@ -262,7 +258,7 @@ class OllamaChat(BlockAnswer):
             "done_reason": "length" if self.finish_reason == "length" else "stop",
             "total_duration": _ns(loading + time.time() - self.created),
             "load_duration": _ns(loading),
-            "prompt_eval_count": len(self.tasks[0].prompt),
+            "prompt_eval_count": len(self.choices[0].request.prompt),
             "prompt_eval_duration": _ns(stats.seconds_prompt),
             "eval_count": stats.completion_tokens,
             "eval_duration": _ns(stats.seconds_decode),

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
+from localspec.sampling.sampling import SamplingParams
 from localspec.server.answers import ApiAnswer, prompt_progress
 from localspec.server.bodies import (
     Body,
@@ -22,7 +23,6 @@ from localspec.server.http import invalid
 from localspec.server.requests import (
     MAX_CHOICES,
     MAX_MESSAGES,
-    AnswerOptions,
     ApiBody,
     ChatRequest,
     CompletionRequest,
@@ -43,10 +43,10 @@ from localspec.server.requests import (
     thinking,
     tool_use,
 )
-from localspec.server.service import AnswerEvent, Service, repeated
+from localspec.server.service import Service
 from localspec.server.tool_calls import CallStart
 from localspec.server.tools import Delta, ToolUse, joined
-from localspec.spec_decode.rounds import EmittedToken, PromptProgress
+from localspec.spec_decode.rounds import EmittedToken, PromptProgress, Round
 
 LOADING_EVENT, PROMPT_EVENT, ROUND_EVENT = "localspec.loading", "localspec.prompt", "localspec.round"
 
@@ -82,25 +82,23 @@ class OpenAIBody(ApiBody, Shared):
     def asked(self, served: ServedModel) -> ChatRequest | CompletionRequest: ...
 
     @property
-    def tells_loading(self) -> bool:
-        return self.stream_options is not None and self.stream_options.localspec_rounds
+    def events(self) -> StreamOptions:
+        return self.stream_options or StreamOptions()
 
-    def openai_options(self, served: ServedModel, logprobs: int | None, **more: Any) -> AnswerOptions:
+    @property
+    def tells_loading(self) -> bool:
+        return self.events.localspec_rounds
+
+    def openai_options(self, served: ServedModel, **more: Any) -> tuple[SamplingParams, dict[str, Any]]:
+        """As ``job_options``."""
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options needs stream: true", "stream_options")
-        events = self.stream_options or StreamOptions()
         bounds = (self.max_completion_tokens, self.n_predict, self.max_tokens)  # the first one that says something
-        return self.answer_options(
+        return self.job_options(
             served,
             stop=self.stop,
             max_tokens=next((bound for bound in bounds if bound not in (None, -1)), None),
             form=self.response_format and self.response_format.sent,
-            n=self.n,
-            stream=self.stream,
-            include_usage=events.include_usage,
-            rounds=events.localspec_rounds,
-            progress=self.return_progress,
-            logprobs=logprobs,
             **more,
         )
 
@@ -162,14 +160,14 @@ class ChatBody(OpenAIBody):
         messages = required_messages([each.for_template(f"messages[{i}]") for i, each in enumerate(self.messages)])
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
-        options = self.openai_options(
+        think, variables = thinking(served, self.reasoning_effort, self.chat_template_kwargs, self.think)
+        how = self.openai_options(
             served,
-            (self.top_logprobs or 0) if self.logprobs else None,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             thinking_budget=self.thinking_budget,
-            ending=self._ending(),
-            **thinking(served, self.reasoning_effort, self.chat_template_kwargs, self.think),
+            think=think,
         )
-        return ChatRequest(options, messages, self._tools())
+        return ChatRequest(*how, messages, self._tools(), self._ending(), variables)
 
     def _ending(self) -> Ending:
         *earlier, last = self.messages
@@ -213,7 +211,7 @@ class CompletionBody(OpenAIBody):
     logprobs: Annotated[int, whole(0, MAX_TOP_LOGPROBS)] | None = None
 
     def asked(self, served: ServedModel) -> CompletionRequest:
-        options = self.openai_options(served, self.logprobs)
+        how = self.openai_options(served, logprobs=self.logprobs)
         if self.best_of is not None and self.best_of != self.n:
             raise invalid("best_of must equal n: answers are not ranked", "best_of", "unsupported_parameter")
         prompts = self._prompts(served.n_vocab)
@@ -224,7 +222,7 @@ class CompletionBody(OpenAIBody):
         if self.suffix and not all(isinstance(prompt, str) for prompt in prompts):
             raise invalid("prompt must be a text where there is a suffix", "prompt")
         # An empty suffix asks for what a prompt alone asks for.
-        return CompletionRequest(options, prompts, self.echo, self.suffix or None)
+        return CompletionRequest(*how, prompts, self.suffix or None)
 
     def _prompts(self, n_vocab: int) -> list[str | list[int]]:
         """A text, several, token ids, or several lists of them."""
@@ -247,11 +245,7 @@ def _are_tokens(ids: list[Any], n_vocab: int) -> bool:
 
 # What is answered.
 
-Content = tuple[str | None, dict[str, Any]]
-"""A chunk: the name of its event, and what it says apart from the frame."""
-
-
-class OpenAIAnswer(ApiAnswer[Content]):
+class OpenAIAnswer(ApiAnswer):
     """Chunks of one or several choices.
 
     Attributes:
@@ -266,13 +260,12 @@ class OpenAIAnswer(ApiAnswer[Content]):
     nothing: ClassVar[dict[str, Any]]
 
     def __init__(self, service: Service, body: OpenAIBody) -> None:
-        self.request = body.asked(service.served())
-        options = self.request.options
-        tasks = [each for task in service.tasks(self.request) for each in repeated(task, options.n)]
-        super().__init__(service, options, tasks)
+        self.asked = body.asked(service.served())
+        super().__init__(service, service.choices(self.asked, body.n))
+        self.body = body
         self._id = f"{self.prefix}-{secrets.token_hex(14)}"
-        self._deltas: list[list[Delta]] = [[] for _ in tasks]
-        self._reasons: dict[int, str | None] = {}
+        self._deltas: list[list[Delta]] = [[] for _ in self.choices]
+        self._reasons: dict[int, str] = {}
 
     @abstractmethod
     def opening(self, index: int) -> Iterable[dict[str, Any]]:
@@ -286,38 +279,46 @@ class OpenAIAnswer(ApiAnswer[Content]):
     def whole_choice(self, index: int, delta: Delta) -> dict[str, Any]:
         """All that the chunks of a choice said."""
 
-    def read(self, step: AnswerEvent) -> Iterator[Content]:
-        i, said = step.index, self._deltas[step.index]
-        usage = {"usage": None} if self.options.include_usage else {}
-        if not said:
-            for piece in self.opening(i):
-                yield None, {"choices": [_choice(i, piece)]} | usage
-        if step.progress is not None:
-            yield from self._progress(i, step.progress)
-        if step.round is not None and self.options.rounds:
+    def progress(self, index: int, progress: PromptProgress) -> Iterator[bytes]:
+        if self.body.events.localspec_rounds:
+            yield from self._opened(index)
+            yield self._chunk({"localspec": {"choice": index, "prompt": progress.as_event()}}, PROMPT_EVENT)
+        if self.body.return_progress and progress.reader == "target":
+            yield from self._opened(index)
+            said = {"choices": [_choice(index, self.nothing)], "prompt_progress": prompt_progress(progress)}
+            yield self._chunk(said)
+
+    def read(self, index: int, delta: Delta, round_: Round | None = None) -> Iterator[bytes]:
+        yield from self._opened(index)
+        if round_ is not None and self.body.events.localspec_rounds:
             # OpenAI's clients do not look at an event's name, so it is also a chunk without choices.
-            yield ROUND_EVENT, {"localspec": {"choice": i, "round": step.round.as_event()}}
-        said.append(step.delta)
-        if step.delta and self.options.stream:
-            for piece in self.pieces(i, step.delta):
-                yield None, {"choices": [_choice(i, piece)]} | usage
-        if step.reply is not None:
-            self._reasons[i] = step.finish_reason
-            yield None, {"choices": [_choice(i, self.nothing, step.finish_reason)]} | usage
+            yield self._chunk({"localspec": {"choice": index, "round": round_.as_event()}}, ROUND_EVENT)
+        self._deltas[index].append(delta)
+        if delta and self.body.stream:
+            for piece in self.pieces(index, delta):
+                yield self._piece(index, piece)
 
-    def _progress(self, index: int, progress: PromptProgress) -> Iterator[Content]:
-        if self.options.rounds:
-            yield PROMPT_EVENT, {"localspec": {"choice": index, "prompt": progress.as_event()}}
-        if self.options.progress and progress.reader == "target":
-            yield None, {"choices": [_choice(index, self.nothing)], "prompt_progress": prompt_progress(progress)}
+    def done(self, index: int, delta: Delta, finish_reason: str) -> Iterator[bytes]:
+        yield from self.read(index, delta)
+        self._reasons[index] = finish_reason
+        yield self._piece(index, self.nothing, finish_reason)
 
-    def told(self, part: Content) -> Iterator[bytes]:
-        name, content = part
-        yield event(self._frame(self.chunk_kind) | {"choices": []} | content, name)
+    def _opened(self, index: int) -> Iterator[bytes]:
+        if not self._deltas[index]:
+            self._deltas[index].append(Delta())
+            for piece in self.opening(index):
+                yield self._piece(index, piece)
+
+    def _piece(self, index: int, piece: dict[str, Any], finish_reason: str | None = None) -> bytes:
+        usage = {"usage": None} if self.body.events.include_usage else {}
+        return self._chunk({"choices": [_choice(index, piece, finish_reason)]} | usage)
+
+    def _chunk(self, content: dict[str, Any], name: str | None = None) -> bytes:
+        return event(self._frame(self.chunk_kind) | {"choices": []} | content, name)
 
     def end(self) -> Iterator[bytes]:
-        if self.options.include_usage or self.options.rounds:
-            yield from self.told((None, {"usage": self._usage(), "localspec": self.figures()}))
+        if self.body.events.include_usage or self.body.events.localspec_rounds:
+            yield self._chunk({"usage": self._usage(), "localspec": self.figures()})
 
     def finished(self) -> dict[str, Any]:
         choices = [
@@ -336,7 +337,8 @@ class OpenAIAnswer(ApiAnswer[Content]):
 
     def _usage(self) -> dict[str, Any]:
         """OpenAI's usage. Predictions are the draft tokens of all drafters."""
-        prompts = {id(task.prompt): len(task.prompt) for task in self.tasks}  # several answers to one count it once
+        tokens = [choice.request.prompt for choice in self.choices]
+        prompts = {id(prompt): len(prompt) for prompt in tokens}  # several answers to one count it once
         prompt, stats = sum(prompts.values()), [reply.stats for reply in self.replies]
         completion = sum(each.completion_tokens for each in stats)
         return {
@@ -399,7 +401,7 @@ class ChatAnswer(OpenAIAnswer):
         return {"message": message} | self._logprobs(delta)
 
     def _logprobs(self, delta: Delta) -> dict[str, Any]:
-        if self.options.logprobs is None:
+        if "logprobs" not in self.asked.options:
             return {}
         return {"logprobs": {"content": [self._entry(token) for token in delta.tokens], "refusal": None}}
 
@@ -423,14 +425,15 @@ class CompletionAnswer(OpenAIAnswer):
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
     nothing: ClassVar = {"text": ""}
-    request: CompletionRequest
+    asked: CompletionRequest
 
     def __init__(self, service: Service, body: CompletionBody) -> None:
         super().__init__(service, body)
-        prompts, n = self.request.prompts if self.request.echo else (), self.options.n
-        texts = [prompt if isinstance(prompt, str) else service.llm.detokenize(prompt) for prompt in prompts]
+        prompts, n = self.asked.prompts if body.echo else (), body.n
+        texts = [service.llm.detokenize(prompt) if isinstance(prompt, list) else str(prompt) for prompt in prompts]
         self._echoes = [text for text in texts for _ in range(n)]
-        self._offsets = [0] * len(self.tasks)
+        self._offsets = [0] * len(self.choices)
+
 
     def opening(self, index: int) -> Iterator[dict[str, Any]]:
         if self._echoes:
@@ -444,7 +447,7 @@ class CompletionAnswer(OpenAIAnswer):
         return {"text": before + delta.text} | self._logprobs(index, delta.tokens)
 
     def _logprobs(self, index: int, tokens: Sequence[EmittedToken]) -> dict[str, Any]:
-        if self.options.logprobs is None:
+        if "logprobs" not in self.asked.options:
             return {}
         llm, rows = self.service.llm, []
         for token in tokens:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from localspec.errors import UsageError
+from localspec.prompts.infill import FillPrompt
 from localspec.prompts.thinking import THINK
 from localspec.sampling.sampling import SamplingParams
 from localspec.server.bodies import (
@@ -41,57 +42,34 @@ Ending = Literal["assistant", "none", "continue"]
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerOptions:
-    """How to answer, whichever the API.
+class ChatRequest:
+    """A chat to answer.
 
     Attributes:
         params: how tokens are chosen; the server's defaults where the request says nothing.
-        n: how many answers.
-        stream, include_usage, rounds: whether they come as events, with usage at the end, with every round.
-        progress: whether the events say how far a long prompt is read, as llama-server's do.
-        logprobs: alternatives to name for each token; None: no log-probabilities at all.
-        prediction: a text that the answer is likely to repeat.
-        drafters: those that take part; None is all that are loaded, () is none.
-        draft_length: ``auto``, a number, or None for the server's.
-        priority: see ``Asking.rounds``; None: as is usual for what is asked.
-        think, thinking_budget: of a chat, see ``Asking.rounds``.
-        ending: of a chat.
-        variables: further variables of a chat's template.
+        options: further keywords of ``LLM.job``.
+        messages, tools: as OpenAI has them.
+        ending: of the prompt.
+        variables: further ones of the template.
+        opening: the beginning of the answer, which stands at the prompt's end.
     """
 
     params: SamplingParams
-    n: int = 1
-    stream: bool = False
-    include_usage: bool = False
-    rounds: bool = False
-    progress: bool = False
-    logprobs: int | None = None
-    prediction: str = ""
-    drafters: tuple[str, ...] | None = None
-    draft_length: int | str | None = None
-    priority: int | None = None
-    think: str = "auto"
-    thinking_budget: int | None = None
+    options: dict[str, Any]
+    messages: Sequence[Any]
+    tools: ToolUse = field(default_factory=ToolUse)
     ending: Ending = "assistant"
     variables: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class ChatRequest:
-    """A chat to answer, with messages and tools as OpenAI has them."""
-
-    options: AnswerOptions
-    messages: list[Any]
-    tools: ToolUse
+    opening: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """Texts to continue; every prompt is a text or token ids, before a suffix a text."""
+    """Texts to continue, or to fill in before a suffix; ``params`` and ``options`` as ``ChatRequest`` has them."""
 
-    options: AnswerOptions
-    prompts: Sequence[str | list[int]]
-    echo: bool = False
+    params: SamplingParams
+    options: dict[str, Any]
+    prompts: Sequence[str | list[int] | FillPrompt]
     suffix: str | None = None
 
 
@@ -101,34 +79,34 @@ class ServedModel:
 
     Attributes:
         params: what holds where a request says nothing.
-        drafters: names of the drafters that are loaded.
-        on_request: those of them that take part only where a request names them.
+        drafters: public name -> loaded name of those that may draft for the client.
         n_vocab: how many tokens there are.
+        on_request: loaded names of those that take part only where a request names them.
+        hides: whether others are loaded, which may not draft for the client.
         thinks: whether the model is known to think before it answers.
         item: an item of an answer that is kept, by its id.
-        as_loaded: other names of the drafters, those that ``--draft`` was given -> the names above.
     """
 
     params: SamplingParams
-    drafters: Sequence[str]
+    drafters: Mapping[str, str]
     n_vocab: int
     on_request: Sequence[str] = ()
+    hides: bool = False
     thinks: bool = False
     item: Callable[[str], Mapping[str, Any] | None] = lambda name: None
-    as_loaded: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def usual(self) -> tuple[str, ...]:
-        """The drafters that take part where a request names none."""
-        return tuple(name for name in self.drafters if name not in self.on_request)
+    def usual(self) -> list[str]:
+        """Loaded names of the drafters that take part where a request names none."""
+        return [name for name in self.drafters.values() if name not in self.on_request]
 
 
 class ApiBody(ModelBody):
     """The body of an endpoint that continues text."""
 
     @abstractmethod
-    def asked(self, served: ServedModel) -> Any:
-        """The request, checked against the model; its ``options`` are ``AnswerOptions``.
+    def asked(self, served: ServedModel) -> ChatRequest | CompletionRequest:
+        """The request, checked against the model.
 
         Raises:
             ApiError: it makes no sense, or asks for what there is not.
@@ -165,21 +143,25 @@ class OwnFields(Body):
     off: Flag = False
     priority: Annotated[int, whole(-MAX_COUNT, MAX_COUNT)] | None = None
 
-    def drafters(self, served: ServedModel) -> tuple[str, ...] | None:
-        """As ``AnswerOptions`` has them. Only what is loaded: a request cannot make the server open files."""
+    def drafting(self, served: ServedModel) -> dict[str, Any]:
+        """Which drafters take part, as keywords of ``LLM.job``. Only what is loaded: a request cannot make the server
+        open files."""
         given = [name for name in self.draft if name]
-        if given == ["none"]:
-            return ()
-        if not given or given == ["auto"]:
-            return () if self.off else None
-        names = [served.as_loaded.get(name, name) for name in given]
-        if "auto" in names:
-            names = list(dict.fromkeys([*served.usual, *(name for name in names if name != "auto")]))
-        for name in names:
-            if name not in served.drafters:
+        usual = given in ([], ["auto"])
+        chosen = served.usual if usual or "auto" in given else []
+        for name in given if given != ["none"] else ():
+            if name in served.drafters.values():
+                chosen.append(name)
+            elif name in served.drafters:
+                chosen.append(served.drafters[name])
+            elif name != "auto":
                 there = ", ".join(served.drafters) or "none"
                 raise invalid(f"no drafter {name!r:.80} is loaded; there is {there}", "localspec.draft")
-        return () if self.off else tuple(names)
+        if usual and not (self.off or served.on_request or served.hides):
+            return {}  # all
+        if self.off or not chosen:  # the client's drafters still read the answer; the others do not
+            return {"speculate": False} | ({"drafters": []} if served.hides else {})
+        return {"drafters": list(dict.fromkeys(chosen))}
 
 
 _Bias = Annotated[float, between(-100, 100)] | None
@@ -207,7 +189,7 @@ class Shared(Body):
     prediction: Prediction | None = None
     localspec: OwnFields | None = None
 
-    def answer_options(
+    def job_options(
         self,
         served: ServedModel,
         *,
@@ -217,15 +199,15 @@ class Shared(Body):
         form_name: str = "response_format",
         at: str = "",
         **more: Any,
-    ) -> AnswerOptions:
-        """How to answer.
+    ) -> tuple[SamplingParams, dict[str, Any]]:
+        """How to answer: the sampling parameters, and further keywords of ``LLM.job``.
 
         Args:
             served: what it is checked against.
             stop, max_tokens: as ``SamplingParams`` has them; -1 or None tokens are the server's.
             form: OpenAI's ``response_format``; ``form_name``: the field that it comes from.
             at: where these fields stand in the request, such as ``options.``.
-            more: further attributes of the options.
+            more: further keywords; None is left out.
 
         Raises:
             ApiError: a value that no single field shows to be wrong.
@@ -251,14 +233,12 @@ class Shared(Body):
         prediction, own = self.prediction, self.localspec or OwnFields()
         content = None if prediction is None else prediction.content
         where = at if "prediction" in self.sent else ""  # Ollama's top level has it too
-        return AnswerOptions(
-            params,
-            prediction="" if content is None else text_of(content, f"{where}prediction.content"),
-            drafters=own.drafters(served),
-            draft_length=own.draft_length,
-            priority=own.priority,
-            **more,
-        )
+        options = more | {
+            "prediction": None if content is None else text_of(content, f"{where}prediction.content") or None,
+            "draft_length": own.draft_length,
+            "priority": own.priority,
+        }
+        return params, {name: value for name, value in options.items() if value is not None} | own.drafting(served)
 
     def _biases(self, n_vocab: int, at: str) -> dict[int, float] | None:
         if self.logit_bias is None:
@@ -286,8 +266,8 @@ ThinkingBudget = Annotated[int, whole(0, MAX_COUNT)]
 
 def thinking(
     served: ServedModel, effort: str = "", variables: Mapping[str, Any] | None = None, think: str | None = None
-) -> dict[str, Any]:
-    """Whether, or how much, to think, and further variables of the template, as ``AnswerOptions`` has them.
+) -> tuple[str, dict[str, Any]]:
+    """Whether, or how much, to think, as ``LLM.job`` has it; and further variables of the template.
 
     Args:
         served: the model.
@@ -314,7 +294,7 @@ def thinking(
         effort = _checked_effort(think, "think")
     elif not served.thinks:
         effort = ""
-    return {"think": _EFFORTS.get(effort, effort) or "auto", "variables": left}
+    return _EFFORTS.get(effort, effort) or "auto", left
 
 
 def _checked_effort(value: Any, path: str) -> str:

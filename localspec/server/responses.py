@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from localspec.prompts.folding import merged
 from localspec.server.access import Client
-from localspec.server.answers import AnswerBlock, BlockAnswer, Change, identifier
+from localspec.server.answers import AnswerBlock, BlockAnswer, identifier
 from localspec.server.bodies import (
     MAX_COUNT,
     Body,
@@ -244,17 +244,18 @@ class ResponsesBody(ApiBody, Shared):
             given = [_referred(item, f"input[{i}]", served) for i, item in enumerate(self.input)]
             messages = required_messages([each for item, path in given for each in messages_of(item, path)], "input")
         form = self.text.format if self.text else None
-        options = self.answer_options(
+        effort = self.reasoning.effort if self.reasoning else ""
+        think, variables = thinking(served, effort, self.chat_template_kwargs)
+        how = self.job_options(
             served,
             stop=self.stop,
             max_tokens=self.max_output_tokens,
             form=form and _response_format(form),
             form_name="text.format",
-            stream=self.stream,
             thinking_budget=self.thinking_budget,
-            **thinking(served, self.reasoning.effort if self.reasoning else "", self.chat_template_kwargs),
+            think=think,
         )
-        return ChatRequest(options, messages, self._tools())
+        return ChatRequest(*how, messages, self._tools(), variables=variables)
 
     def _tools(self) -> ToolUse:
         tools = []
@@ -290,16 +291,16 @@ class ResponsesAnswer(BlockAnswer):
     """The answer to ``/v1/responses``."""
 
     def __init__(self, service: Service, body: ResponsesBody) -> None:
-        self._body, self._request = body, body.asked(service.served())
+        self._body, asked = body, body.asked(service.served())
         history: list[dict[str, Any]] = []
         if body.previous_response_id is not None:
             history += stored_response(
                 service.responses, service.client, body.previous_response_id, 400, "previous_response_id"
             ).messages
-        self._messages = [*history, *self._request.messages]
+        self._messages = [*history, *asked.messages]
         system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-        whole = replace(self._request, messages=merged([*system, *self._messages]))
-        super().__init__(service, whole.options, service.tasks(whole))
+        self._asked = replace(asked, messages=merged([*system, *self._messages]))
+        super().__init__(service, service.choices(self._asked))
         self._id = identifier("resp")
         self._n_events = 0
 
@@ -307,18 +308,18 @@ class ResponsesAnswer(BlockAnswer):
         yield self._event("response.created", response=self._response("in_progress"))
         yield self._event("response.in_progress", response=self._response("in_progress"))
 
-    def told(self, change: Change) -> Iterator[bytes]:
-        block, is_call = change.block, change.block.kind == "call"
+    def told(self, what: str, block: AnswerBlock, piece: str = "") -> Iterator[bytes]:
+        is_call = block.kind == "call"
         at = {"output_index": block.index}
         inside = at | {"item_id": self._item(block)["id"]} | ({} if is_call else {"content_index": 0})
         name = f"response.{_NAMES[block.kind]}"
         logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
-        if change.what == "begin":
+        if what == "begin":
             yield self._event("response.output_item.added", **at, item=self._item(block, "in_progress"))
             if not is_call:
                 yield self._event("response.content_part.added", **inside, part=_part(block.kind, ""))
-        elif change.what == "piece":
-            yield self._event(f"{name}.delta", **inside, delta=change.piece, **logprobs)
+        elif what == "piece":
+            yield self._event(f"{name}.delta", **inside, delta=piece, **logprobs)
         else:
             whole = {"name": block.name, "arguments": block.text} if is_call else {"text": block.text}
             yield self._event(f"{name}.done", **inside, **whole, **logprobs)
@@ -346,7 +347,7 @@ class ResponsesAnswer(BlockAnswer):
         return response
 
     def _response(self, status: str) -> dict[str, Any]:
-        params, body = self.options.params, self._body
+        params, body = self._asked.params, self._body
         return (
             {
                 "id": self._id,
@@ -361,7 +362,7 @@ class ResponsesAnswer(BlockAnswer):
                 "instructions": None,
                 "max_output_tokens": None,
                 "metadata": {},
-                "parallel_tool_calls": self._request.tools.parallel,
+                "parallel_tool_calls": self._asked.tools.parallel,
                 "previous_response_id": None,
                 "reasoning": {"effort": None, "summary": None},
                 "store": body.store,
@@ -388,7 +389,7 @@ class ResponsesAnswer(BlockAnswer):
         return {"type": "message", "id": f"msg_{name}", "status": status, "role": "assistant", "content": content}
 
     def _usage(self) -> dict[str, Any]:
-        stats, n = self.replies[0].stats, len(self.tasks[0].prompt)
+        stats, n = self.replies[0].stats, len(self.choices[0].request.prompt)
         return {
             "input_tokens": n,
             "input_tokens_details": {"cached_tokens": stats.cached_tokens},

@@ -1,17 +1,16 @@
-"""Answering requests with one ``LLM``: the line in front of it, and what is counted."""
+"""What one ``LLM`` is asked for a client; answers that are kept; and what is counted."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, aclosing, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,19 +20,19 @@ from prometheus_client.registry import Collector
 from starlette.requests import ClientDisconnect
 
 from localspec._version import __version__
-from localspec.engine.request import AsyncRoundStream, Reply
+from localspec.engine.request import Reply, Request
 from localspec.engine.worker import Job
-from localspec.errors import PromptTooLong, QueueFull, UsageError
+from localspec.errors import PromptTooLong, UsageError
 from localspec.llm import LLM
 from localspec.prompts.infill import FillPrompt
 from localspec.sampling.constraint import constraint_for
 from localspec.sampling.sampling import SamplingParams
 from localspec.server.access import Client
-from localspec.server.http import ServerSettings, as_api_error, invalid, too_busy, too_late
-from localspec.server.requests import AnswerOptions, ChatRequest, CompletionRequest, ServedModel
+from localspec.server.http import ServerSettings, as_api_error, invalid
+from localspec.server.requests import ChatRequest, CompletionRequest, ServedModel
 from localspec.server.tool_calls import MARKERS
-from localspec.server.tools import Delta, DeltaReader, ToolUse, forced_call, messages_for
-from localspec.spec_decode.rounds import PromptProgress, Round, SpecStats
+from localspec.server.tools import DeltaReader, ToolUse, forced_call, messages_for
+from localspec.spec_decode.rounds import SpecStats
 
 # Answers of ``/v1/responses`` that later requests may go on from, by ``previous_response_id``.
 
@@ -198,48 +197,24 @@ FILL_PRIORITY = 1
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerTask:
-    """One answer to make.
+class Choice:
+    """One answer to make: what the engine is asked, and what reads its rounds."""
 
-    Attributes:
-        prompt: token ids.
-        params: the sampling parameters.
-        tools: functions that may be called; none where a schema says what the answer is.
-        prediction: token ids of a text that the answer is likely to repeat.
-        opening: the beginning of the answer that stands at the prompt's end.
-        keep_tokens: see ``Asking.rounds``.
-        enough: asked after every round: whether the answer may end there.
-        think: of a chat, see ``Asking.rounds``; None: a text, where thinking is not separated.
-    """
+    job: Job
+    reader: DeltaReader
 
-    prompt: list[int]
-    params: SamplingParams
-    tools: ToolUse = field(default_factory=ToolUse)
-    prediction: Sequence[int] = ()
-    opening: str = ""
-    keep_tokens: int | None = None
-    enough: Callable[[], bool] = lambda: False
-    think: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerEvent:
-    """What happened to answer ``index``: how far its prompt is read, where that was asked for; a round and the delta
-    that it makes; or the end and the last delta."""
-
-    index: int
-    delta: Delta
-    round: Round | None = None
-    reply: Reply | None = None
-    finish_reason: str | None = None
-    progress: PromptProgress | None = None
+    @property
+    def request(self) -> Request:
+        """What ``job`` is about; its prompt is token ids."""
+        request: Request = self.job.request
+        return request
 
 
 Kept = TypeVar("Kept")
 
 
 class Service:
-    """Answers with one model.
+    """Makes requests of what was asked of one model.
 
     Args:
         llm: the loaded pair.
@@ -284,181 +259,106 @@ class Service:
 
     def served(self) -> ServedModel:
         llm, settings, drafters = self.llm, self.settings, self.drafters
-        on_request = [public for public, name in drafters.items() if name in settings.corpora]
-        thinks = llm.thinking is not None
-        as_loaded = {name: public for public, name in drafters.items()}
-        names, n_vocab = list(drafters), llm.vocab.n_tokens
+        hides, thinks = len(drafters) < len(llm.draft_names), llm.thinking is not None
+        on_request = [name for name in drafters.values() if name in settings.corpora]
         item = partial(self.responses.item, may_read=self.client.may_read)
-        return ServedModel(settings.params, names, n_vocab, on_request, thinks, item, as_loaded)
+        return ServedModel(settings.params, drafters, llm.vocab.n_tokens, on_request, hides, thinks, item)
 
-    # -- prompts -------------------------------------------------------------------------------------------------------
-
-    def tasks(self, request: ChatRequest | CompletionRequest) -> list[AnswerTask]:
-        """What is to be answered: one task of a chat, one of each text. It takes time: not for the event loop.
+    def choices(self, asked: ChatRequest | CompletionRequest, n: int = 1) -> list[Choice]:
+        """What is to be answered: n answers to a chat, n to each text; with a seed, each of these has one of its own.
+        It takes time: not for the event loop.
 
         Raises:
-            UsageError, TemplateError: the messages fit neither template nor context, or the model has no tokens to fill
-                in between two texts.
+            UsageError, TemplateError: the messages or texts fit neither template nor context, or the model has no
+                tokens to fill in between two texts.
+            ApiError: a variable that the template does not know.
         """
-        options = request.options
-        if isinstance(request, ChatRequest):
-            return [self.chat_task(request.messages, request.tools, options)]
-        return [self.text_task(prompt, request.suffix, options) for prompt in request.prompts]
+        limits = {"deadline": self.settings.time_limit, "conversation": object()}
+        if isinstance(asked, ChatRequest):
+            asked = self.formed(asked)
+            tokens, use = self.chat_prompt(asked, self.llm.n_ctx), asked.tools
+            if not use.required and asked.params.constrained and asked.params.grammar is None:
+                use = ToolUse()  # a schema says what the answer is, and it is not a tool's
+            return self._choices(tokens, asked.params, limits | asked.options, n, use, asked.opening)
+        found = []
+        for prompt in asked.prompts:
+            tokens, options = self._text_prompt(prompt, asked)
+            found += self._choices(tokens, asked.params, limits | options | asked.options, n)
+        return found
 
-    def chat_task(self, messages: Sequence[Any], tools: ToolUse, options: AnswerOptions) -> AnswerTask:
-        """Messages through the chat template."""
-        task = self.chat_prompt(messages, tools, options, self.llm.n_ctx)
-        if not tools.required and task.params.constrained and task.params.grammar is None:  # a schema; not a tool's
-            tools = ToolUse()
-        return self._ready(replace(task, tools=tools), options)
+    def _choices(
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        options: dict[str, Any],
+        n: int,
+        use: ToolUse | None = None,
+        opening: str = "",
+    ) -> list[Choice]:
+        llm = self.llm
+        constraint_for(params, llm.vocab)  # compiled here, and not while the engine waits
+        if not tokens:
+            raise UsageError("the prompt is empty: there is nothing to continue")
+        if len(tokens) >= llm.n_ctx:
+            raise PromptTooLong(
+                f"the prompt has {len(tokens)} tokens and the context holds {llm.n_ctx}, answer included; "
+                "shorten it, or start the server with a larger --ctx"
+            )
+        if text := options.get("prediction"):  # no answer is longer than the context
+            options |= {"prediction": llm.tokenize(text[: llm.n_ctx * llm.vocab.longest])[: llm.n_ctx]}
+        found = []
+        for i in range(n):
+            own = params if i == 0 or params.seed is None else replace(params, seed=(params.seed + i) % (1 << 63))
+            reader = DeltaReader(use or ToolUse(), opening, wants_tokens="logprobs" in options)
+            found.append(Choice(llm.job(tokens, own, **options), reader))
+        return found
 
-    def text_task(self, prompt: str | list[int], suffix: str | None, options: AnswerOptions) -> AnswerTask:
-        """A text to continue, in which editors may have written the marks of fill-in-the-middle; one to fill in before
-        a suffix; or token ids."""
-        fill: FillPrompt | None = None
-        if suffix is not None:
-            fill = self.llm.fill_prompt(str(prompt), suffix, max_tokens=options.params.max_tokens)
+    def _text_prompt(
+        self, prompt: str | list[int] | FillPrompt, asked: CompletionRequest
+    ) -> tuple[list[int], dict[str, Any]]:
+        """The tokens of a text to continue, in which editors may have written the marks of fill-in-the-middle, of one
+        to fill in before a suffix, or of token ids; and keywords of ``LLM.job``."""
+        fill = prompt if isinstance(prompt, FillPrompt) else None
+        if fill is None and asked.suffix is not None:
+            fill = self.llm.fill_prompt(str(prompt), asked.suffix, max_tokens=asked.params.max_tokens)
         elif isinstance(prompt, str):
             fill = self.llm.marked_fill_prompt(prompt)
         if fill is not None:
-            return self._ready(AnswerTask(fill.tokens, options.params, keep_tokens=fill.n_before), options)
-        tokens = prompt if isinstance(prompt, list) else self.llm.encode(prompt, room=self.llm.n_ctx)
-        return self._ready(AnswerTask(tokens, options.params), options)
+            return fill.tokens, {"keep_tokens": fill.n_before, "priority": FILL_PRIORITY}
+        return prompt if isinstance(prompt, list) else self.llm.encode(prompt, room=self.llm.n_ctx), {}
 
-    def _ready(self, task: AnswerTask, options: AnswerOptions) -> AnswerTask:
-        """The task with the prediction that came with it, if there is room for its prompt."""
-        constraint_for(task.params, self.llm.vocab)  # compiled here, and not while the engine waits
-        n_ctx = self.llm.n_ctx
-        if not task.prompt:
-            raise UsageError("the prompt is empty: there is nothing to continue")
-        if len(task.prompt) >= n_ctx:
-            raise PromptTooLong(
-                f"the prompt has {len(task.prompt)} tokens and the context holds {n_ctx}, answer included; "
-                "shorten it, or start the server with a larger --ctx"
-            )
-        predicted = options.prediction[: n_ctx * self.llm.vocab.longest]  # no answer is longer than the context
-        return replace(task, prediction=self.llm.tokenize(predicted)[:n_ctx] if predicted else [])
+    def formed(self, asked: ChatRequest) -> ChatRequest:
+        """A chat with the form that its answer must have: a call that is forced is begun, and what has a given form is
+        not thought about before.
 
-    def chat_prompt(
-        self, messages: Sequence[Any], tools: ToolUse, options: AnswerOptions, room: int | None = None
-    ) -> AnswerTask:
-        """The prompt of a chat, and how its answer begins; ``room``: see ``LLM.encode``. It may take a while too.
+        Raises:
+            UsageError: see ``forced_call``.
+        """
+        if asked.tools.required:
+            opening, params = forced_call(self.llm.template, asked.tools, asked.params)
+            asked = replace(asked, opening=opening, params=params)
+        if asked.options["think"] == "auto" and asked.params.constrained:
+            asked = replace(asked, options=asked.options | {"think": "off"})
+        return asked
+
+    def chat_prompt(self, asked: ChatRequest, room: int | None = None) -> list[int]:
+        """The tokens of a chat that is ``formed``; ``room``: see ``LLM.encode``. It may take a while too.
 
         Raises:
             ApiError: a variable that the template does not know.
             UsageError, TemplateError: the messages cannot be.
         """
-        params, opening, think = options.params, "", options.think
-        if tools.required:
-            opening, params = forced_call(self.llm.template, tools, params)
-        if think == "auto" and params.constrained:
-            think = "off"  # what has a given form begins at once
-        for name in options.variables:
+        for name in asked.variables:
             if not re.search(rf"\b{re.escape(name)}\b", self.llm.template.source):
                 path = f"chat_template_kwargs.{name:.60}"
                 raise invalid(f"{path}: the model's chat template has no such variable", path)
         tokens = self.llm.encode(
-            messages_for(messages, self.settings.system),
-            tools=list(tools.tools) or None,
-            add_generation_prompt=options.ending == "assistant",
-            continue_final_message=options.ending == "continue",
-            variables=options.variables,
-            think=think,
+            messages_for(asked.messages, self.settings.system),
+            tools=list(asked.tools.tools) or None,
+            add_generation_prompt=asked.ending == "assistant",
+            continue_final_message=asked.ending == "continue",
+            variables=asked.variables,
+            think=asked.options["think"],
             room=room,
         )
-        if opening:
-            tokens += self.llm.tokenize(opening, parse_special=True)
-        return AnswerTask(tokens, params, opening=opening, think=think)
-
-    # -- answers -------------------------------------------------------------------------------------------------------
-
-    async def answers(
-        self,
-        options: AnswerOptions,
-        tasks: Sequence[AnswerTask],
-        holding: AbstractContextManager[None] | None = None,
-    ) -> AsyncGenerator[AnswerEvent, None]:
-        """Answer every task, one after the other. To be closed where it is not read to the end.
-
-        Args:
-            options: how.
-            tasks: what.
-            holding: what is entered once the queue has taken all of them, and left when they are answered.
-
-        Raises:
-            ApiError: the queue is full, or the wait was too long.
-            LocalspecError: the engine failed.
-        """
-        conversation = object()
-        async with AsyncExitStack() as stack:
-            try:
-                # In a thread: what was asked is checked once more, its grammar too.
-                jobs = await asyncio.to_thread(lambda: [self._job(options, task, conversation) for task in tasks])
-                streams = [await stack.enter_async_context(AsyncRoundStream(job)) for job in jobs]
-            except QueueFull as error:
-                raise too_busy(str(error), self.metrics.mean_request_seconds * (self.llm.queue_length + 1)) from None
-            if holding is not None:
-                stack.enter_context(holding)
-            for index, (task, stream) in enumerate(zip(tasks, streams, strict=True)):
-                async with aclosing(self._answer(options, task, index, stream)) as events:
-                    async for event in events:
-                        yield event
-
-    def _job(self, options: AnswerOptions, task: AnswerTask, conversation: object) -> Job:
-        drafters, names = self.drafters, options.drafters
-        if names is None and len(usual := self.served().usual) < len(self.llm.draft_names):
-            names = usual
-        chosen = None if names is None else [drafters.get(name, name) for name in names]
-        if chosen == [] and len(drafters) == len(self.llm.draft_names):
-            chosen = None  # nothing is drafted; what could draft for this client still reads the answer
-        usual_priority = 0 if task.keep_tokens is None else FILL_PRIORITY
-        return self.llm.job(
-            task.prompt,
-            task.params,
-            speculate=names is None or len(names) > 0,
-            draft_length=options.draft_length,
-            deadline=self.settings.time_limit,
-            conversation=conversation,
-            priority=usual_priority if options.priority is None else options.priority,
-            logprobs=options.logprobs,
-            drafters=chosen,
-            prediction=task.prediction,
-            keep_tokens=task.keep_tokens,
-            think=task.think,
-            thinking_budget=options.thinking_budget,
-        )
-
-    async def _answer(
-        self, options: AnswerOptions, task: AnswerTask, index: int, stream: AsyncRoundStream
-    ) -> AsyncGenerator[AnswerEvent, None]:
-        tools, logprobs = task.tools, options.logprobs is not None
-        reader = DeltaReader(tools.tools, task.opening, parallel=tools.parallel, wants_tokens=logprobs)
-        cut = False
-        async for step in stream.steps():
-            if isinstance(step, PromptProgress):
-                if options.stream and (options.progress or options.rounds):
-                    yield AnswerEvent(index, Delta(), progress=step)
-                continue
-            yield AnswerEvent(index, reader.read(step), step)
-            if (reader.calls.n_done and not tools.parallel) or task.enough():
-                cut = True
-                await stream.aclose()
-                break
-        reply = await stream.reply()
-        if index == 0 and reply.cancelled_by == "deadline" and not reply.stats.prompt_tokens:
-            raise too_late(self.settings.time_limit)
-        self.metrics.count(reply)
-        reply = self.client.shown(reply, self.drafters)
-        finish_reason: str = "length" if reply.finish_reason == "cancelled" else reply.finish_reason
-        last = reader.finish(cut=finish_reason == "length")
-        if reader.calls.n_calls and (cut or finish_reason == "stop"):
-            finish_reason = "tool_calls"
-        yield AnswerEvent(index, last, reply=reply, finish_reason=finish_reason)
-
-
-def repeated(task: AnswerTask, n: int) -> list[AnswerTask]:
-    """The same task n times; with a seed, each answer has a seed of its own."""
-    seed = task.params.seed
-    if seed is None:
-        return [task] * n
-    return [task, *(replace(task, params=replace(task.params, seed=(seed + i) % (1 << 63))) for i in range(1, n))]
+        return tokens + self.llm.tokenize(asked.opening, parse_special=True) if asked.opening else tokens

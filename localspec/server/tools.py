@@ -49,28 +49,20 @@ def messages_for(messages: Sequence[Any], system: str | None = None) -> list[dic
         UsageError: they are malformed.
     """
     prepared: list[dict[str, Any]] = []
-    for i, message in enumerate(checked_messages(messages)):
+    for message in checked_messages(messages):
         message = {name: value for name, value in message.items() if value is not None}
         message["role"] = usual_role(message["role"])
         message.setdefault("content", "")
         if "tool_calls" in message:
-            message["tool_calls"] = [_call(call, i) for call in _list(message["tool_calls"], i)]
+            message["tool_calls"] = [_call(call) for call in message["tool_calls"]]
         prepared.append(message)
     if system and prepared[0]["role"] != "system":
         prepared.insert(0, {"role": "system", "content": system})
     return prepared
 
 
-def _list(value: Any, i: int) -> list[Any]:
-    if not isinstance(value, list):
-        raise UsageError(f"message {i}: tool_calls must be a list")
-    return value
-
-
-def _call(call: Any, i: int) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise UsageError(f"message {i}: a tool call needs function.name")
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
     arguments = function.get("arguments", "{}")
     if isinstance(arguments, str):
         try:
@@ -178,26 +170,24 @@ class DeltaReader:
     """Rounds -> deltas.
 
     Args:
-        tools: functions that may be called; empty reads no calls.
+        use: the functions that may be called; without any, no calls are read.
         opening: the beginning of the answer that the model was given, where a call is forced.
-        parallel: whether there may be several calls.
         wants_tokens: whether tokens are collected.
     """
 
-    def __init__(
-        self,
-        tools: Sequence[Mapping[str, Any]],
-        opening: str = "",
-        *,
-        parallel: bool = True,
-        wants_tokens: bool = False,
-    ) -> None:
-        self.calls = ToolCallReader(tools, parallel=parallel)
+    def __init__(self, use: ToolUse, opening: str = "", *, wants_tokens: bool = False) -> None:
+        self._parallel = use.parallel
+        self.calls = ToolCallReader(use.tools, parallel=use.parallel)
         self.calls.push(opening)
         self._wants_tokens = wants_tokens
         self._waiting: deque[tuple[int, EmittedToken]] = deque()
         self._n_read = 0
         self._n_released = 0
+
+    @property
+    def over(self) -> bool:
+        """Whether there was a call, and may be no other."""
+        return self.calls.n_done > 0 and not self._parallel
 
     def read(self, round_: Round) -> Delta:
         self._n_released += sum(len(span.text) for span in round_.spans)

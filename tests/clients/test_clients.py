@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from localspec import LLM
-from localspec.server.service import AnswerTask, Service
+from localspec.server.service import Choice, Service
 from tests.conftest import TinyFiles
 from tests.support.serving import Server, serve
 from tests.support.waiting import PATIENCE
@@ -36,14 +36,16 @@ def server(tiny: TinyFiles, module_home: Path) -> Iterator[Server]:
 @pytest.fixture(autouse=True)
 def held_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refuse requests whose answer nothing holds: what a random model says, and when it ends, depends on the CPU."""
-    made = Service.chat_task
+    made = Service.choices
 
-    def held(service: Service, *asked: Any) -> AnswerTask:
-        task = made(service, *asked)
-        assert task.params.grammar or task.params.response_format, "neither grammar, schema nor forced call"
-        return task
+    def held(service: Service, *asked: Any) -> list[Choice]:
+        choices = made(service, *asked)
+        for choice in choices:
+            held_by = choice.request.params
+            assert held_by.grammar or held_by.response_format, "neither grammar, schema nor forced call"
+        return choices
 
-    monkeypatch.setattr(Service, "chat_task", held)
+    monkeypatch.setattr(Service, "choices", held)
 
 
 def run(server: Server, *command: str, cwd: Path) -> None:

@@ -269,7 +269,7 @@ def test_an_editor_that_hangs_up_frees_the_engine(server: Server) -> None:
 
 
 def test_temperature_counts_where_it_is_a_sampler() -> None:
-    served = ServedModel(SamplingParams(temperature=1.0), [], 100)
+    served = ServedModel(SamplingParams(temperature=1.0), {}, 100)
     for changes, temperature in (
         ({}, 0),
         ({"samplers": ["top_k", "temperature"]}, 0.7),
@@ -277,7 +277,7 @@ def test_temperature_counts_where_it_is_a_sampler() -> None:
         ({"samplers": None, "temperature": None}, 0),
     ):
         asked = read(InfillBody, VIM | {"temperature": 0.7} | changes).asked(served)
-        assert asked.options.params.temperature == temperature
+        assert asked.params.temperature == temperature
 
 
 def test_a_model_that_cannot_says_so(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:

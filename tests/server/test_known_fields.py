@@ -19,8 +19,8 @@ from localspec.server.bodies import UNREAD, Body, read
 from localspec.server.http import ApiError
 from localspec.server.requests import MAX_BIASES, MAX_STOP, MAX_STOPS, ApiBody, ServedModel
 
-SERVED = ServedModel(SamplingParams(temperature=0.7, max_tokens=99, seed=5), ["ngram"], 1000)
-THINKER = ServedModel(SamplingParams(), ["ngram"], 1000, thinks=True)
+SERVED = ServedModel(SamplingParams(temperature=0.7, max_tokens=99, seed=5), {"ngram": "ngram"}, 1000)
+THINKER = ServedModel(SamplingParams(), {"ngram": "ngram"}, 1000, thinks=True)
 USER = {"role": "user", "content": "hi"}
 FUNCTION = {"name": "f", "description": "F.", "parameters": {"type": "object"}}
 TOOL = {"type": "function", "function": FUNCTION}
@@ -95,7 +95,7 @@ def test_what_asks_for_nothing_passes(kind: str, change: dict[str, Any]) -> None
 def test_seed_minus_one_is_a_fresh_one(kind: str) -> None:
     for number, seed in ((-1, None), (7, 7)):  # not the server's own 5
         change = {"options": {"seed": number}} if kind.startswith("ollama") else {"seed": number}
-        assert asked(kind, change).options.params.seed == seed
+        assert asked(kind, change).params.seed == seed
 
 
 @pytest.mark.parametrize("kind", ["chat", "completions", "messages", "ollama chat"])
@@ -123,7 +123,7 @@ def test_the_newer_name_of_a_bound_goes_first() -> None:
         ({"max_tokens": 3, "max_completion_tokens": -1}, 3),
         ({"n_predict": 6}, 6),
     ):
-        assert asked("chat", change).options.params.max_tokens == bound
+        assert asked("chat", change).params.max_tokens == bound
 
 
 def test_efforts() -> None:
@@ -134,13 +134,13 @@ def test_efforts() -> None:
         if effort not in ("none", "minimal"):
             asking += [("messages", {"output_config": {"effort": effort}}), ("ollama chat", {"think": effort})]
         for kind, change in asking:
-            assert asked(kind, change, THINKER).options.think == think
-            assert kind == "ollama chat" or asked(kind, change).options.think == "auto"  # they are sent to any model
+            assert asked(kind, change, THINKER).options["think"] == think
+            assert kind == "ollama chat" or asked(kind, change).options["think"] == "auto"  # they are sent to any model
 
 
 def test_variables_of_the_template_are_passed_on() -> None:
     found = asked("chat", {"chat_template_kwargs": {"enable_thinking": False, "mood": "calm"}}, THINKER)
-    assert (found.options.think, found.options.variables) == ("off", {"mood": "calm"})
+    assert (found.options["think"], found.variables) == ("off", {"mood": "calm"})
 
 
 def test_how_a_prompt_ends() -> None:
@@ -152,12 +152,12 @@ def test_how_a_prompt_ends() -> None:
         ({"continue_final_message": True, "add_generation_prompt": False}, "continue"),
         ({"messages": [USER, begun[1] | {"prefix": True}]}, "continue"),
     ):
-        assert asked("chat", {"messages": begun, **change}).options.ending == ending
+        assert asked("chat", {"messages": begun, **change}).ending == ending
     both = {"messages": begun, "continue_final_message": True, "add_generation_prompt": True}
     assert refusal("chat", both).param == "continue_final_message"
-    assert asked("messages", {"messages": begun}).options.ending == "continue"
-    assert asked("ollama chat", {"messages": begun}).options.ending == "continue"
-    assert asked("responses", {"input": begun}).options.ending == "assistant"
+    assert asked("messages", {"messages": begun}).ending == "continue"
+    assert asked("ollama chat", {"messages": begun}).ending == "continue"
+    assert asked("responses", {"input": begun}).ending == "assistant"
 
 
 def test_what_an_answer_said_is_its_content() -> None:
