@@ -107,33 +107,22 @@ def _several(
     drafters = options.drafters()
 
     def text(file: ServedFile, plan: LoadPlan, report: Report, cancel: threading.Event) -> LLM:
-        parallel = settings.parallel if plan.parallel else 1
-        load = replace(
-            options.load,
-            n_ctx=plan.n_ctx,
-            parallel=parallel,
-            prefix_cache_bytes=plan.cache_bytes,
-            n_gpu_layers=plan.n_gpu_layers,
-        ).as_arguments()
         chosen = drafters if plan.drafts or "auto" not in drafters else [*AUTOMATIC, *options.corpora()]
+        load = plan.load.as_arguments()
         llm = LLM(file.spec, chosen, draft_length=options.length(), progress=report, cancel=cancel, **load)
         for warning in llm.warnings:
             say(f"{file.name}: {warning}")
         return llm
 
     def embedding(file: ServedFile, plan: LoadPlan) -> EmbeddingModel:
-        return _embedder(file.path, replace(options.load, n_ctx=plan.n_ctx))
+        return _embedder(file.path, plan.load)
 
     opening = Opening(
         text,
         embedding,
         lambda llm, own: replace(own, params=options.params(llm.chat_defaults), system=options.system),
-        n_ctx=options.load.n_ctx,
-        backend=options.load.backend,
-        kv_type=options.load.kv_cache_type,
-        n_gpu_layers=options.load.n_gpu_layers,
+        load=replace(options.load, parallel=settings.parallel),
         drafts="auto" in drafters,
-        parallel=settings.parallel != 1,
         specs=names or None,
         made_of=engine_files,
         warn=say,

@@ -33,6 +33,7 @@ from localspec.engine.fit import (
     taken,
 )
 from localspec.engine.loading import Report
+from localspec.engine.options import LoadOptions
 from localspec.engine.worker import Turns
 from localspec.errors import Cancelled, LocalspecError, UnknownModel, line_of
 from localspec.llm import LLM
@@ -140,25 +141,19 @@ def embedder_memory(sizes: Sizes, n_ctx: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """How much memory a model is given, the most that fits.
+    """How a model is loaded, with the most memory that fits.
 
     Attributes:
-        n_ctx: tokens of context.
-        cache_bytes: for conversations put aside.
+        load: with tokens of context, memory for conversations put aside, answers at a time and layers on GPUs.
         drafts: whether the catalogue's draft model is loaded as well.
-        parallel: whether several requests may be answered at a time.
         needed: what all takes together of the machine's memory [bytes].
         on_gpu: what it takes of GPUs with memory of their own [bytes].
-        n_gpu_layers: as ``LoadOptions`` has it.
     """
 
-    n_ctx: int
-    cache_bytes: int
-    drafts: bool
-    parallel: bool
-    needed: int
+    load: LoadOptions
+    drafts: bool = False
+    needed: int = 0
     on_gpu: int = 0
-    n_gpu_layers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +164,8 @@ class Opening:
         text: loads a model that continues text; takes the file, how, progress, and what cancels it.
         embedding: loads one that makes embeddings.
         settings: those of a loaded model, from those of the server.
-        n_ctx: tokens of context of each; None: by the memory.
-        backend: as ``LoadOptions`` has it.
-        kv_type: type of the caches.
-        n_gpu_layers: as ``LoadOptions`` has it.
-        drafts, parallel: as ``LoadPlan`` has them, where there is memory for it.
+        load: as it was asked for; no ``n_ctx``: by the memory; several answers at a time: where there is memory for it.
+        drafts: as ``LoadPlan`` has it, where there is memory for it.
         specs: the models; None is all on the disk, also those that are fetched later.
         made_of: files that were made of a model, which go with it.
         warn: takes a line for the person who started the server.
@@ -182,12 +174,8 @@ class Opening:
     text: Callable[[ServedFile, LoadPlan, Report, threading.Event], LLM]
     embedding: Callable[[ServedFile, LoadPlan], EmbeddingModel]
     settings: Callable[[LLM, ServerSettings], ServerSettings] = lambda llm, settings: settings
-    n_ctx: int | None = None
-    backend: str = "auto"
-    kv_type: str = "f16"
-    n_gpu_layers: int | None = None
+    load: LoadOptions = field(default_factory=LoadOptions)
     drafts: bool = True
-    parallel: bool = True
     specs: Sequence[str] | None = None
     made_of: Callable[[Path], Iterable[Path]] = lambda path: ()
     warn: Callable[[str], None] = lambda line: None
@@ -309,7 +297,7 @@ class Host:
             sizes, trained = Sizes.of(header), header.n_ctx_train
         spec = own if isinstance(engine, EmbeddingModel) else engine.model_name
         file = ServedFile(own, spec, path, model_bytes(path), sizes, trained, embeds)
-        plan = LoadPlan(engine.n_ctx, 0, drafts=True, parallel=True, needed=0)
+        plan = LoadPlan(LoadOptions(n_ctx=engine.n_ctx))
         model = HostedModel(file, plan, names, fixed=True, state="loaded")
         model.service = host._service_of(model, engine, settings)
         host.models.append(model)
@@ -384,44 +372,49 @@ class Host:
 
     def _plan(self, file: ServedFile) -> LoadPlan:
         """As it was asked for; where that is more than all models may take, one answer at a time, then no draft."""
-        opening = self.opening
-        trained = file.n_ctx_train or USUAL_CTX
+        opening, load, trained = self.opening, self.opening.load, file.n_ctx_train or USUAL_CTX
         if file.embeds:
-            n_ctx = min(opening.n_ctx or MAX_CTX, trained)
+            n_ctx = min(load.n_ctx or MAX_CTX, trained)
             n_bytes = embedder_memory(file.sizes, n_ctx)
             ram, gpu = (0, n_bytes) if self.gpu_memory else (n_bytes, 0)
-            return LoadPlan(n_ctx, 0, drafts=False, parallel=False, needed=ram, on_gpu=gpu)
-        backend = "ik-llama" if opening.backend == "auto" else opening.backend  # whose buffers are the larger ones
+            return LoadPlan(replace(load, n_ctx=n_ctx), needed=ram, on_gpu=gpu)
+        backend = "ik-llama" if load.backend == "auto" else load.backend  # whose buffers are the larger ones
         cache_bytes = min(self.settings.prefix_cache << 20, round(CACHE_SHARE * self.memory))
         draft = Catalog.load().draft_for(file.path) if opening.drafts else None
         draft_sizes = read_sizes(draft) if draft is not None else None
         plans = []
-        for drafts, parallel in ((True, True), (True, False), (False, False)):
+        for drafts, several in ((True, True), (True, False), (False, False)):
             models = [Load(draft_sizes)] if draft_sizes is not None and drafts else []
-            loads = loads_for(Load(file.sizes), models, [], SEVERAL if opening.parallel and parallel else 1)
-            usual = opening.n_ctx or min(USUAL_CTX, trained)
+            loads = loads_for(Load(file.sizes), models, [], SEVERAL if load.parallel != 1 and several else 1)
+            usual = load.n_ctx or min(USUAL_CTX, trained)
             n_layers, loads = self._on_gpus(loads, usual, backend)
             on_gpu = loads[0].gpu_share == 1
             space = Space(round(CONTEXT_SHARE * self.memory), round(CONTEXT_SHARE * self.gpu_memory) or None)
-            found = choose_context(loads, opening.kv_type, backend, space, file.n_ctx_train, on_gpu=on_gpu)
-            n_ctx = opening.n_ctx or max(found.n_ctx, usual)
-            takes = memory_of(loads, n_ctx, opening.kv_type, backend)
-            needed, own = cache_bytes + takes.ram, takes.gpu or 0
-            plans.append(LoadPlan(n_ctx, cache_bytes, drafts, parallel, needed, own, n_layers))
+            found = choose_context(loads, load.kv_cache_type, backend, space, file.n_ctx_train, on_gpu=on_gpu)
+            n_ctx = load.n_ctx or max(found.n_ctx, usual)
+            takes = memory_of(loads, n_ctx, load.kv_cache_type, backend)
+            how = replace(
+                load,
+                n_ctx=n_ctx,
+                n_gpu_layers=n_layers,
+                prefix_cache_bytes=cache_bytes,
+                parallel=load.parallel if several else 1,
+            )
+            plans.append(LoadPlan(how, drafts, cache_bytes + takes.ram, takes.gpu or 0))
         return next((plan for plan in plans if self._may_be(plan)), plans[-1])
 
     def _on_gpus(self, loads: Sequence[Load], n_ctx: int, backend: str) -> tuple[int | None, list[Load]]:
         """The layers of a target (the first) that go to GPUs with memory of their own, and what then lies where: all
         that were asked for, or as many as fit with what drafts."""
-        assert self._opening is not None
-        asked, n_all = self._opening.n_gpu_layers, loads[0].sizes.n_layer + 1
+        load, n_all = self.opening.load, loads[0].sizes.n_layer + 1
         if not self.gpu_memory:
-            return asked, list(loads)
-        for n in range(n_all, -1, -1) if asked is None else (asked,):
+            return load.n_gpu_layers, list(loads)
+        for n in range(n_all, -1, -1) if load.n_gpu_layers is None else (load.n_gpu_layers,):
             share = gpu_share(n, loads[0].sizes.n_layer)
             drafts = [replace(each, gpu_share=float(share > 0)) for each in loads[1:]]
             placed = [replace(loads[0], gpu_share=share), *drafts]
-            if asked is not None or (taken(placed, n_ctx, self._opening.kv_type, backend).gpu or 0) <= self.gpu_memory:
+            takes = taken(placed, n_ctx, load.kv_cache_type, backend)
+            if load.n_gpu_layers is not None or (takes.gpu or 0) <= self.gpu_memory:
                 break
         return (-1 if n == n_all else n), placed
 
@@ -545,10 +538,11 @@ class Host:
                 self._advance()
 
     def too_large(self, model: HostedModel) -> str:
-        gpus = "" if not self.gpu_memory else f" and {size_text(model.plan.on_gpu)} on the GPU"
+        plan = model.plan
+        gpus = "" if not self.gpu_memory else f" and {size_text(plan.on_gpu)} on the GPU"
         limit = "" if not self.gpu_memory else f" and {size_text(self.gpu_memory)}"
         return (
-            f"{model.names[0]} needs {size_text(model.needed)}{gpus} with a context of {model.plan.n_ctx:,} tokens, "
+            f"{model.names[0]} needs {size_text(model.needed)}{gpus} with a context of {plan.load.n_ctx:,} tokens, "
             f"and the models of this server may take {size_text(self.memory)}{limit} (--memory)"
         )
 
@@ -709,8 +703,8 @@ class Host:
             llm = opening.text(file, model.plan, report, model.cancel)
             try:
                 llm.take_turns(self.turns)
-                takes = _taken(llm, opening.kv_type, gpus=bool(self.gpu_memory))
-                return llm, Space(model.plan.cache_bytes + takes.ram, takes.gpu)
+                takes = _taken(llm, opening.load.kv_cache_type, gpus=bool(self.gpu_memory))
+                return llm, Space(model.plan.load.prefix_cache_bytes + takes.ram, takes.gpu)
             except BaseException:
                 llm.close(cancel=True)
                 raise
@@ -803,7 +797,7 @@ def _check_use(model: HostedModel | None, use: Use) -> None:
 
 def _free_on_gpus(opening: Opening) -> int:
     """Memory that is free on GPUs with memory of their own [bytes], where models may be put on them."""
-    if opening.n_gpu_layers == 0 or opening.backend not in ("auto", "llama-cpp"):
+    if opening.load.n_gpu_layers == 0 or opening.load.backend not in ("auto", "llama-cpp"):
         return 0
     return sum(each.free_bytes for each in gpus_of("llama-cpp") if not each.shared)
 

@@ -272,7 +272,7 @@ def _unloaded_stats(model: HostedModel) -> dict[str, Any]:
         "embeds": model.file.embeds,
         "backend": None,
         "drafters": [],
-        "context": model.plan.n_ctx,
+        "context": model.plan.load.n_ctx,
         "thinks": False,
         "parallel": {"parallel": 1},
     }
@@ -285,7 +285,7 @@ def _about(model: HostedModel, client: Client) -> dict[str, Any]:
         made = service.model
         return {"context": made.n_ctx, "backend": made.backend, "dimensions": made.n_embd}
     if service is None:
-        return {"context": model.plan.n_ctx}
+        return {"context": model.plan.load.n_ctx}
     drafters = list(service.seen_by(client).drafters)
     return {"context": service.llm.n_ctx, "backend": service.llm.backend_name, "draft": drafters}
 
@@ -371,7 +371,7 @@ class OllamaModels:
         found = []
         for model in [model for model in self._host.models if model.state == "loaded"]:
             service = model.service
-            n_ctx = model.llm.n_ctx if model.llm is not None else model.plan.n_ctx
+            n_ctx = model.llm.n_ctx if model.llm is not None else model.plan.load.n_ctx
             own: dict[str, Any] = {"context_length": n_ctx}
             if not model.fixed:
                 on_gpu = isinstance(service, Service) and service.llm.inspect().target.capabilities.device == "gpu"

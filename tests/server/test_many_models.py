@@ -21,6 +21,7 @@ import pytest
 from localspec import LLM
 from localspec.backends.llama.embedding import EmbeddingModel
 from localspec.backends.registry import unavailable_reason
+from localspec.engine.options import LoadOptions
 from localspec.engine.worker import Turns
 from localspec.server import hosting
 from localspec.server.http import read_keep_alive
@@ -34,7 +35,7 @@ from tests.support.serving import Server, asking, opening, post, serve, serve_se
 from tests.support.standin import Server as Hub
 from tests.support.waiting import PATIENCE, wait_until
 
-ALONE = hosting.LoadPlan(512, 0, drafts=False, parallel=False, needed=0)
+ALONE = hosting.LoadPlan(LoadOptions(backend="reference", n_ctx=512, prefix_cache_bytes=0))
 
 needs_embedder = pytest.mark.skipif(unavailable_reason("llama-cpp") is not None, reason="no llama-cpp here")
 
@@ -220,7 +221,7 @@ def test_one_that_can_never_fit_is_refused_with_the_numbers(disk: Path) -> None:
 def test_a_gpu_has_a_budget_of_its_own(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serve_several(gpu_memory=1 << 30, prefix_cache=0) as server:
         blue, _, red = server.host.models
-        assert (blue.plan.n_gpu_layers, blue.needed, blue.plan.on_gpu) == (-1, 0, red.plan.on_gpu)  # all of it
+        assert (blue.plan.load.n_gpu_layers, blue.needed, blue.plan.on_gpu) == (-1, 0, red.plan.on_gpu)  # all of it
         most = max(model.plan.on_gpu for model in server.host.models)
     monkeypatch.setattr(hosting, "_taken", lambda *given, **more: hosting.Space(0, most))  # as if there was one
     with serve_several(gpu_memory=2 * most, prefix_cache=0) as server:
@@ -236,10 +237,10 @@ def test_a_gpu_has_a_budget_of_its_own(disk: Path, monkeypatch: pytest.MonkeyPat
     # Where it does not hold all layers, it is given some; those that were asked for are too many.
     with serve_several(gpu_memory=blue.plan.on_gpu - 1, prefix_cache=0) as server:
         part = server.host.models[0].plan
-        assert part.n_gpu_layers in (0, 1, 2)
+        assert part.load.n_gpu_layers in (0, 1, 2)
         assert 0 < part.needed < blue.plan.on_gpu
         assert part.on_gpu < blue.plan.on_gpu
-    with serve_several(opening(n_gpu_layers=3), gpu_memory=1000, prefix_cache=0) as server:
+    with serve_several(opening({"n_gpu_layers": 3}), gpu_memory=1000, prefix_cache=0) as server:
         status, message = refused(server, "/v1/chat/completions", chat("red"))
         assert (status, "on the GPU" in message) == (400, True)
         assert not any(each["fits"] for each in ask(server, "/v1/localspec/models")["models"])
@@ -269,14 +270,14 @@ def test_what_does_not_fit_beside_what_answers_waits(disk: Path, monkeypatch: py
 
 
 def test_where_memory_is_short_a_model_is_loaded_with_less(disk: Path) -> None:
-    how = opening(parallel=True)
+    how = opening({"parallel": 2})
     with serve_several(how, prefix_cache=0) as server:
         plan, most = server.host.named("red").plan, server.host.named("red").needed
-        assert (plan.parallel, plan.drafts) == (True, True)
+        assert (plan.load.parallel, plan.drafts) == (2, True)
     for memory in (most, most - 1):
         with serve_several(how, prefix_cache=0, memory=memory) as server:
             model = server.host.named("red")
-            assert model.plan.parallel is (memory == most)
+            assert model.plan.load.parallel == (2 if memory == most else 1)
             ask(server, "/v1/chat/completions", chat("red"))
             assert 0 < model.taken <= memory
 
@@ -552,17 +553,17 @@ def real_disk(isolated_home: Path, real_model: Callable[[str], Path]) -> list[st
 @pytest.mark.real
 def test_200_mixed_requests_of_real_models_within_2_gb(real_disk: list[str]) -> None:
     def text(file: hosting.ServedFile, plan: hosting.LoadPlan, report: Any, cancel: threading.Event) -> LLM:
-        return LLM(
-            file.path, "ngram", n_ctx=plan.n_ctx, prefix_cache_bytes=plan.cache_bytes, progress=report, cancel=cancel,
-            idle=False, draft_length=0, backend="llama-cpp",
-        )  # fmt: skip
+        load = replace(plan.load, idle=False, parallel=1).as_arguments()
+        return LLM(file.path, "ngram", draft_length=0, progress=report, cancel=cancel, **load)
 
-    how = replace(opening(), text=text, n_ctx=2048, backend="llama-cpp", specs=real_disk)
+    usual = {"n_ctx": 2048, "backend": "llama-cpp"}
+    how = replace(opening(usual, specs=real_disk), text=text)
+    plan = hosting.LoadPlan(replace(how.load, prefix_cache_bytes=0))
     expected: list[tuple[str, dict[str, Any], str]] = []
     for spec in real_disk:
         file = hosting.ServedFile.read(spec)
         with (
-            how.text(file, replace(ALONE, n_ctx=2048), lambda what, fraction: None, threading.Event()) as llm,
+            how.text(file, plan, lambda what, fraction: None, threading.Event()) as llm,
             serve(llm) as server,
         ):
             expected += alone(server, requests_of(file.name, "Name a river.", 5, file.fills()))

@@ -8,13 +8,15 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 from localspec import LLM
 from localspec.backends.llama.embedding import EmbeddingModel
 from localspec.engine.loading import Report
+from localspec.engine.options import LoadOptions
 from localspec.server.app import Runner, listen, url_of
 from localspec.server.hosting import Host, LoadPlan, Opening, ServedFile
 from localspec.server.http import ServerSettings
@@ -124,17 +126,15 @@ def serve_embeddings(model: EmbeddingModel, **settings: Any) -> Iterator[str]:
         yield url_of(sock)
 
 
-def opening(**more: Any) -> Opening:
-    """How tiny models are loaded, by the reference engine."""
+def opening(load: Mapping[str, Any] | None = None, **more: Any) -> Opening:
+    """How tiny models are loaded, by the reference engine; ``load``: fields of ``LoadOptions``."""
 
     def text(file: ServedFile, plan: LoadPlan, report: Report, cancel: threading.Event) -> LLM:
-        return LLM(
-            file.path, "ngram", backend="reference", n_ctx=plan.n_ctx, prefix_cache_bytes=plan.cache_bytes,
-            progress=report, cancel=cancel,
-        )  # fmt: skip
+        how = replace(plan.load, parallel=1, n_gpu_layers=None).as_arguments()
+        return LLM(file.path, "ngram", progress=report, cancel=cancel, **how)
 
-    usual: dict[str, Any] = {"n_ctx": 512, "backend": "reference", "drafts": False, "parallel": False}
-    return Opening(**({"text": text, "embedding": lambda file, plan: EmbeddingModel(file.path)} | usual | more))
+    usual = LoadOptions(**({"n_ctx": 512, "backend": "reference"} | dict(load or {})))
+    return Opening(text, lambda file, plan: EmbeddingModel(file.path), load=usual, drafts=False, **more)
 
 
 @contextmanager
