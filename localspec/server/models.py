@@ -12,6 +12,7 @@ from contextlib import aclosing
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge, Info, Metric, generate_latest
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 from starlette.requests import Request
@@ -253,9 +254,7 @@ class OfModels(Collector):
             ("model_requests_running", "Requests that it answers.", float(model.n_uses)),
             ("model_requests_waiting", "Requests that wait until it is loaded.", float(model.n_waiting)),
         ):
-            family = Metric(f"localspec_{stem}", about, "gauge")
-            family.add_sample(f"localspec_{stem}", {}, value)
-            yield family
+            yield GaugeMetricFamily(f"localspec_{stem}", about, value=value)
 
 
 def _usual(host: Host) -> HostedModel | None:

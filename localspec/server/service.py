@@ -273,7 +273,7 @@ class Service:
                 tokens to fill in between two texts.
             ApiError: a variable that the template does not know.
         """
-        limits = {"deadline": self.settings.time_limit, "conversation": object()}
+        limits: dict[str, Any] = {"deadline": self.settings.time_limit, "conversation": object()}
         if isinstance(asked, ChatRequest):
             asked = self.formed(asked)
             tokens, use = self.chat_prompt(asked, self.llm.n_ctx), asked.tools
@@ -318,14 +318,17 @@ class Service:
     ) -> tuple[list[int], dict[str, Any]]:
         """The tokens of a text to continue, in which editors may have written the marks of fill-in-the-middle, of one
         to fill in before a suffix, or of token ids; and keywords of ``LLM.job``."""
-        fill = prompt if isinstance(prompt, FillPrompt) else None
-        if fill is None and asked.suffix is not None:
-            fill = self.llm.fill_prompt(str(prompt), asked.suffix, max_tokens=asked.params.max_tokens)
-        elif isinstance(prompt, str):
-            fill = self.llm.marked_fill_prompt(prompt)
-        if fill is not None:
-            return fill.tokens, {"keep_tokens": fill.n_before, "priority": FILL_PRIORITY}
-        return prompt if isinstance(prompt, list) else self.llm.encode(prompt, room=self.llm.n_ctx), {}
+        if isinstance(prompt, list):
+            return prompt, {}
+        if isinstance(prompt, FillPrompt):
+            fill = prompt
+        elif asked.suffix is not None:
+            fill = self.llm.fill_prompt(prompt, asked.suffix, max_tokens=asked.params.max_tokens)
+        elif (marked := self.llm.marked_fill_prompt(prompt)) is not None:
+            fill = marked
+        else:
+            return self.llm.encode(prompt, room=self.llm.n_ctx), {}
+        return fill.tokens, {"keep_tokens": fill.n_before, "priority": FILL_PRIORITY}
 
     def formed(self, asked: ChatRequest) -> ChatRequest:
         """A chat with the form that its answer must have: a call that is forced is begun, and what has a given form is

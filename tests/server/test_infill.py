@@ -280,6 +280,16 @@ def test_temperature_counts_where_it_is_a_sampler() -> None:
         assert asked.params.temperature == temperature
 
 
+def test_a_prediction_is_heeded_as_in_the_other_apis(
+    llm: LLM, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, job = list[Any](), LLM.job
+    monkeypatch.setattr(LLM, "job", lambda llm, *given, **options: asked.append(options) or job(llm, *given, **options))
+    infill(server, prediction={"type": "content", "content": "area of r"}, n_predict=2)
+    infill(server, n_predict=2)
+    assert [options.get("prediction") for options in asked] == [llm.tokenize("area of r"), None]
+
+
 def test_a_model_that_cannot_says_so(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(tiny.quick.target, draft=None, backend="reference", n_ctx=256) as llm, serve(llm) as server:
         for path, body in (("/infill", VIM), ("/v1/completions", {"prompt": "a", "suffix": "b"})):
