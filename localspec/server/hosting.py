@@ -108,12 +108,15 @@ class ServedFile:
             LocalspecError: there is none, or it is no model that answers.
         """
         path = Catalog.load().resolve(spec)
+        return cls.of(path, spec, path.name.removesuffix(".gguf") if spec.endswith(".gguf") else spec)
+
+    @classmethod
+    def of(cls, path: Path, spec: str, name: str) -> ServedFile:
         with GGUFFile(path) as file:
             embeds = pooling_of(file) is not None
             if not embeds:
                 file.check_generates_text()
             sizes, trained = Sizes.of(file), file.n_ctx_train
-        name = path.name.removesuffix(".gguf") if spec.endswith(".gguf") else spec
         return cls(public_name(name), spec, path, model_bytes(path), sizes, trained, embeds)
 
     @property
@@ -289,14 +292,11 @@ class Host:
     def of_one(cls, engine: LLM | EmbeddingModel, settings: ServerSettings) -> Host:
         """A host of a model that is loaded already, and stays loaded; it is not closed here."""
         host = cls(settings, memory=0)
-        embeds = isinstance(engine, EmbeddingModel)
-        path = engine.path if isinstance(engine, EmbeddingModel) else engine.model_path
-        own = public_name(path.stem if isinstance(engine, EmbeddingModel) else engine.model_name)
-        names = tuple(dict.fromkeys((own, *settings.aliases)))
-        with GGUFFile(path) as header:
-            sizes, trained = Sizes.of(header), header.n_ctx_train
-        spec = own if isinstance(engine, EmbeddingModel) else engine.model_name
-        file = ServedFile(own, spec, path, model_bytes(path), sizes, trained, embeds)
+        if isinstance(engine, EmbeddingModel):
+            file = ServedFile.of(engine.path, engine.path.stem, engine.path.stem)
+        else:
+            file = ServedFile.of(engine.model_path, engine.model_name, engine.model_name)
+        names = tuple(dict.fromkeys((file.name, *settings.aliases)))
         plan = LoadPlan(LoadOptions(n_ctx=engine.n_ctx))
         model = HostedModel(file, plan, names, fixed=True, state="loaded")
         model.service = host._service_of(model, engine, settings)
