@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
@@ -146,11 +145,8 @@ class OllamaBody(StayingBody, ApiBody):
             **more,
         )
 
-    @abstractmethod
-    def asked(self, served: ServedModel) -> ChatRequest | CompletionRequest:
-        """A chat, or a text to continue or to fill in; without messages it only asks whether the model is loaded."""
-
     def chat(self, messages: Sequence[Any], tools: ToolUse, served: ServedModel) -> ChatRequest:
+        """A chat; without messages it only asks whether the model is loaded."""
         if not messages:  # how clients load a model beforehand
             return ChatRequest(served.params, {}, [], tools)
         think = ("on" if self.think else "off") if isinstance(self.think, bool) else self.think

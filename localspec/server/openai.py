@@ -78,9 +78,6 @@ class OpenAIBody(ApiBody, Shared):
     response_format: ResponseFormat | None = None
     return_progress: Flag = False
 
-    @abstractmethod
-    def asked(self, served: ServedModel) -> ChatRequest | CompletionRequest: ...
-
     @property
     def events(self) -> StreamOptions:
         return self.stream_options or StreamOptions()
@@ -89,12 +86,11 @@ class OpenAIBody(ApiBody, Shared):
     def tells_loading(self) -> bool:
         return self.events.localspec_rounds
 
-    def openai_options(self, served: ServedModel, **more: Any) -> tuple[SamplingParams, dict[str, Any]]:
-        """As ``job_options``."""
+    def job_options(self, served: ServedModel, **more: Any) -> tuple[SamplingParams, dict[str, Any]]:
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options needs stream: true", "stream_options")
         bounds = (self.max_completion_tokens, self.n_predict, self.max_tokens)  # the first one that says something
-        return self.job_options(
+        return super().job_options(
             served,
             stop=self.stop,
             max_tokens=next((bound for bound in bounds if bound not in (None, -1)), None),
@@ -161,7 +157,7 @@ class ChatBody(OpenAIBody):
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
         think, variables = thinking(served, self.reasoning_effort, self.chat_template_kwargs, self.think)
-        how = self.openai_options(
+        how = self.job_options(
             served,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             thinking_budget=self.thinking_budget,
@@ -211,7 +207,7 @@ class CompletionBody(OpenAIBody):
     logprobs: Annotated[int, whole(0, MAX_TOP_LOGPROBS)] | None = None
 
     def asked(self, served: ServedModel) -> CompletionRequest:
-        how = self.openai_options(served, logprobs=self.logprobs)
+        how = self.job_options(served, logprobs=self.logprobs)
         if self.best_of is not None and self.best_of != self.n:
             raise invalid("best_of must equal n: answers are not ranked", "best_of", "unsupported_parameter")
         prompts = self._prompts(served.n_vocab)
