@@ -221,7 +221,7 @@ class MessagesAnswer(BlockAnswer):
         self._id = identifier("msg")
 
     def begin(self) -> Iterator[bytes]:
-        usage = {"input_tokens": len(self.choices[0].request.prompt), "output_tokens": 0}
+        usage = {"input_tokens": len(self.choices[0].prompt), "output_tokens": 0}
         yield _event("message_start", message=self._message() | {"usage": usage})
 
     def told(self, what: str, block: AnswerBlock, piece: str = "") -> Iterator[bytes]:
@@ -258,7 +258,7 @@ class MessagesAnswer(BlockAnswer):
         said = "".join(token.text for token in self.replies[0].tokens if not token.thinking)
         if self.replies[0].tokens and not self.replies[0].tokens[-1].text:  # it may be a special token
             said += self.service.llm.token_text(self.replies[0].tokens[-1].id)
-        stops = self.choices[0].request.params.stop
+        stops = self.choices[0].job.request.params.stop
         stop = min((s for s in stops if s in said), key=said.index, default=None)
         if self.finish_reason == "stop" and stop is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
@@ -266,7 +266,7 @@ class MessagesAnswer(BlockAnswer):
 
     def _usage(self) -> dict[str, Any]:
         """Anthropic counts cached input tokens apart."""
-        stats, n = self.replies[0].stats, len(self.choices[0].request.prompt)
+        stats, n = self.replies[0].stats, len(self.choices[0].prompt)
         return {
             "input_tokens": n - stats.cached_tokens,
             "cache_read_input_tokens": stats.cached_tokens,

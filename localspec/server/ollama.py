@@ -254,7 +254,7 @@ class OllamaChat(BlockAnswer):
             "done_reason": "length" if self.finish_reason == "length" else "stop",
             "total_duration": _ns(loading + time.time() - self.created),
             "load_duration": _ns(loading),
-            "prompt_eval_count": len(self.choices[0].request.prompt),
+            "prompt_eval_count": len(self.choices[0].prompt),
             "prompt_eval_duration": _ns(stats.seconds_prompt),
             "eval_count": stats.completion_tokens,
             "eval_duration": _ns(stats.seconds_decode),

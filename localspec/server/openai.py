@@ -241,6 +241,7 @@ def _are_tokens(ids: list[Any], n_vocab: int) -> bool:
 
 # What is answered.
 
+
 class OpenAIAnswer(ApiAnswer):
     """Chunks of one or several choices.
 
@@ -333,8 +334,7 @@ class OpenAIAnswer(ApiAnswer):
 
     def _usage(self) -> dict[str, Any]:
         """OpenAI's usage. Predictions are the draft tokens of all drafters."""
-        tokens = [choice.request.prompt for choice in self.choices]
-        prompts = {id(prompt): len(prompt) for prompt in tokens}  # several answers to one count it once
+        prompts = {id(each.prompt): len(each.prompt) for each in self.choices}  # several answers to one count it once
         prompt, stats = sum(prompts.values()), [reply.stats for reply in self.replies]
         completion = sum(each.completion_tokens for each in stats)
         return {
@@ -429,7 +429,6 @@ class CompletionAnswer(OpenAIAnswer):
         texts = [service.llm.detokenize(prompt) if isinstance(prompt, list) else str(prompt) for prompt in prompts]
         self._echoes = [text for text in texts for _ in range(n)]
         self._offsets = [0] * len(self.choices)
-
 
     def opening(self, index: int) -> Iterator[dict[str, Any]]:
         if self._echoes:

@@ -389,7 +389,7 @@ class ResponsesAnswer(BlockAnswer):
         return {"type": "message", "id": f"msg_{name}", "status": status, "role": "assistant", "content": content}
 
     def _usage(self) -> dict[str, Any]:
-        stats, n = self.replies[0].stats, len(self.choices[0].request.prompt)
+        stats, n = self.replies[0].stats, len(self.choices[0].prompt)
         return {
             "input_tokens": n,
             "input_tokens_details": {"cached_tokens": stats.cached_tokens},

@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from starlette.requests import ClientDisconnect
 
 from localspec._version import __version__
-from localspec.engine.request import Reply, Request
+from localspec.engine.request import Reply
 from localspec.engine.worker import Job
 from localspec.errors import PromptTooLong, UsageError
 from localspec.llm import LLM
@@ -204,10 +204,10 @@ class Choice:
     reader: DeltaReader
 
     @property
-    def request(self) -> Request:
-        """What ``job`` is about; its prompt is token ids."""
-        request: Request = self.job.request
-        return request
+    def prompt(self) -> list[int]:
+        """The token ids of ``job.request``."""
+        tokens: list[int] = self.job.request.prompt
+        return tokens
 
 
 Kept = TypeVar("Kept")

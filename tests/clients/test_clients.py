@@ -41,7 +41,7 @@ def held_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     def held(service: Service, *asked: Any) -> list[Choice]:
         choices = made(service, *asked)
         for choice in choices:
-            held_by = choice.request.params
+            held_by = choice.job.request.params
             assert held_by.grammar or held_by.response_format, "neither grammar, schema nor forced call"
         return choices
 

@@ -280,9 +280,7 @@ def test_temperature_counts_where_it_is_a_sampler() -> None:
         assert asked.params.temperature == temperature
 
 
-def test_a_prediction_is_heeded_as_in_the_other_apis(
-    llm: LLM, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prediction_is_heeded_as_in_the_other_apis(llm: LLM, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, job = list[Any](), LLM.job
     monkeypatch.setattr(LLM, "job", lambda llm, *given, **options: asked.append(options) or job(llm, *given, **options))
     infill(server, prediction={"type": "content", "content": "area of r"}, n_predict=2)
