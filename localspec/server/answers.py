@@ -14,7 +14,7 @@ from typing import Any, Literal
 from localspec.engine.request import AsyncRoundStream, Reply
 from localspec.errors import QueueFull, written_json
 from localspec.server.http import too_busy, too_late
-from localspec.server.service import Choice, Service
+from localspec.server.service import ChoiceJob, Service
 from localspec.server.tool_calls import CallStart, TextPiece
 from localspec.server.tools import Delta
 from localspec.spec_decode.rounds import PromptProgress, Round
@@ -39,7 +39,7 @@ class ApiAnswer(ABC):
     seconds_loading = 0.0
     holding: AbstractContextManager[None] | None = None
 
-    def __init__(self, service: Service, choices: Sequence[Choice]) -> None:
+    def __init__(self, service: Service, choices: Sequence[ChoiceJob]) -> None:
         self.service = service
         self.choices = choices
         self.created = time.time()
@@ -177,7 +177,7 @@ class BlockAnswer(ApiAnswer):
         finish_reason: as OpenAI's chat has it; None before the end.
     """
 
-    def __init__(self, service: Service, choices: Sequence[Choice]) -> None:
+    def __init__(self, service: Service, choices: Sequence[ChoiceJob]) -> None:
         super().__init__(service, choices)
         self.blocks: list[AnswerBlock] = []
         self.finish_reason: str | None = None

@@ -19,7 +19,7 @@ from localspec.server.bodies import MAX_COUNT, Body, Flag, between, items, whole
 from localspec.server.events import event
 from localspec.server.http import ApiError
 from localspec.server.requests import ApiBody, CompletionRequest, ServedModel, Shared, Stops
-from localspec.server.service import Choice, Service
+from localspec.server.service import ChoiceJob, Service
 from localspec.server.tools import Delta
 from localspec.spec_decode.rounds import PromptProgress, Round
 
@@ -250,7 +250,7 @@ class InfillAnswer(ApiAnswer):
         files = [(extra.filename or "snippet", extra.text) for extra in body.input_extra]
         fill = service.llm.fill_prompt(prefix, body.input_suffix, files, max_tokens=asked.params.max_tokens)
         self._n_prompt = len(fill.tokens)
-        choices = list[Choice]()
+        choices = list[ChoiceJob]()
         if body.only_reads:
             service.llm.read_ahead(fill)
         else:

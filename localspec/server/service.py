@@ -197,7 +197,7 @@ FILL_PRIORITY = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChoiceJob:
     """One answer to make: what the engine is asked, and what reads its rounds."""
 
     job: Job
@@ -264,7 +264,7 @@ class Service:
         item = partial(self.responses.item, may_read=self.client.may_read)
         return ServedModel(settings.params, drafters, llm.vocab.n_tokens, on_request, hides, thinks, item)
 
-    def choices(self, asked: ChatRequest | CompletionRequest, n: int = 1) -> list[Choice]:
+    def choices(self, asked: ChatRequest | CompletionRequest, n: int = 1) -> list[ChoiceJob]:
         """What is to be answered: n answers to a chat, n to each text; with a seed, each of these has one of its own.
         It takes time: not for the event loop.
 
@@ -294,7 +294,7 @@ class Service:
         n: int,
         use: ToolUse | None = None,
         opening: str = "",
-    ) -> list[Choice]:
+    ) -> list[ChoiceJob]:
         llm = self.llm
         constraint_for(params, llm.vocab)  # compiled here, and not while the engine waits
         if not tokens:
@@ -310,7 +310,7 @@ class Service:
         for i in range(n):
             own = params if i == 0 or params.seed is None else replace(params, seed=(params.seed + i) % (1 << 63))
             reader = DeltaReader(use or ToolUse(), opening, wants_tokens="logprobs" in options)
-            found.append(Choice(llm.job(tokens, own, **options), reader))
+            found.append(ChoiceJob(llm.job(tokens, own, **options), reader))
         return found
 
     def _text_prompt(

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from localspec import LLM
-from localspec.server.service import Choice, Service
+from localspec.server.service import ChoiceJob, Service
 from tests.conftest import TinyFiles
 from tests.support.serving import Server, serve
 from tests.support.waiting import PATIENCE
@@ -38,7 +38,7 @@ def held_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refuse requests whose answer nothing holds: what a random model says, and when it ends, depends on the CPU."""
     made = Service.choices
 
-    def held(service: Service, *asked: Any) -> list[Choice]:
+    def held(service: Service, *asked: Any) -> list[ChoiceJob]:
         choices = made(service, *asked)
         for choice in choices:
             held_by = choice.job.request.params
