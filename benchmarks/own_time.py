@@ -87,9 +87,7 @@ def rounds_of(llm: LLM, way: str, n_tokens: int) -> list[dict[str, float]]:
     models = [
         m for m in (llm.inspect().target, *(d.model for d in llm.inspect().state.models)) if isinstance(m, WaitingModel)
     ]
-    stream = llm.rounds(
-        "One two three", SamplingParams(**{**_fields(params), "max_tokens": n_tokens}), draft_length=length
-    )
+    stream = llm.rounds("One two three", replace(params, max_tokens=n_tokens), draft_length=length)
     found: list[dict[str, float]] = []
     before = None
     for _ in stream:
@@ -102,10 +100,6 @@ def rounds_of(llm: LLM, way: str, n_tokens: int) -> list[dict[str, float]]:
     return found[WARM_ROUNDS:]
 
 
-def _fields(params: SamplingParams) -> dict[str, Any]:
-    return {name: getattr(params, name) for name in params.__slots__}
-
-
 def profile(way: str, ms: float, n_tokens: int, n_vocab: int, *, spins: bool) -> None:
     """Where the engine's thread spends its own time."""
     with loaded(ms, n_vocab, WAYS[way][2], spins=spins) as llm:
@@ -114,7 +108,7 @@ def profile(way: str, ms: float, n_tokens: int, n_vocab: int, *, spins: bool) ->
         profiler = cProfile.Profile()
 
         def work(pair: Any) -> int:
-            fixed = SamplingParams(**{**_fields(params), "max_tokens": n_tokens})
+            fixed = replace(params, max_tokens=n_tokens)
             prompt = pair.target.tokenize("One two three")
             profiler.enable()
             n = sum(1 for _ in rounds(pair, prompt, fixed, length, lambda n: None, lambda: False))

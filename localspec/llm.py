@@ -7,7 +7,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, Unpack, cast
 
@@ -44,7 +44,7 @@ from localspec.model_files.vocab import Vocab
 from localspec.prompts.infill import FILL_TOKENS, SUFFIX_TOKENS, ContextFiles, FillPrompt, fill_prompt, marked_prompt
 from localspec.prompts.prompts import Prompt
 from localspec.prompts.thinking import ThinkingFormat
-from localspec.sampling.sampling import SamplingParams, ScoredToken, checked_top
+from localspec.sampling.sampling import SAMPLING, SamplingParams, ScoredToken, checked_top
 from localspec.system.files import printable
 
 # The ways to ask: ``rounds``, ``stream``, ``chat``, and the same for asyncio. ``LLM`` and ``Session`` have them.
@@ -324,7 +324,7 @@ def load(llm: LLM, path: str | Path, *, memory: bool = True) -> Session:
 def _params_as_json(params: SamplingParams | None) -> dict[str, Any] | None:
     if params is None:
         return None
-    default, values = SamplingParams(), {field.name: getattr(params, field.name) for field in fields(params)}
+    default, values = SamplingParams(), {name: getattr(params, name) for name in SAMPLING}
     changed = {name: value for name, value in values.items() if value != getattr(default, name)}
     if "logit_bias" in changed:
         changed["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}

@@ -7,7 +7,7 @@ import os
 import queue
 import time
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypedDict
 
@@ -15,7 +15,7 @@ from localspec.controllers.fixed import FixedController
 from localspec.engine.worker import CancelledBy, Job, JobState
 from localspec.errors import Closed, UsageError, checked_whole, did_you_mean, is_whole, listed, shown
 from localspec.prompts.prompts import Prompt, PromptEncoder, is_messages
-from localspec.sampling.sampling import SamplingParams, checked_top
+from localspec.sampling.sampling import SAMPLING, SamplingParams, checked_top
 from localspec.spec_decode.detokenizer import ThinkingReader
 from localspec.spec_decode.rounds import EmittedToken, FinishReason, PromptProgress, Round, SpecStats
 from localspec.system.process import REFUSAL
@@ -61,7 +61,6 @@ class RequestOptions(SamplingOptions, total=False):
 
 
 REQUEST_OPTIONS = tuple(RequestOptions.__annotations__)
-SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 
 
 def split_options(params: SamplingParams | None, options: Mapping[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:
@@ -75,9 +74,10 @@ def split_options(params: SamplingParams | None, options: Mapping[str, Any]) -> 
             raise UsageError(f"there is no option {name!r}{did_you_mean(name, REQUEST_OPTIONS)}")
     if not isinstance(params, SamplingParams | None):
         raise UsageError(f"params must be SamplingParams, not {type(params).__name__}")
+    params = params or SamplingParams()
     sampling: dict[str, Any] = {name: value for name, value in options.items() if name in SAMPLING}
     rest = {name: value for name, value in options.items() if name not in SAMPLING}
-    return replace(params or SamplingParams(), **sampling), rest
+    return replace(params, **sampling) if sampling else params, rest
 
 
 def checked_length(value: Any) -> DraftLength:

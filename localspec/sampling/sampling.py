@@ -388,6 +388,14 @@ class SamplingParams:
     response_format: Mapping[str, Any] | None = None
     grammar: str | None = None
 
+    # What follows from the fields above, and is asked of every row: whether it is greedy; whether bias or penalties
+    # change the logits before anything else; how many of the largest logits of a row decide which token comes next, 0
+    # being possibly all; whether a schema or a grammar says what the answer may be.
+    greedy: bool = field(init=False, repr=False, compare=False)
+    edits_logits: bool = field(init=False, repr=False, compare=False)
+    n_best: int = field(init=False, repr=False, compare=False)
+    constrained: bool = field(init=False, repr=False, compare=False, default=False)
+
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)
         # Kept as Python's own numbers: NumPy's wrap around, and a Fraction is none to NumPy.
@@ -432,42 +440,25 @@ class SamplingParams:
                 raise self._refusal(name, rule)
         put("stop", tuple(self.stop))
         put("ignore_eos", bool(self.ignore_eos))
+        put("greedy", self.temperature == 0)
+        penalises = self.repeat_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        put("edits_logits", bool(self.logit_bias) or (self.repeat_last_n > 0 and penalises))
+        put("n_best", 0 if self.edits_logits else 1 if self.greedy else self.top_k)
         if self.response_format is not None or self.grammar is not None:
             from localspec.sampling.grammar import grammar_of
 
-            if grammar_of(self.response_format, self.grammar) is not None and self.ignore_eos:
+            put("constrained", grammar_of(self.response_format, self.grammar) is not None)
+            if self.constrained and self.ignore_eos:
                 raise self._refusal("ignore_eos", "off where a grammar says where the answer ends")
 
     def _refusal(self, name: str, rule: str) -> UsageError:
         return UsageError(f"{name} must be {rule}, not {shown(getattr(self, name))}")
 
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
 
-    @property
-    def constrained(self) -> bool:
-        """Whether a schema or a grammar says what the answer may be."""
-        form = self.response_format
-        return self.grammar is not None or (form is not None and form.get("type") != "text")
-
-    @property
-    def edits_logits(self) -> bool:
-        """Whether bias or penalties change the logits before anything else."""
-        return bool(self.logit_bias) or (
-            self.repeat_last_n > 0
-            and (self.repeat_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0)
-        )
-
-    @property
-    def n_best(self) -> int:
-        """How many of the largest logits of a row decide which token comes next; 0: possibly all."""
-        return 0 if self.edits_logits else 1 if self.greedy else self.top_k
-
-
+SAMPLING = tuple(each.name for each in fields(SamplingParams) if each.init)
 _NOT_OF_A_CHAT = ("logit_bias", "ignore_eos", "response_format", "grammar")
 # Parameters that the catalogue may set for a model, that ``/set`` changes and that a saved chat remembers.
-CHAT_SETTINGS = tuple(each.name for each in fields(SamplingParams) if each.name not in _NOT_OF_A_CHAT)
+CHAT_SETTINGS = tuple(name for name in SAMPLING if name not in _NOT_OF_A_CHAT)
 
 
 def edit_logits(row: Row, history: Sequence[int], params: SamplingParams, ids: Ids | None = None) -> Row:
