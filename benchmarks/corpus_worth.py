@@ -43,7 +43,7 @@ from localspec.spec_decode.drafters.base import Drafter
 from localspec.spec_decode.drafters.corpus import DEPTH, CorpusDrafter, CorpusIndex, PathSource, read_text
 from localspec.spec_decode.drafters.group import DrafterGroup
 from localspec.spec_decode.drafters.ngram import NgramDrafter
-from localspec.spec_decode.proposer import Proposer
+from localspec.spec_decode.drafters.base import Proposer
 from localspec.spec_decode.rounds import EmittedToken, Round, Verdict
 from localspec.system.steps import exhaust
 

@@ -36,7 +36,7 @@ from localspec.prompts.questions import in_turns, of_categories, own_questions, 
 from localspec.sampling.sampling import Distribution, Noise, distribution, top_probability
 from localspec.spec_decode.drafters.base import Drafter, Plan
 from localspec.spec_decode.drafters.ngram import NgramDrafter
-from localspec.spec_decode.proposer import Proposer
+from localspec.spec_decode.drafters.base import Proposer
 from localspec.system.files import write_atomically
 
 PIECE = 128

@@ -28,7 +28,7 @@ from typing import TypeVar
 
 from localspec.spec_decode.drafters.base import Plan
 from localspec.spec_decode.drafters.group import DrafterGroup
-from localspec.spec_decode.proposer import Alternatives, Proposer
+from localspec.spec_decode.drafters.base import Alternatives, Proposer
 from localspec.spec_decode.rounds import AheadCount, Draft, DraftToken
 
 Result = TypeVar("Result")

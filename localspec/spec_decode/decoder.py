@@ -20,7 +20,7 @@ from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.drafters.base import Controller, Drafter
 from localspec.spec_decode.drafters.group import DrafterGroup
 from localspec.spec_decode.overlapping import RoundOverlap
-from localspec.spec_decode.proposer import Proposer
+from localspec.spec_decode.drafters.base import Proposer
 from localspec.spec_decode.rounds import Draft, EmittedToken, FinishReason, Round, Span, TokenKind, Verdict
 from localspec.spec_decode.verification import Rows, verify
 

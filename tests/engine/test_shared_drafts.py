@@ -18,7 +18,7 @@ from localspec.engine.pair import Pair
 from localspec.errors import EngineError, EngineMismatch
 from localspec.sampling.sampling import Noise
 from localspec.spec_decode.drafters.base import Plan
-from localspec.spec_decode.proposer import Proposer
+from localspec.spec_decode.drafters.base import Proposer
 from tests.conftest import TinyFiles
 from tests.support.contexts import watch_passes
 from tests.support.enumeration import law_of_two

@@ -19,7 +19,7 @@ from scipy import stats
 
 from localspec import LLM, SamplingParams
 from localspec.sampling.sampling import Noise, distribution
-from localspec.spec_decode.proposer import Proposer
+from localspec.spec_decode.drafters.base import Proposer
 from localspec.spec_decode.rounds import Draft, DraftToken
 from localspec.spec_decode.verification import verify
 from tests.conftest import open_backend

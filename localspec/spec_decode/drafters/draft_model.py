@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from localspec.backends.base import Context, Forward, Wanted
-from localspec.errors import ContextFull, EngineError
-from localspec.spec_decode.drafters.base import Drafter, DrafterFailed, DrafterInfo, Plan, Proposer, proposed
+from localspec.backends.base import Context
+from localspec.spec_decode.drafters.base import Drafter, DrafterInfo, Plan, Proposer, proposed
 from localspec.spec_decode.rounds import DraftToken
 
 
@@ -22,28 +21,19 @@ class DraftModelDrafter(Drafter):
     def __init__(self, context: Context, source: str = "model") -> None:
         self.context = context
         self.info = DrafterInfo(source, runs_model=True)
-        self._n_best = 0
 
     def clone(self, context: Context | None) -> Drafter:
         return DraftModelDrafter(context or self.context, self.info.source)
 
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
-        try:
-            return self._draft(tokens, plan, proposer)
-        except ContextFull:  # of a memory that holds other answers' texts too
-            return []
-        except EngineError as error:
-            raise DrafterFailed(f"failed: {error}") from error
-
-    def _draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         source, context, n = self.info.source, self.context, len(tokens)
         known = self._n_known(tokens, plan)
         if known is None:
             return []
         is_as_wide = proposer.n_vocab is None or context.model.n_vocab <= proposer.n_vocab
-        self._n_best = proposer.n_best if is_as_wide else 0
+        n_best = proposer.n_best if is_as_wide else 0
         started = time.perf_counter()
-        forward = self._decode(tokens[known:], "last")
+        forward = context.decode(tokens[known:], "last", n_best)
         ids = None if forward.ids is None else forward.ids[-1]
         confidence = proposer.confidence(forward.logits[-1], tokens, ids=ids)
         plan.spent(source, n - known, (time.perf_counter() - started) * 1e3)
@@ -63,13 +53,7 @@ class DraftModelDrafter(Drafter):
             if not piece:
                 return None
             started = time.perf_counter()
-            self._decode(tokens[known : known + piece], "none")
+            context.decode(tokens[known : known + piece], "none")
             plan.spent(self.info.source, piece, (time.perf_counter() - started) * 1e3)
             known += piece
         return known
-
-    def _decode(self, tokens: Sequence[int], rows: Wanted) -> Forward:
-        context = self.context
-        if context.meanwhile is not None and not context.overlaps:  # its caller has to wait, so that is done now
-            context.meanwhile()
-        return context.decode(tokens, rows, self._n_best)

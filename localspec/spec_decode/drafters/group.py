@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from localspec.errors import EngineError
+from localspec.errors import ContextFull, EngineError
 from localspec.spec_decode.drafters.base import Branching, Drafter, DrafterFailed, Plan, Proposer
 from localspec.spec_decode.drafters.copying import CopyingDrafter
 from localspec.spec_decode.rounds import Draft, DraftToken
@@ -51,7 +51,11 @@ class DrafterGroup:
                 for token in found:
                     draft.append(token)
                     tokens.append(token.id)
-                    if is_over := proposer.extend(token.id) or token.id in end_tokens:
+                    is_over = token.id in end_tokens
+                    if proposer.constraint is not None:
+                        proposer.constraint.advance(token.id)
+                        is_over = is_over or proposer.constraint.complete
+                    if is_over:
                         break
             if branching is not None and draft:
                 del tokens[settled:]
@@ -109,9 +113,11 @@ class DrafterGroup:
         """
         try:
             draft = drafter.draft(tokens, plan, proposer)
-        except DrafterFailed as error:
+        except ContextFull:  # of a memory that holds other answers' texts too
+            return []
+        except (DrafterFailed, EngineError) as error:
             self.drafters.remove(drafter)
-            self.lost(drafter, str(error))
+            self.lost(drafter, f"failed: {error}" if isinstance(error, EngineError) else str(error))
             return []
         n = proposer.n_legal([token.id for token in draft]) if draft else 0
         if n < len(draft) and draft[n].dist is not None:

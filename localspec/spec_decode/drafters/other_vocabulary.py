@@ -61,7 +61,7 @@ class OtherVocabularyDrafter(_OwnTokensDrafter):
         self._carried = CarriedText(Side(target.vocab, target.tokenize), Side(draft.vocab, draft.tokenize))
         self.info = replace(self.info, as_text=True, passes=passes)
 
-    def _draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
+    def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         source, found, drafted = self.info.source, list[DraftToken](), list[int]()
         reach = [1.0]  # the draft model's probability of all it drafted, by number of its tokens
         done = 0  # how many of them the tokens in ``found`` are made of
@@ -76,7 +76,7 @@ class OtherVocabularyDrafter(_OwnTokensDrafter):
         pending = ids[known:]
         while True:
             started = time.perf_counter()
-            best, certainty = best_and_certainty(self._decode(pending, "last").logits[-1])
+            best, certainty = best_and_certainty(self.context.decode(pending, "last").logits[-1])
             plan.spent(source, len(pending), (time.perf_counter() - started) * 1e3)
             pending = [best]
             drafted.append(best)
@@ -121,7 +121,7 @@ class MappedTokensDrafter(_OwnTokensDrafter):
         self._tokens: list[int] = []  # the target's
         self._ids: list[int] = []  # the draft model's, one for each of them
 
-    def _draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
+    def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         kept = shared_prefix(self._tokens, tokens)
         self._tokens[kept:] = tokens[kept:]
         self._ids[kept:] = [self._reads.get(token, token) for token in tokens[kept:]]
@@ -129,7 +129,7 @@ class MappedTokensDrafter(_OwnTokensDrafter):
         if known is None:
             return []
         started = time.perf_counter()
-        row = self._for_target(self._decode(self._ids[known:], "last").logits[-1])
+        row = self._for_target(self.context.decode(self._ids[known:], "last").logits[-1])
         confidence = proposer.confidence(row, tokens)
         plan.spent(self.info.source, len(tokens) - known, (time.perf_counter() - started) * 1e3)
         return proposed(self.info.source, confidence, len(tokens), plan, proposer)

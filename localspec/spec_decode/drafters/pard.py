@@ -105,7 +105,7 @@ class PardDrafter(DraftModelDrafter):
     def clone(self, context: Context | None) -> Drafter:
         return PardDrafter(context or self.context, self._mask, self.info.source)
 
-    def _draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
+    def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         source, ahead = self.info.source, len(tokens) - len(self._text)
         if not 0 <= ahead < len(self._guesses) or tokens[: len(self._text)] != self._text:
             known = self._n_known(tokens, plan)
@@ -122,16 +122,16 @@ class PardDrafter(DraftModelDrafter):
     def _read_masks(self, tokens: Sequence[int], known: int, plan: Plan, proposer: Proposer) -> None:
         """Read the text from ``known`` on, and masks."""
         context, source = self.context, self.info.source
-        self._n_best = proposer.n_best if proposer.n_vocab is None or context.model.n_vocab <= proposer.n_vocab else 0
+        n_best = proposer.n_best if proposer.n_vocab is None or context.model.n_vocab <= proposer.n_vocab else 0
         most = FEW_ROWS if context.model.capabilities.keeps_rows else MOST_ROWS
         width = min(plan.width(source), MOST_GUESSES, most, context.n_free - (len(tokens) - known) + 1)
         first = max(known, len(tokens) + width - 1 - most)  # the logits of all rows from here on are made
         started = time.perf_counter()
         if first > known:
-            self._decode(tokens[known:first], "none")
+            context.decode(tokens[known:first], "none")
             plan.spent(source, first - known, (time.perf_counter() - started) * 1e3)
             started = time.perf_counter()
-        forward = self._decode([*tokens[first:], *[self._mask] * (width - 1)], "all")
+        forward = context.decode([*tokens[first:], *[self._mask] * (width - 1)], "all", n_best)
         self._text = list(tokens)
         self._guesses = [self._row(forward, i) for i in range(len(tokens) - first - 1, len(forward))]
         plan.spent(source, len(forward), (time.perf_counter() - started) * 1e3)
@@ -140,11 +140,9 @@ class PardDrafter(DraftModelDrafter):
         return forward.logits[at], None if forward.ids is None else forward.ids[at]
 
     def begin(self, tokens: Sequence[int], *, prediction: Sequence[int] = (), target: Context | None = None) -> None:
-        super().begin(tokens, prediction=prediction, target=target)
         self._forget_masks()
 
     def accept(self, emitted: Sequence[int]) -> None:
-        super().accept(emitted)
         self._forget_masks()
 
     def _forget_masks(self) -> None:

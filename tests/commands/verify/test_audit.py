@@ -35,7 +35,7 @@ from localspec.spec_decode import decoder, verification
 from localspec.spec_decode.detokenizer import ThinkingReader
 from localspec.spec_decode.drafters import draft_model
 from localspec.spec_decode.drafters.base import Plan, proposed
-from localspec.spec_decode.proposer import Proposer
+from localspec.spec_decode.drafters.base import Proposer
 from localspec.spec_decode.rounds import Draft, DraftToken, Verdict
 from tests.conftest import TinyFiles, open_backend
 from tests.support.endless import write_endless

@@ -18,7 +18,7 @@ from localspec.heads.drafters import ChainedHead
 from localspec.heads.published import EngineHead, load_published
 from localspec.sampling.sampling import Noise, Row, SamplingParams
 from localspec.spec_decode.drafters.base import Plan
-from localspec.spec_decode.proposer import Proposer
+from localspec.spec_decode.drafters.base import Proposer
 from tests.conftest import TinyFiles, open_backend
 from tests.support import ggufs
 from tests.support.mlx_ggufs import TinyFile
