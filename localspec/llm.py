@@ -124,8 +124,8 @@ class Asking(ABC, Generic[Question]):
 
         >>> llm.chat([{"role": "user", "content": "Name three rivers."}]).text
         """
-        with self.rounds(self._as_chat(question), params, **options) as rounds:  # type: ignore[arg-type]
-            return rounds.reply
+        reply: Reply = self.job(self._as_chat(question), params, **options).outcome()  # type: ignore[arg-type]
+        return reply
 
     def arounds(
         self, question: Question, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
@@ -580,8 +580,8 @@ class LLM(Asking[Prompt]):
 
         >>> llm.generate("def fibonacci(n):", SamplingParams(max_tokens=80, stop=["\\n\\n"])).text
         """
-        with RoundStream(self.job(text, params, **options)) as rounds:
-            return rounds.reply
+        reply: Reply = self.job(text, params, **options).outcome()
+        return reply
 
     async def agenerate(
         self, text: str | Sequence[int], params: SamplingParams | None = None, **options: Unpack[RequestOptions]
@@ -618,8 +618,8 @@ class LLM(Asking[Prompt]):
             UsageError: the model has no fill-in-the-middle tokens, or there is no text at all.
             QueueFull, Closed: as in ``rounds``.
         """
-        with RoundStream(self._filling(prefix, suffix, params, context_files, name, single_line, options)) as rounds:
-            return rounds.reply
+        reply: Reply = self._filling(prefix, suffix, params, context_files, name, single_line, options).outcome()
+        return reply
 
     async def afill(
         self,
@@ -678,8 +678,8 @@ class LLM(Asking[Prompt]):
             PromptTooLong: it does not fit into the context.
             Cancelled: the deadline passed first.
         """
-        with RoundStream(self._scoring(prompt, top, deadline, conversation)) as stream:
-            return cast(list[ScoredToken], stream.reply)
+        scored: list[ScoredToken] = self._scoring(prompt, top, deadline, conversation).outcome()
+        return scored
 
     async def alogprobs(
         self,

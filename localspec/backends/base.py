@@ -343,12 +343,14 @@ class Context(_Closable):
         self.model = model
         self.n_ctx = n_ctx  # its room [tokens]
         self.hidden = hidden  # names of the hidden states that every pass returns
+        # Whether ``decode_tree`` works.
+        self.can_branch = model.capabilities.trees and type(self)._decode_tree is not Context._decode_tree
         self.tokens: list[int] = []  # what the memory holds, in order
         # Asked between the pieces of a long input; True ends the decode with ``Cancelled``.
         self.interrupted: Callable[[], bool] | None = None
         self.finds_best = False  # whether the engine has ``_decode_best``, of tokens and of floats
         self.overlaps = False  # whether a device computes passes while their caller does something else
-        # Where that is so: called within a pass once the device has begun, perhaps several times.
+        # Called within a pass once the device has begun, perhaps several times; else before it.
         self.meanwhile: Callable[[], None] | None = None
         self._partial: tuple[int, int] | None = None  # where rows of the first layers begin, and how many layers
         self._tree: tuple[list[int], list[int]] | None = None  # tokens and parents of a tree behind the memory
@@ -372,11 +374,6 @@ class Context(_Closable):
     def n_free(self) -> int:
         """Tokens that still have room."""
         return self.n_ctx - self.n_past
-
-    @property
-    def can_branch(self) -> bool:
-        """Whether ``decode_tree`` works."""
-        return self.model.capabilities.trees and type(self)._decode_tree is not Context._decode_tree
 
     def decode(self, tokens: Sequence[int], logits: Wanted = "all", n_best: int = 0) -> Forward:
         """Feed tokens after those already in the memory.
@@ -574,6 +571,8 @@ class Context(_Closable):
 
     def _feed(self, tokens: Sequence[int], compute: Callable[[], Forward]) -> Forward:
         self._drop_tree()
+        if self.meanwhile is not None and not self.overlaps:  # its caller has to wait, so that is done now
+            self.meanwhile()
         n_before = self.n_past
         try:
             forward = compute()

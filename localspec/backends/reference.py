@@ -289,7 +289,7 @@ class ReferenceContext(Context):
         n_rows = n_wanted(logits, len(rows))
         first = len(rows) - n_rows
         found: FloatArray = np.empty((n_rows, model.n_vocab), dtype=np.float32)
-        whole = [layer_name(i) for i in range(n_layers or n_all - 1)]
+        whole = [layer_name(i) for i in range(n_layers or n_all - 1)] if self.hidden else []
         states: dict[str, list[Array]] = {name: [] for name in self.hidden if not n_layers or name in whole}
         # One by one: a matrix product over several tokens would round differently from one over a single token.
         seen: list[list[int]] = []  # by each row of a tree: the memory, and the rows on its path

@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from localspec.errors import (
@@ -27,6 +28,7 @@ from localspec.errors import (
     is_number,
     shown,
 )
+from localspec.system.files import home
 from localspec.system.machine import on_battery
 from localspec.system.process import REFUSAL, answering, at_end, in_child
 
@@ -302,6 +304,20 @@ class Job(Future[Any]):
             raise Cancelled(f"the request was cancelled by its {self.cancelled_by} while it waited")
         return self._abandoned(self)
 
+    def outcome(self) -> Any:
+        """Queue it, wait for its end, and return its ``reply``; what it gives before is dropped. A wait that is broken
+        off cancels it."""
+        items = queue.SimpleQueue[Any]()
+        self.deliver = items.put
+        self.submit(self)
+        try:
+            while self.wait_for(items) is not self:
+                pass
+        except BaseException:
+            self.cancel()
+            raise
+        return self.reply()
+
     def stopped(self) -> bool:
         """Whether the work should end: polled by the work itself."""
         if self.cancelled_by is None and self._told_to_stop():
@@ -489,6 +505,7 @@ class Worker:
         self.running: list[Job] = []
         self.batch: Callable[[Job], None] | None = None
         self.turns = Turns()
+        self._home = home()
         self._last: tuple[Callable[[], None], ...] = ()
         self._thread = threading.Thread(target=self._run, name="localspec", daemon=True)
         self._thread.start()
@@ -507,17 +524,13 @@ class Worker:
         """
         if threading.current_thread() is self._thread:
             return function()
-        done = queue.SimpleQueue[Any]()
-        job = Job(lambda job: function(), done.put, conversation=conversation)
-        self.queue.put(job, bounded=False)
-        try:
-            job.wait_for(done)
-        except BaseException:
-            job.cancel()
-            raise
-        if job.cancelled():
+
+        def closed(job: Job) -> None:
             raise Cancelled("the LLM was closed before its turn came")
-        return job.reply()  # type: ignore[no-any-return] # what the function returned
+
+        submit = partial(self.queue.put, bounded=False)
+        job = Job(lambda job: function(), abandoned=closed, conversation=conversation, submit=submit)
+        return job.outcome()  # type: ignore[no-any-return] # what the function returned
 
     def when_idle(self, task: IdleTask, *, priority: int = 0) -> None:
         self._idle.add(task, priority)
@@ -553,7 +566,7 @@ class Worker:
             job = self.queue.get(lambda: self._idle.pause(others_answer=self.turns.n_answering > 0))
             if job is not None:
                 self.running.append(job)
-                with answering(), self.turns.answering():
+                with answering(self._home), self.turns.answering():
                     run = Job.run if self.batch is None or job.request is None else self.batch
                     run(job)
                     self.running.clear()

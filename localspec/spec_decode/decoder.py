@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -157,12 +157,11 @@ class SpeculativeDecoder:
     def decode(self, rows: TargetPass) -> Forward:
         """Run one pass of the target for this answer alone; meanwhile, where that is done, the next draft is made, or
         the round before is handed on."""
-        meanwhile: AbstractContextManager[None] = nullcontext()
-        if self.overlap is not None:
-            meanwhile = self.overlap.within(self.target)
-        elif self._ahead is not None and self._verified is not None:
-            meanwhile = self._ahead.preparing(self.tokens, self._verified)
-        with meanwhile:
+        with ExitStack() as stack:
+            if self.overlap is not None:
+                stack.callback(self.overlap.settle)
+            elif self._ahead is not None and self._verified is not None:
+                stack.enter_context(self._ahead.preparing(self.tokens, self._verified))
             if rows.parents is not None:
                 return self.target.decode_tree(rows.tokens, rows.parents)
             return self.target.decode(rows.tokens, rows.logits, rows.n_best)

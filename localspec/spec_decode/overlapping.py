@@ -6,8 +6,7 @@ A variant of the loop for one answer: what a finished round leaves to be done is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from localspec.backends.base import Context
 from localspec.spec_decode.rounds import Round
@@ -28,18 +27,8 @@ class RoundOverlap:
         for context in self._contexts:
             context.meanwhile = self._release
 
-    @contextmanager
-    def within(self, context: Context) -> Iterator[None]:
-        """Within the block a context runs a pass, and the round is handed on, at the latest when it is over."""
-        if not context.overlaps:  # its caller has to wait, so that is done now
-            self._release()
-        try:
-            yield
-        finally:
-            self.settle()
-
     def settle(self) -> None:
-        """Hand on the round that is held, if it still is; what handing on raised is raised here, not in a pass."""
+        """The pass is over: hand on the round that is held, if it still is. What handing on raised is raised here, not in a pass."""
         self._release()
         if self._error is not None:
             error, self._error = self._error, None

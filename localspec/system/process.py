@@ -118,9 +118,9 @@ _POLL_SECONDS = 0.25
 
 
 @contextmanager
-def answering() -> Iterator[None]:
-    """Within the block this process answers a request."""
-    mark = home() / "answering" / str(os.getpid())
+def answering(folder: Path) -> Iterator[None]:
+    """Within the block this process answers a request; ``folder`` is its ``home``."""
+    mark = folder / "answering" / str(os.getpid())
     with suppress(OSError):  # no home yet, or one that cannot be written
         mark.parent.mkdir(exist_ok=True)
         mark.touch()

@@ -23,9 +23,10 @@ from tests.support.waiting import PATIENCE, wait_until
 
 ANSWERING = """
 import sys
+from localspec.system.files import home
 from localspec.system.process import answering
 
-with answering():
+with answering(home()):
     print("now", flush=True)
     sys.stdin.readline()
 print("done", flush=True)
@@ -66,11 +67,11 @@ def test_another_process_that_answers_is_seen_until_it_ends_or_is_killed(isolate
 
 
 def test_ones_own_answers_do_not_count_and_leave_nothing(isolated_home: Path) -> None:
-    with answering():  # a home that is not there is not made
+    with answering(isolated_home):  # a home that is not there is not made
         pass
     assert not isolated_home.exists()
     isolated_home.mkdir()
-    with answering():
+    with answering(isolated_home):
         assert [path.name for path in (isolated_home / "answering").iterdir()] == [str(os.getpid())]
         assert not another_answers()
     assert not list((isolated_home / "answering").iterdir())

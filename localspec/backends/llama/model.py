@@ -296,15 +296,11 @@ class LlamaContext(Context):
     ) -> None:
         super().__init__(model, n_ctx, hidden)
         self._binding = model.binding
-        self._n_threads, self._branches = n_threads, branches
+        self._n_threads, self.can_branch = n_threads, branches
         self._leaves: LeafSequences | None = None
         self.finds_best = not branches and model.finds_best
         self.reset()
         model.contexts.add(self)
-
-    @property
-    def can_branch(self) -> bool:
-        return self._branches
 
     @property
     def passes(self) -> LlamaPasses:
@@ -318,14 +314,14 @@ class LlamaContext(Context):
     def reset(self) -> None:
         """Be empty, in a model that was loaded, perhaps again."""
         model = self.model
-        options: dict[str, Any] = {"branches": self._branches, "n_snapshots": model.n_snapshots}
+        options: dict[str, Any] = {"branches": self.can_branch, "n_snapshots": model.n_snapshots}
         self._passes = LlamaPasses(model, self.n_ctx, self._n_threads, model.kv_type, self.hidden, **options)
         self._rollback = Rollback(model, self._passes) if model.capabilities.rollback == "replay" else None
         self._set_leaves()
 
     def _set_leaves(self) -> None:
         self._passes.n_gaps = 0
-        self._leaves = LeafSequences(self._binding, self._passes, self._handle) if self._branches else None
+        self._leaves = LeafSequences(self._binding, self._passes, self._handle) if self.can_branch else None
 
     @property
     def _handle(self) -> int:
@@ -411,7 +407,7 @@ class LlamaContext(Context):
 
     def _export(self) -> dict[str, Bytes]:
         state = save(self.model, self._handle)
-        return {"sequence": self._binding.by_rows(state) if self._branches else state}
+        return {"sequence": self._binding.by_rows(state) if self.can_branch else state}
 
     def _state_bytes(self) -> int:
         return state_bytes(self._binding, self._handle)
@@ -420,7 +416,7 @@ class LlamaContext(Context):
         self._forget()
         self._clear()
         sequence = saved_sequence(state, self.model.path)
-        restore(self.model, self._handle, self._binding.by_columns(sequence) if self._branches else sequence)
+        restore(self.model, self._handle, self._binding.by_columns(sequence) if self.can_branch else sequence)
 
     def _close(self) -> None:
         self.model.contexts.discard(self)
