@@ -60,13 +60,13 @@ def replay(drafters: Sequence[Drafter], prompt: list[int], answer: list[int], cu
     real = CURVES[curve][0]  # of 1 to 8 tokens every width is there, and WIDEST is 7
     times, sources = PassTimes(dict(real)), {drafter.info.source: SourceAcceptance(COPIED) for drafter in drafters}
     controller = AutoController(times, {}, sources, {}, WIDEST, TimeBudget())
-    group, proposer = DrafterGroup(drafters), Proposer(SamplingParams(), Noise(0))
+    group = DrafterGroup(list(drafters), Proposer(SamplingParams(), Noise(0)))
     for drafter in drafters:
         drafter.begin(prompt)
     text, at, ms, counts = list(prompt), 0, 0.0, Counter[str]()
     while at < len(answer):
         plan = controller.plan(room=len(answer) - at - 1, n_past=len(text))
-        draft = group.draft(text, plan, proposer)
+        draft = group.draft(text, plan)
         ms_draft = GUESS_MS * (len(draft) + 1)
         fates = [token.id == answer[at + i] for i, token in enumerate(draft)]
         n = fates.index(False) if False in fates else len(fates)

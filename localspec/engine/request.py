@@ -242,9 +242,6 @@ class RoundStream(_Stream, Iterator[Round]):
         job.deliver = self._items.put
         job.submit(job)
 
-    def __iter__(self) -> RoundStream:
-        return self
-
     def __next__(self) -> Round:
         while (step := self._step()) is not None:
             if isinstance(step, Round):
@@ -305,9 +302,6 @@ class AsyncRoundStream(_Stream, AsyncIterator[Round]):
         job.submit(job)
         late = None if job.ends_at is None else max(0.0, job.ends_at - time.monotonic())
         self._timer = None if late is None else loop.call_later(late, job.cancel, "deadline")
-
-    def __aiter__(self) -> AsyncRoundStream:
-        return self
 
     async def __anext__(self) -> Round:
         while (step := await self._step()) is not None:

@@ -101,6 +101,7 @@ class DraftModel:
         path: its file, as it was asked for; ``model.path`` is another where a lighter copy of it drafts.
         times: the cost model of its passes, of the kind ``passes``.
         free_weights: frees what it holds besides the context.
+        context: its memory; where several answers share passes, that of the first.
     """
 
     name: str
@@ -112,11 +113,10 @@ class DraftModel:
     drafter: Drafter
     passes: PassKind
     free_weights: Callable[[], None]
+    context: Context = field(init=False)
 
-    @property
-    def context(self) -> Context:
-        """Where several answers share passes, that of the first."""
-        return self.memory.contexts[0]
+    def __post_init__(self) -> None:
+        self.context = self.memory.contexts[0]
 
     @property
     def source(self) -> str:

@@ -28,7 +28,7 @@ from typing import TypeVar
 
 from localspec.spec_decode.drafters.base import Plan
 from localspec.spec_decode.drafters.group import DrafterGroup
-from localspec.spec_decode.drafters.base import Alternatives, Proposer
+from localspec.spec_decode.drafters.base import Alternatives
 from localspec.spec_decode.rounds import AheadCount, Draft, DraftToken
 
 Result = TypeVar("Result")
@@ -230,9 +230,9 @@ class DraftAhead:
         self._was_left_alone = False
         self._share = HIDDEN
 
-    def begin(self, drafters: DrafterGroup, proposer: Proposer, end_tokens: frozenset[int]) -> None:
-        self._drafters, self._proposer, self._end_tokens = drafters, proposer, end_tokens
-        readers = [each.info for each in drafters.drafters if not each.info.taps]
+    def begin(self, group: DrafterGroup) -> None:
+        self._group, self._end_tokens = group, group.end_tokens
+        readers = [each.info for each in group.drafters if not each.info.taps]
         self._copying = frozenset(each.source for each in readers if each.copies)
         self._models = frozenset(each.source for each in readers if each.runs_model)
         self._cache.clear()
@@ -241,7 +241,7 @@ class DraftAhead:
     def draft(self, tokens: list[int], plan: Plan) -> Draft:
         """Draft what follows ``tokens``: what was prepared for them, as far as the plan wants it, and what follows."""
         self.count, self._plan, self._depth = AheadCount(), plan, plan.room
-        self._others = self._proposer.alternatives = {}
+        self._others = self._group.proposer.alternatives = {}
         taken, is_cut = self._taken(tokens, plan)
         draft, rest = Draft(taken), Draft()
         if not (is_cut or (taken and taken[-1].id in self._end_tokens) or plan.room <= 0):
@@ -252,7 +252,7 @@ class DraftAhead:
         return Draft([*taken, *rest])
 
     def _in_order(self, tokens: list[int], begun: Draft, plan: Plan) -> Draft:
-        draft = partial(self._drafters.draft, tokens, plan, self._proposer, self._end_tokens)
+        draft = partial(self._group.draft, tokens, plan)
         settled, started = len(tokens), time.perf_counter()
         tokens += begun.ids
         try:  # where little is drafted a change of threads would be most of what it takes
@@ -369,6 +369,6 @@ class DraftAhead:
         text, kind = [*tokens, *suffix], _AheadPlan if samples else _LikeliestPlan
         plan = kind(n, self._plan, self._clock, probability, self._copying)
         others: dict[int, Alternatives] = {}
-        self._proposer.alternatives = others
-        draft = list(self._drafters.draft(text, plan, self._proposer, self._end_tokens, ahead=True))
+        self._group.proposer.alternatives = others
+        draft = list(self._group.draft(text, plan, ahead=True))
         return draft, [others.get(len(text) + i, ()) for i in range(len(draft))]

@@ -75,6 +75,7 @@ class SpeculativeDecoder:
         overlap: holds rounds until the next pass has begun; who hands them on then has to ``learn`` from them too.
 
     Attributes:
+        drafters: those that have not failed.
         taps: the hidden states of the target that the drafters read.
         unread: what the next passes read of the prompt.
         tokens: everything settled, the prompt included.
@@ -96,7 +97,7 @@ class SpeculativeDecoder:
     ) -> None:
         self.ahead, self.overlap = ahead, overlap
         self.target = target
-        self.group = DrafterGroup(drafters, self._without)
+        self.drafters = list(drafters)
         self.taps = {tap for drafter in drafters for tap in drafter.info.taps}
         if missing := self.taps.difference(target.hidden):
             raise UsageError(
@@ -224,14 +225,14 @@ class SpeculativeDecoder:
         self._params, self._text, self._n_logprobs, self._constraint = params, text, n_logprobs, constraint
         # How many of the largest logits of a row do for verification; 0: it takes whole rows.
         self._n_best = 0 if constraint is not None or n_logprobs is not None else params.n_best
-        self._proposer = Proposer(params, self._noise, constraint, target.model.n_vocab)
         self._end_tokens: frozenset[int] = frozenset() if params.ignore_eos else target.model.vocab.eog
-        # No draft goes on behind these.
-        self._draft_ends = self._end_tokens if text.thinking is None else self._end_tokens | text.thinking.draft_ends
-        for drafter in self.group.drafters:
+        draft_ends = self._end_tokens if text.thinking is None else self._end_tokens | text.thinking.draft_ends
+        proposer = Proposer(params, self._noise, constraint, target.model.n_vocab)
+        self._group = DrafterGroup(self.drafters, proposer, draft_ends, self._without)
+        for drafter in self.drafters:
             drafter.begin(self.tokens, prediction=prediction, target=target)
         if self._ahead is not None:
-            self._ahead.begin(self.group, self._proposer, self._draft_ends)
+            self._ahead.begin(self._group)
 
     def propose(self) -> TargetPass:
         """What the next pass is over: a chunk of the prompt, or the last settled token and the draft, whose token i is
@@ -267,7 +268,7 @@ class SpeculativeDecoder:
         if self.unread:
             n_read = min(self._n_chunk, len(self.unread))
             chunk, self.unread = self.unread[:n_read], self.unread[n_read:]
-            for drafter in self.group.drafters:
+            for drafter in self.drafters:
                 drafter.process(chunk, forward)
             return None
         n_settled, budget = len(self.tokens), self.budget
@@ -303,7 +304,7 @@ class SpeculativeDecoder:
                 return ahead.draft(self.tokens, plan)
             may_branch = self.target.can_branch and self._constraint is None
             branching = plan.branching() if may_branch else None
-            return self.group.draft(self.tokens, plan, self._proposer, self._draft_ends, branching)
+            return self._group.draft(self.tokens, plan, branching)
         finally:
             if self.target.n_past > n_past:  # a drafter decoded in it
                 self.target.truncate(n_past)
@@ -336,7 +337,7 @@ class SpeculativeDecoder:
             path = [0, *(i + 1 for i in verdict.accepted)]
             read, forward = [read[i] for i in path], forward.take(path)
             target.keep(path)
-        for drafter in self.group.drafters:
+        for drafter in self.drafters:
             drafter.process(read, forward)
         # A replay would overwrite the rows that log-probabilities are read from.
         rows = forward.logits.copy() if replays and self._n_logprobs is not None else forward.logits
@@ -348,7 +349,7 @@ class SpeculativeDecoder:
         tokens += settled
         if target.n_past >= len(tokens):  # the answer ended within the draft
             target.truncate(len(tokens) - 1)
-        for drafter in self.group.drafters:
+        for drafter in self.drafters:
             drafter.accept(settled)
         round_ = Round(
             index=self._n_rounds,

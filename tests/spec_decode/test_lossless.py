@@ -476,7 +476,7 @@ def test_a_round_that_fails_leaves_tokens_and_memory_as_they_were(
         forward = decoder.decode(decoder.propose())
         owner: Any = {"emit": text, "truncate": context}.get(where)
         if owner is None:
-            owner = decoder.controller if hasattr(decoder.controller, where) else decoder.group.drafters[0]
+            owner = decoder.controller if hasattr(decoder.controller, where) else decoder.drafters[0]
         truncate = context.truncate
         with monkeypatch.context() as patch:
             patch.setattr(owner, "push" if where == "emit" else where, fail)

@@ -14,44 +14,47 @@ class DrafterGroup:
     """Asks its drafters in the plan's order, token by token: the first with one that it wants continues the draft.
 
     So a run that an n-gram recognises is copied for free in the middle of what a model began, and the model takes over
-    again where the copy ends. ``lost`` takes a drafter that failed, which is not asked again, and why.
+    again where the copy ends.
+
+    Args:
+        drafters: one that fails is removed.
+        proposer: of the answer.
+        end_tokens: no draft goes on behind these.
+        lost: takes a drafter that failed, and why.
     """
 
     def __init__(
-        self, drafters: Sequence[Drafter], lost: Callable[[Drafter, str], None] = lambda drafter, why: None
-    ) -> None:
-        self.drafters = list(drafters)
-        self.lost = lost
-
-    def draft(
         self,
-        tokens: list[int],
-        plan: Plan,
+        drafters: list[Drafter],
         proposer: Proposer,
         end_tokens: frozenset[int] = frozenset(),
-        branching: Branching | None = None,
-        *,
-        ahead: bool = False,
+        lost: Callable[[Drafter, str], None] = lambda drafter, why: None,
+    ) -> None:
+        self.drafters, self.proposer, self.end_tokens = drafters, proposer, end_tokens
+        self._lost = lost
+
+    def draft(
+        self, tokens: list[int], plan: Plan, branching: Branching | None = None, *, ahead: bool = False
     ) -> Draft:
         """Draft what follows ``tokens``, everything settled (left as it was on return), up to an end token.
 
         ``branching`` is the permission to add branches. Where the target has yet to read what precedes the draft
         (``ahead``), what drafts from its states waits.
         """
-        settled = len(tokens)
+        settled, proposer = len(tokens), self.proposer
         draft, is_over = Draft(), False
         proposer.rivals = None if branching is None else {}
         try:
             while plan.room > 0 and not is_over:
                 for drafter in self._in_order(tokens, plan, ahead):
-                    if found := self._ask(drafter, tokens, plan, proposer):
+                    if found := self._ask(drafter, tokens, plan):
                         break
                 else:
                     break
                 for token in found:
                     draft.append(token)
                     tokens.append(token.id)
-                    is_over = token.id in end_tokens
+                    is_over = token.id in self.end_tokens
                     if proposer.constraint is not None:
                         proposer.constraint.advance(token.id)
                         is_over = is_over or proposer.constraint.complete
@@ -59,30 +62,28 @@ class DrafterGroup:
                         break
             if branching is not None and draft:
                 del tokens[settled:]
-                self._branch(draft, tokens, branching, proposer, end_tokens)
+                self._branch(draft, tokens, branching)
         finally:
             del tokens[settled:]
         return draft
 
-    def _branch(
-        self, draft: Draft, tokens: list[int], branching: Branching, proposer: Proposer, end_tokens: frozenset[int]
-    ) -> None:
+    def _branch(self, draft: Draft, tokens: list[int], branching: Branching) -> None:
         """Add to a chain what else its draft model would have said, place by place, and what others copy.
 
         What is sampled comes before what is not, which may then be left out for being there already.
         """
-        rivals = proposer.rivals or {}
+        rivals = self.proposer.rivals or {}
         for at, first in enumerate(draft[:]):
             rival = rivals.get(len(tokens) + at)
             expected = rival and branching.branch(draft, at - 1, first.source, rival.confidence)
             if rival is not None and expected is not None:
-                token = DraftToken(proposer.draw(rival), first.source, rival.confidence, rival.law, expected)
+                token = DraftToken(self.proposer.draw(rival), first.source, rival.confidence, rival.law, expected)
                 draft.add(token, at - 1)
         for drafter in [
             drafter for drafter in self.drafters if drafter.info.copies and drafter.info.source != draft[0].source
         ]:
             at = -1
-            for copy in self._ask(drafter, tokens, _Whatever(branching.room), proposer):
+            for copy in self._ask(drafter, tokens, _Whatever(branching.room)):
                 here = [child for child in draft.children(at) if draft[child].id == copy.id]
                 if not here:
                     expected = branching.branch(draft, at, copy.source, copy.prob)
@@ -90,7 +91,7 @@ class DrafterGroup:
                         break
                     draft.add(DraftToken(copy.id, copy.source, copy.prob, None, expected), at)
                 at = here[0] if here else len(draft) - 1
-                if copy.id in end_tokens:
+                if copy.id in self.end_tokens:
                     break
 
     def _in_order(self, tokens: Sequence[int], plan: Plan, ahead: bool) -> list[Drafter]:
@@ -105,21 +106,21 @@ class DrafterGroup:
             drafters = [next(surest) if isinstance(each, CopyingDrafter) else each for each in drafters]
         return drafters
 
-    def _ask(self, drafter: Drafter, tokens: list[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
+    def _ask(self, drafter: Drafter, tokens: list[int], plan: Plan) -> list[DraftToken]:
         """What a drafter drafts, up to the first token that the target does not take or the grammar forbids.
 
         Dropping a draft token for what it is leaves the law alone only if it was not sampled; a sample comes from a
         masked distribution and cannot be forbidden.
         """
         try:
-            draft = drafter.draft(tokens, plan, proposer)
+            draft = drafter.draft(tokens, plan, self.proposer)
         except ContextFull:  # of a memory that holds other answers' texts too
             return []
         except (DrafterFailed, EngineError) as error:
             self.drafters.remove(drafter)
-            self.lost(drafter, f"failed: {error}" if isinstance(error, EngineError) else str(error))
+            self._lost(drafter, f"failed: {error}" if isinstance(error, EngineError) else str(error))
             return []
-        n = proposer.n_legal([token.id for token in draft]) if draft else 0
+        n = self.proposer.n_legal([token.id for token in draft]) if draft else 0
         if n < len(draft) and draft[n].dist is not None:
             raise EngineError(f"the drafter {draft[n].source} sampled a token that may not come")
         return draft[:n]

@@ -278,7 +278,7 @@ def drafter_of(corpus: Corpus, **texts: str) -> CorpusDrafter:
     return CorpusDrafter(corpus.index(), "corpus", "corpus:text")
 
 
-def drafted(drafter: CorpusDrafter | DrafterGroup, text: str, n: int) -> str:
+def drafted(drafter: CorpusDrafter, text: str, n: int) -> str:
     return "".join(chr(token.id) for token in drafter.draft(tokens_of(text), Plan(n), ANYTHING))
 
 
@@ -320,10 +320,10 @@ def test_the_surer_of_corpus_and_ngrams_goes_first(corpus: Corpus, surer: str) -
     drafter = drafter_of(corpus, a=f"{in_file} A.")
     prompt = f"{in_prompt} N. {long}"
     for order in ([NgramDrafter(), drafter], [drafter, NgramDrafter()]):
-        group = DrafterGroup(order)
+        group = DrafterGroup([*order], ANYTHING)
         for each in order:
             each.begin(tokens_of(prompt))
-        draft = group.draft(tokens_of(prompt), Plan(2), ANYTHING)
+        draft = group.draft(tokens_of(prompt), Plan(2))
         assert {token.source for token in draft} == {surer}
         assert draft.ids == tokens_of(" A" if surer == "corpus" else " N")
 
