@@ -154,8 +154,7 @@ class Asking(ABC, Generic[Question]):
         self, question: Question | str, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> Reply:
         """As ``chat``, for asyncio."""
-        async with self.arounds(self._as_chat(question), params, **options) as rounds:  # type: ignore[arg-type]
-            return await rounds.reply()
+        return await self.arounds(self._as_chat(question), params, **options).reply()  # type: ignore[arg-type]
 
 
 # ``Session``: one conversation on a loaded pair, which can be saved and go on after a restart.
@@ -587,8 +586,7 @@ class LLM(Asking[Prompt]):
         self, text: str | Sequence[int], params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> Reply:
         """As ``generate``, for asyncio."""
-        async with AsyncRoundStream(self.job(text, params, **options)) as rounds:
-            return await rounds.reply()
+        return await AsyncRoundStream(self.job(text, params, **options)).reply()
 
     def fill(
         self,
@@ -634,8 +632,7 @@ class LLM(Asking[Prompt]):
     ) -> Reply:
         """As ``fill``, for asyncio; cancelling the task stops the engine."""
         job = self._filling(prefix, suffix, params, context_files, name, single_line, options)
-        async with AsyncRoundStream(job) as rounds:
-            return await rounds.reply()
+        return await AsyncRoundStream(job).reply()
 
     def _filling(
         self,
@@ -690,8 +687,8 @@ class LLM(Asking[Prompt]):
         conversation: Hashable | None = None,
     ) -> list[ScoredToken]:
         """As ``logprobs``, for asyncio."""
-        async with AsyncRoundStream(self._scoring(prompt, top, deadline, conversation)) as stream:
-            return cast(list[ScoredToken], await stream.reply())
+        stream = AsyncRoundStream(self._scoring(prompt, top, deadline, conversation))
+        return cast(list[ScoredToken], await stream.reply())
 
     # -- text, without waiting for the queue ---------------------------------------------------------------------
 
