@@ -500,7 +500,7 @@ class LLM(Asking[Prompt]):
     @property
     def draft_names(self) -> list[str]:
         """The drafters in use, in the order they are asked."""
-        return self._pair.draft_names
+        return self._pair.state.draft_names
 
     @property
     def warnings(self) -> list[str]:

@@ -361,12 +361,6 @@ class Pair:
         return self.state.times
 
     @property
-    def draft_names(self) -> list[str]:
-        """Names of the drafters in use, in the order they are asked."""
-        state = self.state  # once: another thread asks while the worker replaces it
-        return [state.names[drafter.info.source] for drafter in state.usable]
-
-    @property
     def draft_specs(self) -> list[str]:
         """What ``set_draft`` takes to load the drafters in use."""
         return [*(drafter.info.name for drafter in self.state.free), *(draft.spec for draft in self.state.models)]

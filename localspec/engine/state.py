@@ -184,6 +184,11 @@ class DecodingState:
     def usable(self) -> list[Drafter]:
         return [each for each in self.drafters if each.info.source not in self.failed]
 
+    @property
+    def draft_names(self) -> list[str]:
+        """What people call the drafters in use, in the order in which they are asked."""
+        return [self.names[each.info.source] for each in self.usable]
+
     def drafters_for(self, names: Sequence[str] | None, *, predicted: bool = False) -> list[Drafter]:
         """The drafters of one request: of these names, or all; n-grams too where the answer is ``predicted``.
 

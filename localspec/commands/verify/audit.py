@@ -420,7 +420,7 @@ class Audit:
             model=self.llm.model_name,
             backend=self.target.backend,
             engine=self.target.engine,
-            draft=self.pair.draft_names,
+            draft=self.pair.state.draft_names,
             exact=noise.exact,
             settings={
                 "prompts": n_prompts,
