@@ -915,7 +915,7 @@ class LLM(Asking[Prompt]):
 
     def wait_idle(self, timeout: float | None = None) -> bool:
         """Wait until no request and no work for idle time is left, at most so long [s]; whether that came about."""
-        return self._worker.wait_idle(timeout)
+        return self._worker.queue.wait_at_rest(timeout)
 
     def close(self, *, cancel: bool = False) -> None:
         """Finish the requests that run and wait, or ``cancel`` them, and free the memory; safe to call twice."""

@@ -448,6 +448,7 @@ class FairQueue:
             self._changed.notify_all()
 
     def wait_at_rest(self, timeout: float | None) -> bool:
+        """Wait until no job and no idle work that may be done now is left; whether that came about in time."""
         with self._changed:
             return self._changed.wait_for(lambda: self._at_rest or self.closed is not None, timeout)
 
@@ -540,10 +541,6 @@ class Worker:
         """Have tasks looked at again, as they may have new work; happens by itself after every job."""
         self._idle.renew()
         self.queue.wake()
-
-    def wait_idle(self, timeout: float | None = None) -> bool:
-        """Wait until no job and no idle work that may be done now is left; whether that came about in time."""
-        return self.queue.wait_at_rest(timeout)
 
     def close(self, *last: Callable[[], None], cancel: bool = False, wait: bool = True) -> None:
         """End the thread after what waits is done, and then what is in ``last``.
