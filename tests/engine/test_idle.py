@@ -64,7 +64,7 @@ def test_priorities(worker: Worker) -> None:
         worker.when_idle(steps(2, log, "early"), priority=1)
 
     worker.call(add)
-    assert worker.wait_idle(SOON)
+    assert worker.queue.wait_at_rest(SOON)
     assert log == ["early", "early", "late", "late"]
 
 
@@ -88,7 +88,7 @@ def test_a_cancelled_job_takes_nothing_from_idle_work(worker: Worker) -> None:
         job = Job(lambda job: None, lambda item: None)
         worker.queue.put(job)
         job.cancel()
-    assert worker.wait_idle(SOON)
+    assert worker.queue.wait_at_rest(SOON)
     assert log == ["step"] * 50
 
 
@@ -100,13 +100,13 @@ def test_tasks_are_asked_again_after_every_job_and_when_told(worker: Worker) -> 
         return False
 
     worker.when_idle(task)
-    assert worker.wait_idle(SOON)
+    assert worker.queue.wait_at_rest(SOON)
     assert len(asked) == 1
     worker.call(lambda: None)
-    assert worker.wait_idle(SOON)
+    assert worker.queue.wait_at_rest(SOON)
     assert len(asked) == 2
     worker.idle_work_waits()
-    assert worker.wait_idle(SOON)
+    assert worker.queue.wait_at_rest(SOON)
     assert len(asked) == 3
 
 
@@ -120,7 +120,7 @@ def test_new_work_that_comes_during_a_step_is_not_missed(worker: Worker) -> None
         return False
 
     worker.when_idle(task)
-    assert worker.wait_idle(SOON)
+    assert worker.queue.wait_at_rest(SOON)
     assert len(asked) == 2
 
 
@@ -136,9 +136,9 @@ def test_a_task_that_fails_is_dropped_and_harms_nothing(
 
     with caplog.at_level(logging.DEBUG, "localspec"):
         worker.when_idle(task)
-        assert worker.wait_idle(SOON)
+        assert worker.queue.wait_at_rest(SOON)
         assert worker.call(lambda: "answer") == "answer"
-        assert worker.wait_idle(SOON)
+        assert worker.queue.wait_at_rest(SOON)
     assert asked == [1]
     assert [record.levelno for record in caplog.records] == [logging.DEBUG]
 
@@ -153,7 +153,7 @@ def test_closing_stops_a_step_and_waits_for_jobs_only() -> None:
     worker.close(ended.set)
     assert ended.is_set()
     assert log == ["job"]
-    assert worker.wait_idle(SOON)
+    assert worker.queue.wait_at_rest(SOON)
     held = weakref.ref(holding)
     del holding
     gc.collect()
@@ -164,9 +164,9 @@ def test_no_idle_work_without_leave() -> None:
     log: list[str] = []
     for worker in (Worker(), Worker(idle=lambda: False)):
         worker.when_idle(steps(3, log))
-        assert worker.wait_idle(SOON)
+        assert worker.queue.wait_at_rest(SOON)
         assert worker.call(lambda: "answer") == "answer"
-        assert worker.wait_idle(SOON)
+        assert worker.queue.wait_at_rest(SOON)
         worker.close()
     assert log == []
 
