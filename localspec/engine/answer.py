@@ -13,7 +13,7 @@ from localspec.engine.pair import Pair, prepare_corpora
 from localspec.engine.request import DraftLength, Reply, Request
 from localspec.engine.state import DecodingState
 from localspec.engine.worker import Job
-from localspec.errors import Cancelled, PromptTooLong, UsageError
+from localspec.errors import Cancelled, EngineMismatch, PromptTooLong, UsageError
 from localspec.prompts.prompts import is_messages
 from localspec.sampling.constraint import constraint_for
 from localspec.sampling.sampling import SamplingParams, ScoredToken, token_logprobs
@@ -29,6 +29,13 @@ all are kept for a head until they are read."""
 
 LONG_PROMPT = 256
 """Tokens to read from which on an answer says how far it is: a few seconds on a slow laptop."""
+
+
+def _prepare(pair: Pair) -> None:
+    """Have the target ready, after a device was lost too; ``EngineMismatch``: nothing is answered any more."""
+    if pair.refused is not None:
+        raise EngineMismatch(pair.refused)
+    pair.target.recover()
 
 
 class OpenAnswer:
@@ -60,7 +67,7 @@ class OpenAnswer:
         overlaps: bool = False,
         on_prefilled: Callable[[int], None] = lambda n_cached: None,
     ) -> None:
-        pair.check_usable()
+        _prepare(pair)
         request: Request = job.request
         self._pair, self._job, self._request, self._shared = pair, job, request, shared
         (self._prompt, thinking), self._on_prefilled = asked, on_prefilled
@@ -294,7 +301,7 @@ def score(pair: Pair, tokens: Sequence[int], n_top: int, job: Job) -> list[Score
     if len(tokens) > pair.context.n_ctx:
         raise PromptTooLong(f"the text has {len(tokens)} tokens and the context holds {pair.context.n_ctx}")
     scored = [ScoredToken(tokens[0], pair.encoder.token_text(tokens[0]), None)]
-    pair.check_usable()
+    _prepare(pair)
     pair.prefix_cache.empty(pair.context)
     for start in range(0, len(tokens) - 1, SCORING_CHUNK):
         following = tokens[start + 1 : start + 1 + SCORING_CHUNK]

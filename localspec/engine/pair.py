@@ -25,7 +25,7 @@ from localspec.engine.request import DraftLength
 from localspec.engine.state import DecodingState, DraftModel
 from localspec.engine.stored_prompts import PromptStore, StoringPrompts
 from localspec.engine.worker import PREPARATION, STORING, Stopped, Worker
-from localspec.errors import Cancelled, ContextFull, EngineMismatch, LocalspecError
+from localspec.errors import Cancelled, ContextFull, LocalspecError
 from localspec.model_files.fingerprint import fingerprint
 from localspec.prompts.prompts import PromptEncoder
 from localspec.prompts.templates import ChatTemplate
@@ -438,12 +438,6 @@ class Pair:
     def refuse(self, reason: str) -> None:
         self.refused = reason
         self.warnings.append(reason)
-
-    def check_usable(self) -> None:
-        """Raises ``EngineMismatch`` where nothing is answered any more."""
-        if self.refused is not None:
-            raise EngineMismatch(self.refused)
-        self.target.recover()
 
     def useful_drafts(self) -> list[Context]:
         """Contexts of draft models that the next answer may use, by the last one's controller."""
