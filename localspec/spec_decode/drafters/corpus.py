@@ -24,7 +24,7 @@ import numpy.typing as npt
 from filelock import FileLock, Timeout
 
 from localspec.errors import UsageError
-from localspec.spec_decode.drafters.copying import Copy
+from localspec.spec_decode.drafters.ngram import Copy
 from localspec.system.files import private_folder, write_atomically
 from localspec.system.steps import Steps
 
@@ -35,7 +35,7 @@ from copy import deepcopy
 
 from localspec.backends.base import Context
 from localspec.spec_decode.drafters.base import Drafter, DrafterInfo
-from localspec.spec_decode.drafters.copying import CopyingDrafter
+from localspec.spec_decode.drafters.ngram import CopyingDrafter
 
 # Which files of a folder are text that may be read, and their text.
 

@@ -9,7 +9,7 @@ import numpy as np
 from localspec.backends.base import Context
 from localspec.sampling.constraint import Constraint
 from localspec.spec_decode.drafters.base import Drafter, DrafterInfo, Plan, Proposer
-from localspec.spec_decode.drafters.copying import HitRates
+from localspec.spec_decode.drafters.ngram import HitRates
 from localspec.spec_decode.rounds import DraftToken
 
 # What is known of a draft token: no other is allowed; more forced text follows it; it ends the forced text with the

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from localspec.errors import ContextFull, EngineError
 from localspec.spec_decode.drafters.base import Branching, Drafter, DrafterFailed, Plan, Proposer
-from localspec.spec_decode.drafters.copying import CopyingDrafter
+from localspec.spec_decode.drafters.ngram import CopyingDrafter
 from localspec.spec_decode.rounds import Draft, DraftToken
 
 
