@@ -39,11 +39,10 @@ from localspec.controllers.auto import AutoController
 from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.learned import TimeBudget
 from localspec.sampling.sampling import Noise, SamplingParams
-from localspec.spec_decode.drafters.base import Drafter
+from localspec.spec_decode.drafters.base import Drafter, Proposer
 from localspec.spec_decode.drafters.corpus import DEPTH, CorpusDrafter, CorpusIndex, PathSource, read_text
 from localspec.spec_decode.drafters.group import DrafterGroup
 from localspec.spec_decode.drafters.ngram import NgramDrafter
-from localspec.spec_decode.drafters.base import Proposer
 from localspec.spec_decode.rounds import EmittedToken, Round, Verdict
 from localspec.system.steps import exhaust
 

@@ -34,9 +34,8 @@ from localspec.engine.state import DraftModel
 from localspec.heads.drafters import HeadDrafter
 from localspec.prompts.questions import in_turns, of_categories, own_questions, read_questions
 from localspec.sampling.sampling import Distribution, Noise, distribution, top_probability
-from localspec.spec_decode.drafters.base import Drafter, Plan
+from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
 from localspec.spec_decode.drafters.ngram import NgramDrafter
-from localspec.spec_decode.drafters.base import Proposer
 from localspec.system.files import write_atomically
 
 PIECE = 128

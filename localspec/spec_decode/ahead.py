@@ -26,9 +26,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from localspec.spec_decode.drafters.base import Plan
+from localspec.spec_decode.drafters.base import Alternatives, Plan
 from localspec.spec_decode.drafters.group import DrafterGroup
-from localspec.spec_decode.drafters.base import Alternatives
 from localspec.spec_decode.rounds import AheadCount, Draft, DraftToken
 
 Result = TypeVar("Result")

@@ -17,10 +17,9 @@ from localspec.errors import EngineError, LocalspecError, PromptTooLong, UsageEr
 from localspec.sampling.sampling import Noise, NotNumbers, SamplingParams, token_logprobs
 from localspec.spec_decode.ahead import DraftAhead
 from localspec.spec_decode.detokenizer import TextAssembler
-from localspec.spec_decode.drafters.base import Controller, Drafter
+from localspec.spec_decode.drafters.base import Controller, Drafter, Proposer
 from localspec.spec_decode.drafters.group import DrafterGroup
 from localspec.spec_decode.overlapping import RoundOverlap
-from localspec.spec_decode.drafters.base import Proposer
 from localspec.spec_decode.rounds import Draft, EmittedToken, FinishReason, Round, Span, TokenKind, Verdict
 from localspec.spec_decode.verification import Rows, verify
 

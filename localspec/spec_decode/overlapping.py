@@ -28,7 +28,8 @@ class RoundOverlap:
             context.meanwhile = self._release
 
     def settle(self) -> None:
-        """The pass is over: hand on the round that is held, if it still is. What handing on raised is raised here, not in a pass."""
+        """The pass is over: hand on the round that is held, if it still is; what that raises is raised here, not in a
+        pass."""
         self._release()
         if self._error is not None:
             error, self._error = self._error, None

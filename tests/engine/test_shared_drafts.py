@@ -17,8 +17,7 @@ from localspec.engine import state
 from localspec.engine.pair import Pair
 from localspec.errors import EngineError, EngineMismatch
 from localspec.sampling.sampling import Noise
-from localspec.spec_decode.drafters.base import Plan
-from localspec.spec_decode.drafters.base import Proposer
+from localspec.spec_decode.drafters.base import Plan, Proposer
 from tests.conftest import TinyFiles
 from tests.support.contexts import watch_passes
 from tests.support.enumeration import law_of_two

@@ -33,9 +33,7 @@ class DrafterGroup:
         self.drafters, self.proposer, self.end_tokens = drafters, proposer, end_tokens
         self._lost = lost
 
-    def draft(
-        self, tokens: list[int], plan: Plan, branching: Branching | None = None, *, ahead: bool = False
-    ) -> Draft:
+    def draft(self, tokens: list[int], plan: Plan, branching: Branching | None = None, *, ahead: bool = False) -> Draft:
         """Draft what follows ``tokens``, everything settled (left as it was on return), up to an end token.
 
         ``branching`` is the permission to add branches. Where the target has yet to read what precedes the draft

@@ -34,8 +34,7 @@ from localspec.sampling.sampling import Distribution, Noise, distribution
 from localspec.spec_decode import decoder, verification
 from localspec.spec_decode.detokenizer import ThinkingReader
 from localspec.spec_decode.drafters import draft_model
-from localspec.spec_decode.drafters.base import Plan, proposed
-from localspec.spec_decode.drafters.base import Proposer
+from localspec.spec_decode.drafters.base import Plan, Proposer, proposed
 from localspec.spec_decode.rounds import Draft, DraftToken, Verdict
 from tests.conftest import TinyFiles, open_backend
 from tests.support.endless import write_endless

@@ -18,11 +18,10 @@ from localspec.errors import UsageError
 from localspec.sampling.sampling import Noise
 from localspec.server.conversations import ConversationStore
 from localspec.spec_decode.drafters import corpus as module
-from localspec.spec_decode.drafters.base import Plan
+from localspec.spec_decode.drafters.base import Plan, Proposer
 from localspec.spec_decode.drafters.corpus import DEPTH, MOST_FILE_BYTES, CorpusDrafter, CorpusIndex, PathSource, Survey
 from localspec.spec_decode.drafters.group import DrafterGroup
 from localspec.spec_decode.drafters.ngram import NgramDrafter
-from localspec.spec_decode.drafters.base import Proposer
 from localspec.system.steps import exhaust
 from tests.conftest import TinyFiles
 

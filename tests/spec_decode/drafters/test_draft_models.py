@@ -13,8 +13,7 @@ import pytest
 from localspec import LLM, LocalspecError, SamplingParams
 from localspec.engine.pair import Pair as LoadedPair
 from localspec.sampling.sampling import Ids, Noise, Row
-from localspec.spec_decode.drafters.base import Plan
-from localspec.spec_decode.drafters.base import Proposer
+from localspec.spec_decode.drafters.base import Plan, Proposer
 from tests.conftest import Backend, TinyFiles
 from tests.support.gguf_vocabs import bpe_vocab
 from tests.support.ggufs import Pair, Shape, llama_weights, perturbed, write_llama

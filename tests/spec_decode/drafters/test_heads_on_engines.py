@@ -17,8 +17,7 @@ from localspec.backends.base import FloatArray
 from localspec.heads.drafters import ChainedHead
 from localspec.heads.published import EngineHead, load_published
 from localspec.sampling.sampling import Noise, Row, SamplingParams
-from localspec.spec_decode.drafters.base import Plan
-from localspec.spec_decode.drafters.base import Proposer
+from localspec.spec_decode.drafters.base import Plan, Proposer
 from tests.conftest import TinyFiles, open_backend
 from tests.support import ggufs
 from tests.support.mlx_ggufs import TinyFile

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localspec.sampling.sampling import Noise, SamplingParams
-from localspec.spec_decode.drafters.base import Plan
+from localspec.spec_decode.drafters.base import Plan, Proposer
 from localspec.spec_decode.drafters.ngram import MAX_WALK, NgramDrafter, SuffixAutomaton
-from localspec.spec_decode.drafters.base import Proposer
 from localspec.spec_decode.rounds import DraftToken
 
 TOKENS = st.lists(st.integers(0, 2), max_size=40)

@@ -11,8 +11,7 @@ from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.vocab import Vocab
 from localspec.sampling.constraint import constraint_for
 from localspec.sampling.sampling import Ids, Noise, Row, SamplingParams, distribution
-from localspec.spec_decode.drafters.base import DrafterFailed
-from localspec.spec_decode.drafters.base import Proposer
+from localspec.spec_decode.drafters.base import DrafterFailed, Proposer
 from tests.conftest import TinyFiles
 
 HISTORY = [5, 9, 9, 30, 31, 9]

@@ -32,10 +32,9 @@ from localspec.heads.listing import inspect
 from localspec.heads.published import load_published
 from localspec.sampling.sampling import Noise
 from localspec.spec_decode.decoder import SpeculativeDecoder
-from localspec.spec_decode.drafters.base import Drafter, Plan
+from localspec.spec_decode.drafters.base import Drafter, Plan, Proposer
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.ngram import NgramDrafter
-from localspec.spec_decode.drafters.base import Proposer
 from localspec.spec_decode.rounds import Round
 from localspec.system.files import models_dir
 from tests.conftest import TinyFiles, open_backend
