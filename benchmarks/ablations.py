@@ -50,7 +50,7 @@ from localspec.controllers.stopping import Continuation, expected_tokens
 from localspec.sampling.sampling import Noise, SamplingParams
 from localspec.spec_decode import decoder
 from localspec.spec_decode.drafters import draft_model
-from localspec.spec_decode.drafters.base import Plan, Proposer
+from localspec.spec_decode.drafters.base import Proposer
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.system.files import write_atomically
 from tests.support import ggufs

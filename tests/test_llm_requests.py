@@ -31,6 +31,7 @@ from localspec import (
 )
 from localspec.engine.request import SamplingOptions
 from localspec.engine.worker import FairQueue, Job, Worker
+from localspec.sampling.sampling import SAMPLING
 from localspec.spec_decode.rounds import SpecStats
 from tests.conftest import TinyFiles
 from tests.support.contexts import watch_passes
@@ -440,7 +441,7 @@ def test_the_keywords_are_all_there_are() -> None:
     """A type checker knows each option: those of sampling by their own names and types, the others as ``rounds`` has
     them."""
     named, params = get_type_hints(SamplingOptions), get_type_hints(SamplingParams)
-    assert {**named, "stop": params["stop"]} == params
+    assert {**named, "stop": params["stop"]} == {name: params[name] for name in SAMPLING}
     arguments = (LLM.rounds.__doc__ or "").partition("Args:")[2].partition("Raises:")[0]
     documented = set(re.findall(r"^ {12}(\w+): ", arguments, re.MULTILINE))
     assert set(RequestOptions.__annotations__) - set(named) == documented - {"question", "params"}
