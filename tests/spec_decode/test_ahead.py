@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -140,21 +141,18 @@ def test_what_reads_states_waits_for_them(tiny: TinyFiles, monkeypatch: pytest.M
 
 
 class Fragile(DraftModelDrafter):
-    """Raises when it is asked in another thread than the first for the n-th time."""
+    """Its n-th pass fails."""
 
     def __init__(self, context: Context, error: Exception, n: int) -> None:
         super().__init__(context)
-        self.error, self.n = error, n
+        decode, calls = context._decode, count(1)
 
-    def _decode(self, tokens: Sequence[int], rows: Any) -> Any:
-        self.n -= 1
-        if self.n == 0:
-            self.context._decode = self._broken  # type: ignore[method-assign]
-        return super()._decode(tokens, rows)
+        def counted(tokens: Any, logits: Any) -> Any:
+            if next(calls) == n:
+                raise error
+            return decode(tokens, logits)
 
-    def _broken(self, tokens: Any, logits: Any) -> Any:
-        del self.context._decode  # type: ignore[misc]
-        raise self.error
+        context._decode = counted  # type: ignore[method-assign]
 
 
 TEXT, PARAMS = [5, 6, 7], SamplingParams(max_tokens=30, ignore_eos=True)
