@@ -91,8 +91,8 @@ def pair_vocab(pre: str) -> TinyVocab:
     used = [symbols[byte] for byte in b" \n\rabsSzZtl'0123456789!?$+<|>\xc3\xa9\xe6\x97\xa5"]
     merges = [f"{left} {right}" for left in used for right in used]
     tokens += [left + right for left in used for right in used]
-    # A merge of merges, and one whose product has no token.
-    merges += ["ab ab", "zz zz"]
+    # A merge of merges, one whose product has no token, and two of what is no token itself.
+    merges += ["ab ab", "zz zz", "nowhere a", "b nowhere"]
     tokens.append("abab")
     # No merges lead here: only splits that take whole words as they are find it.
     tokens.append("sab")

@@ -107,11 +107,11 @@ class ByteLevel:
 
         splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in word_split(pre, file_name)]
         pairs = dict.fromkeys(_pair(merge) for merge in merges if " " in merge[1:])
-        # The package wants a token for every byte and every merge. llama.cpp does without: what a merge without a token
-        # leaves is looked up letter by letter, and what has no token is dropped.
+        # The package wants a token for every byte, every merge and what it merges. llama.cpp does without: what a merge
+        # without a token leaves is looked up letter by letter, and what has no token is dropped.
         vocab, self._n_tokens = dict(ids), len(ids)
         self._spelled: dict[int, list[int]] = {}
-        for text in (*byte_of_character(), *(left + right for left, right in pairs)):
+        for text in (*byte_of_character(), *(each for left, right in pairs for each in (left, right, left + right))):
             if text not in vocab:
                 vocab[text] = token = len(vocab)
                 self._spelled[token] = [ids[c] for c in text if c in ids and c.isascii()]

@@ -346,6 +346,9 @@ def test_an_mtp_layer_in_a_file_of_its_own_is_for_its_model_and_none(tmp_path: P
         open_mtp(whole, layer)
     with pytest.raises(LocalspecError, match="has no layers of a whole model"):
         open_mtp(layer, None)
+    none_left = ggufs.write_llama(tmp_path / "llama.gguf", extra={"llama.nextn_predict_layers": 9})
+    with pytest.raises(LocalspecError, match="has no layers of a whole model"):
+        LLM(none_left, None, backend="reference")
 
 
 def test_a_model_without_a_usable_mtp_layer_answers_and_says_why_it_has_none(tmp_path: Path) -> None:
