@@ -33,3 +33,23 @@ def test_fuzzed_cases_hold(name: str, tmp_path: Path) -> None:
             check(case)
 
         run()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gguf headers", [("number", "llama.nextn_predict_layers", 1)]),  # no layer is left of the one there is
+        ("gguf headers", [("set", "tokenizer.ggml.bos_token_id", (7, b"\x00"))]),  # a truth value
+        ("gguf in mlx", [("patch", 0.8125, b"\x00")]),  # a merge of what is no token
+        ("gguf in llama-cpp", [("type", 0.5, 26)]),  # a norm of integers
+        ("gguf in ik-llama", [("type", 0.5, 26)]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_what_fuzzing_found_holds(name: str, changes: list[Any], tmp_path: Path) -> None:
+    target = TARGETS[name]
+    reason = target.missing()
+    if reason is not None:
+        pytest.skip(reason)
+    with target.opened(tmp_path) as check:
+        check(("bpe", changes))

@@ -20,7 +20,7 @@ from localspec.model_files.gguf import GGUFFile, TensorInfo
 from localspec.model_files.vocab import Vocab
 
 _UINT32 = 4
-_NO_MATRIX = frozenset((9, 15, 24, 25, 26, 27, 28, 97, 98, 99, 136, 147, 148, 149, 150))
+_NO_WEIGHTS = frozenset((9, 15, 24, 25, 26, 27, 28, 97, 98, 99, 136, 147, 148, 149, 150))
 """Q8_1, Q8_K and ik_llama.cpp's kinds of them, integers and F64: for activations and indices, not for weights."""
 _MAX_EXPERTS = 512
 _MAX_LAYERS = 512
@@ -80,7 +80,7 @@ def check_sound(gguf: GGUFFile, vocab: Vocab, computes: Callable[[TensorInfo], b
                 f"{name}: this engine does not compute {tensor.name}, which is {tensor.type_name} in rows of "
                 f"{tensor.shape[0]}; try another --backend"
             )
-        if len(tensor.shape) > 1 and tensor.ggml_type in _NO_MATRIX and tensor.name.endswith(".weight"):
+        if tensor.ggml_type in _NO_WEIGHTS and tensor.name.endswith((".weight", ".bias")):
             raise UnsupportedModel(f"{name} has weights of the type {tensor.type_name} ({tensor.name})")
     if vocab.n_tokens:  # a head has none
         _check_vocab(gguf, vocab, damaged)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from localspec.errors import ModelFileError, UnsupportedModel
+from localspec.errors import ModelFileError, UnsupportedModel, is_whole
 from localspec.model_files import nextn
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.kv_memory import kv_shape
@@ -72,7 +72,7 @@ def _mtp(gguf: GGUFFile) -> dict[str, Any] | None:
 
 
 def _number(value: Any) -> int | None:
-    return value if isinstance(value, int) else None
+    return int(value) if is_whole(value) else None
 
 
 def _vocabulary(gguf: GGUFFile) -> dict[str, Any] | None:

@@ -92,7 +92,8 @@ class Vocab:
             value = get(f"tokenizer.ggml.{key}_token_id", _DEFAULT_IDS[kind].get(name))
             if value is None and name in _OLD_KEYS:
                 value = get(f"tokenizer.ggml.{_OLD_KEYS[name]}_token_id")
-            special[name] = value if isinstance(value, int) and 0 <= value < len(tokens) else None
+            is_id = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(tokens)
+            special[name] = value if is_id else None
         add_bos = get("tokenizer.ggml.add_bos_token")
         if add_bos is not None:
             vocab.add_bos = bool(add_bos)
