@@ -40,9 +40,11 @@ def test_fuzzed_cases_hold(name: str, tmp_path: Path) -> None:
     [
         ("gguf headers", [("number", "llama.nextn_predict_layers", 1)]),  # no layer is left of the one there is
         ("gguf headers", [("set", "tokenizer.ggml.bos_token_id", (7, b"\x00"))]),  # a truth value
+        ("gguf headers", [("set", "tokenizer.ggml.add_bos_token", (9, b"\x04" + b"\x00" * 11))]),  # an empty list
         ("gguf in mlx", [("patch", 0.8125, b"\x00")]),  # a merge of what is no token
         ("gguf in llama-cpp", [("type", 0.5, 26)]),  # a norm of integers
         ("gguf in ik-llama", [("type", 0.5, 26)]),
+        ("gguf in llama-cpp", [("set", "llama.rope.scaling.type", (8, b"\x00" * 8))]),  # no name of any
     ],
 )
 @pytest.mark.filterwarnings("ignore")

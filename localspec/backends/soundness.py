@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from localspec.errors import ModelFileError, UnsupportedModel
+from localspec.errors import ModelFileError, UnsupportedModel, shown
 from localspec.model_files.gguf import GGUFFile, TensorInfo
 from localspec.model_files.vocab import Vocab
 
 _UINT32 = 4
 _NO_WEIGHTS = frozenset((9, 15, 24, 25, 26, 27, 28, 97, 98, 99, 136, 147, 148, 149, 150))
 """Q8_1, Q8_K and ik_llama.cpp's kinds of them, integers and F64: for activations and indices, not for weights."""
+_SCALINGS = ("none", "linear", "yarn", "longrope")  # rope scalings by the names that engines know
 _MAX_EXPERTS = 512
 _MAX_LAYERS = 512
 _LARGEST = (1 << 31) - 1
@@ -69,6 +70,9 @@ def check_sound(gguf: GGUFFile, vocab: Vocab, computes: Callable[[TensorInfo], b
             raise damaged(f"{key} is not a 32-bit number")
     check_hyperparameters(gguf)
     _check_experts(gguf, damaged)
+    scaling = gguf.field("rope.scaling.type", "none")
+    if isinstance(scaling, str) and scaling not in _SCALINGS:
+        raise UnsupportedModel(f"{name} has rope scaling of the unknown type {shown(scaling)}")
     for tensor in gguf.tensors.values():
         if tensor.offset % alignment:
             raise UnsupportedModel(

@@ -95,7 +95,7 @@ class Vocab:
             is_id = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(tokens)
             special[name] = value if is_id else None
         add_bos = get("tokenizer.ggml.add_bos_token")
-        if add_bos is not None:
+        if isinstance(add_bos, int):
             vocab.add_bos = bool(add_bos)
         vocab._find_special(special)
         return vocab
