@@ -394,7 +394,7 @@ class GGUFFile:
             raise UnsupportedModel(f"{name} ({architecture}) has no vocabulary, so it cannot generate text")
         n, n_mtp = self.field("block_count"), self.field("nextn_predict_layers", 0)
         none_left = isinstance(n, int) and isinstance(n_mtp, int) and n <= n_mtp
-        if none_left or is_mtp_alone(self.tensors, n, n_mtp):
+        if n == 0 or none_left or is_mtp_alone(self.tensors, n, n_mtp):
             raise UnsupportedModel(f"{name} has no layers of a whole model, so it cannot generate text")
         pooling = self.field("pooling_type", 0)
         if (isinstance(pooling, int) and pooling not in (0, -1, 0xFFFFFFFF)) or self.field("attention.causal") is False:

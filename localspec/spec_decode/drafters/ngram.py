@@ -89,9 +89,9 @@ class CopyingDrafter(Drafter, Generic[Place]):
     """Copies what followed the longest recent suffix where it occurred before; a token costs no pass of a model.
 
     Each carries an estimate of being right: how often those with such a match were, counted in this conversation on top
-    of a prior. Every settled token is compared with the draft token for it, real or counterfactual; so the estimate is
-    learned even while the controller does not draft. Of several such drafters the group asks the one with most
-    ``confidence`` first.
+    of a prior. Every settled token is compared with the draft token for it, sent or not. So the estimate is learned
+    even while the controller does not draft. Of several such drafters the group asks the one with most ``confidence``
+    first.
     """
 
     _texts: _Texts[Place]
