@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 import typing
 from collections import Counter
 from collections.abc import Sequence
@@ -24,8 +23,8 @@ from localspec.measuring.last_bench import last_bench
 from localspec.system import machine
 from tests.conftest import TinyFiles, open_backend
 from tests.support.interrupting import self_interrupting
-from tests.support.program import localspec
-from tests.support.waiting import PATIENCE
+from tests.support.program import PROGRAM, localspec
+from tests.support.tmux import Tmux
 
 pytestmark = pytest.mark.usefixtures("in_warm_home")
 ARMS = ("plain", "auto", "model:3", "ngram:4")
@@ -280,17 +279,16 @@ def test_engines_run_side_by_side(tiny: TinyFiles, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_prints_and_keeps_what_is_done_and_it_can_be_resumed(pair: list[str], tmp_path: Path) -> None:
-    pexpect = pytest.importorskip("pexpect")
     questions, stored = write_questions(tmp_path / "q.jsonl", 40), tmp_path / "run.json"
-    arguments = ["-m", "localspec", "bench", *pair, "--prompts", str(questions), "--max-tokens", "300", "--ignore-eos",
-                 "--repeats", "1", "--minutes", "60", "--json", str(stored)]  # fmt: skip
-    child = pexpect.spawn(sys.executable, arguments, timeout=PATIENCE, encoding="utf-8", dimensions=(40, 100))
-    child.expect(r"3 of at most 40")
-    child.sendintr()
-    child.expect(pexpect.EOF)
-    child.close()
-    assert child.exitstatus == 130, child.before
-    assert [part in child.before for part in ("auto against plain", "--resume", "Traceback")] == [True, True, False]
+    arguments = ["bench", *pair, "--prompts", str(questions), "--max-tokens", "300", "--ignore-eos", "--repeats", "1",
+                 "--minutes", "60", "--json", str(stored)]  # fmt: skip
+    terminal = Tmux([*PROGRAM, *arguments], tmp_path, {}, columns=100)
+    terminal.wait("3 of at most 40")
+    terminal.keys("C-c")
+    screen = terminal.wait("EXIT ")
+    terminal.close()
+    assert "EXIT 130" in screen
+    assert [part in screen for part in ("auto against plain", "--resume", "Traceback")] == [True, True, False]
     before = read_record(stored)
     assert (before.ended, before.settings.ignore_eos, len(before.samples) >= 4) == ("interrupted", True, True)
     counts = Counter(sample.question for sample in before.samples)
@@ -306,13 +304,14 @@ def test_ctrl_c_prints_and_keeps_what_is_done_and_it_can_be_resumed(pair: list[s
 
 
 def test_ctrl_c_before_anything_is_measured_leaves_nothing(pair: list[str], tmp_path: Path) -> None:
-    pexpect = pytest.importorskip("pexpect")
-    line = self_interrupting("said loading", ["bench", *pair, "--json", tmp_path / "run.json"])
-    child = pexpect.spawn(line[0], line[1:], timeout=PATIENCE)
-    child.expect(pexpect.EOF)
-    child.close()
-    assert (child.exitstatus, b"Traceback" in child.before) == (130, False), child.before
-    assert list(tmp_path.iterdir()) == []
+    stored = tmp_path / "record" / "run.json"
+    stored.parent.mkdir()
+    command = self_interrupting("said loading", ["bench", *pair, "--json", stored])
+    terminal = Tmux(command, tmp_path, {})
+    screen = terminal.wait("EXIT ")
+    terminal.close()
+    assert ("EXIT 130" in screen, "Traceback" in screen) == (True, False), screen
+    assert list(stored.parent.iterdir()) == []
 
 
 def test_a_complete_run_and_another_one_are_not_resumed(made: Path, tmp_path: Path) -> None:
