@@ -8,15 +8,24 @@ model's where only those are. It is charged for every guess of the model that it
 and for the model's reading of the prompt, if it uses it at all. How much faster than plain decoding it is bounds every
 policy with these drafters, costs and texts. Next to it: the bound if the model's guesses cost nothing, that with copies
 alone, and fixed lengths of the model's guesses, which pay for wrong ones too. For greedy texts.
+
+``confidences`` is the bound for policies that cannot know what is right: one that sees, before it drafts anything, how
+confident the drafters will be at every place of the text, and what that means (calibrated on the other answers), and
+always sends the draft of the least expected time. It pays for what it sends as a clairvoyant does, right or wrong. At a
+temperature too.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from scipy.optimize import minimize
 
 from localspec.controllers.cost_model import PassTimes
 
@@ -46,6 +55,75 @@ def clairvoyant(trace: dict[str, Any], target: PassTimes, model: PassTimes | Non
             best = min(best, target(k + 1) + MS_OTHER + ms_draft + rest[i + k + 1])
         rest[i] = best
     return rest[0] + (model(trace["prompt_tokens"]) if model else 0.0)
+
+
+def _log_odds(confidence: float) -> float:
+    return math.log(min(0.9999, max(0.0001, confidence)) / (1.0 - min(0.9999, max(0.0001, confidence))))
+
+
+def calibrated(traces: list[dict[str, Any]], left_out: dict[str, Any]) -> list[float]:
+    """The chance that each guess of the model is right in one answer, by its confidence: a logistic regression, with a
+    knee at either side, of all other answers."""
+
+    def features(trace: dict[str, Any]) -> Any:
+        odds = np.array([_log_odds(each) for each in trace["sources"]["model"]["confidence"]])
+        return np.stack([np.ones(len(odds)), odds, np.minimum(odds, 0.0), np.maximum(odds - 3.0, 0.0)], axis=1)
+
+    others = [trace for trace in traces if trace is not left_out]
+    x = np.concatenate([features(trace) for trace in others])
+    y = np.concatenate([trace["sources"]["model"]["right"] for trace in others])
+
+    def loss(weights: Any) -> tuple[float, Any]:
+        odds = x @ weights
+        penalty = np.append(0.0, weights[1:])
+        return (
+            float(np.sum(np.logaddexp(0.0, odds) - y * odds) + penalty @ penalty / 2),
+            x.T @ (1 / (1 + np.exp(-odds)) - y) + penalty,
+        )
+
+    weights = minimize(loss, np.zeros(4), jac=True, method="L-BFGS-B").x
+    return [float(each) for each in 1 / (1 + np.exp(-features(left_out) @ weights))]
+
+
+def seeing(trace: dict[str, Any], chances: list[float], target: PassTimes, model: PassTimes, widest: int) -> float:
+    """Expected time for the text of one who sees all confidences ahead [ms]; ``chances``: what those of the model mean.
+
+    A place of a draft has the copy where that is as likely right as the model's guess, or all are of one of the two.
+    """
+    sources, n = trace["sources"], len(chances)
+    copies = [max(0.0, each) for each in sources["ngram"]["confidence"]]
+    ways = [  # which places are copied
+        [True] * n,
+        [False] * n,
+        [copy > 0 and copy >= chance for copy, chance in zip(copies, chances, strict=True)],
+    ]
+    least = math.inf
+    for reads in (False, True):
+        rest, choice = [0.0] * (n + 1), [(0, ways[0])] * n  # the least expected time from each place on, and the draft
+        for i in range(n - 1, -1, -1):
+            rest[i] = target(1) + MS_OTHER + rest[i + 1]
+            for copied in ways if reads else ways[:1]:
+                reached, expected, ms_draft = 1.0, 0.0, 0.0
+                for k in range(1, min(widest, n - i)):
+                    at = i + k - 1
+                    chance = copies[at] if copied[at] else chances[at]
+                    ms_draft += 0.0 if copied[at] else model(1)
+                    expected += reached * (1.0 - chance) * rest[at + 1]
+                    reached *= chance
+                    ms = target(k + 1) + MS_OTHER + ms_draft + expected + reached * rest[at + 2]
+                    if ms < rest[i]:
+                        rest[i], choice[i] = ms, (k, copied)
+        ms, visits = model(trace["prompt_tokens"]) if reads else 0.0, [1.0] + [0.0] * n
+        for i, (k, copied) in enumerate(choice):
+            reached, ms_draft = visits[i], sum(0.0 if copied[at] else model(1) for at in range(i, i + k))
+            ms += reached * (target(k + 1) + MS_OTHER + ms_draft)
+            for at in range(i, i + k):
+                right = sources["ngram" if copied[at] else "model"]["right"][at]
+                visits[at + 1] += reached * (1.0 - right)
+                reached *= right
+            visits[i + k + 1] += reached
+        least = min(least, ms)
+    return least
 
 
 def fixed(trace: dict[str, Any], target: PassTimes, model: PassTimes, k: int) -> float:
@@ -79,7 +157,7 @@ def main() -> None:
         PassTimes({int(width): float(ms) for width, ms in given or stored["ms"][name].items()})
         for name, given in (("target", _pairs(args.target)), ("model", _pairs(args.model)))
     )
-    names = ["clairvoyant", "guesses free", "copies only", *(f"fixed {k}" for k in FIXED)]
+    names = ["clairvoyant", "confidences", "guesses free", "copies only", *(f"fixed {k}" for k in FIXED)]
     print(f"{'':14}{'right':>7}" + "".join(f"{name:>14}" for name in names))
     by_category: dict[str, list[list[float]]] = {}
     for trace in stored["traces"]:
@@ -87,6 +165,7 @@ def main() -> None:
         alone = clairvoyant(trace, target, None, args.widest)
         times = [
             min(alone, clairvoyant(trace, target, model, args.widest)),
+            seeing(trace, calibrated(stored["traces"], trace), target, model, args.widest),
             clairvoyant(trace, target, PassTimes({1: 0.0}), args.widest),
             alone,
             *(fixed(trace, target, model, k) for k in FIXED),
@@ -95,6 +174,7 @@ def main() -> None:
         by_category.setdefault(trace["category"], []).append(speeds)
         right = statistics.fmean(trace["sources"]["model"]["right"])
         print(f"{trace['id']:14}{right:7.2f}" + "".join(f"{speed:14.2f}" for speed in speeds))
+    by_category["all"] = [row for rows in by_category.values() for row in rows]
     for category, rows in by_category.items():
         medians = [statistics.median(column) for column in zip(*rows, strict=True)]
         print(f"{category + ' (median)':21}" + "".join(f"{speed:14.2f}" for speed in medians))
