@@ -75,6 +75,8 @@ def _scaled(curve: Times, factor: float) -> Times:
     return {width: factor * ms for width, ms in curve.items()}
 
 
+_DRAFT_ON_C: Times = {1: 7.9, 2: 10, 4: 16, 8: 26, 16: 50, 64: 140, 128: 275}
+
 MACHINES: dict[str, tuple[Times, Times]] = {
     "A": CURVES["avx2"],
     "B": CURVES["avx512"],
@@ -91,14 +93,17 @@ MACHINES: dict[str, tuple[Times, Times]] = {
         _linear(133, 0.133),
         _scaled(CURVES["avx512"][1], 13.3 / CURVES["avx512"][1][1]),
     ),
+    "7B, C": ({1: 97, 2: 122, 3: 185, 4: 222, 5: 254, 6: 284, 7: 314, 8: 343, 16: 591}, _DRAFT_ON_C),
+    "7B, C, compiled": ({1: 101, 2: 117, 3: 168, 4: 199, 5: 225, 6: 253, 7: 277, 8: 286, 16: 483}, _DRAFT_ON_C),
 }
 """t(w) of target and draft model [ms]. A and B: two cores with AVX2 and AVX-512, measured. desktop: six cores, 12.9
 tokens a second of a 3B as others measured; that a further row costs a twentieth of a pass is assumed, of the 0.5B too,
 and so is that this takes 0.23 of the target's time, which is its size over that of the 3B. 7B: t(1), t(2), t(3), t(4)
 and t(8) measured with an inflated 1.5B on two cores with AVX-512, the rest interpolated; a draft token is put at a
 tenth of its pass. With fast memory: all measured so on another such machine, where reading the weights takes less time.
-With cheap rows: what a further row costs in an engine that was compiled for the CPU. A head's costs are ``HEAD_SHARES``
-of the target's pass everywhere. All draft tokens are those of the 1.5B with its 0.5B and its head."""
+With cheap rows: what a further row costs in an engine that was compiled for the CPU. C: as measured there in the night
+of 26 November, with ik-llama's wheel and compiled. A head's costs are ``HEAD_SHARES`` of the target's pass everywhere.
+All draft tokens are those of the 1.5B with its 0.5B and its head."""
 
 
 @dataclass(frozen=True)
@@ -338,7 +343,9 @@ ARMS: dict[str, Arm] = {
     "prefill gate": Arm(
         "the budget of readings alone", ((PrefillGate, "pays", pays_if_affordable),), conditions=(*LEARNING, "busy")
     ),
-    "gate: least gain": Arm("any", ((auto, "HORIZON", math.inf),), conditions=LEARNING),
+    "gate: least gain": Arm(
+        "any", ((auto, "HORIZON", math.inf), (auto, "LONGEST_HORIZON", math.inf)), conditions=LEARNING
+    ),
     "gate: clear gain": Arm(
         "every reading has to pay within the horizon", ((auto, "CLEAR_GAIN", math.inf),), conditions=LEARNING
     ),

@@ -12,7 +12,7 @@ alone, and fixed lengths of the model's guesses, which pay for wrong ones too. F
 ``confidences`` is the bound for policies that cannot know what is right: one that sees, before it drafts anything, how
 confident the drafters will be at every place of the text, and what that means (calibrated on the other answers), and
 always sends the draft of the least expected time. It pays for what it sends as a clairvoyant does, right or wrong. At a
-temperature too.
+temperature its guesses are the model's most probable tokens, or samples: what is faster in that answer.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def _log_odds(confidence: float) -> float:
     return math.log(min(0.9999, max(0.0001, confidence)) / (1.0 - min(0.9999, max(0.0001, confidence))))
 
 
-def calibrated(traces: list[dict[str, Any]], left_out: dict[str, Any]) -> list[float]:
+def calibrated(traces: list[dict[str, Any]], left_out: dict[str, Any], fates: str) -> list[float]:
     """The chance that each guess of the model is right in one answer, by its confidence: a logistic regression, with a
-    knee at either side, of all other answers."""
+    knee at either side, of the ``fates`` in all other answers."""
 
     def features(trace: dict[str, Any]) -> Any:
         odds = np.array([_log_odds(each) for each in trace["sources"]["model"]["confidence"]])
@@ -71,7 +71,7 @@ def calibrated(traces: list[dict[str, Any]], left_out: dict[str, Any]) -> list[f
 
     others = [trace for trace in traces if trace is not left_out]
     x = np.concatenate([features(trace) for trace in others])
-    y = np.concatenate([trace["sources"]["model"]["right"] for trace in others])
+    y = np.concatenate([trace["sources"]["model"][fates] for trace in others])
 
     def loss(weights: Any) -> tuple[float, Any]:
         odds = x @ weights
@@ -85,8 +85,11 @@ def calibrated(traces: list[dict[str, Any]], left_out: dict[str, Any]) -> list[f
     return [float(each) for each in 1 / (1 + np.exp(-features(left_out) @ weights))]
 
 
-def seeing(trace: dict[str, Any], chances: list[float], target: PassTimes, model: PassTimes, widest: int) -> float:
-    """Expected time for the text of one who sees all confidences ahead [ms]; ``chances``: what those of the model mean.
+def seeing(
+    trace: dict[str, Any], chances: list[float], fates: str, target: PassTimes, model: PassTimes, widest: int
+) -> float:
+    """Expected time for the text of one who sees all confidences ahead [ms]; ``chances``: what those of the model mean,
+    whose guesses have these ``fates``.
 
     A place of a draft has the copy where that is as likely right as the model's guess, or all are of one of the two.
     """
@@ -118,7 +121,7 @@ def seeing(trace: dict[str, Any], chances: list[float], target: PassTimes, model
             reached, ms_draft = visits[i], sum(0.0 if copied[at] else model(1) for at in range(i, i + k))
             ms += reached * (target(k + 1) + MS_OTHER + ms_draft)
             for at in range(i, i + k):
-                right = sources["ngram" if copied[at] else "model"]["right"][at]
+                right = sources["ngram"]["right"][at] if copied[at] else sources["model"][fates][at]
                 visits[at + 1] += reached * (1.0 - right)
                 reached *= right
             visits[i + k + 1] += reached
@@ -165,7 +168,10 @@ def main() -> None:
         alone = clairvoyant(trace, target, None, args.widest)
         times = [
             min(alone, clairvoyant(trace, target, model, args.widest)),
-            seeing(trace, calibrated(stored["traces"], trace), target, model, args.widest),
+            min(
+                seeing(trace, calibrated(stored["traces"], trace, fates), fates, target, model, args.widest)
+                for fates in ("right", "sampled")
+            ),
             clairvoyant(trace, target, PassTimes({1: 0.0}), args.widest),
             alone,
             *(fixed(trace, target, model, k) for k in FIXED),

@@ -29,8 +29,9 @@ from localspec.spec_decode.rounds import Draft, Round
 
 READING = 0.5  # Plain tokens' time from which reading what was missed is an investment rather than the cost of a step
 
-# Tokens over which a reading has to pay: an answer may end soon after.
-HORIZON = 24
+# Tokens over which a reading has to pay, as an answer may end soon after: three for each step of the draft model that a
+# plain token's time has room for, within bounds. Where steps are cheap what drafting saves is surer.
+HORIZON, LONGEST_HORIZON, TOKENS_A_STEP = 24, 48, 3.0
 
 # Share of a plain token's time that drafting must be expected to save for a reading of any length to begin: a smaller
 # gain is within the error of what a few tokens predict, so that it has to pay within ``HORIZON``.
@@ -44,10 +45,11 @@ SLOW_READING = 8.0
 GAIN_ROUNDS = 48  # Rounds for which the gain of the other sources alone is taken as known
 
 
-def reading_pays(cost_ms: float, gain_ms: float, plain_ms: float, room: int) -> bool:
-    """Whether a reading pays, by what drafting saves and plain decoding takes per token, and the tokens that the
-    answer may still have."""
-    return gain_ms * room > cost_ms and gain_ms > min(cost_ms / HORIZON, CLEAR_GAIN * plain_ms)
+def reading_pays(cost_ms: float, gain_ms: float, plain_ms: float, step_ms: float, room: int) -> bool:
+    """Whether a reading pays, by what drafting saves and plain decoding takes per token, what a step of the draft model
+    takes, and the tokens that the answer may still have."""
+    horizon = min(LONGEST_HORIZON, max(HORIZON, TOKENS_A_STEP * plain_ms / step_ms))
+    return gain_ms * room > cost_ms and gain_ms > min(cost_ms / horizon, CLEAR_GAIN * plain_ms)
 
 
 class PrefillGate:
@@ -75,7 +77,7 @@ class PrefillGate:
         if cost > READING * plain and cost > may_cost * costs.ms_plain:
             return False
         gain = costs.ms_plain / self._gain_without(source, round_index) - 1.0 / self._stopping.joined(source).rate
-        return reading_pays(cost, gain, costs.ms_plain, room)
+        return reading_pays(cost, gain, costs.ms_plain, costs.draft_times[source](1), room)
 
     def _catch_up(self, source: str, n_tokens: int) -> float:
         if n_tokens == 1:

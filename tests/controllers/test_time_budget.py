@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from localspec.controllers.auto import CLEAR_GAIN, HORIZON, reading_pays
+from localspec.controllers.auto import CLEAR_GAIN, HORIZON, LONGEST_HORIZON, reading_pays
 from localspec.controllers.learned import (
     ANSWER_GRANT,
     ANSWER_SHARE,
@@ -84,11 +84,13 @@ def test_a_reading_pays_soon_or_clearly_and_before_the_answer_must_end() -> None
     plain_ms = 50.0
     clear = CLEAR_GAIN * plain_ms
 
-    def pays(cost_ms: float, gain_ms: float, room: int = 1000) -> bool:
-        return reading_pays(cost_ms, gain_ms, plain_ms, room)
+    def pays(cost_ms: float, gain_ms: float, room: int = 1000, step: float = 0.25) -> bool:
+        return reading_pays(cost_ms, gain_ms, plain_ms, step * plain_ms, room)
 
     assert pays(4.0 * HORIZON, 4.1)  # a small gain, a short reading
     assert not pays(4.0 * HORIZON, 3.9)
+    assert pays(4.0 * LONGEST_HORIZON, 4.1, step=0.05)  # the same, where steps of the draft model are cheap
+    assert not pays(4.0 * LONGEST_HORIZON, 3.9, step=0.001)
     assert pays(100.0 * HORIZON, 1.01 * clear)  # however long, where the gain is clear
     assert not pays(100.0 * HORIZON, 0.99 * clear)
     assert not pays(10.0, 0.0)
