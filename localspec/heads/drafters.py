@@ -10,15 +10,13 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from localspec.backends.base import Context, FloatArray, Forward, Wanted, shared_prefix
-from localspec.errors import EngineError
 from localspec.heads.base import STATE, DraftHead, HeadContext
 from localspec.heads.published import EngineHead
 from localspec.heads.trained import Head
@@ -67,15 +65,6 @@ def tokens_of(forward: Forward, row: int, ids: Ids) -> Ids:
     """The target's tokens that a row of a head's logits is of, increasing; ``ids`` are all that the head can guess."""
     tokens: Ids = ids if forward.ids is None else ids[forward.ids[row]]
     return tokens
-
-
-@contextmanager
-def _failing() -> Iterator[None]:
-    """The answer does not need a head: where its engine fails, it is done without."""
-    try:
-        yield
-    except EngineError as error:
-        raise DrafterFailed(f"failed: {error}") from error
 
 
 def _check_finite(states: FloatArray) -> None:
@@ -162,25 +151,19 @@ class HeadDrafter(Drafter):
 
     def _true_rows(self, positions: range) -> FloatArray:
         states = self._states.between(positions.start, positions.stop)
-        with _failing():
-            return self.head.true_rows(self.context, states, self._text[positions.start + 1 : positions.stop + 1])
+        return self.head.true_rows(self.context, states, self._text[positions.start + 1 : positions.stop + 1])
 
     def _read(self, positions: range, logits: Wanted = "last", n_best: int = 0) -> Forward:
         """Put true rows into the memory, in the place of those after the true ones it has."""
         names = self._text[positions.start + 1 : positions.stop + 1]
-        self._forget_untrue()
+        self.context.truncate(self._n_true)  # rows of drafts are after the true ones
         forward = self._decode(self._true_rows(positions), names, logits, n_best)
         self._n_true += len(names)
         return forward
 
-    def _forget_untrue(self) -> None:
-        with _failing():
-            self.context.truncate(self._n_true)
-
     def _decode(self, rows: FloatArray, names: Sequence[int], logits: Wanted, n_best: int = 0) -> Forward:
         _check_finite(rows)
-        with _failing():
-            return self.context.decode_floats(rows, names, logits, n_best)
+        return self.context.decode_floats(rows, names, logits, n_best)
 
 
 class ChainedHead(HeadDrafter):
@@ -281,11 +264,10 @@ class EarlyExitDrafter(Drafter):
         return proposed(self.info.source, confidence, len(tokens), plan, proposer)
 
     def _row(self, target: Context, tokens: Sequence[int], n_best: int) -> tuple[Row, Ids]:
-        with _failing():
-            state = target.decode_first_layers(tokens, self._n_layers).hidden[self.info.taps[0]][-1:]
-            _check_finite(state)
-            self.context.truncate(0)
-            forward = self.context.decode_floats(state, [0], "all", n_best)
+        state = target.decode_first_layers(tokens, self._n_layers).hidden[self.info.taps[0]][-1:]
+        _check_finite(state)
+        self.context.truncate(0)
+        forward = self.context.decode_floats(state, [0], "all", n_best)
         return forward.logits[0], tokens_of(forward, 0, self._ids)
 
 
@@ -341,7 +323,7 @@ class ParallelHead(OnePassHead):
     def _guesses(self, unread: range, n_wanted: int, n_best: int) -> FloatArray:
         if len(unread) > 1:
             self._read(unread[:-1], "none")
-        self._forget_untrue()
+        self.context.truncate(self._n_true)  # rows of drafts are after the true ones
         rows = np.concatenate([self._true_rows(unread[-1:]), self.head.masks])
         forward = self._decode(rows, [self._text[-1], *[0] * len(self.head.masks)], "all", n_best)
         if forward.ids is not None:
@@ -364,8 +346,7 @@ class BlockHead(OnePassHead):
 
     def _guesses(self, unread: range, n_wanted: int, n_best: int) -> FloatArray:
         self._read(unread, "none")
-        with _failing():
-            rows, self._candidates = self.head.block_logits(self.context, self._text[-1], n_wanted, n_best)
+        rows, self._candidates = self.head.block_logits(self.context, self._text[-1], n_wanted, n_best)
         return rows
 
 
@@ -380,8 +361,7 @@ class MedusaHead(OnePassHead):
     def _guesses(self, unread: range, n_wanted: int, n_best: int) -> FloatArray:
         (state,) = self._states.between(unread.stop - 1, unread.stop)
         _check_finite(state)
-        with _failing():
-            return self.head.medusa_logits(self.context, state)
+        return self.head.medusa_logits(self.context, state)
 
 
 HEAD_DRAFTERS: Mapping[str, Callable[[Any, Context, str], Drafter]] = {
