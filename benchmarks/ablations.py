@@ -75,6 +75,7 @@ def _scaled(curve: Times, factor: float) -> Times:
     return {width: factor * ms for width, ms in curve.items()}
 
 
+_SMALL_DRAFT_ON_C: Times = {1: 6.3, 2: 8, 4: 12.6, 8: 23, 16: 44, 64: 115, 128: 230}
 _DRAFT_ON_C: Times = {1: 7.9, 2: 10, 4: 16, 8: 26, 16: 50, 64: 140, 128: 275}
 
 MACHINES: dict[str, tuple[Times, Times]] = {
@@ -93,6 +94,8 @@ MACHINES: dict[str, tuple[Times, Times]] = {
         _linear(133, 0.133),
         _scaled(CURVES["avx512"][1], 13.3 / CURVES["avx512"][1][1]),
     ),
+    "1.5B, C": ({1: 23.1, 2: 24.9, 3: 36, 4: 44.3, 5: 50.5, 6: 56.1, 7: 62.3, 8: 66.5, 16: 124.8}, _SMALL_DRAFT_ON_C),
+    "3B, C": ({1: 44.9, 2: 49.9, 3: 69.4, 4: 86.3, 5: 97.9, 6: 106.5, 7: 122.3, 8: 128, 16: 237.7}, _SMALL_DRAFT_ON_C),
     "7B, C": ({1: 97, 2: 122, 3: 185, 4: 222, 5: 254, 6: 284, 7: 314, 8: 343, 16: 591}, _DRAFT_ON_C),
     "7B, C, compiled": ({1: 101, 2: 117, 3: 168, 4: 199, 5: 225, 6: 253, 7: 277, 8: 286, 16: 483}, _DRAFT_ON_C),
 }
@@ -101,8 +104,8 @@ tokens a second of a 3B as others measured; that a further row costs a twentieth
 and so is that this takes 0.23 of the target's time, which is its size over that of the 3B. 7B: t(1), t(2), t(3), t(4)
 and t(8) measured with an inflated 1.5B on two cores with AVX-512, the rest interpolated; a draft token is put at a
 tenth of its pass. With fast memory: all measured so on another such machine, where reading the weights takes less time.
-With cheap rows: what a further row costs in an engine that was compiled for the CPU. C: as measured there in the night
-of 26 November, with ik-llama's wheel and compiled. A head's costs are ``HEAD_SHARES`` of the target's pass everywhere.
+With cheap rows: what a further row costs in an engine that was compiled for the CPU. C: as measured there on
+26 November, with ik-llama's wheel and compiled. A head's costs are ``HEAD_SHARES`` of the target's pass everywhere.
 All draft tokens are those of the 1.5B with its 0.5B and its head."""
 
 

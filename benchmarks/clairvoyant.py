@@ -1,6 +1,7 @@
 """The most that any policy could make of a pair's guesses: what one does that knows which of them are right.
 
-    python benchmarks/clairvoyant.py TRACES.json [--target W=MS ...] [--model W=MS ...]
+    python -m benchmarks.clairvoyant TRACES.json [--target W=MS ...] [--model W=MS ...]
+    python -m benchmarks.clairvoyant TRACES.json --machines
 
 TRACES comes from ``record_traces.py``: real texts, what each drafter would have guessed at every place, and what passes
 cost on that machine. A clairvoyant sends right guesses only, as many as pay: copies where they are right, and the draft
@@ -12,7 +13,9 @@ alone, and fixed lengths of the model's guesses, which pay for wrong ones too. F
 ``confidences`` is the bound for policies that cannot know what is right: one that sees, before it drafts anything, how
 confident the drafters will be at every place of the text, and what that means (calibrated on the other answers), and
 always sends the draft of the least expected time. It pays for what it sends as a clairvoyant does, right or wrong. At a
-temperature its guesses are the model's most probable tokens, or samples: what is faster in that answer.
+temperature its guesses are the model's most probable tokens, or samples: what is faster in that answer. With
+``--machines`` it is that alone, with the costs of each machine of ``ablations.py``, and what ``auto`` makes of the same
+answers there: nothing known before, two replays of each.
 """
 
 from __future__ import annotations
@@ -25,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.optimize import minimize
 
+from benchmarks.ablations import MACHINES, replayed
 from localspec.controllers.cost_model import PassTimes
 
 MS_OTHER = 0.5
@@ -73,15 +76,11 @@ def calibrated(traces: list[dict[str, Any]], left_out: dict[str, Any], fates: st
     x = np.concatenate([features(trace) for trace in others])
     y = np.concatenate([trace["sources"]["model"][fates] for trace in others])
 
-    def loss(weights: Any) -> tuple[float, Any]:
-        odds = x @ weights
-        penalty = np.append(0.0, weights[1:])
-        return (
-            float(np.sum(np.logaddexp(0.0, odds) - y * odds) + penalty @ penalty / 2),
-            x.T @ (1 / (1 + np.exp(-odds)) - y) + penalty,
-        )
-
-    weights = minimize(loss, np.zeros(4), jac=True, method="L-BFGS-B").x
+    penalty, weights = np.diag([0.0, 1.0, 1.0, 1.0]), np.zeros(4)
+    for _ in range(20):  # Newton's method
+        p = 1 / (1 + np.exp(-x @ weights))
+        curvature = (x * (p * (1 - p))[:, None]).T @ x + penalty
+        weights -= np.linalg.solve(curvature, x.T @ (p - y) + penalty @ weights)
     return [float(each) for each in 1 / (1 + np.exp(-features(left_out) @ weights))]
 
 
@@ -144,6 +143,28 @@ def fixed(trace: dict[str, Any], target: PassTimes, model: PassTimes, k: int) ->
     return ms
 
 
+def against_auto(stored: dict[str, Any], widest: int) -> None:
+    """Print the bound and ``auto`` for all machines of the ablations."""
+    traces, kinds = stored["traces"], ("right", "sampled")
+    chances = {(trace["id"], fates): calibrated(traces, trace, fates) for trace in traces for fates in kinds}
+    print(f"{'':18}{'bound: median':>15}{'mean':>7}{'auto: median':>15}{'mean':>7}{'auto / bound':>15}")
+    for name, (target_ms, model_ms) in MACHINES.items():
+        target, model = PassTimes(target_ms), PassTimes(model_ms)
+        bounds = [
+            len(trace["answer"])
+            * (target(1) + MS_OTHER)
+            / min(seeing(trace, chances[trace["id"], fates], fates, target, model, widest) for fates in kinds)
+            for trace in traces
+        ]
+        replays = [replayed(stored, "no head", name, "new", repeat) for repeat in range(2)]
+        auto = [statistics.fmean(replay[trace["id"]][-1] for replay in replays) for trace in traces]
+        means = [statistics.geometric_mean(each) for each in (bounds, auto)]
+        print(
+            f"{name:18}{statistics.median(bounds):15.2f}{means[0]:7.2f}{statistics.median(auto):15.2f}{means[1]:7.2f}"
+            f"{means[1] / means[0]:15.2f}"
+        )
+
+
 def _pairs(given: list[str] | None) -> list[list[str]]:
     return [each.split("=") for each in given or ()]
 
@@ -154,8 +175,12 @@ def main() -> None:
     for name in ("target", "model"):
         parser.add_argument(f"--{name}", nargs="+", metavar="W=MS", help="costs to use instead of those in TRACES")
     parser.add_argument("--widest", type=int, default=8, help="widest pass")
+    parser.add_argument("--machines", action="store_true", help="the bound and auto, with the costs of each machine")
     args = parser.parse_args()
     stored = json.loads(args.traces.read_text())
+    if args.machines:
+        against_auto(stored, args.widest)
+        return
     target, model = (
         PassTimes({int(width): float(ms) for width, ms in given or stored["ms"][name].items()})
         for name, given in (("target", _pairs(args.target)), ("model", _pairs(args.model)))
