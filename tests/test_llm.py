@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from localspec import LLM, ModelFileError, Round, SamplingParams
-from localspec.controllers.cost_model import Curve
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from tests.conftest import TinyFiles, open_backend
 from tests.support.waiting import Brake
@@ -162,14 +161,6 @@ def test_loading_reports_progress_and_can_be_cancelled(tiny: TinyFiles) -> None:
 
     with pytest.raises(Enough):
         LLM(tiny.bpe, draft=None, backend="ik-llama", progress=stop)
-
-
-def test_a_draft_model_is_not_fed_while_it_does_not_pay(tiny: TinyFiles) -> None:
-    with LLM(tiny.pair.target, draft=tiny.pair.draft, backend="reference", n_ctx=256) as llm:
-        for times in (draft.times for draft in llm.inspect().state.models):
-            times.curve = Curve({1: 1e6})
-        llm.generate("x", GREEDY)
-        assert draft_context(llm).n_past == 0
 
 
 def test_nothing_is_drafted_behind_an_end_token(tiny: TinyFiles) -> None:

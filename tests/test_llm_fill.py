@@ -33,14 +33,6 @@ def test_it_says_what_follows_the_tokens(llm: LLM) -> None:
         assert reply.stats["prompt_tokens"] == len(tokens)
 
 
-def test_drafts_change_nothing(llm: LLM) -> None:
-    files = {"b.py": "the r in an on"}
-    plain = llm.fill(BEFORE, BEHIND, GREEDY, context_files=files, speculate=False)
-    drafted = llm.fill(BEFORE, BEHIND, GREEDY, context_files=files, draft_length=4)
-    assert drafted.token_ids == plain.token_ids
-    assert drafted.stats["num_accepted_tokens"] > 0
-
-
 def test_a_single_line_ends_with_the_line(llm: LLM) -> None:
     line = SamplingParams(max_tokens=40, grammar='root ::= "the an\\nin on\\n"')
     assert llm.fill("x", "y", line).text == "the an\nin on\n"

@@ -35,7 +35,7 @@ from localspec.sampling.sampling import SAMPLING
 from localspec.spec_decode.rounds import SpecStats
 from tests.conftest import TinyFiles
 from tests.support.contexts import watch_passes
-from tests.support.waiting import PATIENCE, Brake, wait_until
+from tests.support.waiting import PATIENCE, Brake, held, wait_until
 
 pytestmark = pytest.mark.usefixtures("measured_home")
 
@@ -47,24 +47,6 @@ LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 def llm(tiny: TinyFiles, module_home: Path) -> Iterator[LLM]:
     with LLM(tiny.quick.target, draft=["ngram", tiny.quick.draft], backend="reference", n_ctx=512) as loaded:
         yield loaded
-
-
-class Gate:
-    """Holds the worker until it is opened, so that a test decides what is in the queue."""
-
-    def __init__(self, llm: LLM) -> None:
-        self._open = threading.Event()
-        entered = threading.Event()
-
-        def hold(job: Job) -> None:
-            entered.set()
-            self._open.wait(PATIENCE)
-
-        llm.inspect().worker.queue.put(Job(hold, lambda item: None), bounded=False)
-        assert entered.wait(PATIENCE)
-
-    def open(self) -> None:
-        self._open.set()
 
 
 @pytest.mark.parametrize("is_served", [False, True])
@@ -169,10 +151,9 @@ def test_who_claims_a_job_first_answers_for_it(worker: Worker) -> None:
         assert given.count(one) == 1
 
 
-def test_a_full_queue_refuses_and_says_so(llm: LLM) -> None:
-    gate = Gate(llm)
-    llm.max_queue = 2
-    try:
+def test_a_full_queue_refuses_and_says_so(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with held(llm):
+        monkeypatch.setattr(llm, "max_queue", 2)
         waiting = [llm.rounds("one", GREEDY), llm.rounds("two", GREEDY)]
         assert llm.queue_length == 2
         assert llm.busy
@@ -182,9 +163,6 @@ def test_a_full_queue_refuses_and_says_so(llm: LLM) -> None:
         assert waiting[0].reply.finish_reason == "cancelled"
         assert llm.queue_length == 1
         third = llm.rounds("three", GREEDY)
-    finally:
-        llm.max_queue = None
-        gate.open()
     assert len(third.reply.token_ids) == len(waiting[1].reply.token_ids) == 24
     assert llm.queue_length == 0
     assert not llm.busy
@@ -200,12 +178,11 @@ def test_turns_between_conversations_of_an_llm(llm: LLM, monkeypatch: pytest.Mon
         one = SamplingParams(max_tokens=1)
         streams.append(llm.rounds([n] * n, one, conversation=conversation, speculate=False))
 
-    gate, streams = Gate(llm), list[RoundStream]()
-    context = llm.inspect().context
+    streams, context = list[RoundStream](), llm.inspect().context
     sizes = watch_passes(context, monkeypatch, after=lambda n: ask(32, "c") if n == 1 else None)
-    for n, conversation in ((12, "a"), (13, "a"), (14, "a"), (22, "b"), (23, "b")):
-        ask(n, conversation)
-    gate.open()
+    with held(llm):
+        for n, conversation in ((12, "a"), (13, "a"), (14, "a"), (22, "b"), (23, "b")):
+            ask(n, conversation)
     for stream in streams:
         assert stream.reply.token_ids
     prompts = [size + 1 for size in sizes if size > 1]  # whose last token is read alone
@@ -213,25 +190,24 @@ def test_turns_between_conversations_of_an_llm(llm: LLM, monkeypatch: pytest.Mon
 
 
 def test_a_request_cancelled_in_the_queue_never_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, sizes = Gate(llm), watch_passes(llm.inspect().context, monkeypatch)
-    stream = llm.rounds("never", GREEDY)
-    dropped = llm.rounds("nor this", GREEDY)
-    assert stream.state == "waiting"
-    stream.close()
-    reply = stream.reply  # at once, though the worker is busy
-    assert (reply.text, reply.token_ids, reply.finish_reason, reply.cancelled_by) == ("", [], "cancelled", "caller")
-    assert stream.state == "done"
-    del dropped
-    gc.collect()
-    gate.open()
+    sizes = watch_passes(llm.inspect().context, monkeypatch)
+    with held(llm):
+        stream = llm.rounds("never", GREEDY)
+        dropped = llm.rounds("nor this", GREEDY)
+        assert stream.state == "waiting"
+        stream.close()
+        reply = stream.reply  # at once, though the worker is busy
+        assert (reply.text, reply.token_ids, reply.finish_reason, reply.cancelled_by) == ("", [], "cancelled", "caller")
+        assert stream.state == "done"
+        del dropped
+        gc.collect()
     llm.run(lambda pair: None)
     assert sizes == []
 
 
 def test_a_deadline_in_the_queue(llm: LLM) -> None:
-    gate = Gate(llm)
-    try:
-        reply = llm.chat("late", GREEDY, deadline=0.2)  # comes though the gate is closed
+    with held(llm):
+        reply = llm.chat("late", GREEDY, deadline=0.2)  # comes though the worker is busy
         assert (reply.finish_reason, reply.cancelled_by, reply.token_ids) == ("cancelled", "deadline", [])
         assert reply.seconds_waited >= 0.2
         assert llm.queue_length == 0
@@ -242,8 +218,6 @@ def test_a_deadline_in_the_queue(llm: LLM) -> None:
         assert asyncio.run(main()).cancelled_by == "deadline"
         with pytest.raises(Cancelled, match="deadline"):
             llm.logprobs("late", deadline=0.1)
-    finally:
-        gate.open()
     assert llm.generate("hello", GREEDY, deadline=3600.0).cancelled_by is None
 
 
@@ -313,15 +287,12 @@ def test_scoring_a_text(llm: LLM) -> None:
 
 
 def test_counting_tokens_does_not_wait_for_the_queue(llm: LLM) -> None:
-    gate = Gate(llm)
-    try:
+    with held(llm):
         tokens = llm.tokenize("hello there")
         assert llm.detokenize(tokens) == "hello there"
         assert llm.count_tokens([{"role": "user", "content": "x"}]) > 1
         assert "".join(llm.token_text(token) for token in tokens) == "hello there"
         assert llm.token_text(10**6) == "<1000000>"
-    finally:
-        gate.open()
 
 
 def test_close_can_cancel(tiny: TinyFiles) -> None:

@@ -96,7 +96,7 @@ def rate_together(curve: dict[int, float], sources: list[Source]) -> float:
 
 @pytest.mark.parametrize("curve", CURVES)
 @pytest.mark.parametrize("mean", [0.05, 0.5, 0.9])
-@pytest.mark.parametrize("n", [1, 2, 4, 8])
+@pytest.mark.parametrize("n", [1, 6])
 @pytest.mark.parametrize("kind", ["copies", "draft model"])
 def test_as_fast_as_the_better_of_plain_batched_and_speculative_one_at_a_time(
     curve: str, mean: float, n: int, kind: str
@@ -228,7 +228,7 @@ def speed_beside_the_better(curve: str, reads: float, n: int, mean: float) -> fl
 # whose rows cost more than those of wide ones (``benchmarks/shared_bar.py`` has all cases, with and without the bound).
 @pytest.mark.parametrize(
     ("curve", "reads", "n"),
-    [*(("ik", 5.0, n) for n in (2, 4, 8)), *(("gpu", 1.0, n) for n in (2, 4, 8)), ("llama.cpp", 1.0, 2)],
+    [("ik", 5.0, 2), ("ik", 5.0, 8), ("gpu", 1.0, 2), ("gpu", 1.0, 8), ("llama.cpp", 1.0, 2)],
 )
 @pytest.mark.parametrize("mean", [0.05, 0.5, 0.9])
 def test_as_fast_as_the_better_of_both_where_rows_pay_for_the_cells_of_others_and_prompts_are_read(

@@ -9,7 +9,6 @@ of an answer (thinking told apart, budgets kept, stop strings) follows from its 
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -42,7 +41,7 @@ from tests.support.gguf_vocabs import spm_vocab
 from tests.support.ggufs import Shape, correlated_pair, write_llama
 from tests.support.heads import write_random_head
 from tests.support.thinkers import FAMILIES
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import held
 
 ENGINES = ("reference", "llama-cpp", "ik-llama", "mlx")
 N_CTX = 176
@@ -318,7 +317,7 @@ class World:
             taken.update(() if talk is None else [ask.talk])
             asked.append(self._sent(llm, family, ask, before, talk))
 
-        with _held(llm):
+        with held(llm):
             for ask in early:
                 send(ask)
         if early and late:
@@ -491,25 +490,6 @@ def _groups(asks: Sequence[Ask]) -> list[list[Ask]]:
         else:
             groups.append([ask])
     return groups
-
-
-@contextmanager
-def _held(llm: LLM) -> Iterator[None]:
-    """What is asked within it begins at its end."""
-    started, go = threading.Event(), threading.Event()
-
-    def hold(pair: Pair) -> None:
-        started.set()
-        go.wait(PATIENCE)
-
-    thread = threading.Thread(target=lambda: llm.run(hold))
-    thread.start()
-    started.wait(PATIENCE)
-    try:
-        yield
-    finally:
-        go.set()
-        thread.join()
 
 
 def _ahead_here(target: Model, drafts: Any) -> DraftAhead:

@@ -145,7 +145,7 @@ TARGETS = [
         "hyperparameters",
         st.tuples(st.sampled_from(sorted(ARCHITECTURES)), st.tuples(OTHER_NUMBERS)),
         partial(Builder, bases=ARCHITECTURES),
-        20,
+        12,
         "ik-llama",
         "llama-cpp",
     ),

@@ -147,4 +147,4 @@ def _opened(folder: Path) -> Iterator[Check]:
         yield check
 
 
-TARGET = Target("chat templates", CASES, _opened, in_suite=100)
+TARGET = Target("chat templates", CASES, _opened, in_suite=50)

@@ -72,13 +72,6 @@ def test_a_draw_is_the_winner_of_a_race(n: int) -> None:
         assert Distribution(ids, probs).sample(Noise(9), position, 2) == ids[np.argmin(race)]
 
 
-def test_the_chi_square_test_notices_a_bias_of_one_percent() -> None:
-    """The negative control of the test above: probabilities off by 0.02 in one place."""
-    wrong = Distribution(LAW.ids, np.array([0.42, 0.23, 0.2, 0.1, 0.045, 0.005]))
-    draws = [wrong.sample(Noise(7), i) for i in range(30_000)]
-    assert chi_square(counts_of(draws, LAW.ids), PROBS * len(draws)) < FALSE_ALARM
-
-
 def test_numbers_are_uniform() -> None:
     """Kolmogorov-Smirnov over 30 000 numbers, along positions, seeds and one token's along positions, and over the
     150 000 of one row."""
@@ -114,9 +107,9 @@ PAIRS: dict[str, Callable[[int], tuple[tuple[int, int, int], tuple[int, int, int
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_draws_at_different_addresses_are_independent(pair: str) -> None:
-    """Chi-square test of independence over 20 000 pairs of draws."""
+    """Chi-square test of independence over 8 000 pairs of draws."""
     left, right = [], []
-    for i in range(20_000):
+    for i in range(8_000):
         for (seed, position, stream), draws in zip(PAIRS[pair](i), (left, right), strict=True):
             draws.append(LAW.sample(Noise(seed), position, stream))
     assert independent(left, right) > FALSE_ALARM
@@ -128,14 +121,6 @@ def test_numbers_of_neighbouring_tokens_are_independent() -> None:
     for distance in (1, 2, 64, 4096):
         left, right = ((8 * Noise(3).uniforms(10, ids + shift)).astype(int) for shift in (0, distance))
         assert independent(left, right) > FALSE_ALARM
-
-
-def test_acceptance_is_independent_of_the_draft() -> None:
-    """The uniform number of a position against the token drafted there: chi-square over 20 000 pairs."""
-    noise = Noise(5)
-    tokens = [LAW.sample(noise, i, STREAM_DRAFT) for i in range(20_000)]
-    eighths = [int(8 * noise.uniform(i, 1)) for i in range(20_000)]
-    assert independent(tokens, eighths) > FALSE_ALARM
 
 
 def test_a_draw_does_not_depend_on_tokens_that_cannot_be_drawn() -> None:
@@ -161,12 +146,12 @@ DRAFT_ROW = np.array([0.0, 1.0, 1.5, 1.0, -1.0, 0.5, 0.0, 2.0], dtype=np.float32
 )
 def test_verified_samples_follow_the_target_and_are_independent(params: dict[str, float], claimed: float) -> None:
     """Accepted and recovered tokens at neighbouring positions of one seed, guesses sampled from another law: chi-square
-    of the tokens, and of the independence of neighbours, over 20 000 pairs."""
+    of the tokens, and of the independence of neighbours, over 8 000 pairs."""
     sampling = replace(SamplingParams(temperature=1.0), **params)
     p, q = (distribution(row, [0], sampling) for row in (ROW, DRAFT_ROW))
     said = distribution(DRAFT_ROW, [0], replace(sampling, temperature=claimed))
     noise, tokens = Noise(42), list[int]()
-    for position in range(1, 20_001):
+    for position in range(1, 8_001):
         guess = DraftToken(q.sample(noise, position, STREAM_DRAFT), "test", 0.5, said)
         verdict = verify(Draft([guess]), np.stack([ROW, ROW]), [0] * position, sampling, noise)
         tokens.append(guess.id if verdict.n_accepted else verdict.next_token)

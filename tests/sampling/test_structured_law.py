@@ -196,46 +196,19 @@ def test_the_languages_are_worth_enumerating(models: tuple[Predictions, Predicti
     assert ends == {"token", "budget", "itself"}
 
 
-def late(self: MaskedRows, index: int) -> object:
-    self.constraint.place(self.draft[: max(0, index - 1)])
-    return self.constraint.masked(self.logits[index])
-
-
-CONFIDENCE = Proposer.confidence
-
-
-def unmasked(self: Proposer, row: object, history: object, n_known: int = 0, ids: object = None) -> float:
-    constraint, self.constraint = self.constraint, None
-    try:
-        return CONFIDENCE(self, row, history)  # type: ignore[arg-type]
-    finally:
-        self.constraint = constraint
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "value", "language", "error"),
-    [
-        (MaskedRows, "__getitem__", late, "forced text", ""),
-        (Constraint, "_back", lambda self, n: None, "words that begin one another", ""),
-        (Proposer, "confidence", unmasked, "words that begin one another", "sampled a token that may not come"),
-    ],
-)
-def test_masks_of_the_wrong_place_and_samples_without_one_are_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-    models: tuple[Predictions, Predictions],
-    owner: type,
-    name: str,
-    value: object,
-    language: str,
-    error: str,
+def test_masks_of_the_wrong_place_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, models: tuple[Predictions, Predictions]
 ) -> None:
     """Forbidden tokens come out, which is an error, or the law differs."""
-    monkeypatch.setattr(owner, name, value)
-    said = ""
+
+    def late(self: MaskedRows, index: int) -> object:
+        self.constraint.place(self.draft[: max(0, index - 1)])
+        return self.constraint.masked(self.logits[index])
+
+    monkeypatch.setattr(MaskedRows, "__getitem__", late)
+    language = LANGUAGES["forced text"]
     try:
-        law = drafted_law(monkeypatch, LANGUAGES[language], models, SAMPLING, DRAFTERS["model"], 3)
-    except (EngineError, AssertionError) as raised:
-        said = str(raised)
-    assert error in said
-    if not said:
-        assert largest_difference(plain_law(LANGUAGES[language], models[0], SAMPLING, 3), law) > DEFECT
+        law = drafted_law(monkeypatch, language, models, SAMPLING, DRAFTERS["model"], 3)
+    except (EngineError, AssertionError):
+        return
+    assert largest_difference(plain_law(language, models[0], SAMPLING, 3), law) > DEFECT

@@ -37,14 +37,9 @@ NODE = thing(
     {"label": {"type": "string", "maxLength": 20}, "child": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/n"}]}}
 )
 SCHEMAS: dict[str, Any] = {
-    "flat": thing({"name": TEXT, "age": AGE, "city": TEXT, "owner": {"type": "boolean"}}),
-    "nested": thing({"person": thing({"name": TEXT, "age": AGE}), "shop": thing({"name": TEXT})}),
     "list": {"type": "array", "items": thing({"fact": TEXT, "sure": {"type": "boolean"}}), "maxItems": 3},
-    "choices": thing({"mood": {"enum": ["angry", "calm", "hopeful"]}, "topic": {"const": "bread & flour"}}),
     "numbers": thing({"percent": SHARE, "staff": {"type": "integer", "multipleOf": 3, "maximum": 99, "minimum": -9}}),
     "formats": thing({"day": {"type": "string", "format": "date"}, "opens": {"pattern": "^[0-2][0-9]:[0-5][0-9]$"}}),
-    "either": {"anyOf": [thing({"error": TEXT}), thing({"result": TEXT, "score": AGE})]},
-    "optional": thing({"title": TEXT, "note": {"type": ["string", "null"], "maxLength": 40}}) | {"required": ["title"]},
     "recursive": {"$defs": {"n": NODE}, "$ref": "#/$defs/n"},
     "letters of the world": thing({"größe": TEXT, "名前": TEXT, "emoji 😀": {"enum": ["😀", "👍🏽"]}}),
     "spread": thing({"name": TEXT, "age": AGE}) | {"x-guidance": {"whitespace_pattern": "[ \\n]{1,4}"}},
@@ -112,14 +107,3 @@ def allowed(llm: LLM, params: SamplingParams, rows: FloatArray, answer: list[int
         masked.append(constraint.masked(row))
         constraint.settle(token)
     return np.stack(masked)
-
-
-def test_a_grammar(llm: LLM) -> None:
-    grammar = r'''root ::= "Mood: " ("calm" | "angry") "\n" line{2}
-line ::= "- " [A-Za-z ,.']{5,60} "\n"'''
-    for temperature in (0.0, 1.0):
-        reply = llm.chat(QUESTION, SamplingParams(grammar=grammar, temperature=temperature, max_tokens=200))
-        head, *lines = reply.text.split("\n")
-        assert head in ("Mood: calm", "Mood: angry")
-        assert [line[:2] for line in lines] == ["- ", "- ", ""]
-        assert reply.finish_reason == "stop"

@@ -60,13 +60,7 @@ def ahead_threads() -> list[threading.Thread]:
 
 @pytest.mark.parametrize(
     ("n_steps", "make"),
-    [
-        (1, NosyController),
-        (2, NosyController),
-        (3, NosyController),
-        (6, NosyController),
-        (3, lambda: FixedController(1)),
-    ],
+    [(1, NosyController), (3, NosyController), (6, NosyController), (3, lambda: FixedController(1))],
 )
 def test_the_law_of_whole_answers_is_that_of_plain_sampling(
     target: Predictions,

@@ -1,4 +1,4 @@
-"""Whole answers with drafts that branch: what is said does not depend on it, and the law is the target's."""
+"""Whole answers with drafts that branch have the target's law; on engines: ``tests/engine/test_any_drafter.py``."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localspec.backends.base import Context, Forward
+from localspec.backends import reference
+from localspec.backends.base import Forward
 from localspec.backends.reference import ReferenceContext
+from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.drafters.base import Branching, Controller, Drafter, DrafterInfo, Plan, Proposer
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
-from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.rounds import DraftToken, Round
 from tests.conftest import TinyFiles
 from tests.spec_decode.test_exactness import EXACT, SAMPLING, Predictions, Tokens
-from tests.spec_decode.test_lossless import N_CTX, TableContext, World, law_difference
+from tests.spec_decode.test_lossless import N_CTX, TableContext, law_difference, run
 
 
 class Branchy(Controller):
@@ -27,7 +28,7 @@ class Branchy(Controller):
 
     def __init__(self, rng: random.Random | None = None, length: int = 2) -> None:
         self.rng, self.length, self.mood = rng, length, 1
-        self.n_branched = self.n_beside = 0
+        self.n_beside = 0
 
     def plan(self, room: int, n_past: int, **situation: Any) -> Plan:
         controller = self
@@ -46,35 +47,10 @@ class Branchy(Controller):
 
     def learn(self, round_: Round) -> None:
         self.mood = sum(round_.draft.ids) % 4
-        self.n_branched += round_.draft.branches
         self.n_beside += any(i != at for at, i in enumerate(round_.verdict.accepted))
 
     def explain(self) -> str:
         return "branchy"
-
-
-class Forest(World):
-    chains = tuple(replace(SAMPLING, top_k=k) for k in (0, 5, 20))
-
-    def decoder(self, context: Context, group: list[Drafter]) -> SpeculativeDecoder:
-        return SpeculativeDecoder(context, group, Branchy(self.rng))
-
-    def groups(self) -> list[list[Drafter]]:
-        return [
-            [DraftModelDrafter(self.small.new_context(N_CTX))],
-            [DraftModelDrafter(self.small.new_context(N_CTX)), NgramDrafter()],
-            [self.random, NgramDrafter(), DraftModelDrafter(self.small.new_context(N_CTX))],
-        ]
-
-
-@pytest.mark.parametrize("seeded", [False, True])
-def test_answers_equal_plain_ones(tiny: TinyFiles, tmp_path: object, seeded: bool) -> None:
-    """``test_lossless`` has the negative control of the comparison."""
-    forest = Forest(tiny.quick, random.Random(3), tmp_path)
-    forest.compare_all(160, seeded)
-    for controller in (decoder.controller for decoder in forest.decoders):
-        assert controller.n_branched > 20
-        assert controller.n_beside > 2, "hardly any accepted path left the chain"
 
 
 class BranchingTable(TableContext):
@@ -133,10 +109,11 @@ def test_the_law_of_whole_answers_is_that_of_plain_sampling(
     assert sum(branched) > len(branched) / 2
 
 
-def test_an_engine_that_feeds_no_trees_gets_chains(
-    tiny: TinyFiles, tmp_path: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_feeds_no_trees_gets_chains(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(ReferenceContext, "_decode_tree")
-    rounds = Forest(tiny.quick, random.Random(0), tmp_path).compare_all(5, seeded=False)
+    with reference.load(tiny.quick.target) as model, reference.load(tiny.quick.draft) as small:
+        drafter = DraftModelDrafter(small.new_context(N_CTX))
+        decoder = SpeculativeDecoder(model.new_context(N_CTX), [drafter], Branchy())
+        rounds = run(decoder, [5, 6, 7], SamplingParams(max_tokens=20, ignore_eos=True))
     assert any(round_.draft for round_ in rounds)
     assert not any(round_.draft.branches for round_ in rounds)

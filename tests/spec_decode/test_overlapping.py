@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from localspec import LLM, SamplingParams
-from localspec.backends.base import Context
+from localspec.backends.base import Context, Forward
+from localspec.backends.llama.model import LlamaContext
 from localspec.backends.reference import ReferenceContext
 from localspec.controllers.auto import AutoController
 from localspec.controllers.fixed import FixedController
@@ -17,7 +18,6 @@ from localspec.engine.worker import Job
 from localspec.errors import EngineError
 from localspec.spec_decode.rounds import Round, SpecStats
 from tests.conftest import Backend, TinyFiles
-from tests.support.overlapping import overlap
 from tests.support.waiting_engine import Timing, WaitingContext, waiting
 
 pytestmark = pytest.mark.usefixtures("measured_home")
@@ -31,6 +31,27 @@ def llm(tiny: TinyFiles) -> Iterator[LLM]:
     drafts = ["ngram", tiny.quick.draft]
     with LLM(tiny.quick.target, draft=drafts, backend="reference", n_ctx=512, idle=False, remember=False) as llm:
         yield llm
+
+
+def overlap(patch: pytest.MonkeyPatch, log: Callable[[str, Context], None] = lambda what, context: None) -> None:
+    """Contexts of the reference and the llama.cpp engines overlap; each pass is logged, as it begins and ends."""
+    for kind in (LlamaContext, ReferenceContext):
+        patch.setattr(kind, "overlaps", property(lambda self: True, lambda self, value: None), raising=False)
+
+    feed = Context._feed
+
+    def fed(self: Context, tokens: Any, compute: Callable[[], Forward]) -> Forward:
+        def computed() -> Forward:
+            log("begins", self)
+            if self.meanwhile is not None:
+                self.meanwhile()
+            return compute()
+
+        forward = feed(self, tokens, computed)
+        log("ends", self)
+        return forward
+
+    patch.setattr(Context, "_feed", fed)
 
 
 class Log(list[str]):
@@ -89,8 +110,7 @@ def test_a_round_is_handed_on_once_the_device_is_at_the_next(
 
 def test_an_engine_without_a_device_keeps_the_order(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     log = Log(monkeypatch, llm)
-    for kind in (ReferenceContext,):
-        monkeypatch.setattr(kind, "overlaps", False)
+    monkeypatch.setattr(ReferenceContext, "overlaps", False)
     llm.generate("four five", SamplingParams(max_tokens=8, ignore_eos=True), draft_length=0)
     del log[: log.index("plan")]
     assert log == ["plan", "target begins", "target ends", "observe", "learn", "give"] * 8

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from localspec import LLM
@@ -86,3 +87,22 @@ class Brake:
     def release(self) -> None:
         """Let the engine go on to the end."""
         self._released.set()
+
+
+@contextmanager
+def held(llm: LLM) -> Iterator[None]:
+    """What is asked within it begins at its end."""
+    started, go = threading.Event(), threading.Event()
+
+    def hold(pair: Any) -> None:
+        started.set()
+        go.wait(PATIENCE)
+
+    thread = threading.Thread(target=lambda: llm.run(hold))
+    thread.start()
+    assert started.wait(PATIENCE)
+    try:
+        yield
+    finally:
+        go.set()
+        thread.join()

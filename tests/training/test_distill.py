@@ -102,45 +102,35 @@ def test_a_run_makes_a_head_and_says_what_it_is_worth(target: Path, isolated_hom
 
 KILLED = """
 import os, signal, sys
-from localspec.heads.training import examples, head_maker, trainer
+from localspec.heads.training import examples, head_maker
 from localspec.heads.training.distill import distill
 from localspec.heads.training.run_folder import Effort, Recipe
 
-target, what, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
-head_maker.SECONDS_BETWEEN_WRITES = trainer.CHECKPOINT_SECONDS = 0.0
-owner, name = (trainer.Trainer, "_one_step") if what == "training" else (examples.ExampleMaker, "step")
-called = getattr(owner, name)
+head_maker.SECONDS_BETWEEN_WRITES = 0.0
+step, left = examples.ExampleMaker.step, iter(range(40))
 
 
-def counting(*given, **options):
-    global count
-    count -= 1
-    if count < 0:
+def counting(*given):
+    if next(left, None) is None:
         os.kill(os.getpid(), signal.SIGKILL)
-    return called(*given, **options)
+    return step(*given)
 
 
-setattr(owner, name, counting)
+examples.ExampleMaker.step = counting
 effort = Effort(1e4, n_places=800, n_steps=4, n_tests=3, n_questions=1, max_tokens=8, longest_answer=40)
-distill(target, backend="reference", recipe=Recipe(steps=2, n_out=200, d_ff=64, seed=3), effort=effort)
+distill(sys.argv[1], backend="reference", recipe=Recipe(steps=2, n_out=200, d_ff=64, seed=3), effort=effort)
 """
 
 
-@pytest.mark.parametrize(("what", "count"), [("examples", 40), ("training", 1)])
-def test_killed_it_loses_only_what_came_after_the_last_writing(
-    target: Path, isolated_home: Path, what: str, count: int
-) -> None:
-    command = [sys.executable, "-c", KILLED, str(target), what, str(count)]
+def test_killed_it_loses_only_what_came_after_the_last_writing(target: Path, isolated_home: Path) -> None:
+    """While examples are written; of a head in training see ``test_trainer``."""
+    command = [sys.executable, "-c", KILLED, str(target)]
     died = subprocess.run(command, capture_output=True, timeout=PATIENCE, check=False)
     assert died.returncode == -signal.SIGKILL, died.stderr.decode()
     before = {each.name: np.array(each.tokens) for each in shards_of(isolated_home).passages}
-    n_places = sum(len(tokens) - 1 for tokens in before.values())
-    # Every pass of the examples was written, those texts included that were under way: a row at least. How many texts
-    # are side by side depends on the machine.
-    assert n_places >= (count - 1 if what == "examples" else 100)
-    if what == "training":
-        with np.load(folder_of(isolated_home) / "checkpoint.npz") as file:
-            assert '"step": 1' in str(file["facts"])
+    # Every pass was written, those texts included that were under way: a row at least. How many texts are side by side
+    # depends on the machine.
+    assert sum(len(tokens) - 1 for tokens in before.values()) >= 39
     assert run(target, resume=True).card.training.tokens_seen > 0
     passages = shards_of(isolated_home).passages
     after = {each.name: np.array(each.tokens) for each in passages}
@@ -174,18 +164,14 @@ def test_a_full_disk_is_one_line_and_what_was_written_is_whole(target: Path, iso
     assert shards_of(isolated_home).remarks == []
 
 
-def test_another_run_of_the_same_head_is_refused(target: Path, isolated_home: Path) -> None:
-    def refused(progress: RunProgress) -> bool:
-        if progress.phase == "examples":
+def test_a_run_is_alone_and_force_begins_anew(target: Path, isolated_home: Path) -> None:
+    def refuses_another(progress: RunProgress) -> bool:
+        if progress.n_places > 100:
             with pytest.raises(RunError, match="another localspec distill trains this head now"):
                 run(target, resume=True)
-        return progress.phase == "examples"
+        return progress.n_places > 100
 
-    stopped(target, refused)
-
-
-def test_force_begins_anew(target: Path, isolated_home: Path) -> None:
-    stopped(target, lambda progress: progress.n_places > 100)
+    stopped(target, refuses_another)
     with pytest.raises(UsageError, match=r"was begun.*--resume goes on"):
         run(target)
     old = shards_of(isolated_home).names
@@ -196,8 +182,11 @@ def test_force_begins_anew(target: Path, isolated_home: Path) -> None:
     assert old - shards_of(isolated_home).names
 
 
-def test_it_steps_aside_while_another_process_answers(target: Path, isolated_home: Path) -> None:
+def test_it_steps_aside_while_another_process_answers(
+    target: Path, isolated_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It says that it waits, and nothing else until the other is done."""
+    monkeypatch.setattr("localspec.system.process.QUIET_SECONDS", 0.5)
     mark, phases = isolated_home / "answering" / str(os.getppid()), list[str]()
 
     def goes_on(progress: RunProgress) -> bool:
@@ -292,30 +281,23 @@ MEDUSA = replace(RECIPE, kind="medusa")
 BRIEF = replace(EFFORT, n_places=200, n_steps=1)
 
 
-@pytest.mark.parametrize("kind", ["parallel", "medusa"])
-def test_a_run_makes_a_head_of_another_kind_that_drafts(target: Path, isolated_home: Path, kind: Kind) -> None:
+@pytest.mark.parametrize(("kind", "pays"), [("parallel", True), ("medusa", False)])
+def test_a_run_makes_a_head_of_another_kind_that_drafts_and_is_kept_only_if_it_pays(
+    target: Path, isolated_home: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, pays: bool
+) -> None:
+    measured = Worth(1.0, 1.0, 1.1, 1.1, 6, ("ngram",), (1.01 if pays else 0.99, 1.2))
+    monkeypatch.setattr("localspec.heads.training.distill.measure_worth", lambda *given, **options: measured)
     made = run(target, recipe=replace(RECIPE, kind=kind), effort=replace(BRIEF, n_places=300))
+    assert (made.kept in find_heads()) == pays
     card = read_card(made.path)
     assert (card.kind, card.steps, card.n_out) == (kind, 2, 200)
     assert set(card.training.acceptance) > {"all"}
     assert card.training.tokens_seen > 0
-    assert made.worth is not None
     with LLM(target, f"head:{made.path}", backend="reference", draft_length=2, n_ctx=128, remember=False) as llm:
         params = SamplingParams(max_tokens=16, ignore_eos=True)
         drafted = llm.generate("la la la", params)
         assert drafted.token_ids == llm.generate("la la la", params, speculate=False).token_ids
         assert drafted.stats["num_draft_tokens"] > 0
-
-
-@pytest.mark.parametrize("pays", [True, False])
-def test_a_head_is_kept_only_if_it_pays(
-    target: Path, isolated_home: Path, monkeypatch: pytest.MonkeyPatch, pays: bool
-) -> None:
-    measured = Worth(1.0, 1.0, 1.1, 1.1, 6, ("ngram",), (1.01 if pays else 0.99, 1.2))
-    monkeypatch.setattr("localspec.heads.training.distill.measure_worth", lambda *given, **options: measured)
-    made = run(target, recipe=MEDUSA, effort=BRIEF)
-    assert (made.kept in find_heads()) == pays
-    assert made.path.exists()
 
 
 def test_a_gain_is_more_than_noise_or_none() -> None:

@@ -42,9 +42,9 @@ def write_pair(folder: Path, **of_target: Any) -> Files:
     return target, write_assistant(target, folder / "assistant.gguf")
 
 
-@pytest.fixture
-def files(tmp_path: Path) -> Files:
-    return write_pair(tmp_path)
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return write_pair(tmp_path_factory.mktemp("gemma4"))
 
 
 @pytest.mark.parametrize(
@@ -143,8 +143,8 @@ def test_an_answer_that_fills_the_context_is_no_failure(files: Files) -> None:
         assert (llm.draft_names, llm.warnings) == (["head"], [])
 
 
-def test_auto_takes_the_one_that_lies_beside_its_target(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
-    target, assistant = files
+def test_auto_takes_the_one_that_lies_beside_its_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, assistant = write_pair(tmp_path)
     other = write_gemma4(target.parent / "other.gguf", pattern=(True, False, False))
     apart = target.parent / "MTP" / assistant.name
     apart.parent.mkdir()

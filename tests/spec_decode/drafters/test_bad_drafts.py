@@ -14,9 +14,7 @@ from localspec import LLM, EngineError, SamplingParams, UsageError
 from localspec.backends import reference
 from localspec.backends.trust import CHECK_TEXT
 from localspec.controllers.cost_model import PassTimes
-from localspec.controllers.fixed import FixedController
 from localspec.engine.loading import DraftCopy, measuring, reading
-from localspec.engine.state import DecodingState
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.system.steps import exhaust
 from tests.conftest import open_backend
@@ -179,22 +177,6 @@ def test_the_other_drafters_go_on(wide: ggufs.Pair, never_sound: Path, monkeypat
         longer = replace(GREEDY, max_tokens=100)
         adaptive = llm.generate(PROMPT, longer, draft_length="auto")
         assert adaptive.token_ids == llm.generate(PROMPT, longer, speculate=False).token_ids
-
-
-def test_a_draft_that_fails_while_it_catches_up_is_dropped(
-    wide: ggufs.Pair, turns_bad: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The guesses it would have made for what it missed are of rows that are not numbers."""
-    bad = unseen_token(wide.target)
-    with LLM(wide.target, draft=turns_bad, backend="reference", n_ctx=256) as llm:
-        drafter = llm.inspect().state.drafters[0]
-        monkeypatch.setattr(DecodingState, "controller", lambda *args, **options: FixedController(2))
-        llm.generate(PROMPT, replace(GREEDY, max_tokens=8))
-        text = [*PROMPT, 90, 91, 92, bad, 93]
-        plain = llm.generate(text, GREEDY, draft_length=0, drafters=[]).token_ids
-        drafter.begin(PROMPT)
-        assert llm.generate(text, GREEDY).token_ids == plain
-        assert llm.draft_names == []
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")

@@ -486,11 +486,6 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     assert PathSource(tmp_path).text("pipe.txt") is None
 
 
-def test_a_path_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"corpus .*missing: No such file"):
-        PathSource(tmp_path / "missing")
-
-
 def test_a_folder_that_vanishes_is_not_empty(tmp_path: Path) -> None:
     write(tmp_path, {"in/a.txt": "yes"})
     source = PathSource(tmp_path / "in")

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from localspec import LLM, LocalspecError, SamplingParams
@@ -16,7 +15,7 @@ from localspec.sampling.sampling import Ids, Noise, Row
 from localspec.spec_decode.drafters.base import Plan, Proposer
 from tests.conftest import Backend, TinyFiles
 from tests.support.gguf_vocabs import bpe_vocab
-from tests.support.ggufs import Pair, Shape, llama_weights, perturbed, write_llama
+from tests.support.ggufs import Pair, Shape, write_llama
 
 
 class Recorder(Plan):
@@ -85,48 +84,21 @@ def test_all_of_a_prompt_is_read_once_that_has_come_to_be_worth_it(llm: LLM) -> 
 SHAPE = Shape(n_layer=2, n_embd=32, n_head=2, n_head_kv=1, n_ff=32, residual=0.1)
 N_VOCAB = 300
 MASK = 250
-SAID = 80  # the token that the target mostly says
 PROMPTS = ["the cat is in the hat and", "she was here", "é and ü: 日本 for"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
-WAYS = [GREEDY, replace(GREEDY, temperature=0.8, seed=7), replace(GREEDY, temperature=1.2, seed=8, top_k=20)]
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A target that soon repeats itself, and a draft of nearly its weights that reads a mask as what is repeated."""
+    """A target, and the same as a draft that fills in masks."""
     folder, vocab = tmp_path_factory.mktemp("pard"), bpe_vocab(N_VOCAB)
-    weights = llama_weights(SHAPE, N_VOCAB)
-    embedding, output = weights["token_embd.weight"], weights["output.weight"]
-    output[SAID] = 2.0 * embedding.mean(axis=0) + 6.0 * embedding[SAID] / np.linalg.norm(embedding[SAID])
-    for token in range(0, N_VOCAB, 3):
-        embedding[token] = 0.5 * embedding[token] + 0.5 * embedding[SAID]
-    near = perturbed(weights, 2, 0.01)
-    near["token_embd.weight"][MASK] = near["token_embd.weight"][SAID]
-    return Pair(
-        write_llama(folder / "target.gguf", SHAPE, vocab, weights=weights),
-        write_llama(folder / "draft.gguf", SHAPE, vocab, weights=near, extra={"llama.pard_token": MASK}),
-    )
+    extra = {"llama.pard_token": MASK}
+    return Pair(*(write_llama(folder / f"{i}.gguf", SHAPE, vocab, extra=extra) for i in range(2)))
 
 
 def open_llm(pair: Pair, draft: object = None, **options: object) -> LLM:
     options = {"backend": "reference", "n_ctx": 256, "idle": False, "remember": False, **options}
     return LLM(pair.target, str(pair.draft) if draft is None else draft, **options)
-
-
-@pytest.mark.parametrize("length", [1, 4, 12])
-def test_the_answer_is_the_target_s_and_masks_are_accepted(pair: Pair, length: int) -> None:
-    """On every engine, and beside others: ``tests/engine/test_any_drafter.py``."""
-    with open_llm(pair) as llm:
-        for params in WAYS:
-            drafted = [llm.generate(prompt, params, draft_length=length) for prompt in PROMPTS]
-            plain = [llm.generate(prompt, params, speculate=False).token_ids for prompt in PROMPTS]
-            assert [each.token_ids for each in drafted] == plain
-            sent, right, rounds = (
-                sum(each.stats[f"num_{what}"] for each in drafted)
-                for what in ("draft_tokens", "accepted_tokens", "rounds")
-            )
-            assert sent > 30
-            assert right > 2 * rounds or params is not GREEDY or length == 1
 
 
 def test_each_draft_is_what_a_fresh_reading_of_text_and_masks_says(tiny: TinyFiles, backend: Backend) -> None:
@@ -135,7 +107,7 @@ def test_each_draft_is_what_a_fresh_reading_of_text_and_masks_says(tiny: TinyFil
     with LLM(pair.target, f"pard:{pair.draft}:{mask}", backend=backend.name, n_ctx=256, idle=False) as llm:
         for prompt in (*PROMPTS, " ".join(PROMPTS * 2), PROMPTS[0]):
             text = llm.run(lambda loaded, prompt=prompt: loaded.target.tokenize(prompt, add_special=True))
-            for round_ in llm.rounds(list(text), GREEDY, draft_length=5):
+            for round_ in llm.rounds(list(text), replace(GREEDY, max_tokens=20), draft_length=5):
                 if round_.draft:
                     seen.append((list(text), [token.id for token in round_.draft]))
                 text += [token.id for token in round_.emitted]

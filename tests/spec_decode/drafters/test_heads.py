@@ -320,15 +320,11 @@ def test_of_a_long_prompt_the_end_is_read_and_of_what_follows_all(reader: Reader
     assert reader.n_rows[0] == 1
 
 
-@pytest.mark.parametrize("how", ["answers without it", "a conversation that was put aside"])
-def test_after_a_gap_the_memory_begins_anew(reader: Reader, how: str) -> None:
+def test_a_conversation_that_was_put_aside_begins_anew_in_its_memory(reader: Reader) -> None:
     text = reader.answer(words(100))
-    if how == "answers without it":
-        text = reader.answer([*text, 30], 20, drafters=[])
-    else:
-        state = reader.target.export_state()
-        reader.answer(words(100, 1))
-        reader.target.import_state(state)
+    state = reader.target.export_state()
+    reader.answer(words(100, 1))
+    reader.target.import_state(state)
     n_held = reader.target.n_past
     plain = reader.answer([*text, 31], 12, drafters=[])
     reader.target.truncate(n_held)

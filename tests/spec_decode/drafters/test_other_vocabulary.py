@@ -114,15 +114,16 @@ def test_the_answer_is_the_target_s_and_drafts_are_accepted(pair: Pair) -> None:
                 assert right > 0.7 * sent > 30
 
 
-@pytest.mark.parametrize("params", [replace(each, ignore_eos=False) for each in WAYS], ids=["greedy", "seed", "filter"])
-def test_special_tokens_that_differ_are_mapped(near_pair: Pair, params: SamplingParams) -> None:
+def test_special_tokens_that_differ_are_mapped(near_pair: Pair) -> None:
     with open_llm(near_pair) as llm:
         assert any("other special tokens: they are mapped" in line for line in llm.warnings)
-        drafted = [llm.generate(prompt, params, draft_length=4) for prompt in PROMPTS]
-        assert [each.token_ids for each in drafted] == plain(llm, params)
-        assert [llm.generate(prompt, params).token_ids for prompt in PROMPTS] == plain(llm, params)
-        sent, right = (sum(each.stats[f"num_{what}_tokens"] for each in drafted) for what in NUMBERS)
-        assert right > (0.7 if params.greedy else 0.2) * sent > 5
+        for params in (replace(each, ignore_eos=False) for each in WAYS):
+            drafted = [llm.generate(prompt, params, draft_length=4) for prompt in PROMPTS]
+            expected = plain(llm, params)
+            assert [each.token_ids for each in drafted] == expected
+            assert [llm.generate(prompt, params).token_ids for prompt in PROMPTS] == expected
+            sent, right = (sum(each.stats[f"num_{what}_tokens"] for each in drafted) for what in NUMBERS)
+            assert right > (0.7 if params.greedy else 0.2) * sent > 5
         end = llm.vocab.eos
         assert end is not None
         ending = llm.rounds(PROMPTS[0], replace(GREEDY, ignore_eos=False, logit_bias={end: 50.0}), draft_length=2)
@@ -163,15 +164,7 @@ def test_what_is_expected_of_it_is_measured_apart_and_it_never_samples(pair: Pai
 
 
 @pytest.mark.real
-@pytest.mark.parametrize(
-    ("target", "draft"),
-    [
-        ("qwen2.5-coder-0.5b", "smollm2-135m"),
-        ("qwen2.5-coder-0.5b", "gemma3-270m"),
-        ("gemma3-270m", "smollm2-135m"),
-        ("smollm2-135m", "gemma3-270m"),
-    ],
-)
+@pytest.mark.parametrize(("target", "draft"), [("qwen2.5-coder-0.5b", "gemma3-270m"), ("gemma3-270m", "smollm2-135m")])
 def test_real_models(real_model: Callable[[str], Path], target: str, draft: str) -> None:
     question = "Write a Python function that adds two numbers."
     with LLM(real_model(target), draft=[str(real_model(draft))], backend="llama-cpp", n_ctx=512, idle=False) as llm:

@@ -47,8 +47,8 @@ from tests.support.published_heads import write_dflash, write_eagle3
 
 pytestmark = pytest.mark.usefixtures("llama_cpp")
 
-GREEDY = SamplingParams(max_tokens=48, ignore_eos=True)
-SEEDED = SamplingParams(temperature=1.0, seed=5, max_tokens=48, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1.0, seed=5, max_tokens=32, ignore_eos=True)
 PROMPT = "one two one two"
 
 Write = Callable[..., Path]
@@ -75,21 +75,13 @@ def open_llm(tiny: TinyFiles, draft: Any, engine: str = "llama-cpp", **options: 
 @pytest.mark.parametrize(
     ("write", "engine", "options"),
     [
-        (write_eagle3, "llama-cpp", {}),
-        (write_eagle3, "llama-cpp", {"n_out": 200}),
-        (write_eagle3, "llama-cpp", {"own_embeddings": True, "n_out": 200, "tokens": False}),
         (write_eagle3, "llama-cpp", {"own_output": False}),
         (write_eagle3, "mlx", {"n_out": 200}),
-        (write_eagle3, "mlx", {"own_output": False}),
         (write_eagle3, "reference", {"own_output": False}),
-        (write_dflash, "llama-cpp", {}),
-        (write_dflash, "llama-cpp", {"n_out": 250, "block_size": 16}),
         (write_dflash, "llama-cpp", {**WHOLE, "windows": [True, False]}),
         (write_dflash, "llama-cpp", {"causal": True, "extra": {"dflash.rope.dimension_sections": [64, 0, 0, 0]}}),
         (write_dflash, "llama-cpp", {"markov": True, "n_out": 250}),
-        (write_dflash, "llama-cpp", {**DSPARK, "from_anchor": False}),
         (write_dflash, "llama-cpp", {"selector": 8, "n_out": 250}),
-        (write_dflash, "mlx", {}),
         (write_dflash, "mlx", {**WHOLE, "windows": [True, False], "n_out": 250}),
     ],
 )
@@ -110,21 +102,6 @@ def says_what_it_says_without(llm: LLM, source: str, least: float) -> None:
         assert reply.token_ids == llm.generate(PROMPT, params, speculate=False).token_ids
         counts = reply.stats["by_source"][source]
         assert counts["num_accepted_tokens"] > least * counts["num_draft_tokens"] > 0
-
-
-def test_several_answers_at_a_time_draft_with_it_each_as_alone(tiny: TinyFiles, tmp_path: Path) -> None:
-    """The target on the reference engine, the head on llama.cpp: ``test_assistants`` has both on that."""
-    head = write_head(tiny, tmp_path, **WHOLE)
-    asked = [(f"{word} two one two", replace(SEEDED, seed=i)) for i, word in enumerate(("one", "two", "three", "four"))]
-    with open_llm(tiny, head, "reference") as llm:
-        alone = [llm.generate(*each) for each in asked]
-    with open_llm(tiny, head, "reference", parallel=3) as llm:
-        beside = [stream.reply for stream in [llm.rounds(*each) for each in asked]]
-        assert llm.warnings == []
-    for mine, expected in zip(beside, alone, strict=True):
-        assert mine.token_ids == expected.token_ids
-        assert mine.stats["by_source"] == expected.stats["by_source"]
-        assert mine.stats["num_accepted_tokens"] > 0
 
 
 class HeadWorld(World):
@@ -165,10 +142,10 @@ KINDS_ON += [(write_dflash, engine) for engine in ("llama-cpp", "mlx")]
 
 @pytest.mark.parametrize(("write", "engine"), KINDS_ON)
 def test_answers_equal_plain_ones_to_the_bit(quick: ggufs.Pair, tmp_path: Path, write: Write, engine: str) -> None:
-    """120 answers, fewer on slow engines, greedy, and sampled with a seed."""
+    """80 answers, greedy, and sampled with a seed."""
     open_backend(engine)
     world, rounds = HeadWorld(quick, random.Random(0), tmp_path, write, engine), list[Round]()
-    for seed in range(80 if engine == "mlx" else 120):
+    for seed in range(80):
         rounds += world.compare(replace(SAMPLING, seed=seed) if seed % 2 else SamplingParams())
     fates = [
         fate
@@ -199,7 +176,7 @@ def test_what_is_drafted_after_rejections_is_what_a_fresh_head_drafts(
     open_backend(engine)
     world = HeadWorld(quick, random.Random(1), tmp_path, write, engine)
     n_more = 1 if write is write_eagle3 else 2 + ("markov" not in options)
-    drafts_as_a_fresh_one(world, world.head(**options), world.head(**options), n_answers=15, n_more=n_more)
+    drafts_as_a_fresh_one(world, world.head(**options), world.head(**options), n_answers=10, n_more=n_more)
 
 
 def drafts_as_a_fresh_one(world: World, used: Any, fresh: Any, n_answers: int, n_more: int) -> None:
@@ -264,7 +241,7 @@ def write_mtp(name: str, folder: Path) -> Path:
     return ggufs.write_glm(path) if name == "glm" else ggufs.write_hybrid(path, residual=0.3, mtp=1)
 
 
-FAMILIES_ON = ("glm on llama-cpp", "qwen35 on llama-cpp", "glm on mlx", "qwen35 on mlx", "qwen of experts on mlx")
+FAMILIES_ON = ("glm on llama-cpp", "qwen35 on llama-cpp", "glm on mlx", "qwen of experts on mlx")
 
 
 @pytest.fixture(params=[*FAMILIES_ON, *FAMILIES])
@@ -363,7 +340,7 @@ def test_a_model_without_a_usable_mtp_layer_answers_and_says_why_it_has_none(tmp
         with pytest.raises(LocalspecError, match=why):
             open_mtp(path)
         with open_mtp(path, None) as llm:
-            assert len(llm.generate(PROMPT, GREEDY).token_ids) == GREEDY.max_tokens
+            assert len(llm.generate(PROMPT, GREEDY, max_tokens=3).token_ids) == 3
 
 
 def test_an_mtp_layer_is_of_llama_cpp(tmp_path: Path) -> None:
@@ -413,7 +390,7 @@ def test_a_head_whose_engine_fails_is_done_without(
 # Found without being named.
 
 
-@pytest.mark.parametrize(("write", "engine"), KINDS_ON)
+@pytest.mark.parametrize(("write", "engine"), [(write_eagle3, "reference"), (write_dflash, "llama-cpp")])
 def test_auto_takes_a_head_that_lies_beside_its_target(
     tiny: TinyFiles, tmp_path: Path, quick: ggufs.Pair, write: Write, engine: str
 ) -> None:
@@ -448,7 +425,7 @@ def test_auto_takes_no_head_that_borrows_from_a_target_elsewhere(tiny: TinyFiles
             open_llm(tiny, path, engine)
 
 
-@pytest.mark.parametrize(("name", "engine"), [("glm", "llama-cpp"), ("glm", "mlx"), ("qwen35", "mlx")])
+@pytest.mark.parametrize(("name", "engine"), [("glm", "llama-cpp"), ("qwen35", "mlx")])
 def test_auto_takes_the_mtp_layer(tmp_path: Path, name: str, engine: str) -> None:
     open_backend(engine)
     with open_mtp(write_mtp(name, tmp_path), "auto", backend=engine) as llm:
