@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 
 from localspec import LLM, SamplingParams
-from localspec.backends.base import NORM, Piece, SequenceBatch, layer_name
+from localspec.backends.base import Piece, SequenceBatch
 from localspec.controllers.batching import SharedPasses
 from localspec.errors import EngineError
 from tests.backends.mlx.test_mlx_network import FILES
 from tests.conftest import TinyFiles, open_backend
 from tests.engine.test_parallel_choice import loaded_with
-from tests.support.contexts import check_next, some_tokens, try_any_order
+from tests.support.contexts import check_next, every_state, some_tokens, try_any_order
+from tests.support.memory import passes_of
+from tests.support.waiting import Brake
 
 mx = pytest.importorskip("mlx.core")
 
@@ -79,11 +81,8 @@ def test_a_pass_is_evaluated_once_and_each_linear_layer_reads_its_weights_once(
 def test_anything_in_any_order_with_every_architecture(name: str, kv_type: str, tmp_path: Path) -> None:
     with mlx.load(FILES[name].write(tmp_path / "model.gguf"), kv_type=kv_type) as model:
         assert model.capabilities.batches == (not model.network.recurrent)
-        states, noise = [*map(layer_name, range(model.n_layers)), NORM], 0.2 if kv_type == "q8_0" else 0.01
-        try_any_order(model, model, hidden=states, noise=noise, n_examples=2, n_steps=30)
-
-
-# Passes that break off.
+        noise = 0.2 if kv_type == "q8_0" else 0.01
+        try_any_order(model, model, hidden=every_state(model), noise=noise, n_examples=2, n_steps=30)
 
 
 def broken_layer(monkeypatch: pytest.MonkeyPatch, model: MLXModel, error: BaseException) -> None:
@@ -119,36 +118,26 @@ def test_a_failure_leaves_all_memories_as_before(
         check_next(model, batch[i], some_tokens(3, seed=70 + i))
 
 
-# What is built on it.
-
-
 def test_answers_share_passes(tiny: TinyFiles, measured_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the target; a row is taken to pass over the cells of its own answer, not over those of all."""
+    """A row is taken to pass over the cells of its own answer, not over those of all."""
     loaded_with("gpu", monkeypatch)
-    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-    prompts = ["la la lo " * n for n in (12, 16, 20)]
-    options: Any = {"backend": "mlx", "n_ctx": 384, "idle": False, "remember": False, "light_draft": False}
-    with LLM(tiny.pair.target, tiny.pair.draft, **options) as llm:
-        alone = [llm.generate(prompt, params).token_ids for prompt in prompts]
-        longest = max(len(llm.tokenize(prompt)) for prompt in prompts) + 24 + 2
-    widths: dict[str, list[int]] = {}
-    n_held: list[int] = []
-    n_cells: list[int] = []
-    decode, observe = MLXSequences.decode, SharedPasses.observe
-
-    def counted(self: Any, pieces: Any) -> Any:
-        widths.setdefault(self.model.path.name, []).append(len(pieces))
-        n_held.append(self.n_cells - self.free_cells)
-        return decode(self, pieces)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    n_held, n_cells = list[int](), list[int]()
+    observe = SharedPasses.observe
 
     def observed(self: Any, width: int, ms: float, cells: int) -> None:
         n_cells.append(cells)
+        n_held.append(batch.n_cells - batch.free_cells)
         observe(self, width, ms, cells)
 
-    with LLM(tiny.pair.target, tiny.pair.draft, parallel=3, **options) as llm:
-        monkeypatch.setattr(MLXSequences, "decode", counted)
+    with LLM(tiny.quick.target, None, backend="mlx", n_ctx=384, parallel=3, idle=False, remember=False) as llm:
+        batch = llm.inspect().state.batch
+        assert isinstance(batch, MLXSequences)
+        fed = passes_of(batch, monkeypatch)
         monkeypatch.setattr(SharedPasses, "observe", observed)
-        streams = [llm.rounds(prompt, params, draft_length=2) for prompt in prompts]
-        assert [stream.reply.token_ids for stream in streams] == alone
-    assert max(widths[tiny.pair.target.name]) == 3
-    assert 0 < max(n_cells) <= longest < max(n_held)
+        prompts = [llm.tokenize("la la lo " * n) for n in (12, 16, 20)]
+        with Brake(llm, after=0):  # they begin together
+            streams = [llm.rounds(prompt, params) for prompt in prompts]
+        assert all(stream.reply.token_ids for stream in streams)
+    assert max(map(len, fed)) == 3
+    assert 0 < max(n_cells) <= max(map(len, prompts)) + 24 + 2 < max(n_held)
