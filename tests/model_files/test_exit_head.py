@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from localspec.backends import reference
-from localspec.errors import UnsupportedModel, UsageError
+from localspec.errors import UnsupportedModel
 from localspec.heads import sources as module
 from localspec.heads.file import read_card
 from localspec.heads.sources import exit_head
@@ -48,12 +48,6 @@ def test_it_can_guess_the_first_tokens_and_those_that_end_an_answer(
         ends = Vocab.from_gguf(file).eog
     card = read_card(exit_head(target, target_facts(target), 1))
     assert card.token_map.tolist() == sorted({*range(50), *ends})
-
-
-@pytest.mark.parametrize("n_layers", [0, -1, 4, 100])
-def test_a_target_has_so_many_layers_and_no_more(tiny: TinyFiles, n_layers: int) -> None:
-    with pytest.raises(UsageError, match=rf"after 1 to 3 layers, not after {n_layers}"):
-        exit_head(tiny.pair.target, target_facts(tiny.pair.target), n_layers)
 
 
 def test_a_norm_that_heads_do_not_have(tmp_path: Path) -> None:
