@@ -166,22 +166,3 @@ def test_addresses_of_other_machines_only_for_who_says_so() -> None:
         with pytest.raises(UsageError, match=r"unencrypted and unauthenticated.*ssh -N -L.*--allow-insecure-rpc"):
             Placement(rpc=(address,))
         assert Placement(rpc=(address,), allow_insecure_rpc=True).rpc == (address,)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"rpc": "127.0.0.1"}, "HOST:PORT"),
-        ({"rpc": "127.0.0.1:0"}, "HOST:PORT"),
-        ({"rpc": "127.0.0.1:99999"}, "HOST:PORT"),
-        ({"rpc": "[::1]:50052"}, "HOST:PORT"),
-        ({"rpc": "127.0.0.1:1;x"}, "HOST:PORT"),
-        ({"rpc": ("127.0.0.1:1", "127.0.0.1:1")}, "each once"),
-        ({"allow_insecure_rpc": True}, "needs --rpc"),
-        ({"rpc": "127.0.0.1:1", "device": "none"}, "cannot be combined with --rpc"),
-        ({"rpc": 5}, "--rpc takes texts"),
-    ],
-)
-def test_addresses_that_are_none(options: dict, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        Placement(**options)

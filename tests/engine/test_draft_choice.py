@@ -54,8 +54,7 @@ def test_a_file_with_nothing_to_save_is_not_copied(tiny: TinyFiles, tmp_path: Pa
     assert not list(isolated_home.glob("repacked/*"))
 
 
-@pytest.mark.parametrize("in_idle_time", [True, False])
-@pytest.mark.parametrize("light_is_faster", [True, False])
+@pytest.mark.parametrize(("in_idle_time", "light_is_faster"), [(True, False), (False, True)])
 def test_the_faster_copy_drafts_and_the_choice_is_kept(
     tiny: TinyFiles, isolated_home: Path, monkeypatch: pytest.MonkeyPatch, light_is_faster: bool, in_idle_time: bool
 ) -> None:
@@ -105,8 +104,7 @@ def test_copies_are_timed_in_turns(fast_backend: Any, tiny: TinyFiles, monkeypat
     assert second.step_ms == pytest.approx(2 * first.step_ms)
 
 
-@pytest.mark.parametrize("in_idle_time", [True, False])
-@pytest.mark.parametrize("what", ["no room", "broken"])
+@pytest.mark.parametrize(("in_idle_time", "what"), [(True, "no room"), (False, "broken")])
 def test_a_copy_that_cannot_be_made_or_read_is_no_error(
     tiny: TinyFiles, isolated_home: Path, monkeypatch: pytest.MonkeyPatch, what: str, in_idle_time: bool
 ) -> None:

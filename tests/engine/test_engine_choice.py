@@ -78,15 +78,9 @@ class _Slower(TimedContext):
         super().decode(tokens, logits)
 
 
-def compare(
-    path: Path,
-    patch: pytest.MonkeyPatch,
-    slower: float,
-    longer: Longer = lambda n, width: 1.0,
-    others: Callable[[int], float] = lambda n: 0.0,
-) -> EngineTimes:
+def compare(path: Path, patch: pytest.MonkeyPatch, slower: float, machine: Machine | None = None) -> EngineTimes:
     """Compare the engines of which the other is so many times as slow as the usual one."""
-    machine = Machine(longer, others).installed(patch)
+    machine = (machine or Machine(lambda n, width: 1.0)).installed(patch)
     one, two = (Engine(name, path, machine, rate) for name, rate in ((USUAL, 1.0), (OTHER, slower)))
     exhaust(engines_comparing(192, OPTIONS)(one, two))  # type: ignore[arg-type]
     found = compared(path, OPTIONS)
@@ -97,18 +91,6 @@ def compare(
 def outlier_at(place: int) -> Longer:
     """One pass takes six seconds."""
     return lambda n, width: 6000.0 / Machine(lambda n, width: 1.0).ms(width) if n == place else 1.0
-
-
-def machines(patch: pytest.MonkeyPatch) -> list[Machine]:
-    """The machines that calibration sees from now on."""
-    seen, installed = list[Machine](), Machine.installed
-
-    def noting(self: Machine, patch: pytest.MonkeyPatch) -> Machine:
-        seen.append(self)
-        return installed(self, patch)
-
-    patch.setattr(Machine, "installed", noting)
-    return seen
 
 
 def hit(busy: list[bool], times: float, otherwise: float) -> Callable[..., float]:
@@ -141,7 +123,7 @@ def test_one_outlier_of_six_seconds_changes_no_choice(
     expected = OTHER if slower < 1 else USUAL
     n_passes = 160
     for outlier in range(n_passes):
-        found = compare(tiny.bpe, monkeypatch, slower, outlier_at(outlier))
+        found = compare(tiny.bpe, monkeypatch, slower, Machine(outlier_at(outlier)))
         assert order(tiny.bpe)[0] == expected or found.provisional, outlier
         assert order(tiny.bpe)[0] in (expected, USUAL), outlier
 
@@ -155,7 +137,7 @@ def test_load_in_half_of_the_passes_changes_no_choice(
     for seen in (0.0, 0.6):
         chance = random.Random(seed)
         busy = [chance.random() < 0.5 for _ in range(10_000)]
-        found = compare(tiny.bpe, monkeypatch, slower, hit(busy, 2.2, 1.0), hit(busy, seen, 0.0))
+        found = compare(tiny.bpe, monkeypatch, slower, Machine(hit(busy, 2.2, 1.0), hit(busy, seen, 0.0)))
         taken = order(tiny.bpe)[0]
         assert taken == (OTHER if slower < 1 else USUAL) or (taken == USUAL and (found.provisional or not seen))
 
@@ -165,15 +147,12 @@ def test_load_in_the_turns_of_one_engine_changes_no_choice(
     tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, disturbed: str
 ) -> None:
     """As bad luck may have it: only one engine's rounds are beside another program."""
-    machine = machines(monkeypatch)
 
-    def is_hit(n: int) -> bool:
-        return (machine[0].slower == 1.0) == (disturbed == USUAL)
+    def is_hit() -> bool:
+        return (machine.slower == 1.0) == (disturbed == USUAL)
 
-    def longer(n: int, width: int) -> float:
-        return 2.2 if is_hit(n) else 1.0
-
-    found = compare(tiny.bpe, monkeypatch, 1.01, longer, lambda n: 0.5 * is_hit(n))
+    machine = Machine(lambda n, width: 2.2 if is_hit() else 1.0, lambda n: 0.5 * is_hit())
+    found = compare(tiny.bpe, monkeypatch, 1.01, machine)
     assert found.provisional
     assert order(tiny.bpe) == NAMES
 
@@ -182,7 +161,7 @@ def test_load_throughout_is_no_ground_for_a_choice_and_it_is_measured_again(
     tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though the other engine suffers less from it."""
-    found = compare(tiny.bpe, monkeypatch, 0.5, lambda n, width: 2.0, lambda n: 0.45)
+    found = compare(tiny.bpe, monkeypatch, 0.5, Machine(lambda n, width: 2.0, lambda n: 0.45))
     assert found.provisional
     assert found.others_share == pytest.approx(0.45)
     assert order(tiny.bpe) == NAMES
