@@ -123,7 +123,7 @@ def assemble(head: Path, target: Path, fingerprint: str = "0" * 32, output_type:
 @pytest.fixture
 def load(backend: Backend) -> Iterator[Open]:
     with ExitStack() as stack:
-        yield lambda path, target: stack.enter_context(load_head(path, target, backend.name, n_threads=2))
+        yield lambda path, target: stack.enter_context(load_head(path, target, backend.name, n_threads=1))
 
 
 def states(n: int, width: int = 128, seed: int = 1) -> npt.NDArray[np.float32]:
@@ -207,8 +207,8 @@ def write_idle_head(path: Path, folder: Path) -> Path:
 
 def check_an_idle_head_says_what_the_target_says(path: Path, head_path: Path, engine: str) -> None:
     with (
-        load_head(head_path, path, engine, n_threads=2) as head,
-        backends.load(path, engine, n_threads=2) as model,
+        load_head(head_path, path, engine, n_threads=1) as head,
+        backends.load(path, engine, n_threads=1) as model,
         model.new_context(32, hidden=("norm",)) as context,
         head.new_context(8) as own,
     ):
@@ -219,11 +219,11 @@ def check_an_idle_head_says_what_the_target_says(path: Path, head_path: Path, en
     assert np.corrcoef(found.ravel(), wanted.ravel())[0, 1] > 0.98
 
 
-@pytest.mark.parametrize("name", ["pair", "bpe", "sliding"])
+@pytest.mark.parametrize("name", ["pair", "sliding"])
 def test_an_idle_head_says_what_the_target_says(backend: Backend, tiny: TinyFiles, tmp_path: Path, name: str) -> None:
     if name == "sliding" and backend.name == "reference":
         pytest.skip("the reference backend computes llama only")
-    path = tiny.pair.target if name == "pair" else getattr(tiny, name)
+    path = tiny.pair.target if name == "pair" else tiny.sliding
     check_an_idle_head_says_what_the_target_says(path, write_idle_head(path, tmp_path), backend.name)
 
 
@@ -423,7 +423,7 @@ def test_an_engine_that_is_wrong_about_a_head_gets_it_in_halves(
     said: list[list[str]] = []
     for _ in range(2):
         said.append([])
-        with load_head(path, model, "ik-llama", n_threads=2, say=said[-1].append) as head:
+        with load_head(path, model, "ik-llama", n_threads=1, say=said[-1].append) as head:
             assert {"F16", "F32"} == {each.tensor_type.name for each in gguf.GGUFReader(head.model.path).tensors}
     assert sum("checking" in line for line in said[0]) == 3
     assert said[1] == []  # what was found is known

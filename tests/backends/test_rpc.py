@@ -75,7 +75,6 @@ def serving(port: int = 0) -> Iterator[tuple[str, subprocess.Popen[str]]]:
         command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
-            assert process.stderr is not None
             lines = list(takewhile(lambda line: "unencrypted and unauthenticated" not in line, process.stderr))
             assert process.poll() is None, "".join(lines)
             address = f"127.0.0.1:{port}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from localspec import LLM, SamplingParams
@@ -20,7 +18,7 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def flat(isolated_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def flat(monkeypatch: pytest.MonkeyPatch) -> None:
     """Further rows cost nothing."""
     monkeypatch.setattr(fit_module, "row_ms", lambda times: 0.0)
 
@@ -32,9 +30,7 @@ def test_where_rows_are_cheap_drafts_branch(engine: str, tiny: TinyFiles, flat: 
         assert llm.run(lambda pair: pair.context.can_branch)
 
 
-def test_where_rows_are_dear_drafts_are_chains(
-    engine: str, tiny: TinyFiles, isolated_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_rows_are_dear_drafts_are_chains(engine: str, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then nothing is checked either, and contexts are as they ever were."""
     monkeypatch.setattr(trust_module, "check_branches", None)
     monkeypatch.setattr(fit_module, "row_ms", lambda times: times(1))

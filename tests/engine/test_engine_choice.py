@@ -83,9 +83,7 @@ def compare(path: Path, patch: pytest.MonkeyPatch, slower: float, machine: Machi
     machine = (machine or Machine(lambda n, width: 1.0)).installed(patch)
     one, two = (Engine(name, path, machine, rate) for name, rate in ((USUAL, 1.0), (OTHER, slower)))
     exhaust(engines_comparing(192, OPTIONS)(one, two))  # type: ignore[arg-type]
-    found = compared(path, OPTIONS)
-    assert found is not None
-    return found
+    return compared(path, OPTIONS)
 
 
 def outlier_at(place: int) -> Longer:
@@ -115,7 +113,7 @@ def test_on_a_quiet_machine_it_is_the_faster_one_if_by_enough(
     assert order(tiny.bpe) == NAMES  # engines of other versions
 
 
-@pytest.mark.parametrize("slower", [0.7, 1.0, 1.4])
+@pytest.mark.parametrize("slower", [0.7, 1.0])
 def test_one_outlier_of_six_seconds_changes_no_choice(
     tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, slower: float
 ) -> None:
@@ -129,7 +127,7 @@ def test_one_outlier_of_six_seconds_changes_no_choice(
 
 
 @pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("slower", [0.7, 1.0, 1.4])
+@pytest.mark.parametrize("slower", [0.7, 1.0])
 def test_load_in_half_of_the_passes_changes_no_choice(
     tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, slower: float, seed: int
 ) -> None:
@@ -177,7 +175,6 @@ def test_both_curves_are_kept(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) 
     for name, slower in ((USUAL, 1.0), (OTHER, 0.5)):
         engine: Any = Engine(name, tiny.bpe, Machine(lambda n, width: 1.0), slower)
         times = curves().get(curve_key(engine, "f16"))
-        assert times is not None
         assert not times.noisy
         assert times(1) == pytest.approx(42.5 * slower)
 
@@ -217,7 +214,6 @@ def test_what_a_compiled_engine_gains_is_estimated_from_measured_passes(
 ) -> None:
     model: Any = Engine("ik-llama", tiny.bpe, Machine(lambda n, width: 1.0), 1.0)
     found = compiled_gain(model, PassTimes(DEAR))
-    assert found is not None
     assert found == ("AVX512-VNNI", pytest.approx(2.0), pytest.approx(10.0))
     assert compiled_gain(model, PassTimes(DEAR, noisy=True)) is None  # provisional
     other: Any = Engine("llama-cpp", tiny.bpe, Machine(lambda n, width: 1.0), 1.0)
@@ -239,7 +235,6 @@ def test_a_compiled_engine_is_offered_once_for_each_build(tiny: TinyFiles) -> No
     model: Any = Engine("ik-llama", tiny.bpe, Machine(lambda n, width: 1.0), 1.0)
     assert compiled_offer_once(model, PassTimes(DEAR, noisy=True)) is None
     line = compiled_offer_once(model, PassTimes(DEAR))
-    assert line is not None
     assert "an estimated 2.00 to 10.00 times as fast here (a second row costs 0.27 of a token now)" in line
     assert line.endswith(": localspec engine build")
     assert compiled_offer_once(model, PassTimes(DEAR)) is None

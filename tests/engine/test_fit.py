@@ -245,7 +245,6 @@ def test_the_estimate_is_what_a_load_takes(real_model, name: str, engine: str, n
     command = [sys.executable, "-c", MEASURE, str(path), engine, str(n_ctx), str(parallel)]
     measured = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
     sizes = read_sizes(path)
-    assert sizes is not None
     (load,) = loads_for(Load(sizes), [], [], parallel)
     estimate = taken([load], n_ctx, "f16", engine).ram
     print(f"{name} {engine} ×{parallel}: {estimate / 1e6:.0f} MB, {measured / 1e6:.0f} measured")

@@ -43,7 +43,7 @@ def head(tiny: TinyFiles, measured_home: Path) -> Path:
 
 
 def open_llm(tiny: TinyFiles, draft: Any, engine: str = "reference", **options: Any) -> LLM:
-    defaults: dict[str, Any] = {"n_ctx": 256, "idle": False, "draft_length": 3, "remember": False}
+    defaults: dict[str, Any] = {"n_ctx": 256, "n_threads": 1, "idle": False, "draft_length": 3, "remember": False}
     return LLM(tiny.pair.target, draft, backend=engine, **(defaults | options))
 
 
@@ -115,7 +115,8 @@ def test_auto_takes_a_head_of_either_kind(tiny: TinyFiles, measured_home: Path, 
     target = Path(shutil.copy(tiny.pair.target, tmp_path / "target.gguf"))
     trained = [write_random_head(target, heads_folder() / f"{name}.gguf", taps=TAPS) for name in "ab"]
     published = [write_eagle3(target, tmp_path / f"{name}.gguf") for name in "cd"]
-    with LLM(target, "auto", backend="llama-cpp", n_ctx=256, idle=False, draft_length=3, remember=False) as llm:
+    options: dict[str, Any] = {"backend": "llama-cpp", "n_ctx": 256, "n_threads": 1, "idle": False, "remember": False}
+    with LLM(target, "auto", draft_length=3, **options) as llm:
         assert (llm.draft_names, llm.warnings) == ([*AUTOMATIC, "head", "head2"], [])
         first, second = llm.run(lambda pair: [draft.path for draft in pair.state.models])
         assert first in trained
@@ -126,7 +127,7 @@ def test_auto_takes_a_head_of_either_kind(tiny: TinyFiles, measured_home: Path, 
         assert llm.run(lambda pair: [draft.path for draft in pair.state.models]) == [first]
     first.write_bytes(b"no head")  # then the other goes on alone
     trained[first == trained[0]].unlink()
-    with LLM(target, "auto", backend="llama-cpp", n_ctx=256, idle=False, remember=False) as llm:
+    with LLM(target, "auto", **options) as llm:
         assert llm.run(lambda pair: [draft.path for draft in pair.state.models]) == [second]
 
 

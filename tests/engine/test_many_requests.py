@@ -129,7 +129,6 @@ def check_memories(llm: LLM, prompts: Sequence[list[int]]) -> None:
 
     def check(pair: Pair) -> None:
         batch = pair.state.batch
-        assert batch is not None
         held = [batch[i].tokens for i in range(batch.n_sequences)]
         assert any(held)
         for tokens in held:
@@ -268,5 +267,4 @@ def test_each_token_is_the_targets_own(backend: str, has_model: bool, real_model
             gaps = [token.top[0][1] - (token.logprob or 0.0) for token in scored]
             assert max(gaps) < MOST_GAP  # of log-probability, and no more than of logits
         batch = llm.inspect().state.batch
-        assert batch is not None
         assert batch.n_cells - batch.free_cells <= sum(batch[i].n_past for i in range(3))

