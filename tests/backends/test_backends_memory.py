@@ -24,7 +24,7 @@ def divergence(p_logits: FloatArray, q_logits: FloatArray) -> float:
 
 
 def n_examples(model: Model) -> int:
-    """``test_mlx_sequences`` tries MLX with every architecture."""
+    """``test_mlx_backend`` tries MLX with every architecture."""
     return 3 if model.backend == "mlx" else 6
 
 

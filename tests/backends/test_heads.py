@@ -114,7 +114,6 @@ Open = Callable[..., Head]
 
 
 def assemble(head: Path, target: Path, fingerprint: str = "0" * 32, output_type: str = "Q4_0") -> Path:
-    """The file for engines."""
     place = engine_file(head, target, fingerprint, output_type)
     assembly_module.assemble(place, head, target, output_type)
     return place

@@ -96,7 +96,6 @@ def silent(what: str, fraction: float | None) -> None:
 
 
 def test_it_takes_the_wheels_place_and_is_undone_with_one_command(machine: Machine, tiny: TinyFiles) -> None:
-    """A file on which what was compiled contradicts itself is named."""
     wheel = f"ik-llama {ik_llama.binding().version}"
     (found,), (wrong,) = native_build.build([tiny.bpe, tiny.trap], silent)
     assert wrong.startswith(f"what was compiled computes {tiny.trap.name} wrongly (batches differ from single tokens")
@@ -135,7 +134,6 @@ def test_what_is_not_whole_or_for_another_cpu_is_not_used(machine: Machine) -> N
 
 
 def test_one_that_does_not_load_any_more_leaves_the_wheel_in_use(machine: Machine, tiny: TinyFiles) -> None:
-    """As where a library of the compiler's was removed."""
     wheel = machine.engine(tiny)
     native_build.build([], silent)
     library = ik_llama.compiled_library()

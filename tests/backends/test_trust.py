@@ -505,7 +505,6 @@ def test_what_no_engine_knows_is_one_clear_error(
 
 
 def test_heads_that_do_not_divide_into_the_blocks_of_a_quantised_cache(fast_backend: Backend, tmp_path: Path) -> None:
-    """ik-llama aborts the process on them."""
     path = ggufs.write_llama(tmp_path / "odd.gguf", ggufs.Shape(n_embd=96, n_head=4, n_head_kv=2))
     for kv_type in ("q8_0", "q4_0"):
         with pytest.raises(UsageError, match=f"--kv-cache {kv_type} needs .* multiples of 32; .* 24 wide"):

@@ -117,7 +117,6 @@ def test_on_a_quiet_machine_it_is_the_faster_one_if_by_enough(
 def test_one_outlier_of_six_seconds_changes_no_choice(
     tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, slower: float
 ) -> None:
-    """Whichever pass it is."""
     expected = OTHER if slower < 1 else USUAL
     n_passes = 160
     for outlier in range(n_passes):
@@ -144,7 +143,6 @@ def test_load_in_half_of_the_passes_changes_no_choice(
 def test_load_in_the_turns_of_one_engine_changes_no_choice(
     tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, disturbed: str
 ) -> None:
-    """As bad luck may have it: only one engine's rounds are beside another program."""
 
     def is_hit() -> bool:
         return (machine.slower == 1.0) == (disturbed == USUAL)
@@ -158,7 +156,6 @@ def test_load_in_the_turns_of_one_engine_changes_no_choice(
 def test_load_throughout_is_no_ground_for_a_choice_and_it_is_measured_again(
     tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though the other engine suffers less from it."""
     found = compare(tiny.bpe, monkeypatch, 0.5, Machine(lambda n, width: 2.0, lambda n: 0.45))
     assert found.provisional
     assert found.others_share == pytest.approx(0.45)

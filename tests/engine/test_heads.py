@@ -267,5 +267,4 @@ def test_a_head_is_expected_to_be_right_as_often_as_its_card_says(tiny: TinyFile
 @pytest.mark.parametrize("prior", [GREEDY_PRIOR, MOST_PROBABLE, SAMPLE])
 @pytest.mark.parametrize("rate", [0.2, 0.33, 0.6])
 def test_a_card_s_rate_is_what_is_expected_of_a_draft_s_first_token(prior: Prior, rate: float) -> None:
-    """Greedily and at a temperature."""
     assert SourceAcceptance(of_a_head(prior, rate)).mean() == pytest.approx(rate, abs=0.005)

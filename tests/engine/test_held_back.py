@@ -149,7 +149,6 @@ def test_every_way_of_asking_gives_the_rest_at_a_deadline(llm: LLM) -> None:
 
 @pytest.mark.parametrize("looks", [12, 10**9])
 def test_a_stop_string_that_waited_for_a_longer_one_ends_the_answer(llm: LLM, looks: int) -> None:
-    """Be it the budget or the deadline that ends it."""
     said = llm.generate("hello", FREE, speculate=False).text
     params = SamplingParams(max_tokens=20, ignore_eos=True, stop=[said[5:7], said[4:] + NEVER])
     with late_after(looks):

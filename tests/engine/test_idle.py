@@ -28,7 +28,6 @@ def worker() -> Iterator[Worker]:
 
 
 def steps(n: int, log: list[str], name: str = "step") -> Callable[[Stopped], bool]:
-    """A task of n steps."""
 
     def task(stopped: Stopped) -> bool:
         if log.count(name) < n:
@@ -91,7 +90,6 @@ def test_a_cancelled_job_takes_nothing_from_idle_work(worker: Worker) -> None:
 
 
 def test_tasks_are_asked_again_after_every_job_and_when_told(worker: Worker) -> None:
-    """Be it during a step."""
     asked: list[int] = []
 
     def task(stopped: Stopped) -> bool:

