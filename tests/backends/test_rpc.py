@@ -199,18 +199,6 @@ def test_a_server_that_dies_ends_an_answer_and_not_the_process(tiny: TinyFiles, 
 
 
 @pytest.mark.slow
-def test_idle_work_lives_through_it(tiny: TinyFiles, library: None) -> None:
-    with ExitStack() as stack:
-        address, process = stack.enter_context(serving())
-        llm = stack.enter_context(LLM(tiny.bpe, "ngram", placement=Placement(rpc=address), **options(idle=True)))
-        llm.generate(TEXT, SamplingParams(max_tokens=4))
-        process.kill()
-        llm.wait_idle(20)
-        with pytest.raises(EngineError):
-            llm.generate(TEXT, PARAMS)
-
-
-@pytest.mark.slow
 def test_a_server_serves_one_client(tiny: TinyFiles, library: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localspec.backends.llama.rpc._CONNECT_S", 0.5)
     with ExitStack() as stack:
